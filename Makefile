@@ -1,0 +1,22 @@
+# make demo    install, make a small model, serve it twice (fcfs, continuum), replay the same programs, compare
+# make test    install and run all tests
+# make check   style and types only
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+
+.PHONY: demo test check install
+install: $(VENV)/installed
+
+$(VENV)/installed: requirements/cpu.lock requirements/install-cpu pyproject.toml
+	requirements/install-cpu $(VENV)
+
+demo: install
+	$(PYTHON) -m experiments.demo $(if $(TRACE),--trace "$(TRACE)")
+
+check: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+test: check
+	$(PYTHON) -m pytest
