@@ -1,0 +1,99 @@
+"""Every choice a user can make, in one frozen value.
+
+Keys are `continuum.*` in the KV connector's extra config, beside LMCache's own `lmcache.*`; each
+can be set by a `CONTINUUM_*` environment variable, which wins. Unknown names are refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from continuum_lmcache.errors import ConfigError
+
+PREFIX = "continuum."
+ENV_PREFIX = "CONTINUUM_"
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuumConfig:
+    """Settings of the scheduler. Times in seconds, shares in [0, 1]."""
+
+    policy: str = "continuum"  # a name in policies.POLICIES
+    static_ttl_s: float = 2.0  # the TTL of policy "static-ttl"
+    max_ttl_s: float = 300.0  # no pin outlives this, whatever the policy says
+    max_pinned_share: float = 0.8  # of the GPU's KV blocks
+    max_tenant_share: float = 1.0  # of max_pinned_share, for one cache_salt
+    max_wait_s: float = 120.0  # after this a waiting turn may take anybody's pin
+    program_idle_s: float = 3600.0  # a program not heard of for so long is forgotten
+    max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this
+    infer_programs: bool = True  # link a request without an id to the turn its prompt extends
+    fail_on_load_error: bool = False  # true: a KV load that fails fails its request
+    profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
+    gaps_file: str = ""  # where learned tool durations survive a restart; empty: nowhere
+    run_output_dir: str = ""  # where the recorder writes; empty: RUN_OUTPUT_DIR, else nowhere
+    stream_recording: bool = False  # also write each event at once, as a line of JSON
+    hash_ids: bool = False  # recordings hold hashes of the programs' ids
+
+    def __post_init__(self) -> None:
+        for name in ("static_ttl_s", "max_ttl_s", "max_wait_s", "program_idle_s"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "a number of seconds >= 0")
+        for name in ("max_pinned_share", "max_tenant_share"):
+            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a share in [0, 1]")
+        require(self.max_programs >= 1, "max_programs", self.max_programs, "at least 1")
+
+    @classmethod
+    def load(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> ContinuumConfig:
+        """From a connector's extra config and the environment. Raises ConfigError."""
+        given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
+        refuse_unknown(given, KEYS, PREFIX, "kv_connector_extra_config")
+        for name, value in environ.items():
+            if name.startswith(ENV_PREFIX):
+                given[name.removeprefix(ENV_PREFIX).lower()] = value
+        refuse_unknown(given, KEYS, ENV_PREFIX, "the environment", str.upper)
+        return cls(**{k: parsed(k, v, KEYS[k]) for k, v in given.items()})
+
+
+KEYS: dict[str, str] = {f.name: str(f.type) for f in fields(ContinuumConfig)}
+
+
+def refuse_unknown(
+    given: Iterable[str], known: Iterable[str], prefix: str, where: str, spell: Any = str
+) -> None:
+    """Raise ConfigError for the first name that is not known, with the nearest one that is."""
+    known = sorted(known)
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {prefix}{spell(near[0])!s}? " if near else ""
+            names = ", ".join(map(spell, known))
+            raise ConfigError(f"unknown key {prefix}{spell(name)} in {where}; {hint}Known: {names}")
+
+
+def parsed(name: str, value: Any, kind: str) -> Any:
+    """A setting in its type, from JSON or from an environment variable's text."""
+    words = {"true": True, "1": True, "false": False, "0": False}
+    if kind == "bool":
+        found = value if isinstance(value, bool) else words.get(str(value).lower())
+        require(found is not None, name, value, "true or false")
+        return found
+    if kind == "str":
+        require(isinstance(value, str), name, value, "text")
+        return value
+    require(not isinstance(value, bool), name, value, "a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    require(math.isfinite(number), name, value, "a number")
+    require(kind == "float" or number == int(number), name, value, "a whole number")
+    return number if kind == "float" else int(number)
+
+
+def require(holds: bool, name: str, value: Any, expected: str) -> None:
+    """Raise ConfigError unless it holds."""
+    if not holds:
+        raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be {expected}")

@@ -1,0 +1,33 @@
+"""What can go wrong, and whose fault it is.
+
+    ContinuumError
+    ├── ConfigError       a setting is unknown, malformed, or contradicts another
+    ├── RequestError      one request carries a bad field; the others are fine
+    ├── ProfileError      a measured profile is missing, malformed, or not believable
+    ├── TraceError        a trace file is not what its format says
+    └── InvariantError    this package's own books do not balance: a bug, please report
+"""
+
+
+class ContinuumError(Exception):
+    """Any error this package raises on purpose."""
+
+
+class ConfigError(ContinuumError, ValueError):
+    """A setting is unknown, malformed, or contradicts another."""
+
+
+class RequestError(ContinuumError, ValueError):
+    """One request carries a bad field; it alone is refused (HTTP 400)."""
+
+
+class ProfileError(ContinuumError, ValueError):
+    """A measured profile is missing, malformed, or not believable."""
+
+
+class TraceError(ContinuumError, ValueError):
+    """A trace file is not what its format says."""
+
+
+class InvariantError(ContinuumError, AssertionError):
+    """The books do not balance. The message is the equation, with its numbers."""

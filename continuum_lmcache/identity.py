@@ -1,0 +1,84 @@
+"""Whose turn a request is: the wire format's fields, checked at the door.
+
+A client names its program by `job_id` and may say that a turn is the last one (`is_last_step`),
+which tool it will call (`this_func_call`) and which one it has just called (`last_func_call`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+
+from continuum_lmcache.errors import RequestError
+from continuum_lmcache.toolcalls import declared
+from continuum_lmcache.types import ProgramId, ToolKey
+
+FIELDS = ("job_id", "is_last_step", "this_func_call", "last_func_call")
+MAX_CHARS = 256
+YES = ("true", "1", "yes")
+NO = ("false", "0", "no", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a request says of its program. `job_id` None: nothing."""
+
+    job_id: str | None = None
+    is_last_step: bool = False
+    this_tool: ToolKey = ()
+    last_tool: ToolKey = ()
+
+
+def parse(fields: Mapping[str, object]) -> Identity:
+    """Read the fields of FIELDS that are there. Raises RequestError with what is wrong and how to mend it."""
+    return Identity(
+        job_id=name("job_id", fields.get("job_id")),
+        is_last_step=flag("is_last_step", fields.get("is_last_step")),
+        this_tool=tool("this_func_call", fields.get("this_func_call")),
+        last_tool=tool("last_func_call", fields.get("last_func_call")),
+    )
+
+
+def program_id(job_id: str, cache_salt: str | None) -> ProgramId:
+    """A program's name in this engine: ids under different cache salts never meet."""
+    if not cache_salt:
+        return ProgramId(job_id)
+    return ProgramId(f"{job_id}@{sha256(cache_salt.encode()).hexdigest()[:12]}")
+
+
+def name(field: str, value: object) -> str | None:
+    """Text of 1 to MAX_CHARS characters, or a whole number; null is no name."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RequestError(f"{field} must be text, not {kind(value)}; send a string such as 'run-42'")
+    if isinstance(value, int) and abs(value) >= 10**18:  # text of a huge int is quadratic to make
+        raise RequestError(f"{field} is a number of more than 18 digits; send a string")
+    text = str(value)
+    if not 1 <= len(text) <= MAX_CHARS:
+        raise RequestError(f"{field} has {len(text)} characters; it must have 1 to {MAX_CHARS}")
+    return text
+
+
+def flag(field: str, value: object) -> bool:
+    """true or false, as JSON or as text; null is false."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    text = str(value).strip().lower() if isinstance(value, str | int | float) and len(str(value)) < 9 else "?"
+    if text not in YES + NO:
+        shown = repr(value)[:40]
+        raise RequestError(f"{field} is {shown}; it must be true or false")
+    return text in YES
+
+
+def tool(field: str, value: object) -> ToolKey:
+    """A client's own name for a tool, as a key; empty text is none."""
+    text = name(field, value if value != "" else None)
+    return () if text is None else declared(text)
+
+
+def kind(value: object) -> str:
+    """A value's type in the client's words."""
+    words = {dict: "an object", list: "a list", bool: "true or false", float: "a fraction"}
+    return words.get(type(value), type(value).__name__)

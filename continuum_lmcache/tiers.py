@@ -1,0 +1,38 @@
+"""The one boundary to whoever keeps KV outside the GPU. The core owns it, connectors implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from continuum_lmcache.types import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What the tiers hold of a prompt's head, in the order it would be loaded."""
+
+    dram_tokens: int
+    ssd_tokens: int  # those after the DRAM stretch
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One real movement of KV from or to a tier, as it was timed."""
+
+    tier: Tier
+    direction: str  # "load" or "store"
+    tokens: int
+    size_bytes: int
+    duration_s: float
+
+
+class TierStore(Protocol):
+    """Answers: where does this prompt's KV lie, below the GPU?"""
+
+    def locate(self, token_ids: Sequence[int]) -> Holding:
+        """What a load of this prompt would bring now. Reads only: no pin, no touch, no load."""
+
+    def transfers(self) -> list[Transfer]:
+        """The movements since the last call, oldest first."""

@@ -1,0 +1,121 @@
+"""The values that pass between the scheduler, the policies and the tiers. All frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType
+
+ProgramId = NewType("ProgramId", str)
+TurnId = NewType("TurnId", str)  # vLLM's request id
+
+ToolKey = tuple[str, ...]
+"""What a turn called, most specific first: ("pytest tests", "pytest", "bash"). () is unknown."""
+
+
+class Tier(Enum):
+    """Where a prefix lies."""
+
+    GPU = "gpu"
+    DRAM = "dram"
+    SSD = "ssd"
+    NONE = "none"
+
+
+class Outcome(Enum):
+    """How a pin ended. Low cardinality: these are metric labels."""
+
+    REUSED = "reused"  # the program came back and took its blocks over
+    DIVERGED = "diverged"  # the program came back with another prompt
+    EXPIRED = "expired"  # its TTL ran out first
+    RECLAIMED = "reclaimed"  # somebody else could not run without the memory
+    SUPERSEDED = "superseded"  # another turn of the same program ended later
+    ENDED = "ended"  # the program is over
+    RESET = "reset"  # the cache was reset, or the engine slept or stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Where the first `total_tokens` of a prompt could come from, as consecutive stretches.
+
+    [0, gpu) is in vLLM's prefix cache, the next `dram_tokens` are in LMCache's DRAM, the next
+    `ssd_tokens` on its disk, and the rest must be computed (docs: design.md, PrefillReload).
+    """
+
+    gpu_tokens: int
+    dram_tokens: int
+    ssd_tokens: int
+    total_tokens: int
+
+    @property
+    def recompute_tokens(self) -> int:
+        """Tokens that lie nowhere."""
+        return self.total_tokens - self.gpu_tokens - self.dram_tokens - self.ssd_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One finished turn of one program, as the scheduler saw it."""
+
+    program: ProgramId
+    number: int  # 1 for the program's first turn
+    tool: ToolKey  # what it called
+    context_tokens: int  # prompt and output: tokens whose KV is on the GPU now
+    blocks: int  # GPU blocks that a pin would hold
+    residency: Residency  # where the context would be found if it were not pinned
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is at the moment of a decision."""
+
+    total_blocks: int  # GPU KV blocks in all
+    free_blocks: int  # neither running nor pinned
+    pinned_blocks: int
+    waiting_turns: int
+    queue_delay_s: float = 0.0  # T: mean queueing delay of turns whose KV had been evicted
+    queue_delay_samples: int = 0
+    eta: float = 1.0  # -Corr(turns done, turns left), in [-1, 1]
+    eta_samples: int = 0
+
+    @property
+    def pressure(self) -> float:
+        """Share of the KV cache that is running or pinned, 0 to 1."""
+        return 1.0 - self.free_blocks / self.total_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """For how long a finished turn's KV should stay on the GPU, and why."""
+
+    ttl_s: float  # 0: do not pin
+    policy: str
+    reason: str  # low cardinality: "cdf", "cold-start", "budget", ...
+    probability: float = 0.0  # P(tau): chance that the program is back within ttl_s
+    benefit_s: float = 0.0  # T * eta + PrefillReload, what a return in time saves
+    cost_s: float = 0.0  # what holding the memory is charged with
+    samples: int = 0  # durations behind the estimate
+    level: str = ""  # which distribution answered: "tool", "all", "cold"
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Blocks that stay on the GPU for a program that is away."""
+
+    program: ProgramId
+    blocks: int
+    taken_s: float
+    deadline_s: float
+    retention: Retention
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the order of the waiting queue may depend on. Times on the engine's clock."""
+
+    preempted: bool
+    pinned: bool
+    priority: int  # the client's, lower first (vLLM's convention)
+    program_arrival_s: float
+    turn_arrival_s: float
+    attained_tokens: int  # tokens computed for the program so far

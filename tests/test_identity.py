@@ -1,0 +1,66 @@
+"""What a request may say of its program."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from continuum_lmcache.errors import RequestError
+from continuum_lmcache.identity import FIELDS, MAX_CHARS, Identity, parse, program_id
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def test_a_program_is_named_by_text_or_number_and_null_is_nobody() -> None:
+    assert parse({"job_id": "run-1"}).job_id == "run-1"
+    assert parse({"job_id": 42}).job_id == "42"
+    assert parse({"job_id": None}) == parse({}) == Identity()
+
+
+@pytest.mark.parametrize("value", [True, 1, "true", "True", "1", " yes "])
+def test_the_last_step_may_be_said_in_json_or_as_text(value: object) -> None:
+    assert parse({"is_last_step": value}).is_last_step
+
+
+@pytest.mark.parametrize("value", [False, None, 0, "false", "0", "no", ""])
+def test_and_so_may_its_absence(value: object) -> None:
+    assert not parse({"is_last_step": value}).is_last_step
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"job_id": ""}, f"job_id has 0 characters; it must have 1 to {MAX_CHARS}"),
+        ({"job_id": "x" * 10**6}, "job_id has 1000000 characters"),
+        ({"job_id": {"a": 1}}, "job_id must be text, not an object"),
+        ({"job_id": True}, "job_id must be text, not true or false"),
+        ({"job_id": 10**5000}, "job_id is a number of more than 18 digits"),
+        ({"is_last_step": "maybe"}, "is_last_step is 'maybe'; it must be true or false"),
+        ({"is_last_step": [1]}, "is_last_step is .1.; it must be true or false"),
+        ({"this_func_call": {}}, "this_func_call must be text, not an object"),
+    ],
+)
+def test_a_bad_field_is_refused_in_one_sentence(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        parse(fields)
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), JSON))
+def test_whatever_json_brings_it_is_an_identity_or_a_request_error(fields: dict[str, object]) -> None:
+    try:
+        identity = parse(fields)
+    except RequestError as error:
+        assert len(str(error)) < 300
+    else:
+        assert identity.job_id is None or 1 <= len(identity.job_id) <= MAX_CHARS
+
+
+def test_ids_under_different_salts_never_meet() -> None:
+    names = {program_id("a", None), program_id("a", "s1"), program_id("a", "s2")}
+    assert len(names) == 3
+    assert program_id("a", "") == "a"
