@@ -1,11 +1,12 @@
 """What can go wrong, and whose fault it is.
 
-    ContinuumError
-    ├── ConfigError       a setting is unknown, malformed, or contradicts another
-    ├── RequestError      one request carries a bad field; the others are fine
-    ├── ProfileError      a measured profile is missing, malformed, or not believable
-    ├── TraceError        a trace file is not what its format says
-    └── InvariantError    this package's own books do not balance: a bug, please report
+ContinuumError
+├── ConfigError       a setting is unknown, malformed, or contradicts another
+├── RequestError      one request carries a bad field; the others are fine
+├── ProfileError      a measured profile is missing, malformed, or not believable
+├── GapsError         saved tool durations are not what their format says
+├── TraceError        a trace file is not what its format says
+└── InvariantError    this package's own books do not balance: a bug, please report
 """
 
 
@@ -23,6 +24,10 @@ class RequestError(ContinuumError, ValueError):
 
 class ProfileError(ContinuumError, ValueError):
     """A measured profile is missing, malformed, or not believable."""
+
+
+class GapsError(ContinuumError, ValueError):
+    """Saved tool durations are not what their format says."""
 
 
 class TraceError(ContinuumError, ValueError):

@@ -1,0 +1,179 @@
+"""What a turn costs that comes back to a prefix which is not on the GPU: PrefillReload, tier by tier.
+
+    [0, gpu)     in vLLM's prefix cache    0
+    [gpu, dram)  in LMCache's DRAM         bytes / host-to-device rate + fixed
+    [dram, ssd)  on LMCache's disk         bytes / disk rate + fixed, and the copy after it
+    [ssd, n)     nowhere                   prefill at that context
+
+and never more than computing all of [gpu, n): loading stops at the tier where computing the rest is
+cheaper, and the connector is to stop there too (`ReloadCost.loaded_tokens`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.types import Residency, Tier
+
+CERTAIN: Mapping[Tier, float] = {}  # every tier keeps what it holds
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCurve:
+    """Seconds to compute tokens: linear layers, and attention to all that comes before a token."""
+
+    fixed_s: float  # once a prefill
+    per_token_s: float
+    per_pair_s: float  # for each pair of a new token and one it attends to
+    samples: int  # measurements behind the fit; 0: assumed
+
+    def seconds(self, tokens: int, context_tokens: int) -> float:
+        if tokens <= 0:
+            return 0.0
+        pairs = tokens * context_tokens + tokens * tokens / 2
+        return self.fixed_s + tokens * self.per_token_s + pairs * self.per_pair_s
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How fast a tier is read."""
+
+    bytes_per_s: float
+    fixed_s: float  # once a load
+    samples: int  # measurements behind the fit; 0: assumed
+
+    def seconds(self, size_bytes: int) -> float:
+        return self.fixed_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadCost:
+    """PrefillReload of one prompt, in seconds, by where the time goes."""
+
+    loaded_tokens: int  # how far loading pays, from the end of the GPU's stretch
+    dram_s: float  # DRAM to GPU, of what lies in DRAM
+    ssd_s: float  # disk to DRAM to GPU, of what lies on disk
+    prefill_s: float  # what must be computed
+
+    @property
+    def total_s(self) -> float:
+        return self.dram_s + self.ssd_s + self.prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """A machine and a model, in seconds. Measured by profiles/measure.py, or assumed."""
+
+    prefill: PrefillCurve
+    dram: Rate  # host to device
+    ssd: Rate  # disk to host
+    kv_bytes_per_token: int
+    chunk_tokens: int  # LMCache's; a tail below it is nowhere
+
+    @property
+    def measured(self) -> bool:
+        """Whether every number has a measurement behind it."""
+        return min(self.prefill.samples, self.dram.samples, self.ssd.samples) > 0
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        """Seconds to compute `tokens` tokens that follow `context_tokens` whose KV is there."""
+        return self.prefill.seconds(tokens, context_tokens)
+
+    def reload(self, where: Residency) -> ReloadCost:
+        """PrefillReload (Continuum, arXiv 2511.02230 §4, eq. 2), for a prompt found as `where` says.
+
+        The cheapest of loading nothing, what DRAM holds, and what both hold.
+        """
+        dram_tokens, ssd_tokens = where.dram_tokens, where.ssd_tokens
+        ways = [self._loading(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
+        return min(ways, key=lambda cost: cost.total_s)
+
+    def reload_s(self, where: Residency, survival: Mapping[Tier, float] = CERTAIN) -> float:
+        """PrefillReload in seconds, expected over what the tiers may lose before the return.
+
+        `survival` is each tier's chance, 0 to 1, to still hold its stretch then; 1 where it is not
+        named. The tiers are taken as independent. What one loses must be computed, and all that
+        comes after it: a prefix with a hole is no prefix.
+        """
+        expected_s, intact = 0.0, 1.0
+        for at, (tier, stretch) in enumerate(STRETCHES.items()):
+            survives = survival.get(tier, 1.0) if getattr(where, stretch) else 1.0
+            if survives < 1.0:
+                cut = replace(where, **dict.fromkeys(list(STRETCHES.values())[at:], 0))
+                expected_s += intact * (1.0 - survives) * self.reload(cut).total_s
+            intact *= survives
+        return expected_s + intact * self.reload(where).total_s
+
+    @classmethod
+    def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> Costs:
+        """From a profile that was read at the edge (format: profiles/README.md). Raises ProfileError.
+
+        Sections `prefill`, `dram`, `ssd` hold the fields of PrefillCurve and Rate; `provenance` is
+        for people, anything else is refused.
+        """
+        if not isinstance(profile, Mapping):
+            raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
+        refuse_strangers(profile, (*SECTIONS, *COUNTS, "provenance"), where)
+        return cls(
+            **{name: section(profile, name, kind, where) for name, kind in SECTIONS.items()},
+            kv_bytes_per_token=int(number(profile, "kv_bytes_per_token", where, least=1)),
+            chunk_tokens=int(number(profile, "chunk_tokens", where, least=1)),
+        )
+
+    def _loading(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
+        """The cost if so much is loaded from each tier and the rest computed."""
+        ssd_bytes = ssd_tokens * self.kv_bytes_per_token
+        there_tokens = where.gpu_tokens + dram_tokens + ssd_tokens
+        return ReloadCost(
+            loaded_tokens=dram_tokens + ssd_tokens,
+            dram_s=self.dram.seconds(dram_tokens * self.kv_bytes_per_token),
+            ssd_s=self.ssd.seconds(ssd_bytes) + self.dram.seconds(ssd_bytes),
+            prefill_s=self.prefill_s(where.total_tokens - there_tokens, there_tokens),
+        )
+
+
+STRETCHES = {Tier.GPU: "gpu_tokens", Tier.DRAM: "dram_tokens", Tier.SSD: "ssd_tokens"}
+SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": Rate, "ssd": Rate}
+COUNTS = ("kv_bytes_per_token", "chunk_tokens")
+
+
+def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any:
+    """One section of a profile, as its value."""
+    given = profile.get(name)
+    if not isinstance(given, Mapping):
+        raise ProfileError(f"{where} has no section {name!r}; measure it with profiles/measure.py")
+    fields = tuple(kind.__slots__)
+    refuse_strangers(given, fields, f"{where}, {name}")
+    found = {f: number(given, f, f"{where}, {name}") for f in fields}
+    if found.get("bytes_per_s") == 0:
+        raise ProfileError(f"{where}, {name}: bytes_per_s is 0; a tier that is never read has no place here")
+    return kind(**found | {"samples": int(found["samples"])})
+
+
+def number(given: Mapping[str, Any], name: str, where: str, least: float = 0.0) -> float:
+    """A finite number that is at least `least`."""
+    value = given.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ProfileError(f"{where}: {name} is {value!r}; it must be a finite number >= {least:g}")
+    return value
+
+
+def refuse_strangers(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    if strangers := sorted(set(map(str, given)) - set(known)):
+        raise ProfileError(f"{where}: unknown key {strangers[0]!r}; known: {', '.join(sorted(known))}")
+
+
+UNMEASURED = Costs(
+    # An 8B model with grouped queries on an H200, by its data sheet: 16 GFLOP a token and 0.5 MFLOP a pair at
+    # half of 989 TFLOP/s. Cautious: slower machines gain more from a pin than this says.
+    prefill=PrefillCurve(fixed_s=0.004, per_token_s=3.2e-5, per_pair_s=1.1e-9, samples=0),
+    dram=Rate(bytes_per_s=25e9, fixed_s=0.001, samples=0),  # PCIe 4.0 x16
+    ssd=Rate(bytes_per_s=3e9, fixed_s=0.005, samples=0),  # one NVMe drive
+    kv_bytes_per_token=131_072,  # 32 layers x 8 heads x 128 x 2 (K and V) x 2 bytes
+    chunk_tokens=256,
+)
+"""What is assumed of a machine that nobody has measured. Every `samples` is 0."""

@@ -1,0 +1,47 @@
+"""What is believed about a tool's gaps: the distribution that the policies ask."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """What is believed about one kind of gap: P(gap <= ttl_s), and on what grounds."""
+
+    level: str  # "tool:3" command and argument, "tool:2" command, "tool:1" tool, "all", "cold"
+    samples_s: tuple[float, ...]  # gaps that ended, ascending
+    cdf: tuple[float, ...]  # P(gap <= samples_s[i])
+    n: int  # observations, those that never ended included
+
+    def probability(self, ttl_s: float) -> float:
+        """P(gap <= ttl_s), 0 to 1: Kaplan-Meier (JASA 53, 1958); while cold that of Exp(1), by the paper."""
+        if self.level == "cold":
+            return -math.expm1(-max(ttl_s, 0.0))
+        at = bisect_right(self.samples_s, ttl_s)
+        return self.cdf[at - 1] if at else 0.0
+
+    @property
+    def mean_s(self) -> float | None:
+        """Mean of the gaps that ended; None if none did."""
+        return sum(self.samples_s) / len(self.samples_s) if self.samples_s else None
+
+
+def kaplan_meier(ended_s: Sequence[float], censored_s: Sequence[float]) -> tuple[float, ...]:
+    """P(gap <= ended_s[i]) with right-censored observations, both ascending; Kaplan & Meier 1958.
+
+    At each gap that ended, the share 1 / (those not yet ended or lost) of what was left is gone.
+    Without censoring that is the empirical CDF, i / n.
+    """
+    n = len(ended_s)
+    if not censored_s:
+        return tuple((i + 1) / n for i in range(n))
+    left, cdf = 1.0, []
+    for i, at_s in enumerate(ended_s):
+        at_risk = n - i + len(censored_s) - bisect_left(censored_s, at_s)
+        left *= 1.0 - 1.0 / at_risk
+        cdf.append(1.0 - left)
+    return tuple(cdf)

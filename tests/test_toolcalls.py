@@ -1,0 +1,262 @@
+"""From what a model writes to tool keys."""
+
+import json
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from continuum_lmcache.commands import MAX_KEY_CHARS, command_key
+from continuum_lmcache.toolcalls import MAX_CALLS, MAX_CHARS, declared, tool_calls, tool_key
+
+FENCE = "```"
+PYTEST = ("pytest tests/unit", "pytest", "bash")
+RUN = "cd /repo && python -m pytest tests/unit -q"
+
+
+def as_json(**value: object) -> str:
+    return json.dumps(value)
+
+
+FORMATS = {
+    "mini-swe-agent": f"THOUGHT: run them\n\n{FENCE}bash\n{RUN}\n{FENCE}",
+    "mini-swe-agent 2": f"{FENCE}mswea_bash_command\n{RUN}\n{FENCE}\n",
+    "sh": f"{FENCE}sh\n{RUN}\n{FENCE}",
+    "shell, its end taken by a stop string": f"{FENCE}shell\n{RUN}\n",
+    "OpenAI message": as_json(
+        role="assistant",
+        tool_calls=[
+            {"type": "function", "function": {"name": "bash", "arguments": as_json(command=RUN)}}
+        ],
+    ),
+    "OpenAI list": json.dumps([{"function": {"name": "bash", "arguments": as_json(cmd=RUN)}}]),
+    "Anthropic block": as_json(type="tool_use", name="bash", input={"command": RUN}),
+    "Hermes": f"<tool_call>\n{as_json(name='bash', arguments={'command': RUN})}\n</tool_call>",
+    "Hermes, unclosed": f"<tool_call>\n{as_json(name='bash', arguments={'command': RUN})}",
+    "Qwen XML": f"<tool_call>\n<function=bash>\n<parameter=command>\n{RUN}\n</parameter>\n</function>\n"
+    "</tool_call>",
+    "bare XML": f"<function=bash><parameter=command>{RUN}</parameter></function>",
+    "Llama 3.1 function": f"<function=bash>{as_json(command=RUN)}</function>",
+    "GLM": f"<tool_call>bash\n<arg_key>command</arg_key>\n<arg_value>{RUN}</arg_value>\n</tool_call>",
+    "Llama 3 JSON": f"<|python_tag|>{as_json(name='bash', parameters={'command': RUN})}",
+    "Llama pythonic": f'[bash(command="{RUN}", background=False)]',
+    "Mistral": f"[TOOL_CALLS]{json.dumps([{'name': 'bash', 'arguments': {'command': RUN}}])}",
+    "Mistral, newer": f"[TOOL_CALLS]bash{as_json(command=RUN)}",
+    "Mistral, newest": f"[TOOL_CALLS]bash[ARGS]{as_json(command=RUN)}",
+    "gpt-oss": "<|channel|>commentary to=functions.bash <|constrain|>json<|message|>"
+    + as_json(command=RUN)
+    + "<|call|>",
+    "Kimi": f"<|tool_call_begin|>functions.bash:0<|tool_call_argument_begin|>{as_json(command=RUN)}",
+    "Codex": as_json(name="bash", arguments=as_json(command=["bash", "-lc", RUN])),
+}
+
+
+@pytest.mark.parametrize("text", FORMATS.values(), ids=FORMATS)
+def test_every_format_gives_the_same_call_the_same_key(text):
+    assert tool_calls(f"I shall run the tests.\n{text}") == (PYTEST,)
+    assert tool_key(text) == PYTEST
+
+
+def test_terminal_bench_commands_are_keyed_by_their_programs():
+    batch = [{"keystrokes": "ls -la\n", "duration": 0.1}, {"keystrokes": "make all\n", "duration": 60}]
+    text = "Next:\n" + as_json(analysis="a", plan="p", commands=batch, task_complete=False)
+    assert tool_calls(text) == (("ls", "terminal"), ("make all", "make", "terminal"))
+    assert tool_key(text) == ("make all", "make", "terminal")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>{}</tool_call><tool_call>{}</tool_call>".format(
+            as_json(name="read", arguments={"path": "a"}), as_json(name="bash", arguments={"command": "tox"})
+        ),
+        '[read(path="a"), bash(command="tox")]',
+        as_json(name="read", parameters={}) + "; " + as_json(name="bash", parameters={"command": "tox"}),
+        '[TOOL_CALLS]read{"path": "a"}[TOOL_CALLS]bash{"command": "tox"}',
+    ],
+    ids=["hermes", "pythonic", "llama", "mistral"],
+)
+def test_parallel_calls_are_all_found_and_the_slow_program_decides(text):
+    assert tool_calls(text) == (("read",), ("tox", "bash"))
+    assert tool_key(text) == ("tox", "bash")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "The answer is 42.",
+        'Bob is {"name": "Bob", "age": 3}, see [1] and f(x).',
+        f"<think>I could run\n{FENCE}bash\nls\n{FENCE}\nbut I am done.</think>Done.",
+        f"<think>I could run\n{FENCE}bash\nls\n{FENCE}",
+        f"{FENCE}python\nprint(1)\n{FENCE}",
+        as_json(analysis="a", commands=[], task_complete=True),
+        "<tool_call>not json</tool_call>",
+        as_json(name=["bash"], arguments={}),
+    ],
+)
+def test_a_turn_without_a_call_has_no_key(text):
+    assert tool_calls(text) == ()
+    assert tool_key(text) == ()
+
+
+def test_a_call_after_a_thought_counts_even_if_the_thoughts_beginning_was_cut_off():
+    text = f"...or\n{FENCE}bash\nls\n{FENCE}</think>\n{FENCE}bash\nmake\n{FENCE}"
+    assert tool_key(text) == ("make", "bash")
+
+
+def test_real_commands_are_recognised_in_the_formats_that_carry_them(traces):
+    """Of the traces' shell commands at least 95 % name their program, whatever they are wrapped in."""
+    commands = [
+        turn["command"]
+        for name in ("agentcgroup.jsonl", "lmcache_miniswe.jsonl")
+        for line in (traces / name).read_text().splitlines()
+        for turn in json.loads(line)["turns"]
+        if turn["command"] and turn["tool"].lower() == "bash"
+    ]
+    named = 0
+    for command in commands:
+        key = command_key(command, "bash")
+        fence = f"Next.\n{FENCE}bash\n{command}\n{FENCE}"
+        hermes = f"<tool_call>{as_json(name='bash', arguments={'command': command})}</tool_call>"
+        named += tool_calls(fence) == (key,) and tool_calls(hermes) == (key,) and len(key) > 1
+    assert named >= 0.95 * len(commands) > 1000
+
+
+def test_only_the_last_block_counts():
+    text = f"It failed before:\n{FENCE}bash\nls\n{FENCE}\nso\n{FENCE}bash\nmake\n{FENCE}"
+    assert tool_calls(text) == (("make", "bash"),)
+
+
+def test_a_fetch_is_keyed_by_its_host_and_another_tool_by_its_name():
+    fetch = as_json(name="fetch_url", arguments={"url": "https://docs.python.org/3/x.html"})
+    assert tool_key(fetch) == ("fetch_url docs.python.org", "fetch_url")
+    assert tool_key(as_json(name="fetch_url", arguments={"url": "http://[bad"})) == ("fetch_url",)
+    assert tool_key(as_json(name="python", arguments={"code": "import time"})) == ("python",)
+
+
+def test_a_clients_own_word_is_cleaned_like_any_key():
+    assert declared("run\x00 tests\n") == ("run tests",)
+    assert declared("\x07") == ()
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        ("ls", ("ls",)),
+        ("cd /repo && make -j 8 all", ("make all", "make")),
+        ("sudo -u bob env A=b timeout -k 5 30 nice -n 5 cargo test", ("cargo test", "cargo")),
+        ("FOO=1 BAR=2 ./run_all.sh fast", ("run_all.sh fast", "run_all.sh")),
+        ("python3.11 -m pytest tests/a.py::test_b -x 2>&1 | tail -30", ("pytest tests/a.py", "pytest")),
+        ("python -u -W ignore -m unittest", ("unittest",)),
+        ("/venv/bin/python /repo/check.py --all", ("python check.py", "python")),
+        ("python - <<'EOF'\nimport pytest; pytest.main() | make\nEOF", ("python -", "python")),
+        ("cat <<EOF > a.sh\nmake\nEOF\nbash a.sh", ("bash a.sh", "bash")),
+        ("python manage.py test app", ("manage.py test", "manage.py")),
+        ("bash -lc 'cd x; npm run build'", ("npm run", "npm")),
+        ("for f in $(ls | head); do pytest $f; done", ("pytest",)),
+        ("if grep -q x y; then cargo build; fi", ("cargo build", "cargo")),
+        ('git commit -m "$(cat <<EOF\nmake | pytest\nEOF\n)"', ("git commit", "git")),
+        ("git -C /repo log --oneline | grep fix | head", ("git log", "git")),
+        ("find . -name '*.py' | xargs -I {} grep -l x {}", ("find",)),
+        ("source venv/bin/activate && pip3 install -e .", ("pip install", "pip")),
+        ("uv run pytest -k slow tests/unit/", ("pytest tests/unit", "pytest")),
+        ("(sleep 0.5; echo done) & wait", ("sleep 0.5", "sleep")),
+        ("cat log | grep error", ("cat",)),
+        ("echo hi # then; make", ("echo",)),
+        ("make 2> log.txt", ("make",)),
+        ("./prepare.sh && make all | tee log", ("make all", "make")),
+        ("echo 'make && pytest'", ("echo",)),
+        ("sudo", ("sudo",)),
+        ("A=1", ()),
+        ("", ()),
+    ],
+)
+def test_a_command_is_keyed_by_the_program_that_takes_its_time(command, key):
+    assert command_key(command, "bash") == (*key, "bash")
+
+
+def test_a_key_is_short_and_printable_whatever_the_command():
+    key = command_key("\x1b[31mmake\ud800 " + "x" * 10_000, "bash\n" * 100)
+    assert all(level.isprintable() and len(level) <= MAX_KEY_CHARS for level in key)
+
+
+MARKED = (
+    "``` ```bash\n \n``` <think> </think> <tool_call> </tool_call> <function= <parameter= > <arg_key> "
+    '[TOOL_CALLS] [ARGS] {"name": {"commands":[ "arguments": "parameters": "keystrokes": {"function": '
+    "{ } [ ] ( ) [f( a= \" ' \\ , : $( ` << <<A\n && | ; & # sudo cd -c bash make 9e999 \x00 \ud800"
+)
+
+
+MARKS = MARKED.split(" ")
+
+
+def assert_well_formed(calls):
+    assert len(calls) <= MAX_CALLS
+    for level in (level for key in calls for level in key):
+        assert level and level.isprintable() and len(level) <= MAX_KEY_CHARS
+
+
+@settings(deadline=None)
+@given(st.text() | st.lists(st.sampled_from(MARKS) | st.text(max_size=5), max_size=60).map("".join))
+def test_no_text_whatsoever_raises(text):
+    assert_well_formed(tool_calls(text))
+    assert_well_formed((command_key(text, "bash"),))
+    tool_key(text)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.sampled_from(MARKS), min_size=1, max_size=4).map("".join))
+def test_no_megabyte_of_a_pattern_raises(pattern):
+    assert_well_formed(tool_calls(pattern * (2**20 // len(pattern))))
+
+
+HOSTILE = (
+    *("`", "[", "{", "<", "\\", '"', '"\\', "{'", '{"a":', '[{"a":', '{"function":', "[f(", "<tool_call>"),
+    *("<tool_call>{", "[TOOL_CALLS]{", "<function=a><parameter=b>", "<arg_key>", "```bash\n", "<think>"),
+    *("$(", "\n[f(", "```bash\n<<A\n", '{"name":"a","arguments":{}}', " to=functions.a{", "\n", " "),
+)
+
+
+def calls_made(text: str) -> int:
+    """Function calls, Python's and C's, that reading `text` takes: work, without a clock."""
+    count = 0
+
+    def counter(_frame, event, _arg):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(counter)
+    try:
+        tool_calls(text)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("pattern", HOSTILE)
+def test_the_work_grows_no_faster_than_the_text_and_not_at_all_beyond_the_tail(pattern):
+    def of(chars):
+        return (pattern * (chars // len(pattern) + 1))[:chars]
+
+    quarter, half, whole = (calls_made(of(MAX_CHARS // part)) for part in (4, 2, 1))
+    assert whole - half <= 2.5 * (half - quarter) + 200
+    tail = of(2**20)[-MAX_CHARS:]
+    assert abs(calls_made(of(2**20)) - calls_made(tail)) <= 8
+    assert tool_calls(of(2**20)) == tool_calls(tail)
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"), [('{"function":', "}"), ('{"tool_calls":[', "]}"), ("[", "]")]
+)
+def test_json_nested_up_to_and_beyond_pythons_stack_raises_nothing(opening, closing):
+    for depth in (*range(20, 1000, 40), 10_000):
+        nested = opening * depth + "1" + closing * depth
+        assert tool_calls(nested) == ()
+        assert tool_calls('{"name":"sh","arguments":{"command":' + nested + "}}") in ((("sh",),), ())
+
+
+def test_a_turn_has_only_so_many_calls():
+    assert len(tool_calls("<tool_call>" + as_json(name="f", arguments={}) * 100)) == MAX_CALLS
