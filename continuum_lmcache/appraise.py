@@ -1,0 +1,62 @@
+"""What a finished turn's KV is worth: learns from tool gaps and queues, answers with a Retention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.costs import UNMEASURED, Costs
+from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.history import History
+from continuum_lmcache.policies import policy_named
+from continuum_lmcache.toolcalls import tool_calls, tool_key
+from continuum_lmcache.types import Load, Retention, Standing, ToolKey, Turn
+
+
+class Appraiser:
+    """One engine's experience, and the policy that uses it. No clock: durations come as values."""
+
+    def __init__(self, config: ContinuumConfig, costs: Costs = UNMEASURED, gaps: Gaps | None = None) -> None:
+        self.config = config
+        self.costs = costs
+        self.gaps = gaps if gaps is not None else Gaps()
+        self.history = History()
+        self._policy = policy_named(config.policy)
+
+    def order(self, standing: Standing) -> tuple[float, ...]:
+        """Where a waiting turn stands: smallest first."""
+        return self._policy.order(standing)
+
+    def retain(self, turn: Turn, load: Load) -> Retention:
+        """For how long this turn's KV should stay, never beyond max_ttl_s."""
+        load = replace(
+            load,
+            queue_delay_s=self.history.queue_delay_s,
+            queue_delay_samples=self.history.queue_delay_samples,
+            eta=self.history.eta,
+            eta_samples=self.history.eta_samples,
+        )
+        keep = self._policy.retain(turn, self.gaps, self.costs, load, self.config)
+        return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s))
+
+    def tool(self, text: str) -> ToolKey:
+        """What the turn that ends with `text` called: of parallel calls, the one known to be slowest."""
+        calls = tool_calls(text)
+        slowest = self.gaps.slowest(calls)
+        return slowest if len(calls) < 2 or self.gaps.own(slowest).n else tool_key(text)
+
+    def came_back(self, tool: ToolKey, gap_s: float) -> None:
+        """A program returned from `tool` after `gap_s`."""
+        self.gaps.observe(tool, gap_s)
+
+    def never_came(self, tool: ToolKey, waited_s: float) -> None:
+        """A program was given up on after `waited_s`: the tool took at least that long."""
+        self.gaps.censor(tool, waited_s)
+
+    def placed(self, delay_s: float, evicted: bool) -> None:
+        """A turn left the queue; `evicted`: its program's KV had to be brought back."""
+        self.history.queue_delay(delay_s, evicted)
+
+    def program_over(self, turns: int) -> None:
+        """A program ended after so many turns."""
+        self.history.turn_count(turns)

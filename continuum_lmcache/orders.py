@@ -1,0 +1,58 @@
+"""Who goes first? Sort keys of a waiting turn, smallest first. Snapshots: none depends on the clock."""
+
+from __future__ import annotations
+
+from continuum_lmcache.types import Standing
+
+PLAS_QUANTUM_TOKENS = 2048  # the first queue's width: one prefill step of vLLM's default budget
+PLAS_PATIENCE_S = 30.0  # waiting so long makes up for one queue
+
+Order = tuple[float, ...]
+
+
+def by_turn(standing: Standing) -> Order:
+    """vLLM's fcfs: preempted turns at the front, then by arrival. The client's priority is not asked."""
+    return (not standing.preempted, standing.turn_arrival_s)
+
+
+def by_program(standing: Standing) -> Order:
+    """A program keeps its place across its turns; the client's priority comes first."""
+    return (
+        standing.priority,
+        not standing.preempted,
+        standing.program_arrival_s,
+        standing.turn_arrival_s,
+    )
+
+
+def by_pin(standing: Standing) -> Order:
+    """Continuum (arXiv 2511.02230 §4): preempted, then with a pin, then program arrival.
+
+    The client's priority stands before it: the paper has none, and who asked for one means it.
+    """
+    return (
+        standing.priority,
+        not standing.preempted,
+        not standing.pinned,
+        standing.program_arrival_s,
+        standing.turn_arrival_s,
+    )
+
+
+def by_attained_service(standing: Standing) -> Order:
+    """Autellix's PLAS (arXiv 2502.13965): the program that was served least goes first.
+
+    Queues double in width: queue 0 up to PLAS_QUANTUM_TOKENS of service, queue 1 up to twice that,
+    and so on; arrival decides within one. Autellix moves a turn to the first queue once its
+    program's waiting is a multiple of its service. That needs a clock, so ageing stands in for it:
+    a turn rises by one queue for every PLAS_PATIENCE_S it has waited longer than another. At one
+    moment waits differ by arrivals only, so the order can be written without the moment. A turn in
+    queue q is overtaken by none that arrives more than q x PLAS_PATIENCE_S after it.
+    """
+    queue = (standing.attained_tokens // PLAS_QUANTUM_TOKENS).bit_length()
+    return (
+        standing.priority,
+        not standing.preempted,
+        standing.turn_arrival_s + queue * PLAS_PATIENCE_S,
+        standing.program_arrival_s,
+    )

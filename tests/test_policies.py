@@ -1,0 +1,254 @@
+"""What each policy answers, by worked example."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from continuum_lmcache.baselines import as_posterior
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.costs import Costs, PrefillCurve, Rate
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.policies import POLICIES, policy_named
+from continuum_lmcache.types import Load, ProgramId, Residency, Standing, Turn
+
+MAKE = ("make all", "make", "bash")
+A_SECOND_A_TOKEN = Costs(
+    prefill=PrefillCurve(fixed_s=0.0, per_token_s=1.0, per_pair_s=0.0, samples=1),
+    dram=Rate(bytes_per_s=10.0, fixed_s=0.0, samples=1),
+    ssd=Rate(bytes_per_s=1.0, fixed_s=0.0, samples=1),
+    kv_bytes_per_token=1,
+    chunk_tokens=1,
+)
+IDLE = Load(total_blocks=100, free_blocks=60, pinned_blocks=10, waiting_turns=0)
+
+
+def turn(reload_s, tool=MAKE, **residency):
+    """A turn of 10 blocks whose context costs `reload_s` to compute again, if it lies nowhere."""
+    where = replace(Residency(0, 0, 0, total_tokens=reload_s), **residency)
+    return Turn(ProgramId("p"), 1, tool, where.total_tokens, 10, where)
+
+
+def learned(tool=MAKE):
+    """110 gaps: 60 of 1 s, 30 of 4 s, 20 of 30 s."""
+    gaps = Gaps()
+    for gap_s in [1.0] * 60 + [4.0] * 30 + [30.0] * 20:
+        gaps.observe(tool, gap_s)
+    return gaps
+
+
+def decide(policy, turn, gaps=None, load=IDLE, costs=A_SECOND_A_TOKEN, **settings):
+    config = ContinuumConfig(policy=policy, **settings)
+    return policy_named(policy).retain(turn, gaps or Gaps(), costs, load, config)
+
+
+def standing(**changes):
+    base = Standing(
+        preempted=False,
+        pinned=False,
+        priority=0,
+        program_arrival_s=100.0,
+        turn_arrival_s=200.0,
+        attained_tokens=0,
+    )
+    return replace(base, **changes)
+
+
+def first_of(policy, *waiting):
+    return min(waiting, key=policy_named(policy).order)
+
+
+@pytest.mark.parametrize(("reload_s", "ttl_s", "probability"), [(6, 1.0, 60 / 110), (13, 4.0, 90 / 110)])
+def test_continuum_solves_equation_2_as_by_hand(reload_s, ttl_s, probability):
+    """T = 2 s, eta = 1/2, so the benefit is 1 + PrefillReload.
+
+    Reload 6 s, benefit 7: tau 1 gains 7 * 60/110 - 1 = 2.82, tau 4 gains 7 * 90/110 - 4 = 1.73,
+    tau 30 gains 7 - 30 < 0. So tau* = 1.
+    Reload 13 s, benefit 14: 14 * 60/110 - 1 = 6.64, 14 * 90/110 - 4 = 7.45, 14 - 30 < 0. tau* = 4.
+    """
+    load = replace(IDLE, queue_delay_s=2.0, eta=0.5)
+    keep = decide("continuum", turn(reload_s), learned(), load)
+    assert keep.ttl_s == ttl_s
+    assert keep.probability == pytest.approx(probability)
+    assert keep.benefit_s == pytest.approx(1.0 + reload_s)
+    assert (keep.policy, keep.reason, keep.cost_s, keep.samples, keep.level) == (
+        ("continuum", "cdf", ttl_s, 110, "tool:3")
+    )
+
+
+def test_continuum_pins_shorter_where_a_tier_reloads_cheaply():
+    """40 tokens nowhere: reload 40 s, tau 30 gains 10, tau 4 gains 28.7 and wins over tau 1, 20.8.
+
+    In DRAM they cost 4 s: tau 1 gains 1.18, tau 4 loses. On disk 44 s to read and copy, so they are
+    computed for 40 s, as if they lay nowhere. On the GPU they cost nothing: no pin.
+    """
+    assert decide("continuum", turn(40), learned()).ttl_s == 4.0
+    assert decide("continuum", turn(40, dram_tokens=40), learned()).ttl_s == 1.0
+    assert decide("continuum", turn(40, ssd_tokens=40), learned()).ttl_s == 4.0
+    assert decide("continuum", turn(40, gpu_tokens=40), learned()).ttl_s == 0.0
+
+
+def test_continuum_pins_long_enough_for_the_slowest_where_nothing_else_pays():
+    """Benefit 1000: 1000 - 30 beats 1000 * 90/110 - 4."""
+    assert decide("continuum", turn(1000), learned()).ttl_s == 30.0
+
+
+def test_continuum_looks_for_the_best_ttl_below_the_ceiling():
+    """With 30 s out of reach 4 s is the best of the rest; a ceiling of 20 s is not waited out."""
+    assert decide("continuum", turn(1000), learned(), max_ttl_s=20.0).ttl_s == 4.0
+    assert decide("continuum", turn(1000), learned(), max_ttl_s=0.5).ttl_s == 0.0
+
+
+def test_of_two_ttls_that_pay_the_same_the_shorter_one_is_taken():
+    """55 gaps of 1 s and 55 of 2 s, benefit 2: tau 1 gains 2 / 2 - 1, tau 2 gains 2 - 2: nothing."""
+    gaps = Gaps()
+    for gap_s in [1.0, 2.0] * 55:
+        gaps.observe(MAKE, gap_s)
+    assert decide("continuum", turn(2), gaps).ttl_s == 0.0
+
+
+def test_continuum_does_not_pin_a_tool_that_rarely_comes_back():
+    """Of 160 calls 60 ended at 1 s and 100 never did: P(1) = 60/160. A benefit of 2 s gains -0.25."""
+    gaps = Gaps()
+    for _ in range(60):
+        gaps.observe(MAKE, 1.0)
+    for _ in range(100):
+        gaps.censor(MAKE, 60.0)
+    assert decide("continuum", turn(2), gaps).ttl_s == 0.0
+    assert decide("continuum", turn(3), gaps).probability == pytest.approx(60 / 160)
+
+
+@pytest.mark.parametrize(("benefit_s", "ttl_s"), [(0, 0.0), (1, 0.0), (2, math.log(2)), (8, math.log(8))])
+def test_while_cold_continuum_pins_for_the_log_of_the_benefit(benefit_s, ttl_s):
+    """(1 - exp(-tau)) * b - tau is steepest at 0 with b - 1 and flat at ln b. eta counts as 1."""
+    half = replace(IDLE, queue_delay_s=benefit_s / 2, eta=-1.0)
+    keep = decide("continuum", turn(benefit_s / 2), load=half)
+    assert keep.ttl_s == pytest.approx(ttl_s)
+    assert keep.probability == pytest.approx(1 - math.exp(-ttl_s))
+    assert (keep.reason, keep.level, keep.samples) == ("cold-start", "cold", 0)
+
+
+def test_while_cold_the_ceiling_holds():
+    assert decide("continuum", turn(1000), max_ttl_s=3.0).ttl_s == 3.0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "program-fcfs", "plas"])
+def test_policies_without_pins_never_pin(policy):
+    keep = decide(policy, turn(1000), learned())
+    assert (keep.ttl_s, keep.policy, keep.reason) == (0.0, policy, "never")
+
+
+def test_static_ttl_is_the_users_number_for_everyone():
+    assert decide("static-ttl", turn(0), static_ttl_s=7.0).ttl_s == 7.0
+
+
+def test_mean_threshold_pins_two_seconds_for_a_command_that_takes_two_on_average():
+    gaps = Gaps()
+    assert decide("mean-threshold", turn(5), gaps).ttl_s == 2.0
+    gaps.observe(("make test", "make", "bash"), 1.0)
+    gaps.observe(MAKE, 3.0)
+    assert decide("mean-threshold", turn(5), gaps).ttl_s == 2.0
+    gaps.observe(MAKE, 3.0)
+    assert decide("mean-threshold", turn(5), gaps).ttl_s == 0.0
+
+
+def test_infercept_preserves_until_that_wastes_as_much_as_the_better_alternative():
+    """30 of 100 blocks run, 10 of them this turn's: the batch weighs 3 times the turn.
+
+    40 tokens nowhere: discarding costs 40 s of the batch, so 120 s of the turn's own memory.
+    In DRAM: swapping costs 2 * 4 s of the batch, 24 s of its own.
+    """
+    assert decide("infercept", turn(40)).ttl_s == pytest.approx(120.0)
+    assert decide("infercept", turn(40, dram_tokens=40)).ttl_s == pytest.approx(24.0)
+    assert decide("infercept", turn(40), max_ttl_s=50.0).ttl_s == 50.0
+
+
+def test_three_way_pins_fast_tools_by_rule_and_slow_ones_not():
+    assert decide("three-way", turn(100, ("Read",))).ttl_s == 2.0
+    keep = decide("three-way", turn(100, ("pytest tests", "pytest", "bash")))
+    assert (keep.ttl_s, keep.reason) == (0.0, "rule")
+
+
+def test_three_way_believes_a_keys_own_few_gaps_and_else_everybodys():
+    gaps = Gaps()
+    tool = ("train.sh", "bash")
+    assert decide("three-way", turn(100, tool), gaps).reason == "cdf"
+    for gap_s in (4.0, 5.0, 6.0):
+        gaps.observe(tool, gap_s)
+    keep = decide("three-way", turn(100, tool), gaps)
+    assert (keep.ttl_s, keep.reason, keep.samples) == (6.0, "posterior", 3)
+    assert 0.5 < keep.probability < 0.95
+
+
+def test_the_posteriors_normal_stands_in_for_students_t():
+    """Normal-Inverse-Gamma with prior (0, 1, 2, 2): t with 4 + n degrees of freedom."""
+    scipy_stats = pytest.importorskip("scipy.stats")
+    gaps = Gaps()
+    gaps_s = [0.5, 1.0, 2.0, 8.0]
+    for gap_s in gaps_s:
+        gaps.observe(MAKE, gap_s)
+    logs = [math.log(g) for g in gaps_s]
+    n, mean = 4, sum(logs) / 4
+    scale = 2 + sum((x - mean) ** 2 for x in logs) / 2 + n * mean**2 / (2 * (1 + n))
+    width = math.sqrt(scale * (n + 2) / ((2 + n / 2) * (n + 1)))
+    exact = scipy_stats.t.cdf([(x - n * mean / (n + 1)) / width for x in logs], 4 + n)
+    assert as_posterior(gaps.own(MAKE)).cdf == pytest.approx(exact, abs=0.03)
+
+
+def test_fcfs_asks_for_the_turns_arrival_and_nothing_else():
+    early = standing(turn_arrival_s=1.0, program_arrival_s=9.0, priority=5)
+    pinned = standing(turn_arrival_s=2.0, pinned=True, priority=-1)
+    preempted = standing(turn_arrival_s=3.0, preempted=True)
+    assert first_of("fcfs", early, pinned) is early
+    assert first_of("fcfs", early, preempted) is preempted
+
+
+def test_a_program_keeps_its_place_across_turns():
+    old = standing(program_arrival_s=1.0, turn_arrival_s=300.0)
+    new = standing(program_arrival_s=2.0, turn_arrival_s=2.0)
+    for policy in set(POLICIES) - {"fcfs", "plas"}:
+        assert first_of(policy, new, old) is old
+    assert first_of("fcfs", new, old) is new
+
+
+def test_continuum_orders_by_priority_then_preemption_then_pin_then_program():
+    rising = [
+        standing(priority=-1, program_arrival_s=9.0),
+        standing(preempted=True, program_arrival_s=8.0),
+        standing(pinned=True, program_arrival_s=7.0),
+        standing(program_arrival_s=5.0),
+        standing(program_arrival_s=6.0),
+    ]
+    falling = list(reversed(rising))
+    assert sorted(falling, key=POLICIES["continuum"].order) == rising
+
+
+def test_plas_serves_the_program_that_was_served_least():
+    served = standing(attained_tokens=70_000, program_arrival_s=1.0)
+    fresh = standing(attained_tokens=0, program_arrival_s=2.0, turn_arrival_s=201.0)
+    assert first_of("plas", served, fresh) is fresh
+
+
+def test_plas_lets_no_turn_starve():
+    """70,000 tokens are queue 6, so 6 * 30 s of patience make up for them."""
+    served = standing(attained_tokens=70_000)
+    assert first_of("plas", served, standing(turn_arrival_s=200.0 + 179.0)) is not served
+    assert first_of("plas", served, standing(turn_arrival_s=200.0 + 181.0)) is served
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_answers_whatever_it_is_asked(name):
+    for reload_s in (0, 1, 10**6):
+        for tool in ((), MAKE, ("Read",)):
+            for gaps in (Gaps(), learned(tool)):
+                keep = decide(name, turn(reload_s, tool), gaps)
+                assert 0.0 <= keep.ttl_s < math.inf
+                assert 0.0 <= keep.probability <= 1.0
+                assert keep.policy == name
+                assert keep.reason
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"'continum'; did you mean 'continuum'\? Known: fcfs, "):
+        policy_named("continum")

@@ -1,0 +1,104 @@
+"""What holds of eq. 2's solution for all gaps, benefits and ceilings."""
+
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
+
+from continuum_lmcache.distributions import Distribution, kaplan_meier
+from continuum_lmcache.gaps import SHORTEST_GAP_S
+from continuum_lmcache.policies import POLICIES
+from continuum_lmcache.solver import best_ttl
+from continuum_lmcache.types import Standing
+
+# Small whole numbers beside any, so that near ties and the edges of eq. 2 come up often.
+GAPS_S = st.lists(st.integers(1, 20).map(float) | st.floats(SHORTEST_GAP_S, 1000.0), max_size=40).map(sorted)
+BENEFITS_S = st.floats(0.0, 4.0) | st.integers(0, 60).map(float) | st.floats(-100.0, 10_000.0)
+CEILINGS_S = st.floats(0.0, 2000.0)
+SLACK = 1e-9  # two candidates can be equal but for rounding
+
+
+@st.composite
+def distributions(draw):
+    ended_s, lost_s = draw(GAPS_S), draw(GAPS_S)
+    cold = draw(st.booleans())
+    if cold:
+        return Distribution("cold", (), (), 0)
+    return Distribution("all", tuple(ended_s), kaplan_meier(ended_s, lost_s), len(ended_s) + len(lost_s))
+
+
+def gain_s(seen, benefit_s, ttl_s):
+    """What eq. 2 maximises. A TTL of 0 is no pin, and gains nothing."""
+    return seen.probability(ttl_s) * benefit_s - ttl_s if ttl_s > 0 else 0.0
+
+
+@given(distributions(), BENEFITS_S, CEILINGS_S, st.lists(st.floats(0.001, 1.0), max_size=20))
+def test_no_other_ttl_beats_the_chosen_one(seen, benefit_s, ceiling_s, shares):
+    best = best_ttl(seen, benefit_s, ceiling_s)
+    assert 0.0 <= best.ttl_s <= ceiling_s
+    assert best.probability == seen.probability(best.ttl_s)
+    others = [*(t for t in seen.samples_s if t <= ceiling_s), *(s * ceiling_s for s in shares), ceiling_s]
+    achieved = gain_s(seen, benefit_s, best.ttl_s)
+    assert achieved >= max(gain_s(seen, benefit_s, t) for t in others) - SLACK * (1 + abs(benefit_s))
+
+
+@given(distributions(), BENEFITS_S, st.floats(0.0, 1000.0), CEILINGS_S)
+def test_a_larger_benefit_never_shortens_the_ttl(seen, benefit_s, more_s, ceiling_s):
+    shorter, longer = (best_ttl(seen, b, ceiling_s) for b in (benefit_s, benefit_s + more_s))
+    tied = abs(gain_s(seen, benefit_s, shorter.ttl_s) - gain_s(seen, benefit_s, longer.ttl_s)) < SLACK * 1e4
+    assert longer.ttl_s >= shorter.ttl_s or tied
+
+
+@given(st.integers(0, 2000), st.integers(0, 2000), st.booleans())
+def test_a_dearer_reload_never_shortens_the_ttl(reload_s, more_s, cold):
+    gaps = None if cold else learned()
+    cheap, dear = (decide("continuum", turn(s), gaps) for s in (reload_s, reload_s + more_s))
+    assert dear.ttl_s >= cheap.ttl_s
+
+
+@given(st.floats(0, 500), st.floats(0, 500), st.floats(0.0, 1.0), st.integers(0, 100), st.booleans())
+def test_a_longer_queue_never_shortens_the_ttl_while_eta_is_positive(delay_s, more_s, eta, reload_s, cold):
+    assume(eta > 0)
+    gaps = None if cold else learned()
+    loads = (replace(IDLE, queue_delay_s=d, eta=eta) for d in (delay_s, delay_s + more_s))
+    short, long = (decide("continuum", turn(reload_s), gaps, load) for load in loads)
+    assert long.ttl_s >= short.ttl_s
+
+
+@given(st.floats(-1.0, 1.0), st.booleans(), st.integers(0, 10_000))
+def test_nothing_is_pinned_that_costs_nothing_to_lose(eta, cold, tokens):
+    gaps = None if cold else learned()
+    load = replace(IDLE, queue_delay_s=0.0, eta=eta)
+    keep = decide("continuum", turn(tokens, gpu_tokens=tokens), gaps, load)
+    assert (keep.ttl_s, keep.benefit_s) == (0.0, 0.0)
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_what_lies_in_a_tier_is_never_pinned_longer_than_what_lies_nowhere(dram_tokens, rest_tokens):
+    total = dram_tokens + rest_tokens
+    nowhere, in_dram = turn(total), turn(total, dram_tokens=dram_tokens)
+    assert decide("continuum", in_dram, learned()).ttl_s <= decide("continuum", nowhere, learned()).ttl_s
+    assert A_SECOND_A_TOKEN.reload_s(in_dram.residency) <= A_SECOND_A_TOKEN.reload_s(nowhere.residency)
+
+
+STANDINGS = st.builds(
+    Standing,
+    preempted=st.booleans(),
+    pinned=st.booleans(),
+    priority=st.integers(-3, 3),
+    program_arrival_s=st.floats(0, 1e6),
+    turn_arrival_s=st.floats(0, 1e6),
+    attained_tokens=st.integers(0, 10**7),
+)
+
+
+@given(st.sampled_from(sorted(POLICIES)), STANDINGS, st.floats(0, 1e6))
+def test_waiting_longer_never_sends_a_turn_back(policy, waiting, earlier_s):
+    order = POLICIES[policy].order
+    earlier = replace(
+        waiting,
+        turn_arrival_s=min(waiting.turn_arrival_s, earlier_s),
+        program_arrival_s=min(waiting.program_arrival_s, earlier_s),
+    )
+    assert order(earlier) <= order(waiting)
