@@ -1,0 +1,299 @@
+"""The recorder's memory: what it tells, in whose words, and what it refuses to hold."""
+
+import json
+import math
+import tracemalloc
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from continuum_lmcache.errors import ConfigError, InvariantError
+from continuum_lmcache.ledger import Ledger
+from continuum_lmcache.recorder import MAX_NAME_CHARS, META, Event, Recorder
+from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, Turn, TurnId
+
+A, B = ProgramId("job-a"), ProgramId("job-b")
+EPOCH_S = 1_000_000.0
+KEEP = Retention(3.0, "continuum", "cdf", 0.75, benefit_s=8.0, cost_s=3.0, samples=120, level="tool")
+
+
+def run_turn(recorder: Recorder, program: ProgramId, turn: str, at_s: float, last: bool = False) -> None:
+    """Arrive at `at_s`, start 0.5 s later, finish 2 s after that."""
+    turn_id = TurnId(turn)
+    recorder.arrived(at_s, program, turn_id, 1000)
+    recorder.started(at_s + 0.5, program, turn_id, Residency(400, 300, 200, 1000), 0.5, evicted=True)
+    recorder.finished(at_s + 2.5, program, turn_id, ("pytest tests", "pytest"), 1050, 50, last, KEEP)
+
+
+def test_a_turn_is_told_under_the_prototypes_names_with_what_they_lacked() -> None:
+    recorder = Recorder(EPOCH_S)
+    run_turn(recorder, A, "t1", 10.0)
+    recorder.pinned(12.5, Pin(A, 66, 12.5, 15.5, KEEP))
+    recorder.unpinned(14.0, A, Outcome.REUSED)
+    recorder.ended(20.0, A)
+    assert recorder.snapshot()[A] == [
+        {"Request_arrival_time": 1_000_010.0, "turn": "t1", "prompt_length": 1000},
+        {
+            "waiting_to_running": 1_000_010.5,
+            "turn": "t1",
+            "prompt_length": 1000,
+            "hit_length": 900,
+            "gpu_tokens": 400,
+            "dram_tokens": 300,
+            "ssd_tokens": 200,
+            "queue_delay_s": 0.5,
+            "kv_evicted": True,
+        },
+        {
+            "Request_departure_time": 1_000_012.5,
+            "turn": "t1",
+            "tool": ["pytest tests", "pytest"],
+            "context_tokens": 1050,
+            "output_tokens": 50,
+            "last": False,
+            "retention": {
+                "ttl_s": 3.0,
+                "policy": "continuum",
+                "reason": "cdf",
+                "probability": 0.75,
+                "benefit_s": 8.0,
+                "cost_s": 3.0,
+                "samples": 120,
+                "level": "tool",
+            },
+        },
+        {"pinned_time": 1_000_012.5, "deadline": 1_000_015.5, "ttl_s": 3.0, "blocks": 66},
+        {"unpinned_time": 1_000_014.0, "outcome": "reused"},
+        {"ended_time": 1_000_020.0},
+    ]
+
+
+def test_a_preempted_turn_resumes_under_the_prototypes_name_and_once_only() -> None:
+    recorder, turn, served = Recorder(EPOCH_S), TurnId("t1"), Residency(0, 0, 0, 10)
+    recorder.arrived(0.0, A, turn, 10)
+    for at_s in (1.0, 3.0):
+        recorder.started(at_s, A, turn, served, 1.0, evicted=False)
+        recorder.preempted(at_s + 1, A, turn)
+    recorder.started(5.0, A, turn, served, 1.0, evicted=False)
+    recorder.started(6.0, A, turn, served, 1.0, evicted=False)
+    kinds = [next(iter(event)) for event in recorder.snapshot()[A]]
+    away = "Request_evicted_from_running_queue_time"
+    first, back = "waiting_to_running", "evicted_to_running"
+    assert kinds == ["Request_arrival_time", first, away, back, away, back, first]
+
+
+def test_the_snapshot_does_not_change_when_the_run_goes_on() -> None:
+    recorder = Recorder(EPOCH_S)
+    run_turn(recorder, A, "t1", 0.0)
+    before = recorder.snapshot()
+    kept = json.dumps(before)
+    run_turn(recorder, A, "t2", 10.0)
+    assert json.dumps(before) == kept
+
+
+def test_numbers_that_json_lacks_become_null() -> None:
+    recorder = Recorder(EPOCH_S)
+    forever = Retention(math.inf, "static-ttl", "", benefit_s=math.nan)
+    recorder.arrived(0.0, A, TurnId("t"), 1)
+    recorder.finished(1.0, A, TurnId("t"), (), 1, 0, False, forever)
+    recorder.pinned(1.0, Pin(A, 1, 1.0, math.inf, forever))
+    text = json.dumps(recorder.snapshot(), allow_nan=False)
+    assert '"ttl_s": null' in text and '"benefit_s": null' in text and '"deadline": null' in text
+
+
+def test_a_request_without_a_program_is_a_bug_and_not_a_history() -> None:
+    with pytest.raises(InvariantError, match="None is no id"):
+        Recorder(EPOCH_S).arrived(0.0, None, TurnId("t"), 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_programs", "max_events_per_program", "max_events"])
+def test_a_bound_of_nothing_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is 0"):
+        Recorder(EPOCH_S, **{name: 0})
+
+
+def test_the_programs_longest_unheard_of_go_first_and_whole() -> None:
+    recorder = Recorder(EPOCH_S, max_programs=2)
+    run_turn(recorder, A, "t1", 0.0)
+    run_turn(recorder, B, "t1", 10.0)
+    run_turn(recorder, A, "t2", 20.0)
+    run_turn(recorder, ProgramId("job-c"), "t1", 30.0)
+    assert list(recorder.snapshot()) == [META, A, "job-c"]
+    assert recorder.dropped == {"programs": 1, "events": 3}
+
+
+def test_events_of_a_discarded_program_do_not_make_half_a_history() -> None:
+    recorder = Recorder(EPOCH_S, max_programs=1)
+    run_turn(recorder, A, "t1", 0.0)
+    run_turn(recorder, B, "t1", 10.0)
+    recorder.unpinned(20.0, A, Outcome.EXPIRED)
+    recorder.preempted(21.0, A, TurnId("t1"))
+    assert A not in recorder.snapshot()
+    assert recorder.dropped["events"] == 3 + 2
+
+
+def test_of_a_program_with_too_many_events_the_first_stay_and_the_file_says_so() -> None:
+    recorder = Recorder(EPOCH_S, max_events_per_program=4)
+    for number in range(3):
+        run_turn(recorder, A, f"t{number}", 10.0 * number)
+    *kept, last = recorder.snapshot()[A]
+    assert [e["turn"] for e in kept] == ["t0", "t0", "t0", "t1"]
+    assert last == {"events_dropped": 5}
+
+
+def test_a_hundred_thousand_programs_take_the_memory_of_the_bound() -> None:
+    recorder = Recorder(EPOCH_S, max_programs=1_000)
+    tracemalloc.start()
+    for number in range(100_000):
+        run_turn(recorder, ProgramId(f"job-{number}"), "t1", float(number))
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(recorder.snapshot()) == 1 + 1_000
+    assert recorder.dropped == {"programs": 99_000, "events": 3 * 99_000}
+    assert held_bytes < 1_000 * 3 * 1_500
+
+
+def test_few_programs_with_many_events_are_bounded_too() -> None:
+    recorder = Recorder(EPOCH_S, max_events=300)
+    for number in range(1_000):
+        run_turn(recorder, ProgramId(f"job-{number % 50}"), f"t{number}", float(number))
+    assert sum(len(events) for name, events in recorder.snapshot().items() if name != META) <= 300
+
+
+class Lines:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def write(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def test_a_sink_sees_also_what_the_bounds_discard() -> None:
+    lines = Lines()
+    recorder = Recorder(EPOCH_S, max_programs=1, max_events_per_program=2, sink=lines)
+    run_turn(recorder, A, "t1", 0.0)
+    run_turn(recorder, B, "t1", 10.0)
+    recorder.ended(20.0, A)
+    assert [e["job_id"] for e in lines.events] == [A] * 3 + [B] * 3 + [A]
+
+
+programs = st.sampled_from([ProgramId(name) for name in "abcdef"])
+steps = st.lists(st.tuples(programs, st.sampled_from(["arrive", "preempt", "end"])), max_size=60)
+
+
+@given(steps, st.integers(1, 4), st.integers(1, 8), st.integers(1, 12))
+def test_every_event_is_either_held_or_counted(
+    taken: list[tuple[ProgramId, str]], max_programs: int, max_each: int, max_events: int
+) -> None:
+    recorder = Recorder(EPOCH_S, max_programs, max_each, max_events=max_events)
+    for now_s, (program, what) in enumerate(taken):
+        if what == "arrive":
+            recorder.arrived(now_s, program, TurnId(f"t{now_s}"), 1)
+        elif what == "preempt":
+            recorder.preempted(now_s, program, TurnId("t"))
+        else:
+            recorder.ended(now_s, program)
+    held = [e for n, es in recorder.snapshot().items() if n != META for e in es if "events_dropped" not in e]
+    assert len(held) + recorder.dropped["events"] == len(taken)
+    assert len(recorder.snapshot()) - 1 <= max_programs
+    assert len(held) <= max(max_events, max_each)
+
+
+names = st.text(st.characters(), min_size=0, max_size=8) | st.sampled_from(
+    [META, f"_{META}", META[1:], "null", "\x1b[2J", "\u2028", "\ud800", "a" * 10_000, "a" * 9_999 + "b"]
+)
+
+
+@given(st.lists(names, unique=True, max_size=12), st.booleans())
+def test_any_id_is_safe_in_json_bounded_and_its_own(ids: list[str], hash_ids: bool) -> None:
+    recorder = Recorder(EPOCH_S, hash_ids=hash_ids)
+    for number, name in enumerate(ids):
+        recorder.arrived(float(number), ProgramId(name), TurnId(name), number)
+    text = json.dumps(recorder.snapshot())
+    found = json.loads(text)
+    assert text.isascii() and text.isprintable()
+    assert found.pop(META)[0]["format"] == 1
+    assert [events[0]["prompt_length"] for events in found.values()] == list(range(len(ids)))
+    assert all(len(name) <= MAX_NAME_CHARS + 17 for name in found)
+
+
+def test_hashed_ids_do_not_tell_the_name_and_agree_under_one_salt() -> None:
+    def told(salt: bytes) -> str:
+        recorder = Recorder(EPOCH_S, hash_ids=True, salt=salt)
+        run_turn(recorder, ProgramId("alice@example.org"), "chatcmpl-alice", 0.0)
+        return json.dumps(recorder.snapshot())
+
+    assert "alice" not in told(b"one")
+    assert told(b"one") == told(b"one") != told(b"two")
+
+
+class PinsInALedger(RuleBasedStateMachine):
+    """The ledger decides, the recorder listens: every pin begins once and ends once, or is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.ledger = Ledger(max_pinned_blocks=30, max_tenant_blocks=30)
+        self.recorder = Recorder(EPOCH_S)
+        self.live: list[tuple[ProgramId, TurnId]] = []
+        self.turns = 0
+
+    @rule(program=programs, wait_s=st.floats(0, 3))
+    def arrive(self, program: ProgramId, wait_s: float) -> None:
+        self.now_s += wait_s
+        self.turns += 1
+        turn = TurnId(f"t{self.turns}")
+        self.ledger.arrived(self.now_s, turn, program)
+        self.recorder.arrived(self.now_s, program, turn, 10)
+        self.live.append((program, turn))
+        self.release(program, Outcome.REUSED)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), ttl_s=st.floats(0, 4))
+    def finish(self, data: st.DataObject, ttl_s: float) -> None:
+        program, turn = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        keep = Retention(ttl_s, "continuum", "cdf")
+        self.release(program, Outcome.DIVERGED)
+        value = Turn(program, 1, (), 10, 10, Residency(0, 0, 0, 10))
+        pin = self.ledger.finished(self.now_s, turn, value, keep)
+        self.recorder.finished(self.now_s, program, turn, (), 10, 1, False, keep)
+        if pin is not None:
+            self.recorder.pinned(self.now_s, pin)
+
+    @rule(wait_s=st.floats(0, 5))
+    def expire(self, wait_s: float) -> None:
+        self.now_s += wait_s
+        for program in self.ledger.due(self.now_s):
+            self.release(program, Outcome.EXPIRED)
+
+    @rule()
+    def reclaim(self) -> None:
+        for program in list(self.ledger.pinned)[:1]:
+            self.release(program, Outcome.RECLAIMED)
+
+    def release(self, program: ProgramId, outcome: Outcome) -> None:
+        if self.ledger.release(program, outcome):
+            self.recorder.unpinned(self.now_s, program, outcome)
+
+    @invariant()
+    def pins_balance(self) -> None:
+        ends: Counter[str] = Counter()
+        for name, events in self.recorder.snapshot().items():
+            held = False
+            for event in events:
+                if "pinned_time" in event:
+                    assert not held
+                    held = True
+                elif "unpinned_time" in event:
+                    assert held
+                    held = False
+                    ends[event["outcome"]] += 1
+            assert held == (name in self.ledger.pinned)
+        assert ends == {outcome.value: n for outcome, n in self.ledger.outcomes.items()}
+
+
+TestPinsInALedger = PinsInALedger.TestCase
+TestPinsInALedger.settings = settings(max_examples=60, stateful_step_count=30)
