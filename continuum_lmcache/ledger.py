@@ -24,6 +24,7 @@ class Program:
     seen_s: float
     turns: int = 0  # finished
     attained_tokens: int = 0
+    context_tokens: int = 0  # of the last finished turn
     live: set[TurnId] = field(default_factory=set)
     pin: Pin | None = None
     tool: ToolKey = ()  # what the last finished turn called
@@ -89,6 +90,7 @@ class Ledger:
         self.left(now_s, turn_id, turn.program)
         entry.turns += 1
         entry.tool, entry.finished_s = turn.tool, now_s
+        entry.context_tokens = turn.context_tokens
         if keep.ttl_s <= 0 or turn.blocks == 0:
             return None
         if reason := self._over_budget(entry.tenant, turn.blocks):

@@ -100,7 +100,9 @@ class Books(RuleBasedStateMachine):
     def a_turn_arrives(self, program: str) -> None:
         self.count += 1
         turn_id = TurnId(str(self.count))
-        self.ledger.arrived(self.now_s, turn_id, ProgramId(program), tenant="even" if program in "ace" else "odd")
+        self.ledger.arrived(
+            self.now_s, turn_id, ProgramId(program), tenant="even" if program in "ace" else "odd"
+        )
         self.live[turn_id] = ProgramId(program)
 
     @precondition(lambda self: self.live)

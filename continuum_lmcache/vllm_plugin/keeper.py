@@ -1,0 +1,263 @@
+"""A request's life as a turn of a program: arrived, started, finished; and its KV in between.
+
+The Ledger keeps the books, the Appraiser decides, BlockPins holds the blocks; here they meet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping
+from typing import Any
+
+from vllm.v1.request import Request, RequestStatus
+
+from continuum_lmcache.appraise import Appraiser
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.identity import program_id
+from continuum_lmcache.ledger import Ledger
+from continuum_lmcache.recorder import Recorder
+from continuum_lmcache.tiers import TierStore
+from continuum_lmcache.types import Load, Outcome, ProgramId, Standing, Turn, TurnId
+from continuum_lmcache.vllm_plugin.lineage import Lineage
+from continuum_lmcache.vllm_plugin.pins import BlockPins
+from continuum_lmcache.vllm_plugin.supply import Supply
+from continuum_lmcache.vllm_plugin.turns import LiveTurn, identity, is_end_of_turn, tail_text
+
+FORGET_EVERY_S = 10.0
+
+
+class Keeper:
+    """Everything this package knows about one engine's programs."""
+
+    def __init__(
+        self,
+        config: ContinuumConfig,
+        appraiser: Appraiser,
+        recorder: Recorder,
+        kv_cache_manager: Any,
+        hash_block_tokens: int,
+        tokenizer: Any,
+        store: TierStore | None,
+    ) -> None:
+        pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
+        budget = int(pool_blocks * config.max_pinned_share)
+        self.config = config
+        self.appraiser = appraiser
+        self.recorder = recorder
+        self.pins = BlockPins(kv_cache_manager)
+        self.supply = Supply(store)
+        self.ledger = Ledger(budget, int(budget * config.max_tenant_share), config.max_programs)
+        self.turns: dict[TurnId, LiveTurn] = {}
+        self.waiting_turns = 0
+        self.moved: set[TurnId] = set()  # waiting turns whose key is stale
+        self._preempted: set[TurnId] = set()  # turns that ran, and do not now
+        self.ignored: Counter[str] = Counter()
+        self._lineage = Lineage(config.max_programs, hash_block_tokens)
+        self._pool_blocks = pool_blocks
+        self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
+        self._tokenizer = tokenizer
+        self._forget_at_s = 0.0
+
+    # a turn's life ---------------------------------------------------------
+
+    def arrived(self, now_s: float, request: Request) -> None:
+        """A request joins the queue: whose turn is it, and what did its tool gap teach?"""
+        says, bad = identity(request)
+        if bad:
+            self.ignored[bad] += 1
+        turn = LiveTurn(TurnId(request.request_id), None, says, now_s, now_s, request.priority)
+        if says.job_id is not None:
+            self._joins(turn, request, program_id(says.job_id, request.cache_salt), None)
+        elif self.config.infer_programs and (ancestor := self._lineage.ancestor(request)):
+            self._joins(turn, request, ancestor.program, ancestor.arrival_s)
+        self.turns[turn.id] = turn
+        self.waiting_turns += 1
+
+    def _joins(self, turn: LiveTurn, request: Request, program: ProgramId, since_s: float | None) -> None:
+        """The turn is one of this program's."""
+        now_s = turn.arrival_s
+        back = self.ledger.arrived(now_s, turn.id, program, request.cache_salt or "", since_s)
+        if back is not None:
+            self.appraiser.came_back(turn.says.last_tool or back.tool, back.gap_s)
+        turn.program = program
+        turn.program_arrival_s = self.ledger.programs[program].arrival_s
+        self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
+
+    def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
+        """A waiting request got its blocks: this much of its prompt was found, and where."""
+        turn = self.turns.get(TurnId(request.request_id))
+        if turn is not None:
+            turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
+
+    def started(self, now_s: float, request: Request) -> None:
+        """A turn runs for the first time: it holds its own blocks now, so its program's pin ends."""
+        turn = self.turns.get(TurnId(request.request_id))
+        if turn is None or turn.started_s is not None:
+            return
+        turn.started_s = now_s
+        self.waiting_turns -= 1
+        served = self.supply.of(request, turn)
+        self.supply.count(served)
+        if turn.program is None:
+            return
+        context_tokens = self.ledger.programs[turn.program].context_tokens
+        evicted = turn.gpu_tokens < min(context_tokens, request.num_prompt_tokens) - self._slack_tokens
+        self.appraiser.placed(now_s - turn.arrival_s, evicted)
+        self.recorder.started(now_s, turn.program, turn.id, served, now_s - turn.arrival_s, evicted)
+        if turn.program in self.ledger.pinned:
+            overlap = self.pins.overlap_blocks(turn.program, request.request_id)
+            self.release(now_s, turn.program, Outcome.REUSED if overlap else Outcome.DIVERGED)
+
+    def preempted(self, now_s: float, turn_id: TurnId) -> None:
+        """A running turn lost its memory and waits again."""
+        turn = self.turns.get(turn_id)
+        if turn is not None and turn.program is not None:
+            self._preempted.add(turn_id)
+            self.recorder.preempted(now_s, turn.program, turn_id)
+
+    def resumed(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
+        """Of the preempted turns, those that run again in this step."""
+        for turn_id in [t for t in self._preempted if t in scheduled]:
+            self._preempted.discard(turn_id)
+            turn, request = self.turns[turn_id], requests[turn_id]
+            assert turn.program is not None
+            served = self.supply.of(request, turn)
+            self.recorder.started(now_s, turn.program, turn_id, served, now_s - turn.arrival_s, False)
+
+    def finished(self, now_s: float, request: Request) -> None:
+        """A request is about to be freed: keep its KV, if it ended a turn and that pays."""
+        turn = self.turns.pop(TurnId(request.request_id), None)
+        if turn is None:
+            return
+        self._preempted.discard(turn.id)
+        if turn.started_s is None:
+            self.waiting_turns -= 1
+        ended = is_end_of_turn(request)
+        if turn.program is None:
+            if ended and self.config.infer_programs and not turn.says.is_last_step:
+                self._lineage.finished(request, ProgramId(f"~{request.request_id}"), turn.arrival_s)
+            return
+        entry = self.ledger.programs[turn.program]
+        entry.attained_tokens += request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
+        if turn.says.is_last_step and ended:
+            self._last(now_s, turn, request)
+        elif ended:
+            self._pause(now_s, turn, request)
+        else:
+            self.ledger.left(now_s, turn.id, turn.program)
+            self._record_finish(now_s, turn, request, (), None)
+
+    # a pin's life ----------------------------------------------------------
+
+    def release(self, now_s: float, program: ProgramId, outcome: Outcome) -> None:
+        """End a pin, if there is one, and give its blocks back."""
+        if self.ledger.release(program, outcome) is None:
+            return
+        self.pins.give_back(program)
+        self.closed(now_s, program, outcome)
+
+    def closed(self, now_s: float, program: ProgramId, outcome: Outcome) -> None:
+        """A pin is gone: say so, and let the program's waiting turns take their place without it."""
+        self.recorder.unpinned(now_s, program, outcome)
+        self._pin_changed(program)
+
+    def expire(self, now_s: float) -> None:
+        """Release every pin whose TTL has run out, unless its program's next turn is here."""
+        for program in self.ledger.due(now_s):
+            self.release(now_s, program, Outcome.EXPIRED)
+
+    def release_all(self, now_s: float) -> None:
+        """Before a cache reset, sleep or shutdown."""
+        for program in list(self.ledger.pinned):
+            self.release(now_s, program, Outcome.RESET)
+
+    def forget(self, now_s: float) -> None:
+        """Drop programs whose clients never said that they were done. Looks every FORGET_EVERY_S."""
+        if now_s < self._forget_at_s:
+            return
+        self._forget_at_s = now_s + FORGET_EVERY_S
+        for program in self.ledger.forgettable(now_s, self.config.program_idle_s):
+            entry = self.ledger.ended(program)
+            if entry is not None:
+                if entry.finished_s is not None:
+                    self.appraiser.never_came(entry.tool, now_s - entry.finished_s)
+                self.appraiser.program_over(entry.turns)
+                self.recorder.ended(now_s, program)
+
+    # answers ---------------------------------------------------------------
+
+    def key(self, request: Request) -> tuple[Any, ...]:
+        """The request's place in the waiting queue."""
+        turn = self.turns[TurnId(request.request_id)]
+        return (*self.appraiser.order(self._standing(turn, request)), turn.arrival_s, turn.id)
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Counts since the start, for the metrics."""
+        pins: dict[str, float] = {outcome.value: self.ledger.outcomes[outcome] for outcome in Outcome}
+        return {
+            "pins": {"taken": self.ledger.taken, **pins},
+            "refused": dict(self.ledger.refused),
+            "prompt_tokens": dict(self.supply.prompt_tokens),
+            "ignored": dict(self.ignored),
+            "pinned_blocks": {"": self.ledger.pinned_blocks},
+            "programs": {"": len(self.ledger.programs)},
+        }
+
+    # -----------------------------------------------------------------------
+
+    def _last(self, now_s: float, turn: LiveTurn, request: Request) -> None:
+        """The program's last turn: nothing of it will be needed again."""
+        assert turn.program is not None
+        self.release(now_s, turn.program, Outcome.ENDED)
+        self.ledger.left(now_s, turn.id, turn.program)
+        self._record_finish(now_s, turn, request, (), None)
+        entry = self.ledger.ended(turn.program)
+        if entry is not None:
+            self.appraiser.program_over(entry.turns + 1)
+            self.recorder.ended(now_s, turn.program)
+
+    def _pause(self, now_s: float, turn: LiveTurn, request: Request) -> None:
+        """A turn that ends in a tool call: for how long does its KV stay?"""
+        assert turn.program is not None
+        program = turn.program
+        tool = turn.says.this_tool or self.appraiser.tool(tail_text(request, self._tokenizer))
+        blocks = self.pins.keepable(request.request_id)
+        ended = Turn(
+            program,
+            self.ledger.programs[program].turns + 1,
+            tool,
+            request.num_tokens,
+            len(blocks),
+            self.supply.if_given_up(request),
+        )
+        keep = self.appraiser.retain(ended, self._load())
+        self.release(now_s, program, Outcome.SUPERSEDED)
+        pin = self.ledger.finished(now_s, turn.id, ended, keep)
+        self._record_finish(now_s, turn, request, tool, keep)
+        if pin is not None:
+            self.pins.take(program, blocks)
+            self.recorder.pinned(now_s, pin)
+            self._pin_changed(program)
+        if turn.says.job_id is None:
+            self._lineage.finished(request, program, turn.program_arrival_s)
+
+    def _pin_changed(self, program: ProgramId) -> None:
+        """The program's waiting turns have another place in the queue now."""
+        for turn_id in self.ledger.programs[program].live:
+            turn = self.turns.get(turn_id)
+            if turn is not None and turn.started_s is None:
+                self.moved.add(turn_id)
+
+    def _record_finish(self, now_s: float, turn: LiveTurn, request: Request, tool: Any, keep: Any) -> None:
+        assert turn.program is not None
+        last = turn.says.is_last_step
+        self.recorder.finished(
+            now_s, turn.program, turn.id, tool, request.num_tokens, request.num_output_tokens, last, keep
+        )
+
+    def _standing(self, turn: LiveTurn, request: Request) -> Standing:
+        preempted = request.status == RequestStatus.PREEMPTED
+        return self.ledger.standing(turn.program, turn.arrival_s, turn.priority, preempted)
+
+    def _load(self) -> Load:
+        return Load(self._pool_blocks, self.pins.free_blocks(), self.ledger.pinned_blocks, self.waiting_turns)

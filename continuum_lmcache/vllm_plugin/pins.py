@@ -1,0 +1,68 @@
+"""A pin is one more reference on each of a finished turn's hashed blocks; the stock code does the rest.
+
+Privates touched, unchanged from vLLM 0.26 to 0.33: KVCacheManager.get_blocks and .block_pool,
+BlockPool.touch / free_blocks / get_num_free_blocks, KVCacheBlock.ref_cnt / block_hash / is_null.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from continuum_lmcache.types import ProgramId
+
+
+class BlockPins:
+    """Which blocks each pin holds. Counts and deadlines are the Ledger's."""
+
+    def __init__(self, kv_cache_manager: Any) -> None:
+        self._manager = kv_cache_manager
+        self._pool = kv_cache_manager.block_pool
+        self._held: dict[ProgramId, list[Any]] = {}
+
+    def keepable(self, request_id: str) -> list[Any]:
+        """The request's full, hashed blocks, head first: what a next turn could hit."""
+        groups = self._manager.get_blocks(request_id).blocks
+        return [b for group in groups for b in group if not b.is_null and b.block_hash is not None]
+
+    def take(self, program: ProgramId, blocks: list[Any]) -> None:
+        """Hold the blocks, which somebody still uses (so that their count only rises)."""
+        self._pool.touch(blocks)
+        self._held[program] = blocks
+
+    def give_back(self, program: ProgramId) -> None:
+        """Let go, tail first: the tail is evicted first, and the prefix survives longest."""
+        self._pool.free_blocks(reversed(self._held.pop(program)))
+
+    def overlap_blocks(self, program: ProgramId, request_id: str) -> int:
+        """How many of the pin's blocks the request took over."""
+        mine = {b.block_id for group in self._manager.get_blocks(request_id).blocks for b in group}
+        return sum(b.block_id in mine for b in self._held.get(program, ()))
+
+    def freeable_blocks(self, programs: Iterable[ProgramId]) -> int:
+        """Blocks that would become free if all these pins were given up: nobody else uses them."""
+        counts = Counter(b.block_id for p in programs for b in self._held[p])
+        blocks = {b.block_id: b for p in programs for b in self._held[p]}
+        return sum(blocks[i].ref_cnt == n for i, n in counts.items())
+
+    def free_blocks(self) -> int:
+        """Blocks free now."""
+        return int(self._pool.get_num_free_blocks())
+
+    def loan(self, program: ProgramId) -> list[Any]:
+        """Give the pin's blocks back for a trial; `undo` takes them again if nothing came of it."""
+        blocks = self._held.pop(program)
+        self._pool.free_blocks(reversed(blocks))
+        return blocks
+
+    def undo(self, program: ProgramId, blocks: list[Any]) -> None:
+        """Right after a loan, with nothing allocated since: the blocks are as they were."""
+        self.take(program, blocks)
+
+    def held_blocks(self, program: ProgramId) -> int:
+        """Blocks of one pin, 0 without."""
+        return len(self._held.get(program, ()))
+
+    def __len__(self) -> int:
+        return len(self._held)

@@ -1,0 +1,106 @@
+"""Who may take whose pin when a request cannot be placed.
+
+- A running request takes any pin before anything is preempted.
+- A waiting one honours the pins, however long the queue: giving way to every waiting head costs
+  15-25 % of job time. It takes them when nothing runs and nothing else will free memory (the
+  paper's deadlock rule, §4), or when it has waited for longer than `max_wait_s`.
+
+Victims are the latest-arrived programs' pins, and none is dropped in vain: first they are counted,
+then lent, and taken back if the request does not fit after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.request import Request, RequestStatus
+
+from continuum_lmcache.types import Outcome, Pin, TurnId
+from continuum_lmcache.vllm_plugin.keeper import Keeper
+
+
+class Reclaimer:
+    """Stands in for kv_cache_manager.allocate_slots, whose own signature it passes through."""
+
+    def __init__(self, scheduler: Any, keeper: Keeper, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._keeper = keeper
+        self._clock = clock
+        self._stock = scheduler.kv_cache_manager.allocate_slots
+        self._block_size = scheduler.block_size
+
+    def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own answer, after giving up pins if that is allowed and helps."""
+        blocks = self._stock(request, num_new_tokens, *args, **kwargs)
+        if blocks is None and self._keeper.ledger.pinned:
+            blocks = self._reclaim(request, num_new_tokens, args, kwargs)
+        if blocks is not None and request.status != RequestStatus.RUNNING:
+            hits = kwargs.get("num_new_computed_tokens", 0)
+            self._keeper.placed(request, hits, kwargs.get("num_external_computed_tokens", 0))
+        return blocks
+
+    def _reclaim(self, request: Request, num_new_tokens: int, args: Any, kwargs: Any) -> Any:
+        now_s = self._clock()
+        if not self._may_reclaim(now_s, request):
+            return None
+        victims = self._victims(request)
+        need = self._missing_blocks(request, num_new_tokens, kwargs)
+        pins = self._keeper.pins
+        if pins.free_blocks() + pins.freeable_blocks([v.program for v in victims]) < need:
+            return None
+        return self._lend(now_s, victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs))
+
+    def _lend(self, now_s: float, victims: list[Pin], need: int, allocate: Callable[[], Any]) -> Any:
+        """Give up pins one by one until the request fits; all or nothing."""
+        keeper, lent = self._keeper, []
+        for victim in victims:
+            lent.append((victim.program, keeper.pins.loan(victim.program)))
+            if keeper.pins.free_blocks() < need:
+                continue
+            blocks = allocate()
+            if blocks is not None:
+                for program, _ in lent:
+                    keeper.ledger.release(program, Outcome.RECLAIMED)
+                    keeper.closed(now_s, program, Outcome.RECLAIMED)
+                return blocks
+        for program, held in reversed(lent):
+            keeper.pins.undo(program, held)
+        return None
+
+    def _may_reclaim(self, now_s: float, request: Request) -> bool:
+        if request.status == RequestStatus.RUNNING:
+            return True
+        turn = self._keeper.turns.get(TurnId(request.request_id))
+        if turn is not None and now_s - turn.arrival_s > self._keeper.config.max_wait_s:
+            return True
+        return not self._scheduler.running and not self._memory_will_come()
+
+    def _memory_will_come(self) -> bool:
+        """A KV load in flight, or blocks of a finished request that a connector still reads or writes."""
+        scheduler = self._scheduler
+        loads = {RequestStatus.WAITING_FOR_REMOTE_KVS}
+        return any(
+            (r.status in loads and r.request_id not in scheduler.finished_recving_kv_req_ids)
+            or r.is_finished()
+            for r in scheduler.requests.values()
+        )
+
+    def _victims(self, request: Request) -> list[Pin]:
+        """Latest-arrived programs first; the request's own program, whose prefix it may hit, at the end."""
+        turn = self._keeper.turns.get(TurnId(request.request_id))
+        mine = turn.program if turn is not None else None
+        victims = self._keeper.ledger.victims(mine)
+        own = self._keeper.ledger.pinned.get(mine) if mine is not None else None
+        return victims + ([own] if own is not None else [])
+
+    def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: Any) -> int:
+        """At least so many free blocks are needed: what the request lacks, its prefix hits aside."""
+        found = kwargs.get("num_new_computed_tokens", 0)
+        tokens = request.num_computed_tokens + found + num_new_tokens
+        tokens += kwargs.get("num_external_computed_tokens", 0)
+        if kwargs.get("full_sequence_must_fit"):
+            tokens = max(tokens, request.num_tokens)
+        held = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        own = max((len(group) for group in held), default=0)
+        return -(-tokens // self._block_size) - own - found // self._block_size

@@ -1,0 +1,152 @@
+"""Program order and pins on vLLM's own scheduler, which is subclassed and never copied.
+
+Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
+_update_after_schedule, has_requests, make_stats, reset_prefix_cache, shutdown. Wrapped on the
+instance: kv_cache_manager.allocate_slots. Replaced after __init__: every RequestQueue attribute.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.types import TurnId
+from continuum_lmcache.vllm_plugin import metrics
+from continuum_lmcache.vllm_plugin.keeper import Keeper
+from continuum_lmcache.vllm_plugin.queue import Key, ProgramQueue
+from continuum_lmcache.vllm_plugin.reclaim import Reclaimer
+from continuum_lmcache.vllm_plugin.setup import Room, furnish
+from continuum_lmcache.vllm_plugin.wakeup import Alarm
+
+logger = init_logger("vllm.continuum_lmcache")
+
+
+class ContinuumMixin(Scheduler):
+    """What `--scheduling-policy continuum` changes, for the sync and the async scheduler alike."""
+
+    clock: Callable[[], float] = staticmethod(time.monotonic)  # the lab sets its own
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        transfer = self.vllm_config.kv_transfer_config
+        extra = transfer.kv_connector_extra_config if transfer is not None else {}
+        config = ContinuumConfig.load(extra, os.environ)
+        self._room: Room = furnish(self, config, self.clock())
+        self._keeper: Keeper = self._room.keeper
+        self._alarm: Alarm | None = None
+        self._running_changed = False
+        self._report_due = False  # an idle engine's gauges are out of date
+        self._queues = {
+            n: ProgramQueue(self._key) for n, q in vars(self).items() if isinstance(q, RequestQueue)
+        }
+        vars(self).update(self._queues)
+        reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
+        self.kv_cache_manager.allocate_slots = reclaimer.allocate_slots  # type: ignore[method-assign]
+
+    # the step ---------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        now_s = self.clock()
+        self._report_due = False
+        self._keeper.expire(now_s)
+        self._keeper.forget(now_s)
+        self._reorder()
+        return super().schedule(*args, **kwargs)
+
+    def _reorder(self) -> None:
+        """Turns whose pin came or went move; the newest program's request becomes vLLM's victim."""
+        for turn_id in self._keeper.moved:
+            request = self.requests.get(turn_id)
+            for queue in self._queues.values():
+                if request is not None and request in queue:
+                    queue.rekey(request)
+        self._keeper.moved.clear()
+        if self._running_changed:  # stock FCFS preempts running[-1]
+            self.running.sort(key=self._running_rank)
+            self._running_changed = False
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        now_s = self.clock()
+        for new in scheduler_output.scheduled_new_reqs:
+            self._keeper.started(now_s, self.requests[new.req_id])
+            self._running_changed = True
+        for turn_id in scheduler_output.preempted_req_ids or ():
+            self._keeper.preempted(now_s, TurnId(turn_id))
+        self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
+        super()._update_after_schedule(scheduler_output)
+
+    # a request's life -------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        if request.request_id not in self.requests:  # else: one more piece of a streamed input
+            self._keeper.arrived(self.clock(), request)
+        super().add_request(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._keeper.finished(self.clock(), request)
+        return super()._free_request(request, *args, **kwargs)
+
+    # the engine around it ---------------------------------------------------
+
+    def has_requests(self) -> bool:
+        """True also when a pin is due: one step without tokens releases it and reports."""
+        if super().has_requests():
+            return True
+        due_s = self._keeper.ledger.next_deadline_s()
+        is_due = self._report_due or (due_s is not None and due_s <= self.clock())
+        return is_due and self.pause_state == PauseState.UNPAUSED
+
+    def before_idle(self, wake: Callable[[], None]) -> None:
+        """The engine may be about to sleep: have it woken when the next pin runs out."""
+        if super().has_requests():
+            return
+        if self._alarm is None:
+            self._alarm = Alarm(wake)
+        self._alarm.set(self._keeper.ledger.next_deadline_s())
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+        return metrics.attach(super().make_stats(*args, **kwargs), self._keeper.totals())
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        self._report_due = bool(self._keeper.ledger.pinned)
+        self._keeper.release_all(self.clock())
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def shutdown(self) -> None:
+        self._keeper.release_all(self.clock())
+        self._room.close()
+        if self._alarm is not None:
+            self._alarm.close()
+        super().shutdown()
+
+    # order ------------------------------------------------------------------
+
+    def _key(self, request: Request) -> Key:
+        return self._keeper.key(request)
+
+    def _running_rank(self, request: Request) -> Any:
+        return self._keeper.turns[TurnId(request.request_id)].running_rank
+
+    def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
+        """vLLM up to 0.30 asks this, and would let a skipped newer program pass an older one."""
+        queues = [q for q in self._queues.values() if q]
+        return min(queues, key=ProgramQueue.head_key) if queues else None
+
+
+class ContinuumScheduler(ContinuumMixin):
+    """For engines that schedule one step at a time."""
+
+
+class ContinuumAsyncScheduler(ContinuumMixin, AsyncScheduler):
+    """For engines that schedule ahead. vLLM's flag and the class must match."""

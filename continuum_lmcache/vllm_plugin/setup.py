@@ -1,0 +1,123 @@
+"""Puts one engine's parts together. What they read from files and write to them goes through here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from vllm.logger import init_logger
+
+from continuum_lmcache.appraise import Appraiser
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.costs import UNMEASURED, Costs
+from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.recorder import Recorder
+from continuum_lmcache.tiers import TierStore
+from continuum_lmcache.vllm_plugin.gaps_file import load_gaps, save_gaps
+from continuum_lmcache.vllm_plugin.keeper import Keeper
+from continuum_lmcache.vllm_plugin.recording import Recording
+
+logger = init_logger("vllm.continuum_lmcache")
+
+
+@dataclass(frozen=True)
+class Room:
+    """One engine's keeper, and the files that outlive it."""
+
+    keeper: Keeper
+    gaps_path: Path | None
+    recording: Recording | None
+
+    @property
+    def writes_files(self) -> bool:
+        return self.recording is not None or self.gaps_path is not None
+
+    def save(self) -> None:
+        """Write what was learned and what happened so far."""
+        if self.recording is not None:
+            self.recording.flush()
+        if self.gaps_path is not None:
+            try:
+                save_gaps(self.gaps_path, self.keeper.appraiser.gaps)
+            except OSError as error:
+                logger.warning("tool durations not saved to %s: %s", self.gaps_path, error)
+
+    def close(self) -> None:
+        """The last time, at shutdown."""
+        self.save()
+        if self.recording is not None:
+            self.recording.close()
+
+
+def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
+    """Build the parts for one scheduler. Raises ConfigError or ProfileError."""
+    rank = scheduler.parallel_config.data_parallel_index
+    gaps_path = ranked(Path(config.gaps_file), rank) if config.gaps_file else None
+    appraiser = Appraiser(config, costs_of(config), load_gaps(gaps_path) if gaps_path else Gaps())
+    recorder = Recorder(time.time() - now_s, hash_ids=config.hash_ids)
+    tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
+    keeper = Keeper(
+        config,
+        appraiser,
+        recorder,
+        scheduler.kv_cache_manager,
+        scheduler.hash_block_size,
+        tokenizer,
+        store_of(scheduler.connector),
+    )
+    room = Room(keeper, gaps_path, recording_of(config, recorder, rank))
+    if room.writes_files and threading.current_thread() is threading.main_thread():
+        save_on_signals(room)
+    return room
+
+
+def costs_of(config: ContinuumConfig) -> Costs:
+    """The measured profile, or cautious numbers that say that they are not measured."""
+    if not config.profile:
+        logger.warning("continuum.profile is not set: reload costs are guesses, not measurements")
+        return UNMEASURED
+    path = Path(config.profile)
+    try:
+        return Costs.from_mapping(yaml.safe_load(path.read_text()), str(path))
+    except (OSError, yaml.YAMLError) as error:
+        raise ProfileError(f"continuum.profile {path}: {error}") from error
+
+
+def recording_of(config: ContinuumConfig, recorder: Recorder, rank: int) -> Recording | None:
+    """Files for the recorder, if asked for."""
+    folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
+    return Recording(Path(folder), recorder, rank, stream=config.stream_recording) if folder else None
+
+
+def save_on_signals(room: Room) -> None:
+    """SIGUSR1 to the engine's process writes the files; so does SIGTERM, before vLLM's own handler.
+
+    vLLM gives an engine its shutdown timeout and then kills it: a busy one may not reach shutdown().
+    """
+    signal.signal(signal.SIGUSR1, lambda *_: room.save())
+    stock = signal.getsignal(signal.SIGTERM)
+    if not callable(stock):
+        return
+
+    def save_then_stop(number: int, frame: Any) -> None:
+        room.save()
+        stock(number, frame)
+
+    signal.signal(signal.SIGTERM, save_then_stop)
+
+
+def store_of(connector: Any) -> TierStore | None:
+    """The connector as a TierStore, if it is one."""
+    return connector if hasattr(connector, "locate") and hasattr(connector, "transfers") else None
+
+
+def ranked(path: Path, rank: int) -> Path:
+    """A file of one data-parallel rank's own."""
+    return path.with_name(f"{path.name}_dp{rank}") if rank else path

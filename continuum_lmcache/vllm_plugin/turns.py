@@ -1,0 +1,85 @@
+"""From vLLM's Request to this package's values, and back to nothing else.
+
+Touches, on vLLM 0.26 to 0.33: Request.sampling_params.extra_args, .cache_salt, .block_hashes,
+.output_token_ids, .status; Request.session_id from 0.30.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.request import Request, RequestStatus
+
+from continuum_lmcache.errors import RequestError
+from continuum_lmcache.identity import Identity, name, parse
+from continuum_lmcache.toolcalls import TAIL_TOKENS
+from continuum_lmcache.types import ProgramId, TurnId
+
+STOPPED = {
+    getattr(RequestStatus, name)
+    for name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+    if hasattr(RequestStatus, name)
+}
+
+
+@dataclass(slots=True)
+class LiveTurn:
+    """A turn from its arrival until its end."""
+
+    id: TurnId
+    program: ProgramId | None
+    says: Identity
+    arrival_s: float
+    program_arrival_s: float
+    priority: int
+    started_s: float | None = None
+    gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
+    loaded_tokens: int = 0  # of the prompt, brought by the connector
+
+    @property
+    def running_rank(self) -> tuple[bool, int, float, float]:
+        """Who goes on when memory is short: smallest first. A last step is soon over."""
+        return (not self.says.is_last_step, self.priority, self.program_arrival_s, self.arrival_s)
+
+
+def identity(request: Request) -> tuple[Identity, str]:
+    """What the request says of its program; the second value names a field that could not be used.
+
+    API servers have refused bad fields already. What comes by other ways (LLM.generate, a
+    session id) must not harm the engine: it is ignored, and counted by the caller.
+    """
+    params = request.sampling_params
+    fields = dict((params.extra_args if params is not None else None) or {})
+    bad = ""
+    try:
+        says = parse(fields)
+    except RequestError as error:
+        says, bad = Identity(), str(error).split()[0]
+    if says.job_id is None and not bad:
+        try:
+            session = name("session_id", getattr(request, "session_id", None) or None)
+        except RequestError:
+            session, bad = None, "session_id"
+        says = Identity(session, says.is_last_step, says.this_tool, says.last_tool)
+    return says, bad
+
+
+def is_end_of_turn(request: Request) -> bool:
+    """Whether the request ended as a turn does, and not by a failure or a client that left.
+
+    Stop strings are found in the API server, which then aborts the request here: such an abort is
+    an end of turn. A disconnect of a request with stop strings looks the same, and costs one TTL.
+    """
+    if request.status in STOPPED:
+        return True
+    params = request.sampling_params
+    has_stop = params is not None and bool(params.stop)
+    return has_stop and request.status == RequestStatus.FINISHED_ABORTED and request.num_output_tokens > 0
+
+
+def tail_text(request: Request, tokenizer: Any) -> str:
+    """The end of what the turn generated, as text; empty without a tokenizer."""
+    ids: Sequence[int] = list(request.output_token_ids)[-TAIL_TOKENS:]
+    return str(tokenizer.decode(ids, skip_special_tokens=False)) if tokenizer is not None and ids else ""

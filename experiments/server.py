@@ -1,0 +1,103 @@
+"""Start a real `vllm serve` and stop it again, whatever happens.
+
+with serve(model, ["--scheduling-policy", "continuum"], log=Path("server.log")) as url: ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+CPU_ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    # with a KV connector vLLM binds its threads differently: fix it, or servers do not compare
+    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_DISABLE_BANNER": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+CPU_ARGS = ("--enforce-eager", "--dtype", "bfloat16", "--seed", "0")
+
+
+class ServerError(RuntimeError):
+    """The server died or did not answer in time. The message ends with its log's last lines."""
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serve(
+    model: Path,
+    args: Sequence[str] = (),
+    *,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    name: str = "tiny",
+    start_s: float = 240.0,
+) -> Iterator[str]:
+    """Serve `model` as `name` and yield the base URL (without /v1) once it is healthy.
+
+    Raises ServerError with the log's tail if it exits first or is not up within `start_s`.
+    """
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", name]
+    command += ["--host", "127.0.0.1", "--port", str(port), *CPU_ARGS, *args]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **CPU_ENV, **(env or {})},
+            start_new_session=True,  # its workers die with it, by process group
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_until_healthy(url, process, log, start_s)
+        yield url
+    finally:
+        stop(process)
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, start_s: float) -> None:
+    """Return when /health answers 200; raise ServerError if the process ends or time runs out."""
+    end_s = time.monotonic() + start_s
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            raise ServerError(f"vllm serve exited with {process.returncode}:\n{tail(log)}")
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
+                return
+        time.sleep(0.25)
+    raise ServerError(f"vllm serve was not healthy after {start_s:.0f} s:\n{tail(log)}")
+
+
+def stop(process: subprocess.Popen[bytes], patience_s: float = 20.0) -> None:
+    """SIGTERM, as an operator would; SIGKILL to what is left of its group."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(log: Path, lines: int = 30) -> str:
+    """The end of a log file."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -1,0 +1,118 @@
+"""A small Llama with random weights of a real scale, for machines without a GPU and without a network.
+
+    python -m experiments.tiny_model .work/tiny-model
+
+8 layers x 512, 4 KV heads of 64: 8 KiB of KV per token in bfloat16. Written once, from a seed.
+The weights are large enough that the output depends on every token of the context; vLLM's
+`--load-format dummy` weights are not, so with them a broken KV copy goes unseen.
+"""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+from pathlib import Path
+
+import torch
+import typer
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_TOKENS = 4096
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB_TOKENS,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors by checkpoint name, drawn so that signals keep their size through the layers."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden, inner, kv = 512, 1408, 256
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=draw) * gain * columns**-0.5).bfloat16()
+
+    found = {
+        "model.embed_tokens.weight": torch.randn(VOCAB_TOKENS, hidden, generator=draw).bfloat16(),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+        "lm_head.weight": matrix(VOCAB_TOKENS, hidden, 3.0),
+    }
+    for layer in range(8):
+        at = f"model.layers.{layer}."
+        # sharp attention (gain 2 on q and k): the output hangs on single tokens of the context
+        found[at + "self_attn.q_proj.weight"] = matrix(hidden, hidden, 2.0)
+        found[at + "self_attn.k_proj.weight"] = matrix(kv, hidden, 2.0)
+        found[at + "self_attn.v_proj.weight"] = matrix(kv, hidden)
+        found[at + "self_attn.o_proj.weight"] = matrix(hidden, hidden)
+        found[at + "mlp.gate_proj.weight"] = matrix(inner, hidden)
+        found[at + "mlp.up_proj.weight"] = matrix(inner, hidden)
+        found[at + "mlp.down_proj.weight"] = matrix(hidden, inner)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            found[at + norm + ".weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+    return found
+
+
+def tokenizer() -> Tokenizer:
+    """Byte-level BPE, trained on the text of Python's own help topics."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_TOKENS,
+        special_tokens=list(SPECIALS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    topics = pydoc_data.topics.topics
+    bpe.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
+    return bpe
+
+
+def make_model(directory: Path, seed: int = 0) -> Path:
+    """Write the model into `directory`, unless it is there already, and return the directory."""
+    done = directory / "done.json"
+    want = json.dumps({"seed": seed, "config": CONFIG}, sort_keys=True)
+    if done.exists() and done.read_text() == want:
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
+    tokenizer().save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": CONFIG["max_position_embeddings"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    (directory / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    done.write_text(want)
+    return directory
+
+
+if __name__ == "__main__":
+    typer.run(lambda directory: print(make_model(Path(directory))))

@@ -1,0 +1,173 @@
+"""vLLM's real scheduler on a bench: no model runs, time is what the test says it is.
+
+    bench = Bench(blocks=10); bench.send("p", prompt(64)); bench.run_until_idle()
+
+Blocks of 16 tokens. Every step generates one token per scheduled request that has its prompt.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch  # noqa: E402
+from vllm.config import (  # noqa: E402
+    CacheConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams  # noqa: E402
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
+from vllm.v1.request import Request, RequestStatus  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+BLOCK = 16
+
+
+def prompt(tokens: int, story: int = 0) -> list[int]:
+    """Token ids; prompts of one story are prefixes of each other."""
+    return [100 + (story * 977 + i * 31) % 3000 for i in range(tokens)]
+
+
+class Bench:
+    """One scheduler, a clock that the test turns, and a runner that answers token 7 to everything."""
+
+    def __init__(
+        self,
+        scheduler_cls: Any,
+        model: Path,
+        blocks: int = 20,
+        budget_tokens: int = 2048,
+        transfer: dict[str, Any] | None = None,
+        log_stats: bool = True,
+    ) -> None:
+        init_none_hash(sha256)
+        is_async = "Async" in scheduler_cls.__name__
+        config = VllmConfig(
+            model_config=ModelConfig(model=str(model), dtype="bfloat16", seed=0, max_model_len=4096),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=64,
+                max_num_batched_tokens=budget_tokens,
+                max_model_len=4096,
+                is_encoder_decoder=False,
+                async_scheduling=is_async,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
+            kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
+        )
+        config.scheduler_config.async_scheduling = is_async  # the CPU platform turns it off
+        config.cache_config.num_gpu_blocks = blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.now_s = 1000.0
+        self.scheduler = scheduler_cls(
+            vllm_config=config,
+            kv_cache_config=caches,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=log_stats,
+        )
+        self.scheduler.clock = lambda: self.now_s
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.order: list[str] = []  # request ids, as they first ran
+        self.preempted: list[str] = []
+        self.done: dict[str, list[int]] = {}  # request id -> all its tokens
+        self.stats: Any = None
+        self._count = 0
+
+    @property
+    def keeper(self) -> Any:
+        return self.scheduler._keeper
+
+    def send(
+        self, job: str | None, tokens: Sequence[int], /, out: int = 1, salt: str | None = None, **fields: Any
+    ) -> str:
+        """Add a request and return its id."""
+        self._count += 1
+        extra = {**({"job_id": job} if job is not None else {}), **fields}
+        stop = extra.pop("stop", None)
+        params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0, extra_args=extra, stop=stop)
+        params.update_from_generation_config({})
+        request = Request(
+            request_id=f"{job}-{self._count}",
+            prompt_token_ids=list(tokens),
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=self.now_s,
+            cache_salt=salt,
+            block_hasher=self.hasher,
+        )
+        self.scheduler.add_request(request)
+        return request.request_id
+
+    def step(self, seconds: float = 0.1) -> int:
+        """One engine step; returns the tokens it scheduled."""
+        output = self.scheduler.schedule()
+        self.order += [new.req_id for new in output.scheduled_new_reqs]
+        ids = list(output.num_scheduled_tokens)
+        requests = dict(self.scheduler.requests)
+        self.preempted += [i for i, r in requests.items() if r.status == RequestStatus.PREEMPTED]
+        ready = [requests[i].num_computed_tokens >= requests[i].num_tokens for i in ids]
+        sampled = [[7] if is_ready else [] for is_ready in ready]
+        runner = ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
+        )
+        self.now_s += seconds
+        for engine_output in self.scheduler.update_from_output(output, runner).values():
+            self.stats = engine_output.scheduler_stats or self.stats
+        for i, request in requests.items():
+            if request.is_finished():
+                self.done[i] = list(request.all_token_ids)
+        self.keeper.ledger.check()
+        return sum(output.num_scheduled_tokens.values())
+
+    def run_until_idle(self, max_steps: int = 2000) -> None:
+        """Steps until nothing is left to do; fails on an engine that would spin."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+        raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.get_request_counts()}")
+
+    def turn(
+        self, job: str | None, tokens: Sequence[int], /, out: int = 1, salt: str | None = None, **fields: Any
+    ) -> list[int]:
+        """Send, run to the end, and return all the turn's tokens."""
+        request_id = self.send(job, tokens, out, salt, **fields)
+        self.run_until_idle()
+        return self.done[request_id]
+
+    def advance(self, seconds: float) -> None:
+        """The engine idles for so long, and is woken for what falls due, as the alarm would."""
+        self.now_s += seconds
+        self.run_until_idle()
+
+    @property
+    def used_blocks(self) -> int:
+        pool = self.scheduler.kv_cache_manager.block_pool
+        return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's null block
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Sets CONTINUUM_* variables for a bench."""
+    for name in [n for n in os.environ if n.startswith("CONTINUUM_")]:
+        monkeypatch.delenv(name)
+
+    def put(**values: Any) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(f"CONTINUUM_{name.upper()}", str(value))
+
+    put(policy="static-ttl", static_ttl_s=8)
+    yield put

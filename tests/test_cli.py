@@ -1,0 +1,155 @@
+"""The command line that the README shows, and what it says when it is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.vllm_plugin import register
+from continuum_lmcache.vllm_plugin.cli import SCHEDULERS, adopt
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in os.environ if n.startswith(("CONTINUUM_", "LMCACHE_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    monkeypatch.chdir(ROOT)
+    register()
+    register()  # vLLM may load a plugin more than once
+
+
+def parse(*args: str) -> AsyncEngineArgs:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return AsyncEngineArgs.from_cli_args(parser.parse_args(list(args)))
+
+
+def test_the_readmes_command_parses_and_picks_our_scheduler_and_connector(model: Path) -> None:
+    command = re.search(
+        r"vllm serve MODEL (--kv-transfer-config.*continuum)", (ROOT / "README.md").read_text()
+    )
+    assert command, "the README has lost its command"
+    config = parse("--model", str(model), *command[1].split()).create_engine_config()
+    assert config.scheduler_config.scheduler_cls == SCHEDULERS + "ContinuumScheduler"
+    assert config.kv_transfer_config.kv_connector_module_path == "connectors.lmcache"
+    assert config.scheduler_config.policy == "fcfs", "vLLM's own policy underneath"
+
+
+def test_help_offers_the_policy() -> None:
+    """As a user would ask, in a process of its own: the entry point must be found."""
+    vllm = Path(sys.executable).with_name("vllm")
+    shown = subprocess.run(
+        [vllm, "serve", "--help=scheduling-policy"], capture_output=True, text=True, timeout=120
+    )
+    assert "{fcfs,priority,continuum}" in shown.stdout
+
+
+def test_an_unknown_policy_is_still_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--scheduling-policy", "bogus")
+    assert "invalid choice: 'bogus'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "neither JSON nor a file that can be read (No such file or directory; looked in "),
+        ("{'kv_connector': 1}", "not valid JSON: Expecting property name"),
+        ("", "not valid JSON: Expecting value: line 1 column 1"),
+    ],
+)
+def test_a_wrong_config_file_gets_one_line_that_says_what_and_where(
+    text: str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lmcache.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit):
+        parse("--kv-transfer-config", str(path))
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert says in last and str(path) in last
+
+
+def test_json_text_is_still_taken(model: Path) -> None:
+    text = json.dumps({"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"})
+    assert parse("--model", str(model), "--kv-transfer-config", text).kv_transfer_config.kv_role == "kv_both"
+
+
+def engine(model: Path, **values: object) -> EngineArgs:
+    return EngineArgs(model=str(model), scheduling_policy="continuum", dtype="bfloat16", **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"scheduler_cls": "some.Scheduler"}, "--scheduler-cls is given too"),
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+    ],
+)
+def test_a_conflict_is_refused_at_the_start(model: Path, values: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"--scheduling-policy continuum: {reason}"):
+        engine(model, **values).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda c: vars(c.model_config).update(is_encoder_decoder=True), "encoder-decoder"),
+        (lambda c: vars(c.model_config).update(is_diffusion=True), "diffusion"),
+        (
+            lambda c: setattr(c.parallel_config, "distributed_executor_backend", "external_launcher"),
+            "every rank",
+        ),
+        (
+            lambda c: setattr(c.scheduler_config, "scheduler_cls", "a.DiffusionScheduler"),
+            "scheduler of its own",
+        ),
+    ],
+)
+def test_what_only_the_finished_config_knows_is_refused_too(model: Path, spoil, reason: str) -> None:  # type: ignore[no-untyped-def]
+    config = EngineArgs(model=str(model), dtype="bfloat16").create_engine_config()
+    spoil(config)
+    with pytest.raises(ConfigError, match=reason):
+        adopt(config)
+
+
+@pytest.mark.parametrize(
+    ("is_async", "name"), [(True, "ContinuumAsyncScheduler"), (False, "ContinuumScheduler")]
+)
+def test_the_scheduler_class_matches_vllms_final_async_flag(model: Path, is_async: bool, name: str) -> None:
+    config = EngineArgs(model=str(model), dtype="bfloat16").create_engine_config()
+    config.scheduler_config.async_scheduling = is_async
+    adopt(config)
+    assert config.scheduler_config.scheduler_cls == SCHEDULERS + name
+
+
+def test_a_cpu_turns_async_off_and_the_class_follows(model: Path) -> None:
+    config = engine(model, async_scheduling=True).create_engine_config()
+    assert not config.scheduler_config.async_scheduling
+    assert config.scheduler_config.scheduler_cls == SCHEDULERS + "ContinuumScheduler"
+
+
+def test_a_mistyped_setting_ends_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONTINUUM_MAX_TTLS", "3")
+    with pytest.raises(ConfigError, match="did you mean CONTINUUM_MAX_TTL_S"):
+        engine(model).create_engine_config()
+    monkeypatch.delenv("CONTINUUM_MAX_TTLS")
+    monkeypatch.setenv("CONTINUUM_POLICY", "continum")
+    with pytest.raises(ConfigError, match="did you mean 'continuum'"):
+        engine(model).create_engine_config()
+
+
+def test_other_policies_are_left_alone(model: Path) -> None:
+    config = EngineArgs(model=str(model), dtype="bfloat16").create_engine_config()
+    assert config.scheduler_config.scheduler_cls is None

@@ -1,0 +1,175 @@
+"""The recorder's files, on disks that misbehave: the engine must never notice."""
+
+import contextlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.recorder import META, Recorder
+from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.vllm_plugin.recording import Recording, Stream
+
+
+def turns(recorder: Recorder, count: int) -> None:
+    """Two events a turn, a program a turn."""
+    for number in range(count):
+        recorder.arrived(float(number), ProgramId(f"job-{number}"), TurnId("t"), 100)
+        recorder.ended(number + 0.5, ProgramId(f"job-{number}"))
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@contextlib.contextmanager
+def files_no_longer_than(size_bytes: int) -> Iterator[None]:
+    """A disk that fills up in the middle of a write: the kernel accepts a part, then refuses."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_close_writes_the_prototypes_file_and_nothing_else(tmp_path: Path) -> None:
+    recorder = Recorder(0.0)
+    recording = Recording(tmp_path / "new" / "run", recorder)
+    turns(recorder, 2)
+    recording.close()
+    recording.close()
+    written = tmp_path / "new" / "run" / "scheduler_timestamps"
+    assert list(json.loads(written.read_text())) == [META, "job-0", "job-1"]
+    assert list(written.parent.iterdir()) == [written]
+
+
+def test_ranks_share_a_directory_and_no_file(tmp_path: Path) -> None:
+    for rank in range(3):
+        recorder = Recorder(0.0)
+        recording = Recording(tmp_path, recorder, rank=rank, stream=True)
+        turns(recorder, rank + 1)
+        recording.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"scheduler_timestamps{rank}{ending}" for rank in ("", "_dp1", "_dp2") for ending in ("", ".jsonl")
+    ]
+    assert len(json.loads((tmp_path / "scheduler_timestamps_dp2").read_text())) == 1 + 3
+
+
+def test_the_stream_tells_what_the_snapshot_tells(tmp_path: Path) -> None:
+    recorder = Recorder(0.0)
+    recording = Recording(tmp_path, recorder, stream=True)
+    turns(recorder, 5_000)
+    recording.close()
+    header, *streamed = lines(tmp_path / "scheduler_timestamps.jsonl")
+    held = json.loads((tmp_path / "scheduler_timestamps").read_text())
+    assert header[META]["format"] == held.pop(META)[0]["format"]  # type: ignore[index]
+    assert streamed == [{"job_id": name, **event} for name, events in held.items() for event in events]
+    assert not recording.lost
+
+
+def test_a_new_run_does_not_continue_an_older_runs_stream(tmp_path: Path) -> None:
+    for count in (5, 2):
+        recorder = Recorder(0.0)
+        recording = Recording(tmp_path, recorder, stream=True)
+        turns(recorder, count)
+        recording.close()
+    assert len(lines(tmp_path / "scheduler_timestamps.jsonl")) == 1 + 2 * 2
+
+
+def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run_output_dir \(or RUN_OUTPUT_DIR\)"):
+        Recording(tmp_path / "file" / "run", Recorder(0.0))
+
+
+def test_a_directory_that_vanishes_is_one_warning_a_kind_and_a_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = Recorder(0.0)
+    recording = Recording(tmp_path / "run", recorder, stream=True)
+    while (tmp_path / "run").exists():  # the thread may be writing its header meanwhile
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            turns(recorder, 10)
+            assert not recording.flush()
+        recording.close()
+    assert not (tmp_path / "run").exists()
+    assert recording.lost["flush"] == 4
+    assert recording.lost["disk"] >= 60
+    assert len(caplog.records) == 2
+
+
+def test_a_disk_that_fills_up_keeps_the_last_whole_snapshot(tmp_path: Path) -> None:
+    recorder = Recorder(0.0)
+    recording = Recording(tmp_path, recorder)
+    turns(recorder, 3)
+    assert recording.flush()
+    before = recording.path.read_bytes()
+    turns(recorder, 1_000)
+    with files_no_longer_than(2_000):
+        assert not recording.flush()
+    assert recording.path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [recording.path]
+    assert recording.flush()
+    meta = json.loads(recording.path.read_text())[META][0]
+    assert meta["lost"] == {"flush": 1}
+
+
+def test_a_disk_that_fills_up_leaves_no_half_line_and_the_stream_goes_on(tmp_path: Path) -> None:
+    recorder = Recorder(0.0)
+    recording = Recording(tmp_path, recorder, stream=True)
+    path = tmp_path / "scheduler_timestamps.jsonl"
+    with files_no_longer_than(2_000):
+        turns(recorder, 500)
+        while not recording.lost["disk"]:
+            time.sleep(0.01)
+    recorder.arrived(1e6, ProgramId("later"), TurnId("t"), 1)
+    recording.close()
+    told = lines(path)
+    assert told[-1]["job_id"] == "later"
+    assert len(told) + recording.lost["disk"] == 1 + 1_000 + 1
+
+
+def test_a_disk_that_stands_still_costs_events_and_never_a_wait(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)  # opening it for writing waits until somebody reads
+    stream = Stream(fifo, max_events=10)
+    for number in range(500):
+        stream.write({"arrived": number})
+    assert stream.lost["queue"] >= 500 - 10 - 10
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    stream.close()
+    os.close(reader)
+
+
+def test_a_signal_may_ask_for_a_file_at_any_moment(tmp_path: Path) -> None:
+    recorder = Recorder(0.0, max_programs=200)
+    recording = Recording(tmp_path, recorder)
+    seen = []
+
+    def asked(signum: int, frame: object) -> None:  # noqa: ARG001
+        recording.flush()
+        seen.append(json.loads(recording.path.read_text()))
+
+    before = signal.signal(signal.SIGALRM, asked)
+    try:
+        while len(seen) < 20:
+            signal.setitimer(signal.ITIMER_REAL, 0.003)  # once: it falls anywhere in what follows
+            turns(recorder, 50)
+            recording.flush()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert all(snapshot[META][0]["format"] == 1 for snapshot in seen)
+    assert list(tmp_path.iterdir()) == [recording.path]
+    assert not recording.lost

@@ -1,0 +1,425 @@
+"""The scheduler on vLLM's own code, step by step, in virtual time. Blocks hold 16 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from vllm.v1.request import RequestStatus
+
+from continuum_lmcache.types import Outcome
+from continuum_lmcache.vllm_plugin.metrics import detach
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture(params=[ContinuumScheduler, ContinuumAsyncScheduler], ids=["sync", "async"])
+def make(request: Any, model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
+    """A bench for each of the two classes; checks at the end that nothing leaked."""
+    made: list[Bench] = []
+
+    def build(blocks: int = 20, budget_tokens: int = 2048, **values: Any) -> Bench:
+        settings(**values)
+        made.append(Bench(request.param, model, blocks, budget_tokens))
+        return made[-1]
+
+    yield build
+    for bench in made:
+        bench.run_until_idle()
+        bench.scheduler.shutdown()
+        bench.keeper.ledger.check()
+        assert bench.used_blocks == 0, "blocks leaked"
+        assert len(bench.keeper.pins) == 0
+        assert not bench.keeper.turns and bench.keeper.waiting_turns == 0
+
+
+def outcomes(bench: Bench) -> dict[str, int]:
+    return {outcome.value: n for outcome, n in bench.keeper.ledger.outcomes.items() if n}
+
+
+# how long a pin lives -------------------------------------------------------
+
+
+def test_a_finished_turn_stays_on_the_gpu_until_its_ttl_and_then_leaves_an_idle_engine(make: Make) -> None:
+    bench = make(static_ttl_s=8)
+    bench.turn("p", prompt(64))
+    assert bench.used_blocks == 4  # 64 prompt tokens; the sampled one has no KV yet
+    bench.advance(7.5)
+    assert bench.used_blocks == 4
+    bench.advance(1.0)
+    assert bench.used_blocks == 0
+    assert outcomes(bench) == {"expired": 1}
+
+
+def test_the_last_step_frees_at_once(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64), is_last_step=True)
+    assert bench.used_blocks == 0
+    assert not bench.keeper.ledger.programs
+
+
+def test_the_next_turn_hits_what_was_pinned_though_more_than_the_cache_has_passed(make: Make) -> None:
+    bench = make(blocks=20)
+    first = bench.turn("p", prompt(64), out=17)
+    for story in range(1, 6):
+        bench.turn(None, prompt(13 * BLOCK, story))  # 5 x 13 blocks through a cache of 19
+    bench.turn("p", first + prompt(10, 9), is_last_step=True)
+    assert bench.keeper.supply.prompt_tokens["gpu"] == 5 * BLOCK
+    assert outcomes(bench) == {"reused": 1}
+
+
+def test_without_a_pin_the_same_traffic_evicts_it(make: Make) -> None:
+    bench = make(blocks=20, static_ttl_s=0)
+    first = bench.turn("p", prompt(64), out=17)
+    for story in range(1, 6):
+        bench.turn(None, prompt(13 * BLOCK, story))
+    bench.turn("p", first + prompt(10, 9), is_last_step=True)
+    assert bench.keeper.supply.prompt_tokens["gpu"] == 0
+
+
+def test_a_pin_outstays_its_ttl_while_the_next_turn_waits(make: Make) -> None:
+    bench = make(blocks=20, budget_tokens=64, static_ttl_s=2)
+    bench.turn("p", prompt(64, 1))
+    bench.send(None, prompt(14 * BLOCK, 2), out=4)
+    bench.step()
+    bench.send("p", prompt(14 * BLOCK, 1), is_last_step=True)  # does not fit beside the other
+    bench.now_s += 5
+    bench.step()
+    assert bench.used_blocks >= 4 and "expired" not in outcomes(bench)
+    bench.run_until_idle()
+    assert outcomes(bench) == {"reused": 1}
+
+
+def test_every_due_pin_is_released_in_the_step_it_falls_due(make: Make) -> None:
+    """The public prototype skipped every second one of consecutive expired pins."""
+    bench = make(blocks=40)
+    for story in range(6):
+        bench.turn(f"p{story}", prompt(32, story))
+    bench.now_s += 60
+    bench.step()
+    assert outcomes(bench) == {"expired": 6}
+    assert bench.used_blocks == 0
+
+
+def test_a_pin_that_is_not_due_wakes_nobody(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64))
+    assert not bench.scheduler.has_requests()
+    bench.now_s += 8.1
+    assert bench.scheduler.has_requests()
+    assert bench.step() == 0
+    assert not bench.scheduler.has_requests()
+
+
+def test_reset_prefix_cache_drops_all_pins_and_succeeds(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64, 1))
+    bench.turn("q", prompt(64, 2))
+    assert bench.scheduler.reset_prefix_cache()
+    assert outcomes(bench) == {"reset": 2} and bench.used_blocks == 0
+
+
+# who goes first -------------------------------------------------------------
+
+
+def test_a_program_keeps_its_place_across_turns(make: Make) -> None:
+    """Programs a, b arrive in this order; b's next turn comes first, a's runs first all the same."""
+    bench = make(blocks=20, budget_tokens=64, static_ttl_s=0)
+    bench.turn("a", prompt(32, 1))
+    bench.turn("b", prompt(32, 2))
+    bench.send(None, prompt(160, 3), out=3)
+    bench.step()
+    b = bench.send("b", prompt(48, 2), is_last_step=True)
+    stranger = bench.send("c", prompt(48, 4), is_last_step=True)
+    a = bench.send("a", prompt(48, 1), is_last_step=True)
+    bench.run_until_idle()
+    assert bench.order[-3:] == [a, b, stranger]
+
+
+def test_a_pinned_program_goes_before_an_older_one_without_a_pin(make: Make) -> None:
+    bench = make(blocks=40, budget_tokens=64, max_pinned_share=0.12)
+    bench.turn("old", prompt(96, 1))  # 6 blocks: over the budget of 4
+    bench.turn("young", prompt(48, 2))
+    bench.send(None, prompt(160, 3), out=2)
+    bench.step()
+    old = bench.send("old", prompt(100, 1), is_last_step=True)
+    young = bench.send("young", prompt(60, 2), is_last_step=True)
+    bench.run_until_idle()
+    assert bench.order[-2:] == [young, old]
+    assert bench.keeper.ledger.refused == {"budget": 1}
+
+
+def test_the_newest_program_is_preempted_first(make: Make) -> None:
+    bench = make(blocks=12)
+    old = bench.send("old", prompt(5 * BLOCK - 4, 1), out=30)
+    bench.step()
+    young = bench.send("young", prompt(5 * BLOCK - 4, 2), out=30)
+    bench.run_until_idle()
+    assert set(bench.preempted) == {young}
+    assert len(bench.done[old]) == 5 * BLOCK - 4 + 30
+
+
+# who may take a pin ---------------------------------------------------------
+
+
+def test_pins_of_more_than_the_cache_reclaim_the_latest_programs_and_all_finish(make: Make) -> None:
+    bench = make(blocks=20, static_ttl_s=100, max_pinned_share=1)
+    for story in range(8):
+        bench.turn(f"p{story}", prompt(5 * BLOCK, story))
+    assert list(bench.keeper.ledger.pinned)[:2] == ["p0", "p1"], "the first programs keep theirs"
+    for story in range(8):
+        bench.turn(f"p{story}", prompt(5 * BLOCK + 8, story), is_last_step=True)
+    assert bench.used_blocks == 0
+    assert bench.keeper.ledger.outcomes[Outcome.RECLAIMED] > 0
+
+
+def test_a_waiting_turn_honours_pins_while_others_run(make: Make) -> None:
+    bench = make(blocks=20, static_ttl_s=100, max_wait_s=1000)
+    bench.turn("pinned", prompt(8 * BLOCK, 1))
+    bench.send("running", prompt(6 * BLOCK, 2), out=20, is_last_step=True)
+    bench.step()
+    waiting = bench.send("waiting", prompt(8 * BLOCK, 3), is_last_step=True)
+    for _ in range(5):
+        bench.step()
+    assert waiting not in bench.order
+    bench.run_until_idle()
+    assert waiting in bench.order
+    assert "pinned" in bench.keeper.ledger.pinned, "it fitted once the other was done"
+
+
+def test_a_turn_that_waited_too_long_takes_anybodys_pin(make: Make) -> None:
+    bench = make(blocks=20, static_ttl_s=1000, max_wait_s=30)
+    bench.turn("pinned", prompt(8 * BLOCK, 1))
+    bench.send("running", prompt(6 * BLOCK, 2), out=30, is_last_step=True)
+    bench.step()
+    waiting = bench.send("waiting", prompt(8 * BLOCK, 3), is_last_step=True)
+    bench.step(seconds=31)
+    assert waiting not in bench.order
+    bench.step()
+    assert bench.order[-1] == waiting
+    assert outcomes(bench)["reclaimed"] == 1
+
+
+def test_no_pin_is_dropped_in_vain(make: Make) -> None:
+    """The waiting turn needs 16 blocks; 19 less the 6 running leave 13, pins or not."""
+    bench = make(blocks=20, static_ttl_s=1000, max_wait_s=0)
+    bench.turn("pinned", prompt(4 * BLOCK, 1))
+    bench.send("running", prompt(6 * BLOCK, 2), out=30, is_last_step=True)
+    bench.step()
+    bench.send("waiting", prompt(16 * BLOCK, 3), is_last_step=True)
+    for _ in range(10):
+        bench.step()
+    assert bench.keeper.ledger.taken == 1 and not outcomes(bench)
+    bench.run_until_idle()
+
+
+def test_a_running_request_takes_a_pin_before_anyone_is_preempted(make: Make) -> None:
+    bench = make(blocks=12, static_ttl_s=1000)
+    bench.turn("pinned", prompt(4 * BLOCK, 1))
+    bench.send("running", prompt(6 * BLOCK, 2), out=40, is_last_step=True)  # grows to 9 blocks of 7 free
+    bench.run_until_idle()
+    assert outcomes(bench)["reclaimed"] == 1
+    assert not bench.preempted
+
+
+# how a turn ends ------------------------------------------------------------
+
+
+def test_a_stop_string_ends_a_turn_though_it_reaches_the_scheduler_as_an_abort(make: Make) -> None:
+    bench = make()
+    with_stop = bench.send("p", prompt(64), out=50, stop=["</call>"])
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.finish_requests(with_stop, RequestStatus.FINISHED_ABORTED)
+    bench.run_until_idle()
+    assert bench.keeper.ledger.taken == 1
+    assert bench.used_blocks == 4
+
+
+@pytest.mark.parametrize("steps", [0, 3], ids=["waiting", "running"])
+def test_a_client_that_leaves_pins_nothing(make: Make, steps: int) -> None:
+    bench = make()
+    gone = bench.send("p", prompt(64), out=50)
+    for _ in range(steps):
+        bench.step()
+    bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+    bench.run_until_idle()
+    assert bench.keeper.ledger.taken == 0 and bench.used_blocks == 0
+
+
+def test_an_aborted_next_turn_leaves_the_pin_to_its_ttl(make: Make) -> None:
+    bench = make(static_ttl_s=8)
+    bench.turn("p", prompt(64))
+    waiting = bench.send("p", prompt(80))
+    bench.now_s += 20  # beyond the TTL: only the waiting turn keeps the pin alive
+    bench.scheduler.finish_requests(waiting, RequestStatus.FINISHED_ABORTED)
+    bench.run_until_idle()
+    assert outcomes(bench) == {"expired": 1}
+
+
+# what programs do -----------------------------------------------------------
+
+
+def test_a_program_that_comes_back_with_another_prompt_gives_its_pin_up(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64, 1))
+    bench.turn("p", prompt(64, 2), is_last_step=True)
+    assert outcomes(bench) == {"diverged": 1}
+
+
+def test_a_program_that_comes_back_with_a_shorter_prompt_reuses_what_it_can(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64, 1))
+    bench.turn("p", prompt(40, 1), is_last_step=True)
+    assert outcomes(bench) == {"reused": 1}
+    assert bench.keeper.supply.prompt_tokens["gpu"] == 2 * BLOCK
+
+
+def test_concurrent_turns_of_one_program_finish_in_any_order(make: Make) -> None:
+    bench = make(blocks=40)
+    slow = bench.send("p", prompt(64, 1), out=12)
+    fast = bench.send("p", prompt(64, 2), out=2)
+    bench.run_until_idle()
+    assert {slow, fast} <= set(bench.done)
+    assert outcomes(bench) == {"superseded": 1}
+    assert list(bench.keeper.ledger.pinned) == ["p"]
+
+
+def test_a_last_step_beside_another_live_turn_leaks_nothing(make: Make) -> None:
+    bench = make(blocks=40)
+    bench.send("p", prompt(64, 1), out=12)
+    bench.send("p", prompt(64, 2), out=2, is_last_step=True)
+    bench.run_until_idle()
+    bench.advance(10)
+    assert bench.used_blocks == 0
+
+
+def test_programs_that_never_say_they_are_done_are_forgotten(make: Make) -> None:
+    bench = make(program_idle_s=100)
+    for story in range(5):
+        bench.turn(f"p{story}", prompt(32, story))
+    bench.now_s += 200
+    bench.turn(None, prompt(32, 9))
+    assert not bench.keeper.ledger.programs
+
+
+def test_the_program_table_is_bounded_whatever_clients_send(make: Make) -> None:
+    bench = make(static_ttl_s=0, max_programs=10)
+    for story in range(50):
+        bench.turn(f"p{story}", prompt(16, story))
+    bench.now_s += 11
+    bench.turn(None, prompt(16, 99))
+    assert len(bench.keeper.ledger.programs) <= 10
+
+
+# tenants, and what clients get wrong ----------------------------------------
+
+
+def test_equal_ids_under_different_cache_salts_are_different_programs(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64, 1), salt="tenant-a")
+    bench.turn("p", prompt(64, 1), salt="tenant-b")
+    assert len(bench.keeper.ledger.programs) == 2
+    assert bench.keeper.supply.prompt_tokens["gpu"] == 0
+
+
+def test_a_tenant_gets_no_more_than_its_share(make: Make) -> None:
+    bench = make(blocks=41, max_pinned_share=1, max_tenant_share=0.2)
+    bench.turn("p", prompt(5 * BLOCK, 1), salt="greedy")
+    bench.turn("q", prompt(5 * BLOCK, 2), salt="greedy")
+    bench.turn("r", prompt(5 * BLOCK, 3), salt="modest")
+    assert bench.keeper.ledger.refused == {"tenant": 1}
+    assert len(bench.keeper.ledger.pinned) == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"job_id": {"a": 1}}, {"job_id": "x" * 10**6}, {"job_id": ""}, {"is_last_step": "maybe"}],
+    ids=["an object", "a megabyte", "empty", "maybe"],
+)
+def test_a_bad_field_that_got_here_is_ignored_and_counted(make: Make, fields: dict[str, Any]) -> None:
+    bench = make()
+    bench.turn(None, prompt(32), **fields)
+    assert bench.keeper.ignored == {next(iter(fields)): 1}
+    assert not bench.keeper.ledger.programs and bench.used_blocks == 0
+
+
+# programs without ids -------------------------------------------------------
+
+
+def test_requests_without_ids_become_a_program_once_one_extends_the_other(make: Make) -> None:
+    bench = make()
+    first = bench.turn(None, prompt(64, 1), out=20)
+    assert bench.used_blocks == 0, "one turn is no program"
+    bench.now_s += 3
+    second = bench.turn(None, first + prompt(20, 5), out=20)
+    assert len(bench.keeper.ledger.pinned) == 1
+    bench.turn(None, second + prompt(20, 6))
+    assert outcomes(bench) == {"reused": 1}
+
+
+def test_a_fork_of_a_finished_turn_is_a_program_of_its_own(make: Make) -> None:
+    bench = make(blocks=40)
+    first = bench.turn(None, prompt(64, 1), out=20)
+    bench.turn(None, first + prompt(20, 5))
+    bench.turn(None, first + prompt(20, 6))
+    assert len(bench.keeper.ledger.programs) == 1
+
+
+def test_inference_never_links_two_tenants(make: Make) -> None:
+    bench = make()
+    first = bench.turn(None, prompt(64, 1), out=20, salt="a")
+    bench.turn(None, first + prompt(20, 5), salt="b")
+    assert not bench.keeper.ledger.programs
+
+
+# what is told ---------------------------------------------------------------
+
+
+def test_the_stats_carry_the_pins_and_lose_them_again_before_vllm_looks(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64))
+    totals = detach(bench.stats)
+    assert totals["pins"]["taken"] == 1 and totals["pinned_blocks"] == {"": 4}
+    assert bench.stats.kv_connector_stats is None
+
+
+def test_a_turn_whose_output_comes_back_encoded_otherwise_is_still_linked(make: Make) -> None:
+    bench = make(blocks=40)
+    bench.turn(None, prompt(64, 1), out=20)
+    bench.turn(None, prompt(64, 1) + prompt(30, 8))
+    assert len(bench.keeper.ledger.programs) == 1
+
+
+def test_two_strangers_with_one_system_prompt_are_not_linked(make: Make) -> None:
+    bench = make(blocks=40)
+    system = prompt(64, 1)
+    bench.turn(None, system + prompt(5, 2), out=2)
+    bench.turn(None, system + prompt(5, 3), out=2)
+    bench.turn(None, system + prompt(5, 4), out=2)
+    bench.turn(None, system + prompt(5, 4), out=2)
+    assert not bench.keeper.ledger.programs
+
+
+def test_preemption_and_resumption_are_recorded(make: Make) -> None:
+    bench = make(blocks=12)
+    bench.send("old", prompt(5 * BLOCK - 4, 1), out=30)
+    bench.step()
+    bench.send("young", prompt(5 * BLOCK - 4, 2), out=30)
+    bench.run_until_idle()
+    log = bench.keeper.recorder.snapshot()["young"]
+    names = [next(iter(event)) for event in log]
+    assert "Request_evicted_from_running_queue_time" in names and "evicted_to_running" in names
+
+
+def test_an_aborted_turn_is_recorded_as_gone(make: Make) -> None:
+    bench = make()
+    gone = bench.send("p", prompt(64), out=50)
+    bench.step()
+    bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
+    bench.run_until_idle()
+    assert "Request_departure_time" in next(iter(bench.keeper.recorder.snapshot()["p"][-1:]))
