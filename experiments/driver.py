@@ -1,0 +1,124 @@
+"""Run programs against a server: open-loop arrivals, closed-loop turns, tool gaps really waited for.
+
+What a turn sends, in half-open intervals of its prompt:
+
+    [0, kept)      the head of the last prompt followed by the tokens the server really answered;
+                   kept = input - new, so a trace whose history was stripped cuts the chain there
+    [kept, input)  random tokens, the same for the same seed, program and turn
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from experiments.client import Answer, TurnFailed, request_body
+from experiments.workload import Program, TurnSpec
+
+Complete = Callable[[Mapping[str, Any]], Awaitable[Answer]]
+SHARED, OWN = range(2)  # which stream of a seed the tokens come from
+LONGEST_NAME = 256  # characters that the wire format allows in a tool's name
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the programs are sent."""
+
+    model: str
+    seed: int
+    vocabulary: range  # token ids to draw new tokens from: no special tokens
+    shared_prefix_tokens: int = 0  # the head that all programs' first prompts have in common
+    time_scale: float = 1.0  # of tool gaps
+    identify: bool = True  # say job_id, is_last_step and this_func_call
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """What became of a turn. Times in seconds since the replay's start; null where it failed."""
+
+    program: str
+    turn: int  # from 1
+    of_turns: int
+    t_arrive: float  # when it was due: the program's arrival, or the last turn's end plus the gap
+    t_sent: float  # later than t_arrive only by this program's own delay
+    t_first: float | None
+    t_done: float | None
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int | None  # null: the server does not say
+    gap_s: float  # slept after the turn, already scaled
+    error: str | None
+
+
+async def run(
+    programs: Sequence[Program], plan: Plan, complete: Complete, record: Callable[[TurnRecord], None]
+) -> None:
+    """Run all programs to their end, or to their first failure; every turn is recorded as it ends."""
+    start_s = asyncio.get_running_loop().time()
+    async with asyncio.TaskGroup() as tasks:
+        for program in programs:
+            tasks.create_task(_run_program(program, plan, complete, record, start_s))
+
+
+async def _run_program(
+    program: Program, plan: Plan, complete: Complete, record: Callable[[TurnRecord], None], start_s: float
+) -> None:
+    loop = asyncio.get_running_loop()
+    history: tuple[int, ...] = ()
+    due_s = start_s + program.arrival_s
+    for number, turn in enumerate(program.turns, 1):
+        prompt = next_prompt(history, program, number, plan)
+        body = request_body(plan.model, prompt, turn.output_tokens)
+        if plan.identify:
+            body |= identity(program, number)
+        await asyncio.sleep(due_s - loop.time())
+        sent_s = loop.time()
+        gap_s = (turn.gap_s or 0.0) * plan.time_scale
+        times = (program.program_id, number, len(program.turns), due_s - start_s, sent_s - start_s)
+        try:
+            answer = await complete(body)
+        except TurnFailed as error:
+            record(TurnRecord(*times, None, None, len(prompt), 0, None, gap_s, str(error)))
+            return
+        ends = (answer.first_s - start_s, answer.done_s - start_s)
+        counts = (answer.prompt_tokens, len(answer.token_ids))
+        record(TurnRecord(*times, *ends, *counts, answer.cached_tokens, gap_s, None))
+        history = (*prompt, *answer.token_ids)
+        due_s = answer.done_s + gap_s
+
+
+def next_prompt(history: Sequence[int], program: Program, number: int, plan: Plan) -> tuple[int, ...]:
+    """The prompt of turn `number`: exactly its input_tokens long."""
+    turn = program.turns[number - 1]
+    if number == 1:
+        kept = tuple(random_tokens(plan, (SHARED,), min(plan.shared_prefix_tokens, turn.input_tokens)))
+    else:
+        kept = tuple(history[: turn.kept_tokens])
+    own = (OWN, zlib.crc32(program.program_id.encode()), number)
+    return (*kept, *random_tokens(plan, own, turn.input_tokens - len(kept)))
+
+
+def random_tokens(plan: Plan, stream: Sequence[int], count: int) -> list[int]:
+    """`count` token ids from the plan's vocabulary, the same for the same seed and stream."""
+    rng = np.random.default_rng([plan.seed, *stream])
+    drawn: list[int] = rng.integers(plan.vocabulary.start, plan.vocabulary.stop, count).tolist()
+    return drawn
+
+
+def identity(program: Program, number: int) -> dict[str, Any]:
+    """What the turn says of its program (design: wire format), top-level in the body."""
+    fields = {"job_id": program.program_id, "is_last_step": number == len(program.turns)}
+    tool = tool_name(program.turns[number - 1])
+    return fields | ({"this_func_call": tool} if tool else {})
+
+
+def tool_name(turn: TurnSpec) -> str:
+    """The tool, and for a shell the command it runs: what decides how long it takes."""
+    command = turn.command.rpartition("&&")[2] if turn.command.startswith("cd ") else turn.command
+    words = command.split() if turn.tool.lower() == "bash" else []
+    return " ".join([turn.tool, *words[:1]])[:LONGEST_NAME]

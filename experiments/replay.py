@@ -1,0 +1,177 @@
+"""Replay agent programs against any OpenAI-compatible server that returns token ids (vLLM does).
+
+    python -m experiments.replay --base-url http://127.0.0.1:8000/v1 --generator swe --jps 0.5 \\
+        --programs 20 --max-context 8192 --policy-label continuum --out results
+
+Writes LABEL-seedN.jsonl (a line per turn, as it ends: driver.TurnRecord) and LABEL-seedN.json (the
+summary: summary.py). Nothing is retried; a turn that fails ends its program, and the exit status is 1.
+Repeat on a fresh server, or with another seed: the same seed sends the same tokens again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
+
+import typer
+from tqdm import tqdm
+
+from continuum_lmcache.errors import TraceError
+from experiments.client import Client, ServerUnusable
+from experiments.driver import Plan, TurnRecord, run
+from experiments.selection import Selection
+from experiments.summary import over_the_run, summarise
+from experiments.workload import Program
+
+SETTLE_S = 1.0  # vLLM publishes a step's metrics after its last token was sent
+REPORT_S = 10.0  # between progress lines where there is no terminal
+ORDINARY = range(300, 4000)  # token ids of experiments/tiny_model.py that are no special ones
+SHARED_PREFIX_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One replay: what is sent where, and under which name it is kept."""
+
+    base_url: str
+    label: str
+    selection: Selection
+    out: Path
+    model: str | None = None  # None: the one that is served
+    vocabulary: range = ORDINARY
+    shared_prefix_tokens: int = SHARED_PREFIX_TOKENS
+    identify: bool = True
+    timeout_s: float = 600.0  # the longest silence within a response
+
+    @property
+    def path(self) -> Path:
+        """Where the turns go; the summary lies beside it as .json."""
+        return self.out / f"{self.label}-seed{self.selection.seed}.jsonl"
+
+    def plan(self, model: str) -> Plan:
+        """How to send, once the model is known."""
+        chosen = self.selection
+        prefix = self.shared_prefix_tokens
+        return Plan(model, chosen.seed, self.vocabulary, prefix, chosen.time_scale, self.identify)
+
+    def as_json(self) -> dict[str, Any]:
+        """How it was run, for the summary."""
+        chosen = self.selection
+        how = {"label": self.label, "seed": chosen.seed, "jps": chosen.jps}
+        return how | {"time_scale": chosen.time_scale, "workload": chosen.name}
+
+
+def replay(job: Job) -> dict[str, Any]:
+    """Run a job to its end and return its summary.
+
+    Raises TraceError or ServerUnusable before anything is sent. Failed turns are in the summary.
+    """
+    return asyncio.run(_replay(job, job.selection.programs(warn)))
+
+
+async def _replay(job: Job, programs: tuple[Program, ...]) -> dict[str, Any]:
+    async with Client(job.base_url, job.timeout_s) as client:
+        model = usable_model(await client.models(), job, programs)
+        before = await client.metrics_text()
+        job.out.mkdir(parents=True, exist_ok=True)
+        with job.path.open("w", buffering=1) as lines:  # a line is on disk as soon as it is written
+            sink = Sink(lines, job.label, sum(len(program.turns) for program in programs))
+            await run(programs, job.plan(model), client.complete, sink.record)
+            sink.bar.close()
+        await asyncio.sleep(SETTLE_S)
+        server = over_the_run(before, await client.metrics_text())
+    summary = summarise(sink.records, server, job.as_json() | {"model": model, "programs": len(programs)})
+    job.path.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def usable_model(served: dict[str, int | None], job: Job, programs: tuple[Program, ...]) -> str:
+    """The model to ask for, after checking that every turn fits it. Raises ServerUnusable."""
+    names = ", ".join(sorted(served)) or "nothing"
+    if job.model is None and len(served) != 1:
+        raise ServerUnusable(f"{job.base_url} serves {names}; say which one with --model")
+    model = next(iter(served)) if job.model is None else job.model
+    if model not in served:
+        raise ServerUnusable(f"{job.base_url} does not serve {model!r}; it serves {names}")
+    window, needed = served[model], max(program.context_tokens for program in programs)
+    if window is not None and needed > window:
+        raise ServerUnusable(f"a turn needs {needed} tokens, {model} has {window}; give --max-context")
+    return model
+
+
+class Sink:
+    """Keeps every record in memory and on disk, and shows progress: a bar, or a line every REPORT_S."""
+
+    def __init__(self, lines: TextIO, label: str, turns: int) -> None:
+        self.records: list[TurnRecord] = []
+        self._lines = lines
+        live = sys.stderr.isatty()
+        pace_s = 0.2 if live else REPORT_S
+        end = {} if live else {"bar_format": "{desc}: {n_fmt} of {total_fmt} turns after {elapsed}\n"}
+        self.bar = tqdm(total=turns, desc=label, unit="turn", mininterval=pace_s, maxinterval=pace_s, **end)
+
+    def record(self, turn: TurnRecord) -> None:
+        """A turn is over. A failed one takes its program's remaining turns with it."""
+        self.records.append(turn)
+        self._lines.write(json.dumps(asdict(turn)) + "\n")
+        if turn.error is not None:
+            warn(f"{turn.program} turn {turn.turn} failed: {turn.error}")
+        self.bar.update(1 if turn.error is None else turn.of_turns - turn.turn + 1)
+
+
+def warn(line: str) -> None:
+    """One line on stderr, above the progress bar."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def vocabulary(text: str) -> range:
+    """LO:HI as token ids, HI excluded. Raises typer.BadParameter."""
+    low, _, high = text.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
+        raise typer.BadParameter(f"{text!r} is not LO:HI with 0 <= LO < HI, as in 300:4000")
+    return range(int(low), int(high))
+
+
+def main(
+    base_url: Annotated[str, typer.Option(help="The server's API, as http://127.0.0.1:8000/v1.")],
+    trace: Annotated[Path | None, typer.Option(help="A trace file; without it, --generator draws.")] = None,
+    generator: Annotated[Literal["swe", "bfcl"], typer.Option(help="A row of the paper's Table 1.")] = "swe",
+    reading: Annotated[
+        Literal["final-context", "sum-of-prompts"], typer.Option(help="Of Table 1's tokens a program.")
+    ] = "final-context",
+    source: Annotated[str, typer.Option(help="Only the trace's programs from sources containing this.")] = "",
+    programs: Annotated[int | None, typer.Option(min=1, help="How many; default: all of a trace.")] = None,
+    jps: Annotated[float | None, typer.Option(min=1e-6, help="Poisson arrivals a second.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of programs, arrivals and tokens.")] = 1,
+    time_scale: Annotated[float, typer.Option(min=0, help="Of tool gaps and a trace's own arrivals.")] = 1.0,
+    max_context: Annotated[int | None, typer.Option(min=1, help="Shrink programs to this window.")] = None,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="Tokens all programs start with.")] = 64,
+    vocab: Annotated[str, typer.Option(help="Token ids to draw from, LO:HI.")] = "300:4000",
+    model: Annotated[str | None, typer.Option(help="Default: the one that is served.")] = None,
+    policy_label: Annotated[str, typer.Option(help="The name of this run in files and tables.")] = "run",
+    ids: Annotated[bool, typer.Option(help="Send job_id, is_last_step and this_func_call.")] = True,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Longest silence within a response.")] = 600.0,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("results"),
+) -> None:
+    """Replay agent programs against an OpenAI-compatible server."""
+    if "/" in policy_label:
+        raise typer.BadParameter(f"{policy_label!r} names files; it must not contain '/'")
+    drawn_from = vocabulary(vocab)
+    chosen = Selection(seed, trace, generator, programs, jps, source, reading, max_context, time_scale)
+    job = Job(base_url, policy_label, chosen, out, model, drawn_from, shared_prefix, ids, timeout_s)
+    try:
+        summary = replay(job)
+    except (TraceError, ServerUnusable) as error:
+        raise SystemExit(f"replay: {error}") from error
+    shown = ("finished", "programs", "errors", "wall_s", "job_time_s", "ttft_s", "late_s", "tokens_by_source")
+    print(json.dumps({name: summary[name] for name in shown}, indent=1))
+    print(f"wrote {job.path} and {job.path.with_suffix('.json')}", file=sys.stderr)
+    raise SystemExit(1 if summary["errors"] else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

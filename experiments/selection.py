@@ -1,0 +1,62 @@
+"""Which programs a replay sends, and when they arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from continuum_lmcache.errors import TraceError
+from experiments import workload
+from experiments.table1 import GENERATORS, READINGS, generate
+from experiments.workload import Program
+
+DEFAULT_PROGRAMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A trace, or a generator of Table 1, and what is done to its programs."""
+
+    seed: int
+    trace: Path | None = None  # None: the generator
+    generator: str = "swe"  # also the tool times for gaps that a trace does not say
+    count: int | None = None  # None: all of the trace, DEFAULT_PROGRAMS of the generator
+    jps: float | None = None  # Poisson arrivals, programs a second; None: the trace's own
+    source: str = ""  # only programs of a trace whose source contains this
+    reading: str = READINGS[0]  # of the table's "tokens per program"
+    max_context_tokens: int | None = None  # shrink all programs until the longest fits
+    time_scale: float = 1.0  # of a trace's own arrivals, as of its gaps
+
+    @property
+    def name(self) -> str:
+        """What the programs are, for a table's caption."""
+        found = f"table1-{self.generator}-{self.reading}" if self.trace is None else self.trace.name
+        return f"{found}[{self.source}]" if self.source else found
+
+    def programs(self, say: Callable[[str], None] = print) -> tuple[Program, ...]:
+        """The programs in the order of their arrival; `say` hears what was made up. Raises TraceError."""
+        programs = self._chosen()
+        if unknown := workload.unknown_gaps(programs):
+            say(f"{unknown} tool gaps are not in the trace: drawn from Table 1's {self.generator} tool times")
+            programs = workload.with_gaps(programs, GENERATORS[self.generator].tool_s.draw, self.seed)
+        if self.max_context_tokens is not None:
+            programs = workload.scaled(programs, self.max_context_tokens)
+        return self._arriving(programs)
+
+    def _chosen(self) -> tuple[Program, ...]:
+        if self.trace is None:
+            return generate(self.generator, self.count or DEFAULT_PROGRAMS, self.seed, self.reading)
+        programs = tuple(p for p in workload.load_trace(self.trace) if self.source in p.source)
+        if not programs:
+            raise TraceError(f"{self.trace}: no program has a source that contains {self.source!r}")
+        return programs if self.count is None else workload.sampled(programs, self.count, self.seed)
+
+    def _arriving(self, programs: tuple[Program, ...]) -> tuple[Program, ...]:
+        if self.jps is not None:
+            return workload.poisson_arrivals(programs, self.jps, self.seed)
+        if len(programs) > 1 and not any(p.arrival_s for p in programs):
+            raise TraceError("the programs have no arrival times of their own; give --jps")
+        first_s = min(p.arrival_s for p in programs)
+        moved = (replace(p, arrival_s=(p.arrival_s - first_s) * self.time_scale) for p in programs)
+        return tuple(sorted(moved, key=lambda p: p.arrival_s))

@@ -1,0 +1,101 @@
+"""A whole replay against a server, its files, and what its command line refuses."""
+
+import asyncio
+import json
+import sys
+
+import pytest
+import typer
+from openai_server import FakeServer
+
+from experiments.client import ServerUnusable
+from experiments.replay import Job, _replay, main, usable_model, vocabulary
+from experiments.selection import Selection
+from experiments.workload import Program, TurnSpec
+
+SHORT = Program("short", 0.0, (TurnSpec(100, 100, 4),))
+
+
+def replayed(tmp_path, server, **changes):
+    async def go():
+        async with server.running() as url:
+            chosen = Selection(3, count=4, jps=50.0, max_context_tokens=300, time_scale=0.0)
+            job = Job(url, "label", chosen, tmp_path / "out", **changes)
+            return await _replay(job, chosen.programs())
+
+    return asyncio.run(go())
+
+
+def test_a_replay_leaves_a_line_per_turn_and_a_summary_with_the_servers_metrics(tmp_path):
+    server = FakeServer()
+    summary = replayed(tmp_path, server)
+    lines = (tmp_path / "out" / "label-seed3.jsonl").read_text().splitlines()
+    turns = len(server.bodies)
+    assert len(lines) == turns == summary["turns"] and summary["errors"] == 0
+    assert json.loads((tmp_path / "out" / "label-seed3.json").read_text()) == summary
+    assert summary["pins"] == {"taken": turns}
+    gpu, dram = 10 * turns, 3 * turns
+    computed = summary["prompt_tokens"] - gpu - dram
+    assert summary["tokens_by_source"] == {"gpu": gpu, "dram": dram, "ssd": 0, "computed": computed}
+    assert summary["server"]["vllm:kv_cache_usage_perc"] == 0.25
+    assert set(summary["server"]) == {
+        "vllm:prefix_cache_hits_total",
+        "vllm:kv_cache_usage_perc",
+        'continuum_pins_total{outcome="taken"}',
+        'continuum_loaded_tokens_total{tier="dram"}',
+    }
+
+
+def test_a_failed_turn_is_on_disk_and_in_the_summary(tmp_path):
+    summary = replayed(tmp_path, FakeServer(fails_at=2))
+    lines = map(json.loads, (tmp_path / "out" / "label-seed3.jsonl").read_text().splitlines())
+    assert summary["errors"] == 1 == sum(line["error"] is not None for line in lines)
+    assert summary["finished"] == 3
+
+
+def test_a_model_that_is_not_served_is_answered_with_those_that_are(tmp_path):
+    with pytest.raises(ServerUnusable, match="does not serve 'big'; it serves fake"):
+        replayed(tmp_path, FakeServer(), model="big")
+
+
+def test_several_served_models_need_a_choice():
+    job = Job("http://s/v1", "label", Selection(1), None)
+    with pytest.raises(ServerUnusable, match="serves a, b; say which one with --model"):
+        usable_model({"a": None, "b": None}, job, (SHORT,))
+
+
+def test_a_program_too_long_for_the_window_is_refused_before_anything_is_sent(tmp_path):
+    server = FakeServer(window=250)
+    with pytest.raises(ServerUnusable, match="fake has 250; give --max-context"):
+        replayed(tmp_path, server)
+    assert server.bodies == []
+
+
+def run_main(monkeypatch, *args):
+    monkeypatch.setattr(sys, "argv", ["replay", *args])
+    with pytest.raises(SystemExit) as end:
+        typer.run(main)
+    return end.value.code
+
+
+def test_an_unreachable_server_is_one_clear_line(monkeypatch):
+    said = run_main(monkeypatch, "--base-url", "http://127.0.0.1:9/v1", "--jps", "1")
+    assert said.startswith("replay: no OpenAI-compatible server at http://127.0.0.1:9/v1/models: ")
+    assert "\n" not in said
+
+
+def test_a_missing_trace_is_one_clear_line(monkeypatch):
+    said = run_main(monkeypatch, "--base-url", "http://127.0.0.1:9/v1", "--trace", "none.jsonl")
+    assert said.startswith("replay: none.jsonl: cannot be read")
+
+
+@pytest.mark.parametrize("args", [("--policy-label", "a/b"), ("--vocab", "9"), ("--generator", "gpt")])
+def test_an_option_that_makes_no_sense_is_refused(monkeypatch, args):
+    assert run_main(monkeypatch, "--base-url", "http://127.0.0.1:9/v1", *args) == 2
+
+
+@pytest.mark.parametrize("text", ["", "5", "5:", "9:3", "4:4", "-1:5", "a:b"])
+def test_a_vocabulary_is_two_numbers_in_order(text):
+    with pytest.raises(typer.BadParameter):
+        vocabulary(text)
+    assert vocabulary("300:4000") == range(300, 4000)
