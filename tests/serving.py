@@ -1,0 +1,71 @@
+"""What the tests on real servers share: a few calls, and what /metrics says."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+BLOCK = 128  # tokens, vLLM's default on a CPU
+
+
+def ids(tokens: int, story: int = 0) -> list[int]:
+    """A prompt of exactly so many tokens; prompts of one story are prefixes of each other."""
+    return [300 + (story * 7919 + i * 104729) % 3700 for i in range(tokens)]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion."""
+
+    prompt: list[int]
+    output: list[int]
+    logprobs: list[float]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server, by its URL."""
+
+    url: str
+
+    def complete(self, prompt: list[int], out: int = 8, **fields: Any) -> Answer:
+        """A completion of exactly `out` tokens at temperature 0; `fields` go top-level."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": out, "ignore_eos": True, "temperature": 0}
+        extra = {"logprobs": 1, "return_token_ids": True}
+        response = httpx.post(f"{self.url}/v1/completions", json={**body, **extra, **fields}, timeout=240)
+        assert response.status_code == 200, response.text
+        choice = response.json()["choices"][0]
+        return Answer(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels, now."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def pins(self, outcome: str) -> float:
+        return self.metric("continuum_pins_total", outcome=outcome)
+
+    @property
+    def usage(self) -> float:
+        return self.metric("vllm:kv_cache_usage_perc")
+
+    def usage_becomes(self, wanted: float, within_s: float) -> float:
+        """Poll until the KV cache's usage is `wanted`; returns the seconds it took, or fails."""
+        start_s = time.monotonic()
+        while abs(self.usage - wanted) > 1e-9:
+            assert time.monotonic() - start_s < within_s, f"usage stays {self.usage}, not {wanted}"
+            time.sleep(0.1)
+        return time.monotonic() - start_s

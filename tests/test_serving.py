@@ -1,0 +1,305 @@
+"""The product on a real server: stock vLLM, real LMCache, the plugin, and real clients.
+
+One start of `continuum` and one of stock `fcfs` serve all tests here. The cache is small (23
+blocks of 128 tokens), so that a few requests are more than it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import anthropic
+import httpx
+import openai
+import psutil
+import pytest
+from serving import BLOCK, Server, ids
+
+from experiments.server import serve
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+BLOCKS = 24  # one of them is vLLM's null block
+TTL_S = 10.0
+ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "16")
+
+
+def transfer_config(folder: Path, dram_gb: float) -> Path:
+    """A KV connector's settings as a file, as a user would write them."""
+    extra = {
+        "lmcache.chunk_size": 256,
+        "lmcache.local_cpu": True,
+        "lmcache.max_local_cpu_size": dram_gb,
+        "lmcache.local_disk": f"file://{folder}/disk/",
+        "lmcache.max_local_disk_size": 1,
+    }
+    path = folder / "lmcache.json"
+    path.write_text(
+        json.dumps(
+            {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        )
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def continuum(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("continuum")
+    args = ["--kv-transfer-config", str(transfer_config(folder, 0.3)), "--scheduling-policy", "continuum"]
+    env = {"CONTINUUM_POLICY": "static-ttl", "CONTINUUM_STATIC_TTL_S": str(TTL_S)}
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
+    with serve(model, [*ARGS, *args], log=folder / "server.log", env=env) as url:
+        yield Server(url)
+        assert Server(url).usage_becomes(0.0, within_s=TTL_S + 10) >= 0
+
+
+@pytest.fixture(scope="module")
+def small_dram(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Stock fcfs; its DRAM tier holds two prompts, its disk all of them."""
+    folder = tmp_path_factory.mktemp("fcfs")
+    args = ["--kv-transfer-config", str(transfer_config(folder, 0.04))]
+    with serve(model, [*ARGS, *args], log=folder / "server.log") as url:
+        yield Server(url)
+
+
+def fill_the_cache(server: Server, story: int) -> None:
+    """More than the GPU's KV cache holds passes through it."""
+    for i in range(2):
+        server.complete(ids(12 * BLOCK, story + i), out=1)
+
+
+# usage over a tool gap -------------------------------------------------------
+
+
+def test_usage_holds_over_a_tool_gap_and_falls_on_an_idle_engine_when_the_ttl_is_over(
+    continuum: Server,
+) -> None:
+    continuum.usage_becomes(0.0, within_s=TTL_S + 10)
+    continuum.complete(ids(5 * BLOCK, 1), job_id="gap")
+    ended_s = time.monotonic()
+    pinned = 5 / (BLOCKS - 1)
+    while time.monotonic() - ended_s < TTL_S - 2:
+        assert continuum.usage == pytest.approx(pinned)
+        time.sleep(0.5)
+    continuum.usage_becomes(0.0, within_s=10)
+    assert continuum.pins("expired") >= 1
+
+
+def test_the_last_step_frees_at_once(continuum: Server) -> None:
+    continuum.usage_becomes(0.0, within_s=TTL_S + 10)
+    first = continuum.complete(ids(5 * BLOCK, 2), job_id="last")
+    assert continuum.usage > 0
+    continuum.complete(first.tokens + ids(9, 3), job_id="last", is_last_step=True)
+    continuum.usage_becomes(0.0, within_s=3)  # far less than the TTL
+
+
+# where the next turn finds its prefix ----------------------------------------
+
+
+def test_a_pinned_programs_next_turn_hits_the_gpu_though_more_than_the_cache_has_passed(
+    continuum: Server,
+) -> None:
+    first = continuum.complete(ids(5 * BLOCK, 10), job_id="pinned")
+    fill_the_cache(continuum, 20)
+    before = continuum.metric("vllm:prefix_cache_hits_total")
+    continuum.complete(first.tokens + ids(9, 11), job_id="pinned", is_last_step=True)
+    assert continuum.metric("vllm:prefix_cache_hits_total") - before == 5 * BLOCK
+
+
+def test_an_unpinned_prefix_comes_back_from_lmcaches_dram(continuum: Server) -> None:
+    first = continuum.complete(ids(6 * BLOCK, 12))  # no job_id: no pin
+    fill_the_cache(continuum, 30)
+    gpu, dram = continuum.metric("vllm:prefix_cache_hits_total"), loaded(continuum, "dram")
+    external = continuum.metric("vllm:external_prefix_cache_hits_total")
+    continuum.complete(first.tokens + ids(9, 13))
+    assert continuum.metric("vllm:prefix_cache_hits_total") == gpu
+    assert continuum.metric("vllm:external_prefix_cache_hits_total") - external == 6 * BLOCK
+    assert loaded(continuum, "dram") - dram == 6 * BLOCK
+
+
+def test_with_dram_too_small_it_comes_from_the_disk(small_dram: Server) -> None:
+    first = small_dram.complete(ids(6 * BLOCK, 14))
+    for story in range(40, 46):
+        small_dram.complete(ids(12 * BLOCK, story), out=1)
+    time.sleep(1.0)  # LMCache writes its files in the background
+    external, ssd = small_dram.metric("vllm:external_prefix_cache_hits_total"), loaded(small_dram, "ssd")
+    small_dram.complete(first.tokens + ids(9, 15))
+    assert small_dram.metric("vllm:external_prefix_cache_hits_total") - external == 6 * BLOCK
+    assert loaded(small_dram, "ssd") - ssd == 6 * BLOCK
+
+
+def loaded(server: Server, tier: str) -> float:
+    return server.metric("continuum_loaded_tokens_total", tier=tier)
+
+
+def test_outputs_equal_stock_fcfss_on_the_same_hits(continuum: Server, small_dram: Server) -> None:
+    """Five turns of one program: every turn hits the last one's blocks, pinned or just cached."""
+
+    def story(server: Server, **fields: str) -> list[list[int]]:
+        outputs, context = [], ids(2 * BLOCK + 30, 50)
+        for turn in range(5):
+            answer = server.complete(context, out=40, **fields)
+            outputs.append(answer.output)
+            context = answer.tokens + ids(60, 51 + turn)
+        return outputs
+
+    assert story(continuum, job_id="same") == story(small_dram)
+
+
+# many at once ----------------------------------------------------------------
+
+
+def test_sixteen_programs_whose_pins_exceed_the_cache_all_finish(continuum: Server) -> None:
+    """Each ends at 6 of the 23 blocks; together they want four times what there is."""
+    taken, preempted = continuum.pins("taken"), continuum.metric("vllm:num_preemptions_total")
+
+    def program(number: int) -> int:
+        context = ids(3 * BLOCK, 100 + number)
+        for turn in range(4):
+            fields = {"job_id": f"many-{number}", "is_last_step": turn == 3}
+            context = continuum.complete(context, out=16, **fields).tokens + ids(100, 200 + number + turn)
+        return turn
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(program, range(16))) == [3] * 16
+    assert continuum.pins("taken") > taken
+    continuum.usage_becomes(0.0, within_s=TTL_S + 10)
+    print(f"preempted {continuum.metric('vllm:num_preemptions_total') - preempted:.0f}")
+
+
+# real clients ----------------------------------------------------------------
+
+
+@pytest.fixture
+def client(continuum: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{continuum.url}/v1", api_key="none", max_retries=0)
+
+
+def took_a_pin(server: Server, before: float) -> None:
+    """The count follows the answer by a moment: vLLM records after it has answered."""
+    for _ in range(50):
+        if server.pins("taken") > before:
+            break
+        time.sleep(0.1)
+    assert server.pins("taken") == before + 1
+
+
+WORDS = "the quick brown fox jumps over the lazy dog " * 10  # one full block
+IDENTITIES = {
+    "top-level": {"extra_body": {"job_id": "c1"}},
+    "vllm_xargs": {"extra_body": {"vllm_xargs": {"job_id": "c2"}}},
+    "session header": {"extra_headers": {"X-Session-ID": "c3"}},
+}
+
+
+@pytest.mark.parametrize("identity", IDENTITIES.values(), ids=IDENTITIES.keys())
+def test_openai_clients_name_their_program_on_three_endpoints(
+    continuum: Server, client: openai.OpenAI, identity: dict[str, dict[str, str]]
+) -> None:
+    before = continuum.pins("taken")
+    client.completions.create(model="tiny", prompt=WORDS + "a", max_tokens=4, **identity)
+    took_a_pin(continuum, before)
+    messages = [{"role": "user", "content": WORDS + "b"}]
+    client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, **identity)
+    took_a_pin(continuum, before + 1)
+    client.responses.create(model="tiny", input=WORDS + "c", max_output_tokens=4, **identity)
+    took_a_pin(continuum, before + 2)
+
+
+@pytest.mark.parametrize("identity", IDENTITIES.values(), ids=IDENTITIES.keys())
+def test_anthropic_clients_name_their_program(continuum: Server, identity: dict[str, dict[str, str]]) -> None:
+    client = anthropic.Anthropic(base_url=continuum.url, api_key="none", max_retries=0)
+    before = continuum.pins("taken")
+    messages = [{"role": "user", "content": WORDS + "d"}]
+    client.messages.create(model="tiny", messages=messages, max_tokens=4, **identity)
+    took_a_pin(continuum, before)
+
+
+def test_is_last_step_takes_no_pin_on_any_endpoint(continuum: Server, client: openai.OpenAI) -> None:
+    before = continuum.pins("taken")
+    last = {"extra_body": {"job_id": "c9", "is_last_step": True}}
+    client.completions.create(model="tiny", prompt=WORDS, max_tokens=4, **last)
+    messages = [{"role": "user", "content": WORDS}]
+    client.chat.completions.create(model="tiny", messages=messages, max_tokens=4, **last)
+    client.responses.create(model="tiny", input=WORDS, max_output_tokens=4, **last)
+    claude = anthropic.Anthropic(base_url=continuum.url, api_key="none", max_retries=0)
+    claude.messages.create(model="tiny", messages=messages, max_tokens=4, **last)
+    assert continuum.pins("taken") == before
+
+
+def test_a_streamed_turn_and_one_with_a_stop_string_are_pinned(
+    continuum: Server, client: openai.OpenAI
+) -> None:
+    before = continuum.pins("taken")
+    messages = [{"role": "user", "content": WORDS + "e"}]
+    body = {"job_id": "c10"}
+    with client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=4, stream=True, extra_body=body
+    ) as stream:
+        assert list(stream)
+    took_a_pin(continuum, before)
+    text = client.completions.create(model="tiny", prompt=WORDS + "f", max_tokens=30, temperature=0)
+    stop = text.choices[0].text.strip()[-3:]
+    again = client.completions.create(
+        model="tiny",
+        prompt=WORDS + "f",
+        max_tokens=200,
+        temperature=0,
+        stop=[stop],
+        extra_body={"job_id": "c11"},
+    )
+    assert again.choices[0].finish_reason == "stop"
+    took_a_pin(continuum, before + 1)
+
+
+BAD = {
+    "a megabyte": {"job_id": "x" * 10**6},
+    "an object": {"job_id": {"a": 1}},
+    "empty": {"job_id": ""},
+    "maybe": {"is_last_step": "maybe"},
+    "a list": {"this_func_call": ["bash"]},
+    "in vllm_xargs": {"vllm_xargs": {"job_id": ""}},
+}
+
+
+@pytest.mark.parametrize("fields", BAD.values(), ids=BAD.keys())
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
+def test_a_bad_field_gets_400_with_a_sentence(
+    continuum: Server, path: str, fields: dict[str, object]
+) -> None:
+    prompt = {"completions": {"prompt": "hi"}, "responses": {"input": "hi"}}
+    body = prompt.get(path, {"messages": [{"role": "user", "content": "hi"}]})
+    body = {"model": "tiny", "max_tokens": 2, **body, **fields}
+    response = httpx.post(f"{continuum.url}/v1/{path}", json=body, timeout=30)
+    assert response.status_code == 400
+    assert next(iter(fields.get("vllm_xargs", fields))) in response.json()["error"]["message"]
+
+
+# what an operator does -------------------------------------------------------
+
+
+def test_reset_prefix_cache_with_pins_held(continuum: Server) -> None:
+    continuum.complete(ids(5 * BLOCK, 60), job_id="reset")
+    assert httpx.post(f"{continuum.url}/reset_prefix_cache", timeout=30).status_code == 200
+    continuum.usage_becomes(0.0, within_s=5)
+
+
+def test_the_idle_engine_does_not_spin_while_it_holds_a_pin(continuum: Server) -> None:
+    continuum.complete(ids(5 * BLOCK, 61), job_id="idle")
+    before_s = engine_cpu_s()
+    time.sleep(3)
+    used_s = engine_cpu_s() - before_s
+    assert continuum.usage > 0, "the pin is gone: nothing was measured"
+    assert used_s < 0.5, f"{used_s} CPU seconds in 3 idle ones"
+
+
+def engine_cpu_s() -> float:
+    """CPU time of the engine processes that these tests started."""
+    children = psutil.Process().children(recursive=True)
+    times = [p.cpu_times() for p in children if "EngineCore" in " ".join(p.cmdline())]
+    assert times, "no engine process found"
+    return sum(t.user + t.system for t in times)
