@@ -8,6 +8,7 @@ Blocks of 16 tokens. Every step generates one token per scheduled request that h
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,10 @@ def prompt(tokens: int, story: int = 0) -> list[int]:
 
 
 class Bench:
-    """One scheduler, a clock that the test turns, and a runner that answers token 7 to everything."""
+    """One scheduler, a clock that the test turns, and a runner that answers token 7 to everything.
+
+    An asynchronous scheduler schedules each step before the last one's output is known, as vLLM does.
+    """
 
     def __init__(
         self,
@@ -85,6 +89,8 @@ class Bench:
         self.done: dict[str, list[int]] = {}  # request id -> all its tokens
         self.stats: Any = None
         self._count = 0
+        self._ahead = 1 if is_async else 0
+        self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
     @property
     def keeper(self) -> Any:
@@ -118,24 +124,28 @@ class Bench:
         ids = list(output.num_scheduled_tokens)
         requests = dict(self.scheduler.requests)
         self.preempted += [i for i, r in requests.items() if r.status == RequestStatus.PREEMPTED]
-        ready = [requests[i].num_computed_tokens >= requests[i].num_tokens for i in ids]
-        sampled = [[7] if is_ready else [] for is_ready in ready]
+        sampled = [[] if requests[i].is_prefill_chunk else [7] for i in ids]
         runner = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
         )
+        self._in_flight.append((output, runner))
         self.now_s += seconds
-        for engine_output in self.scheduler.update_from_output(output, runner).values():
-            self.stats = engine_output.scheduler_stats or self.stats
-        for i, request in requests.items():
-            if request.is_finished():
-                self.done[i] = list(request.all_token_ids)
+        while len(self._in_flight) > (self._ahead if ids else 0):
+            self._deliver(*self._in_flight.popleft())
         self.keeper.ledger.check()
         return sum(output.num_scheduled_tokens.values())
+
+    def _deliver(self, output: Any, runner: ModelRunnerOutput) -> None:
+        """The runner is done with a step."""
+        requests = dict(self.scheduler.requests)
+        for engine_output in self.scheduler.update_from_output(output, runner).values():
+            self.stats = engine_output.scheduler_stats or self.stats
+        self.done |= {i: list(r.all_token_ids) for i, r in requests.items() if r.is_finished()}
 
     def run_until_idle(self, max_steps: int = 2000) -> None:
         """Steps until nothing is left to do; fails on an engine that would spin."""
         for _ in range(max_steps):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() and not self._in_flight:
                 return
             self.step()
         raise AssertionError(f"still busy after {max_steps} steps: {self.scheduler.get_request_counts()}")

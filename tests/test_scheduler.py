@@ -153,6 +153,19 @@ def test_a_pinned_program_goes_before_an_older_one_without_a_pin(make: Make) -> 
     assert bench.keeper.ledger.refused == {"budget": 1}
 
 
+def test_a_turn_that_loses_its_pin_while_it_waits_loses_its_place_too(make: Make) -> None:
+    bench = make(blocks=20, max_pinned_share=0.22, static_ttl_s=1000)
+    bench.turn("old", prompt(6 * BLOCK, 1))  # over the budget of 4 blocks
+    bench.turn("young", prompt(3 * BLOCK, 2))
+    bench.send("grows", prompt(10 * BLOCK, 3), out=110, is_last_step=True)
+    bench.step()
+    young = bench.send("young", prompt(10 * BLOCK, 2), is_last_step=True)
+    old = bench.send("old", prompt(7 * BLOCK, 1), is_last_step=True)
+    bench.run_until_idle()
+    assert outcomes(bench) == {"reclaimed": 1}, "what grows took it"
+    assert bench.order[-2:] == [old, young]
+
+
 def test_the_newest_program_is_preempted_first(make: Make) -> None:
     bench = make(blocks=12)
     old = bench.send("old", prompt(5 * BLOCK - 4, 1), out=30)
@@ -161,6 +174,17 @@ def test_the_newest_program_is_preempted_first(make: Make) -> None:
     bench.run_until_idle()
     assert set(bench.preempted) == {young}
     assert len(bench.done[old]) == 5 * BLOCK - 4 + 30
+
+
+def test_an_older_program_that_started_later_is_not_the_victim(make: Make) -> None:
+    bench = make(blocks=12, static_ttl_s=0)
+    bench.turn("old", prompt(2 * BLOCK, 1))
+    bench.now_s += 1
+    young = bench.send("young", prompt(5 * BLOCK - 4, 2), out=60)
+    bench.step()
+    bench.send("old", prompt(5 * BLOCK - 4, 1), out=30)
+    bench.run_until_idle()
+    assert set(bench.preempted) == {young}
 
 
 # who may take a pin ---------------------------------------------------------
@@ -214,6 +238,22 @@ def test_no_pin_is_dropped_in_vain(make: Make) -> None:
     for _ in range(10):
         bench.step()
     assert bench.keeper.ledger.taken == 1 and not outcomes(bench)
+    bench.run_until_idle()
+
+
+def test_pins_that_were_lent_come_back_whole_when_nothing_came_of_it(make: Make) -> None:
+    """vLLM may refuse for a reason that no count foresees."""
+    bench = make(blocks=20, static_ttl_s=1000)
+    bench.turn("p", prompt(4 * BLOCK, 1))
+    bench.turn("q", prompt(4 * BLOCK, 2))
+    running = bench.scheduler.requests[bench.send("r", prompt(2 * BLOCK, 3), out=50)]
+    bench.step()
+    reclaimer = bench.scheduler.kv_cache_manager.allocate_slots.__self__
+    stock, reclaimer._stock = reclaimer._stock, lambda *_args, **_kwargs: None
+    used = bench.used_blocks
+    assert reclaimer.allocate_slots(running, 1) is None
+    assert bench.used_blocks == used and len(bench.keeper.pins) == len(bench.keeper.ledger.pinned) == 2
+    reclaimer._stock = stock
     bench.run_until_idle()
 
 
