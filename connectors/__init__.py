@@ -1,0 +1,1 @@
+"""Adapters that move KV: the only files that import lmcache, and a fake that needs nothing."""

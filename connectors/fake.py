@@ -1,0 +1,150 @@
+"""A KV connector without LMCache: DRAM and disk in a dict, with sizes, rates and LRU. A test tool.
+
+    {"kv_connector": "FakeConnector", "kv_connector_module_path": "connectors.fake",
+     "kv_role": "kv_both", "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.ssd_gb": 8.0}}
+
+runs in a real server: tokens after a reload equal those after vLLM's own prefix hit. The scheduler's
+half (fake_plan.py) owns the index of both tiers; the worker's half (fake_worker.py) holds the bytes
+and does what each step's metadata says. FakeConfig lists the settings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from connectors.fake_config import FakeConfig
+from connectors.fake_plan import FakeMetadata, Planner
+from connectors.fake_worker import Worker
+from connectors.shelf import Namer, chain
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.tiers import Holding, Transfer
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass
+class Moved(KVConnectorWorkerMetadata):
+    """What a step really moved, from the workers to the scheduler."""
+
+    transfers: list[Transfer]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Moved:
+        """Ranks move their shares at the same time: bytes add up, the slowest counts."""
+        assert isinstance(other, Moved)
+        pairs = zip(self.transfers, other.transfers, strict=True)
+        return Moved(
+            [
+                replace(a, size_bytes=a.size_bytes + b.size_bytes, duration_s=max(a.duration_s, b.duration_s))
+                for a, b in pairs
+            ]
+        )
+
+
+class FakeConnector(KVConnectorBase_V1):
+    """vLLM's connector interface over `Planner` (scheduler role) or `Worker` (worker role)."""
+
+    namer: Namer = staticmethod(chain)
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *args: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config, *args)
+        self.config = FakeConfig.load(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._moved: list[Transfer] = []
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ConfigError(f"the model keeps {len(groups)} groups of KV; FakeConnector moves one alone")
+        spec = groups[0].kv_cache_spec
+        if role == KVConnectorRole.SCHEDULER:
+            bytes_per_token = spec.page_size_bytes * len(groups[0].layer_names) // spec.block_size
+            self.planner = Planner(self.config, bytes_per_token, spec.block_size, time.monotonic, self.namer)
+        else:
+            self.worker = Worker(self.config, spec.block_size)
+
+    # TierStore, in the scheduler
+
+    def locate(self, token_ids: Sequence[int], salt: str = "") -> Holding:
+        """What a load of this prompt would bring now (continuum_lmcache.tiers.TierStore)."""
+        self.planner.store.settle(self.planner.clock())
+        return self.planner.store.holding(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
+
+    def transfers(self) -> list[Transfer]:
+        """The movements since the last call, oldest first: as the rates say with `fake.sleep`, else timed."""
+        if self.config.sleep:
+            return self.planner.store.transfers()
+        moved, self._moved = self._moved, []
+        return moved
+
+    def forget(self, token_ids: Sequence[int], salt: str = "") -> int:
+        """Drop this prompt's chunks from every tier. How many there were."""
+        return self.planner.store.forget(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
+
+    # the scheduler's side of vLLM's interface
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a store that is lost is a miss later, and nothing waits for it."""
+        return False
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        tokens = self.planner.offer(request, num_computed_tokens)
+        return tokens, self.config.load_async and tokens > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        self.planner.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.planner.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, Moved):
+            self._moved += connector_output.kv_connector_worker_meta.transfers
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
+        self.planner.finished(request.request_id)
+        return False, None  # stores are over when their step is: the blocks are free at once
+
+    def reset_cache(self) -> bool:
+        self.planner.store.clear()
+        return True
+
+    # the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches, self._kv_cache_config.num_blocks)
+
+    def start_load_kv(self, *_args: Any, **_kwargs: Any) -> None:
+        self.worker.load(self._metadata.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole: nothing to wait for."""
+
+    def save_kv_layer(self, *_args: Any, **_kwargs: Any) -> None:
+        """Stores are whole, at the end of the step."""
+
+    def wait_for_save(self) -> None:
+        self.worker.store(self._metadata.stores, self._metadata.store_s)
+        self.worker.drop(self._metadata.drops)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:  # noqa: ARG002
+        return None, self.worker.take_loaded()
+
+    def build_connector_worker_meta(self) -> Moved:
+        return Moved(self.worker.take_transfers())
+
+    @property
+    def _metadata(self) -> FakeMetadata:
+        found = self._get_connector_metadata()
+        assert isinstance(found, FakeMetadata)
+        return found

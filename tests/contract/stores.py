@@ -1,0 +1,158 @@
+"""The stores that the contract suite runs on: one way to drive each, under one name.
+
+A driver stands in for the engine: it has GPU blocks with known content, runs turns on them, and says
+what a load really brought by looking at the blocks, not by asking the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, count
+from types import SimpleNamespace
+from typing import Protocol
+
+import torch
+
+from connectors.fake_config import GB, FakeConfig
+from connectors.fake_plan import FakeMetadata, Planner
+from connectors.fake_worker import Worker
+from connectors.shelf import chain
+from continuum_lmcache.tiers import Holding, TierStore, Transfer
+from continuum_lmcache.types import Tier
+
+
+class StoreUnderTest(TierStore, Protocol):
+    """A TierStore, and an engine to use it."""
+
+    chunk_tokens: int
+    bytes_per_token: int
+
+    def run(self, token_ids: Sequence[int]) -> Holding:
+        """One turn with nothing on the GPU: load, compute the rest, store. Says what the load brought."""
+
+    def settle(self) -> None:
+        """Wait until no write is on its way."""
+
+    def forget(self, token_ids: Sequence[int]) -> None:
+        """Drop this prompt from every tier."""
+
+    def check(self) -> None:
+        """Raise unless the store's books balance."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class FakeStore:
+    """The fake connector's two halves around blocks whose content is a hash of their prefix."""
+
+    chunk_tokens, block_tokens, bytes_per_token = 16, 4, 16  # two layers of 8 bytes a token
+    blocks = 1024
+
+    def __init__(self, dram_chunks: int, ssd_chunks: int, **settings: float) -> None:
+        self.now_s = 0.0
+        chunk_gb = self.chunk_tokens * self.bytes_per_token / GB
+        config = FakeConfig(
+            dram_gb=dram_chunks * chunk_gb,
+            ssd_gb=ssd_chunks * chunk_gb,
+            chunk_tokens=self.chunk_tokens,
+            **settings,  # type: ignore[arg-type]
+        )
+        self.planner = Planner(config, self.bytes_per_token, self.block_tokens, lambda: self.now_s)
+        self.worker = Worker(config, self.block_tokens)
+        self.kv = {name: torch.zeros(self.blocks, self.block_tokens, dtype=torch.int64) for name in "ab"}
+        self.worker.register(self.kv, self.blocks)
+        self.ids = map(str, count())
+
+    def run(self, token_ids: Sequence[int], gpu_tokens: int = 0) -> Holding:
+        request = self._request(token_ids)
+        loads = self.planner.offer(request, gpu_tokens)
+        at = list(range(-(-len(token_ids) // self.block_tokens)))
+        content = self._content(token_ids)
+        self._fill(content, 0, 0)
+        self._fill(content, 0, gpu_tokens)
+        self.planner.admitted(request, at, loads)
+        request.num_computed_tokens = gpu_tokens + loads
+        meta = self._step(request, at, len(token_ids) - request.num_computed_tokens)
+        self.worker.load(meta.loads)
+        brought = self._brought(meta, content)
+        self._fill(content, gpu_tokens + loads, len(token_ids))
+        self.worker.store(meta.stores, meta.store_s)
+        self.worker.drop(meta.drops)
+        self.planner.finished(request.request_id)
+        return brought
+
+    def locate(self, token_ids: Sequence[int]) -> Holding:
+        self.planner.store.settle(self.now_s)
+        return self.planner.store.locate(token_ids)
+
+    def settle(self) -> None:
+        self.now_s += 1e9
+        self.planner.store.settle(self.now_s)
+
+    def forget(self, token_ids: Sequence[int]) -> None:
+        self.planner.store.forget(chain(token_ids, self.chunk_tokens))
+
+    def transfers(self) -> list[Transfer]:
+        return self.worker.take_transfers()
+
+    def check(self) -> None:
+        self.planner.store.check()
+        held = {*self.planner.store.dram.names, *self.planner.store.ssd.names, *self.planner.store.pending}
+        missing = held - self.worker.chunks.keys()
+        assert not missing, f"{len(missing)} chunks are in the index, but their bytes are gone"
+        kept = len(self.worker.chunks)
+        assert kept <= len(held) + len(self.planner.store._gone), f"bytes of {kept} chunks for {len(held)}"
+
+    def close(self) -> None:
+        pass
+
+    def _request(self, token_ids: Sequence[int]) -> SimpleNamespace:
+        return SimpleNamespace(
+            request_id=next(self.ids),
+            all_token_ids=token_ids,
+            num_tokens=len(token_ids),
+            num_prompt_tokens=len(token_ids),
+            num_computed_tokens=0,
+            cache_salt=None,
+            lora_request=None,
+            mm_features=[],
+        )
+
+    def _step(self, request: SimpleNamespace, at: list[int], scheduled_tokens: int) -> FakeMetadata:
+        new = SimpleNamespace(req_id=request.request_id, block_ids=(at,))
+        nobody = SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+        output = SimpleNamespace(
+            num_scheduled_tokens={request.request_id: scheduled_tokens},
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=nobody,
+        )
+        return self.planner.step(output)
+
+    @staticmethod
+    def _content(token_ids: Sequence[int]) -> list[int]:
+        """What each position's KV is: it hangs on the whole prefix, as KV does."""
+        return list(accumulate(token_ids, lambda h, t: (h * 1_000_003 + t + 1) % (2**61 - 1), initial=7))[1:]
+
+    def _fill(self, content: list[int], start: int, end: int) -> None:
+        """Compute positions [start, end); with nothing to compute, wipe the blocks."""
+        for sign, kv in zip((1, -1), self.kv.values(), strict=True):
+            if start == end:
+                kv.zero_()
+            kv.view(-1)[start:end] = torch.tensor([sign * c for c in content[start:end]], dtype=torch.int64)
+
+    def _brought(self, meta: FakeMetadata, content: list[int]) -> Holding:
+        """Tokens that lie in the blocks as they should after the load, by tier."""
+        tokens = dict.fromkeys(Tier, 0)
+        for copy in (c for job in meta.loads for c in job.copies):
+            for block in copy.block_ids:
+                start = block * self.block_tokens
+                want = content[start : start + self.block_tokens]
+                signs = zip((1, -1), self.kv.values(), strict=True)
+                right = all(kv[block].tolist() == [sign * c for c in want] for sign, kv in signs)
+                tokens[copy.tier] += self.block_tokens * right
+        return Holding(tokens[Tier.DRAM], tokens[Tier.SSD])
+
+
+STORES: dict[str, Callable[[int, int], StoreUnderTest]] = {"fake": FakeStore}
+"""Drivers by name, made from the chunks that DRAM and the disk have room for."""

@@ -1,0 +1,175 @@
+"""The fake connector: its bookkeeping of requests, its settings, and real engines that reload from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from connectors.fake_config import FakeConfig
+from connectors.fake_plan import Planner
+from connectors.shelf import chain
+from continuum_lmcache.errors import ConfigError
+
+BYTES = 250  # a token
+
+
+def a_planner(**config: Any) -> Planner:
+    chosen = {"dram_gb": 1.0, "chunk_tokens": 8, **config}
+    return Planner(FakeConfig(**chosen), BYTES, block_tokens=4, clock=lambda: 0.0)
+
+
+def a_request(request_id: str, tokens: int, first: int = 0) -> Any:
+    return SimpleNamespace(
+        request_id=request_id,
+        all_token_ids=list(range(first, first + tokens)),
+        num_tokens=tokens,
+        num_prompt_tokens=tokens,
+        num_computed_tokens=0,
+        cache_salt=None,
+        lora_request=None,
+        mm_features=[],
+    )
+
+
+def output(
+    scheduled: dict[str, int],
+    new: dict[str, Sequence[int]] | None = None,
+    more: dict[str, Sequence[int]] | None = None,
+    resumed: Sequence[str] = (),
+) -> Any:
+    new, more = new or {}, more or {}
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, block_ids=(b,)) for r, b in new.items()],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(more), new_block_ids=[(b,) for b in more.values()], resumed_req_ids=set(resumed)
+        ),
+    )
+
+
+def generate(request: Any, tokens: int) -> None:
+    request.num_computed_tokens += tokens
+    request.all_token_ids.append(7)
+    request.num_tokens += 1
+
+
+def test_a_chunk_is_stored_by_the_step_that_completes_it() -> None:
+    planner = a_planner()
+    request = a_request("r", 20)
+    assert planner.offer(request, 0) == 0
+    planner.admitted(request, [1, 2], 0)
+    first = planner.step(output({"r": 9}, new={"r": [1, 2, 3]}))
+    assert [c.block_ids for c in first.stores] == [(1, 2)]
+    request.num_computed_tokens = 9
+    second = planner.step(output({"r": 11}, more={"r": [4, 5]}))
+    assert [c.block_ids for c in second.stores] == [(3, 4)]
+    assert not planner.step(output({"r": 0})).stores
+
+
+@pytest.mark.parametrize(("saved", "chunks"), [(True, [(5, 6)]), (False, [])])
+def test_generated_tokens_are_stored_only_if_asked(saved: bool, chunks: list[tuple[int, int]]) -> None:
+    planner = a_planner(save_decode_cache=saved)
+    request = a_request("r", 14)
+    planner.offer(request, 0)
+    planner.admitted(request, [3, 4, 5, 6], 0)
+    assert len(planner.step(output({"r": 14}, new={"r": [3, 4, 5, 6]})).stores) == 1
+    generate(request, 14)
+    stores = [planner.step(output({"r": 1})).stores]
+    generate(request, 1)
+    stores.append(planner.step(output({"r": 1})).stores)
+    assert [c.block_ids for step in stores for c in step] == chunks
+
+
+def test_a_sampled_token_that_nobody_knows_yet_completes_no_chunk() -> None:
+    """Asynchronous scheduling counts tokens before they are sampled; their chunk comes a step later."""
+    planner = a_planner()
+    request = a_request("r", 7)
+    planner.offer(request, 0)
+    planner.admitted(request, [1, 2], 0)
+    planner.step(output({"r": 7}, new={"r": [1, 2]}))
+    request.num_computed_tokens = 7
+    assert not planner.step(output({"r": 1})).stores
+    request.num_computed_tokens = 8
+    request.all_token_ids.append(7)
+    request.num_tokens = 8
+    assert len(planner.step(output({"r": 1}, more={"r": [3]})).stores) == 1
+
+
+def test_a_preempted_request_loads_what_it_had_stored() -> None:
+    planner = a_planner()
+    request = a_request("r", 20)
+    planner.offer(request, 0)
+    planner.admitted(request, [1, 2, 3, 4, 5], 0)
+    planner.step(output({"r": 20}, new={"r": [1, 2, 3, 4, 5]}))
+    request.num_computed_tokens = 0  # preempted: its blocks are gone
+    assert planner.offer(request, 4) == 12
+    planner.admitted(request, [9, 8, 7, 6, 5], 12)
+    meta = planner.step(output({"r": 4}, more={"r": [9, 8, 7, 6, 5]}, resumed=["r"]))
+    assert [(c.first, c.block_ids) for c in meta.loads[0].copies] == [(1, (8,)), (0, (7, 6))]
+    assert not meta.stores
+    assert planner.tracked["r"].block_ids == [9, 8, 7, 6, 5]
+
+
+def test_the_last_token_is_always_computed() -> None:
+    planner = a_planner()
+    planner.store.store(0.0, chain(range(16), 8))
+    assert planner.offer(a_request("r", 16), 0) == 15
+    assert planner.offer(a_request("s", 17), 0) == 16
+
+
+def test_an_offer_that_is_asked_for_again_and_again_changes_nothing() -> None:
+    planner = a_planner()
+    planner.store.store(0.0, chain(range(16), 8))
+    planner.store.store(0.0, chain(range(50, 66), 8))
+    order = list(planner.store.dram.names)
+    assert {planner.offer(a_request("r", 17), 0) for _ in range(10)} == {16}
+    assert list(planner.store.dram.names) == order
+    planner.finished("r")
+    assert not planner.tracked
+
+
+def test_tenants_and_adapters_do_not_share() -> None:
+    planner = a_planner()
+    planner.store.store(0.0, chain(range(16), 8))
+    salted, adapted = a_request("s", 17), a_request("a", 17)
+    salted.cache_salt, adapted.lora_request = "tenant", object()
+    assert planner.offer(salted, 0) == 0
+    assert planner.offer(adapted, 0) == 0
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        ({"fake.dram_gbb": 1}, "unknown key fake.dram_gbb.*did you mean fake.dram_gb"),
+        ({"fake.dram_gb": -1}, "fake.dram_gb is -1"),
+        ({"fake.dram_gb": "1"}, "fake.dram_gb is '1'; it must be a number"),
+        ({"fake.chunk_tokens": 0}, "fake.chunk_tokens is 0; it must be a whole number"),
+        ({"fake.chunk_tokens": 2.5}, "fake.chunk_tokens is 2.5"),
+        ({"fake.async": 1}, "fake.async is 1; it must be true or false"),
+        ({"fake.load_async": True}, "unknown key fake.load_async"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused(extra: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        FakeConfig.load(extra)
+
+
+def test_settings_of_others_are_left_alone() -> None:
+    config = FakeConfig.load({"fake.async": True, "fake.ssd_gb": 2, "continuum.policy": "fcfs"})
+    assert config == FakeConfig(load_async=True, ssd_gb=2)
+
+
+def test_chunks_must_be_whole_blocks() -> None:
+    with pytest.raises(ConfigError, match="chunk_tokens is 256, not a multiple of the engine's blocks of 96"):
+        FakeConfig().shape(bytes_per_token=1, block_tokens=96)
+
+
+def test_a_rate_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="load_gbps of a tier is 0"):
+        FakeConfig(load_gbps=0).shape(1, 256)

@@ -1,0 +1,159 @@
+"""The fake connector's tiers, in virtual time."""
+
+from __future__ import annotations
+
+import random
+
+from contract.stores import FakeStore
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from connectors.links import Link
+from connectors.shape import TierShape
+from connectors.shelf import chain
+from connectors.tiered import TieredStore
+from continuum_lmcache.tiers import Holding
+from continuum_lmcache.types import Tier
+
+CHUNK, BYTES = 4, 250  # a chunk is 1,000 bytes: a rate of 1e-6 GB/s moves one in a second
+SLOW = 1e-6
+
+
+def a_store(dram_chunks: float, ssd_chunks: float = 0, **rates: float) -> TieredStore:
+    size = {"dram_bytes": dram_chunks * CHUNK * BYTES, "ssd_bytes": ssd_chunks * CHUNK * BYTES}
+    return TieredStore(TierShape(BYTES, CHUNK, **size, **rates), namer=list)  # chunks name themselves
+
+
+def test_a_write_to_the_disk_is_not_there_before_it_ends() -> None:
+    store = a_store(2, 10, ssd_store_gbps=SLOW)
+    store.store(0.0, "abcd")  # DRAM has room for a and b; the disk takes 4 s
+    assert store.locate("abcd") == Holding(2 * CHUNK, 0)
+    store.settle(2.9)
+    assert store.locate("abcd") == Holding(2 * CHUNK, 0)
+    store.settle(3.0)
+    assert store.locate("abcd") == Holding(2 * CHUNK, CHUNK)
+    store.settle(4.0)
+    assert store.locate("abcd") == Holding(2 * CHUNK, 2 * CHUNK)
+
+
+def test_a_disk_too_far_behind_is_given_no_more() -> None:
+    store = a_store(10, 10, ssd_store_gbps=SLOW, max_ssd_lag_s=2.0)
+    store.store(0.0, "abcdef")
+    assert store.skipped_writes == 3
+    store.settle(9.0)
+    assert list(store.ssd.names) == list("abc")
+
+
+def test_a_stored_head_is_evicted_first_and_a_hit_head_last() -> None:
+    store = a_store(4)
+    store.store(0.0, "abcd")
+    store.store(1.0, "x")
+    assert list(store.dram.names) == list("bcdx")
+    store = a_store(4)
+    store.store(0.0, "abcd")
+    store.load(1.0, "abcd")
+    store.store(2.0, "x")
+    assert list(store.dram.names) == list("cbax")
+
+
+def test_the_disk_serves_only_what_follows_the_run_in_dram() -> None:
+    """The head on the disk alone, the tail in DRAM: all of it counts for the disk (lmcache.md 3.2)."""
+    store = a_store(4, 10)
+    store.store(0.0, "abcdef"[:4])
+    store.store(0.0, "xy")  # pushes a and b out of DRAM
+    assert store.locate("abcd") == Holding(0, 4 * CHUNK)
+    store.ssd.forget("c")
+    assert store.locate("abcd") == Holding(0, 2 * CHUNK)
+
+
+def test_neither_a_store_nor_a_load_pushes_its_own_head_out_of_dram() -> None:
+    store = a_store(3, 10)
+    store.store(0.0, "abcd")
+    store.settle(0.0)
+    assert store.locate("abcd") == Holding(3 * CHUNK, CHUNK)
+    assert store.load(0.0, "abcd").ssd == "d"
+    assert store.locate("abcd") == Holding(3 * CHUNK, CHUNK)
+
+
+def test_loads_queue_on_their_links_and_stores_have_their_own() -> None:
+    store = a_store(10, 10, load_gbps=SLOW, store_gbps=SLOW, ssd_load_gbps=SLOW / 2, load_latency_s=0.5)
+    assert store.store(0.0, "abc").done_s == 3.0
+    assert store.load(0.0, "ab").done_s == 2.5
+    assert store.load(1.0, "abc").done_s == 5.5
+    assert store.load(9.0, "abc", gpu_tokens=2 * CHUNK).done_s == 10.5
+    assert store.dram.forget("b") and store.dram.forget("c")
+    assert store.load(20.0, "abc").done_s == 20.0 + 2 * 2 + 3 + 0.5  # the disk, then one copy of all
+    assert store.locate("abc") == Holding(3 * CHUNK, 0)
+
+
+def test_a_transfer_says_how_long_the_bytes_took_without_the_queue() -> None:
+    store = a_store(10, 10, load_gbps=SLOW, store_gbps=SLOW, ssd_load_gbps=SLOW / 2, ssd_store_gbps=SLOW)
+    store.store(0.0, "ab")
+    store.load(0.0, "ab")
+    store.load(0.0, "ab")
+    store.settle(2.0)
+    told = [(t.tier, t.direction, t.tokens, t.size_bytes, t.duration_s) for t in store.transfers()]
+    two = (2 * CHUNK, 2 * CHUNK * BYTES, 2.0)
+    loads = [(Tier.DRAM, "load", *two)] * 2
+    assert told == [(Tier.DRAM, "store", *two), *loads, (Tier.SSD, "store", *two)]
+
+
+def test_a_link_is_free_again_after_a_pause() -> None:
+    link = Link(gbps=1.0)
+    assert link.reserve(0.0, 2 * 10**9) == 2.0
+    assert link.lag_s(0.5) == 1.5
+    assert link.reserve(10.0, 10**9) == 11.0
+
+
+def test_names_go_on_from_known_ones_and_hang_on_the_salt() -> None:
+    tokens = list(range(50))
+    names = chain(tokens, CHUNK)
+    assert len(names) == 12 and chain(tokens, CHUNK, known=names[:5]) == names
+    assert chain(tokens, CHUNK, salt="tenant")[0] != names[0]
+
+
+class Tiers(RuleBasedStateMachine):
+    """Turns, time, forgetting and questions in any order: what is located is what comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = FakeStore(5, 7, ssd_store_gbps=1e-7, load_gbps=1e-7)  # a chunk takes 2.56 s
+        self.prompts = [[i] for i in range(3)]
+
+    @rule(
+        which=st.integers(0, 2),
+        extra=st.integers(0, 40),
+        gpu_blocks=st.integers(0, 30),
+        again=st.booleans(),
+    )
+    def turn(self, which: int, extra: int, gpu_blocks: int, again: bool) -> None:
+        draw = random.Random(extra)
+        start = (
+            self.prompts[which][:1] if len(self.prompts[which]) > 120 and not again else self.prompts[which]
+        )
+        prompt = self.prompts[which] = [*start, *(draw.randrange(9) for _ in range(extra))]
+        block = self.store.block_tokens
+        gpu_tokens = min(gpu_blocks, (len(prompt) - 1) // block) * block
+        located = self.store.locate(prompt)
+        total = located.dram_tokens + located.ssd_tokens
+        brought = self.store.run(prompt, gpu_tokens)
+        dram = max(0, located.dram_tokens - gpu_tokens)
+        assert brought == Holding(dram, max(0, total - gpu_tokens) - dram)
+
+    @rule(seconds=st.floats(0, 20))
+    def wait(self, seconds: float) -> None:
+        self.store.now_s += seconds
+
+    @rule(which=st.integers(0, 2))
+    def forget(self, which: int) -> None:
+        self.store.forget(self.prompts[which])
+        assert self.store.locate(self.prompts[which]) == Holding(0, 0)
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.store.check()
+
+
+Tiers.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTiers = Tiers.TestCase
