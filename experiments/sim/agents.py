@@ -1,0 +1,129 @@
+"""The clients of a simulated engine: each program sends a turn, runs its tool, sends the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from experiments.sim.clock import Timetable, VirtualClock
+from experiments.sim.result import JobResult, TurnResult
+from experiments.sim.serving import Setup
+from experiments.sim.streams import History, block_hasher, new_streams
+from experiments.workload import Program, TurnSpec
+
+
+@dataclass(slots=True)
+class LiveProgram:
+    """A program under way. The fields below `turn` are of the turn at the engine."""
+
+    program: Program
+    history: History
+    turn: int = 0  # index
+    arrival_s: float = 0.0
+    first_token_s: float | None = None
+    gpu_tokens: int = 0
+    loaded_tokens: int = 0
+    ssd_tokens: int | None = None  # of those loaded; None before the first load
+
+    @property
+    def spec(self) -> TurnSpec:
+        return self.program.turns[self.turn]
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.program.program_id}/{self.turn + 1}"
+
+
+class Agents:
+    """All programs of a run. `send` is the engine's door."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        setup: Setup,
+        clock: VirtualClock,
+        timetable: Timetable,
+        send: Callable[[Request], None],
+    ) -> None:
+        self.programs, self.clock, self.timetable, self.send = programs, clock, timetable, send
+        self.hasher = block_hasher(setup.block_tokens)
+        self.asked: dict[str, LiveProgram] = {}  # by request at the engine
+        self.turns: list[TurnResult] = []
+        self.jobs: dict[str, JobResult] = {}
+        streams = new_streams()
+        for program in programs:
+            live = LiveProgram(program, History(streams, setup.shared_tokens))
+            timetable.at(program.arrival_s, partial(self._submit, live))
+
+    @property
+    def done(self) -> bool:
+        return len(self.jobs) == len(self.programs)
+
+    def answer(self, request_id: str, tokens: int) -> list[int]:
+        """What the model says next to a request; nobody listens to one that is over."""
+        live = self.asked.get(request_id)
+        return [live.history.stream] * tokens if live else []
+
+    def hear(self, said: Any) -> None:
+        """One request's EngineCoreOutput."""
+        live = self.asked[said.request_id]
+        if said.prefill_stats is not None:
+            live.gpu_tokens = said.prefill_stats.num_local_cached_tokens
+            live.loaded_tokens = said.prefill_stats.num_external_cached_tokens
+        if live.first_token_s is None:
+            live.first_token_s = self.clock.now_s
+        if said.finish_reason is not None:
+            del self.asked[said.request_id]
+            self._end_turn(live, live.first_token_s)
+
+    def _submit(self, live: LiveProgram) -> None:
+        """The program's next turn arrives."""
+        live.arrival_s, live.first_token_s, live.ssd_tokens = self.clock.now_s, None, None
+        self.asked[live.request_id] = live
+        says = {
+            "job_id": live.program.program_id,
+            "is_last_step": live.spec is live.program.turns[-1],
+            "this_func_call": live.spec.tool,
+        }
+        params = SamplingParams(
+            temperature=0.0, max_tokens=live.spec.output_tokens, ignore_eos=True, extra_args=says
+        )
+        request = Request(
+            request_id=live.request_id,
+            prompt_token_ids=live.history.prompt(live.spec),
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=self.clock.now_s,
+            block_hasher=self.hasher,
+        )
+        self.send(request)
+
+    def _end_turn(self, live: LiveProgram, first_token_s: float) -> None:
+        """Record the turn; its tool begins, or the program is over."""
+        now_s, program, spec = self.clock.now_s, live.program, live.spec
+        ssd_tokens = min(live.ssd_tokens or 0, live.loaded_tokens)
+        result = TurnResult(
+            program_id=program.program_id,
+            number=live.turn + 1,
+            arrival_s=live.arrival_s,
+            first_token_s=first_token_s,
+            finished_s=now_s,
+            prompt_tokens=spec.input_tokens,
+            output_tokens=spec.output_tokens,
+            gpu_tokens=live.gpu_tokens,
+            dram_tokens=live.loaded_tokens - ssd_tokens,
+            ssd_tokens=ssd_tokens,
+        )
+        self.turns.append(result)
+        live.history.said(spec.output_tokens)
+        live.turn += 1
+        if live.turn == len(program.turns):
+            self.jobs[program.program_id] = JobResult(program.program_id, program.arrival_s, now_s)
+        else:
+            assert spec.gap_s is not None  # simulate() has asked
+            self.timetable.at(now_s + spec.gap_s, partial(self._submit, live))

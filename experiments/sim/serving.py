@@ -1,0 +1,161 @@
+"""Builds a real vLLM scheduler for an imagined machine. No worker, no GPU, no weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.structured_output import StructuredOutputManager
+
+from connectors.fake import FakeConnector
+from connectors.shelf import Namer
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+from experiments.sim.clock import VirtualClock
+from experiments.sim.patience import Patience
+from experiments.sim.step_time import LLAMA_8B, MACHINES, Machine, Model
+from experiments.sim.streams import stream_names
+
+STOCK = "stock"
+SSD_READ_GBPS, SSD_WRITE_GBPS = 5.0, 3.0  # one NVMe drive, where a setup does not say
+
+
+class LabConnector(FakeConnector):
+    """The fake connector, with chunks named by stream and no worker behind it."""
+
+    namer: Namer = staticmethod(stream_names)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One simulated engine and what it runs."""
+
+    policy: str = STOCK  # vLLM's own fcfs, or a name in continuum_lmcache.policies.POLICIES
+    tiers: Mapping[str, Any] | None = None  # fake.* settings; None: no offloading
+    continuum: Mapping[str, Any] = field(default_factory=dict)  # continuum.* settings
+    machine: Machine = MACHINES["a100"]
+    model: Model = LLAMA_8B
+    step_tokens: int = 2048  # the prefill chunk: max_num_batched_tokens
+    max_seqs: int = 256
+    block_tokens: int = 64  # 16 is vLLM's default, 2.6 times slower here, and 0.5 % different
+    shared_tokens: int = 2048  # a system prompt that all programs begin with
+    async_scheduling: bool = False
+    store_stalls: bool = False  # a step waits for its stores, as in-process LMCache does
+    skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
+    merge_steps: int = 1  # decode-only steps taken together, at most; for exploring, not for claims
+
+    @property
+    def blocks(self) -> int:
+        """GPU blocks that requests can use."""
+        return self.machine.kv_tokens // self.block_tokens
+
+
+def build_scheduler(setup: Setup, clock: VirtualClock, max_model_len: int, until: ExitStack) -> Scheduler:
+    """The scheduler that `setup` asks for, reading `clock`; its files live until `until` closes."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
+    config = _vllm_config(setup, folder, max_model_len)
+    spec = FullAttentionSpec(
+        block_size=setup.block_tokens,
+        num_kv_heads=setup.model.kv_heads,
+        head_size=setup.model.head_size,
+        dtype=torch.bfloat16,
+    )
+    layers = [f"layer.{i}" for i in range(setup.model.layers)]
+    config.cache_config.num_gpu_blocks = setup.blocks + 1  # one is vLLM's null block
+    return _scheduler_class(setup, clock)(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(setup.blocks + 1, [], [KVCacheGroupSpec(layers, spec)]),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=setup.block_tokens,
+        log_stats=False,
+    )
+
+
+def _scheduler_class(setup: Setup, clock: VirtualClock) -> type[Scheduler]:
+    stock, ours = (
+        (AsyncScheduler, ContinuumAsyncScheduler)
+        if setup.async_scheduling
+        else (Scheduler, ContinuumScheduler)
+    )
+    base = stock if setup.policy == STOCK else ours
+    bases = (base, Patience) if base is not Scheduler else (Patience,)
+    return type(
+        "LabScheduler", bases if setup.skip_blocked else (base,), {"clock": staticmethod(clock.monotonic)}
+    )
+
+
+def _vllm_config(setup: Setup, folder: Path, max_model_len: int) -> VllmConfig:
+    (folder / "config.json").write_text(json.dumps(_hf_config(setup.model, max_model_len)))
+    plain = setup.policy == STOCK and setup.tiers is None
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(folder),
+            tokenizer=str(folder),
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=max_model_len,
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=setup.max_seqs,
+            max_num_batched_tokens=setup.step_tokens,
+            max_model_len=max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+        ),
+        cache_config=CacheConfig(block_size=setup.block_tokens, enable_prefix_caching=True),
+        kv_transfer_config=None if plain else _connector(setup, folder),
+    )
+    config.scheduler_config.async_scheduling = setup.async_scheduling  # CPU builds of vLLM turn it off
+    return config
+
+
+def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
+    """The lab's connector with its tiers, and the policy's settings beside them.
+
+    Without offloading a policy still needs a place for its settings: tiers of no size.
+    """
+    link, reads, writes = setup.machine.link_gbps, SSD_READ_GBPS, SSD_WRITE_GBPS
+    rates = {"load_gbps": link, "store_gbps": link, "ssd_load_gbps": reads, "ssd_store_gbps": writes}
+    tiers: dict[str, Any] = {"dram_gb": 0.0} if setup.tiers is None else {**rates, **setup.tiers}
+    extra = {f"fake.{key}": value for key, value in tiers.items()}
+    if setup.policy != STOCK:
+        chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps", reads)
+        costs = setup.machine.costs(setup.model, chunk_tokens, setup.step_tokens, ssd_gbps)
+        profile = folder / "profile.yaml"
+        profile.write_text(yaml.safe_dump(costs))
+        settings = {"policy": setup.policy, "profile": str(profile), **setup.continuum}
+        extra |= {f"continuum.{key}": value for key, value in settings.items()}
+    return KVTransferConfig(
+        kv_connector=LabConnector.__name__,
+        kv_connector_module_path=LabConnector.__module__,
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+
+
+def _hf_config(model: Model, max_model_len: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": model.hidden,
+        "head_dim": model.head_size,
+        "intermediate_size": model.hidden,
+        "num_attention_heads": model.hidden // model.head_size,
+        "num_key_value_heads": model.kv_heads,
+        "num_hidden_layers": model.layers,
+        "max_position_embeddings": max_model_len,
+        "vocab_size": 32000,
+        "torch_dtype": "bfloat16",
+    }

@@ -1,0 +1,75 @@
+"""Programs for the lab: a published sweep, and ways to put the same programs under more stress."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from experiments.workload import Program, TurnSpec
+
+SWEEP_PROMPTS = (92, 1840, 3449, 6025, 7454, 10_299, 12_333, 13_193)
+"""Measured prompt tokens of the eight turns of one job (hungchun0201/agentic-ai-survey, H1 to H3)."""
+
+
+def seeds_sweep(jps: float, seed: int = 42, arrive_s: float = 45.0) -> tuple[Program, ...]:
+    """The sweep's jobs: eight turns of 20 output tokens, a tool of 0.5 s, Poisson arrivals, then a drain.
+
+    Seed 42 gives its own arrivals: 54, 133, 255, 433 and 665 jobs at 1, 3, 6, 10 and 15 a second.
+    Each growth of a prompt varies by +-3 %.
+    """
+    clock, arrivals_s = random.Random(seed), []
+    at_s = clock.expovariate(jps)
+    while at_s <= arrive_s:
+        arrivals_s.append(at_s)
+        at_s += clock.expovariate(jps)
+    sizes = random.Random(f"sizes-{seed}")
+    return tuple(_sweep_job(f"h{seed}-{i}", at_s, sizes) for i, at_s in enumerate(arrivals_s))
+
+
+def _sweep_job(name: str, arrival_s: float, sizes: random.Random) -> Program:
+    turns: list[TurnSpec] = []
+    history = 0
+    for before, size in zip((0, *SWEEP_PROMPTS), SWEEP_PROMPTS, strict=False):
+        growth = round((size - before) * sizes.uniform(0.97, 1.03))
+        prompt = max((turns[-1].input_tokens if turns else 0) + growth, history + 1)
+        turns.append(TurnSpec(prompt, prompt - history, 20, "bash", "", 0.5))
+        history = turns[-1].context_tokens
+    return Program(name, arrival_s, (*turns[:-1], replace(turns[-1], gap_s=None)), "seeds-sweep")
+
+
+def with_tool_time(programs: Iterable[Program], factor: float, from_s: float = 0.0) -> tuple[Program, ...]:
+    """The programs with every tool `factor` times as long, for those that arrive from `from_s` on."""
+
+    def slowed(turn: TurnSpec) -> TurnSpec:
+        return turn if turn.gap_s is None else replace(turn, gap_s=turn.gap_s * factor)
+
+    return tuple(
+        replace(p, turns=tuple(map(slowed, p.turns))) if p.arrival_s >= from_s else p for p in programs
+    )
+
+
+def with_turns(programs: Sequence[Program], factor: int) -> tuple[Program, ...]:
+    """The programs with `factor` times the turns, each adding and writing a `factor`-th of the tokens.
+
+    Tools are as long as before, so there is `factor` times as much tool time (the paper's Fig 13).
+    """
+    return tuple(replace(p, turns=_split(p.turns, factor)) for p in programs)
+
+
+def _split(turns: Sequence[TurnSpec], factor: int) -> tuple[TurnSpec, ...]:
+    found: list[TurnSpec] = []
+    for turn in turns:
+        kept = turn.kept_tokens if not found else min(turn.kept_tokens, found[-1].context_tokens)
+        news, outs = _shares(turn.new_tokens, factor), _shares(turn.output_tokens, factor)
+        for new, out in zip(news, outs, strict=True):
+            found.append(replace(turn, input_tokens=kept + new, new_tokens=new, output_tokens=out))
+            kept = found[-1].context_tokens
+    gaps_s = [t.gap_s for t in turns for _ in range(factor)]
+    between = [g if g is not None else gaps_s[0] for g in gaps_s[:-1]]
+    return tuple(replace(t, gap_s=g) for t, g in zip(found, [*between, None], strict=True))
+
+
+def _shares(tokens: int, parts: int) -> list[int]:
+    """`tokens` in `parts`, each at least 1."""
+    return [max(1, tokens * (i + 1) // parts - tokens * i // parts) for i in range(parts)]

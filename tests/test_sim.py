@@ -1,0 +1,202 @@
+"""The lab: vLLM's scheduler in virtual time. Small runs, whose figures are checked by hand where they can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from continuum_lmcache.errors import InvariantError, TraceError
+from experiments.sim.engine import simulate
+from experiments.sim.serving import STOCK, Setup
+from experiments.sim.step_time import LLAMA_8B, MACHINES
+from experiments.workload import Program, TurnSpec
+
+A100 = MACHINES["a100"]
+SMALL = Setup(machine=replace(A100, kv_tokens=20_480), shared_tokens=128)
+
+
+def a_program(
+    name: str, turns: int = 3, prompt: int = 2000, output: int = 20, arrival_s: float = 0.0
+) -> Program:
+    """Each prompt is the last one, its answer, and 500 tokens more; tools take 2 s."""
+    specs: list[TurnSpec] = []
+    for _ in range(turns):
+        kept = specs[-1].context_tokens if specs else 0
+        new = 500 if specs else prompt
+        specs.append(TurnSpec(kept + new, new, output, "bash", "", 2.0))
+    return Program(name, arrival_s, (*specs[:-1], replace(specs[-1], gap_s=None)))
+
+
+def crowd(programs: int = 12, every_s: float = 0.3, **shape: int) -> list[Program]:
+    """More programs than the small GPU holds."""
+    return [a_program(f"p{i}", arrival_s=i * every_s, **shape) for i in range(programs)]
+
+
+DRAM = {"dram_gb": 8.0, "async": True}
+SETUPS = {
+    "stock": SMALL,
+    "stock, sync loads": replace(SMALL, tiers={"dram_gb": 8.0}),
+    "stock, async loads": replace(SMALL, tiers=DRAM),
+    "stock, small DRAM and disk": replace(SMALL, tiers={"dram_gb": 1.0, "ssd_gb": 8.0, "async": True}),
+    "stock, async scheduler": replace(SMALL, tiers=DRAM, async_scheduling=True),
+    "program-fcfs": replace(SMALL, policy="program-fcfs"),
+    "continuum": replace(SMALL, policy="continuum"),
+    "continuum, async loads": replace(SMALL, policy="continuum", tiers=DRAM),
+    "static-ttl, sync loads": replace(SMALL, policy="static-ttl", tiers={"dram_gb": 8.0}, store_stalls=True),
+    "continuum, async scheduler": replace(SMALL, policy="continuum", tiers=DRAM, async_scheduling=True),
+    "merged decode": replace(SMALL, policy="continuum", tiers=DRAM, merge_steps=8),
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_every_token_of_every_turn_is_accounted_for_and_a_run_repeats_itself(setup: Setup) -> None:
+    programs = crowd()
+    result = simulate(programs, setup)
+    assert [job.program_id for job in result.jobs] == [p.program_id for p in programs]
+    assert len(result.turns) == 36
+    for turn in result.turns:
+        assert turn.arrival_s < turn.first_token_s <= turn.finished_s
+        assert min(turn.gpu_tokens, turn.dram_tokens, turn.ssd_tokens, turn.computed_tokens) >= 0
+    assert result.scheduled_tokens >= result.tokens["computed"]
+    assert simulate(programs, setup) == result
+
+
+def test_one_turn_alone_takes_what_the_machine_says() -> None:
+    """A chunk of 2,048 tokens, one of 952, then a token a step; the first comes with the second chunk."""
+    [job] = simulate([a_program("p", turns=1, prompt=3000, output=4)], SMALL).jobs
+    chunks = [[(2048, 0)], [(952, 2048)], *([[(1, 3000 + i)] for i in range(3)])]
+    assert job.job_s == pytest.approx(sum(A100.seconds(LLAMA_8B, chunk) for chunk in chunks))
+
+
+def test_a_job_is_its_turns_and_its_tools() -> None:
+    result = simulate([a_program("p", turns=3)], SMALL)
+    at_engine_s = sum(turn.finished_s - turn.arrival_s for turn in result.turns)
+    assert result.jobs[0].job_s == pytest.approx(at_engine_s + 2 * 2.0)
+    assert result.busy_s == pytest.approx(at_engine_s)
+
+
+def test_the_next_turn_finds_whole_blocks_of_the_last_one() -> None:
+    result = simulate([a_program("p", turns=2, prompt=1000, output=21)], SMALL)
+    # 1,000 + 20 computed tokens: the last sampled one has no KV yet
+    assert result.turns[1].gpu_tokens == 1020 // 64 * 64
+
+
+def test_a_prompt_that_leaves_its_history_finds_only_what_it_kept() -> None:
+    first, second = a_program("p", turns=2, prompt=1000, output=20).turns
+    changed = replace(second, new_tokens=second.input_tokens - 500)
+    program = Program("p", 0.0, (first, changed))
+    assert simulate([program], SMALL).turns[1].gpu_tokens == 500 // 64 * 64
+
+
+def test_programs_share_the_system_prompt_and_nothing_else() -> None:
+    result = simulate([a_program("p", turns=1), a_program("q", turns=1, arrival_s=9.0)], SMALL)
+    assert [turn.gpu_tokens for turn in result.turns] == [0, SMALL.shared_tokens]
+
+
+def test_what_the_gpu_lost_comes_from_dram_in_whole_chunks() -> None:
+    no_room = replace(SMALL, machine=replace(A100, kv_tokens=3072), tiers={"dram_gb": 8.0})
+    result = simulate([a_program("p", turns=2), a_program("q", turns=1, arrival_s=0.7)], no_room)
+    [back] = [t for t in result.turns if t.number == 2]
+    assert back.dram_tokens > 0 and (back.gpu_tokens + back.dram_tokens) % 256 == 0
+
+
+def test_a_blocking_load_holds_everybody_up_and_an_asynchronous_one_does_not() -> None:
+    slow = {"dram_gb": 8.0, "load_gbps": 0.1}  # 900 tokens take 1.2 s
+    gpu = replace(A100, kv_tokens=8192)
+    evicts, decodes = (
+        a_program("e", 1, 3500, arrival_s=0.5),
+        a_program("d", 1, 4000, output=400, arrival_s=1.0),
+    )
+    programs = [a_program("p", turns=2), evicts, decodes]
+    ends = {}
+    for name, mode in (("blocking", False), ("async", True)):
+        result = simulate(programs, replace(SMALL, machine=gpu, tiers={**slow, "async": mode}))
+        assert result.tokens["dram"] > 800
+        ends[name] = {job.program_id: job.job_s for job in result.jobs}
+    assert ends["blocking"]["d"] - ends["async"]["d"] > 1.0
+
+
+def test_stores_cost_step_time_only_where_a_step_waits_for_them() -> None:
+    programs = [a_program("p", turns=1, prompt=2048)]
+    slow = replace(SMALL, tiers={"dram_gb": 8.0, "store_gbps": 1.0})
+    plain, stalls = simulate(programs, slow), simulate(programs, replace(slow, store_stalls=True))
+    stored_bytes = 2048 * LLAMA_8B.kv_bytes_per_token
+    assert stalls.jobs[0].job_s - plain.jobs[0].job_s == pytest.approx(stored_bytes / 1e9)
+
+
+def test_tiers_without_room_change_nothing() -> None:
+    """So a policy without offloading may have its settings beside an empty connector."""
+    programs = crowd()
+    assert simulate(programs, SMALL) == simulate(programs, replace(SMALL, tiers={"dram_gb": 0.0}))
+
+
+def test_a_pin_keeps_a_program_on_the_gpu_that_stock_order_lets_go() -> None:
+    programs = crowd(8)
+    stock = simulate(programs, SMALL)
+    pinned = simulate(programs, replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 60.0}))
+    assert pinned.pins["reused"] > 0
+    assert pinned.tokens["computed"] < stock.tokens["computed"]
+    assert pinned.mean_job_s < stock.mean_job_s
+
+
+def test_a_time_to_live_of_nothing_pins_nothing() -> None:
+    """A mutation that must show: the TTL is always 0."""
+    none = replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 0.0})
+    order = replace(SMALL, policy="program-fcfs")
+    assert simulate(crowd(8), none).turns == simulate(crowd(8), order).turns
+
+
+def test_pins_beyond_the_gpu_are_given_up_and_everybody_finishes() -> None:
+    pinned = replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 9.0, "max_pinned_share": 1.0})
+    result = simulate(crowd(16, prompt=4000, every_s=0.1), pinned)
+    assert result.pins["taken"] > 16
+    assert result.pins.get("reclaimed", 0) + result.pins.get("expired", 0) > 0
+
+
+def test_merged_decode_steps_of_one_program_are_the_same_steps() -> None:
+    programs = [a_program("p", output=203)]
+    exact, merged = simulate(programs, SMALL), simulate(programs, replace(SMALL, merge_steps=8))
+    assert merged.steps == exact.steps and merged.scheduled_tokens == exact.scheduled_tokens
+    assert merged.jobs[0].job_s == pytest.approx(exact.jobs[0].job_s, rel=1e-4)
+
+
+def test_merged_decode_steps_change_a_mean_by_less_than_two_percent() -> None:
+    programs = crowd(6, output=200)
+    exact, merged = simulate(programs, SMALL), simulate(programs, replace(SMALL, merge_steps=8))
+    assert merged.mean_job_s == pytest.approx(exact.mean_job_s, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", ["stock", "program-fcfs", "static-ttl", "continuum"])
+@pytest.mark.parametrize("tiers", [None, {"dram_gb": 8.0}, DRAM], ids=["none", "sync", "async"])
+def test_not_asking_in_vain_changes_no_digit(policy: str, tiers: dict[str, object] | None) -> None:
+    setup = replace(SMALL, policy=policy, tiers=tiers)
+    programs = crowd(16, prompt=3000, every_s=0.1)
+    assert simulate(programs, setup) == simulate(programs, replace(setup, skip_blocked=False))
+
+
+def test_unknown_tool_times_and_contexts_too_long_are_refused() -> None:
+    first, last = a_program("p", turns=2).turns
+    with pytest.raises(TraceError, match="1 tool times are unknown"):
+        simulate([Program("p", 0.0, (replace(first, gap_s=None), last))], SMALL)
+    with pytest.raises(TraceError, match="does not fit a GPU of 320 blocks"):
+        simulate([a_program("p", prompt=30_000)], SMALL)
+
+
+def test_a_run_that_leaks_a_block_fails_with_the_equation() -> None:
+    from contextlib import ExitStack
+
+    from experiments.sim.clock import VirtualClock, virtual_time
+    from experiments.sim.engine import Simulation
+    from experiments.sim.serving import build_scheduler
+
+    clock = VirtualClock()
+    with ExitStack() as until, virtual_time(clock):
+        scheduler = build_scheduler(SMALL, clock, 4096, until)
+        scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
+        with pytest.raises(InvariantError, match=r"free blocks\(319\) != blocks\(320\)"):
+            Simulation([a_program("p")], SMALL, scheduler, clock).run()
+
+
+def test_the_setup_names_its_policy() -> None:
+    assert Setup().policy == STOCK

@@ -1,0 +1,180 @@
+"""The lab's parts: its clock in vLLM's modules, the step-time model, token streams, the sweep's jobs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from connectors.shelf import chain
+from continuum_lmcache.costs import Costs
+from continuum_lmcache.errors import ProfileError
+from experiments.sim.clock import TIMED_MODULES, Timetable, VirtualClock, virtual_time
+from experiments.sim.step_time import LLAMA_8B, MACHINES, Machine
+from experiments.sim.streams import SYSTEM, History, new_streams, stream_names
+from experiments.sim.workloads import seeds_sweep, with_tool_time, with_turns
+from experiments.workload import Program, TurnSpec
+
+A100 = MACHINES["a100"]
+
+
+def test_time_stands_still_until_it_is_advanced_and_never_goes_back() -> None:
+    clock = VirtualClock()
+    clock.advance_to(2.5)
+    assert (clock.time(), clock.monotonic(), clock.monotonic_ns()) == (2.5, 2.5, 2_500_000_000)
+    with pytest.raises(ValueError, match="cannot go back"):
+        clock.advance_to(2.0)
+
+
+def test_the_real_time_is_back_after_a_run_that_failed() -> None:
+    from vllm.v1.core.sched import scheduler
+
+    with pytest.raises(KeyError), virtual_time(VirtualClock(7.0)):
+        assert scheduler.time.monotonic() == 7.0
+        raise KeyError
+    assert scheduler.time is time
+
+
+def test_what_is_due_at_the_same_time_happens_in_the_order_entered() -> None:
+    table, done = Timetable(), []
+    for name, at_s in (("b", 1.0), ("a", 0.5), ("c", 1.0), ("d", 2.0)):
+        table.at(at_s, lambda name=name: done.append(name))  # type: ignore[misc]
+    table.run_due(1.0)
+    assert done == ["a", "b", "c"] and table.next_s == 2.0
+
+
+def modules_that_read_the_time(package: str) -> set[str]:
+    """Modules of an installed package that use the module `time`, without importing them."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    origin = Path(spec.origin)
+    if spec.submodule_search_locations is None:
+        return {package} if reads_time(origin) else set()
+    files = [p for place in spec.submodule_search_locations for p in Path(place).rglob("*.py")]
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    named = {p: ".".join((package, *p.relative_to(folder).with_suffix("").parts)) for p in files}
+    return {name.removesuffix(".__init__") for p, name in named.items() if reads_time(p)}
+
+
+def reads_time(path: Path) -> bool:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    assert not any(isinstance(n, ast.ImportFrom) and n.module == "time" for n in nodes), path
+    return any(
+        isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "time" for n in nodes
+    )
+
+
+def test_no_module_of_vllm_on_the_simulated_path_reads_the_time_behind_the_clock() -> None:
+    """vllm.v1.core, a request, and what an engine core says; all else of vLLM is not run here."""
+    found = modules_that_read_the_time("vllm.v1.core") | modules_that_read_the_time("vllm.v1.request")
+    assert found <= set(TIMED_MODULES)
+
+
+# the step-time model
+
+
+def test_a_step_costs_what_lab_notes_say_an_a100_takes() -> None:
+    """0.20, 0.43 and 0.74 s for 2,048 tokens after 0, 30,000 and 70,000."""
+    took_s = [A100.seconds(LLAMA_8B, [(2048, context)]) for context in (0, 30_000, 70_000)]
+    assert took_s == pytest.approx([0.20, 0.43, 0.74], abs=0.01)
+    chunks = [(min(2048, 70_000 - start), start) for start in range(0, 70_000, 2048)]
+    assert sum(A100.seconds(LLAMA_8B, [chunk]) for chunk in chunks) == pytest.approx(15.8, rel=0.01)
+
+
+def test_a_step_of_nothing_takes_no_time_and_every_token_more_takes_more() -> None:
+    assert A100.seconds(LLAMA_8B, []) == 0.0
+    steps_s = [A100.seconds(LLAMA_8B, [(new, 0)]) for new in (1, 256, 512, 4096)]
+    assert steps_s == sorted(steps_s)
+    assert A100.seconds(LLAMA_8B, [(1, 1000)] * 2) > A100.seconds(LLAMA_8B, [(1, 1000)])
+
+
+def test_a_small_chunk_is_less_efficient_by_c0() -> None:
+    plain = Machine("m", 1e15, 1e30, 1e30, 1, 1.0, step_s=0.0)
+    bent = Machine("m", 1e15, 1e30, 1e30, 1, 1.0, step_s=0.0, chunk_c0=128)
+    efficiency = plain.seconds(LLAMA_8B, [(128, 0)]) / bent.seconds(LLAMA_8B, [(128, 0)])
+    assert efficiency == pytest.approx(0.5)
+
+
+def test_a_policy_is_told_the_same_costs_as_the_machine_has() -> None:
+    costs = Costs.from_mapping(A100.costs(LLAMA_8B, chunk_tokens=256, step_tokens=2048, ssd_gbps=5.0))
+    chunks = [(2048, start) for start in range(0, 65_536, 2048)]
+    assert costs.prefill_s(65_536) == pytest.approx(
+        sum(A100.seconds(LLAMA_8B, [c]) for c in chunks), rel=0.01
+    )
+    assert not costs.measured and not any(machine.measured for machine in MACHINES.values())
+
+
+def test_a_machine_can_be_read_and_strangers_in_it_are_refused() -> None:
+    given = {
+        "name": "mine",
+        "linear_flops": 1e14,
+        "attention_flops": 1e14,
+        "memory_bytes_per_s": 1e12,
+        "kv_tokens": 1000,
+        "link_gbps": 10,
+        "measured": True,
+    }
+    assert Machine.from_mapping(given).measured
+    with pytest.raises(ProfileError, match="unknown key 'link_gbp'; did you mean 'link_gbps'"):
+        Machine.from_mapping(given | {"link_gbp": 1})
+    with pytest.raises(ProfileError, match="step_s is -1"):
+        Machine.from_mapping(given | {"step_s": -1})
+    with pytest.raises(ProfileError, match="has no 'kv_tokens'"):
+        Machine.from_mapping({k: v for k, v in given.items() if k != "kv_tokens"})
+
+
+# streams
+
+
+def test_stream_names_agree_exactly_where_a_hash_over_the_prefix_does() -> None:
+    streams = new_streams()
+    turns = [TurnSpec(50, 50, 10), TurnSpec(80, 20, 10), TurnSpec(75, 40, 10), TurnSpec(99, 14, 1)]
+    prompts = []
+    for _ in range(3):
+        history = History(streams, shared_tokens=30)
+        for turn in turns:
+            prompts.append(history.prompt(turn))
+            assert len(prompts[-1]) == turn.input_tokens
+            history.said(turn.output_tokens)
+    for one in prompts:
+        for other in prompts:
+            by_stream = [a == b for a, b in zip(stream_names(one, 8), stream_names(other, 8), strict=False)]
+            by_hash = [a == b for a, b in zip(chain(one, 8), chain(other, 8), strict=False)]
+            assert by_stream == by_hash
+    assert prompts[0][:30] == [SYSTEM] * 30
+
+
+def test_stream_names_go_on_from_those_known() -> None:
+    tokens = [1] * 20 + [2] * 20
+    assert stream_names(tokens, 8, "", stream_names(tokens[:25], 8)) == stream_names(tokens, 8)
+
+
+# workloads
+
+
+def test_the_sweep_has_its_published_arrivals() -> None:
+    assert [len(seeds_sweep(jps)) for jps in (1, 3, 6, 10, 15)] == [54, 133, 255, 433, 665]
+
+
+def test_the_sweep_has_its_published_prompts() -> None:
+    jobs = seeds_sweep(3)
+    mean = [sum(job.turns[t].input_tokens for job in jobs) / len(jobs) for t in range(8)]
+    assert mean == pytest.approx([92, 1840, 3449, 6025, 7454, 10_299, 12_333, 13_193], rel=0.01)
+    for job in jobs:
+        assert all(b.kept_tokens == a.context_tokens for a, b in pairwise(job.turns))
+        assert {t.output_tokens for t in job.turns} == {20} and job.turns[-1].gap_s is None
+
+
+def test_more_turns_carry_the_same_tokens_and_longer_tools_only_change_the_gaps() -> None:
+    [job] = [Program("p", 5.0, (TurnSpec(100, 100, 30, "t", "", 2.0), TurnSpec(190, 60, 30, "t")))]
+    [split] = with_turns([job], 3)
+    assert len(split.turns) == 6 and split.turns[-1].context_tokens == job.turns[-1].context_tokens
+    assert all(b.kept_tokens == a.context_tokens for a, b in pairwise(split.turns))
+    assert [t.gap_s for t in split.turns] == [2.0] * 5 + [None]
+    [slow] = with_tool_time([job], 10.0)
+    assert [t.gap_s for t in slow.turns] == [20.0, None]
+    assert with_tool_time([job], 10.0, from_s=6.0) == (job,)
