@@ -68,9 +68,9 @@ def refuse_unknown(
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {prefix}{spell(near[0])!s}? " if near else ""
-            names = ", ".join(map(spell, known))
-            raise ConfigError(f"unknown key {prefix}{spell(name)} in {where}; {hint}Known: {names}")
+            known_names = "Known: " + ", ".join(map(spell, known))
+            hint = f"did you mean {prefix}{spell(near[0])!s}?" if near else known_names
+            raise ConfigError(f"unknown key {prefix}{spell(name)} in {where}; {hint}")
 
 
 def parsed(name: str, value: Any, kind: str) -> Any:

@@ -6,8 +6,12 @@ what a load really brought by looking at the blocks, not by asking the store.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from itertools import accumulate, count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Protocol
 
@@ -156,3 +160,13 @@ class FakeStore:
 
 STORES: dict[str, Callable[[int, int], StoreUnderTest]] = {"fake": FakeStore}
 """Drivers by name, made from the chunks that DRAM and the disk have room for."""
+
+if importlib.util.find_spec("lmcache"):
+    os.environ["LMCACHE_TRACK_USAGE"] = "false"
+    from lmcache_rig import Rig
+
+    def real_store(dram_chunks: int, ssd_chunks: int) -> StoreUnderTest:
+        """LMCache's own engine. Twice the disk: it forgets a chunk there sooner than the fake does."""
+        return Rig(Path(tempfile.mkdtemp()), dram_chunks, 2 * ssd_chunks)
+
+    STORES["lmcache"] = real_store

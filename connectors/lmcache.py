@@ -1,0 +1,184 @@
+"""Stock in-process LMCache 0.5.6 as vLLM's KV connector, and as the core's TierStore.
+
+What it adds to vLLM's LMCacheConnectorV1, whose every call it passes on:
+
+    a prompt's tokens   [0, computed)   in vLLM's prefix cache
+                        [.., dram)      LMCache, CPU DRAM
+                        [.., ssd)       LMCache, local disk
+                        [.., n)         nowhere: computed
+
+    lmcache_settings, lmcache_traps   refuse settings that fail silently, and set defaults that work
+    lmcache_cpu                       the copy path where there is no GPU; on a GPU, nothing
+    lmcache_disk                      disk loads that cannot hang or kill the engine
+    lmcache_worker, lmcache_probe     what its tiers admit and evict,
+    lmcache_tiers                     mirrored where the scheduler decides
+    lmcache_meter                     what loading and storing it really took
+
+Use it under vLLM's own name, `{"kv_connector": "LMCacheConnectorV1", ...}`, when this package's vLLM
+plugin is loaded, else as `"kv_connector": "ContinuumLMCacheConnector",
+"kv_connector_module_path": "connectors.lmcache"`. Any scheduler will do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+from lmcache import torch_device_type
+from lmcache.integration.vllm.utils import calculate_draft_layers, mla_enabled
+from lmcache.v1.token_database import ChunkedTokenDatabase
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import get_kv_cache_torch_dtype
+
+from connectors.lmcache_cpu import BlockCopier, cpu_copy_path
+from connectors.lmcache_meter import TransferMetrics, TransferStats
+from connectors.lmcache_probe import addresses
+from connectors.lmcache_tiers import Tiers
+from connectors.lmcache_traps import Machine, settled
+from connectors.lmcache_worker import TierReport, WorkerSide
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.tiers import Holding, Transfer
+
+logger = init_logger("vllm.continuum.lmcache")
+
+
+class ContinuumLMCacheConnector(LMCacheConnectorV1):
+    """LMCacheConnectorV1 that knows where KV lies, what loads cost, and which settings fail.
+
+    On the scheduler's side it is a continuum_lmcache.tiers.TierStore.
+    """
+
+    copier: type[BlockCopier] = BlockCopier  # a test breaks it on purpose
+
+    @classmethod
+    def check_settings(cls, vllm_config: Any) -> None:
+        """Raise ConfigError, one line, for LMCache settings that are unknown or known to fail."""
+        settled(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ, machine(vllm_config))
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
+        with cpu_copy_path(self.copier, vllm_config.cache_config.block_size):
+            super().__init__(vllm_config, role, kv_cache_config)
+        self._impl = cast(Any, self._lmcache_engine)
+        refuse_degraded(self._impl)
+        # with MLA every rank would hold the same bytes, and LMCache lets rank 0 alone keep them
+        ranks = 1 if mla_enabled(vllm_config.model_config) else vllm_config.parallel_config.world_size
+        self._addresses = addresses(vllm_config.kv_transfer_config.engine_id, ranks)
+        self._rank = vllm_config.parallel_config.rank
+        self._worker: WorkerSide | None = None
+        self._tiers: Tiers | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            database = ChunkedTokenDatabase(self._impl.config, self._impl._manager.lmcache_engine_metadata)
+            self._tiers = Tiers(database, self._impl.config.chunk_size, self._addresses)
+
+    # ---- scheduler: the core's TierStore
+
+    @property
+    def tiers(self) -> Tiers:
+        """The scheduler's view of the tiers. Only in the scheduler's process."""
+        assert self._tiers is not None, "tiers are known to the scheduler's connector only"
+        return self._tiers
+
+    def locate(self, token_ids: Sequence[int]) -> Holding:
+        """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
+
+        Behind by at most the step in flight, and by the disk writes that ended since the last one.
+        Hashing is remembered by chunk, so asking again, or for a longer prompt, is cheap. Of a prompt
+        with images, and of requests with LMCache tags, it knows nothing: their keys are others.
+        """
+        return self.tiers.locate(token_ids)
+
+    def transfers(self) -> list[Transfer]:
+        """Loads and stores as rank 0 timed them, since the last call. A load's time includes the copy."""
+        return self.tiers.transfers()
+
+    # ---- scheduler: vLLM's calls
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        spec = self._impl.load_specs.get(request.request_id)
+        if found and spec is not None:
+            # LMCache rounds a capped load down to chunks, but not what it tells vLLM, and then dies of
+            # the difference when vLLM's hit ends inside a chunk (vllm_v1_adapter.py:1597)
+            found = min(found, spec.lmcache_cached_tokens - spec.vllm_cached_tokens)
+        return found, is_async
+
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # not in every supported version
+
+        held = self.locate(request.all_token_ids)
+        computed_tokens = self._impl.load_specs[request.request_id].vllm_cached_tokens
+        if held.dram_tokens + held.ssd_tokens < computed_tokens + num_external_tokens:
+            self.tiers.doubt()  # LMCache found more than the mirror knows of
+        host_tokens = min(max(held.dram_tokens - computed_tokens, 0), num_external_tokens)
+        split = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: num_external_tokens - host_tokens}
+        return {source: tokens for source, tokens in split.items() if tokens}
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if isinstance(connector_output.kv_connector_worker_meta, TierReport):
+            self.tiers.absorb(connector_output.kv_connector_worker_meta)
+
+    # ---- worker: vLLM's calls
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)  # LMCache builds its storage here
+        refuse_degraded(self._impl)
+        if self._rank < len(self._addresses):
+            self._worker = WorkerSide(self._impl.lmcache_engine, self._rank, self._addresses[self._rank])
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        return self._worker.stats() if self._worker else None
+
+    def build_connector_worker_meta(self) -> TierReport | None:
+        return self._worker.report() if self._worker else None
+
+    def shutdown(self) -> None:
+        if self._tiers is not None:
+            self._tiers.close()
+        if self._worker is not None:
+            self._worker.close()
+            self._impl.shutdown()  # vLLM's connector does not, and LMCache's threads outlive the worker
+
+    # ---- front end: vLLM's calls
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        return TransferStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> TransferMetrics:
+        return TransferMetrics(*args)
+
+
+def refuse_degraded(impl: Any) -> None:
+    """LMCache logs why it cannot start and then serves without caching anything: say it and stop."""
+    manager = impl._manager
+    if manager._init_failed:
+        raise ConfigError(f"LMCache could not start: {manager._init_failed_reason.strip().splitlines()[-1]}")
+
+
+def machine(vllm_config: Any) -> Machine:
+    """What LMCache's settings must fit."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    layers = model.get_num_layers(parallel) + calculate_draft_layers(vllm_config)
+    values = (1 if mla_enabled(model) else 2) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    dtype = get_kv_cache_torch_dtype(cache.cache_dtype, model.dtype)
+    kv_bytes_per_token = layers * values * dtype.itemsize
+    return Machine(torch_device_type == "cpu", cache.block_size, kv_bytes_per_token, model.model)
+
+
+def settle(vllm_config: Any, announce: bool) -> None:
+    """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
+    transfer = vllm_config.kv_transfer_config
+    extra, ours = settled(transfer.kv_connector_extra_config, os.environ, machine(vllm_config))
+    transfer.kv_connector_extra_config = extra
+    fails = ContinuumConfig.load(extra, os.environ).fail_on_load_error
+    transfer.kv_load_failure_policy = "fail" if fails else "recompute"
+    if announce:
+        told = ", ".join(f"{name}={value}" for name, value in ours.items())
+        logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, told)

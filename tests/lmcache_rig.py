@@ -1,0 +1,183 @@
+"""LMCache's own engine with this package's two halves around it, without vLLM: real backends, real files.
+
+It also is a store under test for the contract suite: `run` is one turn as vLLM's connector drives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.metadata import LMCacheMetadata
+from lmcache.v1.token_database import ChunkedTokenDatabase
+
+from connectors.lmcache_cpu import BlockCopier
+from connectors.lmcache_probe import addresses
+from connectors.lmcache_tiers import Tiers
+from connectors.lmcache_worker import WorkerSide
+from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.types import Tier
+
+CHUNK = 16  # tokens, one vLLM block
+LAYERS, HEADS, HEAD = 2, 1, 8
+SLOTS = 64  # vLLM blocks
+POOL_PAGE = 4096  # LMCache aligns a chunk in DRAM to this, and counts it so on disk
+GIB = 1024**3
+
+
+class Rig:
+    """One worker and one scheduler's view, joined as vLLM joins them, but stepped by hand."""
+
+    chunk_tokens = CHUNK
+    bytes_per_token = LAYERS * 2 * HEADS * HEAD * 2
+
+    def __init__(self, directory: Path, dram_chunks: int, disk_chunks: int) -> None:
+        config = LMCacheEngineConfig.from_defaults(
+            chunk_size=CHUNK,
+            max_local_cpu_size=dram_chunks * POOL_PAGE / GIB,
+            local_disk=str(directory),
+            max_local_disk_size=disk_chunks * POOL_PAGE / GIB,
+            pre_caching_hash_algorithm="sha256_cbor",
+            extra_config={"disk_io_threads": 1},  # else chunks enter the disk's LRU in any order
+        )
+        shape = (LAYERS, 2, CHUNK, HEADS, HEAD)
+        metadata = LMCacheMetadata("m", 1, 1, 0, 0, torch.bfloat16, shape, role="worker", chunk_size=CHUNK)
+        database = LMCacheEngineBuilder._Create_token_database(config, metadata)
+        self.engine = LMCacheEngine(
+            config, metadata, database, BlockCopier(CHUNK), lambda it, _: it, lambda it, _: it
+        )
+        self.engine.post_init()
+        self.kv = [torch.zeros(SLOTS, HEADS, CHUNK, 2 * HEAD, dtype=torch.bfloat16) for _ in range(LAYERS)]
+        sockets = addresses(str(directory), 1)
+        self.worker = WorkerSide(self.engine, 0, sockets[0])
+        self.database = ChunkedTokenDatabase(config, metadata)
+        self.tiers = Tiers(self.database, CHUNK, sockets)
+        backends = self.engine.storage_manager.storage_backends
+        self.cpu, self.disk = backends["LocalCPUBackend"], backends["LocalDiskBackend"]
+        self._ids = map(str, itertools.count())
+        self._told: list[Transfer] = []
+
+    # ---- what vLLM does with the worker
+
+    def store(self, tokens: Sequence[int], skip_chunks: int = 0) -> None:
+        blocks = len(tokens) // CHUNK
+        for layer in self.kv:
+            layer[:blocks] = content(tokens)
+        mask = torch.arange(len(tokens)) >= skip_chunks * CHUNK
+        self.engine.store(list(tokens), mask=mask, offset=0, req_id="r", **self._where(tokens))
+
+    def load(self, tokens: Sequence[int]) -> int:
+        """Load what is there into zeroed blocks; return how many tokens came, all of them right."""
+        for layer in self.kv:
+            layer.zero_()
+        found = self.engine.retrieve(list(tokens), req_id="r", **self._where(tokens))
+        came = int(found.sum()) // CHUNK
+        for layer in self.kv:
+            assert torch.equal(layer[:came], content(tokens)[:came])
+            assert not layer[came:].any()
+        return came * CHUNK
+
+    def step(self) -> None:
+        """The end of a vLLM step: the worker reports, the scheduler absorbs."""
+        self.worker.stats()
+        if report := self.worker.report():
+            self.tiers.absorb(report)
+
+    # ---- a store under test
+
+    def run(self, token_ids: Sequence[int]) -> Holding:
+        request = next(self._ids)
+        hit = self.engine.lookup(list(token_ids), lookup_id=request, pin=True)
+        self.step()
+        self._told += self.tiers.transfers()
+        came = self.load(token_ids[:hit])
+        self.engine.lookup_unpin(request)
+        self.step()
+        loads = self.tiers.transfers()
+        self._told += loads
+        self.store(token_ids, skip_chunks=came // CHUNK)
+        by_tier = {load.tier: load.tokens for load in loads}
+        assert sum(by_tier.values()) == came
+        return Holding(by_tier.get(Tier.DRAM, 0), by_tier.get(Tier.SSD, 0))
+
+    def locate(self, token_ids: Sequence[int]) -> Holding:
+        return self.tiers.locate(token_ids)
+
+    def transfers(self) -> list[Transfer]:
+        told, self._told = self._told + self.tiers.transfers(), []
+        return told
+
+    def settle(self) -> None:
+        """Wait until no disk write is in flight, then end a step."""
+        end_s = time.monotonic() + 10
+        while self.disk.disk_worker.put_tasks and time.monotonic() < end_s:
+            time.sleep(0.001)
+        self.step()
+
+    def forget(self, token_ids: Sequence[int]) -> None:
+        self.settle()
+        self.engine.clear(list(token_ids))
+        self.step()
+
+    def check(self) -> None:
+        """The mirror holds what LMCache holds, and nothing is left pinned."""
+        self.settle()
+        held = self.worker.snapshot()
+        assert self.tiers._mirror._held == [(set(held.dram), set(held.ssd))]
+        assert not any(chunk.is_pinned for chunk in self.cpu.hot_cache.values())
+
+    def close(self) -> None:
+        self.tiers.close()
+        self.worker.close()
+        self.engine.close()
+
+    # ---- for tests that break things
+
+    def keys(self, tokens: Sequence[int]) -> list:
+        return [key for _, _, key in self.engine.token_database.process_tokens(list(tokens))]
+
+    def file_of(self, tokens: Sequence[int], chunk: int) -> Path:
+        return Path(self.disk._key_to_path(self.keys(tokens)[chunk]))
+
+    def lose_files(self) -> None:
+        for path in Path(self.disk.path).glob("*.pt"):
+            path.unlink()
+
+    def evict_from_dram(self) -> None:
+        self.settle()
+        self.cpu.clear()
+        self.step()
+
+    def _where(self, tokens: Sequence[int]) -> dict[str, object]:
+        return {"kvcaches": self.kv, "slot_mapping": torch.arange(len(tokens))}
+
+
+@contextlib.contextmanager
+def rigs(directory: Path) -> Iterator[Callable[..., Rig]]:
+    """Makes rigs; each is checked and closed in the end."""
+    made: list[Rig] = []
+
+    def make(dram_chunks: int = 16, disk_chunks: int = 64) -> Rig:
+        made.append(Rig(directory / str(len(made)), dram_chunks, disk_chunks))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.check()
+        each.close()
+
+
+def content(tokens: Sequence[int]) -> torch.Tensor:
+    """KV that tells its tokens: every value of block i is its first token."""
+    heads = torch.tensor(tokens[: len(tokens) // CHUNK * CHUNK : CHUNK], dtype=torch.bfloat16)
+    return heads.view(-1, 1, 1, 1).expand(-1, HEADS, CHUNK, 2 * HEAD)
+
+
+def prompt(program: int, chunks: int) -> list[int]:
+    return [1 + program * 20 + i // CHUNK for i in range(chunks * CHUNK)]

@@ -1,0 +1,236 @@
+"""LMCache's settings: read as LMCache reads them, completed, and refused where they are known to fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lmcache")
+
+from hypothesis import given as given_that
+from hypothesis import strategies as st
+
+from connectors.lmcache_settings import NAMES, given
+from connectors.lmcache_traps import GIB, Machine, pool_chunks, settled
+from continuum_lmcache.errors import ConfigError
+
+CPU = Machine(on_cpu=True, block_tokens=128, kv_bytes_per_token=8192, model="tiny")
+GPU = Machine(on_cpu=False, block_tokens=16, kv_bytes_per_token=131072, model="tiny")
+SHIPPED = Path(__file__).parent.parent / "lmcache.json"
+
+
+def refusal(extra=None, environ=None, machine=CPU) -> str:
+    """The one line with which these settings are refused."""
+    with pytest.raises(ConfigError) as refused:
+        settled(extra or {}, environ or {}, machine)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_name():
+    assert "did you mean lmcache.max_local_disk_size?" in refusal({"lmcache.max_local_disk_siz": 5})
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_name():
+    assert "did you mean LMCACHE_CHUNK_SIZE?" in refusal(environ={"LMCACHE_CHUNK_SIZ": "256"})
+
+
+def test_an_unknown_name_in_the_config_file_is_refused(tmp_path):
+    path = tmp_path / "lmcache.yaml"
+    path.write_text("chunk_siz: 256\n")
+    message = refusal(environ={"LMCACHE_CONFIG_FILE": str(path)})
+    assert "did you mean chunk_size?" in message and str(path) in message
+
+
+def test_a_misspelt_prefix_is_refused():
+    assert "lmcahe.chunk_size" in refusal({"lmcahe.chunk_size": 256})
+
+
+def test_nested_keys_are_refused_because_lmcache_ignores_them():
+    assert "flat keys" in refusal({"lmcache": {"local_cpu": True}})
+
+
+def test_a_key_of_the_multi_process_connector_is_refused_by_its_owner():
+    assert "LMCacheMPConnector" in refusal({"lmcache.mp.port": 5555})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LMCACHE_SERVER_SERVICE_HOST",
+        "LMCACHE_PORT_8000_TCP_ADDR",
+        "LMCACHE_LOG_LEVEL",
+        "LMCACHE_MP_TRANSFER_MODE",
+    ],
+)
+def test_variables_that_are_not_settings_are_left_alone(name):
+    assert given({}, {name: "x"}) == {}
+
+
+def test_a_kubernetes_port_variable_is_left_alone():
+    assert given({}, {"LMCACHE_SERVER_PORT": "tcp://10.0.0.1:8000"}) == {}
+
+
+def test_the_plugins_own_keys_are_left_alone():
+    assert given({"continuum.policy": "fcfs"}, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ"),
+    [
+        ({"lmcache.chunk_size": "many"}, {}),
+        ({}, {"LMCACHE_CHUNK_SIZE": "many"}),
+        ({"lmcache.chunk_size": None}, {}),
+    ],
+)
+def test_a_value_that_lmcache_would_turn_into_none_is_refused(extra, environ):
+    assert "must be of type int" in refusal(extra, environ)
+
+
+def test_a_bool_that_lmcache_would_turn_into_false_is_refused():
+    assert "must be true or false" in refusal(environ={"LMCACHE_LOCAL_CPU": "yes"})
+
+
+@pytest.mark.parametrize("content", [None, "", "nowhere.yaml"])
+def test_a_config_file_that_is_not_there_is_refused(content, tmp_path):
+    name = "" if content is None else str(tmp_path / content)
+    assert "LMCACHE_CONFIG_FILE" in refusal(environ={"LMCACHE_CONFIG_FILE": name})
+
+
+def test_a_config_file_that_is_not_a_mapping_is_refused(tmp_path):
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "broken.yaml").write_text("a: [\n")
+    assert "not a YAML mapping" in refusal(environ={"LMCACHE_CONFIG_FILE": str(tmp_path / "list.yaml")})
+    assert "is not YAML" in refusal(environ={"LMCACHE_CONFIG_FILE": str(tmp_path / "broken.yaml")})
+
+
+def test_the_extra_config_wins_over_variables_and_these_over_the_file(tmp_path):
+    path = tmp_path / "lmcache.yaml"
+    path.write_text("chunk_size: 128\nmax_local_cpu_size: 1\nsave_decode_cache: false\n")
+    environ = {
+        "LMCACHE_CONFIG_FILE": str(path),
+        "LMCACHE_MAX_LOCAL_CPU_SIZE": "2",
+        "LMCACHE_CHUNK_SIZE": "256",
+    }
+    found = given({"lmcache.chunk_size": 512}, environ)
+    assert found == {"chunk_size": 512, "max_local_cpu_size": 2.0, "save_decode_cache": False}
+
+
+def test_hashes_agree_between_processes_by_default():
+    extra, ours = settled({}, {}, CPU)
+    assert extra["lmcache.pre_caching_hash_algorithm"] == "sha256_cbor" == ours["pre_caching_hash_algorithm"]
+
+
+@pytest.mark.parametrize("algorithm", ["builtin", "xxhash_cbor"])
+def test_a_seeded_hash_without_a_seed_is_refused(algorithm):
+    extra = {"lmcache.pre_caching_hash_algorithm": algorithm}
+    assert "PYTHONHASHSEED=0" in refusal(extra)
+    assert "PYTHONHASHSEED=0" in refusal(extra, {"PYTHONHASHSEED": "random"})
+    assert "PYTHONHASHSEED=0" in refusal(environ={"LMCACHE_PRE_CACHING_HASH_ALGORITHM": algorithm})
+
+
+def test_a_seeded_hash_with_a_seed_is_the_users_choice():
+    extra, ours = settled({"lmcache.pre_caching_hash_algorithm": "builtin"}, {"PYTHONHASHSEED": "0"}, CPU)
+    assert extra["lmcache.pre_caching_hash_algorithm"] == "builtin"
+    assert "pre_caching_hash_algorithm" not in ours
+
+
+def test_generated_tokens_are_saved_unless_the_user_says_no():
+    assert settled({}, {}, CPU)[0]["lmcache.save_decode_cache"] is True
+    assert "lmcache.save_decode_cache" not in settled({}, {"LMCACHE_SAVE_DECODE_CACHE": "false"}, CPU)[0]
+
+
+@given_that(st.floats(0.05, 64), st.sampled_from([128, 256, 512]))
+def test_one_load_never_takes_more_than_the_dram_pool(dram_gib, chunk_tokens):
+    extra = {"lmcache.max_local_cpu_size": dram_gib, "lmcache.chunk_size": chunk_tokens}
+    load_tokens = settled(extra, {}, CPU)[1]["max_tokens_per_load"]
+    assert load_tokens % chunk_tokens == 0 and load_tokens > 0
+    assert load_tokens * CPU.kv_bytes_per_token <= dram_gib * GIB
+
+
+def test_a_pool_is_counted_in_aligned_chunks():
+    odd = Machine(on_cpu=False, block_tokens=1, kv_bytes_per_token=4097, model="tiny")
+    settings = {"chunk_size": 1, "max_local_cpu_size": 16384 / GIB}
+    assert pool_chunks(settings, odd) == 2
+
+
+def test_a_load_limit_below_one_chunk_is_refused():
+    assert "at least one chunk, 256 tokens" in refusal({"lmcache.max_tokens_per_load": 100})
+
+
+def test_the_disk_is_read_past_the_page_cache_by_default():
+    disk = {"lmcache.local_disk": "file://./d/", "lmcache.max_local_disk_size": 1}
+    assert settled(disk, {}, CPU)[0]["lmcache.extra_config"] == {"use_odirect": True}
+    kept = {**disk, "lmcache.extra_config": {"use_odirect": False, "disk_io_threads": 2}}
+    assert settled(kept, {}, CPU)[0]["lmcache.extra_config"] == {"use_odirect": False, "disk_io_threads": 2}
+    by_env = {"LMCACHE_EXTRA_CONFIG": '{"disk_io_threads": 2}'}
+    assert settled(disk, by_env, CPU)[0]["lmcache.extra_config"] == {
+        "use_odirect": True,
+        "disk_io_threads": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"lmcache.enable_async_loading": True}, "frees it twice"),
+        ({"lmcache.local_disk": "/d", "lmcache.max_local_disk_size": 0}, "nothing would be kept"),
+        ({"lmcache.max_local_disk_size": 5}, "local_disk is not set"),
+        ({"lmcache.local_disk": "s3://b", "lmcache.max_local_disk_size": 5}, "file:// URL"),
+        ({"lmcache.max_local_cpu_size": 0}, "one chunk of 256 tokens takes 2.0 MiB"),
+        ({"lmcache.max_local_cpu_size": 0.001}, "one chunk of 256 tokens takes 2.0 MiB"),
+        ({"lmcache.chunk_size": 0}, "above 0"),
+        ({"lmcache.cache_policy": "ARC"}, "LRU, LFU, FIFO, MRU"),
+        ({"use_native": True}, "remove it"),
+    ],
+)
+def test_settings_that_are_known_to_fail_are_refused_with_the_reason(extra, reason):
+    assert reason in refusal(extra)
+
+
+def test_a_model_path_too_long_for_a_file_name_is_refused_with_a_disk():
+    deep = Machine(True, 128, 8192, "/models/" + "x" * 240)
+    disk = {"lmcache.local_disk": "/d", "lmcache.max_local_disk_size": 1}
+    assert "shorter path" in refusal(disk, machine=deep)
+    settled({}, {}, deep)
+
+
+def test_on_a_cpu_a_chunk_must_be_whole_blocks():
+    message = refusal({"lmcache.chunk_size": 192})
+    assert "192" in message and "128" in message and "set chunk_size to 256" in message
+    settled({"lmcache.chunk_size": 192}, {}, GPU)
+
+
+@pytest.mark.parametrize("name", ["save_unfull_chunk", "use_layerwise", "enable_blending"])
+def test_on_a_cpu_parts_of_blocks_cannot_be_moved(name):
+    assert "a CPU cannot" in refusal({f"lmcache.{name}": True})
+    settled({f"lmcache.{name}": True}, {}, GPU)
+
+
+@given_that(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "lmcache.chunk_size": st.sampled_from([128, 256, "512"]),
+            "lmcache.save_decode_cache": st.booleans(),
+            "lmcache.extra_config": st.just({"disk_io_threads": 2}),
+            "lmcache.max_tokens_per_load": st.sampled_from([0, 4096]),
+            "continuum.policy": st.just("fcfs"),
+        },
+    )
+)
+def test_settling_twice_changes_nothing_and_no_choice_of_the_users(extra):
+    disk = {"lmcache.local_disk": "/d", "lmcache.max_local_disk_size": 1, **extra}
+    once, _ = settled(disk, {}, CPU)
+    assert settled(once, {}, CPU) == (once, {})
+    for key, value in extra.items():
+        assert once[key] == (value if key != "lmcache.extra_config" else {"use_odirect": True, **value})
+
+
+def test_the_shipped_file_names_only_what_lmcache_knows_and_passes():
+    shipped = json.loads(SHIPPED.read_text())
+    extra, _ = settled(shipped["kv_connector_extra_config"], {}, CPU)
+    assert {key.removeprefix("lmcache.") for key in extra} <= NAMES | {"max_tokens_per_load"}
+    assert shipped["kv_connector"] == "LMCacheConnectorV1"

@@ -1,0 +1,260 @@
+"""LMCache under a real vLLM engine on this machine's CPU: what comes back is what went out.
+
+The oracle is vLLM's own prefix hit of the same length: bfloat16 gives another prompt split other
+logits, so prompts are 256 * n + 64 tokens, of which vLLM and LMCache both hit 256 * n.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("lmcache")
+
+from prometheus_client import REGISTRY
+
+from connectors.lmcache import ContinuumLMCacheConnector, settle
+from connectors.lmcache_cpu import BlockCopier
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.tiers import Holding
+from experiments.server import CPU_ENV
+from experiments.tiny_model import make_model
+
+pytestmark = pytest.mark.real
+REPO = Path(__file__).parent.parent
+CHUNK = 256
+DRAM_CHUNKS = 17  # 2 MiB each
+BLOCKS = 70  # of 128 tokens
+
+
+class BreakableCopier(BlockCopier):
+    """The copier under test; while the flag file exists it brings nothing back, the negative control."""
+
+    flag: Path
+
+    def batched_to_gpu(self, *args, **kwargs):
+        if not self.flag.exists():
+            super().batched_to_gpu(*args, **kwargs)
+
+
+class BreakableConnector(ContinuumLMCacheConnector):
+    copier = BreakableCopier
+
+    def __init__(self, vllm_config, role, kv_cache_config):
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        BreakableCopier.flag = Path(extra["lmcache.local_disk"].removeprefix("file://")) / "broken"
+        super().__init__(vllm_config, role, kv_cache_config)
+
+
+class Engine:
+    """A vLLM engine, its scheduler in this process and its worker in another."""
+
+    def __init__(self, disk: Path) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        self.disk = disk
+        extra = {
+            "lmcache.max_local_cpu_size": DRAM_CHUNKS * 2 / 1024,
+            "lmcache.local_disk": f"file://{disk}/",
+            "lmcache.max_local_disk_size": 1,
+        }
+        self.llm = LLM(
+            str(make_model(REPO / ".work" / "tiny-model")),
+            enforce_eager=True,
+            dtype="bfloat16",
+            max_model_len=8192,
+            num_gpu_blocks_override=BLOCKS,
+            seed=0,
+            disable_log_stats=False,
+            distributed_executor_backend="mp",
+            kv_transfer_config=KVTransferConfig(
+                kv_connector=BreakableConnector.__name__,
+                kv_connector_module_path=__name__,
+                kv_role="kv_both",
+                kv_connector_extra_config=extra,
+            ),
+        )
+        self.connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+
+    def run(self, *prompts):
+        """Per prompt: (tokens reused, [(token, {candidate: logprob})...])."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=8, logprobs=3, ignore_eos=True)
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [answer(out) for out in self.llm.generate(inputs, params, use_tqdm=False)]
+
+    def forget_gpu(self) -> None:
+        self.llm.reset_prefix_cache()
+
+    def located(self, prompt) -> Holding:
+        """What the tiers hold once the writes to disk have ended."""
+        end_s = time.monotonic() + 10
+        self.connector.locate(prompt)
+        while self.connector.tiers._mirror.is_behind and time.monotonic() < end_s:
+            time.sleep(0.02)
+            self.connector.locate(prompt)
+        return self.connector.locate(prompt)
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def answer(output):
+    steps = [{token: at.logprob for token, at in step.items()} for step in output.outputs[0].logprobs]
+    return output.num_cached_tokens, list(zip(output.outputs[0].token_ids, steps, strict=True))
+
+
+def prompt(seed: int, chunks: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 4096) for _ in range(chunks * CHUNK + 64)]
+
+
+def counted(name: str, **labels: str) -> float:
+    """A Prometheus counter's value."""
+    return sum(
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    settings = {
+        **CPU_ENV,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    }
+    with pytest.MonkeyPatch.context() as env:
+        for name, value in settings.items():
+            env.setenv(name, value)
+        env.delenv("PYTHONHASHSEED", raising=False)  # LMCache's own default then never hits
+        made = Engine(tmp_path_factory.mktemp("disk"))
+        yield made
+        made.close()
+
+
+def test_a_reload_from_dram_gives_the_same_logprobs_as_vllms_own_prefix_hit(engine):
+    p = prompt(1, 3)
+    cold, own = engine.run(p)[0], engine.run(p)[0]
+    assert (cold[0], own[0]) == (0, 3 * CHUNK)
+    engine.forget_gpu()
+    assert engine.connector.locate(p) == Holding(3 * CHUNK, 0)
+    before = counted("continuum_loaded_tokens_total", tier="dram")
+    assert engine.run(p)[0] == own
+    assert counted("continuum_loaded_tokens_total", tier="dram") - before == 3 * CHUNK
+    assert counted("continuum_load_seconds_total", tier="dram") > 0
+    assert counted("continuum_stored_bytes_total") >= 3 * CHUNK * 8192
+
+
+def test_eight_programs_at_once_reload_exactly_from_dram_and_then_from_disk(engine):
+    prompts = [prompt(10 + i, 2) for i in range(8)]
+    engine.run(*prompts)
+    own = engine.run(*prompts)
+    assert [reused for reused, _ in own] == [2 * CHUNK] * 8
+    engine.forget_gpu()
+    assert {engine.located(p) for p in prompts} == {Holding(2 * CHUNK, 0)}
+    assert engine.run(*prompts) == own
+    engine.run(prompt(99, DRAM_CHUNKS))  # takes all of DRAM
+    engine.forget_gpu()
+    assert {engine.located(p) for p in prompts} == {Holding(0, 2 * CHUNK)}
+    before = counted("continuum_loaded_tokens_total", tier="ssd")
+    assert engine.run(*prompts) == own
+    assert counted("continuum_loaded_tokens_total", tier="ssd") - before == 8 * 2 * CHUNK
+
+
+def test_a_prefix_larger_than_the_dram_pool_is_loaded_in_part_and_does_not_hang(engine):
+    p = prompt(2, DRAM_CHUNKS + 2)
+    engine.run(p)
+    engine.forget_gpu()
+    held = engine.located(p)
+    assert held.dram_tokens + held.ssd_tokens == (DRAM_CHUNKS + 2) * CHUNK
+    (reused, steps), *_ = engine.run(p)
+    assert reused == int(DRAM_CHUNKS * 7 / 8) * CHUNK and len(steps) == 8
+
+
+def test_a_capped_load_that_begins_inside_a_chunk_does_not_kill_the_engine(engine):
+    p = prompt(2, DRAM_CHUNKS + 2)
+    engine.forget_gpu()
+    engine.run(p[: CHUNK + 128 + 64])  # vLLM then holds one block more than a chunk
+    (reused, steps), *_ = engine.run(p)
+    assert reused > CHUNK and len(steps) == 8
+
+
+@pytest.mark.parametrize(("chunks", "lost"), [(1, 1), (3, 1), (3, 3)])
+def test_chunk_files_that_are_gone_are_computed_again(engine, chunks, lost):
+    p = prompt(40 + 10 * chunks + lost, chunks)
+    before = set(engine.disk.glob("*.pt"))
+    cold = engine.run(p)[0]
+    engine.located(p)
+    written = sorted(set(engine.disk.glob("*.pt")) - before, key=lambda path: path.stat().st_mtime_ns)
+    engine.run(prompt(98, DRAM_CHUNKS))
+    engine.forget_gpu()
+    assert engine.located(p) == Holding(0, chunks * CHUNK)
+    for path in written[:lost]:
+        path.unlink()
+    (_, steps), *_ = engine.run(p)
+    assert len(steps) == 8
+    if lost == chunks:
+        assert steps == cold[1]  # all of it was computed, in one piece as before
+
+
+@pytest.mark.usefixtures("engine")
+def test_hits_are_told_by_tier_in_vllms_own_metric():
+    disk = counted("vllm:prompt_tokens_cached_by_source_total", source="disk")
+    host = counted("vllm:prompt_tokens_cached_by_source_total", source="host")
+    assert disk >= 8 * 2 * CHUNK and host >= 8 * 2 * CHUNK
+
+
+def test_loads_arrive_at_the_scheduler_with_their_times(engine):
+    loads = [t for t in engine.connector.transfers() if t.direction == "load"]
+    assert {t.tier.value for t in loads} == {"dram", "ssd"}
+    for load in loads:
+        assert load.size_bytes == load.tokens * 8192 and 0 < load.duration_s < 10
+
+
+def with_extra(engine: Engine, **extra):
+    """The engine's own vLLM configuration with other keys in the connector's extra config."""
+    config = copy.copy(engine.llm.llm_engine.vllm_config)
+    config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+    config.kv_transfer_config.kv_connector_extra_config = extra
+    return config
+
+
+def test_the_front_end_refuses_a_wrong_setting_in_one_line_before_an_engine_starts(engine):
+    ContinuumLMCacheConnector.check_settings(with_extra(engine, **{"lmcache.chunk_size": 512}))
+    with pytest.raises(ConfigError, match=r"^[^\n]*did you mean lmcache.chunk_size\?[^\n]*$"):
+        ContinuumLMCacheConnector.check_settings(with_extra(engine, **{"lmcache.chunk_siz": 512}))
+    with pytest.raises(ConfigError, match="192 tokens and vLLM's block 128"):
+        ContinuumLMCacheConnector.check_settings(with_extra(engine, **{"lmcache.chunk_size": 192}))
+
+
+def test_a_load_that_fails_is_recomputed_unless_the_user_wants_an_error(engine):
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler.recompute_kv_load_failures
+    strict = with_extra(engine, **{"continuum.fail_on_load_error": True})
+    settle(strict, announce=False)
+    assert strict.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+def test_a_copy_that_brings_nothing_is_noticed(engine):
+    p = prompt(3, 3)
+    engine.run(p)
+    own = engine.run(p)[0]
+    engine.forget_gpu()
+    for other in (prompt(2, DRAM_CHUNKS + 2), prompt(98, DRAM_CHUNKS)):  # both fill every GPU block
+        engine.run(other)
+    assert engine.located(p) != Holding(0, 0)
+    (engine.disk / "broken").touch()
+    reused, steps = engine.run(p)[0]
+    (engine.disk / "broken").unlink()
+    assert reused == own[0]
+    assert steps != own[1]
