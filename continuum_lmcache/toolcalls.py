@@ -78,7 +78,9 @@ def tagged(text: str) -> Iterator[ToolKey]:
     """<tool_call>{"name": ..., "arguments": ...}</tool_call> and its XML kin."""
     for block in text.split("<tool_call>")[1:]:
         body = block.partition("</tool_call>")[0]
-        if "<function=" in body:
+        if body.lstrip().startswith(("{", "[")):  # JSON may hold the other formats' tags as text
+            yield from json_calls(body)
+        elif "<function=" in body:
             yield from functions(body)
         elif "<arg_key>" in body:
             name, *pairs = body.split("<arg_key>")

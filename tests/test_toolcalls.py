@@ -260,3 +260,8 @@ def test_json_nested_up_to_and_beyond_pythons_stack_raises_nothing(opening, clos
 
 def test_a_turn_has_only_so_many_calls():
     assert len(tool_calls("<tool_call>" + as_json(name="f", arguments={}) * 100)) == MAX_CALLS
+
+
+def test_an_argument_that_holds_another_formats_tag_is_no_call() -> None:
+    text = '<tool_call>\n{"name": "Read", "arguments": {"path": "<function=x"}}\n</tool_call>'
+    assert tool_key(text)[-1] == "Read"
