@@ -10,15 +10,19 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from continuum_lmcache.gaps import Gaps
 from experiments.server import serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -35,14 +39,30 @@ def recording(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"}  # read at import
     os.environ |= {**quiet, "MSWEA_GLOBAL_CONFIG_DIR": str(folder)}
     args = ["--max-model-len", "6144", "--num-gpu-blocks-override", "60", "--scheduling-policy", "continuum"]
-    env = {"RUN_OUTPUT_DIR": str(folder / "run")}
+    env = {"RUN_OUTPUT_DIR": str(folder / "run"), "CONTINUUM_GAPS_FILE": str(folder / "gaps.json")}
     with (
         serve(model, args, log=folder / "server.log", env=env) as url,
         ThreadPoolExecutor(PROGRAMS) as pool,
     ):
         ends = list(pool.map(lambda n: run_agent(url, folder, n), range(PROGRAMS)))
+        on_demand(folder / "run" / "scheduler_timestamps")
     assert set(ends) == {"LimitsExceeded"}, "an agent ended otherwise than by its step limit"
     yield json.loads((folder / "run" / "scheduler_timestamps").read_text())
+    learned = Gaps.loads((folder / "gaps.json").read_text())
+    assert learned.own(("bash",)).n > 50, "durations survive a restart"
+
+
+def on_demand(path: Path) -> None:
+    """SIGUSR1 to the engine's process writes the recording while it runs."""
+    assert not path.exists()
+    for process in psutil.Process().children(recursive=True):
+        if "EngineCore" in " ".join(process.cmdline()):
+            process.send_signal(signal.SIGUSR1)
+    for _ in range(100):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError("no recording 10 s after SIGUSR1")
 
 
 def run_agent(url: str, folder: Path, number: int) -> str:
