@@ -10,6 +10,7 @@ and does what each step's metadata says. FakeConfig lists the settings.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from connectors.fake_worker import Worker
 from connectors.shelf import Namer, chain
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.types import Tier
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -85,6 +87,12 @@ class FakeConnector(KVConnectorBase_V1):
             return self.planner.store.transfers()
         moved, self._moved = self._moved, []
         return moved
+
+    def capacity_tokens(self) -> dict[Tier, int]:
+        """What each tier has room for; one without end is not named, as it loses nothing."""
+        shelves = {Tier.DRAM: self.planner.store.dram, Tier.SSD: self.planner.store.ssd}
+        sizes = {tier: shelf.capacity for tier, shelf in shelves.items() if 1 <= shelf.capacity < math.inf}
+        return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
 
     def forget(self, token_ids: Sequence[int], salt: str = "") -> int:
         """Drop this prompt's chunks from every tier. How many there were."""

@@ -37,11 +37,12 @@ from connectors.lmcache_cpu import BlockCopier, cpu_copy_path
 from connectors.lmcache_meter import TransferMetrics, TransferStats
 from connectors.lmcache_probe import addresses
 from connectors.lmcache_tiers import Tiers
-from connectors.lmcache_traps import Machine, settled
+from connectors.lmcache_traps import GIB, Machine, settled
 from connectors.lmcache_worker import TierReport, WorkerSide
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.types import Tier
 
 logger = init_logger("vllm.continuum.lmcache")
 
@@ -68,6 +69,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         # with MLA every rank would hold the same bytes, and LMCache lets rank 0 alone keep them
         ranks = 1 if mla_enabled(vllm_config.model_config) else vllm_config.parallel_config.world_size
         self._addresses = addresses(vllm_config.kv_transfer_config.engine_id, ranks)
+        self._kv_bytes_per_token = machine(vllm_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
         self._worker: WorkerSide | None = None
         self._tiers: Tiers | None = None
@@ -95,6 +97,15 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     def transfers(self) -> list[Transfer]:
         """Loads and stores as rank 0 timed them, since the last call. A load's time includes the copy."""
         return self.tiers.transfers()
+
+    def capacity_tokens(self) -> dict[Tier, int]:
+        """What LMCache's DRAM and disk of one rank have room for."""
+        config = self._impl.config
+        gib = {
+            Tier.DRAM: config.max_local_cpu_size if config.local_cpu else 0.0,
+            Tier.SSD: config.max_local_disk_size if config.local_disk else 0.0,
+        }
+        return {tier: int(size * GIB / self._kv_bytes_per_token) for tier, size in gib.items() if size}
 
     # ---- scheduler: vLLM's calls
 

@@ -1,7 +1,8 @@
-"""What a finished turn's KV is worth: learns from tool gaps and queues, answers with a Retention."""
+"""What a finished turn's KV is worth: learns from tool gaps, queues and loads, answers with a Retention."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from continuum_lmcache.config import ContinuumConfig
@@ -9,34 +10,47 @@ from continuum_lmcache.costs import UNMEASURED, Costs
 from continuum_lmcache.gaps import Gaps
 from continuum_lmcache.history import History
 from continuum_lmcache.policies import policy_named
+from continuum_lmcache.rates import Rates, Survival
+from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.toolcalls import tool_calls, tool_key
-from continuum_lmcache.types import Load, Retention, Standing, ToolKey, Turn
+from continuum_lmcache.types import Load, Retention, Standing, Tier, ToolKey, Turn
+
+COLD_GAP_S = 1.0  # while no gap is known: Exp(1)'s mean, as in the paper's cold start
 
 
 class Appraiser:
-    """One engine's experience, and the policy that uses it. No clock: durations come as values."""
+    """One engine's experience, and the policy that uses it. No clock: times come as values."""
 
-    def __init__(self, config: ContinuumConfig, costs: Costs = UNMEASURED, gaps: Gaps | None = None) -> None:
+    def __init__(
+        self,
+        config: ContinuumConfig,
+        costs: Costs = UNMEASURED,
+        gaps: Gaps | None = None,
+        capacity_tokens: Mapping[Tier, int] | None = None,
+    ) -> None:
         self.config = config
-        self.costs = costs
         self.gaps = gaps if gaps is not None else Gaps()
         self.history = History()
+        self.rates = Rates(costs)
+        self.survival = Survival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
 
     def order(self, standing: Standing) -> tuple[float, ...]:
         """Where a waiting turn stands: smallest first."""
         return self._policy.order(standing)
 
-    def retain(self, turn: Turn, load: Load) -> Retention:
+    def retain(self, now_s: float, turn: Turn, load: Load) -> Retention:
         """For how long this turn's KV should stay, never beyond max_ttl_s."""
+        away_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
         load = replace(
             load,
             queue_delay_s=self.history.queue_delay_s,
             queue_delay_samples=self.history.queue_delay_samples,
             eta=self.history.eta,
             eta_samples=self.history.eta_samples,
+            survival=self.survival.chances(turn.residency.total_tokens, away_s, now_s),
         )
-        keep = self._policy.retain(turn, self.gaps, self.costs, load, self.config)
+        keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s))
 
     def tool(self, text: str) -> ToolKey:
@@ -60,3 +74,9 @@ class Appraiser:
     def program_over(self, turns: int) -> None:
         """A program ended after so many turns."""
         self.history.turn_count(turns)
+
+    def moved(self, now_s: float, transfers: Iterable[Transfer]) -> None:
+        """What the tiers really moved: it corrects their rates, and tells how fast they fill."""
+        for transfer in transfers:
+            self.rates.observe(transfer)
+            self.survival.observe(transfer, now_s)

@@ -74,7 +74,7 @@ def three_way(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     if program and program[0] in FAST_TOOLS | SLOW_TOOLS:
         ttl_s = FAST_TTL_S if program[0] in FAST_TOOLS else 0.0
         return Retention(ttl_s, config.policy, "rule", cost_s=ttl_s, level="rule")
-    benefit_s = load.queue_delay_s * load.eta + costs.reload_s(turn.residency)
+    benefit_s = load.queue_delay_s * load.eta + costs.reload_s(turn.residency, load.survival)
     own = gaps.own(most_specific(turn.tool, gaps))
     if len(own.samples_s) >= POSTERIOR_SAMPLES:
         best = best_ttl(as_posterior(own), benefit_s, config.max_ttl_s)

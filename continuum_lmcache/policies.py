@@ -38,7 +38,8 @@ def continuum(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     """
     seen = gaps.distribution(turn.tool)
     cold = seen.level == "cold"
-    benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + costs.reload_s(turn.residency)
+    reload_s = costs.reload_s(turn.residency, load.survival)
+    benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + reload_s
     best = best_ttl(seen, benefit_s, config.max_ttl_s)
     return explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,3 +36,6 @@ class TierStore(Protocol):
 
     def transfers(self) -> list[Transfer]:
         """The movements since the last call, oldest first."""
+
+    def capacity_tokens(self) -> Mapping[Tier, int]:
+        """How many tokens' KV each tier has room for; a tier that is not there is not named."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
@@ -77,6 +78,7 @@ class Load:
     queue_delay_samples: int = 0
     eta: float = 1.0  # -Corr(turns done, turns left), in [-1, 1]
     eta_samples: int = 0
+    survival: Mapping[Tier, float] = field(default_factory=dict)  # chance that a tier still holds the prefix
 
     @property
     def pressure(self) -> float:

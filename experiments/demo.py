@@ -59,6 +59,7 @@ def tiers(disk: Path) -> dict[str, Any]:
         "lmcache.max_local_cpu_size": gpu_gib,
         "lmcache.local_disk": f"file://{disk}/",
         "lmcache.max_local_disk_size": 2 * gpu_gib,
+        "continuum.profile": str(ROOT / "profiles" / "cpu-tiny.yaml"),  # stock fcfs does not read it
     }
 
 

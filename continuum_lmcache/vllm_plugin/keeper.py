@@ -171,6 +171,10 @@ class Keeper:
         for program in list(self.ledger.pinned):
             self.release(now_s, program, Outcome.RESET)
 
+    def learn(self, now_s: float) -> None:
+        """Take in what the tiers moved since the last step."""
+        self.appraiser.moved(now_s, self.supply.transfers())
+
     def forget(self, now_s: float) -> None:
         """Drop programs whose clients never said that they were done. Looks every FORGET_EVERY_S."""
         if now_s < self._forget_at_s:
@@ -230,7 +234,7 @@ class Keeper:
             len(blocks),
             self.supply.if_given_up(request),
         )
-        keep = self.appraiser.retain(ended, self._load())
+        keep = self.appraiser.retain(now_s, ended, self._load())
         self.release(now_s, program, Outcome.SUPERSEDED)
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
         self._record_finish(now_s, turn, request, tool, keep)

@@ -59,6 +59,7 @@ class ContinuumMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         now_s = self.clock()
         self._report_due = False
+        self._keeper.learn(now_s)
         self._keeper.expire(now_s)
         self._keeper.forget(now_s)
         self._reorder()

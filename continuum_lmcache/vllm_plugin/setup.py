@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,13 @@ def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
     """Build the parts for one scheduler. Raises ConfigError or ProfileError."""
     rank = scheduler.parallel_config.data_parallel_index
     gaps_path = ranked(Path(config.gaps_file), rank) if config.gaps_file else None
-    appraiser = Appraiser(config, costs_of(config), load_gaps(gaps_path) if gaps_path else Gaps())
+    store = store_of(scheduler.connector)
+    appraiser = Appraiser(
+        config,
+        costs_of(config, kv_bytes_per_token(scheduler.kv_cache_config)),
+        load_gaps(gaps_path) if gaps_path else Gaps(),
+        store.capacity_tokens() if store is not None else {},
+    )
     recorder = Recorder(time.time() - now_s, hash_ids=config.hash_ids)
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     keeper = Keeper(
@@ -70,7 +76,7 @@ def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
         scheduler.kv_cache_manager,
         scheduler.hash_block_size,
         tokenizer,
-        store_of(scheduler.connector),
+        store,
     )
     room = Room(keeper, gaps_path, recording_of(config, recorder, rank))
     if room.writes_files and threading.current_thread() is threading.main_thread():
@@ -78,16 +84,34 @@ def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
     return room
 
 
-def costs_of(config: ContinuumConfig) -> Costs:
+def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> Costs:
     """The measured profile, or cautious numbers that say that they are not measured."""
     if not config.profile:
         logger.warning("continuum.profile is not set: reload costs are guesses, not measurements")
-        return UNMEASURED
+        return replace(UNMEASURED, kv_bytes_per_token=kv_bytes_per_token)
     path = Path(config.profile)
     try:
-        return Costs.from_mapping(yaml.safe_load(path.read_text()), str(path))
+        costs = Costs.from_mapping(yaml.safe_load(path.read_text()), str(path))
     except (OSError, yaml.YAMLError) as error:
         raise ProfileError(f"continuum.profile {path}: {error}") from error
+    if not costs.measured:
+        logger.warning("continuum.profile %s was not measured: its numbers are from data sheets", path)
+    if costs.kv_bytes_per_token != kv_bytes_per_token:
+        logger.warning(
+            "continuum.profile %s is of a model with %d bytes of KV a token; this one has %d",
+            path,
+            costs.kv_bytes_per_token,
+            kv_bytes_per_token,
+        )
+    return costs
+
+
+def kv_bytes_per_token(kv_cache_config: Any) -> int:
+    """What one token's KV takes on one rank, over all layers."""
+    groups = kv_cache_config.kv_cache_groups
+    return sum(
+        g.kv_cache_spec.page_size_bytes * len(g.layer_names) // g.kv_cache_spec.block_size for g in groups
+    )
 
 
 def recording_of(config: ContinuumConfig, recorder: Recorder, rank: int) -> Recording | None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from vllm.v1.request import Request
 
-from continuum_lmcache.tiers import Holding, TierStore
+from continuum_lmcache.tiers import Holding, TierStore, Transfer
 from continuum_lmcache.types import Residency
 from continuum_lmcache.vllm_plugin.turns import LiveTurn
 
@@ -33,6 +33,10 @@ class Supply:
         in_dram = self._holding(request, total).dram_tokens if loaded and self._store is not None else total
         dram = max(0, min(in_dram - gpu, loaded))
         return Residency(gpu, dram, loaded - dram, total)
+
+    def transfers(self) -> list[Transfer]:
+        """What the tiers moved since the last call."""
+        return self._store.transfers() if self._store is not None else []
 
     def count(self, served: Residency) -> None:
         """Add one prompt to the counts."""

@@ -1,0 +1,89 @@
+"""Curves through timings: least squares of the relative error, with no coefficient below zero.
+
+Relative, so that a short prefill counts as much as a long one; not below zero, since a machine that
+gains time with size has been measured wrongly and `Costs` refuses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.optimize import nnls
+
+from continuum_lmcache.errors import ProfileError
+from profiles.timing import rounded
+
+LEAST_R2 = 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Coefficients by name, and how well they tell the timings."""
+
+    terms: dict[str, float]
+    r2: float  # of the seconds, 1 is perfect
+    residuals: tuple[float, ...]  # fitted / measured - 1, a number per point
+
+    def provenance(self) -> dict[str, Any]:
+        return {
+            "r2": rounded(self.r2),
+            "terms": {name: rounded(value) for name, value in self.terms.items()},
+            "relative_residuals": [round(value, 3) for value in self.residuals],
+            "worst_relative_residual": round(max(map(abs, self.residuals)), 3),
+        }
+
+
+def fitted(names: Sequence[str], rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
+    """The fit of seconds[i] = sum over j of terms[j] * rows[i][j]. Raises ProfileError."""
+    if len(rows) < len(names):
+        raise ProfileError(
+            f"{len(rows)} points cannot fix {', '.join(names)}: {len(names)} are needed; was there too "
+            "little time (--budget-s), or is the KV cache too small?"
+        )
+    if min(seconds) <= 0:
+        raise ProfileError("a timing of 0 s: the clock is too coarse for the smallest point")
+    measured = np.asarray(seconds, dtype=float)
+    table = np.asarray(rows, dtype=float)
+    relative = table / measured[:, None]
+    scale = np.maximum(relative.max(axis=0), 1e-300)  # the columns differ by 10^9
+    terms = nnls(relative / scale, np.ones(len(measured)))[0] / scale
+    said = table @ terms
+    spread = float(((measured - measured.mean()) ** 2).sum())
+    missed = float(((measured - said) ** 2).sum())
+    return Fit(
+        dict(zip(names, map(float, terms), strict=True)),
+        r2=1.0 - missed / spread if spread > 0 else 0.0,
+        residuals=tuple(map(float, said / measured - 1.0)),
+    )
+
+
+def fit_prefill(seconds: Mapping[tuple[int, int], float]) -> Fit:
+    """PrefillCurve's coefficients from {(tokens, context tokens): seconds}."""
+    rows = [(1.0, n, n * c + n * n / 2) for n, c in seconds]
+    return fitted(("fixed_s", "per_token_s", "per_pair_s"), rows, list(seconds.values()))
+
+
+def fit_load(seconds: Mapping[int, float]) -> Fit:
+    """A Rate's coefficients from {bytes: seconds}; `s_per_byte` is above 0, or ProfileError."""
+    fit = fitted(("fixed_s", "s_per_byte"), [(1.0, size) for size in seconds], list(seconds.values()))
+    if fit.terms["s_per_byte"] <= 0:
+        raise ProfileError(f"moving {max(seconds)} bytes took no longer than {min(seconds)}: no rate to tell")
+    return fit
+
+
+def fit_decode(seconds: Mapping[tuple[int, int], float]) -> Fit:
+    """A decode step's coefficients from {(sequences, context tokens of each): seconds}."""
+    rows = [(1.0, batch, batch * context) for batch, context in seconds]
+    return fitted(("fixed_s", "per_sequence_s", "per_cached_token_s"), rows, list(seconds.values()))
+
+
+def refuse_poor(fit: Fit, what: str, force: bool) -> None:
+    """Raise ProfileError if the fit is no description of the timings, unless `force`."""
+    if fit.r2 < LEAST_R2 and not force:
+        raise ProfileError(
+            f"{what}: R2 is {fit.r2:.3f}, under {LEAST_R2}; is the machine busy? Measure again when it is "
+            "quiet, by --clock cpu on a CPU machine, or keep the fit as it is with --force"
+        )

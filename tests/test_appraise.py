@@ -1,0 +1,65 @@
+"""The TTL follows what the tiers do: shorter where a reload is cheap and sure, longer where it is not."""
+
+from __future__ import annotations
+
+from continuum_lmcache.appraise import Appraiser
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.costs import Costs, PrefillCurve, Rate
+from continuum_lmcache.tiers import Transfer
+from continuum_lmcache.types import Load, ProgramId, Residency, Tier, Turn
+
+KV_BYTES = 131_072  # Llama-3.1-8B's, a token
+CONTEXT = 20_000
+COSTS = Costs(
+    prefill=PrefillCurve(0.0, 1e-4, 0.0, samples=9),  # 2 s for the context
+    dram=Rate(25e9, 0.0, samples=9),  # 0.1 s
+    ssd=Rate(5e9, 0.0, samples=9),
+    kv_bytes_per_token=KV_BYTES,
+    chunk_tokens=256,
+)
+IN_DRAM = Turn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, CONTEXT, 0, CONTEXT))
+LOAD = Load(total_blocks=2000, free_blocks=100, pinned_blocks=0, waiting_turns=3)
+
+
+def appraiser(capacity_tokens: int) -> Appraiser:
+    """One that knows its tools: 0.05 to 1 s, evenly."""
+    made = Appraiser(ContinuumConfig(), COSTS, capacity_tokens={Tier.DRAM: capacity_tokens})
+    for i in range(120):
+        made.came_back(("bash",), 0.05 + (i % 20) * 0.05)
+    return made
+
+
+def ttl_s(made: Appraiser, now_s: float) -> float:
+    return made.retain(now_s, IN_DRAM, LOAD).ttl_s
+
+
+def stored(tokens: int) -> Transfer:
+    return Transfer(Tier.DRAM, "store", tokens, tokens * KV_BYTES, 0.01)
+
+
+def test_a_dram_that_turns_over_before_the_return_lengthens_the_ttl() -> None:
+    roomy, tight = appraiser(10_000_000), appraiser(30_000)
+    for second in range(60):
+        for made in (roomy, tight):
+            made.moved(float(second), [stored(40_000)])
+    assert ttl_s(tight, 60.0) > ttl_s(roomy, 60.0)
+
+
+def test_loads_at_a_tenth_of_the_rate_lengthen_the_ttl_within_fifty() -> None:
+    made = appraiser(10_000_000)
+    before_s = ttl_s(made, 0.0)
+    size_bytes = CONTEXT * KV_BYTES
+    slow = Transfer(Tier.DRAM, "load", CONTEXT, size_bytes, size_bytes / 2.5e9)
+    made.moved(1.0, [slow] * 50)
+    assert ttl_s(made, 1.0) > before_s
+
+
+def test_a_store_that_holds_it_surely_and_brings_it_fast_needs_no_long_pin() -> None:
+    nowhere = Turn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, 0, 0, CONTEXT))
+    made = appraiser(10_000_000)
+    assert ttl_s(made, 0.0) < made.retain(0.0, nowhere, LOAD).ttl_s
+
+
+def test_the_ceiling_holds_whatever_the_policy_says() -> None:
+    made = Appraiser(ContinuumConfig(policy="static-ttl", static_ttl_s=50, max_ttl_s=7))
+    assert ttl_s(made, 0.0) == 7

@@ -1,0 +1,252 @@
+"""profiles/measure.py in parts: fits of known curves, timings in turns, disk and copies, the report."""
+
+import itertools
+import random
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("scipy")
+pytest.importorskip("torch")
+
+from continuum_lmcache.costs import Costs  # noqa: E402
+from continuum_lmcache.errors import ProfileError  # noqa: E402
+from profiles import disk_timing  # noqa: E402
+from profiles.engine_timing import KvShape  # noqa: E402
+from profiles.fit import fit_decode, fit_load, fit_prefill, refuse_poor  # noqa: E402
+from profiles.report import Measured, profile_of  # noqa: E402
+from profiles.timing import Budget, Sample, Timer, Which, in_turns, summary  # noqa: E402
+
+GRID = [(n, c) for n in (128, 512, 2048, 8192) for c in (0, 1024, 16384)]
+SHAPE = KvShape(layers=2, heads=2, head_size=64, value_bytes=2, block_tokens=128)
+CHUNK_BYTES = 256 * SHAPE.bytes_per_token
+COUNTS = (1, 2, 4, 8)
+
+
+def prefill_s(n, c, fixed_s=0.01, per_token_s=1e-4, per_pair_s=1e-8):
+    return fixed_s + per_token_s * n + per_pair_s * (n * c + n * n / 2)
+
+
+def no_tick():
+    pass
+
+
+def measured(noise=0.0, rate=1e9):
+    """Timings of a machine whose curves are known; the wall clock runs at half the speed of the CPU's."""
+    draw = random.Random(1)
+
+    def samples(seconds):
+        noisy = [seconds * (1 + draw.uniform(-noise, noise)) for _ in range(3)]
+        return [Sample(2 * s, s) for s in noisy]
+
+    moves = {
+        (way, n): samples(0.001 + n * CHUNK_BYTES / rate)
+        for way, rate in (("load", rate), ("store", rate / 2))
+        for n in COUNTS
+    }
+    steps = {
+        (n, c, b): samples(0.01 + 1e-4 * n + 1e-3 * b) for n in (0, 128) for c in (256, 512) for b in (1, 4)
+    }
+    return Measured(SHAPE, 256, {p: samples(prefill_s(*p)) for p in GRID}, steps, moves, moves)
+
+
+@given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.floats(0, 1e-6))
+def test_a_prefill_fit_finds_the_curve_behind_its_timings(fixed_s, per_token_s, per_pair_s):
+    curve = {p: prefill_s(*p, fixed_s, per_token_s, per_pair_s) for p in GRID}
+    fit = fit_prefill(curve)
+    for (n, c), seconds in curve.items():
+        assert prefill_s(n, c, **fit.terms) == pytest.approx(seconds, rel=1e-3)
+    assert fit.r2 > 0.999
+
+
+@given(st.floats(1e6, 1e12), st.floats(0, 0.1))
+def test_a_load_fit_finds_rate_and_latency(bytes_per_s, fixed_s):
+    sizes = [2**power for power in range(16, 30, 2)]
+    fit = fit_load({size: fixed_s + size / bytes_per_s for size in sizes})
+    for size in sizes:
+        said_s = fit.terms["fixed_s"] + size * fit.terms["s_per_byte"]
+        assert said_s == pytest.approx(fixed_s + size / bytes_per_s, rel=1e-3)
+
+
+def test_a_decode_fit_tells_sequences_from_what_they_attend_to():
+    points = itertools.product((1, 8, 32), (1024, 8192))
+    fit = fit_decode({(b, c): 0.008 + 1e-5 * b + 2e-8 * b * c for b, c in points})
+    assert fit.terms == pytest.approx(
+        {"fixed_s": 0.008, "per_sequence_s": 1e-5, "per_cached_token_s": 2e-8}, rel=1e-6
+    )
+
+
+def test_no_coefficient_is_below_zero_even_where_noise_says_so():
+    """Falling seconds would be fitted by a negative slope."""
+    fit = fit_prefill({(100, 0): 2.0, (200, 0): 1.5, (300, 0): 1.0, (400, 0): 0.9})
+    assert min(fit.terms.values()) >= 0
+
+
+def test_moving_more_must_take_longer():
+    with pytest.raises(ProfileError, match="no rate to tell"):
+        fit_load({100: 3.0, 200: 2.0, 400: 1.0})
+
+
+@pytest.mark.parametrize(("points", "says"), [({(1, 0): 1.0}, "1 points cannot fix"), ({}, "0 points")])
+def test_too_few_points_are_refused_with_what_to_do(points, says):
+    with pytest.raises(ProfileError, match=says):
+        fit_prefill(points)
+
+
+def test_a_clock_that_stands_still_is_refused():
+    with pytest.raises(ProfileError, match="too coarse"):
+        fit_load({100: 0.0, 200: 1.0})
+
+
+def test_a_poor_fit_is_refused_unless_forced():
+    draw = random.Random(0)
+    fit = fit_prefill({p: draw.uniform(0.1, 1.0) for p in GRID})
+    assert fit.r2 < 0.98
+    with pytest.raises(ProfileError, match=r"prefill: R2 is .* under 0.98; .* --force"):
+        refuse_poor(fit, "prefill", force=False)
+    refuse_poor(fit, "prefill", force=True)
+
+
+def test_a_timer_reads_both_clocks():
+    timer = Timer(wall=iter([10.0, 13.0]).__next__, cpu=iter([1.0, 1.5]).__next__)
+    assert timer.time(no_tick) == Sample(wall_s=3.0, cpu_s=0.5)
+
+
+class Machine:
+    """Points that take a second each, on a clock of its own."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.ran = []
+
+    def run(self, point):
+        self.ran.append(point)
+        self.now_s += 1.0
+        return Sample(1.0, 1.0)
+
+    def budget(self, seconds, repetitions):
+        return Budget(seconds, repetitions, lambda: self.now_s)
+
+
+def test_points_take_turns_and_their_first_run_does_not_count():
+    machine = Machine()
+    taken = in_turns("ab", machine.run, machine.budget(100, 2), no_tick)
+    assert machine.ran == list("ababab")
+    assert {point: len(samples) for point, samples in taken.items()} == {"a": 2, "b": 2}
+
+
+def test_measuring_stops_when_its_time_is_up_and_keeps_what_it_has():
+    machine = Machine()
+    taken = in_turns("abc", machine.run, machine.budget(5, 9), no_tick)
+    assert {point: len(samples) for point, samples in taken.items()} == {"a": 1, "b": 1}
+
+
+def test_a_share_of_a_budget_is_a_share_of_what_is_left():
+    machine = Machine()
+    budget = machine.budget(10, 1)
+    machine.now_s = 4.0
+    assert budget.share(0.5).left_s == 3.0
+    machine.now_s = 20.0
+    assert budget.share(0.5).left_s == 0.0
+
+
+def test_a_summary_shows_the_spread_by_the_profiles_clock_and_the_wall_beside_it():
+    samples = [Sample(9.0, 1.0), Sample(8.0, 3.0), Sample(7.0, 2.0)]
+    assert summary(samples, Which.CPU) == {
+        "median_s": 2.0, "min_s": 1.0, "max_s": 3.0, "wall_median_s": 8.0, "n": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("which", "times"), [(Which.CPU, 1), (Which.WALL, 2)])
+def test_a_report_holds_the_curves_that_were_measured(which, times):
+    costs = Costs.from_mapping(profile_of(measured(), which))
+    assert costs.prefill_s(4096, 1024) == pytest.approx(times * prefill_s(4096, 1024), rel=1e-3)
+    assert costs.dram.bytes_per_s == pytest.approx(1e9 / times, rel=1e-3)
+    assert costs.dram.fixed_s == pytest.approx(0.001 * times, rel=1e-2)
+    assert costs.ssd.bytes_per_s == pytest.approx(0.5e9, rel=1e-3), "a disk is timed by the wall clock"
+    assert costs.kv_bytes_per_token == 2 * 2 * 2 * 64 * 2
+    assert (costs.prefill.samples, costs.dram.samples, costs.ssd.samples) == (36, 12, 12)
+
+
+def test_a_report_survives_yaml_and_shows_every_point():
+    profile = yaml.safe_load(yaml.safe_dump(profile_of(measured(noise=0.02), Which.CPU)))
+    origin = profile["provenance"]
+    assert Costs.from_mapping(profile).measured
+    assert len(origin["prefill_fit"]["points"]) == len(origin["prefill_fit"]["relative_residuals"]) == 12
+    assert origin["device_to_host"]["rate"]["bytes_per_s"] == pytest.approx(5e8, rel=0.05)
+    assert len(origin["steps"]["points"]) == 8
+    assert origin["steps"]["decode_fit"]["r2"] > 0.9
+
+
+def test_a_report_of_noise_is_refused():
+    with pytest.raises(ProfileError, match="R2"):
+        profile_of(measured(noise=0.9), Which.CPU)
+
+
+@pytest.fixture
+def files(tmp_path):
+    with disk_timing.chunk_files(tmp_path, 64 * 1024, count=4) as files:
+        yield files
+
+
+def test_the_disk_gives_back_what_was_written(files):
+    written = [bytes(buffer[:]) for buffer in files._buffers]
+    files.write([0, 1, 2, 3])
+    for buffer in files._buffers:
+        buffer.seek(0)
+        buffer.write(bytes(files.chunk_bytes))
+    files.drop([0, 1, 2, 3])
+    files.read([0, 1, 2, 3])
+    assert [bytes(buffer[:]) for buffer in files._buffers] == written
+
+
+def test_disk_timings_cover_both_directions_of_the_counts_that_fit(files):
+    taken = disk_timing.time_disk(files, [1, 4, 8], Budget(60, 2), Timer(), no_tick)
+    assert {point: len(s) for point, s in taken.items()} == {
+        (way, n): 2 for way in ("load", "store") for n in (1, 4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("fetched", "says"),
+    [((0, 4 * 64 * 1024), "disk"), ((7, 7), "page cache"), ((None, None), "unknown")],
+)
+def test_who_answers_a_read_is_told_by_the_kernels_count(files, monkeypatch, fetched, says):
+    counts = iter(fetched)
+    monkeypatch.setattr(disk_timing, "fetched_bytes", lambda: next(counts))
+    files.write([0, 1, 2, 3])
+    assert disk_timing.answered_by(files, 4) == says
+
+
+def test_chunks_that_o_direct_cannot_read_go_through_the_page_cache(tmp_path):
+    with disk_timing.chunk_files(tmp_path, 1000, count=1) as files:
+        assert not files.direct
+        files.write([0])
+        files.read([0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def ones(mover):
+    """How many values of the pages are 1."""
+    return sum(page.eq(1.0).sum().item() for page in mover._pages)
+
+
+def test_copies_move_every_chunk_the_way_they_say():
+    pytest.importorskip("lmcache")
+    from profiles.copy_timing import CpuMover, time_copies
+
+    mover = CpuMover(SHAPE, 256)
+    mover.load([0, 1])
+    for page in mover._pages:
+        page.fill_(7.0)
+    mover.store([2])
+    assert mover._host[2].tensor.eq(7.0).all()
+    assert mover._host[3].tensor.eq(1.0).all()
+    mover.load([3])
+    assert ones(mover) == mover._host[3].tensor.numel()
+    mover.load(list(range(3, 400)))
+    assert ones(mover) >= 397 * mover._host[3].tensor.numel(), "two chunks went to the same blocks"
+    taken = time_copies(mover, [1, 2], Budget(60, 1), Timer(), no_tick)
+    assert set(taken) == {("load", 1), ("store", 1), ("load", 2), ("store", 2)}
