@@ -1,5 +1,6 @@
 """From what a model writes to tool keys."""
 
+import gc
 import json
 import sys
 
@@ -228,11 +229,13 @@ def calls_made(text: str) -> int:
         count += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.disable()  # its callbacks are calls too
     sys.setprofile(counter)
     try:
         tool_calls(text)
     finally:
         sys.setprofile(before)
+        gc.enable()
     return count
 
 
