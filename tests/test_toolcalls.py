@@ -245,7 +245,8 @@ def test_the_work_grows_no_faster_than_the_text_and_not_at_all_beyond_the_tail(p
         return (pattern * (chars // len(pattern) + 1))[:chars]
 
     quarter, half, whole = (calls_made(of(MAX_CHARS // part)) for part in (4, 2, 1))
-    assert whole - half <= 2.5 * (half - quarter) + 200
+    # a shallow nest may cost more calls than a deep one, which the stack cuts short
+    assert whole - half <= 2.5 * max(0, half - quarter) + 200
     tail = of(2**20)[-MAX_CHARS:]
     assert abs(calls_made(of(2**20)) - calls_made(tail)) <= 8
     assert tool_calls(of(2**20)) == tool_calls(tail)
