@@ -30,12 +30,27 @@ class Reclaimer:
         self._stock = scheduler.kv_cache_manager.allocate_slots
         self._block_size = scheduler.block_size
 
-    def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own answer, after giving up pins if that is allowed and helps."""
-        blocks = self._stock(request, num_new_tokens, *args, **kwargs)
+    def wrapped(self) -> Callable[..., Any]:
+        """allocate_slots: vLLM's own answer, after giving up pins if that is allowed and helps.
+
+        A closure, and short for the running: each of them comes through here at every step.
+        """
+        stock, running = self._stock, RequestStatus.RUNNING
+
+        def allocate_slots(request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            blocks = stock(request, num_new_tokens, *args, **kwargs)
+            if blocks is not None and request.status is running:
+                return blocks
+            return self._refused_or_placed(blocks, request, num_new_tokens, args, kwargs)
+
+        return allocate_slots
+
+    def _refused_or_placed(
+        self, blocks: Any, request: Request, num_new_tokens: int, args: Any, kwargs: Any
+    ) -> Any:
         if blocks is None and self._keeper.ledger.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
-        if blocks is not None and request.status != RequestStatus.RUNNING:
+        if blocks is not None and request.status is not RequestStatus.RUNNING:
             hits = kwargs.get("num_new_computed_tokens", 0)
             self._keeper.placed(request, hits, kwargs.get("num_external_computed_tokens", 0))
         return blocks

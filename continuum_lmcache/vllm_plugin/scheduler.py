@@ -51,8 +51,8 @@ class ContinuumMixin(Scheduler):
             n: ProgramQueue(self._key) for n, q in vars(self).items() if isinstance(q, RequestQueue)
         }
         vars(self).update(self._queues)
-        reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
-        self.kv_cache_manager.allocate_slots = reclaimer.allocate_slots  # type: ignore[method-assign]
+        self._reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
+        self.kv_cache_manager.allocate_slots = self._reclaimer.wrapped()  # type: ignore[method-assign]
 
     # the step ---------------------------------------------------------------
 
