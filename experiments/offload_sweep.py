@@ -1,0 +1,115 @@
+"""The paper's figures, and some it has not, from vLLM's own scheduler in virtual time.
+
+    python -m experiments.offload_sweep fig8 fig9 fig15        no offloading, DRAM, the ablation
+    python -m experiments.offload_sweep all                    every figure, in minutes
+    python -m experiments.offload_sweep fig9 --quick           seconds; to see that all works
+    python -m experiments.offload_sweep fig9 --full --jobs 16  what a claim needs; hours on two cores
+    python -m experiments.offload_sweep whatif --p95-s 200     the rate a machine holds, by its memory
+
+Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
+fig15 ablation, h1 h2 h3 a published sweep, overhead (real time), whatif. Rows are appended to
+OUT/offload_sweep.csv, and finished ones are skipped: stop it and start it again as you like.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from experiments.sweep.cases import Case, SweepError
+from experiments.sweep.grids import Size
+from experiments.sweep.plans import PLANS, Plan
+from experiments.sweep.readout import caption, found, holds, table
+from experiments.sweep.rows import Rows
+from experiments.sweep.runner import complete
+from experiments.tables import markdown, plain
+
+ALL = "all"
+
+
+class Engine(Enum):
+    """What runs the programs."""
+
+    SIM = "sim"
+    LIVE = "live"
+
+
+def plans_named(names: list[str]) -> dict[str, Plan]:
+    """The plans of those names. Raises SweepError with the names there are."""
+    for name in names:
+        if name not in PLANS and name != ALL:
+            near = difflib.get_close_matches(name, [*PLANS, ALL], n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise SweepError(f"figure {name!r} is not known; {hint}Known: {', '.join([*PLANS, ALL])}")
+    return PLANS if ALL in names else {name: PLANS[name] for name in dict.fromkeys(names)}
+
+
+def seeds_of(text: str) -> list[int]:
+    """From "3", "1,4" or "1..5". Raises SweepError."""
+    first, dots, last = text.partition("..")
+    try:
+        seeds = list(range(int(first), int(last) + 1)) if dots else [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = []
+    if not seeds:
+        raise SweepError(f"--seeds {text!r} names no seed; write 1..5, or 1,4,7")
+    return seeds
+
+
+def sweep(names: list[str], size: Size, seeds: list[int], jobs: int, out: Path, p95_s: float) -> None:
+    """Run what is missing, then write each figure and its table."""
+    plans = plans_named(names)
+    rows = Rows(out / "offload_sweep.csv")
+    wanted: list[Case] = [case for plan in plans.values() for case in plan.cases(size, seeds)]
+    complete(rows, wanted, jobs)
+    from experiments.sweep.drawing import draw  # matplotlib takes a second to import
+
+    console = Console()
+    for name, plan in plans.items():
+        pairs = found(rows, plan.cases(size, seeds))
+        lines, path = table(plan, pairs), out / f"{name}-{size.value}"
+        console.print(plain(lines, f"{name}. {plan.title}"), caption(pairs), "", sep="\n")
+        text = f"{plan.title}. {caption(pairs)}\n\n{markdown(lines)}\n"
+        if name == "whatif":
+            held = holds(plan, pairs, p95_s)
+            console.print(plain(held, plan.title), "")
+            text += f"\n{markdown(held)}\n"
+        path.with_suffix(".md").write_text(text)
+        draw(plan, pairs, path)
+
+
+def main(
+    figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, ALL])}")],
+    engine: Annotated[Engine, typer.Option(help="the lab, or a real server")] = Engine.SIM,
+    quick: Annotated[bool, typer.Option("--quick", help="small: under a minute a figure")] = False,
+    full: Annotated[bool, typer.Option("--full", help="large: for claims")] = False,
+    seeds: Annotated[str, typer.Option(help="1..5, or 1,4,7; --quick takes the first")] = "1..5",
+    jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
+    out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
+    p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 300.0,
+) -> None:
+    """Draw the figures, running what is missing."""
+    try:
+        if engine is Engine.LIVE:
+            raise SweepError(
+                "--engine live: a sweep over real servers needs a GPU host and a driver that starts one "
+                "server per contender, which is not written; use experiments.replay against your own "
+                "servers and experiments.tables to compare them"
+            )
+        if quick and full:
+            raise SweepError("--quick and --full contradict each other; give one")
+        chosen = seeds_of(seeds)
+        size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
+        sweep(figures, size, chosen[:1] if quick else chosen, jobs, out, p95_s)
+    except SweepError as error:
+        raise SystemExit(f"offload_sweep: {error}") from error
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,72 @@
+"""What a row of the sweep is about: one simulated run (Point), or one timed scheduler (Bench).
+
+A case is a frozen value of plain fields. All that its row depends on is in it, or in the code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+STOCK = "fcfs"  # vLLM's own scheduler, without this package
+ORACLE = "oracle"  # eq. 2 with the true duration of every tool
+ENDLESS = "endless-gpu"  # program order on a GPU whose KV cache never fills
+
+
+class SweepError(ValueError):
+    """The sweep cannot do what was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One run of the lab: a contender with these programs, at this rate, on this machine."""
+
+    contender: str  # STOCK, ORACLE, ENDLESS, or a name in policies.POLICIES
+    programs: int
+    jps: float  # arrivals, programs a second
+    seed: int
+    workload: str = "swe"  # a key of table1.GENERATORS, or "seeds-sweep"
+    machine: str = "a100"  # a key of step_time.MACHINES
+    dram_gb: float = 0.0
+    ssd_gb: float = 0.0
+    link_gbps: float | None = None  # None: the machine's
+    ssd_gbps: float | None = None  # reads; None: the lab's drive
+    blocking: bool = False  # loads and stores hold the step up, as in-process LMCache does
+    step_tokens: int = 2048
+    max_seqs: int = 256
+    turns_factor: int = 1  # times the turns, each as much shorter
+    merge_steps: int = 8  # decode-only steps taken together, at most
+
+    @property
+    def offloads(self) -> bool:
+        return self.dram_gb > 0 or self.ssd_gb > 0
+
+    @property
+    def label(self) -> str:
+        """What a figure calls it."""
+        tiers = "+LMCache" if self.offloads and self.contender != ENDLESS else ""
+        return f"{self.contender}{tiers}{' (blocking)' if self.blocking else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """schedule() of a real scheduler, timed while so many turns run, wait and lie pinned."""
+
+    contender: str
+    running_turns: int
+    waiting_turns: int
+    pinned_programs: int
+    rounds: int
+    repeat: int  # of the same measurement
+
+    @property
+    def label(self) -> str:
+        return self.contender
+
+
+Case = Point | Bench
+
+
+def inputs(case: Case) -> dict[str, Any]:
+    """The case as a flat mapping; its kind tells equal ones of two kinds apart."""
+    return {"kind": type(case).__name__.lower(), **asdict(case)}

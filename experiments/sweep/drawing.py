@@ -1,0 +1,75 @@
+"""A figure as PNG and SVG: a panel per setting, a line per contender, a dot per seed. No colour is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import matplotlib
+
+from experiments.sweep.plans import WORDS, Plan
+from experiments.sweep.readout import BySeed, Found, caption, panels, ratios
+from experiments.tables import spread
+
+matplotlib.use("Agg")  # no display
+from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
+
+MOST_COLUMNS = 3
+WIDE = 5.0  # a panel's largest value over its smallest, from which its scale is logarithmic
+
+
+def draw(plan: Plan, pairs: Found, path: Path) -> list[Path]:
+    """Write PNG and SVG at `path` (a suffix is added) and return them."""
+    laid = [(WORDS[figure], panels(plan, pairs, figure)) for figure in plan.shows]
+    cells = [(words, panel, labels) for words, found in laid for panel, labels in found.items()]
+    columns = min(MOST_COLUMNS, len(laid[0][1]))
+    lines = max(len(labels) for _, _, labels in cells)
+    rows = -(-len(cells) // columns)
+    size = (2.2 + 3.4 * columns, 0.5 + rows * (1.2 + 0.3 * lines))
+    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for axes in grid.flat[len(cells) :]:
+        axes.set_axis_off()
+    for axes, (words, panel, labels) in zip(grid.flat, cells, strict=False):
+        draw_panel(axes, panel, labels, plan)
+        axes.set_xlabel(f"{words}; dot: a seed, bar: median\nx: {plan.baseline} / this", fontsize=7)
+    figure.suptitle(f"{plan.title}. {caption(pairs)}", fontsize=8)
+    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for target in written:
+        figure.savefig(target, dpi=150)
+    plt.close(figure)
+    return written
+
+
+def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) -> None:
+    """A line per label, with a dot per seed; at the right edge its ratio to the baseline, seed by seed."""
+    names, baseline = list(labels), labels.get(plan.baseline, {})
+    for at, by_seed in enumerate(labels.values()):
+        values = list(by_seed.values())
+        axes.plot(values, [at] * len(values), "o", color="0.55", markersize=4, markeredgewidth=0)
+        axes.plot([median(values)], [at], "|", color="black", markersize=13, markeredgewidth=2)
+        ratio = f" x{spread(ratios(baseline, by_seed))}" if baseline else ""
+        axes.text(1, at, ratio, transform=axes.get_yaxis_transform(), fontsize=6, va="center")
+    told = _published(plan, panel, names)
+    if told:
+        axes.plot(list(told.values()), list(told), "kD", fillstyle="none", label="published")
+        axes.legend(fontsize=7)
+    every = [value for by_seed in labels.values() for value in by_seed.values()]
+    if max(every) > WIDE * min(every):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(axis="x", color="0.9")
+    axes.set_title(panel, fontsize=9)
+    axes.tick_params(axis="x", labelsize=7, which="both")
+
+
+def _published(plan: Plan, panel: str, names: Sequence[str]) -> dict[int, float]:
+    """What others measured, by the line it belongs to."""
+    told = {at: plan.published.get((panel, name)) for at, name in enumerate(names)}
+    return {at: figure for at, figure in told.items() if figure is not None}

@@ -1,0 +1,136 @@
+"""Which cases each figure needs, by size. A case that two figures need is run once.
+
+The default is for ten minutes on two cores: 30 programs, five seeds, decode steps merged. `full` is
+for claims: 80 programs, every contender everywhere, every step its own. The figures' numbers are
+those of arXiv 2511.02230's full version; h1 to h3 are hungchun0201/agentic-ai-survey's tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+from itertools import product
+
+from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Bench, Case, Point
+
+
+class Size(Enum):
+    """How much is run: enough to see that all works, the default, or what a claim needs."""
+
+    QUICK = "quick"
+    DEFAULT = "default"
+    FULL = "full"
+
+
+CONTENDERS = (
+    *(STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl", "continuum"),
+    *(ORACLE, ENDLESS),
+)
+FEW = (STOCK, "program-fcfs", "infercept", "continuum")
+LADDER = (STOCK, "program-fcfs", "static-ttl", "continuum")  # the ablation, one rung each
+TIMED = (STOCK, "program-fcfs", "static-ttl")  # static-ttl pins on demand; its schedule() is continuum's
+DRAM_GB = 100.0  # the paper's, for an A100
+SLOW_DRAM_GB = 20.0  # in front of a disk
+PUBLISHED_SEED = 42
+Cases = Callable[[Size, Sequence[int]], list[Case]]
+
+
+def points(size: Size, seeds: Sequence[int], contenders: Sequence[str], *settings: Point) -> list[Case]:
+    """Each of `settings` for each contender and seed, at the size's number of programs."""
+    programs = {Size.QUICK: 12, Size.DEFAULT: 30, Size.FULL: 80}[size]
+    merge_steps = 1 if size is Size.FULL else 8
+    return [
+        replace(setting, contender=name, seed=seed, programs=programs, merge_steps=merge_steps)
+        for seed, setting, name in product(seeds, settings, contenders)
+    ]
+
+
+def setting(jps: float, dram_gb: float = 0.0, ssd_gb: float = 0.0) -> Point:
+    """For points() to fill in."""
+    return Point(STOCK, 1, jps, 0, dram_gb=dram_gb, ssd_gb=ssd_gb)
+
+
+def some(size: Size) -> Sequence[str]:
+    """The contenders of a figure with many settings."""
+    return CONTENDERS if size is Size.FULL else FEW
+
+
+def rates_of(size: Size) -> Sequence[float]:
+    """Programs a second: on an A100 below its capacity of about 0.04, and above."""
+    return {Size.QUICK: (0.1,), Size.DEFAULT: (0.03, 0.08)}.get(size, (0.02, 0.03, 0.04, 0.05, 0.06))
+
+
+def by_rate(dram_gb: float) -> Cases:
+    """Along the arrival rate. With tiers, stock vLLM without them is beside."""
+
+    def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
+        names = FEW if size is Size.QUICK else CONTENDERS
+        bare = [setting(jps) for jps in rates_of(size)] if dram_gb else []
+        tiered = [setting(jps, dram_gb) for jps in rates_of(size)]
+        return [*points(size, seeds, [STOCK], *bare), *points(size, seeds, names, *tiered)]
+
+    return cases
+
+
+def ladder(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """The ablation without tiers and with DRAM, at the highest rate."""
+    return points(size, seeds, LADDER, *(setting(rates_of(size)[-1], gb) for gb in (0.0, DRAM_GB)))
+
+
+def by_ssd(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """A small DRAM, and disks of several sizes behind it."""
+    sizes_gb = (0.0, 50.0, 100.0, 200.0, 400.0, 800.0) if size is Size.FULL else (0.0, 200.0)
+    sized = [setting(rates_of(size)[-1], SLOW_DRAM_GB, ssd_gb) for ssd_gb in sizes_gb]
+    return points(size, seeds, FEW if size is Size.QUICK else CONTENDERS, *sized)
+
+
+def by_batch(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """The prefill chunk at the default batch, then the batch at the default chunk."""
+    base = setting(rates_of(size)[-1], DRAM_GB)
+    chunks = (512, 2048, 4096, 8192) if size is Size.FULL else (2048, 8192)
+    batches = (4, 8, 16) if size is Size.FULL else (8,)
+    chunked = [replace(base, step_tokens=tokens) for tokens in chunks]
+    return points(size, seeds, some(size), *chunked, *(replace(base, max_seqs=n) for n in batches))
+
+
+def by_turns(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """The same tokens in more and shorter turns, with a tool after each."""
+    factors = {Size.QUICK: (1, 2), Size.DEFAULT: (1, 3)}.get(size, (1, 2, 3, 4, 5))
+    base = setting(rates_of(size)[-1], DRAM_GB)
+    return points(size, seeds, some(size), *(replace(base, turns_factor=n) for n in factors))
+
+
+def published(machine: str, dram_gb: float) -> Cases:
+    """The survey's sweep, with the one seed it had: another would answer another question."""
+
+    def cases(size: Size, _seeds: Sequence[int]) -> list[Case]:
+        rates = {Size.QUICK: (1.0,), Size.DEFAULT: (1.0, 3.0, 6.0)}.get(size, (1.0, 3.0, 6.0, 10.0, 15.0))
+        names = CONTENDERS if size is Size.FULL else (*FEW, "mean-threshold", ORACLE)
+        one = Point(STOCK, 1, 0.0, PUBLISHED_SEED, "seeds-sweep", machine, step_tokens=8192, max_seqs=1024)
+        bare = [replace(one, jps=jps, merge_steps=1) for jps in rates]
+        tiered = [replace(point, dram_gb=dram_gb) for point in bare]
+        pairs = [*product(bare, (STOCK, "program-fcfs", "mean-threshold")), *product(tiered, names)]
+        return [replace(point, contender=name) for point, name in pairs]
+
+    return cases
+
+
+def by_load(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """One of running, waiting and pinned raised at a time. Seeds are repetitions."""
+    rounds = 30 if size is Size.QUICK else 200
+    few = [(16, 0, 0), (16, 64, 0), (16, 64, 64)]
+    counts = few if size is Size.QUICK else [*few, (64, 0, 0), (256, 0, 0), (16, 256, 0), (16, 64, 256)]
+    return [
+        Bench(name, running, waiting, pinned, rounds, seed)
+        for seed, (running, waiting, pinned), name in product(seeds, sorted(counts), TIMED)
+        if not pinned or name == "static-ttl"
+    ]
+
+
+def by_memory(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """Rates up to where the P95 passes any bound, for machines with more and more memory."""
+    rates = {Size.QUICK: (0.1,), Size.DEFAULT: (0.03, 0.05, 0.08)}.get(size, (0.02, 0.03, 0.04, 0.05, 0.06))
+    memory_gb = ((0.0, 0.0), (20.0, 0.0), (20.0, 400.0), (100.0, 0.0))
+    sized = [setting(jps, dram, ssd) for (dram, ssd), jps in product(memory_gb, rates)]
+    return points(size, seeds, [STOCK, "continuum"], *sized)

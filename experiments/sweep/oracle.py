@@ -1,0 +1,45 @@
+"""A policy that only a simulator can have: it knows how long every tool will take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.costs import Costs
+from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.orders import by_pin
+from continuum_lmcache.policies import POLICIES, Policy
+from continuum_lmcache.types import Load, Retention, Turn
+from experiments.sweep.cases import ORACLE
+from experiments.workload import Program
+
+SLACK_S = 0.1  # the pin must still be there when the next turn arrives
+
+
+def knowing(programs: Sequence[Program]) -> Policy:
+    """Eq. 2 (arXiv 2511.02230 §4) with P a step at the true gap: pin until then, or not at all.
+
+    Same order and scheduler as `continuum`. A bound on what knowing tool times is worth, not on what
+    scheduling can do.
+    """
+    gaps_s = {(p.program_id, i): turn.gap_s for p in programs for i, turn in enumerate(p.turns, 1)}
+
+    def retain(turn: Turn, _gaps: Gaps, costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
+        gap_s = gaps_s[str(turn.program), turn.number]
+        benefit_s = load.queue_delay_s * load.eta + costs.reload_s(turn.residency)
+        pays = gap_s is not None and benefit_s > gap_s
+        ttl_s = gap_s + SLACK_S if pays and gap_s is not None else 0.0
+        return Retention(ttl_s, config.policy, "oracle", 1.0, benefit_s, ttl_s)
+
+    return Policy(retain, by_pin)
+
+
+@contextmanager
+def oracle_of(programs: Sequence[Program]) -> Iterator[None]:
+    """Within the block, ORACLE is a policy's name, and knows these programs."""
+    POLICIES[ORACLE] = knowing(programs)
+    try:
+        yield
+    finally:
+        del POLICIES[ORACLE]

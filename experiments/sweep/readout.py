@@ -1,0 +1,109 @@
+"""From rows to tables: medians and ranges over seeds, ratios seed by seed, and what a machine holds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from experiments.sweep.cases import Bench, Case, Point, inputs
+from experiments.sweep.plans import WORDS, Plan
+from experiments.sweep.rows import Row, Rows
+from experiments.tables import shown, spread
+
+BySeed = dict[int, float]
+Panels = dict[str, dict[str, BySeed]]  # panel -> label -> seed -> figure
+Found = list[tuple[Case, Row]]
+
+
+def found(rows: Rows, cases: Iterable[Case]) -> Found:
+    """The cases that have a row, each with it."""
+    return [(case, row) for case in dict.fromkeys(cases) for row in rows.of([case])]
+
+
+def panels(plan: Plan, pairs: Found, figure: str) -> Panels:
+    """One figure of the rows, as the plan divides them."""
+    laid: Panels = {}
+    for case, row in pairs:
+        by_seed = laid.setdefault(plan.panel(case), {}).setdefault(plan.label(case), {})
+        by_seed[case.seed if isinstance(case, Point) else case.repeat] = float(row[figure])
+    return laid
+
+
+def ratios(baseline: BySeed, other: BySeed) -> list[float]:
+    """Baseline over other, for each seed that both ran: how many times as fast the other is."""
+    return [baseline[seed] / other[seed] for seed in sorted(baseline.keys() & other.keys())]
+
+
+def table(plan: Plan, pairs: Found) -> list[list[str]]:
+    """A header, then a line per panel and label: the median with its range, and the ratio's."""
+    extra = ["published"] if plan.published else []
+    lines = [["", "", *(WORDS[f] for f in plan.shows), f"{plan.baseline} / this", *extra]]
+    laid = {figure: panels(plan, pairs, figure) for figure in plan.shows}
+    first = plan.shows[0]
+    for panel, labels in laid[first].items():
+        for label, by_seed in labels.items():
+            cells = [spread(list(laid[figure][panel][label].values())) for figure in plan.shows]
+            ratio = spread(ratios(labels.get(plan.baseline, {}), by_seed))
+            told = plan.published.get((panel, label))
+            lines.append([panel, label, *cells, ratio, *("" if told is None else shown(told) for _ in extra)])
+    return lines
+
+
+def caption(pairs: Found) -> str:
+    """What was run: sizes, rates, seeds, machine, and whether its numbers were measured."""
+    cases = [case for case, _ in pairs]
+    if not all(isinstance(case, Point) for case in cases):
+        rounds = _values(cases, "rounds")
+        return f"real time on this machine, median of {rounds} steps, repetitions {_values(cases, 'repeat')}"
+    jobs = _ranged({int(row["jobs"]) for _, row in pairs})
+    measured = {row["measured"] for _, row in pairs} == {"True"}
+    merged = {case.merge_steps for case in cases if isinstance(case, Point)} != {1}
+    return (
+        f"simulated: {_values(cases, 'workload')}, n = {jobs} programs, {_values(cases, 'jps')} a second, "
+        f"seeds {_values(cases, 'seed')}\nmachine {_values(cases, 'machine')}, "
+        f"{'measured' if measured else 'NOT measured: data sheet and assumed shares'}; {_loads(cases)}"
+        f"{'; decode steps merged' if merged else ''}"
+    )
+
+
+def _loads(cases: Sequence[Case]) -> str:
+    modes = {case.blocking for case in cases if isinstance(case, Point) and case.offloads}
+    words = {False: "loads beside the steps", True: "steps wait for loads and stores"}
+    return " or ".join(words[mode] for mode in sorted(modes)) or "no offloading"
+
+
+def _values(cases: Sequence[Case], name: str) -> str:
+    values = sorted({inputs(case)[name] for case in cases})
+    return ", ".join(value if isinstance(value, str) else f"{value:g}" for value in values)
+
+
+def _ranged(values: set[int]) -> str:
+    return str(min(values)) if len(values) == 1 else f"{min(values)} to {max(values)}"
+
+
+def holds(plan: Plan, pairs: Found, bound_s: float) -> list[list[str]]:
+    """The highest rate at which the P95 stays within the bound, by label: capacity planning.
+
+    The median over seeds, interpolated between the rates that were run, is what has to stay within.
+    """
+    by_label: dict[str, dict[float, list[float]]] = {}
+    for case, row in pairs:
+        assert not isinstance(case, Bench)
+        by_label.setdefault(plan.label(case), {}).setdefault(case.jps, []).append(float(row["job_p95_s"]))
+    lines = [["", f"programs/s at a P95 of {bound_s:g} s"]]
+    for label, by_rate in by_label.items():
+        curve = {jps: statistics.median(values) for jps, values in sorted(by_rate.items())}
+        lines.append([label, capacity(curve, bound_s)])
+    return lines
+
+
+def capacity(p95_s: Mapping[float, float], bound_s: float) -> str:
+    """Where the curve, of rates in rising order, first passes the bound; or that it does not."""
+    rates = list(p95_s)
+    if p95_s[rates[0]] > bound_s:
+        return f"below {rates[0]:g}"
+    for low, high in zip(rates, rates[1:], strict=False):
+        if p95_s[high] > bound_s:
+            share = (bound_s - p95_s[low]) / (p95_s[high] - p95_s[low])
+            return f"{low + share * (high - low):.3f}"
+    return f"{rates[-1]:g} or more"

@@ -1,0 +1,107 @@
+"""One CSV with one schema: a row per finished case, appended, never rewritten.
+
+A row's key is a hash of the case and of the code that made it. A row made by other code stays in the
+file and is not read: a changed scheduler is measured again.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from experiments.sweep.cases import Bench, Case, Point, SweepError, inputs
+
+SCHEMA = 1  # raise it when a column changes its meaning
+ROOT = Path(__file__).resolve().parent.parent.parent
+CODE = (  # what a row's figures depend on
+    "continuum_lmcache/**/*.py",
+    "connectors/[!l]*.py",  # all but LMCache's adapters, which the lab does not run
+    "experiments/sim/*.py",
+    "experiments/workload.py",
+    "experiments/table1.py",
+    *(f"experiments/sweep/{name}.py" for name in ("cases", "oracle", "simulated", "timed")),
+)
+FIGURES = (
+    *("job_mean_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
+    *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),
+    *("gpu_tokens", "dram_tokens", "ssd_tokens", "computed_tokens", "scheduled_tokens"),
+    *("steps", "preemptions", "pins_taken", "pins_reused", "pins_expired", "pins_reclaimed"),
+    *("schedule_median_us", "schedule_p95_us", "measured"),
+)
+INPUTS = ("kind", *dict.fromkeys(f.name for case in (Point, Bench) for f in fields(case)))
+COLUMNS = ("key", "code", *INPUTS, *FIGURES)
+Row = Mapping[str, str]
+
+
+@cache
+def code() -> str:
+    """Names the schema, vLLM's version and the source that rows come from."""
+    digest = hashlib.sha256(f"{SCHEMA} {_vllm_version()}".encode())
+    for path in sorted(path for pattern in CODE for path in ROOT.glob(pattern)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _vllm_version() -> str:
+    names = metadata.packages_distributions().get("vllm", ())
+    return ", ".join(f"{name} {metadata.version(name)}" for name in sorted(set(names)))
+
+
+def key(case: Case) -> str:
+    """Names the case and the code."""
+    told = json.dumps([code(), inputs(case)], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+class Rows:
+    """The rows of one file that this code made. `add` writes at once, so a stopped sweep loses nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, Row] = {row["key"]: row for row in _read(path) if row["code"] == code()}
+
+    def missing(self, cases: Iterable[Case]) -> list[Case]:
+        """The cases without a row, each once, in their order."""
+        return [case for name, case in {key(c): c for c in cases}.items() if name not in self.found]
+
+    def of(self, cases: Iterable[Case]) -> list[Row]:
+        """The rows of the cases, in their order; cases without one are left out."""
+        return [self.found[name] for name in dict.fromkeys(map(key, cases)) if name in self.found]
+
+    def add(self, case: Case, figures: Mapping[str, Any]) -> Row:
+        """Append the case's row."""
+        if unknown := figures.keys() - set(FIGURES):
+            raise SweepError(f"no column for {', '.join(sorted(unknown))}; add it to rows.FIGURES")
+        values = {"key": key(case), "code": code(), **inputs(case), **figures}
+        row = {name: "" if values.get(name) is None else str(values[name]) for name in COLUMNS}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if is_new:
+                writer.writeheader()
+            writer.writerow(row)
+        self.found[row["key"]] = row
+        return row
+
+
+def _read(path: Path) -> Sequence[Row]:
+    """All rows of a file; none if there is no file. A line that a killed run tore is refused."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    if tuple(reader.fieldnames or ()) != COLUMNS:
+        raise SweepError(f"{path} has not the columns of schema {SCHEMA}; move it or choose another --out")
+    for number, row in enumerate(rows, 2):
+        if None in row or None in row.values():
+            raise SweepError(f"{path}:{number} has not {len(COLUMNS)} cells (killed?); delete that line")
+    return rows

@@ -1,0 +1,60 @@
+"""Runs the cases that have no row yet: here, or in a pool of processes with a vLLM each."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any
+
+from tqdm import tqdm
+
+from continuum_lmcache.config import ENV_PREFIX
+from continuum_lmcache.errors import ContinuumError
+from experiments.sweep.cases import Bench, Case, Point, SweepError
+from experiments.sweep.rows import Rows
+
+
+def complete(rows: Rows, cases: Sequence[Case], jobs: int, quiet: bool = False) -> None:
+    """Add a row for each case that lacks one, each as soon as it is there."""
+    refuse_settings()
+    missing = rows.missing(cases)
+    for case, figures in tqdm(measured(missing, jobs), total=len(missing), unit="row", disable=quiet):
+        rows.add(case, figures)
+
+
+def measured(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Each case with its figures, as they end. Simulations share the cores; timings never do."""
+    points = [case for case in cases if isinstance(case, Point)]
+    timings = [case for case in cases if isinstance(case, Bench)]
+    if jobs == 1 or len(points) == 1:
+        yield from ((point, measure(point)) for point in points)
+    elif points:
+        with ProcessPoolExecutor(min(jobs, len(points)), multiprocessing.get_context("spawn")) as pool:
+            running = {pool.submit(measure, point): point for point in points}
+            try:
+                for done in as_completed(running):
+                    yield running[done], done.result()
+            finally:  # stopped or failed: do not wait for what has not begun
+                pool.shutdown(cancel_futures=True)
+    yield from ((bench, measure(bench)) for bench in timings)
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The case's figures. vLLM is imported here: a figure from finished rows needs none.
+
+    Raises SweepError that names the case, where the lab refuses it or its books do not balance.
+    """
+    from experiments.sweep import simulated, timed
+
+    try:
+        return simulated.run(case) if isinstance(case, Point) else timed.measure(case)
+    except ContinuumError as error:
+        raise SweepError(f"{case}: {error}") from error
+
+
+def refuse_settings() -> None:
+    """A setting in the environment would win over every point's, and no row would tell."""
+    if found := sorted(name for name in os.environ if name.startswith(ENV_PREFIX)):
+        raise SweepError(f"{', '.join(found)} in the environment would change every run; unset it")

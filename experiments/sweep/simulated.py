@@ -1,0 +1,106 @@
+"""A Point in the lab: its programs, its setup, and what the run says."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+from continuum_lmcache.policies import POLICIES
+from experiments.sim.engine import simulate
+from experiments.sim.result import Result
+from experiments.sim.serving import STOCK as STOCK_POLICY
+from experiments.sim.serving import Setup
+from experiments.sim.step_time import MACHINES
+from experiments.sim.workloads import seeds_sweep, with_turns
+from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Point, SweepError
+from experiments.sweep.oracle import oracle_of
+from experiments.table1 import GENERATORS, generate
+from experiments.workload import Program, poisson_arrivals
+
+SWEEP = "seeds-sweep"  # the published sweep brings its own arrivals: `programs` is not asked
+SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else the lab's
+
+
+def run(point: Point) -> dict[str, Any]:
+    """Simulate the point and return its figures (rows.FIGURES). Raises SweepError for unknown names."""
+    programs = programs_of(point)
+    with oracle_of(programs) if point.contender == ORACLE else nullcontext():
+        return figures(simulate(programs, setup_of(point, programs)))
+
+
+def programs_of(point: Point) -> tuple[Program, ...]:
+    """The same for every contender of a seed."""
+    if point.workload == SWEEP:
+        programs = seeds_sweep(point.jps, point.seed)
+    elif point.workload in GENERATORS:
+        drawn = generate(point.workload, point.programs, point.seed)
+        programs = poisson_arrivals(drawn, point.jps, point.seed)
+    else:
+        known = ", ".join([*GENERATORS, SWEEP])
+        raise SweepError(f"workload is {point.workload!r}; known: {known}")
+    return with_turns(programs, point.turns_factor) if point.turns_factor > 1 else programs
+
+
+def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
+    """The engine that the point asks for."""
+    if point.machine not in MACHINES:
+        raise SweepError(f"machine is {point.machine!r}; known: {', '.join(MACHINES)}")
+    machine = MACHINES[point.machine]
+    if point.contender == ENDLESS:
+        machine = replace(machine, kv_tokens=sum(p.context_tokens + 64 for p in programs))
+    setup = Setup(
+        policy=policy_of(point.contender),
+        tiers=tiers_of(point),
+        machine=machine,
+        step_tokens=point.step_tokens,
+        max_seqs=point.max_seqs,
+        store_stalls=point.blocking,
+        merge_steps=point.merge_steps,
+    )
+    return replace(setup, shared_tokens=SHARED_TOKENS.get(point.workload, setup.shared_tokens))
+
+
+def policy_of(contender: str) -> str:
+    """The lab's name of a contender's policy."""
+    special = {STOCK: STOCK_POLICY, ORACLE: ORACLE, ENDLESS: "program-fcfs"}
+    if contender in special:
+        return special[contender]
+    if contender not in POLICIES:
+        raise SweepError(f"contender is {contender!r}; known: {', '.join([*special, *POLICIES])}")
+    return contender
+
+
+def tiers_of(point: Point) -> dict[str, Any] | None:
+    """The fake connector's settings; None without offloading."""
+    if not point.offloads or point.contender == ENDLESS:
+        return None
+    tiers: dict[str, Any] = {"dram_gb": point.dram_gb, "ssd_gb": point.ssd_gb, "async": not point.blocking}
+    if point.link_gbps is not None:
+        tiers |= {"load_gbps": point.link_gbps, "store_gbps": point.link_gbps}
+    if point.ssd_gbps is not None:
+        tiers["ssd_load_gbps"] = point.ssd_gbps
+    return tiers
+
+
+def figures(result: Result) -> dict[str, Any]:
+    """What a row says of a run: seconds, tokens, counts."""
+    ttfts_s = [turn.ttft_s for turn in result.turns]
+    pins = {f"pins_{name}": result.pins.get(name, 0) for name in ("taken", "reused", "expired", "reclaimed")}
+    return {
+        "job_mean_s": result.mean_job_s,
+        **{f"job_p{p}_s": result.job_percentile_s(p) for p in (50, 90, 95, 99)},
+        "ttft_mean_s": sum(ttfts_s) / len(ttfts_s),
+        "ttft_p99_s": result.ttft_percentile_s(99),
+        "ttft_max_s": max(ttfts_s),
+        "end_s": result.end_s,
+        "jobs": len(result.jobs),
+        "jobs_per_s": len(result.jobs) / result.end_s,
+        "busy_share": result.busy_s / result.end_s,
+        **{f"{source}_tokens": tokens for source, tokens in result.tokens.items()},
+        "scheduled_tokens": result.scheduled_tokens,
+        "steps": result.steps,
+        "preemptions": result.preemptions,
+        **pins,
+        "measured": result.measured,
+    }

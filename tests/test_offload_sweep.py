@@ -1,0 +1,226 @@
+"""The sweep: its rows, its figures, and three mutations that must show in them. Virtual time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from continuum_lmcache.baselines import drop
+from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.policies import POLICIES, Policy
+from continuum_lmcache.types import Retention, Standing
+from experiments.offload_sweep import main, plans_named, seeds_of
+from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Bench, Point, SweepError
+from experiments.sweep.grids import Size
+from experiments.sweep.plans import PLANS
+from experiments.sweep.readout import capacity, caption, found, ratios, table
+from experiments.sweep.rows import COLUMNS, Rows, key
+from experiments.sweep.runner import complete, measured
+from experiments.sweep.simulated import run
+
+SMALL = Point(STOCK, programs=12, jps=0.1, seed=1)
+BARE = replace(SMALL, contender="continuum")
+DISK = replace(SMALL, contender="program-fcfs", dram_gb=20.0, ssd_gb=200.0, blocking=True)
+FREE = replace(DISK, link_gbps=1e9, ssd_gbps=1e9)
+
+
+def finished(rows: Rows, *cases: Point) -> dict[Point, float]:
+    """Mean job times, as the figures read them."""
+    complete(rows, cases, jobs=1, quiet=True)
+    return {case: float(row["job_mean_s"]) for case, row in found(rows, cases)}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """Those of a quick figure, and what the tests of this file add to them."""
+    folder = tmp_path_factory.mktemp("sweep")
+    main(["fig8"], quick=True, jobs=1, out=folder)
+    return Rows(folder / "offload_sweep.csv")
+
+
+@pytest.fixture
+def policy(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Policy], Point]:
+    """Registers a policy for one test, and gives its point."""
+
+    def register(name: str, made: Policy) -> Point:
+        monkeypatch.setitem(POLICIES, name, made)
+        return replace(SMALL, contender=name)
+
+    return register
+
+
+def test_a_quick_figure_leaves_its_rows_a_table_and_two_pictures(rows: Rows) -> None:
+    assert rows.missing(PLANS["fig8"].cases(Size.QUICK, [1])) == []
+    assert rows.missing([SMALL, BARE]) == []
+    names = {path.name for path in rows.path.parent.iterdir()}
+    assert names == {"offload_sweep.csv", "fig8-quick.md", "fig8-quick.png", "fig8-quick.svg"}
+    assert "| 0.1 programs/s | continuum |" in (rows.path.parent / "fig8-quick.md").read_text()
+
+
+def test_two_points_give_the_same_digits_again(rows: Rows, tmp_path: Path) -> None:
+    finished(rows, DISK)
+    again = Rows(tmp_path / "again.csv")
+    finished(again, BARE, DISK)
+    assert again.of([BARE, DISK]) == rows.of([BARE, DISK])
+
+
+def test_a_time_to_live_of_nothing_shows_in_the_figure(
+    rows: Rows, policy: Callable[[str, Policy], Point]
+) -> None:
+    mutant = policy("no-ttl", Policy(drop, POLICIES["continuum"].order))
+    job_s = finished(rows, BARE, mutant)
+    assert job_s[mutant] > 1.2 * job_s[BARE]
+
+
+def test_a_broken_order_shows_in_the_figure(rows: Rows, policy: Callable[[str, Policy], Point]) -> None:
+    """The newest program first, where the oldest should be."""
+
+    def backwards(standing: Standing) -> tuple[float, ...]:
+        return (not standing.preempted, -standing.program_arrival_s, -standing.turn_arrival_s)
+
+    order = replace(SMALL, contender="program-fcfs")
+    mutant = policy("backwards", Policy(drop, backwards))
+    job_s = finished(rows, order, mutant)
+    assert job_s[mutant] > 1.04 * job_s[order]
+
+
+def test_a_free_reload_shows_in_the_figure(rows: Rows) -> None:
+    job_s = finished(rows, DISK, FREE)
+    assert job_s[DISK] > 1.1 * job_s[FREE]
+
+
+def test_knowing_the_tools_and_endless_memory_recompute_least(rows: Rows) -> None:
+    known, endless = (replace(SMALL, contender=name) for name in (ORACLE, ENDLESS))
+    finished(rows, SMALL, BARE, known, endless)
+    computed = {case: int(row["computed_tokens"]) for case, row in found(rows, [SMALL, BARE, known, endless])}
+    assert computed[endless] < computed[known] <= computed[BARE] < computed[SMALL]
+    assert ORACLE not in POLICIES  # it is a policy while its run lasts, and no longer
+
+
+def test_finished_rows_are_kept_and_not_run_again(rows: Rows) -> None:
+    finished(rows, BARE)
+    before = rows.path.read_text()
+    again = Rows(rows.path)
+    assert again.missing([BARE, BARE]) == []
+    complete(again, [BARE], jobs=1, quiet=True)
+    assert rows.path.read_text() == before
+
+
+def test_a_run_that_fails_names_its_point_and_leaves_no_row(
+    tmp_path: Path, policy: Callable[[str, Policy], Point]
+) -> None:
+    def fails(*_: object) -> Retention:
+        raise InvariantError("1 != 2")
+
+    point = policy("fails", Policy(fails, POLICIES["continuum"].order))
+    rows = Rows(tmp_path / "rows.csv")
+    with pytest.raises(SweepError, match=r"contender='fails', programs=12.*: 1 != 2"):
+        complete(rows, [point], jobs=1, quiet=True)
+    assert rows.missing([point]) == [point]
+
+
+def test_every_input_is_in_the_key() -> None:
+    other: dict[str, object] = {"contender": "plas", "workload": "bfcl", "machine": "h200", "blocking": True}
+    changed = [
+        replace(SMALL, **{name: other.get(name, 7)})  # type: ignore[arg-type]
+        for name in SMALL.__dataclass_fields__
+    ]
+    assert len({key(case) for case in [SMALL, *changed, Bench(STOCK, 1, 1, 1, 1, 1)]}) == len(changed) + 2
+
+
+def test_rows_of_other_code_stay_in_the_file_and_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    Rows(path).add(SMALL, {"job_mean_s": 1.0})
+    header, line = path.read_text().splitlines()
+    cells = line.split(",")
+    path.write_text("\n".join([header, ",".join([cells[0], "other-code", *cells[2:]]), ""]))
+    assert Rows(path).missing([SMALL]) == [SMALL]
+
+
+def test_a_torn_line_and_a_foreign_file_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    torn, foreign = tmp_path / "torn.csv", tmp_path / "foreign.csv"
+    torn.write_text(",".join(COLUMNS) + "\nabc,def\n")
+    foreign.write_text("a,b\n1,2\n")
+    with pytest.raises(SweepError, match=r"torn.csv:2 has not .* delete that line"):
+        Rows(torn)
+    with pytest.raises(SweepError, match="not the columns of schema"):
+        Rows(foreign)
+
+
+def test_a_setting_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CONTINUUM_MAX_TTL_S", "1")
+    with pytest.raises(SweepError, match="CONTINUUM_MAX_TTL_S in the environment"):
+        complete(Rows(tmp_path / "rows.csv"), [SMALL], jobs=1)
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    for point, expected in (
+        (replace(SMALL, contender="lifo"), "contender is 'lifo'; known: fcfs"),
+        (replace(SMALL, workload="chat"), "workload is 'chat'; known: swe"),
+        (replace(SMALL, machine="tpu"), "machine is 'tpu'; known: a100"),
+    ):
+        with pytest.raises(SweepError, match=expected):
+            run(point)
+    with pytest.raises(SweepError, match="did you mean 'fig9'"):
+        plans_named(["fig99"])
+
+
+def test_seeds_are_a_range_or_a_list() -> None:
+    assert (seeds_of("1..3"), seeds_of("1,4"), seeds_of("7")) == ([1, 2, 3], [1, 4], [7])
+    with pytest.raises(SweepError, match="write 1..5"):
+        seeds_of("5..1")
+
+
+def test_a_live_sweep_says_what_is_missing(tmp_path: Path) -> None:
+    from experiments.offload_sweep import Engine
+
+    with pytest.raises(SystemExit, match="--engine live.*is not written"):
+        main(["fig9"], engine=Engine.LIVE, out=tmp_path)
+
+
+def test_a_ratio_pairs_the_seeds() -> None:
+    assert ratios({1: 10.0, 2: 40.0, 3: 1.0}, {2: 10.0, 1: 5.0}) == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(("bound_s", "held"), [(50, "below 0.02"), (150, "0.030"), (900, "0.06 or more")])
+def test_a_machine_holds_the_rate_at_which_its_p95_passes_the_bound(bound_s: float, held: str) -> None:
+    assert capacity({0.02: 100.0, 0.04: 200.0, 0.06: 800.0}, bound_s) == held
+
+
+def test_every_figure_plans_cases_of_its_baseline_in_every_size() -> None:
+    for plan in PLANS.values():
+        for size in Size:
+            cases = plan.cases(size, [1, 2])
+            assert len(set(cases)) == len(cases)
+            assert plan.baseline in {plan.label(case) for case in cases}
+
+
+def test_a_figure_says_its_size_rate_seeds_and_that_nothing_was_measured(rows: Rows, tmp_path: Path) -> None:
+    from experiments.sweep.drawing import draw
+
+    finished(rows, SMALL, BARE)
+    plan, pairs = PLANS["fig8"], found(rows, [SMALL, BARE])
+    words = caption(pairs)
+    for said in ("n = 12 programs", "0.1 a second", "seeds 1", "machine a100, NOT measured"):
+        assert said in words
+    assert [line[1] for line in table(plan, pairs)[1:]] == ["fcfs", "continuum"]
+    png, svg = draw(plan, pairs, tmp_path / "figure")
+    assert png.stat().st_size > 10_000 and "<svg" in svg.read_text()
+
+
+def test_schedule_is_timed_with_the_counts_that_were_asked_for() -> None:
+    [(_, figures)] = measured([Bench("static-ttl", 4, 8, 3, rounds=5, repeat=1)], jobs=1)
+    assert 0 < figures["schedule_median_us"] <= figures["schedule_p95_us"]
+    with pytest.raises(SweepError, match="program-fcfs holds 0 pins where 3"):
+        list(measured([Bench("program-fcfs", 4, 8, 3, rounds=5, repeat=1)], jobs=1))
+
+
+def test_the_command_lists_its_figures() -> None:
+    command = [sys.executable, "-m", "experiments.offload_sweep", "fig99"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == 1 and "figure 'fig99' is not known" in said.stderr
