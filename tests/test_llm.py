@@ -1,0 +1,74 @@
+"""The policy in vLLM's Python interface, with the repository's own lmcache.json, word for word."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import BLOCK, ids
+
+from experiments.server import CPU_ENV
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """An engine in this process, so that its scheduler can be looked at."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("llm"))  # the file's disk tier is a relative path
+        settings = {"CONTINUUM_POLICY": "static-ttl", "CONTINUUM_STATIC_TTL_S": "600"}
+        for name, value in {**CPU_ENV, **settings, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
+            patch.setenv(name, value)
+        transfer = KVTransferConfig(**json.loads((ROOT / "lmcache.json").read_text()))
+        made = LLM(
+            str(model),
+            scheduling_policy="continuum",
+            kv_transfer_config=transfer,
+            enforce_eager=True,
+            dtype="bfloat16",
+            max_model_len=2560,
+            num_gpu_blocks_override=24,
+            distributed_executor_backend="mp",
+        )
+        yield made
+        made.llm_engine.engine_core.shutdown()
+
+
+def test_a_program_in_llm_generate_is_pinned_reused_and_freed(llm: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+
+    def turn(prompt: list[int], **fields: Any) -> list[int]:
+        params = SamplingParams(
+            temperature=0, max_tokens=4, ignore_eos=True, extra_args={"job_id": "p", **fields}
+        )
+        answer = llm.generate(TokensPrompt(prompt_token_ids=prompt), params, use_tqdm=False)[0]
+        return prompt + list(answer.outputs[0].token_ids)
+
+    first = turn(ids(5 * BLOCK))
+    assert scheduler._keeper.ledger.pinned_blocks == 5
+    turn(first + ids(7, 1), is_last_step=True)
+    assert scheduler._keeper.supply.prompt_tokens["gpu"] == 5 * BLOCK
+    assert scheduler.get_kv_cache_usage() == 0.0
+
+
+def test_the_cache_can_be_reset_while_a_pin_is_held(llm: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"job_id": "q"})
+    llm.generate(TokensPrompt(prompt_token_ids=ids(3 * BLOCK, 5)), params, use_tqdm=False)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler._keeper.ledger.pinned_blocks == 3
+    assert llm.reset_prefix_cache()
+    assert scheduler.get_kv_cache_usage() == 0.0
