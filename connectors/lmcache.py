@@ -58,6 +58,11 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     @classmethod
     def check_settings(cls, vllm_config: Any) -> None:
         """Raise ConfigError, one line, for LMCache settings that are unknown or known to fail."""
+        if vllm_config.lora_config is not None:
+            raise ConfigError(
+                "LMCache 0.5.6 in-process does not tell LoRA adapters apart: it would load one adapter's KV "
+                "for another; drop --enable-lora or the KV connector"
+            )
         settled(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ, machine(vllm_config))
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -234,3 +234,12 @@ def test_the_shipped_file_names_only_what_lmcache_knows_and_passes():
     extra, _ = settled(shipped["kv_connector_extra_config"], {}, CPU)
     assert {key.removeprefix("lmcache.") for key in extra} <= NAMES | {"max_tokens_per_load"}
     assert shipped["kv_connector"] == "LMCacheConnectorV1"
+
+
+def test_lora_is_refused_since_lmcache_would_mix_the_adapters() -> None:
+    from types import SimpleNamespace
+
+    from connectors.lmcache import ContinuumLMCacheConnector
+
+    with pytest.raises(ConfigError, match="does not tell LoRA adapters apart.*drop --enable-lora"):
+        ContinuumLMCacheConnector.check_settings(SimpleNamespace(lora_config=object()))
