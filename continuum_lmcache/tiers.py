@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from continuum_lmcache.types import Tier
 
@@ -28,6 +28,7 @@ class Transfer:
     duration_s: float
 
 
+@runtime_checkable
 class TierStore(Protocol):
     """Answers: where does this prompt's KV lie, below the GPU?"""
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from connectors.lmcache_disk import takes_odirect
 from profiles.timing import Budget, Sample, Timer, in_turns
 
 THREADS = 4  # LMCache's disk_io_threads
@@ -29,7 +30,7 @@ class Files:
 
     def __init__(self, folder: Path, chunk_bytes: int, count: int) -> None:
         self.folder, self.chunk_bytes, self.count = folder, chunk_bytes, count
-        self.direct = chunk_bytes % ALIGNMENT_BYTES == 0 and takes_direct(folder)
+        self.direct = chunk_bytes % ALIGNMENT_BYTES == 0 and takes_odirect(folder)
         self._pool = ThreadPoolExecutor(THREADS)
         self._buffers = [mmap.mmap(-1, chunk_bytes) for _ in range(count)]  # aligned to a page
         for at, buffer in enumerate(self._buffers):
@@ -106,18 +107,6 @@ def fetched_bytes() -> int | None:
         counts = dict(line.split(": ") for line in IO_COUNTS.read_text().splitlines())
         return int(counts["read_bytes"])
     return None
-
-
-def takes_direct(folder: Path) -> bool:
-    """Whether the file system opens files with O_DIRECT; tmpfs and some overlays do not."""
-    probe = folder / ".odirect"
-    try:
-        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600))
-    except OSError:
-        return False
-    finally:
-        probe.unlink(missing_ok=True)
-    return True
 
 
 def file_system(folder: Path) -> str:

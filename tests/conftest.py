@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 def model() -> Path:
     """The small model's directory, made once."""
     return make_model(ROOT / ".work" / "tiny-model")
+
+
+@pytest.fixture
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """LMCache's own engine with our two halves around it, as often as a test wants one."""
+    pytest.importorskip("lmcache")
+    from lmcache_rig import rigs
+
+    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
+    with rigs(tmp_path) as make:
+        yield make
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,10 @@ import pytest
 
 pytest.importorskip("lmcache")
 
-from lmcache_rig import CHUNK, prompt, rigs
+from lmcache_rig import CHUNK, prompt
 
 from connectors.lmcache_disk import is_whole, takes_odirect
 from continuum_lmcache.tiers import Holding
-
-
-@pytest.fixture
-def rig(tmp_path, monkeypatch):
-    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
-    with rigs(tmp_path) as make:
-        yield make
 
 
 @pytest.mark.parametrize("lost", [[0], [2], [1, 3]])

@@ -6,18 +6,11 @@ import pytest
 
 pytest.importorskip("lmcache")
 
-from lmcache_rig import CHUNK, prompt, rigs
+from lmcache_rig import CHUNK, prompt
 
 from connectors.lmcache_meter import TransferStats, with_copy
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
-
-
-@pytest.fixture
-def rig(tmp_path, monkeypatch):
-    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
-    with rigs(tmp_path) as make:
-        yield make
 
 
 def test_a_loads_copy_is_shared_out_by_bytes():

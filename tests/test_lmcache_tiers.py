@@ -13,20 +13,13 @@ pytest.importorskip("lmcache")
 from hypothesis import given as given_that
 from hypothesis import settings
 from hypothesis import strategies as st
-from lmcache_rig import CHUNK, prompt, rigs
+from lmcache_rig import CHUNK, prompt
 
 from connectors.lmcache_probe import Snapshot
 from connectors.lmcache_tiers import ChunkHashes, Mirror, Tiers
 from connectors.lmcache_worker import Change, RankReport
 from continuum_lmcache.tiers import Holding
 from continuum_lmcache.types import Tier
-
-
-@pytest.fixture
-def rig(tmp_path, monkeypatch):
-    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
-    with rigs(tmp_path) as make:
-        yield make
 
 
 def test_what_was_stored_is_in_dram_and_on_disk_once_it_is_written(rig):

@@ -123,6 +123,14 @@ def test_reset_prefix_cache_drops_all_pins_and_succeeds(make: Make) -> None:
     assert outcomes(bench) == {"reset": 2} and bench.used_blocks == 0
 
 
+def test_a_second_reset_does_not_swallow_the_report_of_the_first(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64, 1))
+    assert bench.scheduler.reset_prefix_cache() and bench.scheduler.reset_prefix_cache()
+    assert bench.scheduler.has_requests(), "an idle engine's gauges still show the pin"
+    assert bench.step() == 0 and not bench.scheduler.has_requests()
+
+
 # who goes first -------------------------------------------------------------
 
 

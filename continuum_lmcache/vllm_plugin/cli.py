@@ -1,6 +1,6 @@
 """`--scheduling-policy continuum` and `--kv-transfer-config FILE`, on the command line and in `LLM(...)`.
 
-Seams, read and run on vLLM 0.30 to 0.33: EngineArgs.add_cli_args, EngineArgs.create_engine_config
+Seams, read in vLLM 0.30 to 0.33 and run on 0.32: EngineArgs.add_cli_args, EngineArgs.create_engine_config
 (vLLM loads plugins before it calls either). vLLM's own policy stays "fcfs" underneath; the
 scheduler class is set on the finished config, when asynchronous scheduling has been decided.
 """

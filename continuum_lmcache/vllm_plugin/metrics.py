@@ -29,9 +29,8 @@ GAUGES = {
 
 
 def attach(stats: Any, totals: Totals) -> Any:
-    """The scheduler's stats with our totals aboard. None stays None."""
-    if stats is not None:
-        stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: totals}
+    """The scheduler's stats with our totals aboard."""
+    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: totals}
     return stats
 
 

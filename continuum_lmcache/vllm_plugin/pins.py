@@ -27,13 +27,18 @@ class BlockPins:
         return [b for group in groups for b in group if not b.is_null and b.block_hash is not None]
 
     def take(self, program: ProgramId, blocks: list[Any]) -> None:
-        """Hold the blocks, which somebody still uses (so that their count only rises)."""
+        """Hold the blocks, which somebody still uses or which were given back just now."""
         self._pool.touch(blocks)
         self._held[program] = blocks
 
-    def give_back(self, program: ProgramId) -> None:
-        """Let go, tail first: the tail is evicted first, and the prefix survives longest."""
-        self._pool.free_blocks(reversed(self._held.pop(program)))
+    def give_back(self, program: ProgramId) -> list[Any]:
+        """Let go, tail first: the tail is evicted first, and the prefix survives longest.
+
+        Returns the blocks: until something is allocated they are as they were, and `take` undoes it.
+        """
+        blocks = self._held.pop(program)
+        self._pool.free_blocks(reversed(blocks))
+        return blocks
 
     def overlap_blocks(self, program: ProgramId, request_id: str) -> int:
         """How many of the pin's blocks the request took over."""
@@ -49,20 +54,6 @@ class BlockPins:
     def free_blocks(self) -> int:
         """Blocks free now."""
         return int(self._pool.get_num_free_blocks())
-
-    def loan(self, program: ProgramId) -> list[Any]:
-        """Give the pin's blocks back for a trial; `undo` takes them again if nothing came of it."""
-        blocks = self._held.pop(program)
-        self._pool.free_blocks(reversed(blocks))
-        return blocks
-
-    def undo(self, program: ProgramId, blocks: list[Any]) -> None:
-        """Right after a loan, with nothing allocated since: the blocks are as they were."""
-        self.take(program, blocks)
-
-    def held_blocks(self, program: ProgramId) -> int:
-        """Blocks of one pin, 0 without."""
-        return len(self._held.get(program, ()))
 
     def __len__(self) -> int:
         return len(self._held)

@@ -70,7 +70,7 @@ class Reclaimer:
         """Give up pins one by one until the request fits; all or nothing."""
         keeper, lent = self._keeper, []
         for victim in victims:
-            lent.append((victim.program, keeper.pins.loan(victim.program)))
+            lent.append((victim.program, keeper.pins.give_back(victim.program)))
             if keeper.pins.free_blocks() < need:
                 continue
             blocks = allocate()
@@ -80,7 +80,7 @@ class Reclaimer:
                     keeper.closed(now_s, program, Outcome.RECLAIMED)
                 return blocks
         for program, held in reversed(lent):
-            keeper.pins.undo(program, held)
+            keeper.pins.take(program, held)
         return None
 
     def _may_reclaim(self, now_s: float, request: Request) -> bool:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -28,8 +27,6 @@ from continuum_lmcache.vllm_plugin.queue import Key, ProgramQueue
 from continuum_lmcache.vllm_plugin.reclaim import Reclaimer
 from continuum_lmcache.vllm_plugin.setup import Room, furnish
 from continuum_lmcache.vllm_plugin.wakeup import Alarm
-
-logger = init_logger("vllm.continuum_lmcache")
 
 
 class ContinuumMixin(Scheduler):
@@ -117,10 +114,11 @@ class ContinuumMixin(Scheduler):
         self._alarm.set(self._keeper.ledger.next_deadline_s())
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
-        return metrics.attach(super().make_stats(*args, **kwargs), self._keeper.totals())
+        stats = super().make_stats(*args, **kwargs)
+        return metrics.attach(stats, self._keeper.totals()) if stats is not None else None
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self._report_due = bool(self._keeper.ledger.pinned)
+        self._report_due |= bool(self._keeper.ledger.pinned)
         self._keeper.release_all(self.clock())
         return super().reset_prefix_cache(*args, **kwargs)
 

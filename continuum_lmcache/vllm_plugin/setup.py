@@ -139,7 +139,7 @@ def save_on_signals(room: Room) -> None:
 
 def store_of(connector: Any) -> TierStore | None:
     """The connector as a TierStore, if it is one."""
-    return connector if hasattr(connector, "locate") and hasattr(connector, "transfers") else None
+    return connector if isinstance(connector, TierStore) else None
 
 
 def ranked(path: Path, rank: int) -> Path:

@@ -7,7 +7,7 @@ Touches, on vLLM 0.26 to 0.33: Request.sampling_params.extra_args, .cache_salt, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
@@ -62,7 +62,7 @@ def identity(request: Request) -> tuple[Identity, str]:
             session = name("session_id", getattr(request, "session_id", None) or None)
         except RequestError:
             session, bad = None, "session_id"
-        says = Identity(session, says.is_last_step, says.this_tool, says.last_tool)
+        says = replace(says, job_id=session)
     return says, bad
 
 

@@ -27,7 +27,7 @@ def knowing(programs: Sequence[Program]) -> Policy:
 
     def retain(turn: Turn, _gaps: Gaps, costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
         gap_s = gaps_s[str(turn.program), turn.number]
-        benefit_s = load.queue_delay_s * load.eta + costs.reload_s(turn.residency)
+        benefit_s = load.queue_delay_s * load.eta + costs.reload_s(turn.residency, load.survival)
         pays = gap_s is not None and benefit_s > gap_s
         ttl_s = gap_s + SLACK_S if pays and gap_s is not None else 0.0
         return Retention(ttl_s, config.policy, "oracle", 1.0, benefit_s, ttl_s)
