@@ -14,6 +14,7 @@ from continuum_lmcache.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
 
 LOAD_SHARE = 7 / 8  # of the DRAM pool for one load (connectors/lmcache_traps.py)
+WORTH_IT = 0.05  # of the reload that a pin would save; less is hardly worth it
 SIZES = {Tier.DRAM: "lmcache.max_local_cpu_size", Tier.SSD: "lmcache.max_local_disk_size"}
 MEASURE = "measure with profiles/measure.py on the machine that will serve"
 
@@ -123,6 +124,15 @@ def _sizes(plan: Plan) -> Iterator[Finding]:
             f"once; the longest context has {largest:,}",
             f"the rest is computed again (stock LMCache hangs instead): raise {SIZES[Tier.DRAM]}",
         )
+    working_set = (plan.at_once or 0) * plan.demand.mean_tokens
+    if plan.tiers and working_set > max(*plan.tiers.values(), plan.budget.tokens):
+        yield warning(
+            "tiers-smaller-than-programs",
+            f"{plan.at_once} programs hold {working_set:,} tokens, the largest tier "
+            f"{max(plan.tiers.values()):,}",
+            "an LRU that does not hold what comes back keeps nothing long enough: raise "
+            f"{SIZES[Tier.DRAM]} or {SIZES[Tier.SSD]}",
+        )
     if plan.at_once and plan.at_once > plan.fits and not plan.tiers:
         yield warning(
             "no-tier",
@@ -189,7 +199,7 @@ def _evidence(plan: Plan) -> Iterator[Finding]:
 class PinAnswer:
     """Whether pins can pay here, and why."""
 
-    answer: str  # "yes", "under load", "no"
+    answer: str  # "yes", "hardly", "under load", "no"
     why: str
     worths: Mapping[Tier, PinWorth]
 
@@ -207,7 +217,9 @@ def can_pins_pay(plan: Plan) -> PinAnswer:
     where = "is computed again" if plan.place is Tier.NONE else f"comes back from {plan.place.value}"
     saves = f"a context of {plan.demand.mean_tokens:,} tokens that was lost {where} in {worth.reload_s:.3g} s"
     if worth.least_delay_s <= 0:
-        return PinAnswer("yes", f"{begins}: {saves}, so a pin of {worth.best.ttl_s:.3g} s pays", worths)
+        pays = f"a pin of {worth.best.ttl_s:.3g} s gains {worth.gain_s:.3g} s a turn on average"
+        much = worth.gain_s >= WORTH_IT * worth.reload_s
+        return PinAnswer("yes" if much else "hardly", f"{begins}: {saves}, and {pays}", worths)
     if math.isinf(worth.least_delay_s):
         return PinAnswer("no", f"no tool comes back within continuum.max_ttl_s, {plan.max_ttl_s:g} s", worths)
     delay = f"only once turns that lost their KV queue for more than {worth.least_delay_s:.3g} s"

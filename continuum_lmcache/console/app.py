@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -123,10 +124,10 @@ def report(
     print(f"wrote {out}: {pages / 1e6:.1f} MB, no network needed")
 
 
-def main() -> None:
-    """Run, and end bad input in one line."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, or `arguments`, and end bad input in one line."""
     try:
-        status = app(standalone_mode=False)
+        status = app(arguments, standalone_mode=False)
     except TyperException as error:
         raise refused(error.format_message()) from error
     except (ContinuumError, OSError) as error:

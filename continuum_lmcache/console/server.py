@@ -57,7 +57,11 @@ class Page:
 
 def scrape(url: str) -> Page:
     """The server's /metrics. Raises ServerError."""
-    text = answer(url, "/metrics").text
+    return page_of(answer(url, "/metrics").text, url)
+
+
+def page_of(text: str, url: str) -> Page:
+    """A page of metrics, checked to be a vLLM server's. Raises ServerError."""
     try:
         families = list(text_string_to_metric_families(text))
     except ValueError as error:
