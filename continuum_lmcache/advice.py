@@ -177,7 +177,7 @@ def _evidence(plan: Plan) -> Iterator[Finding]:
         yield warning(
             "not-measured",
             "measured: false; at least one of the rates is from a data sheet or a guess",
-            f"take every time below for an assumption, and {MEASURE}",
+            f"take every time here for an assumption, and {MEASURE}",
         )
     made_for = plan.profiled_bytes_per_token
     if made_for is not None and made_for != plan.budget.bytes_per_token:

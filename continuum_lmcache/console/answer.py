@@ -107,9 +107,9 @@ def show(found: Diagnosis, console: Console) -> None:
         Text(f"{plan.shape.name} on {found.machine.device}; costs from {found.machine.source}, {measured}")
     )
     for title, table in (arithmetic(found), capacities(found), times(found), pins(found)):
-        console.print(Text(f"\n{title}", style="bold"))
+        console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
         console.print(table)
-    console.print(Text(f"Can pins pay here? {found.pins.answer}: {found.pins.why}."))
+    console.print(Text(f"\nCan pins pay here? {found.pins.answer}: {found.pins.why}."), soft_wrap=True)
     show_findings(found.findings, console)
     verdict = "Serving so is advisable." if found.advisable else "Serving so is NOT advisable."
     console.print(Text(f"\n{verdict}", style="bold"))
@@ -126,7 +126,7 @@ def arithmetic(found: Diagnosis) -> Titled:
 def capacities(found: Diagnosis) -> Titled:
     demand = found.plan.demand
     about = f"{len(demand.contexts_tokens)} programs" if len(demand.contexts_tokens) > 1 else "one program"
-    title = f"Programs that fit ({demand.source}: {about}, mean context {demand.mean_tokens:,} tokens)"
+    title = f"Programs that fit: {about}, mean context {demand.mean_tokens:,} tokens ({demand.source})"
     table = headed("where", "tokens", "programs")
     for place, tokens in holds(found).items():
         table.add_row(place, f"{tokens:,}", f"{programs_that_fit(tokens, demand.contexts_tokens):,}")

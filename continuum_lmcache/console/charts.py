@@ -22,6 +22,7 @@ PAPER = {
     "font": {"size": 12},
     "margin": {"l": 60, "r": 40, "t": 70, "b": 50},
     "modebar": {"orientation": "v"},
+    "showlegend": True,
     "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 1, "xanchor": "right"},
 }
 LOOKS = {  # state -> colour, width of the bar
