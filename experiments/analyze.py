@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from continuum_lmcache.errors import TraceError
-from experiments.measures import (
+from continuum_lmcache.records.measures import (
     Bin,
     calibration,
     jct_s,
@@ -35,7 +35,7 @@ from experiments.measures import (
     tools,
     waits_s,
 )
-from experiments.recordings import Recording, load, to_trace
+from continuum_lmcache.records.recordings import Recording, load, to_trace
 
 matplotlib.use("Agg")  # no display
 matplotlib.rcParams["svg.hashsalt"] = "continuum"  # the same recording gives the same file

@@ -7,9 +7,9 @@ from matplotlib import image
 from recorded import KEEP, PROTOTYPE, Run, printed, saved, told
 
 from continuum_lmcache.recorder import META, Recorder
+from continuum_lmcache.records.measures import measure, outcomes
+from continuum_lmcache.records.recordings import load
 from continuum_lmcache.types import Outcome
-from experiments.measures import measure, outcomes
-from experiments.recordings import load
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.recorder import FORMAT, META, Event
-from experiments.stories import KINDS, Program, Turn
+from continuum_lmcache.records.stories import KINDS, Program, Turn
 
 FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?(\.jsonl)?")
 TOKENS = ("prompt_length", "hit_length", "gpu_tokens", "dram_tokens", "ssd_tokens", "output_tokens")

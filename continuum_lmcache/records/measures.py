@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from experiments.recordings import Recording
-from experiments.stories import Pin, Program, Turn
+from continuum_lmcache.records.recordings import Recording
+from continuum_lmcache.records.stories import Pin, Program, Turn
 
 TIERS = ("gpu", "dram", "ssd")
 BINS = 10
