@@ -53,6 +53,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     On the scheduler's side it is a continuum_lmcache.tiers.TierStore.
     """
 
+    mode = "lmcache-in-process"
+    is_up = True  # it lives and dies with the worker
     copier: type[BlockCopier] = BlockCopier  # a test breaks it on purpose
 
     @classmethod

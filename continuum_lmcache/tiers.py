@@ -29,6 +29,17 @@ class Transfer:
 
 
 @runtime_checkable
+class Reporting(Protocol):
+    """Answers: what kind of store is this, and does it answer? A store without this is "unknown", and up."""
+
+    mode: str
+
+    @property
+    def is_up(self) -> bool:
+        """Whether what it holds can be loaded now."""
+
+
+@runtime_checkable
 class TierStore(Protocol):
     """Answers: where does this prompt's KV lie, below the GPU?"""
 

@@ -205,6 +205,8 @@ class Keeper:
             "ignored": dict(self.ignored),
             "pinned_blocks": {"": self.ledger.pinned_blocks},
             "programs": {"": len(self.ledger.programs)},
+            "store_up": {"": float(self.supply.is_up)},
+            "store_mode": {self.supply.mode: 1.0},
         }
 
     # -----------------------------------------------------------------------

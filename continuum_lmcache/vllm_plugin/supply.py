@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from vllm.v1.request import Request
 
-from continuum_lmcache.tiers import Holding, TierStore, Transfer
+from continuum_lmcache.tiers import Holding, Reporting, TierStore, Transfer
 from continuum_lmcache.types import Residency
 from continuum_lmcache.vllm_plugin.turns import LiveTurn
 
@@ -18,7 +19,13 @@ class Supply:
 
     def __init__(self, store: TierStore | None) -> None:
         self._store = store
+        self.mode = mode_of(store)
         self.prompt_tokens: Counter[str] = Counter()  # by tier
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the store answers."""
+        return self._store.is_up if isinstance(self._store, Reporting) else True
 
     def if_given_up(self, request: Request) -> Residency:
         """Where the context would come from if its blocks were freed: the GPU's copy is taken for lost."""
@@ -49,3 +56,10 @@ class Supply:
         if self._store is None:
             return NOTHING
         return self._store.locate(request.all_token_ids[:tokens])
+
+
+def mode_of(connector: Any) -> str:
+    """Who keeps KV below the GPU: "none", "unknown", or the name that the connector gives itself."""
+    if connector is None:
+        return "none"
+    return connector.mode if isinstance(connector, Reporting) else "unknown"
