@@ -80,6 +80,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size
         self._tiers = MpTiers(self._follower, told, hasher, bytes_per_token)
         self._leases = Leases(adapter, told.read_lease_s)
+        self._found: dict[str, Holding] = {}
         warn_of_small_l1(told, bytes_per_token, max_model_len)
         self._follower.start()
 
@@ -102,6 +103,10 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         """What the server's L1 and L2 have room for, all clients together."""
         return self._tiers.capacity_tokens()
 
+    def found(self, request_id: str) -> Holding | None:
+        """Where the request's KV lay when it was first looked up, before L2's part was read into L1."""
+        return self._found.get(request_id)
+
     @property
     def is_up(self) -> bool:
         """Whether the server answers, and LMCache uses it."""
@@ -116,6 +121,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         ):
             return None, True
         self._leases.asked(request.request_id)
+        if request.request_id not in self._found:
+            self._found[request.request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
             # an earlier lookup's hits: LMCache leaves them when a later one finds nothing, takes that many
             # tokens for computed, and stores their blocks before they are
@@ -143,6 +150,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
         )
         self._leases.forget(request.request_id)
+        self._found.pop(request.request_id, None)
         return super().request_finished(request, block_ids)
 
     def _server_went_down(self) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from connectors.lmcache_mp_wire import Lookup
-from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
 
 MAX_ENTRIES = 10_000
@@ -57,11 +57,6 @@ class LoadBook:
         both = [request_id for request_id in self._loads if request_id in self._lookups]
         moved = [by_tier(self._loads.pop(each), self._lookups.pop(each)) for each in both]
         return [transfer for transfers in moved for transfer in transfers]
-
-    def found(self, request_id: str) -> Holding | None:
-        """What the request's lookup found, if the server has told of it."""
-        lookup = self._lookups.get(request_id)
-        return Holding(lookup.dram_tokens, lookup.ssd_tokens) if lookup is not None else None
 
 
 def keep(book: OrderedDict[str, object], request_id: str, entry: object) -> None:

@@ -25,7 +25,7 @@ COUNTERS = {
 GAUGES = {
     "pinned_blocks": ("continuum_pinned_blocks", "GPU KV blocks held by pins"),
     "programs": ("continuum_programs", "Programs known to the scheduler"),
-    "store_up": ("continuum_tier_store_up", "1 while the store below the GPU answers; 0: prompts are computed"),
+    "store_up": ("continuum_tier_store_up", "1 while the store below the GPU answers, else 0"),
 }
 INFOS = {
     "store_mode": ("continuum_tier_store_info", "Always 1; its label says who keeps KV off the GPU", "mode"),
