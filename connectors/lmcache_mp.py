@@ -164,7 +164,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         super().register_kv_caches(kv_caches)
         adapter = self.worker_adapter
         ask = Ask(adapter.model_name, adapter.world_size)
-        told = first_answer(Follower(caller(adapter.req_client), ask, lambda: None))
+        told = first_answer(Follower(caller(adapter.req_client), ask))
         rank = self._vllm_config.parallel_config.rank
         self._worker = MpWorkerSide(adapter, rank, self._kv_bytes_per_token, told.read_lease_s)
 

@@ -45,6 +45,7 @@ class Leases:
         if request_id not in self._returning and self._is_old(request_id):
             self.counts["renewed"] += 1
             self.give_back(request_id, token_ids, salt, configs)
+            return True
         returned = all(reply.query() for reply in self._returning.get(request_id, ()))
         if not returned and self._adapter.is_healthy:
             return True

@@ -34,14 +34,14 @@ Piece = tuple[int, int]  # rank and object group
 class TierLog:
     """Which chunks lie whole in which tier, by owner, and the numbered changes of that. Any thread."""
 
-    def __init__(self, registry: Any) -> None:
+    def __init__(self, registry: Any, max_changes: int = MAX_CHANGES) -> None:
         self.epoch = uuid.uuid4().hex
         self.number = 0
         self.lock = threading.Lock()
-        self._registry = registry
+        self._registry, self._max_changes = registry, max_changes
         self._groups: dict[Owner, int] = {}
         self._pieces: dict[tuple[Owner, bool], dict[bytes, set[Piece]]] = defaultdict(dict)
-        self._changes: deque[tuple[Owner, Change]] = deque(maxlen=MAX_CHANGES)
+        self._changes: deque[tuple[Owner, Change]] = deque(maxlen=max_changes)
 
     def next_number(self) -> int:
         """For one more entry, of this log or of one that shares its count. The caller holds the lock."""
@@ -94,7 +94,7 @@ class TierLog:
 
     def reaches(self, number: int) -> bool:
         """Whether no change after `number` has been forgotten. The caller holds the lock."""
-        return len(self._changes) < MAX_CHANGES or self._changes[0][1].number <= number + 1
+        return len(self._changes) < self._max_changes or self._changes[0][1].number <= number + 1
 
     def _note(self, owner: Owner, ssd: bool, admitted: bool, name: bytes) -> None:
         self._changes.append((owner, Change(self.next_number(), ssd, admitted, name)))

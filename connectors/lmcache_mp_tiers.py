@@ -70,12 +70,18 @@ class MpMirror:
 class Follower:
     """Asks the server what is new, again and again, from its own thread; knows whether it answers."""
 
-    def __init__(self, call: Call, ask: Ask, went_down: Callable[[], None]) -> None:
-        self._call, self._ask, self._went_down = call, ask, went_down
+    def __init__(
+        self,
+        call: Call,
+        ask: Ask,
+        went_down: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._call, self._ask, self._went_down, self._clock = call, ask, went_down, clock
         self.mirror = MpMirror()
         self.lookups: deque[Lookup] = deque(maxlen=MAX_TRANSFERS)
         self.is_up = True
-        self._heard_s = time.monotonic()
+        self._heard_s = clock()
         self._polling = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="continuum-mp-tiers", daemon=True)
@@ -83,7 +89,7 @@ class Follower:
     @property
     def is_fresh(self) -> bool:
         """Whether the mirror is young enough to be believed."""
-        return time.monotonic() - self._heard_s < MAX_AGE_S
+        return self._clock() - self._heard_s < MAX_AGE_S
 
     def start(self) -> None:
         self._thread.start()
@@ -95,7 +101,7 @@ class Follower:
     def poll(self, timeout_s: float = ANSWER_S) -> Told:
         """One question and its answer, taken over. Blocks: not for the scheduler's thread. Raises OSError."""
         with self._polling:
-            asked_s = time.monotonic()
+            asked_s = self._clock()
             ask = msgspec.structs.replace(self._ask, epoch=self.mirror.epoch, number=self.mirror.number)
             told = msgspec.msgpack.decode(self._call(msgspec.msgpack.encode(ask), timeout_s), type=Told)
             self.mirror.absorb(told)
@@ -105,12 +111,16 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._stopping.wait(POLL_S):
-            try:
-                self.poll()
-            except OSError as error:
-                self._no_answer(error)
-            else:
-                self._answer()
+            self.try_poll()
+
+    def try_poll(self) -> None:
+        """`poll`, and note whether there was an answer."""
+        try:
+            self.poll()
+        except OSError as error:
+            self._no_answer(error)
+        else:
+            self._answer()
 
     def _no_answer(self, error: OSError) -> None:
         if self.is_up and not self._stopping.is_set():

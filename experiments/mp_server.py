@@ -38,8 +38,12 @@ class MpProcess:
     process: subprocess.Popen[bytes] | None = None
 
     @property
+    def memory(self) -> Path:
+        """The shared memory that L1 lies in; LMCache puts its own word before the name."""
+        return Path("/dev/shm", f"lmcache_l1_pool_{self.shm_name}")
+
+    @property
     def shm_name(self) -> str:
-        """Of the shared memory that L1 lies in."""
         return f"continuum-mp-{self.port}"
 
     @property
@@ -103,4 +107,4 @@ def serve_mp(l1_gb: float, disk: Path, log: Path, *more: str) -> Iterator[MpProc
     finally:
         if mp.process is not None:
             stop(mp.process)
-        Path("/dev/shm", mp.shm_name).unlink(missing_ok=True)  # a killed server leaves it
+        mp.memory.unlink(missing_ok=True)  # a killed server leaves it

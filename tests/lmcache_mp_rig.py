@@ -46,7 +46,7 @@ LAYERS, HEADS, HEAD = 2, 1, 8
 SLOTS = 64  # vLLM blocks
 PAGE = 4096  # LMCache aligns a chunk in L1 to this
 GIB = 1024**3
-SPARE_CHUNKS = 16  # L1 beyond what `settle` leaves in it: a turn's stores and reads of L2 need room at once
+SPARE_CHUNKS = 32  # L1 beyond what `settle` leaves in it: a turn's stores and reads of L2 need room at once
 
 
 class MpServer:
@@ -101,6 +101,10 @@ class MpServer:
     def settle(self) -> None:
         """Wait until nothing is on its way to L2 and every session is over, then evict."""
         wait_for(lambda: not any(self._under_way() for _ in range(2)))
+        self.evict()
+
+    def evict(self) -> None:
+        """What the server's two loops do once a second, now, down to the sizes asked for."""
         (l1,) = self.storage._eviction_controllers
         shrink(
             l1._eviction_policy, self.held()[0], self.dram_chunks, self.l1.delete, self.l1.is_key_evictable
@@ -147,7 +151,7 @@ class MpEngine:
         groups = [EngineGroupInfo(0, tuple(range(LAYERS)), CHUNK)]
         self.adapter.register_kv_caches(self.kv, groups, {"kv_layout": "HND"})
         (client,) = self.scheduler.req_clients.values()
-        self.follower = Follower(caller(client), Ask(MODEL, 1), lambda: None)
+        self.follower = Follower(caller(client), Ask(MODEL, 1))
         told = first_answer(self.follower)
         self.tiers = MpTiers(
             self.follower, told, TokenHasher(CHUNK, told.hash_algorithm), self.bytes_per_token

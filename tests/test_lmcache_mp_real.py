@@ -49,7 +49,7 @@ class Pair:
         return self.vllm.complete(token_ids, is_last_step=True)
 
     def forget_gpu(self) -> None:
-        """Drop vLLM's own cache; it refuses while a finished request's blocks still are with the connector."""
+        """Drop vLLM's own cache. It refuses while a connector still has blocks of a finished request."""
         end_s = time.monotonic() + 20
         while self.vllm.usage > 0 and time.monotonic() < end_s:
             time.sleep(0.05)
@@ -109,7 +109,7 @@ def test_noise_in_l1_is_noticed(pair: Pair) -> None:
     pair.ask(p)
     own = pair.ask(p)
     pair.forget_gpu()
-    memory = np.memmap(Path("/dev/shm", pair.mp.shm_name), dtype=np.uint8, mode="r+")
+    memory = np.memmap(pair.mp.memory, dtype=np.uint8, mode="r+")
     memory[:] = np.random.default_rng(0).integers(0, 120, memory.size, dtype=np.uint8)
     assert pair.ask(p).logprobs != own.logprobs
     pair.forget_gpu()
