@@ -31,8 +31,8 @@ from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache_rig import content
 
-from connectors.lmcache_mp import caller, first_answer
 from connectors.lmcache_mp_loads import MpReport
+from connectors.lmcache_mp_start import caller, first_answer
 from connectors.lmcache_mp_tiers import Follower, MpTiers
 from connectors.lmcache_mp_wire import MODULE, Ask
 from connectors.lmcache_mp_worker import MpWorkerSide

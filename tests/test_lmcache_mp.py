@@ -68,7 +68,7 @@ def test_tenants_with_other_salts_find_nothing_of_each_others(make: Make) -> Non
 
 
 def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_evicts(make: Make) -> None:
-    """500 turns in two threads. Where no tier changed in between, the lookup finds what was located."""
+    """500 turns in two threads. If nothing of the prompt went meanwhile, a lookup finds what was located."""
     rig = make(12, 20)
     engines, unchanged, done = [rig, MpEngine(rig.server)], [], threading.Event()
 
@@ -77,11 +77,12 @@ def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_e
         for turn in range(250):
             token_ids, request_id = programs.next_turn(), f"{seed}-{turn}"
             engine.follower.poll()
-            number, located = engine.follower.mirror.number, engine.locate(token_ids)
+            before = engine.locate(token_ids)
             hit_tokens = engine.lookup(request_id, token_ids)
             engine.follower.poll()
-            if engine.follower.mirror.number == number:
-                assert hit_tokens == located.dram_tokens + located.ssd_tokens
+            after = engine.locate(token_ids)
+            if total(before) == total(after):
+                assert hit_tokens == total(before)
                 unchanged.append(hit_tokens)
             assert engine.load(request_id, token_ids, hit_tokens) == hit_tokens
             engine.store(request_id, token_ids, hit_tokens)
@@ -96,9 +97,13 @@ def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_e
     done.set()
     evictor.join()
     assert errors == []
-    assert len(unchanged) > 100 and sum(hit > 0 for hit in unchanged) > 20
+    assert len(unchanged) > 400 and sum(hit > 0 for hit in unchanged) > 100
     engines[1].check()
     engines[1].close()
+
+
+def total(held: Holding) -> int:
+    return held.dram_tokens + held.ssd_tokens
 
 
 def in_threads(*works: Callable[[], None]) -> list[Exception]:
