@@ -58,6 +58,8 @@ class Moved(KVConnectorWorkerMetadata):
 class FakeConnector(KVConnectorBase_V1):
     """vLLM's connector interface over `Planner` (scheduler role) or `Worker` (worker role)."""
 
+    mode = "fake"
+    is_up = True
     namer: Namer = staticmethod(chain)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *args: Any) -> None:

@@ -53,6 +53,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     On the scheduler's side it is a continuum_lmcache.tiers.TierStore.
     """
 
+    mode = "lmcache-in-process"
+    is_up = True  # it lives and dies with the worker
     copier: type[BlockCopier] = BlockCopier  # a test breaks it on purpose
 
     @classmethod
@@ -90,12 +92,13 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         assert self._tiers is not None, "tiers are known to the scheduler's connector only"
         return self._tiers
 
-    def locate(self, token_ids: Sequence[int]) -> Holding:
+    def locate(self, token_ids: Sequence[int], salt: str = "") -> Holding:  # noqa: ARG002
         """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
 
         Behind by at most the step in flight, and by the disk writes that ended since the last one.
         Hashing is remembered by chunk, so asking again, or for a longer prompt, is cheap. Of a prompt
-        with images, and of requests with LMCache tags, it knows nothing: their keys are others.
+        with images, and of requests with LMCache tags, it knows nothing: their keys are others. The salt
+        is no part of LMCache's in-process keys.
         """
         return self.tiers.locate(token_ids)
 

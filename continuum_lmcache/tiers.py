@@ -29,11 +29,33 @@ class Transfer:
 
 
 @runtime_checkable
+class Reporting(Protocol):
+    """Answers: what kind of store is this, and does it answer? A store without this is "unknown", and up."""
+
+    mode: str
+
+    @property
+    def is_up(self) -> bool:
+        """Whether what it holds can be loaded now."""
+
+
+@runtime_checkable
+class Remembering(Protocol):
+    """Answers: where did this request's KV lie, before its lookup moved it? For stores whose lookups do."""
+
+    def found(self, request_id: str) -> Holding | None:
+        """What was held when the request was looked up; None once it has finished."""
+
+
+@runtime_checkable
 class TierStore(Protocol):
     """Answers: where does this prompt's KV lie, below the GPU?"""
 
-    def locate(self, token_ids: Sequence[int]) -> Holding:
-        """What a load of this prompt would bring now. Reads only: no pin, no touch, no load."""
+    def locate(self, token_ids: Sequence[int], salt: str = "") -> Holding:
+        """What a load of this prompt would bring now. Reads only: no pin, no touch, no load.
+
+        `salt` is the tenant's `cache_salt`; a store that keeps tenants apart finds only what is theirs.
+        """
 
     def transfers(self) -> list[Transfer]:
         """The movements since the last call, oldest first."""

@@ -89,6 +89,13 @@ class Keeper:
         if turn is not None:
             turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
 
+    def loaded(self, request: Request) -> None:
+        """An asynchronous load has ended; of what was found, as much as is computed now came."""
+        turn = self.turns.get(TurnId(request.request_id))
+        if turn is not None:
+            came = max(0, request.num_computed_tokens - turn.gpu_tokens)
+            turn.loaded_tokens = min(turn.loaded_tokens, came)
+
     def started(self, now_s: float, request: Request) -> None:
         """A turn runs for the first time: it holds its own blocks now, so its program's pin ends."""
         turn = self.turns.get(TurnId(request.request_id))
@@ -205,6 +212,8 @@ class Keeper:
             "ignored": dict(self.ignored),
             "pinned_blocks": {"": self.ledger.pinned_blocks},
             "programs": {"": len(self.ledger.programs)},
+            "store_up": {"": float(self.supply.is_up)},
+            "store_mode": {self.supply.mode: 1.0},
         }
 
     # -----------------------------------------------------------------------

@@ -25,6 +25,10 @@ COUNTERS = {
 GAUGES = {
     "pinned_blocks": ("continuum_pinned_blocks", "GPU KV blocks held by pins"),
     "programs": ("continuum_programs", "Programs known to the scheduler"),
+    "store_up": ("continuum_tier_store_up", "1 while the store below the GPU answers, else 0"),
+}
+INFOS = {
+    "store_mode": ("continuum_tier_store_info", "Always 1; its label says who keeps KV off the GPU", "mode"),
 }
 
 
@@ -55,6 +59,10 @@ class Exporter:
             key: Gauge(name, text, ["engine"], multiprocess_mode="mostrecent")
             for key, (name, text) in GAUGES.items()
         }
+        self._infos = {
+            key: Gauge(name, text, [label, "engine"], multiprocess_mode="mostrecent")
+            for key, (name, text, label) in INFOS.items()
+        }
         self._seen: dict[tuple[str, str, int], float] = {}
 
     def observe(self, totals: Totals, engine: int) -> None:
@@ -67,6 +75,9 @@ class Exporter:
         for key, gauge in self._gauges.items():
             if key in totals:
                 gauge.labels(str(engine)).set(totals[key][""])
+        for key, info in self._infos.items():
+            for value, one in totals.get(key, {}).items():
+                info.labels(value, str(engine)).set(one)
 
 
 @functools.cache

@@ -51,8 +51,11 @@ class Reclaimer:
         if blocks is None and self._keeper.ledger.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
         if blocks is not None and request.status is not RequestStatus.RUNNING:
-            hits = kwargs.get("num_new_computed_tokens", 0)
-            self._keeper.placed(request, hits, kwargs.get("num_external_computed_tokens", 0))
+            if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
+                self._keeper.loaded(request)
+            else:
+                hits = kwargs.get("num_new_computed_tokens", 0)
+                self._keeper.placed(request, hits, kwargs.get("num_external_computed_tokens", 0))
         return blocks
 
     def _reclaim(self, request: Request, num_new_tokens: int, args: Any, kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from continuum_lmcache.tiers import TierStore
 from continuum_lmcache.vllm_plugin.gaps_file import load_gaps, save_gaps
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 from continuum_lmcache.vllm_plugin.recording import Recording
+from continuum_lmcache.vllm_plugin.supply import mode_of
 
 logger = init_logger("vllm.continuum_lmcache")
 
@@ -78,6 +79,8 @@ def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
         tokenizer,
         store,
     )
+    keeper.supply.mode = mode_of(scheduler.connector)  # also of one that is no TierStore
+    logger.info("KV below the GPU: %s", keeper.supply.mode)
     room = Room(keeper, gaps_path, recording_of(config, recorder, rank))
     if room.writes_files and threading.current_thread() is threading.main_thread():
         save_on_signals(room)

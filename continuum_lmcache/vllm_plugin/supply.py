@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from vllm.v1.request import Request
 
-from continuum_lmcache.tiers import Holding, TierStore, Transfer
+from continuum_lmcache.tiers import Holding, Remembering, Reporting, TierStore, Transfer
 from continuum_lmcache.types import Residency
 from continuum_lmcache.vllm_plugin.turns import LiveTurn
 
@@ -18,7 +19,13 @@ class Supply:
 
     def __init__(self, store: TierStore | None) -> None:
         self._store = store
+        self.mode = mode_of(store)
         self.prompt_tokens: Counter[str] = Counter()  # by tier
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the store answers."""
+        return self._store.is_up if isinstance(self._store, Reporting) else True
 
     def if_given_up(self, request: Request) -> Residency:
         """Where the context would come from if its blocks were freed: the GPU's copy is taken for lost."""
@@ -30,7 +37,7 @@ class Supply:
         total = request.num_prompt_tokens
         gpu = min(turn.gpu_tokens, total)
         loaded = min(turn.loaded_tokens, total - gpu)
-        in_dram = self._holding(request, total).dram_tokens if loaded and self._store is not None else total
+        in_dram = self._source(request, total).dram_tokens if loaded and self._store is not None else total
         dram = max(0, min(in_dram - gpu, loaded))
         return Residency(gpu, dram, loaded - dram, total)
 
@@ -45,7 +52,22 @@ class Supply:
         self.prompt_tokens["ssd"] += served.ssd_tokens
         self.prompt_tokens["none"] += served.recompute_tokens
 
+    def _source(self, request: Request, tokens: int) -> Holding:
+        """Where a load came from."""
+        found = self._store.found(request.request_id) if isinstance(self._store, Remembering) else None
+        return self._holding(request, tokens) if found is None else found
+
     def _holding(self, request: Request, tokens: int) -> Holding:
         if self._store is None:
             return NOTHING
-        return self._store.locate(request.all_token_ids[:tokens])
+        token_ids = request.all_token_ids[:tokens]
+        if request.cache_salt:
+            return self._store.locate(token_ids, request.cache_salt)
+        return self._store.locate(token_ids)
+
+
+def mode_of(connector: Any) -> str:
+    """Who keeps KV below the GPU: "none", "unknown", or the name that the connector gives itself."""
+    if connector is None:
+        return "none"
+    return connector.mode if isinstance(connector, Reporting) else "unknown"
