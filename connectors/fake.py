@@ -29,7 +29,7 @@ from connectors.fake_plan import FakeMetadata, Planner
 from connectors.fake_worker import Worker
 from connectors.shelf import Namer, chain
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.tiers import Holding, LoadRule, Transfer
 from continuum_lmcache.types import Tier
 
 if TYPE_CHECKING:
@@ -81,11 +81,17 @@ class FakeConnector(KVConnectorBase_V1):
         self.planner.store.settle(self.planner.clock())
         return self.planner.store.holding(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
 
+    def load_by(self, rule: LoadRule) -> None:
+        """Load no more of a prompt than `rule` says (continuum_lmcache.tiers.SelectiveLoader)."""
+        self.planner.rule = rule
+
     def transfers(self) -> list[Transfer]:
         """The movements since the last call, oldest first: as the rates say with `fake.sleep`, else timed."""
-        if self.config.sleep:
-            return self.planner.store.transfers()
         moved, self._moved = self._moved, []
+        if self.config.sleep:
+            moved = self.planner.store.transfers()
+        if self.config.load_async:
+            moved = [replace(t, in_step=False) if t.direction == "load" else t for t in moved]
         return moved
 
     def capacity_tokens(self) -> dict[Tier, int]:

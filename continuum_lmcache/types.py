@@ -79,6 +79,7 @@ class Load:
     eta: float = 1.0  # -Corr(turns done, turns left), in [-1, 1]
     eta_samples: int = 0
     survival: Mapping[Tier, float] = field(default_factory=dict)  # chance that a tier still holds the prefix
+    gpu_survival: float = 0.0  # chance that vLLM's cache holds it at the return without a pin
 
     @property
     def pressure(self) -> float:
@@ -98,6 +99,8 @@ class Retention:
     cost_s: float = 0.0  # what holding the memory is charged with
     samples: int = 0  # durations behind the estimate
     level: str = ""  # which distribution answered: "tool", "all", "cold"
+    reload_s: float = 0.0  # PrefillReload, if the GPU's copy is lost
+    gpu_survival: float = 0.0  # chance that it is not, by the return
 
 
 @dataclass(frozen=True, slots=True)

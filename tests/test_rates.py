@@ -57,10 +57,10 @@ def test_fifty_loads_at_another_rate_bring_the_rate_there(times):
     assert found == pytest.approx(1e6 / times, rel=0.02)
 
 
-@pytest.mark.parametrize("costs", [PROFILE, UNMEASURED])
+@pytest.mark.parametrize(("costs", "most"), [(PROFILE, 2.0), (UNMEASURED, 3.17)], ids=["measured", "assumed"])
 @pytest.mark.parametrize("seconds", [10.0, 1e9])
-def test_one_slow_load_does_not_halve_the_rate(costs, seconds):
-    assert after(load(seconds), costs=costs).costs.dram.bytes_per_s > costs.dram.bytes_per_s / 2
+def test_one_slow_load_does_not_halve_a_measured_rate_and_moves_a_guess_more(costs, most, seconds):
+    assert after(load(seconds), costs=costs).costs.dram.bytes_per_s > costs.dram.bytes_per_s / most
     settled = [load(costs.dram.seconds(SIZE_BYTES))] * 20
     moved = after(*settled, load(seconds), costs=costs).costs.dram.bytes_per_s
     assert moved > costs.dram.bytes_per_s * 0.75
@@ -92,7 +92,8 @@ def test_what_cannot_be_is_counted_and_not_believed():
 
 
 def test_stores_say_nothing_about_loads():
-    assert after(load(99.0, direction="store")).costs == PROFILE
+    found = after(load(99.0, direction="store")).costs
+    assert (found.dram, found.ssd, found.prefill) == (PROFILE.dram, PROFILE.ssd, PROFILE.prefill)
 
 
 @given(st.lists(LOADS, max_size=60))

@@ -50,9 +50,12 @@ class Reclaimer:
     ) -> Any:
         if blocks is None and self._keeper.ledger.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
-        if blocks is not None and request.status is not RequestStatus.RUNNING:
+        placed = blocks is not None and request.status is not RequestStatus.RUNNING
+        if placed and not request.num_computed_tokens:  # else an asynchronous load is over: placed before
             hits = kwargs.get("num_new_computed_tokens", 0)
-            self._keeper.placed(request, hits, kwargs.get("num_external_computed_tokens", 0))
+            loads = kwargs.get("num_external_computed_tokens", 0)
+            beside = kwargs.get("delay_cache_blocks", False)
+            self._keeper.placed(self._clock(), request, hits, loads, beside)
         return blocks
 
     def _reclaim(self, request: Request, num_new_tokens: int, args: Any, kwargs: Any) -> Any:
