@@ -10,7 +10,6 @@ and does what each step's metadata says. FakeConfig lists the settings.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +34,9 @@ from continuum_lmcache.types import Tier
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+ENDLESS = 1 << 50  # chunks
 
 
 @dataclass
@@ -95,9 +97,9 @@ class FakeConnector(KVConnectorBase_V1):
         return moved
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """What each tier has room for; one without end is not named, as it loses nothing."""
+        """What each tier has room for."""
         shelves = {Tier.DRAM: self.planner.store.dram, Tier.SSD: self.planner.store.ssd}
-        sizes = {tier: shelf.capacity for tier, shelf in shelves.items() if 1 <= shelf.capacity < math.inf}
+        sizes = {tier: min(shelf.capacity, ENDLESS) for tier, shelf in shelves.items() if shelf.capacity >= 1}
         return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
 
     def forget(self, token_ids: Sequence[int], salt: str = "") -> int:

@@ -136,15 +136,16 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
         The note goes to the worker with the step in any case, and there every lookup's pins are
         undone, load or no load (vllm_v1_adapter.py:1122). What the note names is not stored again: so
-        it keeps what DRAM holds, except for a preempted turn, for which LMCache takes it for loaded.
+        it keeps what DRAM holds (all that was found, where nothing stays in DRAM), except for a
+        preempted turn, for which LMCache takes what it names for loaded.
         """
         held = self.locate(request.all_token_ids)
         where = offered(held, spec.vllm_cached_tokens, found, request.num_tokens)
         wanted = self._rule(TurnId(request.request_id), where) if self._rule is not None else found
         if wanted < found:
-            loaded_end = spec.vllm_cached_tokens + wanted
-            kept = loaded_end if wanted or request.num_preemptions else where.gpu_tokens + where.dram_tokens
-            spec.lmcache_cached_tokens = kept
+            known = where.dram_tokens if self._impl.config.local_cpu else found
+            kept = wanted if wanted or request.num_preemptions else known
+            spec.lmcache_cached_tokens = spec.vllm_cached_tokens + kept
         return min(wanted, found)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:

@@ -10,7 +10,7 @@ from continuum_lmcache.costs import UNMEASURED, Costs
 from continuum_lmcache.gaps import Gaps
 from continuum_lmcache.history import History
 from continuum_lmcache.policies import policy_named
-from continuum_lmcache.rates import Rates, Survival, Turnover
+from continuum_lmcache.rates import Rates, Survival
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.toolcalls import tool_calls, tool_key
 from continuum_lmcache.types import Load, Retention, Standing, Tier, ToolKey, Turn
@@ -33,7 +33,6 @@ class Appraiser:
         self.history = History()
         self.rates = Rates(costs)
         self.survival = Survival(capacity_tokens or {})
-        self.turnover = Turnover()
         self._policy = policy_named(config.policy)
 
     def order(self, standing: Standing) -> tuple[float, ...]:
@@ -50,12 +49,11 @@ class Appraiser:
             eta=self.history.eta,
             eta_samples=self.history.eta_samples,
             survival=self.survival.chances(turn.residency.total_tokens, away_s, now_s),
-            gpu_survival=self.turnover.chance(load.free_blocks, away_s, now_s),
         )
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         reload_s = self.rates.costs.reload_s(turn.residency, load.survival)
         ttl_s = min(keep.ttl_s, self.config.max_ttl_s)
-        return replace(keep, ttl_s=ttl_s, reload_s=reload_s, gpu_survival=load.gpu_survival)
+        return replace(keep, ttl_s=ttl_s, reload_s=reload_s)
 
     def tool(self, text: str) -> ToolKey:
         """What the turn that ends with `text` called: of parallel calls, the one known to be slowest."""

@@ -102,18 +102,21 @@ class Costs:
     def reload_s(self, where: Residency, survival: Mapping[Tier, float] = CERTAIN) -> float:
         """PrefillReload in seconds, expected over what the tiers may lose before the return.
 
-        `survival` is each tier's chance, 0 to 1, to still hold its stretch then; 1 where it is not
-        named. The tiers are taken as independent. What one loses must be computed, and all that
-        comes after it: a prefix with a hole is no prefix.
+        `survival` names the tiers that there are, with the chance, 0 to 1, that each still holds its
+        stretch then, independently; a tier that is not named loses nothing. A disk is written through:
+        what DRAM loses is read from it, as long as it has not lost it too. What is lost for good must
+        be computed, and all that comes after it: a prefix with a hole is no prefix.
         """
-        expected_s, intact = 0.0, 1.0
-        for at, (tier, stretch) in enumerate(STRETCHES.items()):
-            survives = survival.get(tier, 1.0) if getattr(where, stretch) else 1.0
-            if survives < 1.0:
-                cut = replace(where, **dict.fromkeys(list(STRETCHES.values())[at:], 0))
-                expected_s += intact * (1.0 - survives) * self.reload(cut).total_s
-            intact *= survives
-        return expected_s + intact * self.reload(where).total_s
+        has_disk = Tier.SSD in survival or where.ssd_tokens > 0
+        keeps = survival.get(Tier.SSD, 1.0) if has_disk else 0.0
+        below = replace(where, dram_tokens=0, ssd_tokens=where.dram_tokens + where.ssd_tokens)
+        nowhere_s = self.reload(replace(below, ssd_tokens=0)).total_s
+        without_dram_s = expected(keeps, self.reload(below).total_s, nowhere_s)
+        if where.dram_tokens == 0:
+            return without_dram_s
+        without_disk_s = self.reload(replace(where, ssd_tokens=0)).total_s
+        with_dram_s = expected(keeps, self.reload(where).total_s, without_disk_s)
+        return expected(survival.get(Tier.DRAM, 1.0), with_dram_s, without_dram_s)
 
     @classmethod
     def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> Costs:
@@ -149,9 +152,13 @@ class Costs:
         )
 
 
-STRETCHES = {Tier.GPU: "gpu_tokens", Tier.DRAM: "dram_tokens", Tier.SSD: "ssd_tokens"}
 SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": Rate, "ssd": Rate}
 COUNTS = ("kv_bytes_per_token", "chunk_tokens")
+
+
+def expected(chance: float, with_it_s: float, without_s: float) -> float:
+    """The mean of two costs, the first of which has this chance."""
+    return chance * with_it_s + (1.0 - chance) * without_s
 
 
 def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any:

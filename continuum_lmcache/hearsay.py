@@ -2,8 +2,7 @@
 
 All that any KV connector of vLLM tells is, at each return, how many tokens it can bring
 (`get_num_new_matched_tokens`); and the clock tells how long bringing them took. From the first comes
-the share of a context that a return will find below the GPU, whatever tier it lies in; the second
-is a rate. Both are means over all programs: no prefix is known by itself, so TTLs differ by context
+the share of a context that lies below the GPU, in whatever tier; the second is a rate. Both are means over all programs: no prefix is known by itself, so TTLs differ by context
 length and tool, no longer by tier.
 """
 
@@ -20,16 +19,19 @@ LEAST_GAIN = 0.05  # a lasting change arrives within 2 % after 80 returns
 class Hearsay:
     """Answers what a TierStore's `locate` answers, for the mean context."""
 
-    share: float = 0.0  # of what the GPU had lost; 0 until something is known: a pin is worth most then
+    share: float = 0.0  # of a context; 0 until something is known: a pin is worth most then
     returns: int = 0
 
-    def returned(self, lost_tokens: int, brought_tokens: int) -> None:
-        """A program came back; of the context that the GPU had lost so much was brought."""
-        if lost_tokens <= 0:
-            return
+    def returned(self, context_tokens: int, gpu_tokens: int, brought_tokens: int) -> None:
+        """A program came back to a context of which the GPU had only the head left.
+
+        What a connector holds is a head too, so it reaches to where it brought tokens from; one that
+        brought none may hold less than the GPU did, and is taken to hold nothing.
+        """
+        held_tokens = gpu_tokens + brought_tokens if brought_tokens else 0
         self.returns += 1
         gain = max(LEAST_GAIN, 1.0 / self.returns)
-        self.share += gain * (min(1.0, brought_tokens / lost_tokens) - self.share)
+        self.share += gain * (min(1.0, held_tokens / context_tokens) - self.share)
 
     def holding(self, tokens: int) -> Holding:
         """What a return would find of a context so long. One tier stands for all."""

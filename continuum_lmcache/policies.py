@@ -34,12 +34,11 @@ def continuum(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     """Eq. 2 (arXiv 2511.02230 §4), with PrefillReload from where the prefix really lies.
 
     A return in time saves T * eta of queueing and the reload. A negative eta (programs that went
-    on long go on longer) lowers the benefit, as the formula says. While cold, eta is 1. What vLLM's
-    own prefix cache would still hold without a pin is no reload, and earns none.
+    on long go on longer) lowers the benefit, as the formula says. While cold, eta is 1.
     """
     seen = gaps.distribution(turn.tool)
     cold = seen.level == "cold"
-    reload_s = (1.0 - load.gpu_survival) * costs.reload_s(turn.residency, load.survival)
+    reload_s = costs.reload_s(turn.residency, load.survival)
     benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + reload_s
     best = best_ttl(seen, benefit_s, config.max_ttl_s)
     return explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
 from continuum_lmcache.costs import NO_STALL, Costs, PrefillCurve, Rate
 from continuum_lmcache.tiers import Transfer
@@ -17,6 +18,8 @@ LEAST_GAIN = 0.1  # a lasting change arrives within 2 % (of its logarithm) after
 PRIOR_LOADS = 5  # what a measured rate weighs at first: the first load moves it by 1/5 of its error
 GUESS_LOADS = 2  # what an assumed one weighs
 NO_PRIOR = 1  # the first sample is believed as it is
+AGREEING, FAR_OFF = 3, 2.0  # loads in a row, and times: a change, not noise
+MOST_DRIFT = 1e6  # times; no tier is further from its profile than this
 MOST_OFF = 10.0  # times; a load further off than this says no more than one that is
 LEAST_READ_SHARE = 0.1  # of a disk load's seconds; the copy after it cannot have taken all of it
 SETTLING_S = 300.0  # half of what a fill rate remembers is younger than ln 2 times this
@@ -30,13 +33,25 @@ class Drift:
     log_slower: float = 0.0
     loads: int = 0
     prior: int = PRIOR_LOADS  # loads that the profile's rate weighs at first
+    latest: tuple[float, ...] = ()  # the last loads' log_slower, AGREEING at most
 
     def toward(self, log_slower: float) -> Drift:
-        """After one more load, as robust as a mean can be: its error is cut at MOST_OFF."""
-        cut = math.log(MOST_OFF)
-        error = max(-cut, min(cut, log_slower - self.log_slower))
-        gain = max(LEAST_GAIN, 1.0 / (self.loads + self.prior))
-        return replace(self, log_slower=self.log_slower + gain * error, loads=self.loads + 1)
+        """After one more load, as robust as a mean can be: its error is cut at MOST_OFF.
+
+        But AGREEING loads in a row that are off by more than FAR_OFF, all to one side, are no noise:
+        the tier has another rate now, and theirs is taken.
+        """
+        latest = (*self.latest, log_slower)[-AGREEING:]
+        errors = [one - self.log_slower for one in latest]
+        far = math.log(FAR_OFF)
+        if len(latest) == AGREEING and (min(errors) > far or max(errors) < -far):
+            found = median(latest)
+        else:
+            cut = math.log(MOST_OFF)
+            error = max(-cut, min(cut, errors[-1]))
+            found = self.log_slower + max(LEAST_GAIN, 1.0 / (self.loads + self.prior)) * error
+        most = math.log(MOST_DRIFT)
+        return replace(self, log_slower=max(-most, min(most, found)), loads=self.loads + 1, latest=latest)
 
     def of(self, rate: Rate) -> Rate:
         """The profile's rate, corrected. Its samples are the profile's and the loads since."""
@@ -59,8 +74,8 @@ class Rates:
 
     The factor is an exponentially weighted mean of log(seconds taken / seconds the profile says), a
     geometric mean, so that twice as slow and twice as fast weigh the same. One load, however slow,
-    moves a measured rate by 10**(1/5), 1.6 times, at most, and an assumed one by 10**(1/2); 50 loads
-    at a tenth of the rate bring it there within 2 %. Both parts of a Rate move together: loads of one
+    moves a measured rate by 10**(1/5), 1.6 times, at most, and an assumed one by 10**(1/2); three in a
+    row that agree on another rate move it there. Both parts of a Rate move together: loads of one
     size cannot tell them apart, and at the sizes that are loaded the prediction is right. The prefill
     curve follows in the same way. What a step waits for its stores is learned from them alone.
     """
@@ -138,13 +153,13 @@ class Rates:
 class Fill:
     """What goes into a tier, remembered with exp(-age / SETTLING_S)."""
 
-    tokens: float = 0.0  # weighted sum; of blocks, where blocks are counted
+    tokens: float = 0.0  # weighted sum
     squares: float = 0.0  # of the sizes, so that squares / tokens is the size of the usual token's store
     first_s: float = math.inf
     last_s: float = -math.inf
     n: int = 0
 
-    def after(self, tokens: float, now_s: float) -> Fill:
+    def after(self, tokens: int, now_s: float) -> Fill:
         """With one more store."""
         left = math.exp(-max(0.0, now_s - self.last_s) / SETTLING_S)
         return Fill(
@@ -216,26 +231,6 @@ class Survival:
     def _chance(self, tier: Tier, prefix_tokens: int, after_s: float, now_s: float) -> float:
         fill = self.fills[tier]
         return fill.chance(self.capacity_tokens[tier] - prefix_tokens, after_s, now_s)
-
-
-class Turnover:
-    """Answers: with what chance does vLLM's own prefix cache still hold blocks that are freed now?
-
-    Freed blocks join the end of vLLM's queue of free ones, and new tokens take theirs from its front:
-    they survive while fewer blocks are taken than were free before them. Survival's model, in blocks;
-    what hits take out of the queue meanwhile is not counted. Before the first step nothing is known: 0.
-    """
-
-    def __init__(self) -> None:
-        self._fill = Fill()
-
-    def observe(self, blocks: float, now_s: float) -> None:
-        """So many blocks were taken, whole or in part, by new or loaded tokens."""
-        self._fill = self._fill.after(blocks, now_s)
-
-    def chance(self, free_blocks: int, after_s: float, now_s: float) -> float:
-        """0 to 1, `after_s` from now, with `free_blocks` ahead of them in the queue."""
-        return self._fill.chance(free_blocks, after_s, now_s) if self._fill.n else 0.0
 
 
 def prior(rate: Rate | PrefillCurve) -> int:

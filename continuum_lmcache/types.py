@@ -79,7 +79,6 @@ class Load:
     eta: float = 1.0  # -Corr(turns done, turns left), in [-1, 1]
     eta_samples: int = 0
     survival: Mapping[Tier, float] = field(default_factory=dict)  # chance that a tier still holds the prefix
-    gpu_survival: float = 0.0  # chance that vLLM's cache holds it at the return without a pin
 
     @property
     def pressure(self) -> float:
@@ -100,7 +99,6 @@ class Retention:
     samples: int = 0  # durations behind the estimate
     level: str = ""  # which distribution answered: "tool", "all", "cold"
     reload_s: float = 0.0  # PrefillReload, if the GPU's copy is lost
-    gpu_survival: float = 0.0  # chance that it is not, by the return
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,37 @@ def test_stores_say_nothing_about_loads():
     assert (found.dram, found.ssd, found.prefill) == (PROFILE.dram, PROFILE.ssd, PROFILE.prefill)
 
 
+def test_a_store_that_a_step_waited_for_is_a_stall_and_one_beside_it_is_not():
+    """2 s for 1 MB, three times; the disk's own writes and stores beside the steps hold nothing up."""
+    stall = load(2.0, direction="store")
+    rates = after(*[stall] * 3, replace(stall, in_step=False), load(9.0, Tier.SSD, direction="store"))
+    assert rates.costs.store.seconds(SIZE_BYTES) == pytest.approx(2.0)
+    assert rates.samples == {"prefill": 30, "dram": 20, "ssd": 10, "store": 3}
+    assert PROFILE.store.seconds(SIZE_BYTES) == 0.0
+
+
+def test_what_must_be_computed_again_is_stored_again_and_a_pin_saves_that_too():
+    """1,000 tokens of 1,000 bytes: 10 s to compute, and 2 s in which a step waits for their store."""
+    costs = after(*[load(2.0, direction="store")] * 3).costs
+    assert costs.reload_s(Residency(0, 0, 0, 1000)) == pytest.approx(10.0 + 2.0)
+    assert costs.reload_s(Residency(0, 1000, 0, 1000)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("times", [10.0, 0.1])
+def test_the_prefill_curve_follows_the_steps(times):
+    rates = Rates(PROFILE)
+    for _ in range(50):
+        rates.computed(took_s=times * 10.0, said_s=rates.costs.prefill_s(1000))
+    assert rates.costs.prefill_s(1000) == pytest.approx(times * 10.0, rel=0.02)
+    assert rates.samples["prefill"] == 30 + 50
+
+
+@pytest.mark.parametrize("times", [100.0, 0.01])
+def test_three_loads_that_agree_on_another_rate_are_believed_at_once(times):
+    rates = after(*[load(1.0)] * 30, *[load(times)] * 3)
+    assert rates.costs.dram.bytes_per_s == pytest.approx(1e6 / times)
+
+
 @given(st.lists(LOADS, max_size=60))
 def test_rates_stay_finite_and_positive_whatever_is_told(transfers):
     costs = after(*transfers).costs

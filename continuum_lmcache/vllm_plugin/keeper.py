@@ -49,7 +49,7 @@ class Keeper:
         self.pins = BlockPins(kv_cache_manager)
         self.supply = supply
         self.judge = LoadJudge(appraiser.rates)
-        self.witness = Witness(appraiser, recorder, supply, hash_block_tokens)
+        self.witness = Witness(appraiser, recorder, supply)
         self.ledger = Ledger(budget, int(budget * config.max_tenant_share), config.max_programs)
         self.turns: dict[TurnId, LiveTurn] = {}
         self.waiting_turns = 0
@@ -109,10 +109,10 @@ class Keeper:
         if turn.program is None:
             return
         context_tokens = self.ledger.programs[turn.program].context_tokens
-        lost_tokens = min(context_tokens, request.num_prompt_tokens) - turn.gpu_tokens
-        evicted = lost_tokens > self._slack_tokens
+        context_tokens = min(context_tokens, request.num_prompt_tokens)
+        evicted = turn.gpu_tokens < context_tokens - self._slack_tokens
         if evicted:
-            self.witness.started(now_s, turn, lost_tokens)
+            self.witness.started(now_s, turn, context_tokens)
         self.appraiser.placed(now_s - turn.arrival_s, evicted)
         self.recorder.started(now_s, turn.program, turn.id, served, now_s - turn.arrival_s, evicted)
         if turn.program in self.ledger.pinned:
@@ -217,7 +217,7 @@ class Keeper:
             "programs": {"": len(self.ledger.programs)},
             "load_decisions": dict(self.judge.counts),
             **self.supply.totals(),
-            **rate_totals(self.appraiser.rates),
+            **rate_totals(self.appraiser.rates, self.supply.hearsay),
         }
 
     # -----------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
+from continuum_lmcache.hearsay import Hearsay
 from continuum_lmcache.rates import Rates
 
 KEY = "continuum"
@@ -38,12 +39,13 @@ GAUGES = {  # the label's name last; "" where there is none
 }
 
 
-def rate_totals(rates: Rates) -> Totals:
+def rate_totals(rates: Rates, heard: Hearsay | None) -> Totals:
     """Every rate now in use, and how many measurements stand behind it."""
+    learned = {} if heard is None else {"hit_share": heard.returns}
     costs = rates.costs
     curve, tiers = costs.prefill, {"dram": costs.dram, "ssd": costs.ssd}
     return {
-        "rate_samples": {name: float(n) for name, n in rates.samples.items()},
+        "rate_samples": {name: float(n) for name, n in (rates.samples | learned).items()},
         "tier_rate": {tier: rate.bytes_per_s for tier, rate in tiers.items()},
         "tier_fixed": {tier: rate.fixed_s for tier, rate in tiers.items()},
         "prefill": {"fixed": curve.fixed_s, "per_token": curve.per_token_s, "per_pair": curve.per_pair_s},

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from continuum_lmcache.appraise import Appraiser
+from continuum_lmcache.loads import LEAST_SAMPLES
 from continuum_lmcache.recorder import Recorder
 from continuum_lmcache.returns import Forecast, Returns, Step, waited_s
 from continuum_lmcache.tiers import Transfer
@@ -25,10 +26,9 @@ LEAST_LOAD_SHARE = 0.05  # of a step that hides a load: below this it cannot be 
 class Witness:
     """Times steps, learns from what moved in them, and settles returns."""
 
-    def __init__(self, appraiser: Appraiser, recorder: Recorder, supply: Supply, block_tokens: int) -> None:
+    def __init__(self, appraiser: Appraiser, recorder: Recorder, supply: Supply) -> None:
         self.returns = Returns()
         self._appraiser, self._recorder, self._supply = appraiser, recorder, supply
-        self._block_tokens = block_tokens
         self._began_s: dict[int, float] = {}  # by id of the step's output
         self._last_s = 0.0
         self._hidden: dict[TurnId, int] = {}  # tokens whose load a coming step will hide
@@ -41,19 +41,17 @@ class Witness:
         """A turn got its blocks; its gpu_tokens and loaded_tokens are known."""
         if turn.program is not None:
             self.returns.placed(turn.id, turn.program, turn.gpu_tokens, turn.loaded_tokens, prompt_tokens)
-        if turn.loaded_tokens:
-            self._appraiser.turnover.observe(turn.loaded_tokens / self._block_tokens, now_s)
         if self._supply.hearsay is not None and turn.loaded_tokens:
             if loads_async:
                 self._flying[turn.id] = (now_s, turn.loaded_tokens)
             else:
                 self._hidden[turn.id] = turn.loaded_tokens
 
-    def started(self, now_s: float, turn: LiveTurn, lost_tokens: int) -> None:
-        """A turn runs; `lost_tokens` of its program's context the GPU had no more."""
+    def started(self, now_s: float, turn: LiveTurn, context_tokens: int) -> None:
+        """A turn runs whose program's context the GPU had no more, or only the head of it."""
         if self._supply.hearsay is None:
             return
-        self._supply.hearsay.returned(lost_tokens, turn.loaded_tokens)
+        self._supply.hearsay.returned(context_tokens, turn.gpu_tokens, turn.loaded_tokens)
         if flight := self._flying.pop(turn.id, None):
             since_s, tokens = flight
             self._overheard.append(self._load(turn.id, tokens, now_s - since_s, in_step=False))
@@ -63,9 +61,8 @@ class Witness:
         self.returns.finished(program, Forecast(context_tokens, reload_s))
 
     def gone(self, turn: TurnId) -> None:
-        """A turn ended or was preempted."""
+        """A turn ended or was preempted; the step it was last in may not be reported yet."""
         self.returns.gone(turn)
-        self._hidden.pop(turn, None)
         self._flying.pop(turn, None)
 
     # a step ------------------------------------------------------------------
@@ -80,10 +77,8 @@ class Witness:
         self._last_s = now_s
         new_tokens = output.total_num_scheduled_tokens
         moved, self._overheard = self._supply.transfers() + self._overheard, []
-        if new_tokens:
-            self._appraiser.turnover.observe(new_tokens / self._block_tokens, now_s)
         prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
-        if prefills or self.returns.watching:
+        if prefills or self._hidden or self.returns.watching:
             step = Step(now_s - began_s, work_of(output))
             hidden = self._uncovered(step)
             moved += hidden
@@ -109,7 +104,7 @@ class Witness:
             return []
         tokens = {turn: self._hidden.pop(turn) for turn in turns}
         curve = self._appraiser.rates.costs.prefill
-        if not curve.samples:
+        if curve.samples < LEAST_SAMPLES:
             return []
         rest_s = step.seconds - curve.fixed_s - sum(step.weights(curve).values())
         load_s = max(rest_s, LEAST_LOAD_SHARE * step.seconds)
