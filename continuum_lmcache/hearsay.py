@@ -2,8 +2,9 @@
 
 All that any KV connector of vLLM tells is, at each return, how many tokens it can bring
 (`get_num_new_matched_tokens`); and the clock tells how long bringing them took. From the first comes
-the share of a context that lies below the GPU, in whatever tier; the second is a rate. Both are means over all programs: no prefix is known by itself, so TTLs differ by context
-length and tool, no longer by tier.
+the share of a context that lies below the GPU, in whatever tier; the second is a rate. Both are means
+over all programs: no prefix is known by itself, so TTLs differ by context length and tool, no longer
+by tier.
 """
 
 from __future__ import annotations

@@ -73,9 +73,10 @@ def test_a_tier_that_holds_nothing_of_the_prompt_need_not_be_measured():
     assert verdict(costs, Residency(0, 1000, 0, 1000)).decision is Decision.RECOMPUTE
 
 
-@given(
-    st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 4000), st.integers(0, 4000), st.integers(1, 500)
-)
+TOKENS = st.integers(0, 4000)
+
+
+@given(TOKENS, TOKENS, TOKENS, TOKENS, st.integers(1, 500))
 def test_the_offered_tokens_are_split_without_loss(dram, ssd, gpu, found, rest):
     total = gpu + found + rest
     where = offered(Holding(dram, ssd), gpu, found, total)
