@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from continuum_lmcache.types import Tier
+from continuum_lmcache.types import Residency, Tier, TurnId
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class Transfer:
     tokens: int
     size_bytes: int
     duration_s: float
+    turn: str = ""  # whose, where the connector knows: vLLM's request id
+    in_step: bool = True  # a step waited for it; false: it went on beside the steps
 
 
 @runtime_checkable
@@ -62,3 +64,20 @@ class TierStore(Protocol):
 
     def capacity_tokens(self) -> Mapping[Tier, int]:
         """How many tokens' KV each tier has room for; a tier that is not there is not named."""
+
+
+LoadRule = Callable[[TurnId, Residency], int]
+"""How many of the tokens that the tiers hold of this turn's prompt should be loaded: all of them, the
+DRAM stretch, or 0. May be asked at every step while the turn waits; the last answer before it is
+placed is the one that counts."""
+
+
+@runtime_checkable
+class SelectiveLoader(Protocol):
+    """A connector that need not load all that it has."""
+
+    def load_by(self, rule: LoadRule) -> None:
+        """From now on offer vLLM no more tokens than `rule` says. The scheduler calls it once, at its start.
+
+        What is not loaded must be let go of: no pin and no lease may stay behind.
+        """

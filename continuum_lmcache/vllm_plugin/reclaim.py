@@ -55,7 +55,9 @@ class Reclaimer:
                 self._keeper.loaded(request)
             else:
                 hits = kwargs.get("num_new_computed_tokens", 0)
-                self._keeper.placed(request, hits, kwargs.get("num_external_computed_tokens", 0))
+                loads = kwargs.get("num_external_computed_tokens", 0)
+                beside = kwargs.get("delay_cache_blocks", False)
+                self._keeper.placed(self._clock(), request, hits, loads, beside)
         return blocks
 
     def _reclaim(self, request: Request, num_new_tokens: int, args: Any, kwargs: Any) -> Any:
