@@ -99,7 +99,13 @@ STEP_TERMS = ("fixed_s", "per_sequence_s", "per_token_s", "per_pair_s", "per_cac
 def step_rows(points: Iterable[tuple[int, int, int]], floor: int) -> list[tuple[float, ...]]:
     """What each coefficient of a step is multiplied by."""
     return [
-        (1.0, batch + (chunk > 0), max(floor, chunk + batch), chunk * context + chunk * chunk / 2, batch * context)
+        (
+            1.0,
+            batch + (chunk > 0),
+            max(floor, chunk + batch),
+            chunk * context + chunk * chunk / 2,
+            batch * context,
+        )
         for chunk, context, batch in points
     ]
 

@@ -124,7 +124,9 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
 
     Without offloading a policy still needs a place for its settings: tiers of no size.
     """
-    tiers: dict[str, Any] = {"dram_gb": 0.0} if setup.tiers is None else rates(setup.machine) | {**setup.tiers}
+    tiers: dict[str, Any] = {"dram_gb": 0.0}
+    if setup.tiers is not None:
+        tiers = {**rates(setup.machine), **setup.tiers}
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy != STOCK:
         told = setup.machine.told(tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps"))
@@ -141,7 +143,7 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
 
 
 def rates(machine: Machine) -> dict[str, Any]:
-    """The fake connector's links, as the machine's profile has them; what a load costs beside the bytes too."""
+    """The fake connector's links, as the machine's profile has them."""
     costs = machine.costs
     links = {
         "load_gbps": costs.dram,
