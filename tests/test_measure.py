@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -195,6 +197,12 @@ def test_a_report_survives_yaml_and_shows_every_point():
     assert profile["dram_store"]["bytes_per_s"] == pytest.approx(5e8, rel=0.05)
     assert len(origin["steps"]["points"]) == 8
     assert origin["steps"]["decode_fit"]["r2"] > 0.9
+
+
+def test_lmcache_stays_out_until_the_engine_is_up():
+    """It brings numba, over which vLLM 0.32's CPU worker stumbles as it starts in the same process."""
+    code = "import sys, profiles.measure; sys.exit('lmcache' in sys.modules or 'numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_report_of_noise_is_refused():
