@@ -122,12 +122,12 @@ class Costs:
     def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> Costs:
         """From a profile that was read at the edge (format: profiles/README.md). Raises ProfileError.
 
-        Sections `prefill`, `dram`, `ssd` hold the fields of PrefillCurve and Rate; `provenance` is
-        for people, anything else is refused.
+        Sections `prefill`, `dram`, `ssd` hold the fields of PrefillCurve and Rate; those in LAB are for
+        a simulator, `provenance` is for people, anything else is refused.
         """
         if not isinstance(profile, Mapping):
             raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
-        refuse_strangers(profile, (*SECTIONS, *COUNTS, "provenance"), where)
+        refuse_strangers(profile, (*SECTIONS, *COUNTS, *LAB, "provenance"), where)
         return cls(
             **{name: section(profile, name, kind, where) for name, kind in SECTIONS.items()},
             kv_bytes_per_token=int(number(profile, "kv_bytes_per_token", where, least=1)),
@@ -154,6 +154,7 @@ class Costs:
 
 SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": Rate, "ssd": Rate}
 COUNTS = ("kv_bytes_per_token", "chunk_tokens")
+LAB = ("step", "dram_store", "ssd_store", "kv_tokens")  # of the same file; no TTL depends on them
 
 
 def expected(chance: float, with_it_s: float, without_s: float) -> float:

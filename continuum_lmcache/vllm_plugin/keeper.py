@@ -208,6 +208,11 @@ class Keeper:
 
     # answers ---------------------------------------------------------------
 
+    def waits(self, turn_id: TurnId) -> bool:
+        """Whether the turn is in the queue and has not run yet."""
+        turn = self.turns.get(turn_id)
+        return turn is not None and turn.started_s is None
+
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue."""
         turn = self.turns[TurnId(request.request_id)]
@@ -272,8 +277,7 @@ class Keeper:
     def _pin_changed(self, program: ProgramId) -> None:
         """The program's waiting turns have another place in the queue now."""
         for turn_id in self.ledger.programs[program].live:
-            turn = self.turns.get(turn_id)
-            if turn is not None and turn.started_s is None:
+            if self.waits(turn_id):
                 self.moved.add(turn_id)
 
     def _record_finish(self, now_s: float, turn: LiveTurn, request: Request, tool: Any, keep: Any) -> None:
