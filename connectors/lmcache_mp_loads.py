@@ -78,5 +78,6 @@ def by_tier(load: TimedLoad, lookup: Lookup) -> list[Transfer]:
         if tokens:
             share = tokens / load.tokens
             size_bytes, copy_s = round(load.size_bytes * share), load.duration_s * share
-            moved.append(Transfer(tier, "load", tokens, size_bytes, read_s[tier] + copy_s))
+            took_s = read_s[tier] + copy_s
+            moved.append(Transfer(tier, "load", tokens, size_bytes, took_s, load.request_id, in_step=False))
     return moved

@@ -114,7 +114,8 @@ class MpWorkerSide:
             if move.is_load:
                 self._fresh.loads.append(TimedLoad(move.request_id, move.tokens, size_bytes, duration_s))
             else:
-                self._fresh.stores.append(Transfer(Tier.DRAM, "store", move.tokens, size_bytes, duration_s))
+                stored = Transfer(Tier.DRAM, "store", move.tokens, size_bytes, duration_s, in_step=False)
+                self._fresh.stores.append(stored)
 
     def _distrust(self, request_id: str) -> None:
         """The lease may have ended while it was read: report it failed, so that vLLM computes it."""

@@ -106,7 +106,7 @@ class Rates:
         if not (0.0 < took_s < math.inf and 0.0 < said_s < math.inf):
             self.refused += 1
             return
-        self.pace = self.pace.toward(self.pace.log_slower + math.log(took_s / said_s))
+        self.pace = self.pace.toward(self.pace.log_slower + math.log(took_s) - math.log(said_s))
         self._correct()
 
     @property
@@ -124,7 +124,7 @@ class Rates:
             self.refused += 1
             return
         said_s = self._profile.dram.seconds(moved.size_bytes)
-        self.stall = self.stall.toward(math.log(moved.duration_s / said_s))
+        self.stall = self.stall.toward(math.log(moved.duration_s) - math.log(said_s))
         self._correct()
 
     def _correct(self) -> None:
