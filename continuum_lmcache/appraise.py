@@ -13,8 +13,12 @@ from continuum_lmcache.policies import policy_named
 from continuum_lmcache.rates import Rates, Survival
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.toolcalls import tool_calls, tool_key
-from continuum_lmcache.types import Load, Retention, Standing, Tier, ToolKey, Turn
+from continuum_lmcache.types import Load, Residency, Retention, Standing, Tier, ToolKey, Turn
 
+TYPICAL_TOKENS = 20_000  # at which reloading and computing are compared
+CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
+EXPECTED_GAPS = 4.0  # times its mean gap: a tool that takes longer may never come back
+LEAST_EXPECTED_S = 10.0
 COLD_GAP_S = 1.0  # while no gap is known: Exp(1)'s mean, as in the paper's cold start
 
 
@@ -34,6 +38,30 @@ class Appraiser:
         self.rates = Rates(costs)
         self.survival = Survival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
+
+    @property
+    def admits(self) -> bool:
+        """Whether new programs wait until there is room."""
+        return self._policy.beyond and self.config.admission
+
+    @property
+    def drops_dead(self) -> bool:
+        """Whether the KV of a program that is over goes first."""
+        return self._policy.beyond and self.config.drop_dead
+
+    def cheap_tiers(self) -> dict[Tier, int]:
+        """What the tiers have room for, in tokens, without those from which a reload costs nearly as much
+        as computing."""
+        whole = {t: n for t, n in self.survival.capacity_tokens.items() if n > 0}
+        where = {Tier.DRAM: Residency(0, TYPICAL_TOKENS, 0, TYPICAL_TOKENS)}
+        where[Tier.SSD] = Residency(0, 0, TYPICAL_TOKENS, TYPICAL_TOKENS)
+        dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(TYPICAL_TOKENS)
+        return {t: n for t, n in whole.items() if self.rates.costs.reload_s(where[t]) < dear_s}
+
+    def expected_s(self, tool: ToolKey) -> float:
+        """For how long a program in a tool call is still counted upon."""
+        mean_s = self.gaps.distribution(tool).mean_s or COLD_GAP_S
+        return max(LEAST_EXPECTED_S, EXPECTED_GAPS * mean_s)
 
     def order(self, standing: Standing) -> tuple[float, ...]:
         """Where a waiting turn stands: smallest first."""

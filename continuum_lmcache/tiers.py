@@ -35,6 +35,12 @@ class TierStore(Protocol):
     def locate(self, token_ids: Sequence[int]) -> Holding:
         """What a load of this prompt would bring now. Reads only: no pin, no touch, no load."""
 
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
+        """Nobody will ask for this prompt's KV behind its first `kept_tokens`: drop it when it suits.
+
+        A hint: a store that cannot drop does nothing.
+        """
+
     def transfers(self) -> list[Transfer]:
         """The movements since the last call, oldest first."""
 

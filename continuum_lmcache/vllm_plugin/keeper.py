@@ -11,7 +11,9 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.admission import Door, room_of
 from continuum_lmcache.appraise import Appraiser
+from continuum_lmcache.commons import Commons
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.identity import program_id
 from continuum_lmcache.ledger import Ledger
@@ -36,6 +38,7 @@ class Keeper:
         recorder: Recorder,
         kv_cache_manager: Any,
         hash_block_tokens: int,
+        block_tokens: int,
         tokenizer: Any,
         store: TierStore | None,
     ) -> None:
@@ -44,7 +47,7 @@ class Keeper:
         self.config = config
         self.appraiser = appraiser
         self.recorder = recorder
-        self.pins = BlockPins(kv_cache_manager)
+        self.pins = BlockPins(kv_cache_manager, block_tokens)
         self.supply = Supply(store)
         self.ledger = Ledger(budget, int(budget * config.max_tenant_share), config.max_programs)
         self.turns: dict[TurnId, LiveTurn] = {}
@@ -53,6 +56,9 @@ class Keeper:
         self._preempted: set[TurnId] = set()  # turns that ran, and do not now
         self.ignored: Counter[str] = Counter()
         self._lineage = Lineage(config.max_programs, hash_block_tokens)
+        self._commons = Commons()
+        self._hash_block_tokens = hash_block_tokens
+        self.door = Door(room_of(pool_blocks * block_tokens, appraiser.cheap_tiers()), config.max_wait_s)
         self._pool_blocks = pool_blocks
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
         self._tokenizer = tokenizer
@@ -70,6 +76,8 @@ class Keeper:
             self._joins(turn, request, program_id(says.job_id, request.cache_salt), None)
         elif self.config.infer_programs and (ancestor := self._lineage.ancestor(request)):
             self._joins(turn, request, ancestor.program, ancestor.arrival_s)
+        else:
+            self.door.arrives(now_s, alone(request), request.num_prompt_tokens, request.priority, passes=True)
         self.turns[turn.id] = turn
         self.waiting_turns += 1
 
@@ -80,7 +88,10 @@ class Keeper:
         if back is not None:
             self.appraiser.came_back(turn.says.last_tool or back.tool, back.gap_s)
         turn.program = program
-        turn.program_arrival_s = self.ledger.programs[program].arrival_s
+        entry = self.ledger.programs[program]
+        turn.program_arrival_s = entry.arrival_s
+        tokens, passes = request.num_prompt_tokens, not self.appraiser.admits
+        turn.held = not self.door.arrives(now_s, program, tokens, request.priority, entry.turns, passes)
         self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
 
     def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
@@ -100,6 +111,9 @@ class Keeper:
         self.supply.count(served)
         if turn.program is None:
             return
+        if not self.ledger.programs[turn.program].turns:
+            found_tokens = turn.gpu_tokens + turn.loaded_tokens
+            self._commons.found(request.block_hashes, found_tokens // self._hash_block_tokens)
         context_tokens = self.ledger.programs[turn.program].context_tokens
         evicted = turn.gpu_tokens < min(context_tokens, request.num_prompt_tokens) - self._slack_tokens
         self.appraiser.placed(now_s - turn.arrival_s, evicted)
@@ -134,8 +148,9 @@ class Keeper:
             self.waiting_turns -= 1
         ended = is_end_of_turn(request)
         if turn.program is None:
+            self.door.leaves(now_s, alone(request))
             if ended and self.config.infer_programs and not turn.says.is_last_step:
-                self._lineage.finished(request, ProgramId(f"~{request.request_id}"), turn.arrival_s)
+                self._lineage.finished(request, alone(request), turn.arrival_s)
             return
         entry = self.ledger.programs[turn.program]
         entry.attained_tokens += request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
@@ -145,6 +160,7 @@ class Keeper:
             self._pause(now_s, turn, request)
         else:
             self.ledger.left(now_s, turn.id, turn.program)
+            self.door.loses(now_s, turn.program)
             self._record_finish(now_s, turn, request, (), None)
 
     # a pin's life ----------------------------------------------------------
@@ -160,6 +176,13 @@ class Keeper:
         """A pin is gone: say so, and let the program's waiting turns take their place without it."""
         self.recorder.unpinned(now_s, program, outcome)
         self._pin_changed(program)
+
+    def open_door(self, now_s: float, idle: bool) -> None:
+        """Let programs in for which there is room: their turns take their place in the queue."""
+        for program in self.door.opens(now_s, idle):
+            for turn_id in self.ledger.programs[program].live:
+                self.turns[turn_id].held = False
+                self.moved.add(turn_id)
 
     def expire(self, now_s: float) -> None:
         """Release every pin whose TTL has run out, unless its program's next turn is here."""
@@ -186,6 +209,7 @@ class Keeper:
                 if entry.finished_s is not None:
                     self.appraiser.never_came(entry.tool, now_s - entry.finished_s)
                 self.appraiser.program_over(entry.turns)
+                self.door.leaves(now_s, program, entry.turns)
                 self.recorder.ended(now_s, program)
 
     # answers ---------------------------------------------------------------
@@ -193,7 +217,7 @@ class Keeper:
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue."""
         turn = self.turns[TurnId(request.request_id)]
-        return (*self.appraiser.order(self._standing(turn, request)), turn.arrival_s, turn.id)
+        return (turn.held, *self.appraiser.order(self._standing(turn, request)), turn.arrival_s, turn.id)
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Counts since the start, for the metrics."""
@@ -218,7 +242,18 @@ class Keeper:
         entry = self.ledger.ended(turn.program)
         if entry is not None:
             self.appraiser.program_over(entry.turns + 1)
+            self.door.leaves(now_s, turn.program, entry.turns + 1)
             self.recorder.ended(now_s, turn.program)
+        else:
+            self.door.loses(now_s, turn.program)
+        if entry is not None and self.appraiser.drops_dead:
+            self._bury(request)
+
+    def _bury(self, request: Request) -> None:
+        """Nobody will ask for the context of a program that is over, but for the head it shares."""
+        shared = self._commons.shared_blocks(request.block_hashes) * self._hash_block_tokens
+        self.pins.bury(request.request_id, shared)
+        self.supply.forget(request, shared)
 
     def _pause(self, now_s: float, turn: LiveTurn, request: Request) -> None:
         """A turn that ends in a tool call: for how long does its KV stay?"""
@@ -237,6 +272,7 @@ class Keeper:
         keep = self.appraiser.retain(now_s, ended, self._load())
         self.release(now_s, program, Outcome.SUPERSEDED)
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
+        self.door.pauses(now_s, program, request.num_tokens, self.appraiser.expected_s(tool))
         self._record_finish(now_s, turn, request, tool, keep)
         if pin is not None:
             self.pins.take(program, blocks)
@@ -265,3 +301,8 @@ class Keeper:
 
     def _load(self) -> Load:
         return Load(self._pool_blocks, self.pins.free_blocks(), self.ledger.pinned_blocks, self.waiting_turns)
+
+
+def alone(request: Request) -> ProgramId:
+    """A request without a program, as one that ends with it."""
+    return ProgramId(f"~{request.request_id}")

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-Key = tuple[Any, ...]
+Key = tuple[Any, ...]  # the first is True for a request that is held back: last, and not asked for
 
 
 class ProgramQueue(RequestQueue):
@@ -72,7 +72,8 @@ class ProgramQueue(RequestQueue):
         return request.request_id in self._live
 
     def __bool__(self) -> bool:
-        return bool(self._live)
+        """Whether there is somebody to ask for: held requests are counted by len() alone."""
+        return bool(self._live) and not self.head_key()[0]
 
     def __len__(self) -> int:
         return len(self._live)

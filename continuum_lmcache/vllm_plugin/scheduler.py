@@ -59,6 +59,7 @@ class ContinuumMixin(Scheduler):
         self._keeper.learn(now_s)
         self._keeper.expire(now_s)
         self._keeper.forget(now_s)
+        self._keeper.open_door(now_s, idle=not self.running and not any(self._queues.values()))
         self._reorder()
         return super().schedule(*args, **kwargs)
 

@@ -38,6 +38,11 @@ class Supply:
         """What the tiers moved since the last call."""
         return self._store.transfers() if self._store is not None else []
 
+    def forget(self, request: Request, kept_tokens: int) -> None:
+        """Drop what the tiers hold of the request behind its first `kept_tokens`."""
+        if self._store is not None:
+            self._store.forget(request.all_token_ids, kept_tokens)
+
     def count(self, served: Residency) -> None:
         """Add one prompt to the counts."""
         self.prompt_tokens["gpu"] += served.gpu_tokens

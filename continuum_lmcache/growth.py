@@ -1,0 +1,56 @@
+"""How large will a program become? Learned from every turn that came back and every program that ended."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from continuum_lmcache.history import MAX_TURNS
+
+TURN_WINDOW = 512  # growths behind the mean: some dozens of programs
+PROGRAM_WINDOW = 256
+PRIOR_GROWTH_TOKENS = 2000.0  # a turn; what a tool answers and the model says
+PRIOR_GROWTHS = 4
+PRIOR_TURNS = 9
+PRIOR_PROGRAMS = 4
+
+
+@dataclass(slots=True)
+class Growth:
+    """Contexts by age. A prior stands in while little was seen, and fades with what is."""
+
+    _growths: deque[int] = field(default_factory=lambda: deque(maxlen=TURN_WINDOW))
+    _grown_tokens: int = 0
+    _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
+    _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
+
+    def turn(self, tokens: int) -> None:
+        """A turn ended with `tokens` more than the program's last one. A context that shrank counts as 0."""
+        if len(self._growths) == TURN_WINDOW:
+            self._grown_tokens -= self._growths[0]
+        self._growths.append(max(0, tokens))
+        self._grown_tokens += max(0, tokens)
+
+    def program(self, turns: int) -> None:
+        """A program ended after so many turns."""
+        if 1 <= turns <= MAX_TURNS:
+            self._lengths.append(turns)
+            self._left.clear()
+
+    @property
+    def turn_tokens(self) -> float:
+        """By how much a context grows from one turn's end to the next one's, tokens."""
+        prior = PRIOR_GROWTHS * PRIOR_GROWTH_TOKENS
+        return (self._grown_tokens + prior) / (len(self._growths) + PRIOR_GROWTHS)
+
+    def turns_left(self, done: int) -> float:
+        """E[N - done | N > done], at least 1: it is here, so there is one more."""
+        if done not in self._left:
+            longer = [n - done for n in self._lengths if n > done]
+            longer += [PRIOR_TURNS - done] * PRIOR_PROGRAMS if done < PRIOR_TURNS else []
+            self._left[done] = sum(longer) / len(longer) if longer else 1.0
+        return self._left[done]
+
+    def forecast_tokens(self, context_tokens: int, turns: int) -> float:
+        """The context half-way from now to the program's end: what it holds on average until then."""
+        return context_tokens + self.turn_tokens * max(1.0, self.turns_left(turns) / 2)
