@@ -83,7 +83,7 @@ class Sums:
         self.active += active
 
 
-Order = Callable[[Knock], float]
+Order = Callable[[Knock, Growth], float]
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Door:
 
     room: Room
     max_wait_s: float
-    order: Order = lambda knock: knock.arrival_s
+    order: Order = lambda knock, _growth: knock.arrival_s
     growth: Growth = field(default_factory=Growth)
     inside: dict[ProgramId, Started] = field(default_factory=dict)
     outside: dict[ProgramId, Knock] = field(default_factory=dict)
@@ -121,8 +121,9 @@ class Door:
         seen = self.inside.get(program)
         if seen is None and not passes and not turns:
             knock = self.outside[program] = Knock(program, prompt_tokens, priority, now_s)
-            heapq.heappush(self._line, (priority, self.order(knock), now_s, program))
+            heapq.heappush(self._line, (priority, self.order(knock, self.growth), now_s, program))
             self._context_tokens += prompt_tokens
+            self.growth.first(prompt_tokens)
             return False
         if seen is None:
             seen = self._enters(program, priority, turns)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from continuum_lmcache.admission import Knock
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.costs import UNMEASURED, Costs
 from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.growth import Growth
 from continuum_lmcache.history import History
+from continuum_lmcache.orders import at_the_door
 from continuum_lmcache.policies import policy_named
 from continuum_lmcache.rates import Rates, Survival
 from continuum_lmcache.tiers import Transfer
@@ -62,6 +65,14 @@ class Appraiser:
         """For how long a program in a tool call is still counted upon."""
         mean_s = self.gaps.distribution(tool).mean_s or COLD_GAP_S
         return max(LEAST_EXPECTED_S, EXPECTED_GAPS * mean_s)
+
+    def door_order(self, knock: Knock, growth: Growth) -> float:
+        """Where a new program stands at the door: smallest first."""
+        if not self.config.first_prompt_order:
+            return knock.arrival_s
+        work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
+        tokens, usual = knock.prompt_tokens, growth.first_tokens
+        return at_the_door(knock.arrival_s, tokens, usual, work_s, self.config.max_wait_s)
 
     def order(self, standing: Standing) -> tuple[float, ...]:
         """Where a waiting turn stands: smallest first."""

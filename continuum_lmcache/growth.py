@@ -22,7 +22,17 @@ class Growth:
     _growths: deque[int] = field(default_factory=lambda: deque(maxlen=TURN_WINDOW))
     _grown_tokens: int = 0
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
+    _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
+
+    def first(self, tokens: int) -> None:
+        """A program came with a first prompt of so many tokens."""
+        self._firsts.append(tokens)
+
+    @property
+    def first_tokens(self) -> float:
+        """The usual first prompt; 0 before the first."""
+        return sum(self._firsts) / len(self._firsts) if self._firsts else 0.0
 
     def turn(self, tokens: int) -> None:
         """A turn ended with `tokens` more than the program's last one. A context that shrank counts as 0."""
@@ -50,6 +60,11 @@ class Growth:
             longer += [PRIOR_TURNS - done] * PRIOR_PROGRAMS if done < PRIOR_TURNS else []
             self._left[done] = sum(longer) / len(longer) if longer else 1.0
         return self._left[done]
+
+    @property
+    def final_tokens(self) -> float:
+        """The usual context at a program's end."""
+        return self.first_tokens + self.turn_tokens * self.turns_left(0)
 
     def forecast_tokens(self, context_tokens: int, turns: int) -> float:
         """The context half-way from now to the program's end: what it holds on average until then."""

@@ -58,7 +58,8 @@ class Keeper:
         self._lineage = Lineage(config.max_programs, hash_block_tokens)
         self._commons = Commons()
         self._hash_block_tokens = hash_block_tokens
-        self.door = Door(room_of(pool_blocks * block_tokens, appraiser.cheap_tiers()), config.max_wait_s)
+        room = room_of(pool_blocks * block_tokens, appraiser.cheap_tiers())
+        self.door = Door(room, config.max_wait_s, appraiser.door_order)
         self._pool_blocks = pool_blocks
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
         self._tokenizer = tokenizer

@@ -35,6 +35,8 @@ class Point:
     step_tokens: int = 2048
     max_seqs: int = 256
     turns_factor: int = 1  # times the turns, each as much shorter
+    tool_factor: float = 1.0  # times the tools' duration,
+    tool_from_s: float = 0.0  # of the programs that arrive from then on
     merge_steps: int = 8  # decode-only steps taken together, at most
 
     @property

@@ -12,7 +12,7 @@ from experiments.sim.result import Result
 from experiments.sim.serving import STOCK as STOCK_POLICY
 from experiments.sim.serving import Setup
 from experiments.sim.step_time import MACHINES
-from experiments.sim.workloads import seeds_sweep, with_turns
+from experiments.sim.workloads import seeds_sweep, with_tool_time, with_turns
 from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Point, SweepError
 from experiments.sweep.oracle import oracle_of
 from experiments.table1 import GENERATORS, generate
@@ -39,6 +39,7 @@ def programs_of(point: Point) -> tuple[Program, ...]:
     else:
         known = ", ".join([*GENERATORS, SWEEP])
         raise SweepError(f"workload is {point.workload!r}; known: {known}")
+    programs = with_tool_time(programs, point.tool_factor, point.tool_from_s)
     return with_turns(programs, point.turns_factor) if point.turns_factor > 1 else programs
 
 
