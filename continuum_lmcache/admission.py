@@ -23,7 +23,6 @@ from continuum_lmcache.types import ProgramId, Tier
 
 SETTLING_S = 30.0  # active programs come and go within seconds; the limit looks at about this much past
 GPU_SHARE = 1.1  # forecasts are for half of the way to a program's end, and not all are there at once
-TIERED_SHARE = 1.3  # with a tier behind the GPU a miss is a reload
 TIER_SHARE = 0.9  # of the tier: an LRU that is quite full drops what is next
 
 
@@ -38,9 +37,9 @@ class Room:
 
 def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> Room:
     """The limits for a GPU with these tiers behind it; name only tiers from which a reload is cheap."""
+    active_tokens = GPU_SHARE * gpu_tokens
     largest = max(tier_tokens.values(), default=0)
-    share = TIERED_SHARE if largest > gpu_tokens else GPU_SHARE
-    return Room(gpu_tokens, share * gpu_tokens, max(GPU_SHARE * gpu_tokens, TIER_SHARE * largest))
+    return Room(gpu_tokens, active_tokens, max(active_tokens, TIER_SHARE * largest))
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from continuum_lmcache.costs import UNMEASURED, Costs
 from continuum_lmcache.gaps import Gaps
 from continuum_lmcache.growth import Growth
 from continuum_lmcache.history import History
-from continuum_lmcache.orders import at_the_door
+from continuum_lmcache.orders import at_the_door, by_turn
 from continuum_lmcache.policies import policy_named
 from continuum_lmcache.rates import Rates, Survival
 from continuum_lmcache.tiers import Transfer
@@ -74,8 +74,10 @@ class Appraiser:
         tokens, usual = knock.prompt_tokens, growth.first_tokens
         return at_the_door(knock.arrival_s, tokens, usual, work_s, self.config.max_wait_s)
 
-    def order(self, standing: Standing) -> tuple[float, ...]:
-        """Where a waiting turn stands: smallest first."""
+    def order(self, standing: Standing, crowded: bool = True) -> tuple[float, ...]:
+        """Where a waiting turn stands: smallest first. Without competition for memory, as vLLM has it."""
+        if not crowded and self._policy.beyond and self.config.no_loss_guard:
+            return (standing.priority, *by_turn(standing))
         return self._policy.order(standing)
 
     def retain(self, now_s: float, turn: Turn, load: Load) -> Retention:

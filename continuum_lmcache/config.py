@@ -32,6 +32,7 @@ class ContinuumConfig:
     max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this
     admission: bool = True  # new programs wait while the started ones fill the KV cache
     first_prompt_order: bool = True  # at the door, a small first prompt goes before a large one
+    no_loss_guard: bool = True  # vLLM's own order while all contexts fit the GPU
     drop_dead: bool = True  # the KV of a program that is over is the first to go
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # true: a KV load that fails fails its request

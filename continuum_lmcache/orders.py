@@ -74,4 +74,4 @@ def at_the_door(
     if usual_tokens <= 0:
         return arrival_s
     shift_s = usual_work_s / AGEING * ((prompt_tokens / usual_tokens) ** TRUST - 1.0)
-    return arrival_s + max(-max_wait_s / 2, min(max_wait_s / 2, shift_s))
+    return arrival_s + max(-max_wait_s / 2, min(max_wait_s / 2, float(shift_s)))

@@ -7,7 +7,8 @@
     python -m experiments.offload_sweep whatif --p95-s 200     the rate a machine holds, by its memory
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
-fig15 ablation, h1 h2 h3 a published sweep, overhead (real time), whatif. Rows are appended to
+fig15 ablation, h1 h2 h3 a published sweep, overhead (real time), whatif. `goals` is the table of what
+the policy should reach, with seeds it was not tuned on (--full: all of them). Rows are appended to
 OUT/offload_sweep.csv, and finished ones are skipped: stop it and start it again as you like.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +24,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from experiments.sweep import goals
 from experiments.sweep.cases import Case, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.plans import PLANS, Plan
@@ -31,6 +34,8 @@ from experiments.sweep.runner import complete
 from experiments.tables import markdown, plain
 
 ALL = "all"
+GOALS = "goals"
+SEEDS = "1..5"
 
 
 class Engine(Enum):
@@ -42,12 +47,13 @@ class Engine(Enum):
 
 def plans_named(names: list[str]) -> dict[str, Plan]:
     """The plans of those names. Raises SweepError with the names there are."""
+    known = [*PLANS, GOALS, ALL]
     for name in names:
-        if name not in PLANS and name != ALL:
-            near = difflib.get_close_matches(name, [*PLANS, ALL], n=1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise SweepError(f"figure {name!r} is not known; {hint}Known: {', '.join([*PLANS, ALL])}")
-    return PLANS if ALL in names else {name: PLANS[name] for name in dict.fromkeys(names)}
+            raise SweepError(f"figure {name!r} is not known; {hint}Known: {', '.join(known)}")
+    return PLANS if ALL in names else {name: PLANS[name] for name in dict.fromkeys(names) if name != GOALS}
 
 
 def seeds_of(text: str) -> list[int]:
@@ -84,12 +90,22 @@ def sweep(names: list[str], size: Size, seeds: list[int], jobs: int, out: Path, 
         draw(plan, pairs, path)
 
 
+def reach(size: Size, seeds: Sequence[int], jobs: int, out: Path) -> None:
+    """Run what is missing for the goals, then print their table."""
+    rows = Rows(out / "offload_sweep.csv")
+    complete(rows, goals.cases(size, seeds), jobs)
+    lines = goals.table(rows, size, seeds)
+    title = f"Goals, seeds {', '.join(map(str, seeds))} (tuned on 1 and 2)"
+    Console().print(plain(lines, title), caption(found(rows, goals.cases(size, seeds))), "", sep="\n")
+    (out / f"goals-{size.value}.md").write_text(f"{title}.\n\n{markdown(lines)}\n")
+
+
 def main(
-    figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, ALL])}")],
+    figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, GOALS, ALL])}")],
     engine: Annotated[Engine, typer.Option(help="the lab, or a real server")] = Engine.SIM,
     quick: Annotated[bool, typer.Option("--quick", help="small: under a minute a figure")] = False,
     full: Annotated[bool, typer.Option("--full", help="large: for claims")] = False,
-    seeds: Annotated[str, typer.Option(help="1..5, or 1,4,7; --quick takes the first")] = "1..5",
+    seeds: Annotated[str, typer.Option(help=f"{SEEDS} for figures, or 1,4,7; --quick takes the first")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 300.0,
@@ -104,9 +120,12 @@ def main(
             )
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
-        chosen = seeds_of(seeds)
+        chosen = seeds_of(seeds or SEEDS)
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
-        sweep(figures, size, chosen[:1] if quick else chosen, jobs, out, p95_s)
+        if GOALS in figures:
+            reach(size, seeds_of(seeds) if seeds else goals.SEEDS[size], jobs, out)
+        if set(figures) != {GOALS}:
+            sweep(figures, size, chosen[:1] if quick else chosen, jobs, out, p95_s)
     except SweepError as error:
         raise SystemExit(f"offload_sweep: {error}") from error
 

@@ -11,15 +11,14 @@ from typing import Any
 
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache.admission import Door, room_of
 from continuum_lmcache.appraise import Appraiser
-from continuum_lmcache.commons import Commons
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.identity import program_id
 from continuum_lmcache.ledger import Ledger
 from continuum_lmcache.recorder import Recorder
 from continuum_lmcache.tiers import TierStore
 from continuum_lmcache.types import Load, Outcome, ProgramId, Standing, Turn, TurnId
+from continuum_lmcache.vllm_plugin.crowd import Crowd, alone
 from continuum_lmcache.vllm_plugin.lineage import Lineage
 from continuum_lmcache.vllm_plugin.pins import BlockPins
 from continuum_lmcache.vllm_plugin.supply import Supply
@@ -56,10 +55,8 @@ class Keeper:
         self._preempted: set[TurnId] = set()  # turns that ran, and do not now
         self.ignored: Counter[str] = Counter()
         self._lineage = Lineage(config.max_programs, hash_block_tokens)
-        self._commons = Commons()
-        self._hash_block_tokens = hash_block_tokens
-        room = room_of(pool_blocks * block_tokens, appraiser.cheap_tiers())
-        self.door = Door(room, config.max_wait_s, appraiser.door_order)
+        self.crowd = Crowd(appraiser, pool_blocks * block_tokens, hash_block_tokens)
+        self.reordered = False  # every waiting turn's key is stale
         self._pool_blocks = pool_blocks
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
         self._tokenizer = tokenizer
@@ -78,21 +75,23 @@ class Keeper:
         elif self.config.infer_programs and (ancestor := self._lineage.ancestor(request)):
             self._joins(turn, request, ancestor.program, ancestor.arrival_s)
         else:
-            self.door.arrives(now_s, alone(request), request.num_prompt_tokens, request.priority, passes=True)
+            self.crowd.visits(now_s, request)
         self.turns[turn.id] = turn
         self.waiting_turns += 1
 
     def _joins(self, turn: LiveTurn, request: Request, program: ProgramId, since_s: float | None) -> None:
         """The turn is one of this program's."""
         now_s = turn.arrival_s
+        before = self.crowd.endings.back(program)
+        since_s = before.arrival_s if before else since_s
         back = self.ledger.arrived(now_s, turn.id, program, request.cache_salt or "", since_s)
         if back is not None:
             self.appraiser.came_back(turn.says.last_tool or back.tool, back.gap_s)
         turn.program = program
         entry = self.ledger.programs[program]
         turn.program_arrival_s = entry.arrival_s
-        tokens, passes = request.num_prompt_tokens, not self.appraiser.admits
-        turn.held = not self.door.arrives(now_s, program, tokens, request.priority, entry.turns, passes)
+        entry.turns = before.turns if before else entry.turns
+        turn.held = not self.crowd.arrives(now_s, request, program, entry.turns)
         self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
 
     def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
@@ -113,8 +112,7 @@ class Keeper:
         if turn.program is None:
             return
         if not self.ledger.programs[turn.program].turns:
-            found_tokens = turn.gpu_tokens + turn.loaded_tokens
-            self._commons.found(request.block_hashes, found_tokens // self._hash_block_tokens)
+            self.crowd.finds(request, turn.gpu_tokens + turn.loaded_tokens)
         context_tokens = self.ledger.programs[turn.program].context_tokens
         evicted = turn.gpu_tokens < min(context_tokens, request.num_prompt_tokens) - self._slack_tokens
         self.appraiser.placed(now_s - turn.arrival_s, evicted)
@@ -149,7 +147,7 @@ class Keeper:
             self.waiting_turns -= 1
         ended = is_end_of_turn(request)
         if turn.program is None:
-            self.door.leaves(now_s, alone(request))
+            self.crowd.gone(now_s, request)
             if ended and self.config.infer_programs and not turn.says.is_last_step:
                 self._lineage.finished(request, alone(request), turn.arrival_s)
             return
@@ -161,7 +159,7 @@ class Keeper:
             self._pause(now_s, turn, request)
         else:
             self.ledger.left(now_s, turn.id, turn.program)
-            self.door.loses(now_s, turn.program)
+            self.crowd.door.loses(now_s, turn.program)
             self._record_finish(now_s, turn, request, (), None)
 
     # a pin's life ----------------------------------------------------------
@@ -180,7 +178,8 @@ class Keeper:
 
     def open_door(self, now_s: float, idle: bool) -> None:
         """Let programs in for which there is room: their turns take their place in the queue."""
-        for program in self.door.opens(now_s, idle):
+        self.reordered |= self.crowd.looks()
+        for program in self.crowd.opens(now_s, idle):
             for turn_id in self.ledger.programs[program].live:
                 self.turns[turn_id].held = False
                 self.moved.add(turn_id)
@@ -210,7 +209,7 @@ class Keeper:
                 if entry.finished_s is not None:
                     self.appraiser.never_came(entry.tool, now_s - entry.finished_s)
                 self.appraiser.program_over(entry.turns)
-                self.door.leaves(now_s, program, entry.turns)
+                self.crowd.door.leaves(now_s, program, entry.turns)
                 self.recorder.ended(now_s, program)
 
     # answers ---------------------------------------------------------------
@@ -218,7 +217,8 @@ class Keeper:
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue."""
         turn = self.turns[TurnId(request.request_id)]
-        return (turn.held, *self.appraiser.order(self._standing(turn, request)), turn.arrival_s, turn.id)
+        order = self.appraiser.order(self._standing(turn, request), self.crowd.guard.crowded)
+        return (turn.held, *order, turn.arrival_s, turn.id)
 
     def totals(self) -> dict[str, dict[str, float]]:
         """Counts since the start, for the metrics."""
@@ -241,20 +241,15 @@ class Keeper:
         self.ledger.left(now_s, turn.id, turn.program)
         self._record_finish(now_s, turn, request, (), None)
         entry = self.ledger.ended(turn.program)
-        if entry is not None:
-            self.appraiser.program_over(entry.turns + 1)
-            self.door.leaves(now_s, turn.program, entry.turns + 1)
-            self.recorder.ended(now_s, turn.program)
-        else:
-            self.door.loses(now_s, turn.program)
-        if entry is not None and self.appraiser.drops_dead:
-            self._bury(request)
-
-    def _bury(self, request: Request) -> None:
-        """Nobody will ask for the context of a program that is over, but for the head it shares."""
-        shared = self._commons.shared_blocks(request.block_hashes) * self._hash_block_tokens
-        self.pins.bury(request.request_id, shared)
-        self.supply.forget(request, shared)
+        if entry is None:
+            self.crowd.door.loses(now_s, turn.program)
+            return
+        self.appraiser.program_over(entry.turns + 1)
+        self.recorder.ended(now_s, turn.program)
+        kept_tokens = self.crowd.ends(now_s, request, entry)
+        if kept_tokens is not None:
+            self.pins.bury(request.request_id, kept_tokens)
+            self.supply.forget(request, kept_tokens)
 
     def _pause(self, now_s: float, turn: LiveTurn, request: Request) -> None:
         """A turn that ends in a tool call: for how long does its KV stay?"""
@@ -273,7 +268,7 @@ class Keeper:
         keep = self.appraiser.retain(now_s, ended, self._load())
         self.release(now_s, program, Outcome.SUPERSEDED)
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
-        self.door.pauses(now_s, program, request.num_tokens, self.appraiser.expected_s(tool))
+        self.crowd.pauses(now_s, request, program, tool)
         self._record_finish(now_s, turn, request, tool, keep)
         if pin is not None:
             self.pins.take(program, blocks)
@@ -302,8 +297,3 @@ class Keeper:
 
     def _load(self) -> Load:
         return Load(self._pool_blocks, self.pins.free_blocks(), self.ledger.pinned_blocks, self.waiting_turns)
-
-
-def alone(request: Request) -> ProgramId:
-    """A request without a program, as one that ends with it."""
-    return ProgramId(f"~{request.request_id}")

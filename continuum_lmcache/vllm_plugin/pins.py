@@ -1,7 +1,8 @@
 """A pin is one more reference on each of a finished turn's hashed blocks; the stock code does the rest.
 
 Privates touched, unchanged from vLLM 0.26 to 0.33: KVCacheManager.get_blocks and .block_pool,
-BlockPool.touch / free_blocks / evict_blocks / get_num_free_blocks, KVCacheBlock.ref_cnt / block_hash / is_null.
+BlockPool.touch / free_blocks / evict_blocks / get_num_free_blocks, KVCacheBlock.ref_cnt / block_hash /
+is_null.
 """
 
 from __future__ import annotations

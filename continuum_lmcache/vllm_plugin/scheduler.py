@@ -44,12 +44,13 @@ class ContinuumMixin(Scheduler):
         self._alarm: Alarm | None = None
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
+        self._reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
         self._queues = {
-            n: ProgramQueue(self._key) for n, q in vars(self).items() if isinstance(q, RequestQueue)
+            n: ProgramQueue(self._key, self._reclaimer.waiting_asked)
+            for n, q in vars(self).items()
+            if isinstance(q, RequestQueue)
         }
         vars(self).update(self._queues)
-        self._reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
-        self.kv_cache_manager.allocate_slots = self._reclaimer.wrapped()  # type: ignore[method-assign]
 
     # the step ---------------------------------------------------------------
 
@@ -61,10 +62,16 @@ class ContinuumMixin(Scheduler):
         self._keeper.forget(now_s)
         self._keeper.open_door(now_s, idle=not self.running and not any(self._queues.values()))
         self._reorder()
+        self._reclaimer.step_begins()
         return super().schedule(*args, **kwargs)
 
     def _reorder(self) -> None:
-        """Turns whose pin came or went move; the newest program's request becomes vLLM's victim."""
+        """Turns whose place changed move; the newest program's request becomes vLLM's victim."""
+        if self._keeper.reordered:
+            for queue in self._queues.values():
+                queue.rekey_all()
+            self._keeper.reordered = False
+            self._keeper.moved.clear()
         for turn_id in self._keeper.moved:
             request = self.requests.get(turn_id)
             for queue in self._queues.values():

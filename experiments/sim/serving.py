@@ -53,6 +53,7 @@ class Setup:
     async_scheduling: bool = False
     store_stalls: bool = False  # a step waits for its stores, as in-process LMCache does
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
+    wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
     merge_steps: int = 1  # decode-only steps taken together, at most; for exploring, not for claims
 
     @property
