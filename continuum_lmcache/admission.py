@@ -51,6 +51,7 @@ class Started:
     turns: int = 0  # finished
     live: int = 0  # turns that are queued, loading or running
     ended_tokens: int = 0  # the last finished turn's context
+    first_tokens: int = 0  # the first prompt; 0: not known
     forecast_tokens: float = 0.0  # what it counts for among the started
     active_tokens: float = 0.0  # and among the active
 
@@ -145,7 +146,7 @@ class Door:
             del self.outside[knock.program]
             self._context_tokens -= knock.prompt_tokens
             seen = self._enters(knock.program, knock.priority, 0)
-            seen.live = 1
+            seen.live, seen.first_tokens = 1, knock.prompt_tokens
             self._counts(now_s, seen, knock.prompt_tokens)
             found.append(knock.program)
             idle = False
@@ -175,11 +176,12 @@ class Door:
 
     def leaves(self, now_s: float, program: ProgramId, finished_turns: int = 0) -> None:
         """The program is over, after so many turns, or nobody waits for it any more (0)."""
+        seen = self.inside.pop(program, None)
         if finished_turns:
-            self.growth.program(finished_turns)
+            sizes = (seen.first_tokens, seen.context_tokens) if seen else ()
+            self.growth.program(finished_turns, *sizes)
         if (knock := self.outside.pop(program, None)) is not None:
             self._context_tokens -= knock.prompt_tokens
-        seen = self.inside.pop(program, None)
         if seen is not None:
             self._context_tokens -= seen.context_tokens
             self._sums[seen.priority].add(now_s, -seen.forecast_tokens, -seen.active_tokens)

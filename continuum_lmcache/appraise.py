@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from continuum_lmcache.admission import Knock
+from continuum_lmcache.chunks import Chunks
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.costs import UNMEASURED, Costs
 from continuum_lmcache.gaps import Gaps
@@ -52,6 +53,11 @@ class Appraiser:
         """Whether the KV of a program that is over goes first."""
         return self._policy.beyond and self.config.drop_dead
 
+    def chunks(self, most_tokens: int) -> Chunks:
+        """The budget of a step, where it is ours to choose and was measured."""
+        chooses = self._policy.beyond and self.config.measured_chunk
+        return Chunks(self.rates.costs.step_s if chooses else {}, most_tokens)
+
     def cheap_tiers(self) -> dict[Tier, int]:
         """What the tiers have room for, in tokens, without those from which a reload costs nearly as much
         as computing."""
@@ -72,7 +78,9 @@ class Appraiser:
             return knock.arrival_s
         work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
         tokens, usual = knock.prompt_tokens, growth.first_tokens
-        return at_the_door(knock.arrival_s, tokens, usual, work_s, self.config.max_wait_s)
+        return at_the_door(
+            knock.arrival_s, tokens, usual, work_s, growth.trust, self.config.max_wait_s
+        )
 
     def order(self, standing: Standing, crowded: bool = True) -> tuple[float, ...]:
         """Where a waiting turn stands: smallest first. Without competition for memory, as vLLM has it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ PRIOR_GROWTH_TOKENS = 2000.0  # a turn; what a tool answers and the model says
 PRIOR_GROWTHS = 4
 PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
+TRUST_PROGRAMS = 8  # known ones at which a first prompt is trusted by half
 
 
 @dataclass(slots=True)
@@ -23,6 +25,7 @@ class Growth:
     _grown_tokens: int = 0
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
+    _sizes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
 
     def first(self, tokens: int) -> None:
@@ -41,11 +44,29 @@ class Growth:
         self._growths.append(max(0, tokens))
         self._grown_tokens += max(0, tokens)
 
-    def program(self, turns: int) -> None:
-        """A program ended after so many turns."""
+    def program(self, turns: int, first_tokens: int = 0, final_tokens: int = 0) -> None:
+        """A program ended after so many turns; its first prompt and last context, where they are known."""
         if 1 <= turns <= MAX_TURNS:
             self._lengths.append(turns)
             self._left.clear()
+        if 0 < first_tokens <= final_tokens:
+            self._sizes.append((math.log(first_tokens), math.log(final_tokens)))
+
+    @property
+    def trust(self) -> float:
+        """How much a first prompt tells of the whole program: final ~ first ** trust, in [0, 1].
+
+        Least squares of the logarithms, drawn to 0 while few programs are known. In agents' traces it
+        is anything from 0 to 0.6 (experiments/LOG.md), so it is not to be assumed.
+        """
+        n = len(self._sizes)
+        if n < 2:
+            return 0.0
+        mean_x, mean_y = (sum(column) / n for column in zip(*self._sizes, strict=True))
+        spread = sum((x - mean_x) ** 2 for x, _ in self._sizes)
+        together = sum((x - mean_x) * (y - mean_y) for x, y in self._sizes)
+        slope = together / spread if spread > 0 else 0.0
+        return max(0.0, min(1.0, slope)) * n / (n + TRUST_PROGRAMS)
 
     @property
     def turn_tokens(self) -> float:

@@ -203,12 +203,23 @@ def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:
     assert growth.forecast_tokens(10_000, 0) == pytest.approx(10_000 + 2 * 500, rel=0.1)
 
 
+def test_a_first_prompt_is_trusted_as_far_as_it_told_of_the_end() -> None:
+    telling, silent = Growth(), Growth()
+    assert telling.trust == 0.0
+    for i in range(1, 101):
+        telling.program(5, i * 100, i * 300)
+        silent.program(5, i * 100, 40_000 + i % 2)
+    assert telling.trust > 0.9 and silent.trust < 0.01
+
+
 def test_a_small_first_prompt_goes_first_but_passes_nobody_who_came_long_before() -> None:
-    small, large = (at_the_door(100.0, tokens, 10_000, 20.0, 120.0) for tokens in (1_000, 60_000))
+    small, large = (at_the_door(100.0, tokens, 10_000, 20.0, 0.4, 120.0) for tokens in (1_000, 60_000))
     assert 40.0 <= small < 100.0 < large <= 160.0
-    assert at_the_door(100.0, 10_000, 10_000, 20.0, 120.0) == 100.0
-    assert at_the_door(100.0, 1, 0.0, 20.0, 120.0) == 100.0, "nothing is known of the usual one"
-    assert at_the_door(0.0, 10**9, 10_000, 20.0, 120.0) <= at_the_door(120.0, 1, 10_000, 20.0, 120.0)
+    assert at_the_door(100.0, 10_000, 10_000, 20.0, 0.4, 120.0) == 100.0
+    assert at_the_door(100.0, 1, 0.0, 20.0, 0.4, 120.0) == 100.0, "nothing is known of the usual one"
+    slowest, quickest = (at_the_door(s, n, 10_000, 20.0, 1.0, 120.0) for s, n in ((0, 10**9), (120, 1)))
+    assert slowest <= quickest
+    assert at_the_door(100.0, 1, 10_000, 20.0, 0.0, 120.0) == 100.0, "a first prompt that tells nothing"
 
 
 def test_the_guard_changes_its_mind_late_both_ways() -> None:

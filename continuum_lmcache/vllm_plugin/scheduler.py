@@ -2,7 +2,8 @@
 
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
 _update_after_schedule, has_requests, make_stats, reset_prefix_cache, shutdown. Wrapped on the
-instance: kv_cache_manager.allocate_slots. Replaced after __init__: every RequestQueue attribute.
+instance: kv_cache_manager.allocate_slots. Set before a step, with a measured profile:
+max_num_scheduled_tokens. Replaced after __init__: every RequestQueue attribute.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class ContinuumMixin(Scheduler):
         config = ContinuumConfig.load(extra, os.environ)
         self._room: Room = furnish(self, config, self.clock())
         self._keeper: Keeper = self._room.keeper
+        self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
+        self._decoding = 0  # requests in the last step that were past their prompt
         self._alarm: Alarm | None = None
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
@@ -62,6 +65,7 @@ class ContinuumMixin(Scheduler):
         self._keeper.forget(now_s)
         self._keeper.open_door(now_s, idle=not self.running and not any(self._queues.values()))
         self._reorder()
+        self.max_num_scheduled_tokens = self._chunks.budget_tokens(self._decoding)
         self._reclaimer.step_begins()
         return super().schedule(*args, **kwargs)
 
@@ -90,6 +94,10 @@ class ContinuumMixin(Scheduler):
         for turn_id in scheduler_output.preempted_req_ids or ():
             self._keeper.preempted(now_s, TurnId(turn_id))
         self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
+        if self._chunks.smallest is not None:
+            self._decoding = sum(n == 1 for n in scheduler_output.num_scheduled_tokens.values())
+            prompts = scheduler_output.total_num_scheduled_tokens - self._decoding
+            self._chunks.saw(prompts, self._decoding)
         super()._update_after_schedule(scheduler_output)
 
     # a request's life -------------------------------------------------------

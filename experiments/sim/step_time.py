@@ -42,6 +42,7 @@ class Model:
         return self.parameters * self.dtype_bytes
 
 
+STEP_SIZES = (0, 128, 256, 512, 2048, 8192)  # tokens of a chunk; 0: decodes alone
 LLAMA_8B = Model("Llama-3.1-8B", 8.03e9, layers=32, hidden=4096, kv_heads=8, head_size=128)
 
 
@@ -98,16 +99,26 @@ class Machine:
         fixed_s = self.step_s + requests * self.request_s
         return fixed_s + max(linear_s, weights_s) + attention_s + decode_s
 
-    def costs(self, model: Model, chunk_tokens: int, step_tokens: int, ssd_gbps: float) -> dict[str, Any]:
+    def costs(
+        self,
+        model: Model,
+        chunk_tokens: int,
+        step_tokens: int,
+        ssd_gbps: float,
+        measured_steps: bool = False,
+    ) -> dict[str, Any]:
         """The same machine as the mapping that a policy's Costs are read from (continuum_lmcache.costs).
 
-        `step_tokens` is the prefill chunk: its share of the fixed cost falls on each token.
+        `step_tokens` is the prefill chunk: its share of the fixed cost falls on each token. With
+        `measured_steps` also the times of steps, as if somebody had measured this machine.
         """
         share_s = (self.step_s + 2 * model.parameters * self.chunk_c0 / self.linear_flops) / step_tokens
         per_token_s = 2 * model.parameters / self.linear_flops + share_s
         per_pair_s = 4 * model.layers * model.hidden / self.attention_flops
         curve = {"fixed_s": 0.0, "per_token_s": per_token_s, "per_pair_s": per_pair_s, "samples": 0}
+        steps = {n: self.seconds(model, [(n, 0)] if n else [(1, 0)]) for n in STEP_SIZES}
         return {
+            **({"steps": steps} if measured_steps else {}),
             "prefill": curve,
             "dram": {"bytes_per_s": self.link_gbps * 1e9, "fixed_s": 0.0, "samples": 0},
             "ssd": {"bytes_per_s": ssd_gbps * 1e9, "fixed_s": 0.0, "samples": 0},

@@ -59,6 +59,7 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         max_seqs=point.max_seqs,
         store_stalls=point.blocking,
         merge_steps=point.merge_steps,
+        steps_known=point.steps_known,
         wrong_hints=point.wrong_hints,
         continuum={} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s},
     )
