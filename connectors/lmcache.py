@@ -76,6 +76,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._addresses = addresses(vllm_config.kv_transfer_config.engine_id, ranks)
         self._kv_bytes_per_token = machine(vllm_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
+        self._dead: list[int] = []  # chunks to be dropped, for the next step's metadata
         self._worker: WorkerSide | None = None
         self._tiers: Tiers | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -112,7 +113,16 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         }
         return {tier: int(size * GIB / self._kv_bytes_per_token) for tier, size in gib.items() if size}
 
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
+        """The workers drop these chunks with the next step that they are sent."""
+        self._dead += self.tiers.chunks(token_ids, kept_tokens)
+
     # ---- scheduler: vLLM's calls
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        meta.dead_chunks, self._dead = self._dead, []
+        return meta
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -140,6 +150,12 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             self.tiers.absorb(connector_output.kv_connector_worker_meta)
 
     # ---- worker: vLLM's calls
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)  # also in steps that compute nothing
+        dead = getattr(self._get_connector_metadata(), "dead_chunks", [])  # a warm-up step brings none
+        if dead and self._worker is not None:
+            self._worker.forget(set(dead))
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)  # LMCache builds its storage here

@@ -120,9 +120,9 @@ class Rig:
             time.sleep(0.001)
         self.step()
 
-    def forget(self, token_ids: Sequence[int]) -> None:
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         self.settle()
-        self.engine.clear(list(token_ids))
+        self.worker.forget(set(self.tiers.chunks(token_ids, kept_tokens)))
         self.step()
 
     def check(self) -> None:
