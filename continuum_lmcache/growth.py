@@ -10,7 +10,7 @@ from continuum_lmcache.history import MAX_TURNS
 
 TURN_WINDOW = 512  # growths behind the mean: some dozens of programs
 PROGRAM_WINDOW = 256
-PRIOR_GROWTH_TOKENS = 2000.0  # a turn; what a tool answers and the model says
+PRIOR_GROWTH_SHARE = 0.25  # of the usual first prompt, a turn: what a tool answers and the model says
 PRIOR_GROWTHS = 4
 PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
@@ -71,7 +71,7 @@ class Growth:
     @property
     def turn_tokens(self) -> float:
         """By how much a context grows from one turn's end to the next one's, tokens."""
-        prior = PRIOR_GROWTHS * PRIOR_GROWTH_TOKENS
+        prior = PRIOR_GROWTHS * PRIOR_GROWTH_SHARE * self.first_tokens
         return (self._grown_tokens + prior) / (len(self._growths) + PRIOR_GROWTHS)
 
     def turns_left(self, done: int) -> float:
