@@ -99,6 +99,13 @@ class FakeConnector(KVConnectorBase_V1):
         names = self.namer(token_ids, self.config.chunk_tokens, salt, ())
         self.planner.store.forget(names[-(-kept_tokens // self.config.chunk_tokens) :])
 
+    def store_from_now(self, wanted: bool) -> None:
+        self.planner.storing = wanted
+
+    def stalls(self) -> bool:
+        """Blocking loads and blocking stores go together, as in LMCache in-process."""
+        return not self.config.load_async
+
     # the scheduler's side of vLLM's interface
 
     @property

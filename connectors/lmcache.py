@@ -76,6 +76,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._addresses = addresses(vllm_config.kv_transfer_config.engine_id, ranks)
         self._kv_bytes_per_token = machine(vllm_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
+        self._never_saves = bool(getattr(self._impl, "force_skip_save", False))  # its user's own wish
         self._dead: list[int] = []  # chunks to be dropped, for the next step's metadata
         self._worker: WorkerSide | None = None
         self._tiers: Tiers | None = None
@@ -116,6 +117,14 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         """The workers drop these chunks with the next step that they are sent."""
         self._dead += self.tiers.chunks(token_ids, kept_tokens)
+
+    def store_from_now(self, wanted: bool) -> None:
+        """For turns that start from now on (force_skip_save, vllm_v1_adapter.py:1633)."""
+        self._impl.force_skip_save = self._never_saves or not wanted
+
+    def stalls(self) -> bool:
+        """In-process LMCache waits for the copy at the end of each step that stores."""
+        return True
 
     # ---- scheduler: vLLM's calls
 

@@ -58,6 +58,11 @@ class Appraiser:
         chooses = self._policy.beyond and self.config.measured_chunk
         return Chunks(self.rates.costs.step_s if chooses else {}, most_tokens)
 
+    @property
+    def stops_stores(self) -> bool:
+        """Whether storing may be left where it does not pay."""
+        return self._policy.beyond and self.config.stop_stores
+
     def cheap_tiers(self) -> dict[Tier, int]:
         """What the tiers have room for, in tokens, without those from which a reload costs nearly as much
         as computing."""

@@ -34,6 +34,7 @@ class ContinuumConfig:
     first_prompt_order: bool = True  # at the door, a small first prompt goes before a large one
     no_loss_guard: bool = True  # vLLM's own order while all contexts fit the GPU
     drop_dead: bool = True  # the KV of a program that is over is the first to go
+    stop_stores: bool = True  # do not store while that holds steps up and nothing repays it
     measured_chunk: bool = True  # prefill chunks as small as the profile's step times say
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # true: a KV load that fails fails its request

@@ -41,6 +41,12 @@ class TierStore(Protocol):
         A hint: a store that cannot drop does nothing.
         """
 
+    def store_from_now(self, wanted: bool) -> None:
+        """Store what is computed from now on, or leave it. A hint, as `forget`; the start is to store."""
+
+    def stalls(self) -> bool:
+        """Whether steps wait for their stores: storing then costs everybody's time."""
+
     def transfers(self) -> list[Transfer]:
         """The movements since the last call, oldest first."""
 

@@ -125,6 +125,12 @@ class Rig:
         self.worker.forget(set(self.tiers.chunks(token_ids, kept_tokens)))
         self.step()
 
+    def store_from_now(self, wanted: bool) -> None:
+        """vLLM's side decides that: not in a rig without it."""
+
+    def stalls(self) -> bool:
+        return True
+
     def check(self) -> None:
         """The mirror holds what LMCache holds, and nothing is left pinned."""
         self.settle()

@@ -5,6 +5,7 @@ From vLLM's requests to the core's Door, Guard, Commons and Endings.
 
 from __future__ import annotations
 
+from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from continuum_lmcache.admission import Door, room_of
@@ -13,20 +14,26 @@ from continuum_lmcache.commons import Commons
 from continuum_lmcache.endings import Ending, Endings
 from continuum_lmcache.guard import Guard
 from continuum_lmcache.ledger import Program
+from continuum_lmcache.stores import Stores
 from continuum_lmcache.types import ProgramId, ToolKey
+from continuum_lmcache.vllm_plugin.supply import Supply
+
+logger = init_logger("vllm.continuum_lmcache")
 
 
 class Crowd:
     """All programs of one engine, and the plain requests among them."""
 
-    def __init__(self, appraiser: Appraiser, gpu_tokens: int, hash_block_tokens: int) -> None:
+    def __init__(self, appraiser: Appraiser, gpu_tokens: int, hash_block_tokens: int, stores: Stores) -> None:
         self._appraiser = appraiser
         self._hash_block_tokens = hash_block_tokens
         self._commons = Commons()
         self.endings = Endings()
         self.guard = Guard(gpu_tokens)
-        room = room_of(gpu_tokens, appraiser.cheap_tiers())
-        self.door = Door(room, appraiser.config.max_wait_s, appraiser.door_order)
+        self._rooms = {False: room_of(gpu_tokens, {}), True: room_of(gpu_tokens, appraiser.cheap_tiers())}
+        self.stores = stores
+        self.storing = True
+        self.door = Door(self._rooms[True], appraiser.config.max_wait_s, appraiser.door_order)
 
     def visits(self, now_s: float, request: Request) -> None:
         """A request without a program comes: it never waits at the door, and takes room."""
@@ -48,6 +55,20 @@ class Crowd:
     def looks(self) -> bool:
         """Whether it has become crowded, or is no longer: then every key is another."""
         return self.guard.looks(self.door.context_tokens)
+
+    def learns(self, now_s: float, supply: Supply) -> None:
+        """Take in what the tiers moved, and say whether to go on storing. What is not stored has no room
+        in the tiers."""
+        moved = supply.transfers()
+        self._appraiser.moved(now_s, moved)
+        self.stores.moved(moved)
+        before = self.storing
+        if self._appraiser.stops_stores:
+            self.storing = self.stores.wanted(self._appraiser.rates.costs)
+        if self.storing != before:
+            self.door.room = self._rooms[self.storing]
+            supply.store_from_now(self.storing)
+            logger.info("storing is %s: see continuum.stop_stores", "on" if self.storing else "off")
 
     def finds(self, request: Request, tokens: int) -> None:
         """A program's first turn found so much of its prompt: somebody else's head."""

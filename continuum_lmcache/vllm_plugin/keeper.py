@@ -17,7 +17,7 @@ from continuum_lmcache.identity import program_id
 from continuum_lmcache.ledger import Ledger
 from continuum_lmcache.recorder import Recorder
 from continuum_lmcache.tiers import TierStore
-from continuum_lmcache.types import Load, Outcome, ProgramId, Standing, Turn, TurnId
+from continuum_lmcache.types import Load, Outcome, ProgramId, Turn, TurnId
 from continuum_lmcache.vllm_plugin.crowd import Crowd, alone
 from continuum_lmcache.vllm_plugin.lineage import Lineage
 from continuum_lmcache.vllm_plugin.pins import BlockPins
@@ -55,7 +55,7 @@ class Keeper:
         self._preempted: set[TurnId] = set()  # turns that ran, and do not now
         self.ignored: Counter[str] = Counter()
         self._lineage = Lineage(config.max_programs, hash_block_tokens)
-        self.crowd = Crowd(appraiser, pool_blocks * block_tokens, hash_block_tokens)
+        self.crowd = Crowd(appraiser, pool_blocks * block_tokens, hash_block_tokens, self.supply.stores())
         self.reordered = False  # every waiting turn's key is stale
         self._pool_blocks = pool_blocks
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
@@ -114,7 +114,9 @@ class Keeper:
         if not self.ledger.programs[turn.program].turns:
             self.crowd.finds(request, turn.gpu_tokens + turn.loaded_tokens)
         context_tokens = self.ledger.programs[turn.program].context_tokens
-        evicted = turn.gpu_tokens < min(context_tokens, request.num_prompt_tokens) - self._slack_tokens
+        lost_tokens = min(context_tokens, request.num_prompt_tokens) - turn.gpu_tokens
+        self.crowd.stores.turn(now_s, served.recompute_tokens, max(0, lost_tokens))
+        evicted = lost_tokens > self._slack_tokens
         self.appraiser.placed(now_s - turn.arrival_s, evicted)
         self.recorder.started(now_s, turn.program, turn.id, served, now_s - turn.arrival_s, evicted)
         if turn.program in self.ledger.pinned:
@@ -195,8 +197,8 @@ class Keeper:
             self.release(now_s, program, Outcome.RESET)
 
     def learn(self, now_s: float) -> None:
-        """Take in what the tiers moved since the last step."""
-        self.appraiser.moved(now_s, self.supply.transfers())
+        """Take in what the tiers moved since the last step, and whether to go on storing."""
+        self.crowd.learns(now_s, self.supply)
 
     def forget(self, now_s: float) -> None:
         """Drop programs whose clients never said that they were done. Looks every FORGET_EVERY_S."""
@@ -217,7 +219,9 @@ class Keeper:
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue."""
         turn = self.turns[TurnId(request.request_id)]
-        order = self.appraiser.order(self._standing(turn, request), self.crowd.guard.crowded)
+        preempted = request.status == RequestStatus.PREEMPTED
+        standing = self.ledger.standing(turn.program, turn.arrival_s, turn.priority, preempted)
+        order = self.appraiser.order(standing, self.crowd.guard.crowded)
         return (turn.held, *order, turn.arrival_s, turn.id)
 
     def totals(self) -> dict[str, dict[str, float]]:
@@ -265,7 +269,8 @@ class Keeper:
             len(blocks),
             self.supply.if_given_up(request),
         )
-        keep = self.appraiser.retain(now_s, ended, self._load())
+        free, pinned = self.pins.free_blocks(), self.ledger.pinned_blocks
+        keep = self.appraiser.retain(now_s, ended, Load(self._pool_blocks, free, pinned, self.waiting_turns))
         self.release(now_s, program, Outcome.SUPERSEDED)
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
         self.crowd.pauses(now_s, request, program, tool)
@@ -290,10 +295,3 @@ class Keeper:
         self.recorder.finished(
             now_s, turn.program, turn.id, tool, request.num_tokens, request.num_output_tokens, last, keep
         )
-
-    def _standing(self, turn: LiveTurn, request: Request) -> Standing:
-        preempted = request.status == RequestStatus.PREEMPTED
-        return self.ledger.standing(turn.program, turn.arrival_s, turn.priority, preempted)
-
-    def _load(self) -> Load:
-        return Load(self._pool_blocks, self.pins.free_blocks(), self.ledger.pinned_blocks, self.waiting_turns)

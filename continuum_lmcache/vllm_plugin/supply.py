@@ -6,6 +6,7 @@ from collections import Counter
 
 from vllm.v1.request import Request
 
+from continuum_lmcache.stores import Stores
 from continuum_lmcache.tiers import Holding, TierStore, Transfer
 from continuum_lmcache.types import Residency
 from continuum_lmcache.vllm_plugin.turns import LiveTurn
@@ -37,6 +38,14 @@ class Supply:
     def transfers(self) -> list[Transfer]:
         """What the tiers moved since the last call."""
         return self._store.transfers() if self._store is not None else []
+
+    def stores(self) -> Stores:
+        """What says whether storing pays; without a store nothing is to be stopped."""
+        return Stores(stalls=self._store is not None and self._store.stalls())
+
+    def store_from_now(self, wanted: bool) -> None:
+        if self._store is not None:
+            self._store.store_from_now(wanted)
 
     def forget(self, request: Request, kept_tokens: int) -> None:
         """Drop what the tiers hold of the request behind its first `kept_tokens`."""
