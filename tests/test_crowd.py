@@ -187,3 +187,29 @@ def test_the_budget_is_vllms_own_without_measured_step_times(make: Make) -> None
         bench.step()
     bench.send("b", prompt(700, 2))
     assert bench.step() == 512
+
+
+def test_an_inferred_program_does_not_wait_at_the_door_with_its_context_inside(make: Make) -> None:
+    bench = make(blocks=20, max_ttl_s=0)
+    first = bench.turn(None, prompt(64, 1))
+    crowd_in(bench, 8, out=30)
+    bench.step()
+    back = bench.send(None, first + prompt(16, 2))
+    assert bench.keeper.turns[back].program is not None and back not in held(bench)
+
+
+def test_stores_that_hold_steps_up_stop_while_nothing_is_lost(model: Path, settings: Any) -> None:  # noqa: F811
+    settings(policy="continuum")
+    extra = {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK, "fake.store_gbps": 1e-6, "fake.sleep": True}
+    transfer = {
+        "kv_connector": "FakeConnector",
+        "kv_connector_module_path": "connectors.fake",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    bench = Bench(ContinuumScheduler, model, blocks=400, transfer=transfer)
+    for story in range(12):
+        bench.turn(f"p{story}", prompt(10 * BLOCK, story))
+    planner = bench.scheduler.connector.planner
+    assert not planner.storing and bench.keeper.totals()["storing"] == {"": False}
+    bench.scheduler.shutdown()

@@ -70,6 +70,11 @@ class Crowd:
             supply.store_from_now(self.storing)
             logger.info("storing is %s: see continuum.stop_stores", "on" if self.storing else "off")
 
+    def totals(self) -> dict[str, dict[str, float]]:
+        """For the metrics."""
+        outside, crowded = len(self.door.outside), self.guard.crowded
+        return {"outside": {"": outside}, "crowded": {"": crowded}, "storing": {"": self.storing}}
+
     def finds(self, request: Request, tokens: int) -> None:
         """A program's first turn found so much of its prompt: somebody else's head."""
         self._commons.found(request.block_hashes, tokens // self._hash_block_tokens)

@@ -91,7 +91,8 @@ class Keeper:
         entry = self.ledger.programs[program]
         turn.program_arrival_s = entry.arrival_s
         entry.turns = before.turns if before else entry.turns
-        turn.held = not self.crowd.arrives(now_s, request, program, entry.turns)
+        turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
+        turn.held = not self.crowd.arrives(now_s, request, program, turns)
         self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
 
     def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
@@ -234,6 +235,7 @@ class Keeper:
             "ignored": dict(self.ignored),
             "pinned_blocks": {"": self.ledger.pinned_blocks},
             "programs": {"": len(self.ledger.programs)},
+            **self.crowd.totals(),
         }
 
     # -----------------------------------------------------------------------

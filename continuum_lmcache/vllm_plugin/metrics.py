@@ -25,6 +25,9 @@ COUNTERS = {
 GAUGES = {
     "pinned_blocks": ("continuum_pinned_blocks", "GPU KV blocks held by pins"),
     "programs": ("continuum_programs", "Programs known to the scheduler"),
+    "outside": ("continuum_programs_outside", "Programs that wait until there is room to start"),
+    "crowded": ("continuum_crowded", "1 while contexts compete for the GPU's KV cache, else 0"),
+    "storing": ("continuum_storing", "1 while KV is stored to the tiers, 0 while that does not pay"),
 }
 
 
