@@ -45,6 +45,7 @@ def profile_of(measured: Measured, which: Which, force: bool = False) -> dict[st
         "ssd": ssd["rate"],
         "kv_bytes_per_token": measured.shape.bytes_per_token,
         "chunk_tokens": measured.chunk_tokens,
+        "steps": step_times(measured.steps, which),
         "provenance": {
             "measured": True,
             "clock": which.value,
@@ -77,6 +78,13 @@ def directed(chunk_bytes: int, timings: Timings, way: str, which: Which) -> dict
         "samples": sum(map(len, mine.values())),
     }
     return {"rate": rate, "fit": fit.provenance() | points(mine, ("chunks",), which)}
+
+
+def step_times(steps: Timings, which: Which) -> dict[int, float]:
+    """Median seconds of a step by its chunk, beside the fewest decodes, at the shortest context."""
+    found = medians(steps, which)
+    alone = [(context, decoding) for chunk, context, decoding in found if not chunk]
+    return {n: rounded(s) for (n, *at), s in sorted(found.items()) if alone and tuple(at) == min(alone)}
 
 
 def step_report(steps: Timings, which: Which) -> dict[str, Any]:
