@@ -104,9 +104,17 @@ class FakeConnector(KVConnectorBase_V1):
         sizes = {tier: min(shelf.capacity, ENDLESS) for tier, shelf in shelves.items() if shelf.capacity >= 1}
         return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
 
-    def forget(self, token_ids: Sequence[int], salt: str = "") -> int:
-        """Drop this prompt's chunks from every tier. How many there were."""
-        return self.planner.store.forget(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0, salt: str = "") -> None:
+        """Drop this prompt's chunks behind its first `kept_tokens` from every tier."""
+        names = self.namer(token_ids, self.config.chunk_tokens, salt, ())
+        self.planner.store.forget(names[-(-kept_tokens // self.config.chunk_tokens) :])
+
+    def store_from_now(self, wanted: bool) -> None:
+        self.planner.storing = wanted
+
+    def stalls(self) -> bool:
+        """Blocking loads and blocking stores go together, as in LMCache in-process."""
+        return not self.config.load_async
 
     # the scheduler's side of vLLM's interface
 

@@ -77,6 +77,7 @@ class Planner:
         self.store = TieredStore(config.shape(bytes_per_token, block_tokens))
         self.tracked: dict[str, Tracked] = {}
         self.rule: LoadRule | None = None  # None: load all there is
+        self.storing = True
         self._loads: list[LoadJob] = []
 
     @property
@@ -158,6 +159,8 @@ class Planner:
 
     def _stores_of(self, seen: Tracked, scheduled_tokens: int, now_s: float) -> tuple[list[Copy], float]:
         """Chunks that this step completes, and when the GPU's copies of them are free again."""
+        if not self.storing:
+            return [], now_s
         request, span = seen.request, self.blocks_per_chunk
         end = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
         if not self.config.save_decode_cache:

@@ -79,6 +79,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._addresses = addresses(vllm_config.kv_transfer_config.engine_id, ranks)
         self._kv_bytes_per_token = machine(vllm_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
+        self._never_saves = bool(getattr(self._impl, "force_skip_save", False))  # its user's own wish
+        self._dead: list[int] = []  # chunks to be dropped, for the next step's metadata
         self._worker: WorkerSide | None = None
         self._tiers: Tiers | None = None
         self._rule: LoadRule | None = None  # None: load all there is
@@ -121,7 +123,24 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         """Load no more of a prompt than `rule` says (continuum_lmcache.tiers.SelectiveLoader)."""
         self._rule = rule
 
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
+        """The workers drop these chunks with the next step that they are sent."""
+        self._dead += self.tiers.chunks(token_ids, kept_tokens)
+
+    def store_from_now(self, wanted: bool) -> None:
+        """For turns that start from now on (force_skip_save, vllm_v1_adapter.py:1633)."""
+        self._impl.force_skip_save = self._never_saves or not wanted
+
+    def stalls(self) -> bool:
+        """In-process LMCache waits for the copy at the end of each step that stores."""
+        return True
+
     # ---- scheduler: vLLM's calls
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        meta.dead_chunks, self._dead = self._dead, []
+        return meta
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -168,6 +187,12 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             self.tiers.absorb(connector_output.kv_connector_worker_meta)
 
     # ---- worker: vLLM's calls
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)  # also in steps that compute nothing
+        dead = getattr(self._get_connector_metadata(), "dead_chunks", [])  # a warm-up step brings none
+        if dead and self._worker is not None:
+            self._worker.forget(set(dead))
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)  # LMCache builds its storage here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,6 +128,21 @@ class WorkerSide:
                 ssd = [key.chunk_hash for key in disk.dict]
         return Snapshot(self._rank, last, dram, ssd, self._pending_writes())
 
+    def forget(self, chunks: Collection[int]) -> None:
+        """Drop these chunks from the local tiers, but for those that a lookup has pinned for a load.
+
+        As LMCache evicts, under its own lock: its forced remove would take a pin away (0.5.6,
+        local_cpu_backend.py:274), on disk the file under a reader (local_disk_backend.py:268). A disk
+        write that is on its way arrives later, and is evicted as any other.
+        """
+        cpu, disk = self._backends.get("LocalCPUBackend"), self._backends.get("LocalDiskBackend")
+        if cpu is not None:
+            with cpu.cpu_lock:
+                drop(cpu, cpu.hot_cache, chunks)
+        if disk is not None:
+            with disk.disk_lock:
+                drop(disk, disk.dict, chunks)
+
     def close(self) -> None:
         self._probe_server.close()
 
@@ -139,3 +155,10 @@ class WorkerSide:
             if backend := self._backends.get(name):
                 stock = backend.batched_msg_sender
                 backend.batched_msg_sender = Sender(self._journal, tier is Tier.SSD, stock)
+
+
+def drop(backend: Any, held: Any, chunks: Collection[int]) -> None:
+    """Evict the unpinned ones of these chunks. The caller holds the backend's lock."""
+    for key in [k for k, kept in held.items() if k.chunk_hash in chunks and not kept.is_pinned]:
+        backend.remove(key, force=False)
+        backend.cache_policy.update_on_force_evict(key)

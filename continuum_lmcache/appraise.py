@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from continuum_lmcache.admission import Knock
+from continuum_lmcache.chunks import Chunks
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.costs import UNMEASURED, Costs
 from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.growth import Growth
 from continuum_lmcache.history import History
+from continuum_lmcache.orders import at_the_door, by_turn
 from continuum_lmcache.policies import policy_named
 from continuum_lmcache.rates import Rates, Survival
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.toolcalls import tool_calls, tool_key
-from continuum_lmcache.types import Load, Retention, Standing, Tier, ToolKey, Turn
+from continuum_lmcache.types import Load, Residency, Retention, Standing, Tier, ToolKey, Turn
 
+TYPICAL_TOKENS = 20_000  # at which reloading and computing are compared
+CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
+EXPECTED_GAPS = 4.0  # times its mean gap: a tool that takes longer may never come back
+LEAST_EXPECTED_S = 10.0
 COLD_GAP_S = 1.0  # while no gap is known: Exp(1)'s mean, as in the paper's cold start
 
 
@@ -35,8 +43,52 @@ class Appraiser:
         self.survival = Survival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
 
-    def order(self, standing: Standing) -> tuple[float, ...]:
-        """Where a waiting turn stands: smallest first."""
+    @property
+    def admits(self) -> bool:
+        """Whether new programs wait until there is room."""
+        return self._policy.beyond and self.config.admission
+
+    @property
+    def drops_dead(self) -> bool:
+        """Whether the KV of a program that is over goes first."""
+        return self._policy.beyond and self.config.drop_dead
+
+    def chunks(self, most_tokens: int) -> Chunks:
+        """The budget of a step, where it is ours to choose and was measured."""
+        chooses = self._policy.beyond and self.config.measured_chunk
+        return Chunks(self.rates.costs.step_s if chooses else {}, most_tokens)
+
+    @property
+    def stops_stores(self) -> bool:
+        """Whether storing may be left where it does not pay."""
+        return self._policy.beyond and self.config.stop_stores
+
+    def cheap_tiers(self) -> dict[Tier, int]:
+        """What the tiers have room for, in tokens, without those from which a reload costs nearly as much
+        as computing."""
+        whole = {t: n for t, n in self.survival.capacity_tokens.items() if n > 0}
+        where = {Tier.DRAM: Residency(0, TYPICAL_TOKENS, 0, TYPICAL_TOKENS)}
+        where[Tier.SSD] = Residency(0, 0, TYPICAL_TOKENS, TYPICAL_TOKENS)
+        dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(TYPICAL_TOKENS)
+        return {t: n for t, n in whole.items() if self.rates.costs.reload_s(where[t]) < dear_s}
+
+    def expected_s(self, tool: ToolKey) -> float:
+        """For how long a program in a tool call is still counted upon."""
+        mean_s = self.gaps.distribution(tool).mean_s or COLD_GAP_S
+        return max(LEAST_EXPECTED_S, EXPECTED_GAPS * mean_s)
+
+    def door_order(self, knock: Knock, growth: Growth) -> float:
+        """Where a new program stands at the door: smallest first."""
+        if not self.config.first_prompt_order:
+            return knock.arrival_s
+        work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
+        tokens, usual = knock.prompt_tokens, growth.first_tokens
+        return at_the_door(knock.arrival_s, tokens, usual, work_s, growth.trust, self.config.max_wait_s)
+
+    def order(self, standing: Standing, crowded: bool = True) -> tuple[float, ...]:
+        """Where a waiting turn stands: smallest first. Without competition for memory, as vLLM has it."""
+        if not crowded and self._policy.beyond and self.config.no_loss_guard:
+            return (standing.priority, *by_turn(standing))
         return self._policy.order(standing)
 
     def retain(self, now_s: float, turn: Turn, load: Load) -> Retention:

@@ -31,6 +31,12 @@ class ContinuumConfig:
     program_idle_s: float = 3600.0  # a program not heard of for so long is forgotten
     max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this
     load_or_recompute: bool = True  # load from a tier only what is measured to be cheaper than computing it
+    admission: bool = True  # new programs wait while the started ones fill the KV cache
+    first_prompt_order: bool = True  # at the door, a small first prompt goes before a large one
+    no_loss_guard: bool = True  # vLLM's own order while all contexts fit the GPU
+    drop_dead: bool = True  # the KV of a program that is over is the first to go
+    stop_stores: bool = True  # do not store while that holds steps up and nothing repays it
+    measured_chunk: bool = True  # prefill chunks as small as the profile's step times say
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # true: a KV load that fails fails its request
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from continuum_lmcache.errors import ProfileError
@@ -80,6 +80,7 @@ class Costs:
     kv_bytes_per_token: int
     chunk_tokens: int  # LMCache's; a tail below it is nowhere
     store: Rate = NO_STALL  # device to host, as far as a step waits for it; only ever measured
+    step_s: Mapping[int, float] = field(default_factory=dict)  # measured, by tokens of prefill; 0: decodes
 
     @property
     def measured(self) -> bool:
@@ -122,16 +123,18 @@ class Costs:
     def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> Costs:
         """From a profile that was read at the edge (format: profiles/README.md). Raises ProfileError.
 
-        Sections `prefill`, `dram`, `ssd` hold the fields of PrefillCurve and Rate; those in LAB are for
-        a simulator, `provenance` is for people, anything else is refused.
+        Sections `prefill`, `dram`, `ssd` hold the fields of PrefillCurve and Rate; `steps`, which may be
+        missing, has the measured time of a step by the tokens of its chunk. Those in LAB are for a
+        simulator, `provenance` is for people, anything else is refused.
         """
         if not isinstance(profile, Mapping):
             raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
-        refuse_strangers(profile, (*SECTIONS, *COUNTS, *LAB, "provenance"), where)
+        refuse_strangers(profile, (*SECTIONS, *COUNTS, *LAB, "steps", "provenance"), where)
         return cls(
             **{name: section(profile, name, kind, where) for name, kind in SECTIONS.items()},
             kv_bytes_per_token=int(number(profile, "kv_bytes_per_token", where, least=1)),
             chunk_tokens=int(number(profile, "chunk_tokens", where, least=1)),
+            step_s=step_times(profile.get("steps", {}), f"{where}, steps"),
         )
 
     def loading(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
@@ -175,7 +178,14 @@ def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any
     return kind(**found | {"samples": int(found["samples"])})
 
 
-def number(given: Mapping[str, Any], name: str, where: str, least: float = 0.0) -> float:
+def step_times(given: Any, where: str) -> dict[int, float]:
+    """Seconds of a step by its chunk's tokens."""
+    if not isinstance(given, Mapping) or not all(isinstance(n, int) and n >= 0 for n in given):
+        raise ProfileError(f"{where} must map tokens of a chunk, 0 for decodes alone, to seconds")
+    return {n: number(given, n, where) for n in given}
+
+
+def number(given: Mapping[Any, Any], name: Any, where: str, least: float = 0.0) -> float:
     """A finite number that is at least `least`."""
     value = given.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:

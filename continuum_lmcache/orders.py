@@ -56,3 +56,27 @@ def by_attained_service(standing: Standing) -> Order:
         standing.turn_arrival_s + queue * PLAS_PATIENCE_S,
         standing.program_arrival_s,
     )
+
+
+AGEING = 0.1  # seconds of work that a second of waiting makes up for
+
+
+def at_the_door(
+    arrival_s: float,
+    prompt_tokens: int,
+    usual_tokens: float,
+    usual_work_s: float,
+    trust: float,
+    max_wait_s: float,
+) -> float:
+    """Where a new program stands in line: its arrival, moved by what its first prompt says of its work.
+
+    Shortest first, with ageing: work * (prompt / usual) ** trust - AGEING * waited, where `trust`, 0 to
+    1, says how much a first prompt tells: with 0 the order is that of arrivals. Differences of that do
+    not depend on the moment, so it can be written as an arrival. The shift is within max_wait_s / 2
+    either way: nobody is passed by a program that came more than max_wait_s later.
+    """
+    if usual_tokens <= 0:
+        return arrival_s
+    shift_s = usual_work_s / AGEING * ((prompt_tokens / usual_tokens) ** trust - 1.0)
+    return arrival_s + max(-max_wait_s / 2, min(max_wait_s / 2, float(shift_s)))

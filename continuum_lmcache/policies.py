@@ -28,6 +28,7 @@ class Policy:
 
     retain: Retain
     order: Callable[[Standing], Order]
+    beyond: bool = False  # may do what its paper does not know: admission, dead KV (config has a switch each)
 
 
 def continuum(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
@@ -52,7 +53,8 @@ POLICIES: dict[str, Policy] = {
     "plas": Policy(drop, by_attained_service),
     "infercept": Policy(infercept, by_program),
     "three-way": Policy(three_way, by_pin),
-    "continuum": Policy(continuum, by_pin),
+    "continuum-published": Policy(continuum, by_pin),
+    "continuum": Policy(continuum, by_pin, beyond=True),
 }
 
 

@@ -66,6 +66,25 @@ class TierStore(Protocol):
         """How many tokens' KV each tier has room for; a tier that is not there is not named."""
 
 
+@runtime_checkable
+class Forgetful(Protocol):
+    """A store that can drop what nobody will ask for."""
+
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
+        """Nobody will ask for this prompt's KV behind its first `kept_tokens`: drop it when it suits."""
+
+
+@runtime_checkable
+class StoreSwitch(Protocol):
+    """A store that need not store all that is computed. It starts by storing."""
+
+    def store_from_now(self, wanted: bool) -> None:
+        """Store what is computed from now on, or leave it."""
+
+    def stalls(self) -> bool:
+        """Whether steps wait for their stores: storing then costs everybody's time."""
+
+
 LoadRule = Callable[[TurnId, Residency], int]
 """How many of the tokens that the tiers hold of this turn's prompt should be loaded: all of them, the
 DRAM stretch, or 0. May be asked at every step while the turn waits; the last answer before it is

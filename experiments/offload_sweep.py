@@ -9,7 +9,8 @@
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
 fig15 ablation, h1 h2 h3 a published sweep, overhead (real time), whatif; --engine live has fig8, fig9,
-fig10, fig14 and fig15, at a small machine's size (sweep/live_plans.py). Rows are appended to
+fig10, fig14 and fig15, at a small machine's size (sweep/live_plans.py). `goals` is the table of what the
+policy should reach, with seeds it was not tuned on (--full: all of them). Rows are appended to
 OUT/offload_sweep.csv, and finished ones are skipped: stop it and start it again as you like.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -24,6 +26,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from experiments.sweep import goals
 from experiments.sweep.cases import Case, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS
@@ -34,6 +37,8 @@ from experiments.sweep.runner import complete
 from experiments.tables import markdown, plain
 
 ALL = "all"
+GOALS = "goals"
+SEEDS = "1..5"
 
 
 class Engine(Enum):
@@ -46,13 +51,14 @@ class Engine(Enum):
 def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan]:
     """The engine's plans of those names. Raises SweepError with the names there are."""
     plans = LIVE_PLANS if engine is Engine.LIVE else PLANS
+    known = [*plans, *([GOALS] if engine is Engine.SIM else []), ALL]
     for name in names:
-        if name not in plans and name != ALL:
-            near = difflib.get_close_matches(name, [*plans, ALL], n=1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            known = ", ".join([*plans, ALL])
-            raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {known}")
-    return plans if ALL in names else {name: plans[name] for name in dict.fromkeys(names)}
+            told = ", ".join(known)
+            raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {told}")
+    return plans if ALL in names else {name: plans[name] for name in dict.fromkeys(names) if name != GOALS}
 
 
 def seeds_of(text: str) -> list[int]:
@@ -90,12 +96,22 @@ def sweep(
         draw(plan, pairs, path)
 
 
+def reach(size: Size, seeds: Sequence[int], jobs: int, out: Path) -> None:
+    """Run what is missing for the goals, then print their table."""
+    rows = Rows(out / "offload_sweep.csv")
+    complete(rows, goals.cases(size, seeds), jobs)
+    lines = goals.table(rows, size, seeds)
+    title = f"Goals, seeds {', '.join(map(str, seeds))} (tuned on 1 and 2)"
+    Console().print(plain(lines, title), caption(found(rows, goals.cases(size, seeds))), "", sep="\n")
+    (out / f"goals-{size.value}.md").write_text(f"{title}.\n\n{markdown(lines)}\n")
+
+
 def main(
-    figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, ALL])}")],
+    figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, GOALS, ALL])}")],
     engine: Annotated[Engine, typer.Option(help="the lab, or a real server")] = Engine.SIM,
     quick: Annotated[bool, typer.Option("--quick", help="small: under a minute a figure")] = False,
     full: Annotated[bool, typer.Option("--full", help="large: for claims")] = False,
-    seeds: Annotated[str, typer.Option(help="1..5, or 1,4,7; --quick takes the first")] = "1..5",
+    seeds: Annotated[str, typer.Option(help=f"{SEEDS} for figures, or 1,4,7; --quick takes the first")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 300.0,
@@ -104,11 +120,14 @@ def main(
     try:
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
-        chosen = seeds_of(seeds)
+        chosen = seeds_of(seeds or SEEDS)
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
         plans = plans_named(figures, engine)
         suffix = f"live-{size.value}" if engine is Engine.LIVE else size.value
-        sweep(plans, size, chosen[:1] if quick else chosen, jobs, out, suffix, p95_s)
+        if GOALS in figures:
+            reach(size, seeds_of(seeds) if seeds else goals.SEEDS[size], jobs, out)
+        if plans:
+            sweep(plans, size, chosen[:1] if quick else chosen, jobs, out, suffix, p95_s)
     except SweepError as error:
         raise SystemExit(f"offload_sweep: {error}") from error
 

@@ -69,7 +69,13 @@ def generate(name: str, count: int, seed: int, reading: str = "final-context") -
     """
     if reading not in READINGS:
         raise KeyError(reading)
-    shape = GENERATORS[name]
+    return draw(GENERATORS[name], name, count, seed, reading)
+
+
+def draw(
+    shape: Shape, name: str, count: int, seed: int, reading: str = "final-context"
+) -> tuple[Program, ...]:
+    """`count` programs of a shape, all arriving at 0."""
     return tuple(_draw(shape, f"{name}-{seed}-{i}", (seed, SHAPES, i), reading) for i in range(count))
 
 

@@ -111,9 +111,10 @@ class MpServer:
         )
         shrink(self._l2.eviction_policy, self.held()[1], self.ssd_chunks, self._l2.adapter.delete)
 
-    def forget(self, token_ids: Sequence[int]) -> None:
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         context = self._engine.context
         keys, _ = resolve_object_keys(context.token_hasher, MODEL, 1, list(token_ids), "")
+        keys = keys[-(-kept_tokens // CHUNK) :]
         self.storage.delete_l1_keys(keys)
         self._l2.adapter.delete([key for key in keys if key in self.held()[1]])
 
@@ -228,9 +229,9 @@ class MpEngine:
         self.server.settle()
         self.follower.poll()
 
-    def forget(self, token_ids: Sequence[int]) -> None:
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         self.settle()
-        self.server.forget(token_ids)
+        self.server.forget(token_ids, kept_tokens)
         self.follower.poll()
 
     def check(self) -> None:

@@ -120,10 +120,16 @@ class Rig:
             time.sleep(0.001)
         self.step()
 
-    def forget(self, token_ids: Sequence[int]) -> None:
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         self.settle()
-        self.engine.clear(list(token_ids))
+        self.worker.forget(set(self.tiers.chunks(token_ids, kept_tokens)))
         self.step()
+
+    def store_from_now(self, wanted: bool) -> None:
+        """vLLM's side decides that: not in a rig without it."""
+
+    def stalls(self) -> bool:
+        return True
 
     def check(self) -> None:
         """The mirror holds what LMCache holds, and nothing is left pinned."""

@@ -14,6 +14,8 @@ pytest.importorskip("vllm")
 
 from continuum_lmcache.vllm_plugin.queue import ProgramQueue  # noqa: E402
 
+HELD = 5  # requests of this rank are held back
+
 
 def request(name: str, rank: int) -> Any:
     return SimpleNamespace(request_id=name, rank=rank)
@@ -24,7 +26,7 @@ class Queues(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = ProgramQueue(lambda r: (r.rank,))
+        self.queue = ProgramQueue(lambda r: (r.rank >= HELD, r.rank))
         self.model: list[tuple[int, int, Any]] = []  # rank when keyed, number, request
         self.count = 0
 
@@ -44,6 +46,13 @@ class Queues(RuleBasedStateMachine):
         self.queue.rekey(entry[2])
         self.model.remove(entry)
         self.model.append((rank, self.count, entry[2]))
+
+    @rule()
+    def all_are_rekeyed(self) -> None:
+        self.queue.rekey_all()
+        numbered = sorted(self.model, key=lambda e: int(e[2].request_id))
+        self.model = [(e[2].rank, self.count + i, e[2]) for i, e in enumerate(numbered, 1)]
+        self.count += len(self.model)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -68,7 +77,7 @@ class Queues(RuleBasedStateMachine):
     def both_agree(self) -> None:
         ordered = [entry[2] for entry in sorted(self.model, key=lambda e: e[:2])]
         assert list(self.queue) == ordered
-        assert len(self.queue) == len(ordered) and bool(self.queue) == bool(ordered)
+        assert len(self.queue) == len(ordered) and bool(self.queue) == any(e[0] < HELD for e in self.model)
         assert all(r in self.queue for r in ordered)
 
 

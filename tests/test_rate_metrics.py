@@ -13,7 +13,8 @@ from continuum_lmcache.hearsay import Hearsay
 from continuum_lmcache.rates import Rates
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
-from continuum_lmcache.vllm_plugin.metrics import exporter, rate_totals
+from continuum_lmcache.vllm_plugin.metrics import exporter
+from continuum_lmcache.vllm_plugin.totals import rate_totals
 
 ENGINE = 97  # nobody else's
 

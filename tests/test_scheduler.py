@@ -276,7 +276,7 @@ def test_pins_that_were_lent_come_back_whole_when_nothing_came_of_it(make: Make)
     reclaimer = bench.scheduler._reclaimer
     stock, reclaimer._stock = reclaimer._stock, lambda *_args, **_kwargs: None
     used = bench.used_blocks
-    assert reclaimer.wrapped()(running, 1) is None
+    assert reclaimer.allocate_slots(running, 1) is None
     assert bench.used_blocks == used and len(bench.keeper.pins) == len(bench.keeper.ledger.pinned) == 2
     reclaimer._stock = stock
     bench.run_until_idle()

@@ -17,15 +17,13 @@ from continuum_lmcache.identity import program_id
 from continuum_lmcache.ledger import Ledger
 from continuum_lmcache.loads import LoadJudge
 from continuum_lmcache.recorder import Recorder
-from continuum_lmcache.types import Load, Outcome, ProgramId, Standing, Turn, TurnId
+from continuum_lmcache.types import Load, Outcome, ProgramId, Turn, TurnId
+from continuum_lmcache.vllm_plugin.crowd import Crowd, alone
 from continuum_lmcache.vllm_plugin.lineage import Lineage
-from continuum_lmcache.vllm_plugin.metrics import rate_totals
 from continuum_lmcache.vllm_plugin.pins import BlockPins
 from continuum_lmcache.vllm_plugin.supply import Supply
 from continuum_lmcache.vllm_plugin.turns import LiveTurn, identity, is_end_of_turn, tail_text
 from continuum_lmcache.vllm_plugin.witness import Witness
-
-FORGET_EVERY_S = 10.0
 
 
 class Keeper:
@@ -38,6 +36,7 @@ class Keeper:
         recorder: Recorder,
         kv_cache_manager: Any,
         hash_block_tokens: int,
+        block_tokens: int,
         tokenizer: Any,
         supply: Supply,
     ) -> None:
@@ -46,7 +45,7 @@ class Keeper:
         self.config = config
         self.appraiser = appraiser
         self.recorder = recorder
-        self.pins = BlockPins(kv_cache_manager)
+        self.pins = BlockPins(kv_cache_manager, block_tokens)
         self.supply = supply
         self.judge = LoadJudge(appraiser.rates)
         self.witness = Witness(appraiser, recorder, supply)
@@ -57,10 +56,11 @@ class Keeper:
         self._preempted: set[TurnId] = set()  # turns that ran, and do not now
         self.ignored: Counter[str] = Counter()
         self._lineage = Lineage(config.max_programs, hash_block_tokens)
+        self.crowd = Crowd(appraiser, pool_blocks * block_tokens, hash_block_tokens, self.supply.stores())
+        self.reordered = False  # every waiting turn's key is stale
         self._pool_blocks = pool_blocks
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
         self._tokenizer = tokenizer
-        self._forget_at_s = 0.0
 
     # a turn's life ---------------------------------------------------------
 
@@ -74,17 +74,25 @@ class Keeper:
             self._joins(turn, request, program_id(says.job_id, request.cache_salt), None)
         elif self.config.infer_programs and (ancestor := self._lineage.ancestor(request)):
             self._joins(turn, request, ancestor.program, ancestor.arrival_s)
+        else:
+            self.crowd.visits(now_s, request)
         self.turns[turn.id] = turn
         self.waiting_turns += 1
 
     def _joins(self, turn: LiveTurn, request: Request, program: ProgramId, since_s: float | None) -> None:
         """The turn is one of this program's."""
         now_s = turn.arrival_s
+        before = self.crowd.endings.back(program)
+        since_s = before.arrival_s if before else since_s
         back = self.ledger.arrived(now_s, turn.id, program, request.cache_salt or "", since_s)
         if back is not None:
             self.appraiser.came_back(turn.says.last_tool or back.tool, back.gap_s)
         turn.program = program
-        turn.program_arrival_s = self.ledger.programs[program].arrival_s
+        entry = self.ledger.programs[program]
+        turn.program_arrival_s = entry.arrival_s
+        entry.turns = before.turns if before else entry.turns
+        turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
+        turn.held = not self.crowd.arrives(now_s, request, program, turns)
         self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
 
     def placed(
@@ -115,9 +123,13 @@ class Keeper:
         self.supply.count(served)
         if turn.program is None:
             return
+        if not self.ledger.programs[turn.program].turns:
+            self.crowd.finds(request, turn.gpu_tokens + turn.loaded_tokens)
         context_tokens = self.ledger.programs[turn.program].context_tokens
         context_tokens = min(context_tokens, request.num_prompt_tokens)
-        evicted = turn.gpu_tokens < context_tokens - self._slack_tokens
+        lost_tokens = context_tokens - turn.gpu_tokens
+        self.crowd.stores.turn(now_s, served.recompute_tokens, max(0, lost_tokens))
+        evicted = lost_tokens > self._slack_tokens
         if evicted:
             self.witness.started(now_s, turn, context_tokens)
         self.appraiser.placed(now_s - turn.arrival_s, evicted)
@@ -155,8 +167,9 @@ class Keeper:
             self.waiting_turns -= 1
         ended = is_end_of_turn(request)
         if turn.program is None:
+            self.crowd.gone(now_s, request)
             if ended and self.config.infer_programs and not turn.says.is_last_step:
-                self._lineage.finished(request, ProgramId(f"~{request.request_id}"), turn.arrival_s)
+                self._lineage.finished(request, alone(request), turn.arrival_s)
             return
         entry = self.ledger.programs[turn.program]
         entry.attained_tokens += request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
@@ -166,6 +179,7 @@ class Keeper:
             self._pause(now_s, turn, request)
         else:
             self.ledger.left(now_s, turn.id, turn.program)
+            self.crowd.door.loses(now_s, turn.program)
             self._record_finish(now_s, turn, request, (), None)
 
     # a pin's life ----------------------------------------------------------
@@ -182,6 +196,14 @@ class Keeper:
         self.recorder.unpinned(now_s, program, outcome)
         self._pin_changed(program)
 
+    def open_door(self, now_s: float, idle: bool) -> None:
+        """Let programs in for which there is room: their turns take their place in the queue."""
+        self.reordered |= self.crowd.looks()
+        for program in self.crowd.opens(now_s, idle):
+            for turn_id in self.ledger.programs[program].live:
+                self.turns[turn_id].held = False
+                self.moved.add(turn_id)
+
     def expire(self, now_s: float) -> None:
         """Release every pin whose TTL has run out, unless its program's next turn is here."""
         for program in self.ledger.due(now_s):
@@ -191,20 +213,6 @@ class Keeper:
         """Before a cache reset, sleep or shutdown."""
         for program in list(self.ledger.pinned):
             self.release(now_s, program, Outcome.RESET)
-
-    def forget(self, now_s: float) -> None:
-        """Drop programs whose clients never said that they were done. Looks every FORGET_EVERY_S."""
-        if now_s < self._forget_at_s:
-            return
-        self._forget_at_s = now_s + FORGET_EVERY_S
-        for program in self.ledger.forgettable(now_s, self.config.program_idle_s):
-            entry = self.ledger.ended(program)
-            self.witness.returns.over(program)
-            if entry is not None:
-                if entry.finished_s is not None:
-                    self.appraiser.never_came(entry.tool, now_s - entry.finished_s)
-                self.appraiser.program_over(entry.turns)
-                self.recorder.ended(now_s, program)
 
     # answers ---------------------------------------------------------------
 
@@ -216,23 +224,10 @@ class Keeper:
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue."""
         turn = self.turns[TurnId(request.request_id)]
-        return (*self.appraiser.order(self._standing(turn, request)), turn.arrival_s, turn.id)
-
-    def totals(self) -> dict[str, dict[str, float]]:
-        """Counts since the start, for the metrics."""
-        pins: dict[str, float] = {outcome.value: self.ledger.outcomes[outcome] for outcome in Outcome}
-        return {
-            "pins": {"taken": self.ledger.taken, **pins},
-            "refused": dict(self.ledger.refused),
-            "ignored": dict(self.ignored),
-            "pinned_blocks": {"": self.ledger.pinned_blocks},
-            "programs": {"": len(self.ledger.programs)},
-            "store_up": {"": float(self.supply.is_up)},
-            "store_mode": {self.supply.mode: 1.0},
-            "load_decisions": dict(self.judge.counts),
-            **self.supply.totals(),
-            **rate_totals(self.appraiser.rates, self.supply.hearsay),
-        }
+        preempted = request.status == RequestStatus.PREEMPTED
+        standing = self.ledger.standing(turn.program, turn.arrival_s, turn.priority, preempted)
+        order = self.appraiser.order(standing, self.crowd.guard.crowded)
+        return (turn.held, *order, turn.arrival_s, turn.id)
 
     # -----------------------------------------------------------------------
 
@@ -244,9 +239,15 @@ class Keeper:
         self._record_finish(now_s, turn, request, (), None)
         entry = self.ledger.ended(turn.program)
         self.witness.returns.over(turn.program)
-        if entry is not None:
-            self.appraiser.program_over(entry.turns + 1)
-            self.recorder.ended(now_s, turn.program)
+        if entry is None:
+            self.crowd.door.loses(now_s, turn.program)
+            return
+        self.appraiser.program_over(entry.turns + 1)
+        self.recorder.ended(now_s, turn.program)
+        kept_tokens = self.crowd.ends(now_s, request, entry)
+        if kept_tokens is not None:
+            self.pins.bury(request.request_id, kept_tokens)
+            self.supply.forget(request, kept_tokens)
 
     def _pause(self, now_s: float, turn: LiveTurn, request: Request) -> None:
         """A turn that ends in a tool call: for how long does its KV stay?"""
@@ -262,10 +263,12 @@ class Keeper:
             len(blocks),
             self.supply.if_given_up(request),
         )
-        keep = self.appraiser.retain(now_s, ended, self._load())
+        free, pinned = self.pins.free_blocks(), self.ledger.pinned_blocks
+        keep = self.appraiser.retain(now_s, ended, Load(self._pool_blocks, free, pinned, self.waiting_turns))
         self.release(now_s, program, Outcome.SUPERSEDED)
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
         self.witness.finished(program, request.num_tokens, keep.reload_s)
+        self.crowd.pauses(now_s, request, program, tool)
         self._record_finish(now_s, turn, request, tool, keep)
         if pin is not None:
             self.pins.take(program, blocks)
@@ -286,10 +289,3 @@ class Keeper:
         self.recorder.finished(
             now_s, turn.program, turn.id, tool, request.num_tokens, request.num_output_tokens, last, keep
         )
-
-    def _standing(self, turn: LiveTurn, request: Request) -> Standing:
-        preempted = request.status == RequestStatus.PREEMPTED
-        return self.ledger.standing(turn.program, turn.arrival_s, turn.priority, preempted)
-
-    def _load(self) -> Load:
-        return Load(self._pool_blocks, self.pins.free_blocks(), self.ledger.pinned_blocks, self.waiting_turns)

@@ -13,11 +13,9 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
-from continuum_lmcache.hearsay import Hearsay
-from continuum_lmcache.rates import Rates
+from continuum_lmcache.vllm_plugin.totals import Totals
 
 KEY = "continuum"
-Totals = dict[str, dict[str, float]]  # metric -> label value -> total; "" where there is no label
 
 COUNTERS = {
     "pins": ("continuum_pins", "Pins by what became of them; taken counts all", "outcome"),
@@ -38,21 +36,10 @@ GAUGES = {  # the label's name last; "" where there is none
     "store_stall": ("continuum_store_stall_seconds_per_byte", "How long a step waits for its stores", ""),
     "residency": ("continuum_residency_source", "1 for how it is known where KV lies", "source"),
     "hit_share": ("continuum_learned_hit_share", "Of lost context, brought back by a connector", ""),
+    "outside": ("continuum_programs_outside", "Programs that wait until there is room to start", ""),
+    "crowded": ("continuum_crowded", "1 while contexts compete for the GPU's KV cache, else 0", ""),
+    "storing": ("continuum_storing", "1 while KV is stored to the tiers, 0 while that does not pay", ""),
 }
-
-
-def rate_totals(rates: Rates, heard: Hearsay | None) -> Totals:
-    """Every rate now in use, and how many measurements stand behind it."""
-    learned = {} if heard is None else {"hit_share": heard.returns}
-    costs = rates.costs
-    curve, tiers = costs.prefill, {"dram": costs.dram, "ssd": costs.ssd}
-    return {
-        "rate_samples": {name: float(n) for name, n in (rates.samples | learned).items()},
-        "tier_rate": {tier: rate.bytes_per_s for tier, rate in tiers.items()},
-        "tier_fixed": {tier: rate.fixed_s for tier, rate in tiers.items()},
-        "prefill": {"fixed": curve.fixed_s, "per_token": curve.per_token_s, "per_pair": curve.per_pair_s},
-        "store_stall": {"": 1.0 / costs.store.bytes_per_s},
-    }
 
 
 def attach(stats: Any, totals: Totals) -> Any:

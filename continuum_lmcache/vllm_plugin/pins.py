@@ -1,7 +1,8 @@
 """A pin is one more reference on each of a finished turn's hashed blocks; the stock code does the rest.
 
 Privates touched, unchanged from vLLM 0.26 to 0.33: KVCacheManager.get_blocks and .block_pool,
-BlockPool.touch / free_blocks / get_num_free_blocks, KVCacheBlock.ref_cnt / block_hash / is_null.
+BlockPool.touch / free_blocks / evict_blocks / get_num_free_blocks, KVCacheBlock.ref_cnt / block_hash /
+is_null.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from continuum_lmcache.types import ProgramId
 class BlockPins:
     """Which blocks each pin holds. Counts and deadlines are the Ledger's."""
 
-    def __init__(self, kv_cache_manager: Any) -> None:
+    def __init__(self, kv_cache_manager: Any, block_tokens: int) -> None:
         self._manager = kv_cache_manager
         self._pool = kv_cache_manager.block_pool
+        self._block_tokens = block_tokens
         self._held: dict[ProgramId, list[Any]] = {}
 
     def keepable(self, request_id: str) -> list[Any]:
@@ -39,6 +41,17 @@ class BlockPins:
         blocks = self._held.pop(program)
         self._pool.free_blocks(reversed(blocks))
         return blocks
+
+    def bury(self, request_id: str, shared_tokens: int) -> None:
+        """Make the request's own blocks behind its first `shared_tokens` the next to be reused.
+
+        Without a hash nobody finds a block, and vLLM reuses it before all that are cached. Models with
+        more than one kind of KV are left alone: there a block's number says less of what is in it.
+        """
+        groups = self._manager.get_blocks(request_id).blocks
+        if len(groups) == 1:
+            own = groups[0][-(-shared_tokens // self._block_tokens) :]
+            self._pool.evict_blocks({b.block_id for b in own if b.ref_cnt == 1 and not b.is_null})
 
     def overlap_blocks(self, program: ProgramId, request_id: str) -> int:
         """How many of the pin's blocks the request took over."""

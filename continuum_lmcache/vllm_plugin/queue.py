@@ -14,14 +14,15 @@ from typing import Any
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-Key = tuple[Any, ...]
+Key = tuple[Any, ...]  # the first is True for a request that is held back: last, and not asked for
 
 
 class ProgramQueue(RequestQueue):
     """Requests in the order of `key(request)`; equal keys in the order they came."""
 
-    def __init__(self, key: Callable[[Request], Key]) -> None:
+    def __init__(self, key: Callable[[Request], Key], asked: Callable[[], None] = lambda: None) -> None:
         self._key = key
+        self._asked = asked  # called when somebody wants to place the first request
         self._heap: list[tuple[Key, int, str]] = []  # stale entries are skipped when they surface
         self._live: dict[str, tuple[int, Request]] = {}  # request id -> its newest entry's number
         self._numbers = itertools.count()
@@ -38,11 +39,21 @@ class ProgramQueue(RequestQueue):
     rekey = add_request
     prepend_request = add_request  # the order is the key's alone
 
+    def rekey_all(self) -> None:
+        """Every key has changed, perhaps its shape too: old ones must not meet new ones."""
+        self._heap.clear()
+        for _, request in list(self._live.values()):
+            self.add_request(request)
+
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         for request in requests:
             self.add_request(request)
 
     def peek_request(self) -> Request:
+        self._asked()
+        return self._head()
+
+    def _head(self) -> Request:
         while self._heap and not self._is_live(self._heap[0]):
             heapq.heappop(self._heap)
         if not self._heap:
@@ -51,11 +62,11 @@ class ProgramQueue(RequestQueue):
 
     def head_key(self) -> Key:
         """The first request's key."""
-        self.peek_request()
+        self._head()
         return self._heap[0][0]
 
     def pop_request(self) -> Request:
-        request = self.peek_request()
+        request = self._head()
         heapq.heappop(self._heap)
         del self._live[request.request_id]
         return request
@@ -72,7 +83,8 @@ class ProgramQueue(RequestQueue):
         return request.request_id in self._live
 
     def __bool__(self) -> bool:
-        return bool(self._live)
+        """Whether there is somebody to ask for: held requests are counted by len() alone."""
+        return bool(self._live) and not self.head_key()[0]
 
     def __len__(self) -> int:
         return len(self._live)

@@ -3,7 +3,8 @@
 - A running request takes any pin before anything is preempted.
 - A waiting one honours the pins of programs whose tool runs, however long the queue: giving way to
   every waiting head costs 15-25 % of job time. It takes them when nothing runs and nothing else will
-  free memory (the paper's deadlock rule, §4), or when it has waited for longer than `max_wait_s`.
+  free memory (the paper's deadlock rule, §4), or `max_wait_s` after it was first in line and
+  refused.
 - It takes the pin of a later program whose next turn waits behind it: that turn cannot run first, so
   the pin holds memory that nobody can use (docs/decisions/0002).
 
@@ -23,33 +24,40 @@ from continuum_lmcache.vllm_plugin.keeper import Keeper
 
 
 class Reclaimer:
-    """Stands in for kv_cache_manager.allocate_slots, whose own signature it passes through."""
+    """Stands in for kv_cache_manager.allocate_slots, whose own signature it passes through.
+
+    Read on vLLM 0.32: schedule() looks the method up at each call, the running requests' first, and
+    peeks into a waiting queue before it allocates for a waiting request.
+    """
 
     def __init__(self, scheduler: Any, keeper: Keeper, clock: Callable[[], float]) -> None:
         self._scheduler = scheduler
         self._keeper = keeper
         self._clock = clock
-        self._stock = scheduler.kv_cache_manager.allocate_slots
+        self._manager = scheduler.kv_cache_manager
+        self._stock = self._manager.allocate_slots
         self._block_size = scheduler.block_size
 
-    def wrapped(self) -> Callable[..., Any]:
-        """allocate_slots: vLLM's own answer, after giving up pins if that is allowed and helps.
+    def step_begins(self) -> None:
+        """Leave the running requests to vLLM alone where memory cannot run short in this step.
 
-        A closure, and short for the running: each of them comes through here at every step.
+        vLLM asks for each of them, so what stands in between would cost time for each of them.
         """
-        stock, running = self._stock, RequestStatus.RUNNING
+        scheduler = self._scheduler
+        ahead = 1 + -(-scheduler.num_lookahead_tokens // self._block_size)
+        most = len(scheduler.running) * ahead + scheduler.max_num_scheduled_tokens // self._block_size + 1
+        groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        enough = self._keeper.pins.free_blocks() >= most * groups
+        idle = enough or not self._keeper.ledger.pinned
+        self._manager.allocate_slots = self._stock if idle else self.allocate_slots
 
-        def allocate_slots(request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            blocks = stock(request, num_new_tokens, *args, **kwargs)
-            if blocks is not None and request.status is running:
-                return blocks
-            return self._refused_or_placed(blocks, request, num_new_tokens, args, kwargs)
+    def waiting_asked(self) -> None:
+        """The waiting requests' turn has come: each of their allocations is looked at."""
+        self._manager.allocate_slots = self.allocate_slots
 
-        return allocate_slots
-
-    def _refused_or_placed(
-        self, blocks: Any, request: Request, num_new_tokens: int, args: Any, kwargs: Any
-    ) -> Any:
+    def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own answer, after giving up pins if that is allowed and helps."""
+        blocks = self._stock(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._keeper.ledger.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
         if blocks is not None and request.status is not RequestStatus.RUNNING:
@@ -95,8 +103,11 @@ class Reclaimer:
         if request.status == RequestStatus.RUNNING:
             return True
         turn = self._keeper.turns.get(TurnId(request.request_id))
-        if turn is not None and now_s - turn.arrival_s > self._keeper.config.max_wait_s:
-            return True
+        if turn is not None:
+            if turn.refused_s is None:
+                turn.refused_s = now_s
+            if now_s - turn.refused_s > self._keeper.config.max_wait_s:
+                return True
         return not self._scheduler.running and not self._memory_will_come()
 
     def _memory_will_come(self) -> bool:

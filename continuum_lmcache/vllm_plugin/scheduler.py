@@ -2,8 +2,8 @@
 
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
 _update_after_schedule, update_from_output, has_requests, make_stats, reset_prefix_cache, shutdown.
-Wrapped on the instance: kv_cache_manager.allocate_slots. Replaced after __init__: every RequestQueue
-attribute.
+Wrapped on the instance: kv_cache_manager.allocate_slots. Set before a step, with a measured profile:
+max_num_scheduled_tokens. Replaced after __init__: every RequestQueue attribute.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from vllm.v1.request import Request
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin import metrics
+from continuum_lmcache.vllm_plugin.forgetting import Forgetting
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 from continuum_lmcache.vllm_plugin.queue import Key, ProgramQueue
 from continuum_lmcache.vllm_plugin.reclaim import Reclaimer
 from continuum_lmcache.vllm_plugin.setup import Room, furnish
+from continuum_lmcache.vllm_plugin.totals import totals_of
 from continuum_lmcache.vllm_plugin.wakeup import Alarm
 
 
@@ -42,15 +44,19 @@ class ContinuumMixin(Scheduler):
         config = ContinuumConfig.load(extra, os.environ)
         self._room: Room = furnish(self, config, self.clock())
         self._keeper: Keeper = self._room.keeper
+        self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
+        self._decoding = 0  # requests in the last step that were past their prompt
         self._alarm: Alarm | None = None
+        self._forgetting = Forgetting(self._keeper)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
+        self._reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
         self._queues = {
-            n: ProgramQueue(self._key) for n, q in vars(self).items() if isinstance(q, RequestQueue)
+            n: ProgramQueue(self._key, self._reclaimer.waiting_asked)
+            for n, q in vars(self).items()
+            if isinstance(q, RequestQueue)
         }
         vars(self).update(self._queues)
-        self._reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
-        self.kv_cache_manager.allocate_slots = self._reclaimer.wrapped()  # type: ignore[method-assign]
 
     # the step ---------------------------------------------------------------
 
@@ -58,12 +64,21 @@ class ContinuumMixin(Scheduler):
         now_s = self.clock()
         self._report_due = False
         self._keeper.expire(now_s)
-        self._keeper.forget(now_s)
+        self._forgetting.look(now_s)
+        self._keeper.crowd.weighs_stores(self._keeper.supply)
+        self._keeper.open_door(now_s, idle=not self.running and not any(self._queues.values()))
         self._reorder()
+        self.max_num_scheduled_tokens = self._chunks.budget_tokens(self._decoding)
+        self._reclaimer.step_begins()
         return super().schedule(*args, **kwargs)
 
     def _reorder(self) -> None:
-        """Turns whose pin came or went move; the newest program's request becomes vLLM's victim."""
+        """Turns whose place changed move; the newest program's request becomes vLLM's victim."""
+        if self._keeper.reordered:
+            for queue in self._queues.values():
+                queue.rekey_all()
+            self._keeper.reordered = False
+            self._keeper.moved.clear()
         for turn_id in self._keeper.moved:
             request = self.requests.get(turn_id)
             for queue in self._queues.values():
@@ -83,6 +98,10 @@ class ContinuumMixin(Scheduler):
             self._keeper.preempted(now_s, TurnId(turn_id))
         self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         self._keeper.witness.scheduled(now_s, scheduler_output)
+        if self._chunks.smallest is not None:
+            self._decoding = sum(n == 1 for n in scheduler_output.num_scheduled_tokens.values())
+            prompts = scheduler_output.total_num_scheduled_tokens - self._decoding
+            self._chunks.saw(prompts, self._decoding)
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +141,7 @@ class ContinuumMixin(Scheduler):
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
-        return metrics.attach(stats, self._keeper.totals()) if stats is not None else None
+        return metrics.attach(stats, totals_of(self._keeper)) if stats is not None else None
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._keeper.ledger.pinned)

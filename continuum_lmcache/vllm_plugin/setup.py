@@ -77,6 +77,7 @@ def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
         recorder,
         scheduler.kv_cache_manager,
         scheduler.hash_block_size,
+        scheduler.block_size,
         tokenizer,
         Supply(store, hearsay_of(scheduler.connector)),
     )

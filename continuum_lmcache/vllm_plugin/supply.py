@@ -11,7 +11,16 @@ from typing import Any
 from vllm.v1.request import Request
 
 from continuum_lmcache.hearsay import Hearsay
-from continuum_lmcache.tiers import Holding, Remembering, Reporting, TierStore, Transfer
+from continuum_lmcache.stores import Stores
+from continuum_lmcache.tiers import (
+    Forgetful,
+    Holding,
+    Remembering,
+    Reporting,
+    StoreSwitch,
+    TierStore,
+    Transfer,
+)
 from continuum_lmcache.types import Residency
 from continuum_lmcache.vllm_plugin.turns import LiveTurn
 
@@ -60,6 +69,20 @@ class Supply:
             "residency": {name: float(name == source) for name in ("store", "learned", "none")},
         }
         return found if heard is None else found | {"hit_share": {"": heard.share}}
+
+    def stores(self) -> Stores:
+        """What says whether storing pays; without a switch nothing is to be stopped."""
+        return Stores(stalls=isinstance(self._store, StoreSwitch) and self._store.stalls())
+
+    def store_from_now(self, wanted: bool) -> None:
+        """Store what is computed from now on, or do not."""
+        if isinstance(self._store, StoreSwitch):
+            self._store.store_from_now(wanted)
+
+    def forget(self, request: Request, kept_tokens: int) -> None:
+        """Drop what the tiers hold of the request behind its first `kept_tokens`, where they can."""
+        if isinstance(self._store, Forgetful):
+            self._store.forget(request.all_token_ids, kept_tokens)
 
     def count(self, served: Residency) -> None:
         """Add one prompt to the counts."""

@@ -34,6 +34,8 @@ class LiveTurn:
     arrival_s: float
     program_arrival_s: float
     priority: int
+    held: bool = False  # its program waits at the door (continuum_lmcache.admission)
+    refused_s: float | None = None  # when it was first in line and there were no blocks
     started_s: float | None = None
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
     loaded_tokens: int = 0  # of the prompt, brought by the connector

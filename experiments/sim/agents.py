@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
@@ -15,6 +16,8 @@ from experiments.sim.result import JobResult, TurnResult
 from experiments.sim.serving import Setup
 from experiments.sim.streams import History, block_hasher, new_streams
 from experiments.workload import Program, TurnSpec
+
+WRONG_ENDS = 5  # with wrong hints, one turn in so many says the contrary of whether it is the last
 
 
 @dataclass(slots=True)
@@ -51,6 +54,7 @@ class Agents:
         send: Callable[[Request], None],
     ) -> None:
         self.programs, self.clock, self.timetable, self.send = programs, clock, timetable, send
+        self.wrong_hints = setup.wrong_hints
         self.hasher = block_hasher(setup.block_tokens)
         self.asked: dict[str, LiveProgram] = {}  # by request at the engine
         self.turns: list[TurnResult] = []
@@ -85,11 +89,7 @@ class Agents:
         """The program's next turn arrives."""
         live.arrival_s, live.first_token_s, live.ssd_tokens = self.clock.now_s, None, None
         self.asked[live.request_id] = live
-        says = {
-            "job_id": live.program.program_id,
-            "is_last_step": live.spec is live.program.turns[-1],
-            "this_func_call": live.spec.tool,
-        }
+        says = self._says(live)
         params = SamplingParams(
             temperature=0.0, max_tokens=live.spec.output_tokens, ignore_eos=True, extra_args=says
         )
@@ -102,6 +102,15 @@ class Agents:
             block_hasher=self.hasher,
         )
         self.send(request)
+
+    def _says(self, live: LiveProgram) -> dict[str, Any]:
+        """What the client tells of the turn, or what one tells that is mostly wrong."""
+        last, tool = live.spec is live.program.turns[-1], live.spec.tool
+        if self.wrong_hints:
+            drawn = crc32(live.request_id.encode())
+            last = not last if drawn % WRONG_ENDS == 0 else last
+            tool = f"tool-{drawn % 7}"
+        return {"job_id": live.program.program_id, "is_last_step": last, "this_func_call": tool}
 
     def _end_turn(self, live: LiveProgram, first_token_s: float) -> None:
         """Record the turn; its tool begins, or the program is over."""

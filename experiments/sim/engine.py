@@ -82,8 +82,15 @@ class Simulation:
             self._step()
         while self.under_way:  # scheduled ahead of the last token
             self._finish(self.under_way.popleft())
+        self._expire()
         self._check()
         return self._result()
+
+    def _expire(self) -> None:
+        """Let the pins run out of programs that nobody said were over."""
+        while self._ledger is not None and (deadline_s := self._ledger.next_deadline_s()) is not None:
+            self.clock.advance_to(max(deadline_s, self.clock.now_s))
+            self._update(self.scheduler.schedule(), {})
 
     def _step(self) -> None:
         output = self.scheduler.schedule()

@@ -52,6 +52,8 @@ class Setup:
     async_scheduling: bool = False
     store_stalls: bool = False  # a step waits for its stores, as in-process LMCache does
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
+    steps_known: bool = False  # the policy's profile holds the machine's step times
+    wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
     merge_steps: int = 1  # decode-only steps taken together, at most; for exploring, not for claims
 
     @property
@@ -129,7 +131,8 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
         tiers = {**rates(setup.machine), **setup.tiers}
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy != STOCK:
-        told = setup.machine.told(tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps"))
+        chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")
+        told = setup.machine.told(chunk_tokens, ssd_gbps, setup.steps_known)
         profile = folder / "profile.yaml"
         profile.write_text(yaml.safe_dump(told))
         settings = {"policy": setup.policy, "profile": str(profile), **setup.continuum}

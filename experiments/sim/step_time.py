@@ -22,6 +22,8 @@ from continuum_lmcache.costs import Costs, Rate, number, section
 from continuum_lmcache.errors import ProfileError
 from profiles.datasheets import derived
 
+STEP_SIZES = (0, 128, 256, 512, 2048, 8192)  # tokens of a chunk; 0: decodes alone
+
 
 @dataclass(frozen=True, slots=True)
 class StepCurve:
@@ -102,9 +104,19 @@ class Machine:
         """One step over `batch` (StepCurve.seconds)."""
         return self.step.seconds(batch)
 
-    def told(self, chunk_tokens: int, ssd_gbps: float | None) -> dict[str, Any]:
-        """The profile for a policy, with the chunk and the disk of one setup."""
+    def with_half_rate(self, tokens: float) -> Machine:
+        """The same machine with another efficiency of small chunks; the policy's profile says so too."""
+        step = {**self.profile["step"], "half_rate_tokens": tokens}
+        return self.from_profile({**self.profile, "step": step}, self.name, self.kv_tokens)
+
+    def told(self, chunk_tokens: int, ssd_gbps: float | None, steps_known: bool = False) -> dict[str, Any]:
+        """The profile for a policy, with the chunk and the disk of one setup.
+
+        With `steps_known` also the times of steps, as if somebody had measured this machine.
+        """
         told = {**self.profile, "chunk_tokens": chunk_tokens}
+        if steps_known:
+            told["steps"] = {n: self.seconds([(n, 0)] if n else [(1, 0)]) for n in STEP_SIZES}
         if ssd_gbps is not None:
             told["ssd"] = {**self.profile["ssd"], "bytes_per_s": ssd_gbps * 1e9}
         return told

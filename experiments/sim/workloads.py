@@ -6,7 +6,14 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from experiments.table1 import Lognormal, Shape
 from experiments.workload import Program, TurnSpec
+
+SMALL_SHAPES = {
+    "tiny": Shape(Lognormal(8, 3), Lognormal(0.5, 1.0), Lognormal(2_000, 800), "bash"),
+    "chat": Shape(Lognormal(1, 1e-3), Lognormal(0.5, 1.0), Lognormal(3_000, 3_000), "none"),  # one turn
+}
+"""Programs that have nothing to gain from a kept KV, in the terms of table1."""
 
 SWEEP_PROMPTS = (92, 1840, 3449, 6025, 7454, 10_299, 12_333, 13_193)
 """Measured prompt tokens of the eight turns of one job (hungchun0201/agentic-ai-survey, H1 to H3)."""

@@ -12,12 +12,13 @@ from experiments.sim.result import Result
 from experiments.sim.serving import STOCK as STOCK_POLICY
 from experiments.sim.serving import Setup
 from experiments.sim.step_time import MACHINES
-from experiments.sim.workloads import seeds_sweep, with_turns
+from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time, with_turns
 from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Point, SweepError
 from experiments.sweep.oracle import oracle_of
-from experiments.table1 import GENERATORS, generate
+from experiments.table1 import GENERATORS, draw
 from experiments.workload import Program, poisson_arrivals
 
+SHAPES = GENERATORS | SMALL_SHAPES
 SWEEP = "seeds-sweep"  # the published sweep brings its own arrivals: `programs` is not asked
 SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else the lab's
 
@@ -33,12 +34,13 @@ def programs_of(point: Point) -> tuple[Program, ...]:
     """The same for every contender of a seed."""
     if point.workload == SWEEP:
         programs = seeds_sweep(point.jps, point.seed)
-    elif point.workload in GENERATORS:
-        drawn = generate(point.workload, point.programs, point.seed)
+    elif point.workload in SHAPES:
+        drawn = draw(SHAPES[point.workload], point.workload, point.programs, point.seed)
         programs = poisson_arrivals(drawn, point.jps, point.seed)
     else:
-        known = ", ".join([*GENERATORS, SWEEP])
+        known = ", ".join([*SHAPES, SWEEP])
         raise SweepError(f"workload is {point.workload!r}; known: {known}")
+    programs = with_tool_time(programs, point.tool_factor, point.tool_from_s)
     return with_turns(programs, point.turns_factor) if point.turns_factor > 1 else programs
 
 
@@ -46,7 +48,7 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
     """The engine that the point asks for."""
     if point.machine not in MACHINES:
         raise SweepError(f"machine is {point.machine!r}; known: {', '.join(MACHINES)}")
-    machine = MACHINES[point.machine]
+    machine = MACHINES[point.machine].with_half_rate(point.chunk_c0)
     if point.contender == ENDLESS:
         machine = replace(machine, kv_tokens=sum(p.context_tokens + 64 for p in programs))
     setup = Setup(
@@ -57,6 +59,9 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         max_seqs=point.max_seqs,
         store_stalls=point.blocking,
         merge_steps=point.merge_steps,
+        steps_known=point.steps_known,
+        wrong_hints=point.wrong_hints,
+        continuum={} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s},
     )
     return replace(setup, shared_tokens=SHARED_TOKENS.get(point.workload, setup.shared_tokens))
 

@@ -37,9 +37,6 @@ class StoreUnderTest(TierStore, Protocol):
     def settle(self) -> None:
         """Wait until no write is on its way."""
 
-    def forget(self, token_ids: Sequence[int]) -> None:
-        """Drop this prompt from every tier."""
-
     def check(self) -> None:
         """Raise unless the store's books balance."""
 
@@ -94,8 +91,15 @@ class FakeStore:
         self.now_s += 1e9
         self.planner.store.settle(self.now_s)
 
-    def forget(self, token_ids: Sequence[int]) -> None:
-        self.planner.store.forget(chain(token_ids, self.chunk_tokens))
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
+        names = chain(token_ids, self.chunk_tokens)
+        self.planner.store.forget(names[-(-kept_tokens // self.chunk_tokens) :])
+
+    def store_from_now(self, wanted: bool) -> None:
+        self.planner.storing = wanted
+
+    def stalls(self) -> bool:
+        return True
 
     def transfers(self) -> list[Transfer]:
         return self.worker.take_transfers()

@@ -137,6 +137,15 @@ def test_what_is_forgotten_is_nowhere_and_comes_back_when_stored_again(make: Mak
     assert store.locate(prompt) == Holding(2 * store.chunk_tokens, 0)
 
 
+def test_a_head_that_others_share_is_kept(make: Make) -> None:
+    store = make(8, 8)
+    prompt = list(range(4 * store.chunk_tokens))
+    store.run(prompt)
+    store.settle()
+    store.forget(prompt, kept_tokens=store.chunk_tokens + 1)
+    assert store.locate(prompt) == Holding(2 * store.chunk_tokens, 0), "a chunk that is shared in part stays"
+
+
 def test_what_dram_lost_comes_from_the_disk_and_is_in_dram_then(make: Make) -> None:
     store = make(3, 12)
     first, second = list(range(3 * store.chunk_tokens + 1)), list(range(7, 7 + 3 * store.chunk_tokens + 1))

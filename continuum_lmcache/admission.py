@@ -1,0 +1,247 @@
+"""Which new programs may start? They wait at the door while the started ones fill the KV cache.
+
+A started program comes back for its next turn, and needs its context again. Beyond what the GPU and
+the tiers can hold, one more program makes all of them reload or recompute; outside it costs nothing
+(admission by working set: P. J. Denning, CACM 11(5), 1968; for agents CONCUR, arXiv 2601.22705).
+
+    active    programs with a turn that is queued, loading or running: their KV must be on the GPU
+    started   these, and those in a tool call: theirs must be on the GPU or in a tier
+
+Two limits, one for each. No clock: every event brings its time. Nothing here moves a block.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.growth import Growth
+from continuum_lmcache.types import ProgramId, Tier
+
+SETTLING_S = 30.0  # active programs come and go within seconds; the limit looks at about this much past
+GPU_SHARE = 1.1  # forecasts are for half of the way to a program's end, and not all are there at once
+TIER_SHARE = 0.9  # of the tier: an LRU that is quite full drops what is next
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many tokens' KV may be spoken for."""
+
+    gpu_tokens: int
+    active_tokens: float  # limit on the active programs
+    started_tokens: float  # limit on all started ones
+
+
+def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> Room:
+    """The limits for a GPU with these tiers behind it; name only tiers from which a reload is cheap."""
+    active_tokens = GPU_SHARE * gpu_tokens
+    largest = max(tier_tokens.values(), default=0)
+    return Room(gpu_tokens, active_tokens, max(active_tokens, TIER_SHARE * largest))
+
+
+@dataclass(slots=True)
+class Started:
+    """A program inside."""
+
+    priority: int
+    context_tokens: int
+    turns: int = 0  # finished
+    live: int = 0  # turns that are queued, loading or running
+    ended_tokens: int = 0  # the last finished turn's context
+    first_tokens: int = 0  # the first prompt; 0: not known
+    forecast_tokens: float = 0.0  # what it counts for among the started
+    active_tokens: float = 0.0  # and among the active
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """A program at the door."""
+
+    program: ProgramId
+    prompt_tokens: int
+    priority: int
+    arrival_s: float
+
+
+@dataclass(slots=True)
+class Sums:
+    """Tokens spoken for by the programs of one priority."""
+
+    started: float = 0.0
+    active: float = 0.0
+    usually_active: float = 0.0  # exponentially weighted over SETTLING_S
+    at_s: float = 0.0
+
+    def add(self, now_s: float, started: float, active: float) -> None:
+        left = math.exp(-max(0.0, now_s - self.at_s) / SETTLING_S)
+        self.usually_active = self.usually_active * left + self.active * (1.0 - left)
+        self.at_s = now_s
+        self.started += started
+        self.active += active
+
+
+Order = Callable[[Knock, Growth], float]
+
+
+@dataclass(slots=True)
+class Door:
+    """Who is inside and who waits outside. `order`: who comes first among equal priorities."""
+
+    room: Room
+    max_wait_s: float
+    order: Order = lambda knock, _growth: knock.arrival_s
+    growth: Growth = field(default_factory=Growth)
+    inside: dict[ProgramId, Started] = field(default_factory=dict)
+    outside: dict[ProgramId, Knock] = field(default_factory=dict)
+    held: int = 0  # programs that had to wait
+    _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
+    _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
+    _sums: dict[int, Sums] = field(default_factory=dict)
+    _context_tokens: int = 0  # of everybody, inside and outside
+    _first: ProgramId | None = None  # first in line
+    _first_since_s: float = 0.0
+
+    def arrives(
+        self,
+        now_s: float,
+        program: ProgramId,
+        prompt_tokens: int,
+        priority: int = 0,
+        turns: int = 0,
+        passes: bool = False,
+    ) -> bool:
+        """A turn of `program`, which has finished `turns`, has come. Whether it may queue now; if not,
+        `opens` will name the program. One under way never waits, nor does one that `passes`.
+        """
+        if program in self.outside:
+            return False
+        seen = self.inside.get(program)
+        if seen is None and not passes and not turns:
+            knock = self.outside[program] = Knock(program, prompt_tokens, priority, now_s)
+            heapq.heappush(self._line, (priority, self.order(knock, self.growth), now_s, program))
+            self._context_tokens += prompt_tokens
+            self.growth.first(prompt_tokens)
+            return False
+        if seen is None:
+            seen = self._enters(program, priority, turns)
+        seen.live += 1
+        self._counts(now_s, seen, max(seen.context_tokens, prompt_tokens))
+        return True
+
+    def opens(self, now_s: float, idle: bool) -> list[ProgramId]:
+        """Who may start now, first in line first. `idle`: without a new program the GPU has no work."""
+        self._give_up(now_s)
+        found: list[ProgramId] = []
+        while (knock := self._next()) is not None:
+            if knock.program != self._first:
+                self._first, self._first_since_s = knock.program, now_s
+            waited_s = now_s - self._first_since_s
+            if not (idle or waited_s >= self.max_wait_s or self._fits(now_s, knock)):
+                self.held += not found and waited_s == 0.0
+                break
+            heapq.heappop(self._line)
+            del self.outside[knock.program]
+            self._context_tokens -= knock.prompt_tokens
+            seen = self._enters(knock.program, knock.priority, 0)
+            seen.live, seen.first_tokens = 1, knock.prompt_tokens
+            self._counts(now_s, seen, knock.prompt_tokens)
+            found.append(knock.program)
+            idle = False
+        return found
+
+    def pauses(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
+        """A turn ended in a tool call that should be over within `expected_s`; after that the program
+        is not counted until it comes back."""
+        seen = self.inside.get(program)
+        if seen is None:
+            return
+        seen.live = max(0, seen.live - 1)
+        seen.turns += 1
+        if seen.ended_tokens:
+            self.growth.turn(context_tokens - seen.ended_tokens)
+        seen.ended_tokens = context_tokens
+        self._counts(now_s, seen, context_tokens)
+        heapq.heappush(self._absent, (now_s + expected_s, program, seen.turns))
+
+    def loses(self, now_s: float, program: ProgramId) -> None:
+        """A turn of the program is gone, unfinished or its last. Without another it is not counted on."""
+        seen = self.inside.get(program)
+        if seen is not None and seen.live > 1:
+            seen.live -= 1
+        else:
+            self.leaves(now_s, program)
+
+    def leaves(self, now_s: float, program: ProgramId, finished_turns: int = 0) -> None:
+        """The program is over, after so many turns, or nobody waits for it any more (0)."""
+        seen = self.inside.pop(program, None)
+        if finished_turns:
+            sizes = (seen.first_tokens, seen.context_tokens) if seen else ()
+            self.growth.program(finished_turns, *sizes)
+        if (knock := self.outside.pop(program, None)) is not None:
+            self._context_tokens -= knock.prompt_tokens
+        if seen is not None:
+            self._context_tokens -= seen.context_tokens
+            self._sums[seen.priority].add(now_s, -seen.forecast_tokens, -seen.active_tokens)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of everybody who is here, inside and outside, as they are now."""
+        return self._context_tokens
+
+    def check(self) -> None:
+        """Raise InvariantError unless the sums are those of the programs."""
+        held = sum(s.context_tokens for s in self.inside.values())
+        held += sum(k.prompt_tokens for k in self.outside.values())
+        if held != self._context_tokens:
+            raise InvariantError(f"context tokens({self._context_tokens}) != sum of programs({held})")
+        for name in ("started", "active"):
+            summed = sum(getattr(sums, name) for sums in self._sums.values())
+            of = "forecast_tokens" if name == "started" else "active_tokens"
+            counted = sum(getattr(seen, of) for seen in self.inside.values())
+            if not math.isclose(summed, counted, rel_tol=1e-6, abs_tol=1.0):
+                raise InvariantError(f"{name} tokens({summed:.1f}) != sum of programs({counted:.1f})")
+
+    # -----------------------------------------------------------------------
+
+    def _next(self) -> Knock | None:
+        """First in line; those who left are skipped."""
+        while self._line:
+            knock = self.outside.get(self._line[0][3])
+            if knock is not None and knock.arrival_s == self._line[0][2]:
+                return knock
+            heapq.heappop(self._line)
+        return None
+
+    def _fits(self, now_s: float, knock: Knock) -> bool:
+        """Whether there is room, by what those at least as important speak for."""
+        need = self.growth.forecast_tokens(knock.prompt_tokens, 0)
+        ahead = [sums for priority, sums in self._sums.items() if priority <= knock.priority]
+        for sums in ahead:
+            sums.add(now_s, 0.0, 0.0)
+        active = sum(max(sums.active, sums.usually_active) for sums in ahead)
+        started = sum(sums.started for sums in ahead)
+        return active + need <= self.room.active_tokens and started + need <= self.room.started_tokens
+
+    def _enters(self, program: ProgramId, priority: int, turns: int) -> Started:
+        seen = self.inside[program] = Started(priority, 0, turns)
+        self._sums.setdefault(priority, Sums())
+        return seen
+
+    def _counts(self, now_s: float, seen: Started, context_tokens: int) -> None:
+        """The program's context has grown, or a turn of it came or went."""
+        forecast = self.growth.forecast_tokens(context_tokens, seen.turns)
+        active = forecast if seen.live else 0.0
+        self._sums[seen.priority].add(now_s, forecast - seen.forecast_tokens, active - seen.active_tokens)
+        self._context_tokens += context_tokens - seen.context_tokens
+        seen.context_tokens, seen.forecast_tokens, seen.active_tokens = context_tokens, forecast, active
+
+    def _give_up(self, now_s: float) -> None:
+        """Programs that should have come back by now count no longer."""
+        while self._absent and self._absent[0][0] <= now_s:
+            _, program, turns = heapq.heappop(self._absent)
+            seen = self.inside.get(program)
+            if seen is not None and seen.turns == turns and not seen.live:
+                self.leaves(now_s, program)

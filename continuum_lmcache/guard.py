@@ -1,0 +1,22 @@
+"""Is there anything to gain? While all contexts fit the GPU nothing is evicted: vLLM's own order stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CROWDED_SHARE = 0.9  # of the GPU's KV, by the contexts of everybody who is here
+ROOMY_SHARE = 0.7  # less than the other: each change sorts the whole queue anew
+
+
+@dataclass(slots=True)
+class Guard:
+    """Whether programs compete for memory. Shadow accounting: one number a step, no second scheduler."""
+
+    gpu_tokens: int
+    crowded: bool = False
+
+    def looks(self, context_tokens: int) -> bool:
+        """Take in what everybody's contexts add up to, in tokens. Whether the answer has changed."""
+        share = ROOMY_SHARE if self.crowded else CROWDED_SHARE
+        before, self.crowded = self.crowded, context_tokens > share * self.gpu_tokens
+        return before != self.crowded

@@ -1,0 +1,255 @@
+"""Who may start: the door and what it learns. Times and tokens are made up; nothing runs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from continuum_lmcache.admission import Door, Room, room_of
+from continuum_lmcache.commons import Commons
+from continuum_lmcache.endings import LEAST_ENDINGS, Ending, Endings
+from continuum_lmcache.growth import PRIOR_TURNS, Growth
+from continuum_lmcache.guard import Guard
+from continuum_lmcache.orders import at_the_door
+from continuum_lmcache.types import ProgramId, Tier
+
+A, B, C = (ProgramId(name) for name in "abc")
+MAX_WAIT_S = 60.0
+
+
+def door(active_tokens: float = 100_000, started_tokens: float = 100_000) -> Door:
+    """One that has seen programs of 9 turns, each 1,000 tokens longer than the last."""
+    growth = Growth()
+    for _ in range(500):
+        growth.turn(1000)
+        growth.program(9)
+    return Door(Room(80_000, active_tokens, started_tokens), MAX_WAIT_S, growth=growth)
+
+
+def admitted(at: Door, now_s: float = 0.0, idle: bool = False) -> list[ProgramId]:
+    found = at.opens(now_s, idle)
+    at.check()
+    return found
+
+
+def test_a_program_starts_at_once_while_there_is_room_and_waits_when_there_is_none() -> None:
+    at = door()
+    assert not at.arrives(0.0, A, 60_000) and admitted(at) == [A]
+    assert not at.arrives(1.0, B, 60_000) and admitted(at, 1.0) == []
+    at.leaves(50.0, A, finished_turns=3)
+    assert admitted(at, 100.0) == [B]
+
+
+def test_a_program_under_way_never_waits() -> None:
+    at = door()
+    at.arrives(0.0, A, 90_000)
+    assert admitted(at, idle=True) == [A]
+    at.pauses(1.0, A, 95_000, expected_s=10.0)
+    assert at.arrives(2.0, A, 96_000)
+    assert at.arrives(900.0, B, 90_000, turns=4), "away for longer than expected, and under way all the same"
+
+
+def test_a_request_that_passes_takes_room_and_waits_for_none() -> None:
+    at = door()
+    assert at.arrives(0.0, A, 99_000, passes=True)
+    at.arrives(0.0, B, 10_000)
+    assert admitted(at) == []
+    at.leaves(1.0, A)
+    assert admitted(at, 31.0) == [B]
+
+
+def test_an_idle_gpu_gets_one_program_whatever_its_size() -> None:
+    at = door()
+    at.arrives(0.0, A, 900_000)
+    at.arrives(0.0, B, 900_000)
+    assert admitted(at, idle=False) == []
+    assert admitted(at, idle=True) == [A]
+
+
+def test_the_first_in_line_waits_no_longer_than_max_wait_s_under_any_load() -> None:
+    at = door()
+    at.arrives(0.0, A, 90_000, passes=True)
+    at.arrives(0.0, B, 90_000)
+    at.arrives(0.0, C, 90_000)
+    assert admitted(at, 0.0) == [] and admitted(at, MAX_WAIT_S - 1) == []
+    assert admitted(at, MAX_WAIT_S) == [B], "one, not the whole line"
+    assert admitted(at, 2 * MAX_WAIT_S) == [C]
+
+
+def test_programs_in_a_tool_call_count_against_the_tiers_and_not_against_the_gpu() -> None:
+    at = door(active_tokens=100_000, started_tokens=300_000)
+    at.arrives(0.0, A, 70_000)
+    assert admitted(at) == [A]
+    at.pauses(0.1, A, 70_000, expected_s=1e6)
+    at.arrives(1.0, B, 70_000)
+    assert admitted(at, 1.0) == [B]
+
+
+def test_the_active_ones_are_judged_by_the_last_half_minute_not_by_the_moment() -> None:
+    at = door(started_tokens=1e9)
+    at.arrives(0.0, A, 90_000, passes=True)
+    at.pauses(300.0, A, 90_000, expected_s=1e6)
+    at.arrives(300.5, B, 70_000)
+    assert admitted(at, 300.5) == []
+    assert admitted(at, 359.0) == [B]
+
+
+def test_a_program_that_does_not_come_back_in_time_is_counted_no_longer() -> None:
+    at = door()
+    at.arrives(0.0, A, 90_000, passes=True)
+    at.pauses(1.0, A, 90_000, expected_s=10.0)
+    at.arrives(2.0, B, 90_000)
+    assert admitted(at, 10.9) == []
+    assert admitted(at, 200.0) == [B]
+    assert A not in at.inside
+
+
+def test_an_urgent_program_does_not_wait_for_the_less_urgent() -> None:
+    at = door()
+    at.arrives(0.0, A, 90_000, priority=0, passes=True)
+    at.arrives(1.0, B, 90_000, priority=0)
+    at.arrives(2.0, C, 90_000, priority=-1)
+    assert admitted(at, 2.0) == [C]
+
+
+def test_who_leaves_before_starting_frees_the_way() -> None:
+    at = door()
+    at.arrives(0.0, A, 90_000, passes=True)
+    at.arrives(1.0, B, 90_000)
+    at.arrives(1.0, C, 10_000)
+    at.loses(2.0, B)
+    assert admitted(at, 2.0) == [] and at.outside.keys() == {C}
+    at.leaves(3.0, A)
+    assert admitted(at, 90.0) == [C]
+
+
+def test_the_limits_follow_the_largest_tier() -> None:
+    assert room_of(1000, {}) == Room(1000, 1100.0, 1100.0)
+    assert room_of(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).started_tokens == pytest.approx(3600)
+
+
+class Doors(RuleBasedStateMachine):
+    """Programs come, pause, return, end and vanish in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = door(started_tokens=200_000)
+        self.now_s, self.count = 0.0, 0
+        self.first_since_s: dict[ProgramId, float] = {}
+
+    @rule(seconds=st.floats(0.0, 100.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(tokens=st.integers(1, 150_000), priority=st.integers(-1, 1), passes=st.booleans())
+    def a_program_comes(self, tokens: int, priority: int, passes: bool) -> None:
+        self.count += 1
+        self.at.arrives(self.now_s, ProgramId(f"p{self.count}"), tokens, priority, passes=passes)
+
+    @precondition(lambda self: self.at.inside)
+    @rule(data=st.data(), grown=st.integers(0, 20_000), expected_s=st.floats(0.0, 100.0))
+    def a_turn_ends(self, data: st.DataObject, grown: int, expected_s: float) -> None:
+        program = data.draw(st.sampled_from(sorted(self.at.inside)))
+        self.at.pauses(self.now_s, program, self.at.inside[program].context_tokens + grown, expected_s)
+
+    @precondition(lambda self: self.at.inside)
+    @rule(data=st.data(), turns=st.integers(1, 5))
+    def a_program_returns(self, data: st.DataObject, turns: int) -> None:
+        program = data.draw(st.sampled_from(sorted(self.at.inside)))
+        assert self.at.arrives(self.now_s, program, 1000, 0, turns)
+
+    @precondition(lambda self: self.at.inside or self.at.outside)
+    @rule(data=st.data(), turns=st.integers(0, 5))
+    def a_program_leaves(self, data: st.DataObject, turns: int) -> None:
+        program = data.draw(st.sampled_from(sorted({*self.at.inside, *self.at.outside})))
+        self.at.loses(self.now_s, program) if turns == 0 else self.at.leaves(self.now_s, program, turns)
+
+    @rule()
+    def the_gpu_is_idle(self) -> None:
+        waiting = bool(self.at.outside)
+        found = self.at.opens(self.now_s, idle=True)
+        assert bool(found) == waiting, "no deadlock: an idle GPU always gets somebody who waits"
+
+    @rule()
+    def a_step_passes_and_the_first_in_line_is_not_held_beyond_the_bound(self) -> None:
+        first = self.at._next()
+        self.at.opens(self.now_s, idle=False)
+        for program in list(self.first_since_s):
+            if program != (first.program if first else None):
+                del self.first_since_s[program]
+        if first is not None and first.program in self.at.outside:
+            since_s = self.first_since_s.setdefault(first.program, self.now_s)
+            assert self.now_s - since_s < MAX_WAIT_S
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        self.at.check()
+        assert not self.at.inside.keys() & self.at.outside.keys()
+
+
+Doors.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestDoors = Doors.TestCase
+
+
+# what is learned --------------------------------------------------------------
+
+
+def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:
+    growth = Growth()
+    assert growth.turns_left(0) == PRIOR_TURNS
+    growth.first(20_000)
+    assert growth.turn_tokens == 5_000
+    for _ in range(300):
+        growth.turn(500)
+        growth.program(4)
+    assert growth.turn_tokens == pytest.approx(500, rel=0.15)
+    assert growth.turns_left(0) == pytest.approx(4, rel=0.05)
+    assert growth.turns_left(30) == 1.0, "it is here although nothing lasted so long: one more turn"
+    assert growth.forecast_tokens(10_000, 0) == pytest.approx(10_000 + 2 * 500, rel=0.1)
+
+
+def test_a_first_prompt_is_trusted_as_far_as_it_told_of_the_end() -> None:
+    telling, silent = Growth(), Growth()
+    assert telling.trust == 0.0
+    for i in range(1, 101):
+        telling.program(5, i * 100, i * 300)
+        silent.program(5, i * 100, 40_000 + i % 2)
+    assert telling.trust > 0.9 and silent.trust < 0.01
+
+
+def test_a_small_first_prompt_goes_first_but_passes_nobody_who_came_long_before() -> None:
+    small, large = (at_the_door(100.0, tokens, 10_000, 20.0, 0.4, 120.0) for tokens in (1_000, 60_000))
+    assert 40.0 <= small < 100.0 < large <= 160.0
+    assert at_the_door(100.0, 10_000, 10_000, 20.0, 0.4, 120.0) == 100.0
+    assert at_the_door(100.0, 1, 0.0, 20.0, 0.4, 120.0) == 100.0, "nothing is known of the usual one"
+    slowest, quickest = (at_the_door(s, n, 10_000, 20.0, 1.0, 120.0) for s, n in ((0, 10**9), (120, 1)))
+    assert slowest <= quickest
+    assert at_the_door(100.0, 1, 10_000, 20.0, 0.0, 120.0) == 100.0, "a first prompt that tells nothing"
+
+
+def test_the_guard_changes_its_mind_late_both_ways() -> None:
+    guard = Guard(1000)
+    seen = [(guard.looks(tokens), guard.crowded) for tokens in (800, 950, 800, 600, 800)]
+    assert seen == [(False, False), (True, True), (False, True), (True, False), (False, False)]
+
+
+def test_a_head_is_shared_once_another_program_found_it() -> None:
+    commons = Commons()
+    assert commons.shared_blocks("abcde") == 0
+    commons.found("abxyz", 2)
+    assert commons.shared_blocks("abcde") == 2 and commons.shared_blocks("qbcde") == 2
+    commons.found("abcd", 0)
+    assert commons.shared_blocks("a") == 0
+
+
+def test_clients_are_believed_until_too_many_ended_programs_come_back() -> None:
+    endings = Endings()
+    for i in range(2 * LEAST_ENDINGS):
+        endings.over(ProgramId(f"p{i}"), Ending(float(i), 3))
+    assert endings.back(ProgramId("p7")) == Ending(7.0, 3) and endings.back(ProgramId("p7")) is None
+    assert endings.believed
+    for i in range(20, 24):
+        endings.back(ProgramId(f"p{i}"))
+    assert not endings.believed

@@ -1,0 +1,216 @@
+"""Admission, dead KV and the guard on vLLM's own scheduler, step by step. Blocks hold 16 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+from continuum_lmcache.vllm_plugin.totals import totals_of
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
+    """A bench under this project's own policy; checks at the end that nothing leaked."""
+    made: list[Bench] = []
+
+    def build(blocks: int = 20, budget_tokens: int = 2048, **values: Any) -> Bench:
+        settings(policy="continuum", **values)
+        made.append(Bench(ContinuumScheduler, model, blocks, budget_tokens))
+        return made[-1]
+
+    yield build
+    for bench in made:
+        bench.run_until_idle()
+        bench.advance(1000.0)
+        bench.keeper.crowd.door.check()
+        assert not bench.keeper.crowd.door.outside
+        bench.scheduler.shutdown()
+        assert bench.used_blocks == 0, "blocks leaked"
+
+
+def held(bench: Bench) -> list[str]:
+    return sorted(t.id for t in bench.keeper.turns.values() if t.held)
+
+
+def crowd_in(bench: Bench, programs: int, tokens: int = 100, out: int = 4) -> list[str]:
+    return [bench.send(f"p{i}", prompt(tokens, i), out=out) for i in range(programs)]
+
+
+def test_programs_beyond_the_room_wait_and_all_of_them_are_served(make: Make) -> None:
+    bench = make(blocks=20)  # 19 of them: 304 tokens
+    sent = crowd_in(bench, 8)
+    bench.step()
+    assert 0 < len(held(bench)) < 8
+    assert len(bench.scheduler.running) == 8 - len(held(bench))
+    bench.run_until_idle(5000)
+    assert sorted(bench.done) == sorted(sent)
+
+
+def test_without_admission_nobody_waits_at_the_door(make: Make) -> None:
+    bench = make(blocks=20, admission="false")
+    crowd_in(bench, 8)
+    bench.step()
+    assert held(bench) == []
+
+
+def test_a_plain_request_passes_those_who_wait(make: Make) -> None:
+    bench = make(blocks=20)
+    crowd_in(bench, 6, out=30)
+    bench.step()
+    plain = bench.send(None, prompt(16, 77))
+    bench.step()
+    assert held(bench) and bench.order[-1] == plain
+
+
+def test_an_urgent_program_passes_the_ordinary_ones(make: Make) -> None:
+    bench = make(blocks=20)
+    crowd_in(bench, 6, out=30)
+    bench.step()
+    urgent = bench.send("urgent", prompt(16, 78))
+    bench.scheduler.requests[urgent].priority = -1
+    door = bench.keeper.crowd.door
+    door.leaves(bench.now_s, "urgent")
+    assert not door.arrives(bench.now_s, "urgent", 16, priority=-1)
+    bench.step()
+    assert urgent not in held(bench)
+
+
+def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
+    bench = make(blocks=20)
+    crowd_in(bench, 8)
+    bench.step()
+    gone = held(bench)[0]
+    bench.scheduler.finish_requests([gone], status_of("FINISHED_ABORTED"))
+    assert gone not in held(bench) and len(bench.keeper.crowd.door.outside) == len(held(bench))
+
+
+def status_of(name: str) -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return getattr(RequestStatus, name)
+
+
+def test_an_engine_whose_only_work_waits_at_the_door_is_not_idle(make: Make) -> None:
+    bench = make(blocks=20)
+    bench.send("huge", prompt(290, 1))  # more than its forecast leaves room for
+    assert bench.scheduler.has_requests()
+    bench.run_until_idle()
+    assert len(bench.done) == 1
+
+
+# what dies with a program -----------------------------------------------------
+
+
+def cached_tokens(bench: Bench, tokens: list[int], job: str = "probe") -> int:
+    """How much of a prompt the GPU still has."""
+    before = bench.keeper.supply.prompt_tokens["gpu"]
+    bench.turn(job, tokens, is_last_step=True)
+    return int(bench.keeper.supply.prompt_tokens["gpu"] - before)
+
+
+@pytest.mark.parametrize(("drop_dead", "survives"), [("true", True), ("false", False)])
+def test_the_kv_of_a_program_that_is_over_goes_first(make: Make, drop_dead: str, survives: bool) -> None:
+    """q's context is older than dead p's, and is still there after as much has passed as p held."""
+    bench = make(blocks=20, drop_dead=drop_dead, max_ttl_s=0)
+    bench.turn("q", prompt(6 * BLOCK, 1))
+    bench.turn("p", prompt(10 * BLOCK, 2), is_last_step=True)
+    bench.turn("r", prompt(9 * BLOCK, 3))
+    assert (cached_tokens(bench, prompt(6 * BLOCK + 1, 1), "q") > 0) is survives
+
+
+def test_the_head_that_others_use_outlives_its_first_owner(make: Make) -> None:
+    bench = make(blocks=40, max_ttl_s=0)
+    system = prompt(4 * BLOCK, 5)
+    first = bench.send("first", system + prompt(3 * BLOCK, 6))
+    bench.run_until_idle()
+    bench.turn("second", system + prompt(3 * BLOCK, 7))
+    bench.turn("first", bench.done[first] + prompt(BLOCK, 8), is_last_step=True)
+    assert cached_tokens(bench, system + prompt(2 * BLOCK, 9)) == 4 * BLOCK
+
+
+def test_a_program_that_was_said_to_be_over_keeps_its_place_when_it_comes_back(make: Make) -> None:
+    bench = make(blocks=20, max_ttl_s=0)
+    bench.turn("p", prompt(64, 1), is_last_step=True)
+    began_s = bench.now_s
+    crowd_in(bench, 8, out=30)
+    bench.step()
+    back = bench.send("p", prompt(80, 1))
+    turn = bench.keeper.turns[back]
+    assert not turn.held and turn.program_arrival_s < began_s
+    assert bench.keeper.crowd.endings.wrong == 1
+
+
+# the guard --------------------------------------------------------------------
+
+
+def test_while_all_contexts_fit_turns_go_as_they_came_and_programs_keep_their_place_when_they_do_not(
+    make: Make,
+) -> None:
+    def order_of(blocks: int) -> list[str]:
+        bench = make(blocks=blocks, budget_tokens=64, max_ttl_s=0, admission="false")
+        bench.turn("old", prompt(32, 1))
+        busy = bench.send("busy", prompt(300, 2), out=8)
+        bench.step()
+        later, back = bench.send("new", prompt(150, 3)), bench.send("old", prompt(40, 1))
+        bench.run_until_idle()
+        names = {busy: "busy", later: "new", back: "old"}
+        return [names[i] for i in bench.order if i in names]
+
+    assert order_of(blocks=100) == ["busy", "new", "old"]
+    assert order_of(blocks=33) == ["busy", "old", "new"]
+
+
+def test_the_guard_can_be_switched_off(make: Make) -> None:
+    bench = make(blocks=100, no_loss_guard="false", budget_tokens=64, max_ttl_s=0)
+    bench.turn("old", prompt(32, 1))
+    bench.send("busy", prompt(300, 2), out=8)
+    bench.step()
+    bench.send("new", prompt(150, 3))
+    back = bench.send("old", prompt(40, 1))
+    bench.run_until_idle()
+    assert bench.order.index(back) < len(bench.order) - 1
+
+
+# the chunk budget -------------------------------------------------------------
+
+
+def test_the_budget_is_vllms_own_without_measured_step_times(make: Make) -> None:
+    bench = make(blocks=100, budget_tokens=512)
+    bench.send("a", prompt(64, 1), out=40)
+    for _ in range(3):
+        bench.step()
+    bench.send("b", prompt(700, 2))
+    assert bench.step() == 512
+
+
+def test_an_inferred_program_does_not_wait_at_the_door_with_its_context_inside(make: Make) -> None:
+    bench = make(blocks=20, max_ttl_s=0)
+    first = bench.turn(None, prompt(64, 1))
+    crowd_in(bench, 8, out=30)
+    bench.step()
+    back = bench.send(None, first + prompt(16, 2))
+    assert bench.keeper.turns[back].program is not None and back not in held(bench)
+
+
+def test_stores_that_hold_steps_up_stop_while_nothing_is_lost(model: Path, settings: Any) -> None:  # noqa: F811
+    settings(policy="continuum")
+    extra = {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK, "fake.store_gbps": 1e-6, "fake.sleep": True}
+    transfer = {
+        "kv_connector": "FakeConnector",
+        "kv_connector_module_path": "connectors.fake",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    bench = Bench(ContinuumScheduler, model, blocks=400, transfer=transfer)
+    for story in range(12):
+        bench.turn(f"p{story}", prompt(10 * BLOCK, story))
+    planner = bench.scheduler.connector.planner
+    assert not planner.storing and totals_of(bench.keeper)["storing"] == {"": False}
+    bench.scheduler.shutdown()
