@@ -37,6 +37,17 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         yield make
 
 
+@pytest.fixture
+def mp_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """LMCache's MP server in this process with our parts around it, as often as a test wants one."""
+    pytest.importorskip("lmcache")
+    from lmcache_mp_rig import mp_rigs
+
+    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
+    with mp_rigs(tmp_path) as make:
+        yield make
+
+
 @pytest.fixture(scope="session")
 def traces() -> Path:
     """Real traces, where they are at hand: `TRACES_DIR`, else a folder beside the checkout."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +16,10 @@ from contract.test_tier_store import Programs
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache.v1.distributed.api import ObjectKey
-from lmcache_mp_rig import CHUNK, MpEngine, MpRig, mp_rigs, op, wait_for
+from lmcache_mp_rig import Clock, MpEngine, MpRig, op
+from lmcache_mp_server import CHUNK
 from lmcache_rig import prompt
 
-from connectors.lmcache_mp import ContinuumLMCacheMPConnector
-from connectors.lmcache_mp_leases import Leases
 from connectors.lmcache_mp_loads import LoadBook, TimedLoad
 from connectors.lmcache_mp_module import TierLog
 from connectors.lmcache_mp_settings import settled
@@ -34,42 +32,27 @@ from continuum_lmcache.types import Tier
 Make = Callable[..., MpRig]
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    with mp_rigs(tmp_path) as maker:
-        yield maker
-
-
-class Clock:
-    """Time as a value."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 # ---- residency
 
 
-def test_what_the_server_has_not_told_yet_counts_as_not_there(make: Make) -> None:
-    rig = make()
+def test_what_the_server_has_not_told_yet_counts_as_not_there(mp_rig: Make) -> None:
+    rig = mp_rig()
     rig.store("r", prompt(1, 2), 0)
     assert rig.locate(prompt(1, 2)) == Holding(0, 0)
     rig.settle()
     assert rig.locate(prompt(1, 2)) == Holding(2 * CHUNK, 0)
 
 
-def test_tenants_with_other_salts_find_nothing_of_each_others(make: Make) -> None:
-    rig = make()
+def test_tenants_with_other_salts_find_nothing_of_each_others(mp_rig: Make) -> None:
+    rig = mp_rig()
     rig.run(prompt(1, 2))
     rig.settle()
     assert rig.tiers.locate(prompt(1, 2), "another") == Holding(0, 0)
 
 
-def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_evicts(make: Make) -> None:
+def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_evicts(mp_rig: Make) -> None:
     """500 turns in two threads. If nothing of the prompt went meanwhile, a lookup finds what was located."""
-    rig = make(12, 20)
+    rig = mp_rig(12, 20)
     engines, unchanged, done = [rig, MpEngine(rig.server)], [], threading.Event()
 
     def turns(engine: MpEngine, seed: int) -> None:
@@ -157,9 +140,9 @@ def told(log: TierLog, mirror: MpMirror) -> Told:
 
 
 def test_a_silent_server_gets_one_warning_and_its_tiers_count_as_empty(
-    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    mp_rig: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig, clock, downs = make(), Clock(), []
+    rig, clock, downs = mp_rig(), Clock(), []
     monkeypatch.setattr("connectors.lmcache_mp_tiers.logger.propagate", True)
     answers = True
 
@@ -184,134 +167,13 @@ def test_a_silent_server_gets_one_warning_and_its_tiers_count_as_empty(
     assert (follower.is_up, tiers.locate(prompt(1, 2), "")) == (True, Holding(2 * CHUNK, 0))
 
 
-# ---- leases
-
-
-def look_up(connector: ContinuumLMCacheMPConnector, request: SimpleNamespace) -> int | None:
-    """What vLLM's scheduler hears when it asks until there is an answer."""
-    found: list[int] = []
-
-    def answered() -> bool:
-        tokens, _ = connector.get_num_new_matched_tokens(request, 0)
-        found.extend([] if tokens is None else [tokens])
-        return bool(found)
-
-    wait_for(answered)
-    return found[0]
-
-
-@pytest.fixture
-def waiting(make: Make) -> tuple[MpRig, ContinuumLMCacheMPConnector, SimpleNamespace, Clock]:
-    """A request whose prompt is in L1, and a connector's scheduler side, as vLLM would hold it."""
-    rig, clock = make(), Clock()
-    connector = object.__new__(ContinuumLMCacheMPConnector)
-    vars(connector).update(
-        scheduler_adapter=rig.scheduler,
-        request_trackers={},
-        lazy_offload=False,
-        _can_store=True,
-        _reserve_last_token_for_lookup=False,
-        _hit_alignment_tokens=CHUNK,
-        _connector_stats=SimpleNamespace(record_lookup=lambda _: None),
-        _tiers=rig.tiers,
-        _found={},
-        _leases=Leases(rig.scheduler, 300.0, clock),
-    )
-    token_ids = prompt(1, 3)[:-1]
-    rig.run(token_ids)
-    rig.settle()
-    request = SimpleNamespace(
-        request_id="waits",
-        all_token_ids=token_ids,
-        num_prompt_tokens=len(token_ids),
-        num_computed_tokens=0,
-        cache_salt=None,
-        status=None,
-        sampling_params=None,
-        mm_features=[],
-        kv_transfer_params=None,
-    )
-    return rig, connector, request, clock
-
-
-def locked(rig: MpRig) -> int:
-    return sum(entry.read_lock.is_locked() for entry in rig.server.l1._objects.values())
-
-
-def test_a_young_lease_is_used_and_an_old_one_is_looked_up_afresh(waiting) -> None:
-    rig, connector, request, clock = waiting
-    assert look_up(connector, request) == 2 * CHUNK
-    clock.now_s = 99.0
-    assert connector.get_num_new_matched_tokens(request, 0) == (2 * CHUNK, True)
-    assert connector._leases.counts["renewed"] == 0 and locked(rig) == 2
-    clock.now_s = 101.0
-    assert connector.get_num_new_matched_tokens(request, 0) == (None, True)
-    assert look_up(connector, request) == 2 * CHUNK
-    assert connector._leases.counts["renewed"] == 1
-    connector.request_finished(request, [])
-
-
-def test_a_fresh_lookup_that_finds_less_leaves_nothing_of_the_old_one(waiting) -> None:
-    """Else LMCache takes the old hits for computed, and stores their blocks before they are."""
-    rig, connector, request, clock = waiting
-    assert look_up(connector, request) == 2 * CHUNK
-    clock.now_s = 101.0
-    connector.get_num_new_matched_tokens(request, 0)
-    wait_for(lambda: not locked(rig))
-    rig.server.forget(request.all_token_ids)
-    assert look_up(connector, request) == 0
-    tracker = connector.request_trackers["waits"]
-    assert (tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens) == (0, 0)
-    connector.request_finished(request, [])
-
-
-def test_a_request_that_ends_before_its_load_unlocks_what_was_found(waiting) -> None:
-    rig, connector, request, _ = waiting
-    assert look_up(connector, request) == 2 * CHUNK and locked(rig) == 2
-    connector.request_finished(request, [])
-    wait_for(lambda: not locked(rig))
-
-
-def test_a_lease_that_ended_gives_a_failed_load_and_never_another_prompts_kv(make: Make) -> None:
-    rig = make(4, 8, "--l1-read-ttl-seconds", "1")
-    first, second = prompt(1, 2), prompt(2, 2)
-    rig.store("a", first, 0)
-    rig.settle()
-    assert rig.lookup("b", first) == 2 * CHUNK
-    wait_for(lambda: not locked(rig))
-    assert rig.load("b", first, 2 * CHUNK) == 0  # still there, but nobody keeps it so
-    assert rig.lookup("c", first) == 2 * CHUNK
-    wait_for(lambda: not locked(rig))
-    rig.server.forget(first)
-    rig.store("d", second, 0)  # into the memory that is free now
-    assert rig.load("c", first, 2 * CHUNK) == 0
-    for request_id in "bc":
-        rig.scheduler.end_session(request_id)
-
-
-def test_a_load_longer_than_a_third_of_the_lease_is_not_trusted(make: Make) -> None:
-    rig, clock = make(), Clock()
-    rig.run(prompt(1, 2))
-    rig.worker._clock = clock
-    stock = rig.worker._retrieve
-
-    def slow(*args: object, **kwargs: object) -> None:
-        stock(*args, **kwargs)
-        clock.now_s += 101.0
-
-    rig.worker._retrieve = slow
-    assert rig.load("slow", prompt(1, 2), rig.lookup("slow", prompt(1, 2))) == 0
-    assert rig.worker.report().loads[1:] == []
-    rig.scheduler.end_session("slow")
-
-
 # ---- a dead server
 
 
 def test_a_store_that_nobody_answers_costs_the_store_and_not_the_worker(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    mp_rig: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rig = make()
+    rig = mp_rig()
     monkeypatch.setattr("connectors.lmcache_mp_worker.STALL_S", 0.05)
     monkeypatch.setattr(rig.adapter.transfer_ctx, "_instance_id", -1)  # the server knows no such worker
     rig.adapter.submit_store_request("r", op(prompt(1, 2), 0, 2 * CHUNK), None)
@@ -335,8 +197,8 @@ def test_a_load_is_told_by_tier_when_both_sides_have_spoken() -> None:
         assert book.join([], []) == []
 
 
-def test_reading_l2_is_timed_and_counted_as_the_disks(make: Make) -> None:
-    rig = make(2, 12)
+def test_reading_l2_is_timed_and_counted_as_the_disks(mp_rig: Make) -> None:
+    rig = mp_rig(2, 12)
     rig.run(prompt(1, 2))
     rig.settle()
     rig.run(prompt(2, 2))
@@ -347,8 +209,8 @@ def test_reading_l2_is_timed_and_counted_as_the_disks(make: Make) -> None:
     assert load.tier is Tier.SSD and load.tokens == 2 * CHUNK and load.duration_s > 0
 
 
-def test_capacities_are_the_servers(make: Make) -> None:
-    rig = make(8, 16)
+def test_capacities_are_the_servers(mp_rig: Make) -> None:
+    rig = mp_rig(8, 16)
     held = rig.tiers.capacity_tokens()
     assert held[Tier.DRAM] == (8 + 32) * 4096 // rig.bytes_per_token
     assert held[Tier.SSD] == 2 * 16 * 4096 // rig.bytes_per_token

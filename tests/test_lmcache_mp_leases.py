@@ -1,0 +1,142 @@
+"""Leases of lookups that wait too long: looked up afresh, given back, or a failed load; never wrong KV.
+
+The server is the real one, in this process; the clock is ours, but for the server's own lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("lmcache")
+
+from lmcache_mp_rig import Clock, MpRig
+from lmcache_mp_server import CHUNK, wait_for
+from lmcache_rig import prompt
+
+from connectors.lmcache_mp import ContinuumLMCacheMPConnector
+from connectors.lmcache_mp_leases import Leases
+
+Make = Callable[..., MpRig]
+Waiting = tuple[MpRig, ContinuumLMCacheMPConnector, SimpleNamespace, Clock]
+
+
+def look_up(connector: ContinuumLMCacheMPConnector, request: SimpleNamespace) -> int | None:
+    """What vLLM's scheduler hears when it asks until there is an answer."""
+    found: list[int] = []
+
+    def answered() -> bool:
+        tokens, _ = connector.get_num_new_matched_tokens(request, 0)
+        found.extend([] if tokens is None else [tokens])
+        return bool(found)
+
+    wait_for(answered)
+    return found[0]
+
+
+@pytest.fixture
+def waiting(mp_rig: Make) -> Waiting:
+    """A request whose prompt is in L1, and a connector's scheduler side, as vLLM would hold it."""
+    rig, clock = mp_rig(), Clock()
+    connector = object.__new__(ContinuumLMCacheMPConnector)
+    vars(connector).update(
+        scheduler_adapter=rig.scheduler,
+        request_trackers={},
+        lazy_offload=False,
+        _can_store=True,
+        _reserve_last_token_for_lookup=False,
+        _hit_alignment_tokens=CHUNK,
+        _connector_stats=SimpleNamespace(record_lookup=lambda _: None),
+        _tiers=rig.tiers,
+        _found={},
+        _leases=Leases(rig.scheduler, 300.0, clock),
+    )
+    token_ids = prompt(1, 3)[:-1]
+    rig.run(token_ids)
+    rig.settle()
+    request = SimpleNamespace(
+        request_id="waits",
+        all_token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        num_computed_tokens=0,
+        cache_salt=None,
+        status=None,
+        sampling_params=None,
+        mm_features=[],
+        kv_transfer_params=None,
+    )
+    return rig, connector, request, clock
+
+
+def locked(rig: MpRig) -> int:
+    return sum(entry.read_lock.is_locked() for entry in rig.server.l1._objects.values())
+
+
+def test_a_young_lease_is_used_and_an_old_one_is_looked_up_afresh(waiting: Waiting) -> None:
+    rig, connector, request, clock = waiting
+    assert look_up(connector, request) == 2 * CHUNK
+    clock.now_s = 99.0
+    assert connector.get_num_new_matched_tokens(request, 0) == (2 * CHUNK, True)
+    assert connector._leases.counts["renewed"] == 0 and locked(rig) == 2
+    clock.now_s = 101.0
+    assert connector.get_num_new_matched_tokens(request, 0) == (None, True)
+    assert look_up(connector, request) == 2 * CHUNK
+    assert connector._leases.counts["renewed"] == 1
+    connector.request_finished(request, [])
+
+
+def test_a_fresh_lookup_that_finds_less_leaves_nothing_of_the_old_one(waiting: Waiting) -> None:
+    """Else LMCache takes the old hits for computed, and stores their blocks before they are."""
+    rig, connector, request, clock = waiting
+    assert look_up(connector, request) == 2 * CHUNK
+    clock.now_s = 101.0
+    connector.get_num_new_matched_tokens(request, 0)
+    wait_for(lambda: not locked(rig))
+    rig.server.forget(request.all_token_ids)
+    assert look_up(connector, request) == 0
+    tracker = connector.request_trackers["waits"]
+    assert (tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens) == (0, 0)
+    connector.request_finished(request, [])
+
+
+def test_a_request_that_ends_before_its_load_unlocks_what_was_found(waiting: Waiting) -> None:
+    rig, connector, request, _ = waiting
+    assert look_up(connector, request) == 2 * CHUNK and locked(rig) == 2
+    connector.request_finished(request, [])
+    wait_for(lambda: not locked(rig))
+
+
+def test_a_lease_that_ended_gives_a_failed_load_and_never_another_prompts_kv(mp_rig: Make) -> None:
+    rig = mp_rig(4, 8, "--l1-read-ttl-seconds", "1")
+    first, second = prompt(1, 2), prompt(2, 2)
+    rig.store("a", first, 0)
+    rig.settle()
+    assert rig.lookup("b", first) == 2 * CHUNK
+    wait_for(lambda: not locked(rig))
+    assert rig.load("b", first, 2 * CHUNK) == 0  # still there, but nobody keeps it so
+    assert rig.lookup("c", first) == 2 * CHUNK
+    wait_for(lambda: not locked(rig))
+    rig.server.forget(first)
+    rig.store("d", second, 0)  # into the memory that is free now
+    assert rig.load("c", first, 2 * CHUNK) == 0
+    for request_id in "bc":
+        rig.scheduler.end_session(request_id)
+
+
+def test_a_load_longer_than_a_third_of_the_lease_is_not_trusted(mp_rig: Make) -> None:
+    rig, clock = mp_rig(), Clock()
+    rig.run(prompt(1, 2))
+    rig.worker._clock = clock
+    stock = rig.worker._retrieve
+
+    def slow(*args: object, **kwargs: object) -> None:
+        stock(*args, **kwargs)
+        clock.now_s += 101.0
+
+    rig.worker._retrieve = slow
+    assert rig.load("slow", prompt(1, 2), rig.lookup("slow", prompt(1, 2))) == 0
+    assert rig.worker.report().loads[1:] == []
+    rig.scheduler.end_session("slow")
