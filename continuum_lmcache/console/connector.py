@@ -159,14 +159,15 @@ def theirs(extra: Mapping[str, Any], worker: Worker) -> tuple[Mapping[str, Any],
             note("lmcache-not-installed", unread, "run doctor where the server runs")
         ]
     machine = Machine(worker.on_cpu, worker.block_tokens, worker.kv_bytes_per_token, worker.model)
+    known = {**ALL, "pre_caching_hash_algorithm": "sha256_cbor", "save_decode_cache": True}  # as ours are
     try:
         user = given(extra, os.environ)
     except ConfigError as problem:
-        return {**ALL}, [error("lmcache-setting", str(problem), MEND)]
-    hopeful = {**ALL, "pre_caching_hash_algorithm": "sha256_cbor", **user}
+        return known, [error("lmcache-setting", str(problem), MEND)]
+    hopeful = known | user
     if refused := traps(hopeful, os.environ, machine):
         return hopeful, [error("lmcache-trap", why, MEND) for why in refused]
-    return {**hopeful, **defaults(user, machine)}, []
+    return hopeful | defaults(user, machine), []
 
 
 def habits(settings: Mapping[str, Any], worker: Worker) -> Iterator[Finding]:
