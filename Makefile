@@ -19,4 +19,4 @@ check: install
 	$(VENV)/bin/mypy
 
 test: check
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n 2 --dist loadfile

@@ -91,7 +91,7 @@ def _refusals(
     settings: Mapping[str, Any], environ: Mapping[str, str], machine: Machine
 ) -> list[Callable[[], None]]:
     """The checks of these settings, one a kind of trap."""
-    checks = [
+    checks: list[Callable[[], None]] = [
         partial(_refuse_modes, settings),
         partial(_refuse_hash, settings["pre_caching_hash_algorithm"], environ),
         partial(_refuse_dram, settings, machine),

@@ -1,13 +1,15 @@
-"""The paper's figures, and some it has not, from vLLM's own scheduler in virtual time.
+"""The paper's figures, and some it has not: from vLLM's own scheduler in virtual time, or real servers.
 
     python -m experiments.offload_sweep fig8 fig9 fig15        no offloading, DRAM, the ablation
     python -m experiments.offload_sweep all                    every figure, in minutes
     python -m experiments.offload_sweep fig9 --quick           seconds; to see that all works
     python -m experiments.offload_sweep fig9 --full --jobs 16  what a claim needs; hours on two cores
     python -m experiments.offload_sweep whatif --p95-s 200     the rate a machine holds, by its memory
+    python -m experiments.offload_sweep fig14 --engine live    a real server per case; a minute each
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
-fig15 ablation, h1 h2 h3 a published sweep, overhead (real time), whatif. Rows are appended to
+fig15 ablation, h1 h2 h3 a published sweep, overhead (real time), whatif; --engine live has fig8, fig9,
+fig10, fig14 and fig15, at a small machine's size (sweep/live_plans.py). Rows are appended to
 OUT/offload_sweep.csv, and finished ones are skipped: stop it and start it again as you like.
 """
 
@@ -24,6 +26,7 @@ from rich.console import Console
 
 from experiments.sweep.cases import Case, SweepError
 from experiments.sweep.grids import Size
+from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS, Plan
 from experiments.sweep.readout import caption, found, holds, table
 from experiments.sweep.rows import Rows
@@ -40,14 +43,16 @@ class Engine(Enum):
     LIVE = "live"
 
 
-def plans_named(names: list[str]) -> dict[str, Plan]:
-    """The plans of those names. Raises SweepError with the names there are."""
+def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan]:
+    """The engine's plans of those names. Raises SweepError with the names there are."""
+    plans = LIVE_PLANS if engine is Engine.LIVE else PLANS
     for name in names:
-        if name not in PLANS and name != ALL:
-            near = difflib.get_close_matches(name, [*PLANS, ALL], n=1)
+        if name not in plans and name != ALL:
+            near = difflib.get_close_matches(name, [*plans, ALL], n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise SweepError(f"figure {name!r} is not known; {hint}Known: {', '.join([*PLANS, ALL])}")
-    return PLANS if ALL in names else {name: PLANS[name] for name in dict.fromkeys(names)}
+            known = ", ".join([*plans, ALL])
+            raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {known}")
+    return plans if ALL in names else {name: plans[name] for name in dict.fromkeys(names)}
 
 
 def seeds_of(text: str) -> list[int]:
@@ -62,9 +67,10 @@ def seeds_of(text: str) -> list[int]:
     return seeds
 
 
-def sweep(names: list[str], size: Size, seeds: list[int], jobs: int, out: Path, p95_s: float) -> None:
-    """Run what is missing, then write each figure and its table."""
-    plans = plans_named(names)
+def sweep(
+    plans: dict[str, Plan], size: Size, seeds: list[int], jobs: int, out: Path, suffix: str, p95_s: float
+) -> None:
+    """Run what is missing, then write each figure and its table, as NAME-SUFFIX."""
     rows = Rows(out / "offload_sweep.csv")
     wanted: list[Case] = [case for plan in plans.values() for case in plan.cases(size, seeds)]
     complete(rows, wanted, jobs)
@@ -73,7 +79,7 @@ def sweep(names: list[str], size: Size, seeds: list[int], jobs: int, out: Path, 
     console = Console()
     for name, plan in plans.items():
         pairs = found(rows, plan.cases(size, seeds))
-        lines, path = table(plan, pairs), out / f"{name}-{size.value}"
+        lines, path = table(plan, pairs), out / f"{name}-{suffix}"
         console.print(plain(lines, f"{name}. {plan.title}"), caption(pairs), "", sep="\n")
         text = f"{plan.title}. {caption(pairs)}\n\n{markdown(lines)}\n"
         if name == "whatif":
@@ -96,17 +102,13 @@ def main(
 ) -> None:
     """Draw the figures, running what is missing."""
     try:
-        if engine is Engine.LIVE:
-            raise SweepError(
-                "--engine live: a sweep over real servers needs a GPU host and a driver that starts one "
-                "server per contender, which is not written; use experiments.replay against your own "
-                "servers and experiments.tables to compare them"
-            )
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
         chosen = seeds_of(seeds)
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
-        sweep(figures, size, chosen[:1] if quick else chosen, jobs, out, p95_s)
+        plans = plans_named(figures, engine)
+        suffix = f"live-{size.value}" if engine is Engine.LIVE else size.value
+        sweep(plans, size, chosen[:1] if quick else chosen, jobs, out, suffix, p95_s)
     except SweepError as error:
         raise SystemExit(f"offload_sweep: {error}") from error
 

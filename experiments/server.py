@@ -20,7 +20,7 @@ import httpx
 CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # with a KV connector vLLM binds its threads differently: fix it, or servers do not compare
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
     "VLLM_NO_USAGE_STATS": "1",

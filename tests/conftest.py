@@ -8,16 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from experiments.tiny_model import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(WORKER % (os.cpu_count() or 1))  # a core for each worker
 
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """The small model's directory, made once."""
-    return make_model(ROOT / ".work" / "tiny-model")
+    """The small model's directory, made once, by whichever worker comes first."""
+    folder = ROOT / ".work" / "tiny-model"
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(folder.with_suffix(".lock")):
+        return make_model(folder)
 
 
 @pytest.fixture

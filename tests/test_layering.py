@@ -92,6 +92,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "add_request",
         "_free_request",
         "_update_after_schedule",
+        "update_from_output",
         "has_requests",
         "make_stats",
         "reset_prefix_cache",

@@ -14,9 +14,11 @@ from continuum_lmcache.baselines import drop
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.policies import POLICIES, Policy
 from continuum_lmcache.types import Retention, Standing
-from experiments.offload_sweep import main, plans_named, seeds_of
-from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Bench, Point, SweepError
+from experiments.offload_sweep import Engine, main, plans_named, seeds_of
+from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Bench, Live, Point, SweepError
 from experiments.sweep.grids import Size
+from experiments.sweep.live import run as run_live
+from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS
 from experiments.sweep.readout import capacity, caption, found, ratios, table
 from experiments.sweep.rows import COLUMNS, Rows, key
@@ -176,11 +178,42 @@ def test_seeds_are_a_range_or_a_list() -> None:
         seeds_of("5..1")
 
 
-def test_a_live_sweep_says_what_is_missing(tmp_path: Path) -> None:
-    from experiments.offload_sweep import Engine
+@pytest.mark.real
+def test_a_live_case_runs_on_a_server_of_its_own_and_once(tmp_path: Path) -> None:
+    case = Live("static-ttl", programs=3, jps=2.0, seed=1, dram_gb=0.1, ssd_gb=0.2)
+    rows = Rows(tmp_path / "rows.csv")
+    complete(rows, [case], jobs=1, quiet=True)
+    [row] = rows.of([case])
+    assert int(row["jobs"]) == 3
+    assert int(row["gpu_tokens"]) > 0, "no turn found its program's prefix"
+    assert int(row["pins_taken"]) > 0
+    assert float(row["job_p95_s"]) >= float(row["job_p50_s"]) > 0
+    before = rows.path.read_text()
+    complete(Rows(rows.path), [case], jobs=1, quiet=True)
+    assert rows.path.read_text() == before
 
-    with pytest.raises(SystemExit, match="--engine live.*is not written"):
-        main(["fig9"], engine=Engine.LIVE, out=tmp_path)
+
+def test_a_live_figure_is_drawn_from_finished_rows_without_a_server(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "offload_sweep.csv")
+    for at, case in enumerate(LIVE_PLANS["fig9"].cases(Size.QUICK, [1]), 1):
+        rows.add(case, {"job_mean_s": float(at), "jobs": 6})
+    main(["fig9"], engine=Engine.LIVE, quick=True, out=tmp_path)
+    text = (tmp_path / "fig9-live-quick.md").read_text()
+    assert "real servers: swe, n = 6 programs, 1 a second" in text
+    assert "| 1 programs/s | continuum+LMCache |" in text
+
+
+def test_the_live_engine_refuses_what_it_cannot_run() -> None:
+    for case, expected in (
+        (Live(ORACLE, 3, 1.0, 1), "contender is 'oracle'; known to --engine live: fcfs"),
+        (Live(STOCK, 3, 1.0, 1, machine="h200"), "machine is 'h200'; known to --engine live: cpu-tiny"),
+        (Live(STOCK, 3, 1.0, 1, ssd_gb=1.0), "needs a DRAM tier in front of it"),
+        (Live(STOCK, 3, 1.0, 1, workload="chat"), "workload is 'chat'"),
+    ):
+        with pytest.raises(SweepError, match=expected):
+            run_live(case)
+    with pytest.raises(SweepError, match="figure 'h1' is not known to --engine live"):
+        plans_named(["h1"], Engine.LIVE)
 
 
 def test_a_ratio_pairs_the_seeds() -> None:

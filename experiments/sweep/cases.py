@@ -1,4 +1,4 @@
-"""What a row of the sweep is about: one simulated run (Point), or one timed scheduler (Bench).
+"""What a row of the sweep is about: a simulated run (Point), a run on a server (Live), a timing (Bench).
 
 A case is a frozen value of plain fields. All that its row depends on is in it, or in the code.
 """
@@ -49,6 +49,25 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Live:
+    """One run against a real server that is started for it, and whose caches begin empty."""
+
+    contender: str  # STOCK, or a name in policies.POLICIES
+    programs: int
+    jps: float  # arrivals, programs a second
+    seed: int
+    workload: str = "swe"  # a key of table1.GENERATORS
+    machine: str = "cpu-tiny"  # a key of live.MACHINES
+    dram_gb: float = 0.0
+    ssd_gb: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """What a figure calls it."""
+        return f"{self.contender}{'+LMCache' if self.dram_gb > 0 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
 class Bench:
     """schedule() of a real scheduler, timed while so many turns run, wait and lie pinned."""
 
@@ -64,7 +83,7 @@ class Bench:
         return self.contender
 
 
-Case = Point | Bench
+Case = Point | Live | Bench
 
 
 def inputs(case: Case) -> dict[str, Any]:

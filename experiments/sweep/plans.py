@@ -42,7 +42,7 @@ class Plan:
 
 
 def rate(case: Case) -> str:
-    assert isinstance(case, Point)
+    assert not isinstance(case, Bench)
     return f"{case.jps:g} programs/s"
 
 
@@ -57,8 +57,8 @@ def batch(case: Case) -> str:
 
 
 def tiers(case: Case) -> str:
-    assert isinstance(case, Point)
-    if not case.offloads:
+    assert not isinstance(case, Bench)
+    if not case.dram_gb and not case.ssd_gb:
         return "no offloading"
     return f"DRAM {case.dram_gb:g} GB" + (f", disk {case.ssd_gb:g} GB" if case.ssd_gb else "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.sweep.cases import Bench, Case, Point, inputs
+from experiments.sweep.cases import Bench, Case, Live, Point, inputs
 from experiments.sweep.plans import WORDS, Plan
 from experiments.sweep.rows import Row, Rows
 from experiments.tables import shown, spread
@@ -25,7 +25,7 @@ def panels(plan: Plan, pairs: Found, figure: str) -> Panels:
     laid: Panels = {}
     for case, row in pairs:
         by_seed = laid.setdefault(plan.panel(case), {}).setdefault(plan.label(case), {})
-        by_seed[case.seed if isinstance(case, Point) else case.repeat] = float(row[figure])
+        by_seed[case.repeat if isinstance(case, Bench) else case.seed] = float(row[figure])
     return laid
 
 
@@ -52,11 +52,16 @@ def table(plan: Plan, pairs: Found) -> list[list[str]]:
 def caption(pairs: Found) -> str:
     """What was run: sizes, rates, seeds, machine, and whether its numbers were measured."""
     cases = [case for case, _ in pairs]
-    if not all(isinstance(case, Point) for case in cases):
+    if any(isinstance(case, Bench) for case in cases):
         rounds = _values(cases, "rounds")
         return f"real time on this machine, median of {rounds} steps, repetitions {_values(cases, 'repeat')}"
     jobs = _ranged({int(row["jobs"]) for _, row in pairs})
     measured = {row["measured"] for _, row in pairs} == {"True"}
+    if any(isinstance(case, Live) for case in cases):
+        return (
+            f"real servers: {_values(cases, 'workload')}, n = {jobs} programs, {_values(cases, 'jps')} a "
+            f"second, seeds {_values(cases, 'seed')}, machine {_values(cases, 'machine')}"
+        )
     merged = {case.merge_steps for case in cases if isinstance(case, Point)} != {1}
     return (
         f"simulated: {_values(cases, 'workload')}, n = {jobs} programs, {_values(cases, 'jps')} a second, "

@@ -16,35 +16,42 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from experiments.sweep.cases import Bench, Case, Point, SweepError, inputs
+from experiments.sweep.cases import Bench, Case, Live, Point, SweepError, inputs
 
-SCHEMA = 1  # raise it when a column changes its meaning
+SCHEMA = 2  # raise it when a column changes its meaning
 ROOT = Path(__file__).resolve().parent.parent.parent
-CODE = (  # what a row's figures depend on
-    "continuum_lmcache/**/*.py",
+COMMON = ("continuum_lmcache/**/*.py", "experiments/workload.py", "experiments/table1.py")
+LAB = (
+    *COMMON,
     "connectors/[!l]*.py",  # all but LMCache's adapters, which the lab does not run
     "experiments/sim/*.py",
-    "experiments/workload.py",
-    "experiments/table1.py",
     *(f"experiments/sweep/{name}.py" for name in ("cases", "oracle", "simulated", "timed")),
 )
+SERVERS = (
+    *COMMON,
+    "connectors/*.py",
+    "profiles/*.yaml",
+    *(f"experiments/{name}.py" for name in ("server", "tiny_model", "replay", "driver", "client", "summary")),
+    *(f"experiments/sweep/{name}.py" for name in ("cases", "live")),
+)
+CODE = {"point": LAB, "bench": LAB, "live": SERVERS}  # what a row's figures depend on
 FIGURES = (
     *("job_mean_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
     *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),
-    *("gpu_tokens", "dram_tokens", "ssd_tokens", "computed_tokens", "scheduled_tokens"),
+    *("gpu_tokens", "dram_tokens", "ssd_tokens", "offload_tokens", "computed_tokens", "scheduled_tokens"),
     *("steps", "preemptions", "pins_taken", "pins_reused", "pins_expired", "pins_reclaimed"),
     *("schedule_median_us", "schedule_p95_us", "measured"),
 )
-INPUTS = ("kind", *dict.fromkeys(f.name for case in (Point, Bench) for f in fields(case)))
+INPUTS = ("kind", *dict.fromkeys(f.name for case in (Point, Live, Bench) for f in fields(case)))
 COLUMNS = ("key", "code", *INPUTS, *FIGURES)
 Row = Mapping[str, str]
 
 
 @cache
-def code() -> str:
-    """Names the schema, vLLM's version and the source that rows come from."""
+def code(kind: str) -> str:
+    """Names the schema, vLLM's version and the source that rows of this kind come from."""
     digest = hashlib.sha256(f"{SCHEMA} {_vllm_version()}".encode())
-    for path in sorted(path for pattern in CODE for path in ROOT.glob(pattern)):
+    for path in sorted(path for pattern in CODE[kind] for path in ROOT.glob(pattern)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -56,7 +63,8 @@ def _vllm_version() -> str:
 
 def key(case: Case) -> str:
     """Names the case and the code."""
-    told = json.dumps([code(), inputs(case)], sort_keys=True)
+    known = inputs(case)
+    told = json.dumps([code(known["kind"]), known], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
@@ -65,7 +73,7 @@ class Rows:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.found: dict[str, Row] = {row["key"]: row for row in _read(path) if row["code"] == code()}
+        self.found: dict[str, Row] = {row["key"]: row for row in _read(path) if _is_of_now(row)}
 
     def missing(self, cases: Iterable[Case]) -> list[Case]:
         """The cases without a row, each once, in their order."""
@@ -79,7 +87,8 @@ class Rows:
         """Append the case's row."""
         if unknown := figures.keys() - set(FIGURES):
             raise SweepError(f"no column for {', '.join(sorted(unknown))}; add it to rows.FIGURES")
-        values = {"key": key(case), "code": code(), **inputs(case), **figures}
+        known = inputs(case)
+        values = {"key": key(case), "code": code(known["kind"]), **known, **figures}
         row = {name: "" if values.get(name) is None else str(values[name]) for name in COLUMNS}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not self.path.exists()
@@ -90,6 +99,10 @@ class Rows:
             writer.writerow(row)
         self.found[row["key"]] = row
         return row
+
+
+def _is_of_now(row: Row) -> bool:
+    return row["kind"] in CODE and row["code"] == code(row["kind"])
 
 
 def _read(path: Path) -> Sequence[Row]:

@@ -12,7 +12,9 @@ from tqdm import tqdm
 
 from continuum_lmcache.config import ENV_PREFIX
 from continuum_lmcache.errors import ContinuumError
-from experiments.sweep.cases import Bench, Case, Point, SweepError
+from experiments.client import ServerUnusable
+from experiments.server import ServerError
+from experiments.sweep.cases import Case, Live, Point, SweepError
 from experiments.sweep.rows import Rows
 
 
@@ -25,9 +27,9 @@ def complete(rows: Rows, cases: Sequence[Case], jobs: int, quiet: bool = False) 
 
 
 def measured(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Each case with its figures, as they end. Simulations share the cores; timings never do."""
+    """Each case with its figures, as they end. Simulations share the cores; what is timed never does."""
     points = [case for case in cases if isinstance(case, Point)]
-    timings = [case for case in cases if isinstance(case, Bench)]
+    alone = [case for case in cases if not isinstance(case, Point)]
     if jobs == 1 or len(points) == 1:
         yield from ((point, measure(point)) for point in points)
     elif points:
@@ -38,19 +40,22 @@ def measured(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict[str,
                     yield running[done], done.result()
             finally:  # stopped or failed: do not wait for what has not begun
                 pool.shutdown(cancel_futures=True)
-    yield from ((bench, measure(bench)) for bench in timings)
+    yield from ((case, measure(case)) for case in alone)
 
 
 def measure(case: Case) -> dict[str, Any]:
     """The case's figures. vLLM is imported here: a figure from finished rows needs none.
 
-    Raises SweepError that names the case, where the lab refuses it or its books do not balance.
+    Raises SweepError that names the case, where the lab refuses it, its books do not balance, or the
+    server does not start or answer.
     """
-    from experiments.sweep import simulated, timed
+    from experiments.sweep import live, simulated, timed
 
     try:
-        return simulated.run(case) if isinstance(case, Point) else timed.measure(case)
-    except ContinuumError as error:
+        if isinstance(case, Point):
+            return simulated.run(case)
+        return live.run(case) if isinstance(case, Live) else timed.measure(case)
+    except (ContinuumError, ServerError, ServerUnusable) as error:
         raise SweepError(f"{case}: {error}") from error
 
 

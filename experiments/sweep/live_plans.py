@@ -1,0 +1,62 @@
+"""The figures that --engine live draws: the paper's proportions at the size of a small machine.
+
+Tiers are multiples of the GPU's own KV cache, as the paper's 100 GB are 1.7 times the 59 GB that an
+A100 has beside an 8B model. Every case starts a server of its own, so that no cache is warm; a case
+takes a minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+from experiments.sweep.cases import STOCK, Case, Live
+from experiments.sweep.grids import Cases, Size
+from experiments.sweep.live import MACHINES
+from experiments.sweep.plans import LMCACHE, Plan, bare_name, rate, tiers
+
+KV_GB = MACHINES["cpu-tiny"].kv_gb
+SMALL, LARGE = 0.5 * KV_GB, 8 * KV_GB
+LADDER = (STOCK, "program-fcfs", "static-ttl", "continuum")
+CONTENDERS = (STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl", "continuum")
+
+
+Memory = tuple[float, float]  # GB of DRAM and disk
+
+
+def cases_of(contenders: Sequence[str], memory_gb: Sequence[Memory], bare: bool = False) -> Cases:
+    """The contenders at (DRAM, disk) sizes, along the arrival rate; `bare`: beside fcfs without tiers."""
+
+    def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
+        programs = {Size.QUICK: 6, Size.DEFAULT: 20, Size.FULL: 40}[size]
+        names = (STOCK, "continuum") if size is Size.QUICK else contenders
+        rates = (0.5, 1.0) if size is Size.FULL else (1.0,)
+        chosen = memory_gb[-1:] if size is Size.QUICK else memory_gb
+        found: list[Case] = []
+        for seed, jps in product(seeds, rates):
+            base = Live(STOCK, programs, jps, seed)
+            found += [base] if bare else []
+            for (dram_gb, ssd_gb), name in product(chosen, names):
+                found.append(replace(base, contender=name, dram_gb=dram_gb, ssd_gb=ssd_gb))
+        return found
+
+    return cases
+
+
+DISKS = tuple((SMALL, times * KV_GB) for times in (0, 2, 8))
+LIVE_PLANS: dict[str, Plan] = {
+    "fig8": Plan("No offloading", cases_of(CONTENDERS, [(0.0, 0.0)]), rate),
+    "fig9": Plan("DRAM 8x the KV cache", cases_of(CONTENDERS, [(LARGE, 0.0)], True), rate, baseline=LMCACHE),
+    "fig10": Plan(
+        "Tails, DRAM 8x the KV cache",
+        cases_of(CONTENDERS, [(LARGE, 0.0)], True),
+        rate,
+        baseline=LMCACHE,
+        shows=("job_p90_s", "job_p95_s"),
+    ),
+    "fig14": Plan(
+        "DRAM half the KV cache, and disks", cases_of(LADDER, DISKS), tiers, bare_name, shows=("job_mean_s",)
+    ),
+    "fig15": Plan("Ablation", cases_of(LADDER, [(0.0, 0.0), (LARGE, 0.0)]), tiers, bare_name),
+}
