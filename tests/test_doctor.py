@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from console import Command, metrics_server
+from hypothesis import given
+from hypothesis import strategies as st
 
+from continuum_lmcache.console.connector import DEFAULTS, Worker, as_written, checked
 from continuum_lmcache.console.shapes import shape_of
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.types import Tier
 from experiments.tiny_model import CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -177,6 +184,7 @@ def test_every_trap_is_told_at_once(command: Command, tmp_path: Path) -> None:
     }
     ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, both), "--json")
     assert sum(f["name"] == "lmcache-trap" for f in ran.json["findings"]) == 2
+    assert "answers-not-saved" not in names(ran.json)  # nobody asked for that
 
 
 def test_lora_and_a_role_that_only_loads_are_errors(command: Command, tmp_path: Path) -> None:
@@ -184,6 +192,16 @@ def test_lora_and_a_role_that_only_loads_are_errors(command: Command, tmp_path: 
     found = command("doctor", *H200, "--lmcache", path, "--lora", "--json")
     assert found.status == 1
     assert {"lora", "kv-role", "unknown-field"} <= names(found.json)
+
+
+def test_another_connectors_settings_are_not_judged(command: Command, tmp_path: Path) -> None:
+    path = lmcache_json(tmp_path, {"cpu_bytes_to_use": 1}, kv_connector="OffloadingConnector")
+    ran = command("doctor", *H200, "--lmcache", path, "--json")
+    assert (ran.status, "unknown-connector" in names(ran.json)) == (0, True)
+
+
+def test_no_command_is_refused_in_one_line(command: Command) -> None:
+    assert command.refused() == "continuum-lmcache: Missing command."
 
 
 def test_an_lmcache_servers_tiers_are_said_to_be_unknown(command: Command, tmp_path: Path) -> None:
@@ -253,6 +271,50 @@ def test_a_config_that_says_too_little_is_refused(
     command: Command, tmp_path: Path, changes: Any, words: str
 ) -> None:
     assert words in command.refused("doctor", config_json(tmp_path, **changes), "--kv-gib", "1")
+
+
+anything = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text("a1/ ", max_size=5)
+    | st.lists(st.integers(), max_size=2)
+)
+
+
+@given(
+    changes=st.dictionaries(
+        st.sampled_from([*CONFIG, "text_config", "layer_types", "kv_lora_rank"]), anything
+    )
+)
+def test_whatever_a_config_holds_a_shape_comes_out_or_a_reason(changes: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = config_json(Path(folder), **changes)
+        try:
+            assert shape_of(str(path)).bytes_per_token() > 0
+        except ConfigError as error:
+            assert str(path) in str(error)  # noqa: PT017 (either is right)
+
+
+SETTINGS = [
+    "chunk_size",
+    "local_cpu",
+    "max_local_cpu_size",
+    "local_disk",
+    "max_local_disk_size",
+    "extra_config",
+]
+
+
+@given(extra=st.dictionaries(st.sampled_from([f"lmcache.{name}" for name in SETTINGS]), anything))
+def test_whatever_an_lmcache_json_holds_it_is_judged_or_refused(extra: dict[str, Any]) -> None:
+    """With LMCache's own reading of it where it is installed, and without."""
+    pytest.importorskip("lmcache")
+    worker = Worker(False, 16, 131_072, "m")
+    config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    assert checked(config, worker, lora=False).tiers(131_072).keys() <= {Tier.DRAM, Tier.SSD}
+    with contextlib.suppress(ConfigError):
+        assert as_written(extra).keys() >= DEFAULTS.keys()
 
 
 # shapes -----------------------------------------------------------------------------

@@ -85,6 +85,22 @@ def test_with_a_profile_a_load_is_as_long_as_it_says(tmp_path: Path) -> None:
     assert "30 tokens from DRAM, 20 from disk" in loading.about
 
 
+def test_a_load_is_as_long_as_was_recorded(tmp_path: Path) -> None:
+    """The profile's word counts only where the recording has none."""
+    events = [
+        {"Request_arrival_time": 0.0, "turn": "t"},
+        {"waiting_to_running": 1.0, "turn": "t", "prompt_length": 90, "hit_length": 50, "gpu_tokens": 0}
+        | {"dram_tokens": 50, "ssd_tokens": 0},
+        {"reloaded_time": 3.0, "turn": "t", "foretold_s": 1.0, "took_s": 1.5, "load_s": 0.75}
+        | {"loaded_tokens": 50, "computed_tokens": 40},
+        {"Request_departure_time": 4.0, "turn": "t"},
+    ]
+    run = load(saved(tmp_path, {"p": events}))
+    for costs in (None, UNMEASURED):
+        (loading,) = [s for s in spans(run, costs) if s.state == "loading"]
+        assert (loading.start_s, loading.end_s) == (1.0, 1.75)
+
+
 def test_what_was_going_on_at_the_end_lasts_until_then(tmp_path: Path) -> None:
     events = [{"Request_arrival_time": 100.0}, {"waiting_to_running": 101.0}]
     late = [{"Request_arrival_time": 109.0}]

@@ -26,7 +26,7 @@ from continuum_lmcache.diagnose import Targets
 from continuum_lmcache.errors import ContinuumError
 
 BAD_INPUT = 2
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object instead of text")]

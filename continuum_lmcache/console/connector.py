@@ -89,9 +89,10 @@ def checked(config: Mapping[str, Any], worker: Worker, lora: bool) -> Connector:
     findings = list(frame(config, lora))
     continuum, more = ours(extra)
     findings += more
-    if kind == MP:
-        unseen = "DRAM and disk are the LMCache server's own settings, which this file does not hold"
-        findings.append(note("tiers-unknown", unseen, "look at the server's --l1-size-gb and --l2-adapter"))
+    if kind not in OURS:
+        if kind == MP:
+            unseen = "DRAM and disk are the LMCache server's own settings, which this file does not hold"
+            findings.append(note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter"))
         return Connector(kind, {}, continuum, tuple(findings))
     settings, more = theirs(extra, worker)
     findings += [*more, *habits(settings, worker)]
@@ -153,20 +154,28 @@ def theirs(extra: Mapping[str, Any], worker: Worker) -> tuple[Mapping[str, Any],
         from connectors.lmcache_settings import given
         from connectors.lmcache_traps import Machine, defaults, traps
     except ModuleNotFoundError as missing:
-        told = {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
         unread = f"{missing.name} is not installed here: lmcache.* keys are taken as they are written"
-        return {**DEFAULTS, **told}, [
-            note("lmcache-not-installed", unread, "run doctor where the server runs")
-        ]
+        return as_written(extra), [note("lmcache-not-installed", unread, "run doctor where the server runs")]
     machine = Machine(worker.on_cpu, worker.block_tokens, worker.kv_bytes_per_token, worker.model)
+    known = {**ALL, "pre_caching_hash_algorithm": "sha256_cbor", "save_decode_cache": True}  # as ours are
     try:
         user = given(extra, os.environ)
     except ConfigError as problem:
-        return {**ALL}, [error("lmcache-setting", str(problem), MEND)]
-    hopeful = {**ALL, "pre_caching_hash_algorithm": "sha256_cbor", **user}
+        return known, [error("lmcache-setting", str(problem), MEND)]
+    hopeful = known | user
     if refused := traps(hopeful, os.environ, machine):
         return hopeful, [error("lmcache-trap", why, MEND) for why in refused]
-    return {**hopeful, **defaults(user, machine)}, []
+    return hopeful | defaults(user, machine), []
+
+
+def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    """LMCache's settings without LMCache. Raises ConfigError for a size that is no number."""
+    told = {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
+    for name, default in DEFAULTS.items():
+        value = told.get(name)
+        if isinstance(default, int | float) and value is not None and not isinstance(value, int | float):
+            raise ConfigError(f"lmcache.{name} is {value!r:.80}; it must be like {default!r}")
+    return {**DEFAULTS, **told}
 
 
 def habits(settings: Mapping[str, Any], worker: Worker) -> Iterator[Finding]:

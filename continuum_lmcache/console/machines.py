@@ -51,7 +51,8 @@ def machine(profile: Path | None, gpu: str) -> Machine:
         return Machine("built-in guesses", UNMEASURED, gpu or "unknown", memory_of(gpu), False, False)
     found = read(profile)
     costs = Costs.from_mapping(found, str(profile))
-    provenance = found.get("provenance") or {}
+    told = found.get("provenance")
+    provenance = told if isinstance(told, Mapping) else {}  # for people: anything may stand there
     device = gpu or str(provenance.get("device", "unknown"))
     on_cpu = "cores" in provenance  # profiles/machine.py notes them for a CPU only
     return Machine(str(profile), costs, device, memory_of(device), on_cpu, True)

@@ -73,13 +73,7 @@ def timelines(runs: Sequence[Recording], costs: Costs | None) -> Iterator[str]:
         yield div(charts.timeline(run, letter, until_s, costs), f"timeline-{letter}")
     yield (
         "<p class='small'>Drag to zoom, scroll over an axis, double click to see all. A pin is the thin bar "
-        "over the tool's time. "
-        + (
-            "Loads are as long as the profile says."
-            if costs
-            else "How long a load took is not recorded: a mark."
-        )
-        + "</p>"
+        "over the tool's time. A load whose duration nobody recorded is a mark.</p>"
     )
 
 

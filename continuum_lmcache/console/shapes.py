@@ -63,15 +63,16 @@ def from_config(path: Path) -> ModelShape:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(whole, dict):
         raise ConfigError(f"{path} holds no JSON object; expected a model's config.json")
-    config = whole | whole.get("text_config", {})
+    inner = whole.get("text_config")
+    config = whole | inner if isinstance(inner, dict) else whole
     refuse_hybrid(config, path)
     dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    if dtype not in VALUE_BYTES:
+    if not isinstance(dtype, str) or dtype not in VALUE_BYTES:
         raise ConfigError(f"{path}: torch_dtype is {dtype!r}; known: {', '.join(VALUE_BYTES)}")
     kv_heads, head_size = heads(config, path)
     weight_bytes, how = weights(config, path, VALUE_BYTES[dtype])
     return ModelShape(
-        config.get("_name_or_path") or path.resolve().parent.name,
+        path.resolve().parent.name,
         count(config, "num_hidden_layers", path),
         kv_heads,
         head_size,
@@ -87,13 +88,16 @@ def heads(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
     if config.get("kv_lora_rank"):
         return 0, count(config, "kv_lora_rank", path) + count(config, "qk_rope_head_dim", path)
     queries = count(config, "num_attention_heads", path)
-    kv_heads = config.get("num_key_value_heads") or queries
-    return int(kv_heads), int(config.get("head_dim") or count(config, "hidden_size", path) // queries)
+    kv_heads = count(config, "num_key_value_heads", path) if config.get("num_key_value_heads") else queries
+    if config.get("head_dim"):
+        return kv_heads, count(config, "head_dim", path)
+    return kv_heads, max(1, count(config, "hidden_size", path) // queries)
 
 
 def refuse_hybrid(config: Mapping[str, Any], path: Path) -> None:
     """Layers without KV of every token break the arithmetic, and in-process LMCache does not take them."""
-    kinds = {str(kind) for kind in config.get("layer_types") or []}
+    told = config.get("layer_types")
+    kinds = {str(kind) for kind in told} if isinstance(told, list) else set()
     if others := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
         raise ConfigError(
             f"{path}: layers of type {others[0]!r} keep no KV per token; in-process LMCache refuses such "
@@ -118,8 +122,9 @@ def parameters(config: Mapping[str, Any], path: Path) -> int:
     queries, (kv_heads, size) = count(config, "num_attention_heads", path), heads(config, path)
     tables = count(config, "vocab_size", path) * hidden * (1 if config.get("tie_word_embeddings") else 2)
     attention = 2 * hidden * size * (queries + kv_heads)
-    experts = next((config[name] for name in EXPERTS if config.get(name)), 1)
-    inner = config.get("moe_intermediate_size") or count(config, "intermediate_size", path)
+    experts = next((count(config, name, path) for name in EXPERTS if config.get(name)), 1)
+    width = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    inner = count(config, width, path)
     return int(tables + layers * (attention + 3 * hidden * inner * experts))
 
 

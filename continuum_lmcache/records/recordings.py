@@ -47,7 +47,7 @@ PROMISE = ("ttl_s", "probability")
 ANYTHING = ("anything", lambda _: True)
 SHAPES = {  # fields that are computed with; others may hold anything
     **dict.fromkeys((*KINDS, *TOKENS, "blocks", "events_dropped"), ("a number", number)),
-    **dict.fromkeys(("foretold_s", "took_s", "loaded_tokens"), ("a number", number)),
+    **dict.fromkeys(("foretold_s", "took_s", "load_s", "loaded_tokens"), ("a number", number)),
     "queue_delay_s": ("a number of seconds or null", lambda value: value is None or number(value)),
     "turn": ("text", lambda value: isinstance(value, str)),
     "outcome": ("text", lambda value: isinstance(value, str)),

@@ -30,6 +30,7 @@ class Reload:
     foretold_s: float
     took_s: float
     loaded_tokens: int
+    load_s: float | None = None  # of took_s, what loads took
 
     @property
     def relative_error(self) -> float:
@@ -123,7 +124,7 @@ class Program:
         turn = self._by_id.get(event.get("turn", ""))
         numbers = [event.get(key) for key in ("foretold_s", "took_s", "loaded_tokens")]
         if turn is not None and None not in numbers:
-            turn.reload = Reload(*numbers)  # type: ignore[arg-type]
+            turn.reload = Reload(*numbers, event.get("load_s"))  # type: ignore[arg-type, call-arg]
 
     def pinned(self, event: Event, time_s: float) -> None:
         pin = Pin(time_s, blocks=event.get("blocks"))

@@ -4,8 +4,8 @@
        | queued   | loading running | tool            |
                                     | pinned    |
 
-A pin lies over the tool's time. A recording tells which tokens a start loaded, not for how long: a
-load is as long as `Costs` say, or, without them, a moment.
+A pin lies over the tool's time. A load is as long as the recording says; where it does not (older
+ones, the public prototype's), as long as `Costs` say, or, without them, a moment.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def told(program: Program, end_s: float, costs: Costs | None) -> Iterator[tuple[
         if turn.started_s is not None:
             running_s = started_s
             if loaded(turn):
-                running_s = min(gone_s, started_s + (load_s(turn, costs) if costs else 0.0))
+                running_s = min(gone_s, started_s + (load_s(turn, costs) or 0.0))
                 yield "loading", started_s, running_s, load_text(number, turn, costs)
             yield "running", running_s, gone_s, run_text(number, turn)
         if turn.gap_s is not None and turn.departure_s is not None:
@@ -63,8 +63,12 @@ def loaded(turn: Turn) -> int:
     return (turn.dram_tokens or 0) + (turn.ssd_tokens or 0)
 
 
-def load_s(turn: Turn, costs: Costs) -> float:
-    """How long that takes by the profile."""
+def load_s(turn: Turn, costs: Costs | None) -> float | None:
+    """How long that took: as recorded, else by the profile; None if nobody says."""
+    if turn.reload is not None and turn.reload.load_s is not None:
+        return turn.reload.load_s
+    if costs is None:
+        return None
     in_dram, on_disk = ((turn.dram_tokens or 0), (turn.ssd_tokens or 0))
     disk_bytes = on_disk * costs.kv_bytes_per_token
     dram_s = costs.dram.seconds(in_dram * costs.kv_bytes_per_token)
@@ -72,7 +76,8 @@ def load_s(turn: Turn, costs: Costs) -> float:
 
 
 def load_text(number: int, turn: Turn, costs: Costs | None) -> str:
-    how = f"{load_s(turn, costs):.3g} s by the profile" if costs else "for how long is not recorded"
+    took_s = load_s(turn, costs)
+    how = "for how long is not recorded" if took_s is None else f"{took_s:.3g} s"
     in_dram, on_disk = turn.dram_tokens or 0, turn.ssd_tokens or 0
     return f"turn {number} loads {in_dram:,} tokens from DRAM, {on_disk:,} from disk: {how}"
 
