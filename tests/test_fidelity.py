@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from openai_server import FakeServer
 
-from experiments.fidelity import figures, selection
+from experiments.fidelity import figures, probed, selection
 from experiments.fidelity_lab import Told, behind_a_hop, predicted, slowed
 from experiments.fidelity_tables import comparison, order, ranking, write_csv
 from experiments.sim.step_time import Machine
@@ -33,6 +35,20 @@ def test_a_hop_and_a_speed_are_read_from_two_prefills(machine: Machine) -> None:
     assert seen.hop_s(machine) == pytest.approx(0.02)
     assert told(machine, 0.02, 1.5).slower(machine) == pytest.approx(1.5)
     assert replace(seen, probe_s=None).slower(machine) == 1.0
+
+
+def test_a_server_is_probed_with_prompts_that_no_cache_holds() -> None:
+    server = FakeServer()
+
+    async def probe() -> Told:
+        async with server.running() as url:
+            return await probed(url.removesuffix("/v1"))
+
+    seen = asyncio.run(probe())
+    assert 0 < seen.short_s < 5 and seen.probe_s is not None
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert {len(prompt) for prompt in prompts} == {seen.short_tokens, seen.probe_tokens}
+    assert len({prompt[:16] for prompt in prompts}) == len(prompts)
 
 
 def test_a_slower_machine_takes_every_step_longer(machine: Machine) -> None:
