@@ -43,7 +43,7 @@ class ContinuumMixin(Scheduler):
         self._room: Room = furnish(self, config, self.clock())
         self._keeper: Keeper = self._room.keeper
         self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
-        self._decoding = 0  # requests in the last step that were past their prompt
+        self._decoding = 0  # tokens of the last step that were behind their prompts
         self._alarm: Alarm | None = None
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
@@ -95,9 +95,9 @@ class ContinuumMixin(Scheduler):
             self._keeper.preempted(now_s, TurnId(turn_id))
         self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         if self._chunks.smallest is not None:
-            self._decoding = sum(n == 1 for n in scheduler_output.num_scheduled_tokens.values())
-            prompts = scheduler_output.total_num_scheduled_tokens - self._decoding
-            self._chunks.saw(prompts, self._decoding)
+            scheduled = ((n, self.requests[i]) for i, n in scheduler_output.num_scheduled_tokens.items())
+            self._decoding = sum(n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens)
+            self._chunks.saw(scheduler_output.total_num_scheduled_tokens - self._decoding, self._decoding)
         super()._update_after_schedule(scheduler_output)
 
     # a request's life -------------------------------------------------------
