@@ -16,13 +16,17 @@ SMALLEST = ((128, 0.40), (256, 0.55), (512, 0.75))
 then the prompt's tokens ride along with steps that decodes need anyhow. Shares from the lab."""
 
 LARGEST_TOKENS = 2048  # of a chosen chunk: beyond it the fixed part is nothing
-FORGETS = 0.999  # of the seen tokens, each step
+FORGETS = 0.99995  # each step: minutes. Sooner, a chunk chosen too small would prove itself right
 
 
 def smallest_chunk(step_s: Mapping[int, float]) -> int | None:
     """The smallest chunk, in tokens, that pays by these times of a step, by tokens of chunk (0: decodes
-    alone). None where none does, or where too little was measured: 0 and two sizes at least."""
-    sizes = sorted(n for n in step_s if n > 0)
+    alone). None where none does, or where too little was measured: 0 and two sizes at least.
+
+    What a token costs is read off the two largest sizes up to LARGEST_TOKENS: beyond, a chunk's attention
+    to itself would pass for a cost of tokens, and its fixed part for less than it is.
+    """
+    sizes = sorted(n for n in step_s if 0 < n <= LARGEST_TOKENS)
     if 0 not in step_s or len(sizes) < 2:
         return None
     slope_s = (step_s[sizes[-1]] - step_s[sizes[-2]]) / (sizes[-1] - sizes[-2])

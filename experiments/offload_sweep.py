@@ -38,6 +38,7 @@ from experiments.tables import markdown, plain
 
 ALL = "all"
 GOALS = "goals"
+WIDTH = 180  # of the goals' table, wherever it is printed
 SEEDS = "1..5"
 
 
@@ -102,8 +103,9 @@ def reach(size: Size, seeds: Sequence[int], jobs: int, out: Path) -> None:
     complete(rows, goals.cases(size, seeds), jobs)
     lines = goals.table(rows, size, seeds)
     title = f"Goals, seeds {', '.join(map(str, seeds))} (tuned on 1 and 2)"
-    Console().print(plain(lines, title), caption(found(rows, goals.cases(size, seeds))), "", sep="\n")
-    (out / f"goals-{size.value}.md").write_text(f"{title}.\n\n{markdown(lines)}\n")
+    conditions = caption(found(rows, goals.cases(size, seeds)))
+    Console(width=WIDTH).print(plain(lines, title), conditions, "", sep="\n")
+    (out / f"goals-{size.value}.md").write_text(f"{title}. {conditions}\n\n{markdown(lines)}\n")
 
 
 def main(

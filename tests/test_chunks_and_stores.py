@@ -17,8 +17,8 @@ SIZES = (0, 128, 256, 512, 2048, 8192)
 
 
 def steps(c0: float) -> dict[int, float]:
-    """A machine that reaches n / (n + c0) of its rate on n tokens."""
-    return {n: 0.004 + max(1e-4 * (n + c0), 0.01) if n else 0.014 for n in SIZES}
+    """A machine that reaches n / (n + c0) of its rate on n tokens, and attends to all n."""
+    return {n: 0.004 + max(1e-4 * (n + c0), 0.01) + 2e-9 * n * n if n else 0.014 for n in SIZES}
 
 
 def test_the_better_a_machine_is_at_small_chunks_the_smaller_a_chunk_pays() -> None:

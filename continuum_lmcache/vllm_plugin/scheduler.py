@@ -45,7 +45,7 @@ class ContinuumMixin(Scheduler):
         self._room: Room = furnish(self, config, self.clock())
         self._keeper: Keeper = self._room.keeper
         self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
-        self._decoding = 0  # requests in the last step that were past their prompt
+        self._decoding = 0  # tokens of the last step that were behind their prompts
         self._alarm: Alarm | None = None
         self._forgetting = Forgetting(self._keeper)
         self._running_changed = False
@@ -99,9 +99,9 @@ class ContinuumMixin(Scheduler):
         self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         self._keeper.witness.scheduled(now_s, scheduler_output)
         if self._chunks.smallest is not None:
-            self._decoding = sum(n == 1 for n in scheduler_output.num_scheduled_tokens.values())
-            prompts = scheduler_output.total_num_scheduled_tokens - self._decoding
-            self._chunks.saw(prompts, self._decoding)
+            scheduled = ((n, self.requests[i]) for i, n in scheduler_output.num_scheduled_tokens.items())
+            self._decoding = sum(n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens)
+            self._chunks.saw(scheduler_output.total_num_scheduled_tokens - self._decoding, self._decoding)
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 STOCK = "fcfs"  # vLLM's own scheduler, without this package
 ORACLE = "oracle"  # eq. 2 with the true duration of every tool
+ON_DEMAND = "continuum-pinning"  # our scheduler with a TTL that pins as often as a timing asks
 ENDLESS = "endless-gpu"  # program order on a GPU whose KV cache never fills
 
 

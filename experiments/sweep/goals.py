@@ -129,7 +129,7 @@ def chunks(size: Size, programs: int) -> list[Goal]:
 
 
 def chunk(name: str, setting: Point, c0: float) -> Goal:
-    fixed = replace(setting, chunk_c0=c0)
+    fixed = replace(setting, chunk_c0=c0, merge_steps=1)  # merged steps are none that a budget could cut
     least, aim = (1.12, 1.16) if c0 == 0.0 else (0.99, 1.16)
     return Goal(f"{name}, chunk chosen, c0 {c0:g}", replace(fixed, steps_known=True), (fixed,), least, aim)
 

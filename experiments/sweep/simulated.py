@@ -13,7 +13,7 @@ from experiments.sim.serving import STOCK as STOCK_POLICY
 from experiments.sim.serving import Setup
 from experiments.sim.step_time import MACHINES
 from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time, with_turns
-from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Point, SweepError
+from experiments.sweep.cases import ENDLESS, ON_DEMAND, ORACLE, STOCK, Point, SweepError
 from experiments.sweep.oracle import oracle_of
 from experiments.table1 import GENERATORS, draw
 from experiments.workload import Program, poisson_arrivals
@@ -68,7 +68,7 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
 
 def policy_of(contender: str) -> str:
     """The lab's name of a contender's policy."""
-    special = {STOCK: STOCK_POLICY, ORACLE: ORACLE, ENDLESS: "program-fcfs"}
+    special = {STOCK: STOCK_POLICY, ORACLE: ORACLE, ENDLESS: "program-fcfs", ON_DEMAND: ON_DEMAND}
     if contender in special:
         return special[contender]
     if contender not in POLICIES:

@@ -17,11 +17,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from continuum_lmcache.baselines import static_ttl
+from continuum_lmcache.orders import by_pin
+from continuum_lmcache.policies import POLICIES, Policy
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.serving import Setup, build_scheduler
 from experiments.sim.step_time import MACHINES
 from experiments.sim.streams import block_hasher
-from experiments.sweep.cases import Bench, SweepError
+from experiments.sweep.cases import ON_DEMAND, Bench, SweepError
 from experiments.sweep.simulated import policy_of
 
 PROMPT_TOKENS = 4096  # of turns that run or lie pinned
@@ -36,6 +39,8 @@ def measure(bench: Bench) -> dict[str, Any]:
     """Median and 95th percentile of a decode step's schedule(), in microseconds."""
     clock = VirtualClock()
     with ExitStack() as until:
+        POLICIES[ON_DEMAND] = Policy(static_ttl, by_pin, beyond=True)
+        until.callback(POLICIES.pop, ON_DEMAND)
         until.enter_context(virtual_time(clock))
         rig = Rig(bench, clock, until)
         rig.fill()
@@ -110,7 +115,7 @@ class Rig:
         return took_ns / 1e3
 
     def _step(self) -> None:
-        self.clock.advance_to(self.clock.now_s + 0.01)
+        self.clock.advance_to(self.clock.now_s + 1.0)  # so that whoever waits at our door comes in
         self._answer(self.scheduler.schedule())
 
     def _prefilling(self) -> bool:
