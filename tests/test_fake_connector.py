@@ -12,6 +12,7 @@ from connectors.fake_config import FakeConfig
 from connectors.fake_plan import Planner
 from connectors.shelf import chain
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.types import Residency
 
 BYTES = 250  # a token
 
@@ -129,6 +130,41 @@ def test_an_offer_that_is_asked_for_again_and_again_changes_nothing() -> None:
     assert list(planner.store.dram.names) == order
     planner.finished("r")
     assert not planner.tracked
+
+
+def held_in_parts() -> Planner:
+    """Four chunks on the disk, of which the first two are in DRAM too."""
+    planner = a_planner(ssd_gb=1.0)
+    names = chain(range(32), 8)
+    planner.store.store(0.0, names)
+    planner.store.settle(0.0)
+    for name in names[2:]:
+        planner.store.dram.forget(name)
+    return planner
+
+
+@pytest.mark.parametrize(("in_dram", "on_disk", "loaded"), [(1, 1, 32), (1, 0, 16), (0, 0, 0)])
+def test_a_rule_decides_how_far_a_prompt_is_loaded(in_dram: int, on_disk: int, loaded: int) -> None:
+    """What it leaves is computed, and goes to DRAM where it is not there yet; nothing is lost."""
+    planner, request = held_in_parts(), a_request("r", 33)
+    planner.rule = lambda _, where: in_dram * where.dram_tokens + on_disk * where.ssd_tokens
+    assert planner.offer(request, 0) == loaded
+    at = list(range(9))
+    planner.admitted(request, at, loaded)
+    request.num_computed_tokens = loaded
+    meta = planner.step(output({"r": 33 - loaded}, new={"r": at}))
+    copies = [copy for job in meta.loads for copy in job.copies]
+    assert len(copies) * 8 == loaded
+    assert not meta.stores, "every chunk's bytes are kept already"
+    planner.store.check()
+    assert planner.store.holding(chain(range(32), 8)).dram_tokens == 32
+
+
+def test_a_rule_is_asked_where_the_offered_tokens_lie() -> None:
+    planner, asked = held_in_parts(), []
+    planner.rule = lambda turn, where: asked.append((turn, where)) or 0
+    assert planner.offer(a_request("r", 40), 8) == 0
+    assert asked == [("r", Residency(gpu_tokens=8, dram_tokens=8, ssd_tokens=16, total_tokens=40))]
 
 
 def test_tenants_and_adapters_do_not_share() -> None:

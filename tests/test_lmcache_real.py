@@ -246,7 +246,7 @@ def test_a_load_that_fails_is_recomputed_unless_the_user_wants_an_error(engine):
     assert strict.kv_transfer_config.kv_load_failure_policy == "fail"
 
 
-def pinned_chunks() -> int:
+def pinned_chunks(_worker) -> int:
     """Chunks that the worker holds pinned, in DRAM and on disk. Runs in the worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
