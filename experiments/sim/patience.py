@@ -2,8 +2,9 @@
 
 Stock vLLM looks a blocked head up in the prefix cache at every step: for a 36,000-token hit 1.5 ms with
 blocks of 16 tokens, and a quarter of a simulation's time. Here it is tried again when a block was
-freed, when a request arrives or another one is at the head, or after RETRY_S. With vLLM's own order the run is the same
-to the last digit; pins that may be taken by a request that has waited long can move by RETRY_S.
+freed, when a request arrives, when another one is at the head, or after RETRY_S. With vLLM's own order
+the run is the same to the last digit; pins that may be taken by a request that has waited long can
+move by RETRY_S.
 """
 
 from __future__ import annotations
