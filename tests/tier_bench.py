@@ -9,7 +9,6 @@ from typing import Any
 from bench import BLOCK, Bench
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
 
 from connectors.fake_plan import LoadJob
 from continuum_lmcache.types import TurnId
@@ -21,7 +20,9 @@ PATIENCE_STEPS = 200  # an engine with work and memory schedules something well 
 class TierBench(Bench):
     """Loads end `load_steps` outputs after they began; the next `failing` of them bring nothing."""
 
-    def __init__(self, scheduler_cls: Any, model: Path, blocks: int, tier_blocks: int, is_async: bool) -> None:
+    def __init__(
+        self, scheduler_cls: Any, model: Path, blocks: int, tier_blocks: int, is_async: bool
+    ) -> None:
         extra = {
             "fake.dram_gb": tier_blocks * BLOCK * BYTES_PER_TOKEN / 2**30,
             "fake.chunk_tokens": BLOCK,
@@ -114,15 +115,16 @@ def check_turns(bench: Bench) -> None:
     live = {i: r for i, r in scheduler.requests.items() if not r.is_finished()}
     assert set(keeper.turns) == set(live)
     assert keeper.waiting_turns == sum(t.started_s is None for t in keeper.turns.values())
-    preempted = {i for i, r in live.items() if r.status == RequestStatus.PREEMPTED}
-    assert {t for t in keeper._preempted if t not in preempted} == set()
+    running = {r.request_id for r in scheduler.running}
+    assert keeper._preempted <= set(live) - running, "a turn that runs counts as preempted"
     queues = [q for q in vars(scheduler).values() if isinstance(q, RequestQueue)]
     waiting = Counter(request.request_id for queue in queues for request in queue)
     assert set(waiting.values()) <= {1}, "a request stands in two queues"
-    for queue in queues:
+    served_least = keeper.config.policy == "plas"  # a snapshot: its program may be served meanwhile
+    for queue in queues if not served_least else ():
         for key, number, request_id in queue._heap:
             newest = queue._live.get(request_id)
             if newest is not None and newest[0] == number and TurnId(request_id) not in keeper.moved:
-                assert key == keeper.key(newest[1]), f"{request_id} waits with a stale key"
-    running = {r.request_id for r in scheduler.running}
+                now = keeper.key(newest[1])
+                assert key == now, f"{request_id} waits with {key}, not {now}; {newest[1].status}"
     assert running.isdisjoint(waiting) and running | set(waiting) == set(live), "a request is lost"
