@@ -85,9 +85,10 @@ class Agents:
         """The program's next turn arrives."""
         live.arrival_s, live.first_token_s, live.ssd_tokens = self.clock.now_s, None, None
         self.asked[live.request_id] = live
+        manners = live.program.source.split(",")  # "never-last": does not say so; "tenant:x": a cache_salt
         says = {
             "job_id": live.program.program_id,
-            "is_last_step": live.spec is live.program.turns[-1],
+            "is_last_step": live.spec is live.program.turns[-1] and "never-last" not in manners,
             "this_func_call": live.spec.tool,
         }
         params = SamplingParams(
@@ -99,6 +100,7 @@ class Agents:
             sampling_params=params,
             pooling_params=None,
             arrival_time=self.clock.now_s,
+            cache_salt=next((m for m in manners if m.startswith("tenant:")), None),
             block_hasher=self.hasher,
         )
         self.send(request)

@@ -83,7 +83,7 @@ def run(cell: Cell, steps: int) -> str:
         return f"not run: {error}"
     environ = {n: v for n, v in os.environ.items() if not n.startswith(("CONTINUUM_", "PYTEST_"))}
     environ |= {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))), "MACHINE_STEPS": str(steps)}
-    log = folder.with_suffix(".log")
+    log = folder.with_name(f"{folder.name}.log")
     with log.open("w") as file:
         subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *cell.suite],
