@@ -191,7 +191,7 @@ def test_no_order_of_events_unbalances_the_books(model: Path, monkeypatch: pytes
                 stateful_step_count=RULES_A_RUN,
                 deadline=None,
                 database=None,
-                phases=[Phase.generate, Phase.shrink],  # not "explain", which runs it many times more
+                phases=[Phase.generate],  # shrinking takes minutes; a failure prints its own events
                 suppress_health_check=list(HealthCheck),
             ),
         )
