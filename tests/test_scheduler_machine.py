@@ -71,8 +71,10 @@ class Machine(RuleBasedStateMachine):
         self.story: dict[Any, list[int]] = {}  # a program's tokens so far
         self.stories = 0
 
-    @rule(turns=st.lists(TURN, min_size=1, max_size=4))
-    def arrive(self, turns: list[dict[str, Any]]) -> None:
+    @rule(turns=st.lists(TURN, min_size=1, max_size=4), failing=st.sampled_from([0, 0, 2]))
+    def arrive(self, turns: list[dict[str, Any]], failing: int = 0) -> None:
+        """Of the loads that follow, the next `failing` fail too."""
+        self.bench.failing += failing
         for turn in turns:
             self.send(**turn)
 
