@@ -115,7 +115,7 @@ class ContinuumMixin(Scheduler):
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
-        return metrics.attach(stats, self._keeper.totals()) if stats is not None else None
+        return metrics.attach(stats, self._room.totals()) if stats is not None else None
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._keeper.ledger.pinned)

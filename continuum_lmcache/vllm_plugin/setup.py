@@ -39,6 +39,11 @@ class Room:
     def writes_files(self) -> bool:
         return self.recording is not None or self.gaps_path is not None
 
+    def totals(self) -> dict[str, dict[str, float]]:
+        """Counts since the start, for the metrics."""
+        lost = self.recording.lost if self.recording is not None else {}
+        return {**self.keeper.totals(), "unrecorded": dict(lost)}
+
     def save(self) -> None:
         """Write what was learned and what happened so far."""
         if self.recording is not None:
