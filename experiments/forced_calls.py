@@ -93,9 +93,12 @@ def forced(said: str) -> dict[str, Any]:
 
 
 def recognised(call: Call, key: ToolKey) -> bool:
-    """Is this the call's key? A shell's is its whole command's, another tool's ends with its name."""
+    """Is this the call's key, as parsed or as recorded? A shell's is its whole command's, another
+    tool's ends with its name.
+    """
     if call.tool == SHELL:
-        return key == without_argument(command_key(call.command, SHELL), digest)
+        parsed = command_key(call.command, SHELL)
+        return key in (parsed, without_argument(parsed, digest))
     return key[-1:] == (call.tool,)
 
 
