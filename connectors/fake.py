@@ -10,7 +10,6 @@ and does what each step's metadata says. FakeConfig lists the settings.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,12 +28,15 @@ from connectors.fake_plan import FakeMetadata, Planner
 from connectors.fake_worker import Worker
 from connectors.shelf import Namer, chain
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.tiers import Holding, LoadRule, Transfer
 from continuum_lmcache.types import Tier
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+ENDLESS = 1 << 50  # chunks
 
 
 @dataclass
@@ -58,6 +60,8 @@ class Moved(KVConnectorWorkerMetadata):
 class FakeConnector(KVConnectorBase_V1):
     """vLLM's connector interface over `Planner` (scheduler role) or `Worker` (worker role)."""
 
+    mode = "fake"
+    is_up = True
     namer: Namer = staticmethod(chain)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *args: Any) -> None:
@@ -81,17 +85,23 @@ class FakeConnector(KVConnectorBase_V1):
         self.planner.store.settle(self.planner.clock())
         return self.planner.store.holding(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
 
+    def load_by(self, rule: LoadRule) -> None:
+        """Load no more of a prompt than `rule` says (continuum_lmcache.tiers.SelectiveLoader)."""
+        self.planner.rule = rule
+
     def transfers(self) -> list[Transfer]:
         """The movements since the last call, oldest first: as the rates say with `fake.sleep`, else timed."""
-        if self.config.sleep:
-            return self.planner.store.transfers()
         moved, self._moved = self._moved, []
+        if self.config.sleep:
+            moved = self.planner.store.transfers()
+        if self.config.load_async:
+            moved = [replace(t, in_step=False) if t.direction == "load" else t for t in moved]
         return moved
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """What each tier has room for; one without end is not named, as it loses nothing."""
+        """What each tier has room for."""
         shelves = {Tier.DRAM: self.planner.store.dram, Tier.SSD: self.planner.store.ssd}
-        sizes = {tier: shelf.capacity for tier, shelf in shelves.items() if 1 <= shelf.capacity < math.inf}
+        sizes = {tier: min(shelf.capacity, ENDLESS) for tier, shelf in shelves.items() if shelf.capacity >= 1}
         return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
 
     def forget(self, token_ids: Sequence[int], salt: str = "") -> int:

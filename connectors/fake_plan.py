@@ -12,7 +12,9 @@ from connectors.fake_config import FakeConfig
 from connectors.shelf import ChunkName, Namer, chain
 from connectors.tiered import Loading, TieredStore
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.types import Tier
+from continuum_lmcache.loads import offered
+from continuum_lmcache.tiers import LoadRule
+from continuum_lmcache.types import Tier, TurnId
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -74,6 +76,7 @@ class Planner:
         self.config, self.block_tokens, self.clock, self.namer = config, block_tokens, clock, namer
         self.store = TieredStore(config.shape(bytes_per_token, block_tokens))
         self.tracked: dict[str, Tracked] = {}
+        self.rule: LoadRule | None = None  # None: load all there is
         self._loads: list[LoadJob] = []
 
     @property
@@ -88,7 +91,11 @@ class Planner:
         held = self.store.holding(self._named(seen))
         # the last token is always computed: the next one is sampled from it
         found = min(held.dram_tokens + held.ssd_tokens, request.num_tokens - 1)
-        return max(0, found - gpu_tokens)
+        if found <= gpu_tokens or self.rule is None:
+            return max(0, found - gpu_tokens)
+        return self.rule(
+            TurnId(request.request_id), offered(held, gpu_tokens, found - gpu_tokens, request.num_tokens)
+        )
 
     def admitted(self, request: Request, block_ids: Sequence[int], load_tokens: int) -> None:
         """The request got its blocks, and is to load `load_tokens` of what was offered."""
@@ -98,14 +105,16 @@ class Planner:
         seen.offered = False
         found = self.store.find(seen.names)
         seen.stored_chunks = len(found.dram) + len(found.ssd)
+        end_chunk = -(-(seen.gpu_tokens + load_tokens) // self.config.chunk_tokens)
+        if end_chunk < seen.stored_chunks:  # the rest is computed, and goes to DRAM if it is not there
+            seen.stored_chunks = max(len(found.dram), end_chunk)
         if load_tokens == 0:
             self.store.touch(found)
             return
-        end_chunk = -(-(seen.gpu_tokens + load_tokens) // self.config.chunk_tokens)
         if end_chunk > seen.stored_chunks:
             raise InvariantError(f"offered chunks({end_chunk}) > held chunks({seen.stored_chunks})")
         now_s = self.clock()
-        loading = self.store.load(now_s, seen.names[:end_chunk], seen.gpu_tokens)
+        loading = self.store.load(now_s, seen.names[:end_chunk], seen.gpu_tokens, request.request_id)
         copies = self._copies_of(loading, seen.gpu_tokens, block_ids)
         self._loads.append(LoadJob(request.request_id, copies, loading.done_s - now_s))
 

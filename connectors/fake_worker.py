@@ -44,7 +44,7 @@ class Worker:
         """Fill the GPU's blocks. In synchronous mode everything is there on return."""
         for job in jobs:
             for tier in (Tier.DRAM, Tier.SSD):
-                self._load([c for c in job.copies if c.tier is tier], tier)
+                self._load([c for c in job.copies if c.tier is tier], tier, job.request_id)
             wait_s = job.duration_s if self.config.sleep else 0.0
             if self.config.load_async:
                 self.loading[job.request_id] = time.monotonic() + wait_s
@@ -78,7 +78,7 @@ class Worker:
         moved, self.transfers = self.transfers, []
         return moved
 
-    def _load(self, copies: Sequence[Copy], tier: Tier) -> None:
+    def _load(self, copies: Sequence[Copy], tier: Tier, turn: str) -> None:
         started_s = time.perf_counter()
         for copy in copies:
             if copy.name not in self.chunks:
@@ -88,11 +88,13 @@ class Worker:
             index = torch.tensor(copy.block_ids)
             for kv, saved in zip(self.layers, self.chunks[copy.name], strict=True):
                 kv.index_copy_(0, index.to(kv.device), saved[copy.first :].to(kv.device))
-        self._record(tier, "load", copies, time.perf_counter() - started_s)
+        self._record(tier, "load", copies, time.perf_counter() - started_s, turn)
 
-    def _record(self, tier: Tier, direction: str, copies: Sequence[Copy], duration_s: float) -> None:
+    def _record(
+        self, tier: Tier, direction: str, copies: Sequence[Copy], duration_s: float, turn: str = ""
+    ) -> None:
         if copies:
             blocks = sum(len(c.block_ids) for c in copies)
             block_bytes = sum(kv[0].numel() * kv.element_size() for kv in self.layers)
             tokens, size_bytes = blocks * self.block_tokens, blocks * block_bytes
-            self.transfers.append(Transfer(tier, direction, tokens, size_bytes, duration_s))
+            self.transfers.append(Transfer(tier, direction, tokens, size_bytes, duration_s, turn))

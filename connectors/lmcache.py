@@ -41,8 +41,9 @@ from connectors.lmcache_traps import GIB, Machine, settled
 from connectors.lmcache_worker import TierReport, WorkerSide
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.tiers import Holding, Transfer
-from continuum_lmcache.types import Tier
+from continuum_lmcache.loads import offered
+from continuum_lmcache.tiers import Holding, LoadRule, Transfer
+from continuum_lmcache.types import Tier, TurnId
 
 logger = init_logger("vllm.continuum.lmcache")
 
@@ -53,6 +54,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     On the scheduler's side it is a continuum_lmcache.tiers.TierStore.
     """
 
+    mode = "lmcache-in-process"
+    is_up = True  # it lives and dies with the worker
     copier: type[BlockCopier] = BlockCopier  # a test breaks it on purpose
 
     @classmethod
@@ -78,6 +81,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._rank = vllm_config.parallel_config.rank
         self._worker: WorkerSide | None = None
         self._tiers: Tiers | None = None
+        self._rule: LoadRule | None = None  # None: load all there is
         if role == KVConnectorRole.SCHEDULER:
             database = ChunkedTokenDatabase(self._impl.config, self._impl._manager.lmcache_engine_metadata)
             self._tiers = Tiers(database, self._impl.config.chunk_size, self._addresses)
@@ -90,12 +94,13 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         assert self._tiers is not None, "tiers are known to the scheduler's connector only"
         return self._tiers
 
-    def locate(self, token_ids: Sequence[int]) -> Holding:
+    def locate(self, token_ids: Sequence[int], salt: str = "") -> Holding:  # noqa: ARG002
         """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
 
         Behind by at most the step in flight, and by the disk writes that ended since the last one.
         Hashing is remembered by chunk, so asking again, or for a longer prompt, is cheap. Of a prompt
-        with images, and of requests with LMCache tags, it knows nothing: their keys are others.
+        with images, and of requests with LMCache tags, it knows nothing: their keys are others. The salt
+        is no part of LMCache's in-process keys.
         """
         return self.tiers.locate(token_ids)
 
@@ -112,6 +117,10 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         }
         return {tier: int(size * GIB / self._kv_bytes_per_token) for tier, size in gib.items() if size}
 
+    def load_by(self, rule: LoadRule) -> None:
+        """Load no more of a prompt than `rule` says (continuum_lmcache.tiers.SelectiveLoader)."""
+        self._rule = rule
+
     # ---- scheduler: vLLM's calls
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -121,7 +130,26 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             # LMCache rounds a capped load down to chunks, but not what it tells vLLM, and then dies of
             # the difference when vLLM's hit ends inside a chunk (vllm_v1_adapter.py:1597)
             found = min(found, spec.lmcache_cached_tokens - spec.vllm_cached_tokens)
+            if found > 0 and self._rule is not None:
+                found = self._chosen(request, spec, found)
         return found, is_async
+
+    def _chosen(self, request: Any, spec: Any, found: int) -> int:
+        """How many of the `found` tokens to load, by the rule; LMCache's note of them is cut to fit.
+
+        The note goes to the worker with the step in any case, and there every lookup's pins are
+        undone, load or no load (vllm_v1_adapter.py:1122). What the note names is not stored again: so
+        it keeps what DRAM holds (all that was found, where nothing stays in DRAM), except for a
+        preempted turn, for which LMCache takes what it names for loaded.
+        """
+        held = self.locate(request.all_token_ids)
+        where = offered(held, spec.vllm_cached_tokens, found, request.num_tokens)
+        wanted = self._rule(TurnId(request.request_id), where) if self._rule is not None else found
+        if wanted < found:
+            known = where.dram_tokens if self._impl.config.local_cpu else found
+            kept = wanted if wanted or request.num_preemptions else known
+            spec.lmcache_cached_tokens = spec.vllm_cached_tokens + kept
+        return min(wanted, found)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # not in every supported version

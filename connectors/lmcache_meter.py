@@ -58,7 +58,8 @@ class Meter:
         self._reads.clear()
         start_s = self._clock()
         found = self._retrieve(*args, **kwargs)
-        self._done += with_copy(self._reads, self._clock() - start_s)
+        loads = with_copy(self._reads, self._clock() - start_s)
+        self._done += [replace(load, turn=kwargs.get("req_id") or "") for load in loads]
         return found
 
     def batched_get(self, keys: Any, location: str | None = None) -> Any:

@@ -5,8 +5,9 @@ Every trap was met on a running server; each refusal says what, the numbers, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lmcache.v1.storage_backend.cache_policy import POLICY_MAPPING
@@ -71,12 +72,32 @@ def pool_chunks(settings: Mapping[str, Any], machine: Machine) -> int:
 
 def refuse_traps(settings: Mapping[str, Any], environ: Mapping[str, str], machine: Machine) -> None:
     """Raise ConfigError for the first of `settings` under which LMCache fails, hangs or caches nothing."""
-    _refuse_modes(settings)
-    _refuse_hash(settings["pre_caching_hash_algorithm"], environ)
-    _refuse_dram(settings, machine)
-    _refuse_disk(settings, machine)
-    if machine.on_cpu:
-        _refuse_on_cpu(settings, machine)
+    for refuse in _refusals(settings, environ, machine):
+        refuse()
+
+
+def traps(settings: Mapping[str, Any], environ: Mapping[str, str], machine: Machine) -> list[str]:
+    """Why `refuse_traps` would refuse, the first reason of each kind; [] if it would not."""
+    found = []
+    for refuse in _refusals(settings, environ, machine):
+        try:
+            refuse()
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def _refusals(
+    settings: Mapping[str, Any], environ: Mapping[str, str], machine: Machine
+) -> list[Callable[[], None]]:
+    """The checks of these settings, one a kind of trap."""
+    checks: list[Callable[[], None]] = [
+        partial(_refuse_modes, settings),
+        partial(_refuse_hash, settings["pre_caching_hash_algorithm"], environ),
+        partial(_refuse_dram, settings, machine),
+        partial(_refuse_disk, settings, machine),
+    ]
+    return [*checks, partial(_refuse_on_cpu, settings, machine)] if machine.on_cpu else checks
 
 
 def _refuse_modes(settings: Mapping[str, Any]) -> None:

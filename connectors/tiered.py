@@ -87,7 +87,7 @@ class TieredStore:
         dram = _leading(names, self.dram.names)
         return Found(names[:dram], names[dram : dram + _leading(names[dram:], self.ssd.names)])
 
-    def load(self, now_s: float, names: Sequence[ChunkName], gpu_tokens: int = 0) -> Loading:
+    def load(self, now_s: float, names: Sequence[ChunkName], gpu_tokens: int = 0, turn: str = "") -> Loading:
         """Bring what `find` names, but for whole chunks below `gpu_tokens`, which the GPU has.
 
         Touches all that was found. What comes from the disk stays in DRAM as far as there is room.
@@ -103,8 +103,10 @@ class TieredStore:
         size_bytes, ssd_bytes = self._size(dram) + self._size(ssd), self._size(ssd)
         read_s = self.disk_read.reserve(now_s, ssd_bytes) if ssd else now_s
         done_s = self.up.reserve(read_s, size_bytes) + self.shape.load_latency_s
-        self._record(Tier.DRAM, "load", dram, self.up.seconds(self._size(dram)))
-        self._record(Tier.SSD, "load", ssd, self.disk_read.seconds(ssd_bytes) + self.up.seconds(ssd_bytes))
+        self._record(Tier.DRAM, "load", dram, self.up.seconds(self._size(dram)), turn)
+        self._record(
+            Tier.SSD, "load", ssd, self.disk_read.seconds(ssd_bytes) + self.up.seconds(ssd_bytes), turn
+        )
         return Loading(dram, ssd, done_s)
 
     def store(self, now_s: float, names: Sequence[ChunkName]) -> Storing:
@@ -209,10 +211,12 @@ class TieredStore:
     def _size(self, names: Collection[ChunkName]) -> int:
         return len(names) * self.shape.chunk_bytes
 
-    def _record(self, tier: Tier, direction: str, names: Sequence[ChunkName], duration_s: float) -> None:
+    def _record(
+        self, tier: Tier, direction: str, names: Sequence[ChunkName], duration_s: float, turn: str = ""
+    ) -> None:
         if names:
             tokens = len(names) * self.shape.chunk_tokens
-            self._transfers.append(Transfer(tier, direction, tokens, self._size(names), duration_s))
+            self._transfers.append(Transfer(tier, direction, tokens, self._size(names), duration_s, turn))
 
 
 def _leading(names: Sequence[ChunkName], held: Collection[ChunkName]) -> int:

@@ -51,7 +51,9 @@ class Appraiser:
             survival=self.survival.chances(turn.residency.total_tokens, away_s, now_s),
         )
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
-        return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s))
+        reload_s = self.rates.costs.reload_s(turn.residency, load.survival)
+        ttl_s = min(keep.ttl_s, self.config.max_ttl_s)
+        return replace(keep, ttl_s=ttl_s, reload_s=reload_s)
 
     def tool(self, text: str) -> ToolKey:
         """What the turn that ends with `text` called: of parallel calls, the one known to be slowest."""

@@ -25,16 +25,12 @@ def drop(_turn: Turn, _gaps: Gaps, _costs: Costs, _load: Load, config: Continuum
     return Retention(0.0, config.policy, "never")
 
 
-def static_ttl(
-    _turn: Turn, _gaps: Gaps, _costs: Costs, _load: Load, config: ContinuumConfig
-) -> Retention:
+def static_ttl(_turn: Turn, _gaps: Gaps, _costs: Costs, _load: Load, config: ContinuumConfig) -> Retention:
     """The same TTL for every turn, `continuum.static_ttl_s` (the paper's ablation, Fig. 16)."""
     return Retention(config.static_ttl_s, config.policy, "static", cost_s=config.static_ttl_s)
 
 
-def mean_threshold(
-    turn: Turn, gaps: Gaps, _costs: Costs, _load: Load, config: ContinuumConfig
-) -> Retention:
+def mean_threshold(turn: Turn, gaps: Gaps, _costs: Costs, _load: Load, config: ContinuumConfig) -> Retention:
     """The public prototype: pin for 2 s if the command's mean gap is at most 2 s, or not known yet.
 
     It keys by the command's first word, so the command level is asked here, without an argument.

@@ -30,6 +30,7 @@ class ContinuumConfig:
     max_wait_s: float = 120.0  # after this a waiting turn may take anybody's pin
     program_idle_s: float = 3600.0  # a program not heard of for so long is forgotten
     max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this
+    load_or_recompute: bool = True  # load from a tier only what is measured to be cheaper than computing it
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # true: a KV load that fails fails its request
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs

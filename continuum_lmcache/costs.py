@@ -6,7 +6,8 @@
     [ssd, n)     nowhere                   prefill at that context
 
 and never more than computing all of [gpu, n): loading stops at the tier where computing the rest is
-cheaper, and the connector is to stop there too (`ReloadCost.loaded_tokens`).
+cheaper, and the connector is to stop there too (`ReloadCost.loaded_tokens`, loads.py). What is computed
+is stored again, and where a step waits for its stores that is a cost as well.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Rate:
         return self.fixed_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
 
 
+NO_STALL = Rate(bytes_per_s=math.inf, fixed_s=0.0, samples=0)
+"""No store was ever seen to hold a step up."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReloadCost:
     """PrefillReload of one prompt, in seconds, by where the time goes."""
@@ -58,10 +63,11 @@ class ReloadCost:
     dram_s: float  # DRAM to GPU, of what lies in DRAM
     ssd_s: float  # disk to DRAM to GPU, of what lies on disk
     prefill_s: float  # what must be computed
+    store_s: float = 0.0  # what a step waits to store of that
 
     @property
     def total_s(self) -> float:
-        return self.dram_s + self.ssd_s + self.prefill_s
+        return self.dram_s + self.ssd_s + self.prefill_s + self.store_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class Costs:
     ssd: Rate  # disk to host
     kv_bytes_per_token: int
     chunk_tokens: int  # LMCache's; a tail below it is nowhere
+    store: Rate = NO_STALL  # device to host, as far as a step waits for it; only ever measured
 
     @property
     def measured(self) -> bool:
@@ -89,43 +96,51 @@ class Costs:
         The cheapest of loading nothing, what DRAM holds, and what both hold.
         """
         dram_tokens, ssd_tokens = where.dram_tokens, where.ssd_tokens
-        ways = [self._loading(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
+        ways = [self.loading(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
         return min(ways, key=lambda cost: cost.total_s)
 
     def reload_s(self, where: Residency, survival: Mapping[Tier, float] = CERTAIN) -> float:
         """PrefillReload in seconds, expected over what the tiers may lose before the return.
 
-        `survival` is each tier's chance, 0 to 1, to still hold its stretch then; 1 where it is not
-        named. The tiers are taken as independent. What one loses must be computed, and all that
-        comes after it: a prefix with a hole is no prefix.
+        `survival` names the tiers that there are, with the chance, 0 to 1, that each still holds its
+        stretch then, independently; a tier that is not named loses nothing. A disk is written through:
+        what DRAM loses is read from it, as long as it has not lost it too. What is lost for good must
+        be computed, and all that comes after it: a prefix with a hole is no prefix.
         """
-        expected_s, intact = 0.0, 1.0
-        for at, (tier, stretch) in enumerate(STRETCHES.items()):
-            survives = survival.get(tier, 1.0) if getattr(where, stretch) else 1.0
-            if survives < 1.0:
-                cut = replace(where, **dict.fromkeys(list(STRETCHES.values())[at:], 0))
-                expected_s += intact * (1.0 - survives) * self.reload(cut).total_s
-            intact *= survives
-        return expected_s + intact * self.reload(where).total_s
+        has_disk = Tier.SSD in survival or where.ssd_tokens > 0
+        keeps = survival.get(Tier.SSD, 1.0) if has_disk else 0.0
+        below = replace(where, dram_tokens=0, ssd_tokens=where.dram_tokens + where.ssd_tokens)
+        nowhere_s = self.reload(replace(below, ssd_tokens=0)).total_s
+        without_dram_s = expected(keeps, self.reload(below).total_s, nowhere_s)
+        if where.dram_tokens == 0:
+            return without_dram_s
+        without_disk_s = self.reload(replace(where, ssd_tokens=0)).total_s
+        with_dram_s = expected(keeps, self.reload(where).total_s, without_disk_s)
+        return expected(survival.get(Tier.DRAM, 1.0), with_dram_s, without_dram_s)
 
     @classmethod
     def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> Costs:
         """From a profile that was read at the edge (format: profiles/README.md). Raises ProfileError.
 
-        Sections `prefill`, `dram`, `ssd` hold the fields of PrefillCurve and Rate; `provenance` is
-        for people, anything else is refused.
+        Sections `prefill`, `dram`, `ssd` hold the fields of PrefillCurve and Rate; those in LAB are for
+        a simulator, `provenance` is for people, anything else is refused.
         """
         if not isinstance(profile, Mapping):
             raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
-        refuse_strangers(profile, (*SECTIONS, *COUNTS, "provenance"), where)
+        refuse_strangers(profile, (*SECTIONS, *COUNTS, *LAB, "provenance"), where)
         return cls(
             **{name: section(profile, name, kind, where) for name, kind in SECTIONS.items()},
             kv_bytes_per_token=int(number(profile, "kv_bytes_per_token", where, least=1)),
             chunk_tokens=int(number(profile, "chunk_tokens", where, least=1)),
         )
 
-    def _loading(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
-        """The cost if so much is loaded from each tier and the rest computed."""
+    def loading(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
+        """The cost if so much is loaded from each tier and the rest computed.
+
+        Of what is computed, all that is not in DRAM is stored, as whole chunks.
+        """
+        new_tokens = where.ssd_tokens - ssd_tokens + where.recompute_tokens
+        stored_tokens = new_tokens - new_tokens % self.chunk_tokens
         ssd_bytes = ssd_tokens * self.kv_bytes_per_token
         there_tokens = where.gpu_tokens + dram_tokens + ssd_tokens
         return ReloadCost(
@@ -133,12 +148,18 @@ class Costs:
             dram_s=self.dram.seconds(dram_tokens * self.kv_bytes_per_token),
             ssd_s=self.ssd.seconds(ssd_bytes) + self.dram.seconds(ssd_bytes),
             prefill_s=self.prefill_s(where.total_tokens - there_tokens, there_tokens),
+            store_s=self.store.seconds(stored_tokens * self.kv_bytes_per_token),
         )
 
 
-STRETCHES = {Tier.GPU: "gpu_tokens", Tier.DRAM: "dram_tokens", Tier.SSD: "ssd_tokens"}
 SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": Rate, "ssd": Rate}
 COUNTS = ("kv_bytes_per_token", "chunk_tokens")
+LAB = ("step", "dram_store", "ssd_store", "kv_tokens")  # of the same file; no TTL depends on them
+
+
+def expected(chance: float, with_it_s: float, without_s: float) -> float:
+    """The mean of two costs, the first of which has this chance."""
+    return chance * with_it_s + (1.0 - chance) * without_s
 
 
 def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any:

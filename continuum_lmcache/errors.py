@@ -6,6 +6,7 @@ ContinuumError
 ├── ProfileError      a measured profile is missing, malformed, or not believable
 ├── GapsError         saved tool durations are not what their format says
 ├── TraceError        a trace file is not what its format says
+├── ServerError       a running server does not answer, or not as vLLM does
 └── InvariantError    this package's own books do not balance: a bug, please report
 """
 
@@ -32,6 +33,10 @@ class GapsError(ContinuumError, ValueError):
 
 class TraceError(ContinuumError, ValueError):
     """A trace file is not what its format says."""
+
+
+class ServerError(ContinuumError, RuntimeError):
+    """A running server does not answer, or not as vLLM does."""
 
 
 class InvariantError(ContinuumError, AssertionError):

@@ -8,13 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
-from continuum_lmcache.costs import Costs, Rate
+from continuum_lmcache.costs import NO_STALL, Costs, PrefillCurve, Rate
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
 
 LEAST_GAIN = 0.1  # a lasting change arrives within 2 % (of its logarithm) after 40 loads
-PRIOR_LOADS = 5  # what the profile weighs at first: the first load moves the rate by 1/5 of its error
+PRIOR_LOADS = 5  # what a measured rate weighs at first: the first load moves it by 1/5 of its error
+GUESS_LOADS = 2  # what an assumed one weighs
+NO_PRIOR = 1  # the first sample is believed as it is
+AGREEING, FAR_OFF = 3, 2.0  # loads in a row, and times: a change, not noise
+MOST_DRIFT = 1e6  # times; no tier is further from its profile than this
 MOST_OFF = 10.0  # times; a load further off than this says no more than one that is
 LEAST_READ_SHARE = 0.1  # of a disk load's seconds; the copy after it cannot have taken all of it
 SETTLING_S = 300.0  # half of what a fill rate remembers is younger than ln 2 times this
@@ -27,39 +32,66 @@ class Drift:
 
     log_slower: float = 0.0
     loads: int = 0
+    prior: int = PRIOR_LOADS  # loads that the profile's rate weighs at first
+    latest: tuple[float, ...] = ()  # the last loads' log_slower, AGREEING at most
 
     def toward(self, log_slower: float) -> Drift:
-        """After one more load, as robust as a mean can be: its error is cut at MOST_OFF."""
-        cut = math.log(MOST_OFF)
-        error = max(-cut, min(cut, log_slower - self.log_slower))
-        gain = max(LEAST_GAIN, 1.0 / (self.loads + PRIOR_LOADS))
-        return Drift(self.log_slower + gain * error, self.loads + 1)
+        """After one more load, as robust as a mean can be: its error is cut at MOST_OFF.
+
+        But AGREEING loads in a row that are off by more than FAR_OFF, all to one side, are no noise:
+        the tier has another rate now, and theirs is taken.
+        """
+        latest = (*self.latest, log_slower)[-AGREEING:]
+        errors = [one - self.log_slower for one in latest]
+        far = math.log(FAR_OFF)
+        if len(latest) == AGREEING and (min(errors) > far or max(errors) < -far):
+            found = median(latest)
+        else:
+            cut = math.log(MOST_OFF)
+            error = max(-cut, min(cut, errors[-1]))
+            found = self.log_slower + max(LEAST_GAIN, 1.0 / (self.loads + self.prior)) * error
+        most = math.log(MOST_DRIFT)
+        return replace(self, log_slower=max(-most, min(most, found)), loads=self.loads + 1, latest=latest)
 
     def of(self, rate: Rate) -> Rate:
         """The profile's rate, corrected. Its samples are the profile's and the loads since."""
         slower = math.exp(self.log_slower)
         return Rate(rate.bytes_per_s / slower, rate.fixed_s * slower, rate.samples + self.loads)
 
+    def of_curve(self, curve: PrefillCurve) -> PrefillCurve:
+        """The profile's prefill curve, corrected alike."""
+        slower = math.exp(self.log_slower)
+        return PrefillCurve(
+            curve.fixed_s * slower,
+            curve.per_token_s * slower,
+            curve.per_pair_s * slower,
+            curve.samples + self.loads,
+        )
+
 
 class Rates:
-    """Costs whose tier rates follow the loads: the profile times one factor per tier.
+    """Costs whose rates follow the loads and the steps: the profile times one factor each.
 
     The factor is an exponentially weighted mean of log(seconds taken / seconds the profile says), a
     geometric mean, so that twice as slow and twice as fast weigh the same. One load, however slow,
-    moves a rate by 10**(1/5), 1.6 times, at most; 50 loads at a tenth of the rate bring it there
-    within 2 %. Both parts of a Rate move together: loads of one size cannot tell them apart, and at
-    the sizes that are loaded the prediction is right.
+    moves a measured rate by 10**(1/5), 1.6 times, at most, and an assumed one by 10**(1/2); three in a
+    row that agree on another rate move it there. Both parts of a Rate move together: loads of one
+    size cannot tell them apart, and at the sizes that are loaded the prediction is right. The prefill
+    curve follows in the same way. What a step waits for its stores is learned from them alone.
     """
 
     def __init__(self, costs: Costs) -> None:
         self._profile = costs
         self.costs = costs
-        self.drifts = {Tier.DRAM: Drift(), Tier.SSD: Drift()}
+        self.drifts = {Tier.DRAM: Drift(prior=prior(costs.dram)), Tier.SSD: Drift(prior=prior(costs.ssd))}
+        self.pace = Drift(prior=prior(costs.prefill))
+        self.stall = Drift(prior=NO_PRIOR)
         self.refused = 0  # transfers that cannot be: no bytes, no time, or an unknown tier
 
     def observe(self, moved: Transfer) -> None:
-        """Learn from one load. Stores do not count: nothing waits for the way back to be as fast."""
+        """Learn from one movement: a load, or a store that a step waited for."""
         if moved.direction == "store":
+            self._stored(moved)
             return
         if not believable(moved) or moved.tier not in self.drifts:
             self.refused += 1
@@ -67,10 +99,43 @@ class Rates:
         said_s = self._rate(moved.tier).seconds(moved.size_bytes)
         log_slower = math.log(self._own_s(moved)) - math.log(said_s)
         self.drifts[moved.tier] = self.drifts[moved.tier].toward(log_slower)
+        self._correct()
+
+    def computed(self, took_s: float, said_s: float) -> None:
+        """Learn from one step: its seconds without loads and stores, and what `costs` said of its tokens."""
+        if not (0.0 < took_s < math.inf and 0.0 < said_s < math.inf):
+            self.refused += 1
+            return
+        self.pace = self.pace.toward(self.pace.log_slower + math.log(took_s) - math.log(said_s))
+        self._correct()
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """How many measurements stand behind each rate; 0: it is assumed."""
+        of = self.costs
+        counts = (of.prefill.samples, of.dram.samples, of.ssd.samples, of.store.samples)
+        return dict(zip(("prefill", "dram", "ssd", "store"), counts, strict=True))
+
+    def _stored(self, moved: Transfer) -> None:
+        """A disk's own writes hold no step up; a store to DRAM is told with the tier DRAM."""
+        if not moved.in_step or moved.tier is not Tier.DRAM:
+            return
+        if not believable(moved):
+            self.refused += 1
+            return
+        said_s = self._profile.dram.seconds(moved.size_bytes)
+        self.stall = self.stall.toward(math.log(moved.duration_s) - math.log(said_s))
+        self._correct()
+
+    def _correct(self) -> None:
+        of = self._profile
+        back = replace(self.stall.of(of.dram), samples=self.stall.loads)  # the dram rate is only its scale
         self.costs = replace(
-            self._profile,
-            dram=self.drifts[Tier.DRAM].of(self._profile.dram),
-            ssd=self.drifts[Tier.SSD].of(self._profile.ssd),
+            of,
+            prefill=self.pace.of_curve(of.prefill),
+            dram=self.drifts[Tier.DRAM].of(of.dram),
+            ssd=self.drifts[Tier.SSD].of(of.ssd),
+            store=back if self.stall.loads else NO_STALL,
         )
 
     def _rate(self, tier: Tier) -> Rate:
@@ -110,6 +175,16 @@ class Fill:
         left = math.exp(-max(0.0, now_s - self.last_s) / SETTLING_S)
         seen_s = max(LEAST_SEEN_S, now_s - self.first_s)
         return self.tokens * left / (-math.expm1(-seen_s / SETTLING_S) * SETTLING_S)
+
+    def chance(self, room_tokens: float, after_s: float, now_s: float) -> float:
+        """That no more than `room_tokens` come in within `after_s`."""
+        coming = self.tokens_per_s(now_s) * max(0.0, after_s)
+        if room_tokens < 0:
+            return 0.0
+        if coming <= 0:
+            return 1.0
+        spread = math.sqrt(coming * self.squares / self.tokens)
+        return 0.5 * math.erfc((coming - room_tokens) / (spread * math.sqrt(2.0)))
 
 
 FILLS = {  # what comes into which tiers with a transfer
@@ -155,14 +230,12 @@ class Survival:
 
     def _chance(self, tier: Tier, prefix_tokens: int, after_s: float, now_s: float) -> float:
         fill = self.fills[tier]
-        coming = fill.tokens_per_s(now_s) * max(0.0, after_s)
-        room = self.capacity_tokens[tier] - prefix_tokens
-        if room < 0:
-            return 0.0
-        if coming <= 0:
-            return 1.0
-        spread = math.sqrt(coming * fill.squares / fill.tokens)
-        return 0.5 * math.erfc((coming - room) / (spread * math.sqrt(2.0)))
+        return fill.chance(self.capacity_tokens[tier] - prefix_tokens, after_s, now_s)
+
+
+def prior(rate: Rate | PrefillCurve) -> int:
+    """How many loads a profile's rate is worth."""
+    return PRIOR_LOADS if rate.samples else GUESS_LOADS
 
 
 def believable(moved: Transfer) -> bool:

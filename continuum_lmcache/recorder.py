@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from continuum_lmcache.errors import ConfigError, InvariantError
+from continuum_lmcache.returns import Reloaded
 from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, ToolKey, TurnId
 
 Event = dict[str, Any]
@@ -133,6 +134,20 @@ class Recorder:
             output_tokens=output_tokens,
             last=last,
             retention=explained(retention) if retention else None,
+        )
+
+    def reloaded(self, now_s: float, found: Reloaded) -> None:
+        """A turn whose context the GPU had lost has it back: what that was foretold to cost, and cost."""
+        self._add(
+            now_s,
+            found.program,
+            "reloaded_time",
+            found.turn,
+            foretold_s=plain(found.foretold_s),
+            took_s=plain(found.took_s),
+            load_s=plain(found.load_s),
+            loaded_tokens=found.loaded_tokens,
+            computed_tokens=found.computed_tokens,
         )
 
     def pinned(self, now_s: float, pin: Pin) -> None:

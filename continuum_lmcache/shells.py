@@ -19,6 +19,7 @@ PIECE = re.compile(
     re.DOTALL,
 )
 
+
 def steps(command: str) -> list[list[str]]:
     """The simple commands of a compound, as words without quotes, redirections and bodies."""
     return Splitter(command).split()

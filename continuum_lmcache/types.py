@@ -98,6 +98,7 @@ class Retention:
     cost_s: float = 0.0  # what holding the memory is charged with
     samples: int = 0  # durations behind the estimate
     level: str = ""  # which distribution answered: "tool", "all", "cold"
+    reload_s: float = 0.0  # PrefillReload, if the GPU's copy is lost
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from rich.table import Table
 from rich.text import Text
 
 from continuum_lmcache.errors import TraceError
-from experiments.measures import (
+from continuum_lmcache.records.measures import (
     Bin,
     calibration,
+    forecast_errors,
     jct_s,
     measure,
     outcomes,
@@ -35,7 +36,7 @@ from experiments.measures import (
     tools,
     waits_s,
 )
-from experiments.recordings import Recording, load, to_trace
+from continuum_lmcache.records.recordings import Recording, load, to_trace
 
 matplotlib.use("Agg")  # no display
 matplotlib.rcParams["svg.hashsalt"] = "continuum"  # the same recording gives the same file
@@ -107,10 +108,11 @@ def refusal(error: Exception) -> typer.Exit:
 
 
 def tables(runs: Sequence[Recording]) -> list[Table]:
-    """The comparison, then each run's pins, tools and calibration."""
+    """The comparison, then each run's pins, tools, calibration and reloads."""
     found = [comparison(runs)]
     for run in runs:
-        found += [table for table in (pin_table(run), tool_table(run), calibration_table(run)) if table.rows]
+        made = (pin_table(run), tool_table(run), calibration_table(run), reload_table(run))
+        found += [table for table in made if table.rows]
     return found
 
 
@@ -154,6 +156,16 @@ def calibration_table(run: Recording) -> Table:
     table = titled(f"Calibration: {run.name}", *heads)
     for found in calibration(run):
         table.add_row(*map(shown, (found.promised, found.realised, found.watches, found.censored)))
+    return table
+
+
+def reload_table(run: Recording) -> Table:
+    """Whether PrefillReload came true."""
+    heads = ("context back on the GPU", "returns", "foretold, median [s]", "took, median [s]")
+    table = titled(f"Reload: {run.name}", *heads, "error, median", "error, P90")
+    for name, found in forecast_errors(run).items():
+        errors = [f"{error:.0%}" if error is not None else "-" for error in (found.median, found.p90)]
+        table.add_row(name, shown(found.reloads), shown(found.foretold_s), shown(found.took_s), *errors)
     return table
 
 

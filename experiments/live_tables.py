@@ -10,11 +10,11 @@ from pathlib import Path
 from matplotlib import pyplot as plt
 from rich.table import Table
 
+from continuum_lmcache.records.measures import calibration, percentile
+from continuum_lmcache.records.recordings import Recording
+from continuum_lmcache.records.stories import Turn
 from experiments.analyze import draw_calibration, printable, shown, titled
 from experiments.forced_calls import FORMS, Call, Script, known, recognised
-from experiments.measures import calibration, percentile
-from experiments.recordings import Recording
-from experiments.stories import Turn
 
 STRETCH = 100  # turns of a row in the table over time
 

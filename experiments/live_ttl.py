@@ -35,6 +35,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from continuum_lmcache.errors import TraceError
+from continuum_lmcache.records.recordings import load
 from experiments.analyze import calibration_table
 from experiments.client import Client, TurnFailed, request_body
 from experiments.cpu_profile import profile, timed
@@ -51,7 +52,6 @@ from experiments.live_tables import (
     ttl_table,
     views,
 )
-from experiments.recordings import load
 from experiments.server import ServerError, serve
 from experiments.tiny_model import make_model
 from experiments.workload import Program, load_trace

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from connectors.lmcache_disk import takes_odirect
 from profiles.timing import Budget, Sample, Timer, in_turns
 
 THREADS = 4  # LMCache's disk_io_threads
@@ -29,6 +28,9 @@ class Files:
     """Chunk files in one folder on the disk to be measured."""
 
     def __init__(self, folder: Path, chunk_bytes: int, count: int) -> None:
+        # LMCache brings numba, which vLLM's CPU worker must not find when an engine starts (vLLM 0.32)
+        from connectors.lmcache_disk import takes_odirect
+
         self.folder, self.chunk_bytes, self.count = folder, chunk_bytes, count
         self.direct = chunk_bytes % ALIGNMENT_BYTES == 0 and takes_odirect(folder)
         self._pool = ThreadPoolExecutor(THREADS)

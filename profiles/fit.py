@@ -6,7 +6,7 @@ gains time with size has been measured wrongly and `Costs` refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,36 @@ def fit_decode(seconds: Mapping[tuple[int, int], float]) -> Fit:
     """A decode step's coefficients from {(sequences, context tokens of each): seconds}."""
     rows = [(1.0, batch, batch * context) for batch, context in seconds]
     return fitted(("fixed_s", "per_sequence_s", "per_cached_token_s"), rows, list(seconds.values()))
+
+
+def fit_step(seconds: Mapping[tuple[int, int, int], float]) -> Fit:
+    """StepCurve's coefficients (experiments/sim/step_time.py) from {(chunk, context, decoding): seconds}.
+
+    A chunk of 0 decodes only. The linear layers take as long as for `floor` tokens while there are
+    fewer: k * max(floor, n) is linear in k, so each floor is tried and the best one kept.
+    """
+    fits = {floor: fitted(STEP_TERMS, step_rows(seconds, floor), list(seconds.values())) for floor in FLOORS}
+    floor, best = min(fits.items(), key=lambda pair: sum(r * r for r in pair[1].residuals))
+    terms = best.terms | {"least_linear_s": floor * best.terms["per_token_s"], "half_rate_tokens": 0.0}
+    return Fit(terms, best.r2, best.residuals)
+
+
+FLOORS = (0, 32, 64, 128, 256, 512)
+STEP_TERMS = ("fixed_s", "per_sequence_s", "per_token_s", "per_pair_s", "per_cached_token_s")
+
+
+def step_rows(points: Iterable[tuple[int, int, int]], floor: int) -> list[tuple[float, ...]]:
+    """What each coefficient of a step is multiplied by."""
+    return [
+        (
+            1.0,
+            batch + (chunk > 0),
+            max(floor, chunk + batch),
+            chunk * context + chunk * chunk / 2,
+            batch * context,
+        )
+        for chunk, context, batch in points
+    ]
 
 
 def refuse_poor(fit: Fit, what: str, force: bool) -> None:

@@ -57,7 +57,7 @@ def measure(
             }
     if isinstance(mover, CudaMover):
         facts["load_while_computing"] = while_computing(mover, 16, timer)
-    return Measured(engine.kv_shape, CHUNK_TOKENS, prefill, steps, copies, disk), facts
+    return Measured(engine.kv_shape, CHUNK_TOKENS, prefill, steps, copies, disk, engine.kv_tokens), facts
 
 
 def time_steps(

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from profiles.engine_timing import KvShape
-from profiles.fit import Fit, fit_decode, fit_load, fit_prefill, refuse_poor
+from profiles.fit import Fit, fit_decode, fit_load, fit_prefill, fit_step, refuse_poor
 from profiles.timing import Sample, Which, rounded, summary
 
 Timings = dict[Any, list[Sample]]
@@ -23,6 +23,7 @@ class Measured:
     steps: Timings  # by (chunk tokens, context tokens, decoding sequences)
     copies: Timings  # by ("load" | "store", chunks)
     disk: Timings  # likewise
+    kv_tokens: int  # what the engine's KV cache held
 
     @property
     def chunk_bytes(self) -> int:
@@ -38,6 +39,7 @@ def profile_of(measured: Measured, which: Which, force: bool = False) -> dict[st
     refuse_poor(prefill, "prefill", force)
     dram, down = loads(measured, measured.copies, which)
     ssd, write = loads(measured, measured.disk, Which.WALL)
+    step, step_terms = step_section(measured, which)
     counted = sum(map(len, measured.prefill.values()))
     return {
         "prefill": {**rounded_terms(prefill), "samples": counted},
@@ -45,18 +47,32 @@ def profile_of(measured: Measured, which: Which, force: bool = False) -> dict[st
         "ssd": ssd["rate"],
         "kv_bytes_per_token": measured.shape.bytes_per_token,
         "chunk_tokens": measured.chunk_tokens,
+        "step": step_terms,
+        "dram_store": down["rate"],
+        "ssd_store": write["rate"],
+        "kv_tokens": measured.kv_tokens,
         "provenance": {
             "measured": True,
             "clock": which.value,
             "prefill_fit": prefill.provenance()
             | points(measured.prefill, ("tokens", "context_tokens"), which),
+            "step_fit": step.provenance(),
             "steps": step_report(measured.steps, which),
             "host_to_device": dram["fit"],
-            "device_to_host": {"rate": down["rate"], **down["fit"]},
+            "device_to_host": down["fit"],
             "disk_read": ssd["fit"],
-            "disk_write": {"rate": write["rate"], **write["fit"]},
+            "disk_write": write["fit"],
         },
     }
+
+
+def step_section(measured: Measured, which: Which) -> tuple[Fit, dict[str, Any]]:
+    """How long a step takes, from the steps and from the prefills that one step can hold."""
+    longest = max(chunk for chunk, _, _ in measured.steps)
+    alone = {(n, c, 0): s for (n, c), s in medians(measured.prefill, which).items() if n <= longest}
+    fit = fit_step(alone | medians(measured.steps, which))
+    counted = sum(map(len, measured.steps.values()))
+    return fit, {**rounded_terms(fit), "samples": counted}
 
 
 def loads(measured: Measured, timings: Timings, which: Which) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,7 @@ class Bench:
         self.preempted: list[str] = []
         self.done: dict[str, list[int]] = {}  # request id -> all its tokens
         self.stats: Any = None
+        self.step_seconds: Callable[[Any], float] = lambda _: 0.1  # by the step's output
         self._count = 0
         self._ahead = 1 if is_async else 0
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
@@ -117,7 +118,7 @@ class Bench:
         self.scheduler.add_request(request)
         return request.request_id
 
-    def step(self, seconds: float = 0.1) -> int:
+    def step(self, seconds: float | None = None) -> int:
         """One engine step; returns the tokens it scheduled."""
         output = self.scheduler.schedule()
         self.order += [new.req_id for new in output.scheduled_new_reqs]
@@ -129,7 +130,7 @@ class Bench:
             req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
         )
         self._in_flight.append((output, runner))
-        self.now_s += seconds
+        self.now_s += self.step_seconds(output) if seconds is None else seconds
         while len(self._in_flight) > (self._ahead if ids else 0):
             self._deliver(*self._in_flight.popleft())
         self.keeper.ledger.check()

@@ -7,9 +7,10 @@ from matplotlib import image
 from recorded import KEEP, PROTOTYPE, Run, printed, saved, told
 
 from continuum_lmcache.recorder import META, Recorder
-from continuum_lmcache.types import Outcome
-from experiments.measures import measure, outcomes
-from experiments.recordings import load
+from continuum_lmcache.records.measures import forecast_errors, measure, outcomes
+from continuum_lmcache.records.recordings import load
+from continuum_lmcache.returns import Reloaded
+from continuum_lmcache.types import Outcome, ProgramId, TurnId
 
 
 @pytest.fixture
@@ -111,3 +112,24 @@ def test_a_name_cannot_command_the_terminal(tmp_path: Path) -> None:
 def test_one_recording_or_two_must_be_named(tmp_path: Path) -> None:
     assert "two with --compare" in printed("report", status=2)
     assert "two with --compare" in printed("report", tmp_path, "--compare", tmp_path, tmp_path, status=2)
+
+
+def test_forecasts_of_the_reload_stand_beside_what_it_took(tmp_path: Path) -> None:
+    """60 loads of 1 s: the first 50 foretold as 2 s, off by 100 %, the rest as 1.1 s; and one computed."""
+    run = Run()
+    for number in range(61):
+        run.turn("a", f"a{number}", (number, number, number + 0.5))
+        foretold_s, loaded = (2.0 if number < 50 else 1.1), (0 if number == 60 else 300)
+        found = Reloaded(TurnId(f"a{number}"), ProgramId("a"), foretold_s, 0.75, 0.25, loaded, 40)
+        run.recorder.reloaded(number + 0.5, found)
+    path = told(tmp_path, run.recorder)
+    errors = forecast_errors(load(path))
+    assert {name: e.reloads for name, e in errors.items()} == {
+        "all": 61,
+        "computed only": 1,
+        "loaded": 60,
+        "loaded, after 50 loads": 10,
+    }
+    assert (errors["loaded"].median, errors["loaded"].p90) == pytest.approx((1.0, 1.0))
+    assert errors["loaded, after 50 loads"].median == pytest.approx(0.1)
+    assert "Reload:" in printed("report", path)

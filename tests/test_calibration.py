@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from recorded import KEEP, Run, told
 
 from continuum_lmcache.recorder import Recorder
+from continuum_lmcache.records.measures import Watch, calibration, realised
+from continuum_lmcache.records.recordings import load
 from continuum_lmcache.types import Outcome, ProgramId, Retention
-from experiments.measures import Watch, calibration, realised
-from experiments.recordings import load
 
 
 def test_kaplan_meier_by_hand() -> None:

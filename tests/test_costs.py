@@ -70,24 +70,33 @@ def test_what_a_tier_may_lose_is_weighed_by_its_chance():
     assert SLOW_GPU.reload_s(where, {Tier.DRAM: 0.75}) == pytest.approx(0.75 * 3.5 + 0.25 * 34.5)
 
 
-def test_a_prefix_with_a_hole_is_no_prefix():
-    """DRAM surely lost: the disk's stretch behind it is of no use."""
+def test_what_dram_loses_is_read_from_the_disk_behind_it():
+    """40 tokens from the disk: 1 + 40/2 = 21 s and the copy 0.5 + 40/10 = 4.5 s; computing them 56 s."""
+    for where in (Residency(20, 30, 10, 60), Residency(20, 40, 0, 60)):
+        lost = SLOW_GPU.reload_s(where, {Tier.DRAM: 0.0, Tier.SSD: 1.0})
+        assert lost == pytest.approx(21.0 + 4.5)
+
+
+def test_what_no_tier_keeps_is_computed():
+    """40 after 20: 40 + 0.01 * (800 + 800) = 56 s; half the time it is still on the disk."""
     where = Residency(20, 30, 10, 60)
-    lost = SLOW_GPU.reload_s(where, {Tier.DRAM: 0.0, Tier.SSD: 1.0})
-    assert lost == pytest.approx(SLOW_GPU.prefill_s(40, 20))
+    assert SLOW_GPU.reload_s(where, {Tier.DRAM: 0.0, Tier.SSD: 0.0}) == pytest.approx(56.0)
+    assert SLOW_GPU.reload_s(where, {Tier.DRAM: 0.0, Tier.SSD: 0.5}) == pytest.approx((56.0 + 25.5) / 2)
+    in_dram = Residency(20, 40, 0, 60)
+    assert SLOW_GPU.reload_s(in_dram, {Tier.DRAM: 0.0}) == pytest.approx(56.0), "there is no disk"
 
 
-def test_a_tier_that_holds_nothing_can_lose_nothing():
+def test_a_disk_that_loses_its_copy_of_what_is_in_dram_costs_nothing():
     where = Residency(0, 30, 0, 40)
-    assert SLOW_GPU.reload_s(where, {Tier.SSD: 0.0, Tier.GPU: 0.0}) == SLOW_GPU.reload_s(where)
+    assert SLOW_GPU.reload_s(where, {Tier.SSD: 0.0, Tier.DRAM: 1.0}) == SLOW_GPU.reload_s(where)
 
 
-@given(PLACES, st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
-def test_a_reload_costs_at_most_what_computing_everything_costs(where, gpu, dram, ssd):
+@given(PLACES, st.floats(0, 1), st.floats(0, 1))
+def test_a_reload_costs_at_most_what_computing_everything_costs(where, dram, ssd):
     for costs in (SLOW_GPU, UNMEASURED):
         below_tokens = where.total_tokens - where.gpu_tokens
         assert 0.0 <= costs.reload_s(where) <= costs.prefill_s(below_tokens, where.gpu_tokens)
-        weighed_s = costs.reload_s(where, {Tier.GPU: gpu, Tier.DRAM: dram, Tier.SSD: ssd})
+        weighed_s = costs.reload_s(where, {Tier.DRAM: dram, Tier.SSD: ssd})
         everything_s = costs.prefill_s(where.total_tokens) + 2 * costs.prefill.fixed_s
         assert costs.reload_s(where) * (1 - 1e-9) <= weighed_s <= everything_s * (1 + 1e-9)
 

@@ -1,8 +1,9 @@
-"""Who may import whom: experiments -> connectors -> core <- vllm_plugin. Structure, held by a test."""
+"""Who may import whom: experiments -> connectors -> core <- vllm_plugin, console. Held by a test."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +11,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CORE = sorted((ROOT / "continuum_lmcache").glob("*.py"))
 PLUGIN = sorted((ROOT / "continuum_lmcache" / "vllm_plugin").glob("*.py"))
+RECORDS = sorted((ROOT / "continuum_lmcache" / "records").glob("*.py"))
+CONSOLE = sorted((ROOT / "continuum_lmcache" / "console").glob("*.py"))
+CONSOLE_LIBRARIES = {"typer", "httpx", "yaml", "plotly", "rich", "prometheus_client"}
 CONNECTORS = sorted((ROOT / "connectors").glob("*.py"))
 
 
-def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def imported(path: Path, at_import: bool = False) -> Iterator[str]:
+    """Modules that a file imports; `at_import`: those only that it needs to be imported itself."""
+    tree = ast.parse(path.read_text())
+    for node in [*tree.body] if at_import else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -46,6 +52,34 @@ def test_only_the_plugin_and_the_connectors_import_vllm_and_only_connectors_lmca
         assert "lmcache" not in tops(path) or path.name.startswith("lmcache"), path
 
 
+def test_records_are_read_with_the_standard_library_and_the_core() -> None:
+    for path in RECORDS:
+        assert tops(path) <= sys.stdlib_module_names | {"continuum_lmcache"}, path
+        assert not any("vllm_plugin" in name or "console" in name for name in imported(path)), path
+        assert not tops(path) & {"time", "datetime", "socket", "threading"}, path
+
+
+def test_the_console_asks_the_core_and_few_libraries_and_connectors_only_when_run() -> None:
+    for path in CONSOLE:
+        assert tops(path) <= sys.stdlib_module_names | CONSOLE_LIBRARIES | {"continuum_lmcache", "connectors"}
+        assert "connectors" not in {name.partition(".")[0] for name in imported(path, at_import=True)}, path
+        assert "connectors" not in tops(path) or path.name == "connector.py", path
+        assert not any("vllm_plugin" in name for name in imported(path)), path
+
+
+def test_the_console_starts_without_the_engines_and_the_plotting() -> None:
+    """By what is really loaded: the doctor must run where no engine is installed."""
+    heavy = {"vllm", "lmcache", "torch", "plotly", "connectors", "numpy"}
+    code = f"import sys, continuum_lmcache.console.app; sys.exit(str({heavy!r} & set(sys.modules)))"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.stderr.strip() == "set()"
+
+
+def test_only_the_edges_know_of_the_console() -> None:
+    for path in [*CORE, *PLUGIN, *CONNECTORS]:
+        assert not any("console" in name or ".records" in name for name in imported(path)), path
+
+
 def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
     """Each one more is a seam that the next vLLM may move (docs/decisions/0001)."""
     tree = ast.parse((ROOT / "continuum_lmcache/vllm_plugin/scheduler.py").read_text())
@@ -58,6 +92,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "add_request",
         "_free_request",
         "_update_after_schedule",
+        "update_from_output",
         "has_requests",
         "make_stats",
         "reset_prefix_cache",
@@ -67,5 +102,5 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
 
 
 def test_no_file_of_the_package_passes_300_lines() -> None:
-    for path in [*CORE, *PLUGIN, *CONNECTORS]:
+    for path in [*CORE, *PLUGIN, *CONNECTORS, *RECORDS, *CONSOLE]:
         assert len(path.read_text().splitlines()) <= 300, path

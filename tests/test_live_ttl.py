@@ -13,6 +13,9 @@ from rich.table import Table
 
 from continuum_lmcache.costs import Costs
 from continuum_lmcache.errors import TraceError
+from continuum_lmcache.records.measures import watches
+from continuum_lmcache.records.recordings import Recording, load
+from continuum_lmcache.records.stories import Turn
 from continuum_lmcache.toolcalls import tool_key
 from continuum_lmcache.types import ProgramId, Retention, ToolKey, TurnId
 from experiments.cpu_profile import LENGTHS_TOKENS, profile
@@ -27,9 +30,6 @@ from experiments.live_tables import (
     views,
 )
 from experiments.live_ttl import Pace, chosen
-from experiments.measures import watches
-from experiments.recordings import Recording, load
-from experiments.stories import Turn
 from experiments.workload import Program, TurnSpec, load_trace
 
 PYTEST = Call(SHELL, "cd /testbed && python -m pytest tests/a.py -q | tail", 1.5, 20)

@@ -67,5 +67,5 @@ def test_a_loads_time_is_from_its_first_look_to_the_end_of_its_copy(rig):
     r.worker._meter._clock = lambda: next(ticks)
     r.load(prompt(1, 2))
     assert r.worker._meter.take() == [
-        Transfer(Tier.SSD, "load", 2 * CHUNK, 2 * CHUNK * r.bytes_per_token, 6.0)
+        Transfer(Tier.SSD, "load", 2 * CHUNK, 2 * CHUNK * r.bytes_per_token, 6.0, turn="r")
     ]

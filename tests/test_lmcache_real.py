@@ -132,6 +132,7 @@ def engine(tmp_path_factory):
         **CPU_ENV,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a test looks into the worker
     }
     with pytest.MonkeyPatch.context() as env:
         for name, value in settings.items():
@@ -243,6 +244,54 @@ def test_a_load_that_fails_is_recomputed_unless_the_user_wants_an_error(engine):
     strict = with_extra(engine, **{"continuum.fail_on_load_error": True})
     settle(strict, announce=False)
     assert strict.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+def pinned_chunks() -> int:
+    """Chunks that the worker holds pinned, in DRAM and on disk. Runs in the worker."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    backends = get_kv_transfer_group()._impl.lmcache_engine.storage_manager.storage_backends
+    in_dram, on_disk = backends["LocalCPUBackend"].hot_cache, backends["LocalDiskBackend"].dict
+    return sum(chunk.is_pinned for held in (in_dram, on_disk) for chunk in list(held.values()))
+
+
+@pytest.fixture
+def rule(engine):
+    """Lets a test say what is loaded, as the scheduler's judge does; everything again afterwards."""
+    yield engine.connector.load_by
+    engine.connector.load_by(lambda _, where: where.dram_tokens + where.ssd_tokens)
+
+
+def test_a_declined_load_is_computed_exactly_and_leaves_no_pin_behind(engine, rule):
+    p = prompt(70, 3)
+    cold = engine.run(p)[0]
+    asked = []
+    rule(lambda _, where: asked.append(where) or 0)
+    for _ in range(2):
+        engine.forget_gpu()
+        assert engine.located(p) == Holding(3 * CHUNK, 0)
+        assert engine.run(p)[0] == cold
+        assert asked[-1].dram_tokens == 3 * CHUNK
+        assert engine.llm.collective_rpc(pinned_chunks) == [0]
+    rule(lambda _, where: where.dram_tokens)
+    engine.forget_gpu()
+    assert engine.run(p)[0][0] == 3 * CHUNK, "it was still there"
+
+
+def test_the_disks_part_is_computed_where_only_drams_is_wanted_and_is_in_dram_then(engine, rule):
+    p = prompt(71, 3)
+    engine.run(p)
+    engine.run(prompt(97, DRAM_CHUNKS))  # takes all of DRAM
+    engine.forget_gpu()
+    assert engine.located(p) == Holding(0, 3 * CHUNK)
+    engine.run(p[: CHUNK + 64])  # brings its first chunk back from the disk
+    engine.forget_gpu()
+    assert engine.located(p) == Holding(CHUNK, 2 * CHUNK)
+    rule(lambda _, where: where.dram_tokens)
+    reused, steps = engine.run(p)[0]
+    assert reused == CHUNK and len(steps) == 8
+    assert engine.llm.collective_rpc(pinned_chunks) == [0]
+    assert engine.located(p) == Holding(3 * CHUNK, 0)
 
 
 def test_a_copy_that_brings_nothing_is_noticed(engine):

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -15,7 +17,7 @@ from continuum_lmcache.costs import Costs  # noqa: E402
 from continuum_lmcache.errors import ProfileError  # noqa: E402
 from profiles import disk_timing  # noqa: E402
 from profiles.engine_timing import KvShape  # noqa: E402
-from profiles.fit import fit_decode, fit_load, fit_prefill, refuse_poor  # noqa: E402
+from profiles.fit import fit_decode, fit_load, fit_prefill, fit_step, refuse_poor  # noqa: E402
 from profiles.report import Measured, profile_of  # noqa: E402
 from profiles.timing import Budget, Sample, Timer, Which, in_turns, summary  # noqa: E402
 
@@ -49,7 +51,7 @@ def measured(noise=0.0, rate=1e9):
     steps = {
         (n, c, b): samples(0.01 + 1e-4 * n + 1e-3 * b) for n in (0, 128) for c in (256, 512) for b in (1, 4)
     }
-    return Measured(SHAPE, 256, {p: samples(prefill_s(*p)) for p in GRID}, steps, moves, moves)
+    return Measured(SHAPE, 256, {p: samples(prefill_s(*p)) for p in GRID}, steps, moves, moves, 4096)
 
 
 @given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.floats(0, 1e-6))
@@ -68,6 +70,23 @@ def test_a_load_fit_finds_rate_and_latency(bytes_per_s, fixed_s):
     for size in sizes:
         said_s = fit.terms["fixed_s"] + size * fit.terms["s_per_byte"]
         assert said_s == pytest.approx(fixed_s + size / bytes_per_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("floor", [0, 128])
+def test_a_step_fit_finds_the_weights_floor_and_every_coefficient(floor):
+    points = list(itertools.product((0, 64, 128, 512, 2048), (256, 4096), (1, 8)))
+    truth = {
+        (n, c, b): 0.004
+        + 1e-4 * (b + (n > 0))
+        + 5e-5 * max(floor, n + b)
+        + 4e-9 * (n * c + n * n / 2)
+        + 8e-8 * b * c
+        for n, c, b in points
+    }
+    terms = fit_step(truth).terms
+    assert terms["least_linear_s"] == pytest.approx(5e-5 * floor)
+    found = [terms[name] for name in ("fixed_s", "per_token_s", "per_pair_s", "per_cached_token_s")]
+    assert found == pytest.approx([0.004, 5e-5, 4e-9, 8e-8], rel=0.02)
 
 
 def test_a_decode_fit_tells_sequences_from_what_they_attend_to():
@@ -175,9 +194,15 @@ def test_a_report_survives_yaml_and_shows_every_point():
     origin = profile["provenance"]
     assert Costs.from_mapping(profile).measured
     assert len(origin["prefill_fit"]["points"]) == len(origin["prefill_fit"]["relative_residuals"]) == 12
-    assert origin["device_to_host"]["rate"]["bytes_per_s"] == pytest.approx(5e8, rel=0.05)
+    assert profile["dram_store"]["bytes_per_s"] == pytest.approx(5e8, rel=0.05)
     assert len(origin["steps"]["points"]) == 8
     assert origin["steps"]["decode_fit"]["r2"] > 0.9
+
+
+def test_lmcache_stays_out_until_the_engine_is_up():
+    """It brings numba, over which vLLM 0.32's CPU worker stumbles as it starts in the same process."""
+    code = "import sys, profiles.measure; sys.exit('lmcache' in sys.modules or 'numba' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_report_of_noise_is_refused():

@@ -11,11 +11,11 @@ from recorded import EPOCH_S, KEEP, PROTOTYPE, Run, printed, saved, told
 
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.recorder import META, Event, Recorder
+from continuum_lmcache.records.measures import measure, watches
+from continuum_lmcache.records.recordings import SHAPES, load, to_trace
+from continuum_lmcache.records.stories import KINDS
 from continuum_lmcache.types import ProgramId, Residency, TurnId
 from continuum_lmcache.vllm_plugin.recording import Recording
-from experiments.measures import measure, watches
-from experiments.recordings import SHAPES, load, to_trace
-from experiments.stories import KINDS
 
 
 def test_a_stream_and_a_directory_tell_the_same_as_the_file(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from recorded import EPOCH_S, KEEP, SERVICE_S, Run, printed, told
 
 from continuum_lmcache.recorder import Recorder
+from continuum_lmcache.records.recordings import load, to_trace
 from continuum_lmcache.types import ProgramId, Residency, TurnId
-from experiments.recordings import load, to_trace
 from experiments.workload import Program, TurnSpec, load_trace
 
 

@@ -63,6 +63,7 @@ def test_a_turn_is_told_under_the_prototypes_names_with_what_they_lacked() -> No
                 "cost_s": 3.0,
                 "samples": 120,
                 "level": "tool",
+                "reload_s": 0.0,
             },
         },
         {"pinned_time": 1_000_012.5, "deadline": 1_000_015.5, "ttl_s": 3.0, "blocks": 66},

@@ -223,6 +223,23 @@ def test_a_waiting_turn_honours_pins_while_others_run(make: Make) -> None:
     assert "pinned" in bench.keeper.ledger.pinned, "it fitted once the other was done"
 
 
+def test_a_waiting_turn_takes_the_pin_of_a_later_program_that_waits_behind_it(make: Make) -> None:
+    """Else two programs that came back, and both need more than is left, wait until nothing runs."""
+    bench = make(blocks=20, static_ttl_s=1000, max_wait_s=1000)
+    bench.turn("first", prompt(5 * BLOCK, 1))
+    bench.turn("second", prompt(5 * BLOCK, 2))
+    bench.send("running", prompt(6 * BLOCK, 3), out=20, is_last_step=True)
+    bench.step()
+    second = bench.send("second", prompt(9 * BLOCK, 2), is_last_step=True)
+    bench.step()
+    assert second not in bench.order, "the first program's tool runs: its pin is honoured"
+    first = bench.send("first", prompt(9 * BLOCK, 1), is_last_step=True)
+    bench.step()
+    assert bench.order[-1] == first
+    assert outcomes(bench) == {"reclaimed": 1, "reused": 1}
+    bench.run_until_idle()
+
+
 def test_a_turn_that_waited_too_long_takes_anybodys_pin(make: Make) -> None:
     bench = make(blocks=20, static_ttl_s=1000, max_wait_s=30)
     bench.turn("pinned", prompt(8 * BLOCK, 1))

@@ -18,6 +18,7 @@ import httpx
 import openai
 import psutil
 import pytest
+from console import Command
 from serving import BLOCK, Server, ids
 
 from experiments.server import serve
@@ -311,3 +312,27 @@ def engine_times(process: psutil.Process) -> Any:
         return process.cpu_times() if "EngineCore" in " ".join(process.cmdline()) else None
     except psutil.NoSuchProcess:  # a zombie too
         return None
+
+
+# the console ------------------------------------------------------------------
+
+
+def test_status_and_the_doctor_read_a_running_server(
+    continuum: Server, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every rule has its metrics but those of metrics that this server does not have yet."""
+    run = Command(capsys)
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(lambda: [continuum.complete(ids(8 * BLOCK, 70 + i)) for i in range(6)])
+        found = run("status", continuum.url, "--seconds", "2", "--json").json
+        asked.result()
+    assert found["window"]["running_turns"] is not None
+    assert found["window"]["loaded_tokens"].keys() == {"dram", "ssd"}
+    assert (
+        found["not_told"].keys().isdisjoint({"low batch with memory full", "preemption rate", "store stalls"})
+    )
+    setup = ("--lmcache", transfer_config(tmp_path, 0.3), "--kv-gib", "1", "--context", "1000")
+    found = run("doctor", model, *setup, "--url", continuum.url, "--json").json
+    assert found["budget"]["blocks"] == BLOCKS
+    assert found["model"]["window_tokens"] == 2560
+    assert {"no-policy", "no-tier-metrics", "version"}.isdisjoint(f["name"] for f in found["findings"])

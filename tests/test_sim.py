@@ -9,7 +9,7 @@ import pytest
 from continuum_lmcache.errors import InvariantError, TraceError
 from experiments.sim.engine import simulate
 from experiments.sim.serving import STOCK, Setup
-from experiments.sim.step_time import LLAMA_8B, MACHINES
+from experiments.sim.step_time import MACHINES
 from experiments.workload import Program, TurnSpec
 
 A100 = MACHINES["a100"]
@@ -66,7 +66,7 @@ def test_one_turn_alone_takes_what_the_machine_says() -> None:
     """A chunk of 2,048 tokens, one of 952, then a token a step; the first comes with the second chunk."""
     [job] = simulate([a_program("p", turns=1, prompt=3000, output=4)], SMALL).jobs
     chunks = [[(2048, 0)], [(952, 2048)], *([[(1, 3000 + i)] for i in range(3)])]
-    assert job.job_s == pytest.approx(sum(A100.seconds(LLAMA_8B, chunk) for chunk in chunks))
+    assert job.job_s == pytest.approx(sum(A100.seconds(chunk) for chunk in chunks))
 
 
 def test_a_job_is_its_turns_and_its_tools() -> None:
@@ -121,7 +121,7 @@ def test_stores_cost_step_time_only_where_a_step_waits_for_them() -> None:
     programs = [a_program("p", turns=1, prompt=2048)]
     slow = replace(SMALL, tiers={"dram_gb": 8.0, "store_gbps": 1.0})
     plain, stalls = simulate(programs, slow), simulate(programs, replace(slow, store_stalls=True))
-    stored_bytes = 2048 * LLAMA_8B.kv_bytes_per_token
+    stored_bytes = 2048 * A100.kv_bytes_per_token
     assert stalls.jobs[0].job_s - plain.jobs[0].job_s == pytest.approx(stored_bytes / 1e9)
 
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 import ast
 import importlib.util
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
 from connectors.shelf import chain
 from continuum_lmcache.costs import Costs
 from continuum_lmcache.errors import ProfileError
 from experiments.sim.clock import TIMED_MODULES, Timetable, VirtualClock, virtual_time
-from experiments.sim.step_time import LLAMA_8B, MACHINES, Machine
+from experiments.sim.step_time import MACHINES, Machine
 from experiments.sim.streams import SYSTEM, History, new_streams, stream_names
 from experiments.sim.workloads import seeds_sweep, with_tool_time, with_turns
 from experiments.workload import Program, TurnSpec
 
 A100 = MACHINES["a100"]
+PROFILES = Path(__file__).resolve().parent.parent / "profiles"
 
 
 def test_time_stands_still_until_it_is_advanced_and_never_goes_back() -> None:
@@ -79,52 +82,51 @@ def test_no_module_of_vllm_on_the_simulated_path_reads_the_time_behind_the_clock
 
 def test_a_step_costs_what_lab_notes_say_an_a100_takes() -> None:
     """0.20, 0.43 and 0.74 s for 2,048 tokens after 0, 30,000 and 70,000."""
-    took_s = [A100.seconds(LLAMA_8B, [(2048, context)]) for context in (0, 30_000, 70_000)]
+    took_s = [A100.seconds([(2048, context)]) for context in (0, 30_000, 70_000)]
     assert took_s == pytest.approx([0.20, 0.43, 0.74], abs=0.01)
     chunks = [(min(2048, 70_000 - start), start) for start in range(0, 70_000, 2048)]
-    assert sum(A100.seconds(LLAMA_8B, [chunk]) for chunk in chunks) == pytest.approx(15.8, rel=0.01)
+    assert sum(A100.seconds([chunk]) for chunk in chunks) == pytest.approx(15.8, rel=0.01)
 
 
 def test_a_step_of_nothing_takes_no_time_and_every_token_more_takes_more() -> None:
-    assert A100.seconds(LLAMA_8B, []) == 0.0
-    steps_s = [A100.seconds(LLAMA_8B, [(new, 0)]) for new in (1, 256, 512, 4096)]
+    assert A100.seconds([]) == 0.0
+    steps_s = [A100.seconds([(new, 0)]) for new in (1, 256, 512, 4096)]
     assert steps_s == sorted(steps_s)
-    assert A100.seconds(LLAMA_8B, [(1, 1000)] * 2) > A100.seconds(LLAMA_8B, [(1, 1000)])
+    assert A100.seconds([(1, 1000)] * 2) > A100.seconds([(1, 1000)])
 
 
 def test_a_small_chunk_is_less_efficient_by_c0() -> None:
-    plain = Machine("m", 1e15, 1e30, 1e30, 1, 1.0, step_s=0.0)
-    bent = Machine("m", 1e15, 1e30, 1e30, 1, 1.0, step_s=0.0, chunk_c0=128)
-    efficiency = plain.seconds(LLAMA_8B, [(128, 0)]) / bent.seconds(LLAMA_8B, [(128, 0)])
-    assert efficiency == pytest.approx(0.5)
+    plain = replace(A100.step, fixed_s=0.0, least_linear_s=0.0, per_pair_s=0.0)
+    bent = replace(plain, half_rate_tokens=128.0)
+    assert plain.seconds([(128, 0)]) / bent.seconds([(128, 0)]) == pytest.approx(0.5)
 
 
 def test_a_policy_is_told_the_same_costs_as_the_machine_has() -> None:
-    costs = Costs.from_mapping(A100.costs(LLAMA_8B, chunk_tokens=256, step_tokens=2048, ssd_gbps=5.0))
+    costs = Costs.from_mapping(A100.told(chunk_tokens=128, ssd_gbps=2.0))
+    assert costs.chunk_tokens == 128 and costs.ssd.bytes_per_s == 2e9 and costs.dram == A100.costs.dram
     chunks = [(2048, start) for start in range(0, 65_536, 2048)]
-    assert costs.prefill_s(65_536) == pytest.approx(
-        sum(A100.seconds(LLAMA_8B, [c]) for c in chunks), rel=0.01
-    )
+    assert costs.prefill_s(65_536) == pytest.approx(sum(A100.seconds([c]) for c in chunks), rel=0.01)
     assert not costs.measured and not any(machine.measured for machine in MACHINES.values())
 
 
-def test_a_machine_can_be_read_and_strangers_in_it_are_refused() -> None:
-    given = {
-        "name": "mine",
-        "linear_flops": 1e14,
-        "attention_flops": 1e14,
-        "memory_bytes_per_s": 1e12,
-        "kv_tokens": 1000,
-        "link_gbps": 10,
-        "measured": True,
-    }
-    assert Machine.from_mapping(given).measured
-    with pytest.raises(ProfileError, match="unknown key 'link_gbp'; did you mean 'link_gbps'"):
-        Machine.from_mapping(given | {"link_gbp": 1})
-    with pytest.raises(ProfileError, match="step_s is -1"):
-        Machine.from_mapping(given | {"step_s": -1})
-    with pytest.raises(ProfileError, match="has no 'kv_tokens'"):
-        Machine.from_mapping({k: v for k, v in given.items() if k != "kv_tokens"})
+@pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_profile_here_is_a_machine_for_the_lab_and_costs_for_a_server(path: Path) -> None:
+    """A prefill takes in the lab, step by step, about what a policy is told: they are one machine."""
+    machine = Machine.from_profile(yaml.safe_load(path.read_text()), path.name)
+    for tokens, context in ((512, 0), (2048, 0), (2048, 4096)):
+        told_s = machine.costs.prefill_s(tokens, context)
+        assert machine.seconds([(tokens, context)]) == pytest.approx(told_s, rel=0.1)
+
+
+def test_a_profile_that_does_not_know_steps_is_refused_with_what_to_do() -> None:
+    given = {key: value for key, value in A100.profile.items() if key != "step"}
+    with pytest.raises(ProfileError, match="old.yaml has no section 'step'.*profiles/measure.py"):
+        Machine.from_profile(given, "old.yaml")
+    with pytest.raises(ProfileError, match="old.yaml: kv_tokens is None"):
+        Machine.from_profile({k: v for k, v in A100.profile.items() if k != "kv_tokens"}, "old.yaml")
+    stranger = {**A100.profile, "step": {**A100.profile["step"], "per_tokens_s": 1.0}}
+    with pytest.raises(ProfileError, match="old.yaml, step: unknown key 'per_tokens_s'"):
+        Machine.from_profile(stranger, "old.yaml")
 
 
 # streams

@@ -30,7 +30,10 @@ POLICY = "continuum"
 SCHEDULERS = "continuum_lmcache.vllm_plugin.scheduler."
 CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")
 FILES_TIMEOUT_S = 5
-OURS = {"LMCacheConnectorV1": ("ContinuumLMCacheConnector", "connectors.lmcache")}
+OURS = {
+    "LMCacheConnectorV1": ("ContinuumLMCacheConnector", "connectors.lmcache"),
+    "LMCacheMPConnector": ("ContinuumLMCacheMPConnector", "connectors.lmcache_mp"),
+}
 
 
 def install() -> None:

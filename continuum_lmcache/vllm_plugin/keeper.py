@@ -15,13 +15,15 @@ from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.identity import program_id
 from continuum_lmcache.ledger import Ledger
+from continuum_lmcache.loads import LoadJudge
 from continuum_lmcache.recorder import Recorder
-from continuum_lmcache.tiers import TierStore
 from continuum_lmcache.types import Load, Outcome, ProgramId, Standing, Turn, TurnId
 from continuum_lmcache.vllm_plugin.lineage import Lineage
+from continuum_lmcache.vllm_plugin.metrics import rate_totals
 from continuum_lmcache.vllm_plugin.pins import BlockPins
 from continuum_lmcache.vllm_plugin.supply import Supply
 from continuum_lmcache.vllm_plugin.turns import LiveTurn, identity, is_end_of_turn, tail_text
+from continuum_lmcache.vllm_plugin.witness import Witness
 
 FORGET_EVERY_S = 10.0
 
@@ -37,7 +39,7 @@ class Keeper:
         kv_cache_manager: Any,
         hash_block_tokens: int,
         tokenizer: Any,
-        store: TierStore | None,
+        supply: Supply,
     ) -> None:
         pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
         budget = int(pool_blocks * config.max_pinned_share)
@@ -45,7 +47,9 @@ class Keeper:
         self.appraiser = appraiser
         self.recorder = recorder
         self.pins = BlockPins(kv_cache_manager)
-        self.supply = Supply(store)
+        self.supply = supply
+        self.judge = LoadJudge(appraiser.rates)
+        self.witness = Witness(appraiser, recorder, supply)
         self.ledger = Ledger(budget, int(budget * config.max_tenant_share), config.max_programs)
         self.turns: dict[TurnId, LiveTurn] = {}
         self.waiting_turns = 0
@@ -83,11 +87,22 @@ class Keeper:
         turn.program_arrival_s = self.ledger.programs[program].arrival_s
         self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
 
-    def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
+    def placed(
+        self, now_s: float, request: Request, gpu_tokens: int, loaded_tokens: int, loads_async: bool
+    ) -> None:
         """A waiting request got its blocks: this much of its prompt was found, and where."""
         turn = self.turns.get(TurnId(request.request_id))
         if turn is not None:
             turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
+            self.judge.placed(turn.id)
+            self.witness.placed(now_s, turn, request.num_prompt_tokens, loads_async)
+
+    def loaded(self, request: Request) -> None:
+        """An asynchronous load has ended; of what was found, as much as is computed now came."""
+        turn = self.turns.get(TurnId(request.request_id))
+        if turn is not None:
+            came = max(0, request.num_computed_tokens - turn.gpu_tokens)
+            turn.loaded_tokens = min(turn.loaded_tokens, came)
 
     def started(self, now_s: float, request: Request) -> None:
         """A turn runs for the first time: it holds its own blocks now, so its program's pin ends."""
@@ -101,7 +116,10 @@ class Keeper:
         if turn.program is None:
             return
         context_tokens = self.ledger.programs[turn.program].context_tokens
-        evicted = turn.gpu_tokens < min(context_tokens, request.num_prompt_tokens) - self._slack_tokens
+        context_tokens = min(context_tokens, request.num_prompt_tokens)
+        evicted = turn.gpu_tokens < context_tokens - self._slack_tokens
+        if evicted:
+            self.witness.started(now_s, turn, context_tokens)
         self.appraiser.placed(now_s - turn.arrival_s, evicted)
         self.recorder.started(now_s, turn.program, turn.id, served, now_s - turn.arrival_s, evicted)
         if turn.program in self.ledger.pinned:
@@ -113,6 +131,7 @@ class Keeper:
         turn = self.turns.get(turn_id)
         if turn is not None and turn.program is not None:
             self._preempted.add(turn_id)
+            self.witness.gone(turn_id)
             self.recorder.preempted(now_s, turn.program, turn_id)
 
     def resumed(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
@@ -130,6 +149,8 @@ class Keeper:
         if turn is None:
             return
         self._preempted.discard(turn.id)
+        self.judge.gone(turn.id)
+        self.witness.gone(turn.id)
         if turn.started_s is None:
             self.waiting_turns -= 1
         ended = is_end_of_turn(request)
@@ -171,10 +192,6 @@ class Keeper:
         for program in list(self.ledger.pinned):
             self.release(now_s, program, Outcome.RESET)
 
-    def learn(self, now_s: float) -> None:
-        """Take in what the tiers moved since the last step."""
-        self.appraiser.moved(now_s, self.supply.transfers())
-
     def forget(self, now_s: float) -> None:
         """Drop programs whose clients never said that they were done. Looks every FORGET_EVERY_S."""
         if now_s < self._forget_at_s:
@@ -182,6 +199,7 @@ class Keeper:
         self._forget_at_s = now_s + FORGET_EVERY_S
         for program in self.ledger.forgettable(now_s, self.config.program_idle_s):
             entry = self.ledger.ended(program)
+            self.witness.returns.over(program)
             if entry is not None:
                 if entry.finished_s is not None:
                     self.appraiser.never_came(entry.tool, now_s - entry.finished_s)
@@ -189,6 +207,11 @@ class Keeper:
                 self.recorder.ended(now_s, program)
 
     # answers ---------------------------------------------------------------
+
+    def waits(self, turn_id: TurnId) -> bool:
+        """Whether the turn is in the queue and has not run yet."""
+        turn = self.turns.get(turn_id)
+        return turn is not None and turn.started_s is None
 
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue."""
@@ -201,10 +224,14 @@ class Keeper:
         return {
             "pins": {"taken": self.ledger.taken, **pins},
             "refused": dict(self.ledger.refused),
-            "prompt_tokens": dict(self.supply.prompt_tokens),
             "ignored": dict(self.ignored),
             "pinned_blocks": {"": self.ledger.pinned_blocks},
             "programs": {"": len(self.ledger.programs)},
+            "store_up": {"": float(self.supply.is_up)},
+            "store_mode": {self.supply.mode: 1.0},
+            "load_decisions": dict(self.judge.counts),
+            **self.supply.totals(),
+            **rate_totals(self.appraiser.rates, self.supply.hearsay),
         }
 
     # -----------------------------------------------------------------------
@@ -216,6 +243,7 @@ class Keeper:
         self.ledger.left(now_s, turn.id, turn.program)
         self._record_finish(now_s, turn, request, (), None)
         entry = self.ledger.ended(turn.program)
+        self.witness.returns.over(turn.program)
         if entry is not None:
             self.appraiser.program_over(entry.turns + 1)
             self.recorder.ended(now_s, turn.program)
@@ -237,6 +265,7 @@ class Keeper:
         keep = self.appraiser.retain(now_s, ended, self._load())
         self.release(now_s, program, Outcome.SUPERSEDED)
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
+        self.witness.finished(program, request.num_tokens, keep.reload_s)
         self._record_finish(now_s, turn, request, tool, keep)
         if pin is not None:
             self.pins.take(program, blocks)
@@ -248,8 +277,7 @@ class Keeper:
     def _pin_changed(self, program: ProgramId) -> None:
         """The program's waiting turns have another place in the queue now."""
         for turn_id in self.ledger.programs[program].live:
-            turn = self.turns.get(turn_id)
-            if turn is not None and turn.started_s is None:
+            if self.waits(turn_id):
                 self.moved.add(turn_id)
 
     def _record_finish(self, now_s: float, turn: LiveTurn, request: Request, tool: Any, keep: Any) -> None:

@@ -13,6 +13,9 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge
 
+from continuum_lmcache.hearsay import Hearsay
+from continuum_lmcache.rates import Rates
+
 KEY = "continuum"
 Totals = dict[str, dict[str, float]]  # metric -> label value -> total; "" where there is no label
 
@@ -22,11 +25,35 @@ COUNTERS = {
     "prompt_tokens": ("continuum_prompt_tokens", "Prompt tokens by where their KV came from", "tier"),
     "ignored": ("continuum_ignored_fields", "Requests whose program fields were not usable", "field"),
     "unrecorded": ("continuum_unrecorded", "Events or snapshots that reached no file", "kind"),
+    "load_decisions": ("continuum_load_decisions", "Turns that a tier had KV for, as placed", "decision"),
 }
-GAUGES = {
-    "pinned_blocks": ("continuum_pinned_blocks", "GPU KV blocks held by pins"),
-    "programs": ("continuum_programs", "Programs known to the scheduler"),
+GAUGES = {  # the label's name last; "" where there is none
+    "pinned_blocks": ("continuum_pinned_blocks", "GPU KV blocks held by pins", ""),
+    "programs": ("continuum_programs", "Programs known to the scheduler", ""),
+    "store_up": ("continuum_tier_store_up", "1 while the store below the GPU answers, else 0", ""),
+    "store_mode": ("continuum_tier_store_info", "Always 1; its label says who keeps KV off the GPU", "mode"),
+    "rate_samples": ("continuum_rate_samples", "Measurements behind a rate; 0: it is assumed", "rate"),
+    "tier_rate": ("continuum_tier_bytes_per_second", "How fast a tier is taken to be read", "tier"),
+    "tier_fixed": ("continuum_tier_fixed_seconds", "What a load from a tier takes beside its bytes", "tier"),
+    "prefill": ("continuum_prefill_seconds", "The prefill curve: fixed, per token, per pair", "part"),
+    "store_stall": ("continuum_store_stall_seconds_per_byte", "How long a step waits for its stores", ""),
+    "residency": ("continuum_residency_source", "1 for how it is known where KV lies", "source"),
+    "hit_share": ("continuum_learned_hit_share", "Of lost context, brought back by a connector", ""),
 }
+
+
+def rate_totals(rates: Rates, heard: Hearsay | None) -> Totals:
+    """Every rate now in use, and how many measurements stand behind it."""
+    learned = {} if heard is None else {"hit_share": heard.returns}
+    costs = rates.costs
+    curve, tiers = costs.prefill, {"dram": costs.dram, "ssd": costs.ssd}
+    return {
+        "rate_samples": {name: float(n) for name, n in (rates.samples | learned).items()},
+        "tier_rate": {tier: rate.bytes_per_s for tier, rate in tiers.items()},
+        "tier_fixed": {tier: rate.fixed_s for tier, rate in tiers.items()},
+        "prefill": {"fixed": curve.fixed_s, "per_token": curve.per_token_s, "per_pair": curve.per_pair_s},
+        "store_stall": {"": 1.0 / costs.store.bytes_per_s},
+    }
 
 
 def attach(stats: Any, totals: Totals) -> Any:
@@ -53,8 +80,8 @@ class Exporter:
             key: Counter(name, text, [label, "engine"]) for key, (name, text, label) in COUNTERS.items()
         }
         self._gauges = {
-            key: Gauge(name, text, ["engine"], multiprocess_mode="mostrecent")
-            for key, (name, text) in GAUGES.items()
+            key: Gauge(name, text, [*([label] if label else []), "engine"], multiprocess_mode="mostrecent")
+            for key, (name, text, label) in GAUGES.items()
         }
         self._seen: dict[tuple[str, str, int], float] = {}
 
@@ -66,8 +93,8 @@ class Exporter:
                 counter.labels(value, str(engine)).inc(max(0.0, total - before))
                 self._seen[key, value, engine] = total
         for key, gauge in self._gauges.items():
-            if key in totals:
-                gauge.labels(str(engine)).set(totals[key][""])
+            for value, amount in totals.get(key, {}).items():
+                gauge.labels(*([value] if value else []), str(engine)).set(amount)
 
 
 @functools.cache

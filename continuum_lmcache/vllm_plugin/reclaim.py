@@ -1,9 +1,11 @@
 """Who may take whose pin when a request cannot be placed.
 
 - A running request takes any pin before anything is preempted.
-- A waiting one honours the pins, however long the queue: giving way to every waiting head costs
-  15-25 % of job time. It takes them when nothing runs and nothing else will free memory (the
-  paper's deadlock rule, §4), or when it has waited for longer than `max_wait_s`.
+- A waiting one honours the pins of programs whose tool runs, however long the queue: giving way to
+  every waiting head costs 15-25 % of job time. It takes them when nothing runs and nothing else will
+  free memory (the paper's deadlock rule, §4), or when it has waited for longer than `max_wait_s`.
+- It takes the pin of a later program whose next turn waits behind it: that turn cannot run first, so
+  the pin holds memory that nobody can use (docs/decisions/0002).
 
 Victims are the latest-arrived programs' pins, and none is dropped in vain: first they are counted,
 then lent, and taken back if the request does not fit after all.
@@ -51,15 +53,21 @@ class Reclaimer:
         if blocks is None and self._keeper.ledger.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
         if blocks is not None and request.status is not RequestStatus.RUNNING:
-            hits = kwargs.get("num_new_computed_tokens", 0)
-            self._keeper.placed(request, hits, kwargs.get("num_external_computed_tokens", 0))
+            if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
+                self._keeper.loaded(request)
+            else:
+                hits = kwargs.get("num_new_computed_tokens", 0)
+                loads = kwargs.get("num_external_computed_tokens", 0)
+                beside = kwargs.get("delay_cache_blocks", False)
+                self._keeper.placed(self._clock(), request, hits, loads, beside)
         return blocks
 
     def _reclaim(self, request: Request, num_new_tokens: int, args: Any, kwargs: Any) -> Any:
         now_s = self._clock()
-        if not self._may_reclaim(now_s, request):
+        any_pin = self._may_reclaim(now_s, request)
+        victims = self._victims(request) if any_pin else self._behind(request)
+        if not victims:
             return None
-        victims = self._victims(request)
         need = self._missing_blocks(request, num_new_tokens, kwargs)
         pins = self._keeper.pins
         if pins.free_blocks() + pins.freeable_blocks([v.program for v in victims]) < need:
@@ -108,6 +116,20 @@ class Reclaimer:
         victims = self._keeper.ledger.victims(mine)
         own = self._keeper.ledger.pinned.get(mine) if mine is not None else None
         return victims + ([own] if own is not None else [])
+
+    def _behind(self, request: Request) -> list[Pin]:
+        """Of those, the pins of later programs whose next turn is here and does not run either."""
+        keeper = self._keeper
+        turn = keeper.turns.get(TurnId(request.request_id))
+        if turn is None:
+            return []
+        programs = keeper.ledger.programs
+        later = (
+            pin
+            for pin in keeper.ledger.victims(turn.program)
+            if programs[pin.program].arrival_s > turn.program_arrival_s
+        )
+        return [pin for pin in later if any(map(keeper.waits, programs[pin.program].live))]
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: Any) -> int:
         """At least so many free blocks are needed: what the request lacks, its prefix hits aside."""

@@ -1,8 +1,9 @@
 """Program order and pins on vLLM's own scheduler, which is subclassed and never copied.
 
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
-_update_after_schedule, has_requests, make_stats, reset_prefix_cache, shutdown. Wrapped on the
-instance: kv_cache_manager.allocate_slots. Replaced after __init__: every RequestQueue attribute.
+_update_after_schedule, update_from_output, has_requests, make_stats, reset_prefix_cache, shutdown.
+Wrapped on the instance: kv_cache_manager.allocate_slots. Replaced after __init__: every RequestQueue
+attribute.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ class ContinuumMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         now_s = self.clock()
         self._report_due = False
-        self._keeper.learn(now_s)
         self._keeper.expire(now_s)
         self._keeper.forget(now_s)
         self._reorder()
@@ -82,7 +82,14 @@ class ContinuumMixin(Scheduler):
         for turn_id in scheduler_output.preempted_req_ids or ():
             self._keeper.preempted(now_s, TurnId(turn_id))
         self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
+        self._keeper.witness.scheduled(now_s, scheduler_output)
         super()._update_after_schedule(scheduler_output)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        now_s = self.clock()
+        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        self._keeper.witness.stepped(now_s, scheduler_output)  # after: the step's transfers are known now
+        return outputs
 
     # a request's life -------------------------------------------------------
 

@@ -18,11 +18,13 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.costs import UNMEASURED, Costs
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.hearsay import Hearsay
 from continuum_lmcache.recorder import Recorder
-from continuum_lmcache.tiers import TierStore
+from continuum_lmcache.tiers import SelectiveLoader, TierStore
 from continuum_lmcache.vllm_plugin.gaps_file import load_gaps, save_gaps
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 from continuum_lmcache.vllm_plugin.recording import Recording
+from continuum_lmcache.vllm_plugin.supply import Supply, mode_of
 
 logger = init_logger("vllm.continuum_lmcache")
 
@@ -81,8 +83,12 @@ def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
         scheduler.kv_cache_manager,
         scheduler.hash_block_size,
         tokenizer,
-        store,
+        Supply(store, hearsay_of(scheduler.connector)),
     )
+    keeper.supply.mode = mode_of(scheduler.connector)  # also of one that is no TierStore
+    logger.info("KV below the GPU: %s", keeper.supply.mode)
+    if config.load_or_recompute and isinstance(scheduler.connector, SelectiveLoader):
+        scheduler.connector.load_by(keeper.judge.tokens)
     room = Room(keeper, gaps_path, recording_of(config, recorder, rank))
     if room.writes_files and threading.current_thread() is threading.main_thread():
         save_on_signals(room)
@@ -145,6 +151,18 @@ def save_on_signals(room: Room) -> None:
 def store_of(connector: Any) -> TierStore | None:
     """The connector as a TierStore, if it is one."""
     return connector if isinstance(connector, TierStore) else None
+
+
+def hearsay_of(connector: Any) -> Hearsay | None:
+    """What to go by with a connector that is no TierStore."""
+    if connector is None or isinstance(connector, TierStore):
+        return None
+    logger.warning(
+        "the KV connector %s does not say where KV lies: hit share and load rate are learned from what it "
+        "brings at each return, for all programs together; TTLs cannot tell its tiers apart",
+        type(connector).__name__,
+    )
+    return Hearsay()
 
 
 def ranked(path: Path, rank: int) -> Path:

@@ -1,12 +1,17 @@
-"""Where a prompt's tokens come from, now or if they were given up: vLLM's cache and the tiers together."""
+"""Where a prompt's tokens come from, now or if they were given up: vLLM's cache and the tiers together.
+
+A connector that does not say where KV lies is known by hearsay only (hearsay.py).
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from vllm.v1.request import Request
 
-from continuum_lmcache.tiers import Holding, TierStore, Transfer
+from continuum_lmcache.hearsay import Hearsay
+from continuum_lmcache.tiers import Holding, Remembering, Reporting, TierStore, Transfer
 from continuum_lmcache.types import Residency
 from continuum_lmcache.vllm_plugin.turns import LiveTurn
 
@@ -16,13 +21,21 @@ NOTHING = Holding(0, 0)
 class Supply:
     """Asks the tier store, where there is one, and counts what prompts were made of."""
 
-    def __init__(self, store: TierStore | None) -> None:
+    def __init__(self, store: TierStore | None, hearsay: Hearsay | None = None) -> None:
         self._store = store
+        self.mode = mode_of(store)
+        self.hearsay = hearsay
         self.prompt_tokens: Counter[str] = Counter()  # by tier
 
+    @property
+    def is_up(self) -> bool:
+        """Whether the store answers."""
+        return self._store.is_up if isinstance(self._store, Reporting) else True
+
     def if_given_up(self, request: Request) -> Residency:
-        """Where the context would come from if its blocks were freed: the GPU's copy is taken for lost."""
-        held = self._holding(request, request.num_tokens)
+        """Where the context would come from once the GPU's copy is lost."""
+        tokens = request.num_tokens
+        held = self._holding(request, tokens) if self.hearsay is None else self.hearsay.holding(tokens)
         return Residency(0, held.dram_tokens, held.ssd_tokens, request.num_tokens)
 
     def of(self, request: Request, turn: LiveTurn) -> Residency:
@@ -30,13 +43,23 @@ class Supply:
         total = request.num_prompt_tokens
         gpu = min(turn.gpu_tokens, total)
         loaded = min(turn.loaded_tokens, total - gpu)
-        in_dram = self._holding(request, total).dram_tokens if loaded and self._store is not None else total
+        in_dram = self._source(request, total).dram_tokens if loaded and self._store is not None else total
         dram = max(0, min(in_dram - gpu, loaded))
         return Residency(gpu, dram, loaded - dram, total)
 
     def transfers(self) -> list[Transfer]:
         """What the tiers moved since the last call."""
         return self._store.transfers() if self._store is not None else []
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """For the metrics: what prompts were made of, and how it is known where KV lies."""
+        told, heard = self._store is not None, self.hearsay
+        source = "store" if told else "learned" if heard is not None else "none"
+        found: dict[str, dict[str, float]] = {
+            "prompt_tokens": dict(self.prompt_tokens),
+            "residency": {name: float(name == source) for name in ("store", "learned", "none")},
+        }
+        return found if heard is None else found | {"hit_share": {"": heard.share}}
 
     def count(self, served: Residency) -> None:
         """Add one prompt to the counts."""
@@ -45,7 +68,22 @@ class Supply:
         self.prompt_tokens["ssd"] += served.ssd_tokens
         self.prompt_tokens["none"] += served.recompute_tokens
 
+    def _source(self, request: Request, tokens: int) -> Holding:
+        """Where a load came from."""
+        found = self._store.found(request.request_id) if isinstance(self._store, Remembering) else None
+        return self._holding(request, tokens) if found is None else found
+
     def _holding(self, request: Request, tokens: int) -> Holding:
         if self._store is None:
             return NOTHING
-        return self._store.locate(request.all_token_ids[:tokens])
+        token_ids = request.all_token_ids[:tokens]
+        if request.cache_salt:
+            return self._store.locate(token_ids, request.cache_salt)
+        return self._store.locate(token_ids)
+
+
+def mode_of(connector: Any) -> str:
+    """Who keeps KV below the GPU: "none", "unknown", or the name that the connector gives itself."""
+    if connector is None:
+        return "none"
+    return connector.mode if isinstance(connector, Reporting) else "unknown"

@@ -120,8 +120,8 @@ class Simulation:
 
     def _forward(self, batch: Sequence[tuple[int, int]], sampled: dict[str, int]) -> tuple[int, float]:
         """How many steps are taken together, and how long they last."""
-        machine, model = self.setup.machine, self.setup.model
-        step_s = machine.seconds(model, batch)
+        machine = self.setup.machine
+        step_s = machine.seconds(batch)
         most = self.setup.merge_steps
         if most == 1 or self.depth > 1 or any(new > 1 for new, _ in batch) or not all(sampled.values()):
             return 1, step_s
@@ -129,7 +129,7 @@ class Simulation:
         quiet_s = self._next_event_s() - self.clock.now_s
         merged = max(1, int(min(most, min(left), quiet_s / step_s)))
         later = [(new, context + (merged - 1) // 2) for new, context in batch]
-        return merged, merged * machine.seconds(model, later)
+        return merged, merged * machine.seconds(later)
 
     def _moves(self, meta: KVConnectorMetadata | None) -> float:
         """Start the step's loads and stores; seconds for which the step waits for them."""

@@ -24,11 +24,11 @@ from connectors.shelf import Namer
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 from experiments.sim.clock import VirtualClock
 from experiments.sim.patience import Patience
-from experiments.sim.step_time import LLAMA_8B, MACHINES, Machine, Model
+from experiments.sim.step_time import MACHINES, Machine
 from experiments.sim.streams import stream_names
 
 STOCK = "stock"
-SSD_READ_GBPS, SSD_WRITE_GBPS = 5.0, 3.0  # one NVMe drive, where a setup does not say
+VALUE_BYTES = 2  # the lab's model keeps its KV in bfloat16
 
 
 class LabConnector(FakeConnector):
@@ -45,7 +45,6 @@ class Setup:
     tiers: Mapping[str, Any] | None = None  # fake.* settings; None: no offloading
     continuum: Mapping[str, Any] = field(default_factory=dict)  # continuum.* settings
     machine: Machine = MACHINES["a100"]
-    model: Model = LLAMA_8B
     step_tokens: int = 2048  # the prefill chunk: max_num_batched_tokens
     max_seqs: int = 256
     block_tokens: int = 64  # 16 is vLLM's default, 2.6 times slower here, and 0.5 % different
@@ -68,15 +67,14 @@ def build_scheduler(setup: Setup, clock: VirtualClock, max_model_len: int, until
     config = _vllm_config(setup, folder, max_model_len)
     spec = FullAttentionSpec(
         block_size=setup.block_tokens,
-        num_kv_heads=setup.model.kv_heads,
-        head_size=setup.model.head_size,
+        num_kv_heads=1,
+        head_size=head_size(setup.machine),
         dtype=torch.bfloat16,
     )
-    layers = [f"layer.{i}" for i in range(setup.model.layers)]
     config.cache_config.num_gpu_blocks = setup.blocks + 1  # one is vLLM's null block
     return _scheduler_class(setup, clock)(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(setup.blocks + 1, [], [KVCacheGroupSpec(layers, spec)]),
+        kv_cache_config=KVCacheConfig(setup.blocks + 1, [], [KVCacheGroupSpec(["layer.0"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=setup.block_tokens,
         log_stats=False,
@@ -97,7 +95,7 @@ def _scheduler_class(setup: Setup, clock: VirtualClock) -> type[Scheduler]:
 
 
 def _vllm_config(setup: Setup, folder: Path, max_model_len: int) -> VllmConfig:
-    (folder / "config.json").write_text(json.dumps(_hf_config(setup.model, max_model_len)))
+    (folder / "config.json").write_text(json.dumps(_hf_config(setup.machine, max_model_len)))
     plain = setup.policy == STOCK and setup.tiers is None
     config = VllmConfig(
         model_config=ModelConfig(
@@ -126,15 +124,14 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
 
     Without offloading a policy still needs a place for its settings: tiers of no size.
     """
-    link, reads, writes = setup.machine.link_gbps, SSD_READ_GBPS, SSD_WRITE_GBPS
-    rates = {"load_gbps": link, "store_gbps": link, "ssd_load_gbps": reads, "ssd_store_gbps": writes}
-    tiers: dict[str, Any] = {"dram_gb": 0.0} if setup.tiers is None else {**rates, **setup.tiers}
+    tiers: dict[str, Any] = {"dram_gb": 0.0}
+    if setup.tiers is not None:
+        tiers = {**rates(setup.machine), **setup.tiers}
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy != STOCK:
-        chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps", reads)
-        costs = setup.machine.costs(setup.model, chunk_tokens, setup.step_tokens, ssd_gbps)
+        told = setup.machine.told(tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps"))
         profile = folder / "profile.yaml"
-        profile.write_text(yaml.safe_dump(costs))
+        profile.write_text(yaml.safe_dump(told))
         settings = {"policy": setup.policy, "profile": str(profile), **setup.continuum}
         extra |= {f"continuum.{key}": value for key, value in settings.items()}
     return KVTransferConfig(
@@ -145,16 +142,34 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     )
 
 
-def _hf_config(model: Model, max_model_len: int) -> dict[str, Any]:
+def rates(machine: Machine) -> dict[str, Any]:
+    """The fake connector's links, as the machine's profile has them."""
+    costs = machine.costs
+    links = {
+        "load_gbps": costs.dram,
+        "store_gbps": machine.dram_store,
+        "ssd_load_gbps": costs.ssd,
+        "ssd_store_gbps": machine.ssd_store,
+    }
+    gbps = {key: rate.bytes_per_s / 1e9 for key, rate in links.items()}
+    return gbps | {"load_latency_s": costs.dram.fixed_s}
+
+
+def head_size(machine: Machine) -> int:
+    """All of a token's KV as one head of one layer: only its bytes matter to a scheduler."""
+    return machine.kv_bytes_per_token // (2 * VALUE_BYTES)
+
+
+def _hf_config(machine: Machine, max_model_len: int) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": model.hidden,
-        "head_dim": model.head_size,
-        "intermediate_size": model.hidden,
-        "num_attention_heads": model.hidden // model.head_size,
-        "num_key_value_heads": model.kv_heads,
-        "num_hidden_layers": model.layers,
+        "hidden_size": head_size(machine),
+        "head_dim": head_size(machine),
+        "intermediate_size": head_size(machine),
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 1,
         "max_position_embeddings": max_model_len,
         "vocab_size": 32000,
         "torch_dtype": "bfloat16",

@@ -1,157 +1,117 @@
-"""How long a step of the model takes: a roofline with a fixed cost, from a machine's numbers.
+"""How long a step of the model takes, on a machine that a profile describes (profiles/README.md).
 
-    step = fixed + per request + max(weights, linear layers) + prefill attention + decode's KV reads
+    step = fixed + per sequence + max(weights, linear layers) + prefill attention + decode's KV reads
 
-    weights            bytes / memory rate
-    linear layers      2 * parameters * (tokens + c0) / FLOP rate: n tokens reach n / (n + c0) of it
-    prefill attention  4 * layers * hidden * (n * context + n^2 / 2) / attention's FLOP rate
-    decode             bytes of the KV it attends to / memory rate
+    weights            step.least_linear_s: reading them takes so long, however few the tokens
+    linear layers      step.per_token_s * (tokens + half_rate_tokens): n reach n / (n + c0) of the rate
+    prefill attention  step.per_pair_s * (n * context + n^2 / 2)
+    decode             step.per_cached_token_s * the tokens it attends to
 
-The shape and the built-in numbers are assumptions that were checked against published tables, not on
-a GPU: `measured` is false, and every result carries it.
+A live server's policy reads the same file (continuum_lmcache.costs), so the lab's machine and what the
+policy is told of it cannot differ. The built-in machines come from data sheets: `measured` is false,
+and every result carries it.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
+from continuum_lmcache.costs import Costs, Rate, number, section
 from continuum_lmcache.errors import ProfileError
+from profiles.datasheets import derived
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What of a model costs time and memory."""
+class StepCurve:
+    """Seconds of one engine step. A sequence with one new token decodes, any other is a prefill chunk."""
 
-    name: str
-    parameters: float
-    layers: int
-    hidden: int  # query heads * head size
-    kv_heads: int
-    head_size: int
-    dtype_bytes: int = 2
+    fixed_s: float  # once a step
+    per_sequence_s: float  # for each request in the batch
+    per_token_s: float  # linear layers, for each new token
+    least_linear_s: float  # what they take at least
+    half_rate_tokens: float  # at so many tokens the linear layers reach half their rate
+    per_pair_s: float  # for each pair of a prefill's new token and one it attends to
+    per_cached_token_s: float  # for each token that a decode attends to
+    samples: int  # measurements behind the fit; 0: assumed
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_size * self.dtype_bytes
-
-    @property
-    def weight_bytes(self) -> float:
-        return self.parameters * self.dtype_bytes
-
-
-LLAMA_8B = Model("Llama-3.1-8B", 8.03e9, layers=32, hidden=4096, kv_heads=8, head_size=128)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """One accelerator with its host link, as fast as programs get it to go."""
-
-    name: str
-    linear_flops: float  # a second, in the linear layers
-    attention_flops: float  # a second, in prefill attention
-    memory_bytes_per_s: float
-    kv_tokens: int  # what its KV cache holds of LLAMA_8B
-    link_gbps: float  # host to device, 10^9 bytes/s
-    step_s: float = 0.004  # fixed
-    request_s: float = 0.0  # for each request in the batch
-    chunk_c0: float = 0.0  # tokens at which the linear layers reach half their rate
-    measured: bool = False
-    source: str = ""
-
-    @classmethod
-    def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> Machine:
-        """From a profile that was read at the edge. Raises ProfileError for a bad or unknown key."""
-        known = {f.name: f for f in fields(cls)}
-        needed = [f.name for f in known.values() if f.default is MISSING]
-        for key, value in profile.items():
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ProfileError(f"{where}: unknown key {key!r}; {hint}Known: {', '.join(known)}")
-            if not _fits(value, str(known[key].type)):
-                raise ProfileError(
-                    f"{where}: {key} is {value!r}; it must be {EXPECTED[str(known[key].type)]}"
-                )
-        if missing := [name for name in needed if name not in profile]:
-            raise ProfileError(f"{where} has no {missing[0]!r}; the lab needs {', '.join(needed)}")
-        return cls(**profile)
-
-    def seconds(self, model: Model, batch: Iterable[tuple[int, int]]) -> float:
+    def seconds(self, batch: Iterable[tuple[int, int]]) -> float:
         """One step over `batch`: for each request its new tokens, and the tokens before those."""
-        tokens = pairs = read_tokens = requests = 0.0
+        tokens = pairs = read_tokens = sequences = 0.0
         for new, context in batch:
-            requests += 1
+            sequences += 1
             tokens += new
             if new == 1:
                 read_tokens += context
             else:
                 pairs += new * context + new * new / 2
-        if not requests:
+        if not sequences:
             return 0.0
-        linear_s = 2 * model.parameters * (tokens + self.chunk_c0) / self.linear_flops
-        weights_s = model.weight_bytes / self.memory_bytes_per_s
-        attention_s = 4 * model.layers * model.hidden * pairs / self.attention_flops
-        decode_s = read_tokens * model.kv_bytes_per_token / self.memory_bytes_per_s
-        fixed_s = self.step_s + requests * self.request_s
-        return fixed_s + max(linear_s, weights_s) + attention_s + decode_s
+        linear_s = max(self.least_linear_s, self.per_token_s * (tokens + self.half_rate_tokens))
+        attention_s = self.per_pair_s * pairs + self.per_cached_token_s * read_tokens
+        return self.fixed_s + self.per_sequence_s * sequences + linear_s + attention_s
 
-    def costs(self, model: Model, chunk_tokens: int, step_tokens: int, ssd_gbps: float) -> dict[str, Any]:
-        """The same machine as the mapping that a policy's Costs are read from (continuum_lmcache.costs).
 
-        `step_tokens` is the prefill chunk: its share of the fixed cost falls on each token.
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """An accelerator with one model on it, as a profile says. `profile` is what a policy is told."""
+
+    name: str
+    profile: Mapping[str, Any]
+    costs: Costs
+    step: StepCurve
+    dram_store: Rate  # device to host
+    ssd_store: Rate  # host to disk
+    kv_tokens: int  # what its KV cache holds
+
+    @classmethod
+    def from_profile(cls, profile: Mapping[str, Any], name: str, kv_tokens: int | None = None) -> Machine:
+        """From a profile that was read at the edge. Raises ProfileError for a bad or missing section.
+
+        `kv_tokens` replaces the profile's: a server may be given less memory than the card has.
         """
-        share_s = (self.step_s + 2 * model.parameters * self.chunk_c0 / self.linear_flops) / step_tokens
-        per_token_s = 2 * model.parameters / self.linear_flops + share_s
-        per_pair_s = 4 * model.layers * model.hidden / self.attention_flops
-        curve = {"fixed_s": 0.0, "per_token_s": per_token_s, "per_pair_s": per_pair_s, "samples": 0}
-        return {
-            "prefill": curve,
-            "dram": {"bytes_per_s": self.link_gbps * 1e9, "fixed_s": 0.0, "samples": 0},
-            "ssd": {"bytes_per_s": ssd_gbps * 1e9, "fixed_s": 0.0, "samples": 0},
-            "kv_bytes_per_token": model.kv_bytes_per_token,
-            "chunk_tokens": chunk_tokens,
-        }
+        costs = Costs.from_mapping(profile, name)
+        lacking = [key for key in ("step", "dram_store", "ssd_store") if key not in profile]
+        if lacking:
+            raise ProfileError(
+                f"{name} has no section {lacking[0]!r}, without which the lab cannot tell how long a step "
+                "takes; measure the machine again with profiles/measure.py"
+            )
+        known = kv_tokens if kv_tokens is not None else int(number(profile, "kv_tokens", name, least=1))
+        return cls(
+            name=name,
+            profile=profile,
+            costs=costs,
+            step=section(profile, "step", StepCurve, name),
+            dram_store=section(profile, "dram_store", Rate, name),
+            ssd_store=section(profile, "ssd_store", Rate, name),
+            kv_tokens=known,
+        )
 
+    @property
+    def measured(self) -> bool:
+        """Whether a step's time has measurements behind it."""
+        return self.step.samples > 0
 
-EXPECTED = {"str": "text", "bool": "true or false", "int": "a number >= 0", "float": "a number >= 0"}
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.costs.kv_bytes_per_token
 
+    def seconds(self, batch: Iterable[tuple[int, int]]) -> float:
+        """One step over `batch` (StepCurve.seconds)."""
+        return self.step.seconds(batch)
 
-def _fits(value: Any, kind: str) -> bool:
-    """Whether a value from a file is of a field's kind."""
-    if kind == "str":
-        return isinstance(value, str)
-    if kind == "bool":
-        return isinstance(value, bool)
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-
-
-def _sheet(
-    name: str, tflops: float, share: float, attention: float, tbps: float, memory: float, kv: int, link: float
-) -> Machine:
-    """A machine by its data sheet: peak rates, and the share of each that programs reach."""
-    return Machine(
-        name,
-        linear_flops=tflops * 1e12 * share,
-        attention_flops=tflops * 1e12 * attention,
-        memory_bytes_per_s=tbps * 1e12 * memory,
-        kv_tokens=kv,
-        link_gbps=link,
-        source="data sheet x assumed efficiency",
-    )
+    def told(self, chunk_tokens: int, ssd_gbps: float | None) -> dict[str, Any]:
+        """The profile for a policy, with the chunk and the disk of one setup."""
+        told = {**self.profile, "chunk_tokens": chunk_tokens}
+        if ssd_gbps is not None:
+            told["ssd"] = {**self.profile["ssd"], "bytes_per_s": ssd_gbps * 1e9}
+        return told
 
 
 MACHINES = {
-    machine.name: machine
-    for machine in (
-        # bfloat16 TFLOP/s, share in linear layers and in attention, memory TB/s and share, KV, link
-        _sheet("a100", 312, 0.55, 0.45, 2.04, 0.8, 480_000, 25),
-        _sheet("h100", 990, 0.70, 0.70, 3.35, 0.8, 434_000, 50),
-        _sheet("h200", 990, 0.70, 0.70, 4.80, 0.8, 868_000, 50),
-        _sheet("b200", 2250, 0.45, 0.35, 8.00, 0.75, 1_168_000, 50),
-    )
+    name: Machine.from_profile(derived(card), name)
+    for name, card in {"a100": "a100-80gb", "h100": "h100", "h200": "h200", "b200": "b200"}.items()
 }
-"""Eight-billion-parameter serving on one card. h100 and h200: shares and pools fitted to a published
-FCFS sweep; a100 and b200: assumed."""
+"""Eight-billion-parameter serving on one card, from data sheets (profiles/datasheets.py)."""

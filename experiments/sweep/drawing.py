@@ -13,11 +13,13 @@ from experiments.sweep.readout import BySeed, Found, caption, panels, ratios
 from experiments.tables import spread
 
 matplotlib.use("Agg")  # no display
+matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "sweep"}  # small, the same each time
 from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 MOST_COLUMNS = 3
+UNDATED = {".png": {"Software": None}, ".svg": {"Date": None}}
 WIDE = 5.0  # a panel's largest value over its smallest, from which its scale is logarithmic
 
 
@@ -38,7 +40,7 @@ def draw(plan: Plan, pairs: Found, path: Path) -> list[Path]:
     figure.suptitle(f"{plan.title}. {caption(pairs)}", fontsize=8)
     written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     for target in written:
-        figure.savefig(target, dpi=150)
+        figure.savefig(target, dpi=110, metadata=UNDATED[target.suffix])
     plt.close(figure)
     return written
 

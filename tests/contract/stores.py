@@ -170,3 +170,11 @@ if importlib.util.find_spec("lmcache"):
         return Rig(Path(tempfile.mkdtemp()), dram_chunks, 2 * ssd_chunks)
 
     STORES["lmcache"] = real_store
+
+    from lmcache_mp_rig import MpRig
+
+    def mp_store(dram_chunks: int, ssd_chunks: int) -> StoreUnderTest:
+        """LMCache's MP server, the real one, in this process."""
+        return MpRig(Path(tempfile.mkdtemp()), dram_chunks, ssd_chunks)
+
+    STORES["lmcache-mp"] = mp_store

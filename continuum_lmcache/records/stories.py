@@ -23,6 +23,20 @@ class Pin:
     blocks: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """What bringing a turn's context back took, and what had been foretold when the turn before ended."""
+
+    foretold_s: float
+    took_s: float
+    loaded_tokens: int
+
+    @property
+    def relative_error(self) -> float:
+        """Of the forecast, in shares of what it took."""
+        return abs(self.foretold_s - self.took_s) / self.took_s
+
+
 @dataclass(slots=True)
 class Turn:
     """One turn. Times on the wall clock; None: it did not happen, or the recording does not say."""
@@ -40,6 +54,7 @@ class Turn:
     tool: tuple[str, ...] | None = None
     retention: Mapping[str, Any] | None = None
     preemptions: int = 0
+    reload: Reload | None = None  # its context had left the GPU
     pin: Pin | None = None
     went_idle: bool = False  # the program had no other turn when this one departed
     gap_s: float | None = None  # from there to the program's next turn
@@ -104,6 +119,12 @@ class Program:
         turn.retention, turn.went_idle = event.get("retention"), not self._live
         self._last = turn
 
+    def reloaded(self, event: Event, time_s: float) -> None:  # noqa: ARG002
+        turn = self._by_id.get(event.get("turn", ""))
+        numbers = [event.get(key) for key in ("foretold_s", "took_s", "loaded_tokens")]
+        if turn is not None and None not in numbers:
+            turn.reload = Reload(*numbers)  # type: ignore[arg-type]
+
     def pinned(self, event: Event, time_s: float) -> None:
         pin = Pin(time_s, blocks=event.get("blocks"))
         self.pins.append(pin)
@@ -134,6 +155,7 @@ KINDS = {
     "Request_evicted_from_running_queue_time": Program.preempted,
     "evicted_to_running": Program.resumed,
     "Request_departure_time": Program.departed,
+    "reloaded_time": Program.reloaded,
     "pinned_time": Program.pinned,
     "unpinned_time": Program.unpinned,
     "ended_time": Program.ended,

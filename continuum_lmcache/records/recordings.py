@@ -16,7 +16,7 @@ from typing import Any
 
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.recorder import FORMAT, META, Event
-from experiments.stories import KINDS, Program, Turn
+from continuum_lmcache.records.stories import KINDS, Program, Turn
 
 FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?(\.jsonl)?")
 TOKENS = ("prompt_length", "hit_length", "gpu_tokens", "dram_tokens", "ssd_tokens", "output_tokens")
@@ -47,6 +47,7 @@ PROMISE = ("ttl_s", "probability")
 ANYTHING = ("anything", lambda _: True)
 SHAPES = {  # fields that are computed with; others may hold anything
     **dict.fromkeys((*KINDS, *TOKENS, "blocks", "events_dropped"), ("a number", number)),
+    **dict.fromkeys(("foretold_s", "took_s", "loaded_tokens"), ("a number", number)),
     "queue_delay_s": ("a number of seconds or null", lambda value: value is None or number(value)),
     "turn": ("text", lambda value: isinstance(value, str)),
     "outcome": ("text", lambda value: isinstance(value, str)),

@@ -1,0 +1,180 @@
+"""LMCache 0.5.6's multi-process mode as vLLM's KV connector, and as the core's TierStore.
+
+    vLLM: scheduler            vLLM: worker(s)               lmcache server
+    lmcache_mp_tiers    <---- changes and lookups, asked every 0.1 s ---- lmcache_mp_module, _lookups
+    lmcache_mp_leases   ----- lookups, kept young ----------------------> L1 (DRAM), L2 (disk)
+                               lmcache_mp_worker <--- loads, stores ----- shared memory or CUDA IPC
+
+L1 is the core's DRAM tier and L2 its SSD tier. Loads are asynchronous: a request waits for its own, other
+requests run on. A finished turn's blocks are freed when its stores have ended, pinned or not.
+
+Use it under LMCache's own name, `{"kv_connector": "LMCacheMPConnector", ...}`, when this package's vLLM
+plugin is loaded, else as `"kv_connector": "ContinuumLMCacheMPConnector",
+"kv_connector_module_path": "connectors.lmcache_mp"`. docs/mp.md says how to start the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from connectors.lmcache import machine
+from connectors.lmcache_mp_leases import Leases
+from connectors.lmcache_mp_loads import MpReport
+from connectors.lmcache_mp_settings import settled
+from connectors.lmcache_mp_start import caller, first_answer, settle, warn_of_small_l1
+from connectors.lmcache_mp_tiers import Follower, MpTiers
+from connectors.lmcache_mp_wire import Ask
+from connectors.lmcache_mp_worker import MpWorkerSide
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.types import Tier
+
+
+class ContinuumLMCacheMPConnector(LMCacheMPConnector):
+    """LMCacheMPConnector that knows where KV lies and what loads cost, and outlives its server.
+
+    On the scheduler's side it is a continuum_lmcache.tiers.TierStore.
+    """
+
+    mode = "lmcache-mp"
+
+    @classmethod
+    def check_settings(cls, vllm_config: Any) -> None:
+        """Raise ConfigError, one line, for settings that are unknown or known to fail."""
+        if vllm_config.lora_config is not None:
+            raise ConfigError(
+                "LMCache 0.5.6 does not tell LoRA adapters apart: it would load one adapter's KV for "
+                "another; drop --enable-lora or the KV connector"
+            )
+        settled(vllm_config.kv_transfer_config.kv_connector_extra_config)
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._kv_bytes_per_token = machine(vllm_config).kv_bytes_per_token
+        self._worker: MpWorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._follow(vllm_config.model_config.max_model_len)
+
+    def _follow(self, max_model_len: int) -> None:
+        adapter = self.scheduler_adapter
+        (client,) = adapter.req_clients.values()
+        self._follower = Follower(
+            caller(client), Ask(adapter.model_name, adapter.world_size), self._server_went_down
+        )
+        told = first_answer(self._follower)
+        hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, told.hash_algorithm)
+        bytes_per_token = self._kv_bytes_per_token * adapter.world_size
+        self._tiers = MpTiers(self._follower, told, hasher, bytes_per_token)
+        self._leases = Leases(adapter, told.read_lease_s)
+        self._found: dict[str, Holding] = {}
+        warn_of_small_l1(told, bytes_per_token, max_model_len)
+        self._follower.start()
+
+    # ---- scheduler: the core's TierStore
+
+    def locate(self, token_ids: Sequence[int], salt: str = "") -> Holding:
+        """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
+
+        Behind by at most a question's interval, 0.1 s; chunks stored since count as not there, and so
+        does everything while the server does not answer. It is a promise only as long as L1 has room
+        for what L2 would bring. Of a prompt with images it knows nothing: its keys are others.
+        """
+        return self._tiers.locate(token_ids, salt)
+
+    def transfers(self) -> list[Transfer]:
+        """Loads and stores as rank 0 timed them, since the last call; reading L2 as the server timed it."""
+        return self._tiers.transfers()
+
+    def capacity_tokens(self) -> dict[Tier, int]:
+        """What the server's L1 and L2 have room for, all clients together."""
+        return self._tiers.capacity_tokens()
+
+    def found(self, request_id: str) -> Holding | None:
+        """Where the request's KV lay when it was first looked up, before L2's part was read into L1."""
+        return self._found.get(request_id)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the server answers, and LMCache uses it."""
+        return self._follower.is_up and self.scheduler_adapter.is_healthy
+
+    # ---- scheduler: vLLM's calls
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tracker = self._get_or_create_request_tracker(request)
+        if self._leases.is_renewing(
+            request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
+        ):
+            return None, True
+        self._leases.asked(request.request_id)
+        if request.request_id not in self._found:
+            self._found[request.request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
+        if tracker.state == LMCacheMPRequestState.PREFETCHING:
+            # an earlier lookup's hits: LMCache leaves them when a later one finds nothing, takes that many
+            # tokens for computed, and stores their blocks before they are
+            tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._leases.used(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        meta.server_is_up = self._follower.is_up  # the worker would find out by waiting
+        return meta
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        if isinstance(connector_output.kv_connector_worker_meta, MpReport):
+            self._tiers.absorb(connector_output.kv_connector_worker_meta)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        # a request that ends before its load would keep its chunks locked until the lease ends
+        tracker = self.request_trackers[request.request_id]
+        self._leases.give_back(
+            request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
+        )
+        self._leases.forget(request.request_id)
+        self._found.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)
+
+    def _server_went_down(self) -> None:
+        """Ask it nothing more until LMCache's heartbeat finds it again."""
+        for healthy in self.scheduler_adapter._health_events.values():
+            healthy.clear()
+
+    # ---- worker: vLLM's calls
+
+    def register_kv_caches(self, kv_caches: Any) -> None:
+        super().register_kv_caches(kv_caches)
+        adapter = self.worker_adapter
+        ask = Ask(adapter.model_name, adapter.world_size)
+        told = first_answer(Follower(caller(adapter.req_client), ask))
+        rank = self._vllm_config.parallel_config.rank
+        self._worker = MpWorkerSide(adapter, rank, self._kv_bytes_per_token, told.read_lease_s)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and not connector_metadata.server_is_up:
+            self._worker.server_is_down()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._worker is not None:
+            self._worker.poll()
+        return super().get_finished(finished_req_ids)
+
+    def build_connector_worker_meta(self) -> MpReport | None:
+        return self._worker.report() if self._worker is not None else None
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.SCHEDULER:
+            self._follower.close()
+        super().shutdown()

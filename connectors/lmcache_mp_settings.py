@@ -1,0 +1,78 @@
+"""`lmcache.mp.*` settings of the KV connector: unknown ones refused, defaults that serve agents.
+
+LMCache drops a name that it does not know without a word. The tiers' sizes are no settings of the
+connector's: the MP server has them on its own command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lmcache.integration.vllm.vllm_multi_process_adapter import ExtraConfigDefault
+
+from continuum_lmcache.config import refuse_unknown
+from continuum_lmcache.errors import ConfigError
+
+PREFIX = "lmcache."
+MP = "lmcache.mp."
+EXTRA = "kv_connector_extra_config"
+# read by LMCache 0.5.6's MP connector beside ExtraConfigDefault's names
+DIRECT = frozenset(
+    {
+        "autostart",
+        "autostart.server_args",
+        "autostart.wait_timeout",
+        "eager_prefetch",
+        "host",
+        "lazy_offload",
+        "lazy_offload_policy",
+        "lazy_offload_select_count",
+        "lazy_offload_threshold",
+        "port",
+        "save_decode_cache",
+        "server_urls",
+        "transfer_intermediate_tensors",
+    }
+)
+NAMES = DIRECT | {known.name for known in ExtraConfigDefault}
+OURS: Mapping[str, Any] = {
+    "save_decode_cache": True,  # the next turn's prompt holds this turn's output
+    "heartbeat_interval": 5.0,  # how soon a server that is back is used again
+    "mq_timeout": 30.0,  # of 300: a server that does not answer at the start is not there
+}
+UNSUPPORTED = {
+    "lazy_offload": "pins and lazy offload would both decide what stays on the GPU; remove it",
+    "transfer_intermediate_tensors": "it is experimental and was not checked; remove it",
+}
+
+
+def settled(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The extra config that LMCache should get, and the defaults in it that are ours. Raises ConfigError."""
+    given = {name.removeprefix(MP): value for name, value in extra.items() if name.startswith(MP)}
+    refuse_unknown(given, NAMES, MP, EXTRA)
+    _refuse_in_process(extra)
+    for name, reason in UNSUPPORTED.items():
+        if given.get(name):
+            raise ConfigError(f"{MP}{name}: {reason}")
+    if len(_server_urls(given.get("server_urls", ""))) > 1:
+        raise ConfigError(f"{MP}server_urls names several servers; this connector follows the tiers of one")
+    ours = {name: value for name, value in OURS.items() if name not in given}
+    return {**extra, **{MP + name: value for name, value in ours.items()}}, ours
+
+
+def _refuse_in_process(extra: Mapping[str, Any]) -> None:
+    """A key of in-process LMCache's, which the MP connector would ignore."""
+    for name in extra:
+        if name.startswith(PREFIX) and not name.startswith(MP):
+            raise ConfigError(
+                f"{name} belongs to in-process LMCache; with LMCacheMPConnector the server has the tiers: "
+                "set them on its command line (docs/mp.md)"
+            )
+    others = [name for name in extra if not name.startswith((PREFIX, "continuum."))]
+    refuse_unknown(others, (), "", EXTRA)
+
+
+def _server_urls(value: Any) -> list[str]:
+    urls = value.split(",") if isinstance(value, str) else value
+    return [url for url in urls if url.strip()]

@@ -1,0 +1,143 @@
+"""The console script `continuum-lmcache`.
+
+    continuum-lmcache doctor MODEL --gpu h200 --lmcache lmcache.json
+    continuum-lmcache status http://127.0.0.1:8000
+    continuum-lmcache report run/ other-run/
+
+Exit status: 0 all is well, 1 something is wrong with what was looked at, 2 bad input, in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from typer.exceptions import TyperException
+
+from continuum_lmcache.console import answer
+from continuum_lmcache.console import doctor as doctors
+from continuum_lmcache.console import status as statuses
+from continuum_lmcache.diagnose import Targets
+from continuum_lmcache.errors import ContinuumError
+
+BAD_INPUT = 2
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+
+
+Json = Annotated[bool, typer.Option("--json", help="one JSON object instead of text")]
+
+
+@app.command()
+def doctor(
+    model: Annotated[
+        str, typer.Argument(help="config.json, a folder with one, or a name: Llama-3.1-8B, ...")
+    ],
+    profile: Annotated[Path | None, typer.Option(help="measured profile (YAML, see profiles/)")] = None,
+    gpu: Annotated[str, typer.Option(help="a100-80gb, h100, h200 or b200, for its memory")] = "",
+    memory_gib: Annotated[
+        float | None, typer.Option(min=0.1, help="of one device, if not a known GPU")
+    ] = None,
+    kv_gib: Annotated[
+        float | None, typer.Option(min=0, help="KV cache itself (VLLM_CPU_KVCACHE_SPACE)")
+    ] = None,
+    weights_gib: Annotated[
+        float | None, typer.Option(min=0, help="of the weights, if not those of MODEL")
+    ] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1, help="vLLM's")] = 0.92,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="ranks")] = 1,
+    block_size: Annotated[int | None, typer.Option(min=1, help="tokens; vLLM's default if not given")] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's: auto, fp8, ...")] = "auto",
+    lmcache: Annotated[Path | None, typer.Option(help="the file of --kv-transfer-config")] = None,
+    lora: Annotated[bool, typer.Option(help="LoRA is to be enabled")] = False,
+    trace: Annotated[Path | None, typer.Option(help="programs to serve (JSONL, docs/recording.md)")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a program, in place of a trace")
+    ] = None,
+    programs: Annotated[int | None, typer.Option(min=1, help="alive at the same time")] = None,
+    url: Annotated[str, typer.Option(help="base URL of a running server, to check it too")] = "",
+    as_json: Json = False,
+) -> None:
+    """Is it advisable to serve MODEL so? KV budget, break-even of each tier, whether pins pay, traps."""
+    ask = doctors.Question(
+        model,
+        profile,
+        gpu,
+        memory_gib,
+        kv_gib,
+        weights_gib,
+        gpu_memory_utilization,
+        tensor_parallel_size,
+        block_size,
+        kv_cache_dtype,
+        lmcache,
+        lora,
+        trace,
+        context,
+        programs,
+        url.rstrip("/"),
+    )
+    found = doctors.diagnosis(ask)
+    if as_json:
+        print(json.dumps(answer.as_json(found), indent=1))
+    else:
+        answer.show(found, Console())
+    raise typer.Exit(0 if found.advisable else 1)
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Argument(help="base URL of a vLLM server, without /v1")],
+    seconds: Annotated[float, typer.Option(min=0.1, help="between the two scrapes")] = 5.0,
+    target_queue_s: Annotated[
+        float, typer.Option(min=0, help="mean wait that is still fine")
+    ] = Targets().queue_s,
+    as_json: Json = False,
+) -> None:
+    """What is wrong with a running server, with figures and what to do. Exit status 1 if something is."""
+    seen, targets = statuses.watch(url.rstrip("/"), seconds), Targets(queue_s=target_queue_s)
+    found = statuses.as_json(seen, targets)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        statuses.show(url, seen, targets, Console())
+    raise typer.Exit(0 if found["ok"] else 1)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="a recording: file or directory (docs/recording.md)")],
+    other: Annotated[Path | None, typer.Argument(help="a second one, to stand beside it")] = None,
+    out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+    profile: Annotated[
+        Path | None, typer.Option(help="profile (YAML) to draw loads as long as it says")
+    ] = None,
+) -> None:
+    """Write one self-contained HTML page on a recorded run, or on two side by side."""
+    from continuum_lmcache.console.report import write_report  # plotly is an extra and takes a second
+
+    pages = write_report([run] if other is None else [run, other], out, profile)
+    print(f"wrote {out}: {pages / 1e6:.1f} MB, no network needed")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, or `arguments`, and end bad input in one line."""
+    try:
+        status = app(arguments, standalone_mode=False)
+    except TyperException as error:
+        raise refused(error.format_message()) from error
+    except (ContinuumError, OSError) as error:
+        raise refused(str(error)) from error
+    except typer.Abort as error:
+        raise refused("interrupted") from error
+    sys.exit(status or 0)
+
+
+def refused(reason: str) -> SystemExit:
+    """One line on stderr, and the exit status for it."""
+    print(f"continuum-lmcache: {' '.join(reason.split())}", file=sys.stderr)
+    return SystemExit(BAD_INPUT)

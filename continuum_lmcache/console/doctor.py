@@ -1,0 +1,199 @@
+"""`continuum-lmcache doctor`: a plan from files and perhaps a running server, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from continuum_lmcache import advice, budget
+from continuum_lmcache.advice import Demand, PinAnswer, Plan
+from continuum_lmcache.breakeven import load_line
+from continuum_lmcache.budget import GIB, Budget, Memory, ModelShape
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.console.connector import Connector, Worker, checked, read
+from continuum_lmcache.console.machines import Machine, machine
+from continuum_lmcache.console.server import Served, served
+from continuum_lmcache.console.shapes import KV_BYTES, shape_of
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.findings import Finding, Severity, error, note, warning
+from continuum_lmcache.records.traces import load_trace
+from continuum_lmcache.types import Tier
+
+STEP_GIB = 2.0  # activations and CUDA graphs of an 8B model with vLLM's default batch, roughly
+TABLE1 = Demand(
+    "the means of Continuum's Table 1, SWE-Bench, arXiv 2511.02230; tools take 0.925 s", (70_126,), (0.925,)
+)
+CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")  # as vllm_plugin/cli.py has them
+BLOCKS_OFF = 0.1  # share by which a server's KV cache may differ from the arithmetic
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What the user asks about. None or 0: not said."""
+
+    model: str
+    profile: Path | None = None
+    gpu: str = ""
+    memory_gib: float | None = None
+    kv_gib: float | None = None
+    weights_gib: float | None = None
+    utilisation: float = 0.92  # vLLM 0.32's default
+    ranks: int = 1
+    block_tokens: int | None = None
+    kv_dtype: str = "auto"
+    lmcache: Path | None = None
+    lora: bool = False
+    trace: Path | None = None
+    context_tokens: int | None = None
+    at_once: int | None = None
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The answer."""
+
+    plan: Plan
+    machine: Machine
+    connector: Connector | None
+    server: Served | None
+    pins: PinAnswer
+    findings: tuple[Finding, ...]
+
+    @property
+    def advisable(self) -> bool:
+        """Whether serving so is: nothing found is an error."""
+        return all(finding.severity is not Severity.ERROR for finding in self.findings)
+
+
+def diagnosis(ask: Question) -> Diagnosis:
+    """Read everything, compute, judge. Raises ConfigError, ProfileError, TraceError or ServerError."""
+    on = machine(ask.profile, ask.gpu)
+    server = served(ask.url) if ask.url else None
+    shape = model(ask, server)
+    block_tokens = ask.block_tokens or (server.block_tokens if server else None) or on.block_tokens
+    kv = kv_cache(ask, on, shape, server, block_tokens)
+    worker = Worker(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
+    connector = checked(read(ask.lmcache), worker, ask.lora) if ask.lmcache else None
+    settings = connector.continuum if connector else ContinuumConfig()
+    plan = Plan(
+        shape,
+        kv,
+        replace(on.costs, kv_bytes_per_token=kv.bytes_per_token),
+        demand(ask),
+        connector.tiers(kv.bytes_per_token) if connector else {},
+        ask.at_once,
+        settings.max_pinned_share,
+        settings.max_ttl_s,
+        on.costs.kv_bytes_per_token if on.profiled else None,
+    )
+    found = (
+        *advice.advice(plan),
+        *(connector.findings if connector else [no_connector()]),
+        *(of_server(server, ask, plan) if server else ()),
+    )
+    return Diagnosis(plan, on, connector, server, advice.can_pins_pay(plan), in_order(found))
+
+
+def in_order(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """The gravest first."""
+    return tuple(sorted(findings, key=lambda finding: list(Severity).index(finding.severity)))
+
+
+def model(ask: Question, server: Served | None) -> ModelShape:
+    """The model's shape, as it is to be served."""
+    shape = shape_of(ask.model)
+    if ask.kv_dtype != "auto":
+        if ask.kv_dtype not in KV_BYTES:
+            raise ConfigError(f"--kv-cache-dtype is {ask.kv_dtype!r}; known: auto, {', '.join(KV_BYTES)}")
+        shape = replace(shape, kv_value_bytes=KV_BYTES[ask.kv_dtype])
+    if ask.weights_gib is not None:
+        shape = replace(shape, weight_bytes=ask.weights_gib * GIB, source="as given")
+    if server and server.window_tokens:
+        shape = replace(shape, window_tokens=server.window_tokens)
+    return shape
+
+
+def kv_cache(
+    ask: Question, on: Machine, shape: ModelShape, server: Served | None, block_tokens: int
+) -> Budget:
+    """The KV cache: as the server has it, as given, or computed from the device's memory."""
+    if server and server.blocks:
+        return budget.of_blocks(shape, server.blocks, block_tokens, ask.ranks)
+    if ask.kv_gib is not None:
+        return budget.of_bytes(shape, ask.kv_gib * GIB, block_tokens, ask.ranks)
+    memory = memory_of(ask, on)
+    if memory is None:
+        where = "give --kv-gib (VLLM_CPU_KVCACHE_SPACE)" if on.on_cpu else "give --gpu or --memory-gib"
+        raise ConfigError(f"the memory of {on.device!r} is not known; {where}")
+    return budget.of_memory(shape, memory, block_tokens, ask.ranks)
+
+
+def memory_of(ask: Question, on: Machine) -> Memory | None:
+    """The device's memory as vLLM would divide it; None if it is not known."""
+    size = ask.memory_gib * GIB if ask.memory_gib is not None else on.device_bytes
+    return Memory(size, ask.utilisation, STEP_GIB * GIB) if size else None
+
+
+def demand(ask: Question) -> Demand:
+    """The programs to serve: a trace's, a given context, or the paper's mean. Raises TraceError."""
+    if ask.trace is not None and ask.context_tokens is not None:
+        raise ConfigError("--trace and --context both say how long programs are; drop one")
+    if ask.trace is not None:
+        programs = load_trace(ask.trace)
+        gaps_s = tuple(t.gap_s for program in programs for t in program.turns if t.gap_s is not None)
+        return Demand(ask.trace.name, tuple(program.context_tokens for program in programs), gaps_s)
+    if ask.context_tokens is not None:
+        return Demand("as given", (ask.context_tokens,))
+    return TABLE1
+
+
+def no_connector() -> Finding:
+    return note(
+        "no-connector",
+        "no lmcache.json was given: there is no tier below the GPU, and LMCache's traps were not looked for",
+        "give the file of --kv-transfer-config by --lmcache",
+    )
+
+
+def of_server(server: Served, ask: Question, plan: Plan) -> Iterator[Finding]:
+    """What a running server's own words object to."""
+    if server.version is not None and not server.version.startswith(CHECKED_VERSIONS):
+        told = f"the server runs vLLM {server.version}"
+        yield warning("version", told, "continuum was checked on 0.30 to 0.33 only")
+    if not server.has_policy:
+        yield warning(
+            "no-policy",
+            "no continuum_programs in /metrics: the server runs without our scheduler, or has not served yet",
+            "start it with --scheduling-policy continuum",
+        )
+    if server.prefix_caching is False:
+        yield error(
+            "no-prefix-caching",
+            "prefix caching is off: nothing can be kept",
+            "drop --no-enable-prefix-caching",
+        )
+    if plan.tiers and not server.has_tiers:
+        yield warning(
+            "no-tier-metrics",
+            "the server tells no continuum_loaded_tokens_total: our LMCache connector does not run in it",
+            "start it with --kv-transfer-config and the file given here",
+        )
+    memory = memory_of(ask, machine(ask.profile, ask.gpu))
+    if memory is not None and server.blocks:
+        predicted = budget.of_memory(plan.shape, memory, plan.budget.block_tokens, ask.ranks)
+        if abs(predicted.blocks - server.blocks) > BLOCKS_OFF * server.blocks:
+            yield note(
+                "blocks-differ",
+                f"the server has {server.blocks:,} blocks, the arithmetic says {predicted.blocks:,}",
+                "another process on the device, another --gpu-memory-utilization, or other weights",
+            )
+
+
+def seconds_at(plan: Plan, context_tokens: int) -> dict[str, float]:
+    """What a context costs: computed, and loaded from each tier."""
+    return {
+        "recompute": plan.costs.prefill_s(context_tokens),
+        **{t.value: load_line(plan.costs, t).seconds(context_tokens) for t in (Tier.DRAM, Tier.SSD)},
+    }

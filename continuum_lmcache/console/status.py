@@ -1,0 +1,80 @@
+"""`continuum-lmcache status URL`: one screen on a running server, from two scrapes of its /metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from continuum_lmcache.console.answer import findings_json, headed, show_findings
+from continuum_lmcache.console.server import scrape
+from continuum_lmcache.console.window import METRICS, window
+from continuum_lmcache.diagnose import Targets, Window, diagnose, untold
+from continuum_lmcache.findings import Finding, Severity
+
+FIGURES = {  # what is shown of a window: label -> field, format
+    "running turns": ("running_turns", "{:.1f}"),
+    "waiting turns": ("waiting_turns", "{:.1f}"),
+    "KV cache in use": ("kv_usage", "{:.0%}"),
+    "  of it pinned": ("pinned_share", "{:.0%}"),
+    "programs known": ("programs", "{:,.0f}"),
+    "turns finished": ("finished_turns", "{:,.0f}"),
+    "preemptions": ("preemptions", "{:,.0f}"),
+    "mean wait in the queue": ("queue_s", "{:.2f} s"),
+    "mean prompt": ("context_tokens", "{:,.0f} tokens"),
+    "prompt tokens computed": ("computed_tokens", "{:,.0f}"),
+    "steps waited for stores": ("store_s", "{:.2f} s"),
+}
+
+
+def watch(url: str, seconds: float) -> Window:
+    """What the server tells of the next seconds. Raises ServerError."""
+    before, start_s = scrape(url), time.monotonic()
+    time.sleep(seconds)
+    after = scrape(url)
+    return window(before, after, time.monotonic() - start_s)
+
+
+def wrong(findings: list[Finding]) -> bool:
+    """Whether anything is worse than good to know."""
+    return any(finding.severity is not Severity.NOTE for finding in findings)
+
+
+def as_json(seen: Window, targets: Targets) -> dict[str, Any]:
+    """The window, what is wrong, and what could not be said."""
+    found = diagnose(seen, targets)
+    return {
+        "schema": 1,
+        "ok": not wrong(found),
+        "window": dataclasses.asdict(seen),
+        "findings": findings_json(found),
+        "not_told": {rule: [METRICS[name] for name in fields] for rule, fields in untold(seen).items()},
+    }
+
+
+def show(url: str, seen: Window, targets: Targets, console: Console) -> None:
+    """Figures, findings, and what this server does not tell."""
+    console.print(Text(f"{url}, watched for {seen.seconds:.1f} s"), soft_wrap=True)
+    table = headed("", "")
+    for label, (name, form) in FIGURES.items():
+        value = getattr(seen, name)
+        table.add_row(label, "not told" if value is None else form.format(value))
+    for tier, tokens in seen.loaded_tokens.items():
+        table.add_row(f"loaded from {tier}", f"{tokens:,.0f} tokens in {seen.load_s.get(tier, 0.0):.2f} s")
+    if seen.load_decisions:
+        table.add_row("load decisions", listed(seen.load_decisions))
+    console.print(table)
+    found = diagnose(seen, targets)
+    show_findings(found, console)
+    for rule, fields in untold(seen).items():
+        names = ", ".join(METRICS[name] for name in fields)
+        console.print(Text(f"not checked: {rule} (no {names} in these {seen.seconds:.0f} s)", style="dim"))
+    console.print(Text("\nSomething is wrong." if wrong(found) else "\nNothing is wrong.", style="bold"))
+
+
+def listed(counts: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:,.0f} {what}" for what, count in counts.items())

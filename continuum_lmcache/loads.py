@@ -1,0 +1,117 @@
+"""Load or recompute? For each prompt that a tier holds, and by what is measured only.
+
+The three ways, of which `Costs.reload` knows the cheapest:
+
+    load        all that DRAM and disk hold of the prompt
+    partial     the DRAM stretch; what only the disk has is computed
+    recompute   nothing is loaded
+
+A connector that can do so asks the judge what to offer vLLM (`tiers.SelectiveLoader`), with `offered`
+to say where the tokens lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import Enum
+
+from continuum_lmcache.costs import Costs
+from continuum_lmcache.rates import Rates
+from continuum_lmcache.tiers import Holding
+from continuum_lmcache.types import Residency, TurnId
+
+LEAST_SAMPLES = 3  # of each rate that a decision hangs on
+TRIAL_SHARE = 0.02  # of the time that declined loads take to compute
+
+
+class Decision(Enum):
+    """How a load was decided. Low cardinality: these are metric labels."""
+
+    LOAD = "load"
+    PARTIAL = "partial"
+    RECOMPUTE = "recompute"
+    UNMEASURED = "unmeasured"  # loaded, since a rate it hangs on is only assumed
+    TRIAL = "trial"  # loaded although declined, to see whether the tier is still so slow
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What to load of one prompt."""
+
+    decision: Decision
+    tokens: int  # after those that the GPU has
+    chosen_s: float = 0.0  # what that is predicted to take, the rest of the prompt included
+    excess_s: float = 0.0  # what loading everything is predicted to take more
+
+
+def verdict(costs: Costs, where: Residency) -> Verdict:
+    """The cheapest way, if every rate it is weighed by was measured; else everything is loaded.
+
+    A guess must not turn a cache off, nor one freak load: without a profile nothing is declined before
+    LEAST_SAMPLES prefills and as many loads from each tier that has something of the prompt.
+    """
+    everything = where.dram_tokens + where.ssd_tokens
+    if not is_measured(costs, where):
+        return Verdict(Decision.UNMEASURED, everything)
+    best, whole = costs.reload(where), costs.loading(where, where.dram_tokens, where.ssd_tokens)
+    if best.loaded_tokens == everything:
+        return Verdict(Decision.LOAD, everything, best.total_s)
+    decision = Decision.PARTIAL if best.loaded_tokens else Decision.RECOMPUTE
+    return Verdict(decision, best.loaded_tokens, best.total_s, whole.total_s - best.total_s)
+
+
+def is_measured(costs: Costs, where: Residency) -> bool:
+    """Whether the prefill, and each tier that holds something of the prompt, has enough samples."""
+    tiers = ((where.dram_tokens, costs.dram), (where.ssd_tokens, costs.ssd))
+    rates = [costs.prefill.samples, *(rate.samples for tokens, rate in tiers if tokens)]
+    return min(rates) >= LEAST_SAMPLES
+
+
+def offered(held: Holding, gpu_tokens: int, found_tokens: int, total_tokens: int) -> Residency:
+    """Where `found_tokens` after the GPU's `gpu_tokens` lie, by what the store said it holds.
+
+    What the connector found and the store does not know of came in just now: it is in DRAM.
+    """
+    end = gpu_tokens + found_tokens
+    on_disk = max(0, min(held.dram_tokens + held.ssd_tokens, end) - max(held.dram_tokens, gpu_tokens))
+    return Residency(gpu_tokens, found_tokens - on_disk, on_disk, total_tokens)
+
+
+class LoadJudge:
+    """Decides for waiting turns, and counts what was decided for those that were placed.
+
+    A tier whose loads are all declined is never timed again. So a declined load is made all the same
+    as soon as what it is predicted to cost too much is TRIAL_SHARE of what was computed instead: as a
+    rule trials make prompts that are declined 2 % slower, and a tier that is fast again is found out.
+    """
+
+    def __init__(self, rates: Rates) -> None:
+        self.counts: Counter[str] = Counter()
+        self._rates = rates
+        self._open: dict[TurnId, Verdict] = {}
+        self._credit_s = 0.0
+
+    def tokens(self, turn: TurnId, where: Residency) -> int:
+        """How many tokens to load (tiers.LoadRule)."""
+        found = verdict(self._rates.costs, where)
+        if 0.0 < found.excess_s <= self._credit_s:
+            everything = where.dram_tokens + where.ssd_tokens
+            found = Verdict(Decision.TRIAL, everything, found.chosen_s, found.excess_s)
+        self._open[turn] = found
+        return found.tokens
+
+    def placed(self, turn: TurnId) -> None:
+        """vLLM took the last answer: it counts."""
+        found = self._open.pop(turn, None)
+        if found is None:
+            return
+        self.counts[found.decision.value] += 1
+        if found.decision is Decision.TRIAL:
+            self._credit_s -= found.excess_s
+        elif found.excess_s:
+            self._credit_s += TRIAL_SHARE * found.chosen_s
+
+    def gone(self, turn: TurnId) -> None:
+        """The turn ended, perhaps without having been placed."""
+        self._open.pop(turn, None)

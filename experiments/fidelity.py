@@ -1,0 +1,180 @@
+"""Is the lab true? The same programs on real servers and in virtual time, side by side.
+
+    python -m experiments.fidelity --seeds 1..3 --profile PROFILE --out fidelity-results
+
+Serves the small model on this machine's CPU, fcfs and continuum, with LMCache and without, and replays
+the demo's programs against each; then runs them in the lab, on the machine that PROFILE describes
+(profiles/measure.py, measured on this machine), and prints predicted against measured. A replay that
+is in OUT already is not repeated, so the machine can be left to others between two seeds.
+
+What the lab is told of the real thing, beside the profile: the hop between client and engine, timed on
+each server before its replay; and how fast the machine was then, by prefills of a known length, as the
+cores of a shared machine are not equally fast at all times. Both are printed, and the prediction also
+without the second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from continuum_lmcache.errors import ProfileError
+from experiments import demo
+from experiments.client import Client, ServerUnusable, request_body
+from experiments.driver import Plan, random_tokens
+from experiments.fidelity_lab import Told, predicted
+from experiments.fidelity_tables import comparison, ranking, write_csv
+from experiments.offload_sweep import seeds_of
+from experiments.replay import ORDINARY, Job, replay
+from experiments.selection import Selection
+from experiments.server import ServerError, serve
+from experiments.sim.step_time import Machine
+from experiments.sweep.cases import SweepError
+from experiments.tables import markdown, plain
+from experiments.tiny_model import make_model
+
+STEP_TOKENS, MAX_SEQS = 2048, 64  # said to server and lab alike
+PROGRAMS, JPS = 12, 1.0
+PROBE_TOKENS, PROBES = 1024, 5
+HOP_TOKENS, HOPS = 16, 20
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One server, and its twin in the lab."""
+
+    policy: str
+    offloads: bool
+
+    @property
+    def label(self) -> str:
+        return f"{self.policy}+LMCache" if self.offloads else self.policy
+
+
+CONTENDERS = tuple(Contender(p, o) for o in (False, True) for p in ("fcfs", "continuum"))
+
+
+def selection(seed: int, programs: int) -> Selection:
+    """The demo's programs."""
+    window = demo.WINDOW_TOKENS
+    return Selection(seed, count=programs, jps=JPS, max_context_tokens=window, time_scale=demo.TIME_SCALE)
+
+
+def measured(contender: Contender, chosen: Selection, profile: Path, model: Path, out: Path) -> None:
+    """Serve, probe, replay, stop. Leaves LABEL-seedN.json and LABEL-seedN-told.json."""
+    with tempfile.TemporaryDirectory(prefix="fidelity-disk-") as disk:
+        args = ["--scheduling-policy", contender.policy, "--max-model-len", str(demo.WINDOW_TOKENS)]
+        args += ["--num-gpu-blocks-override", str(demo.GPU_BLOCKS)]
+        args += ["--max-num-batched-tokens", str(STEP_TOKENS), "--max-num-seqs", str(MAX_SEQS)]
+        if contender.offloads:
+            config = demo.connector(Path(disk), out / f"{contender.label}-lmcache.json")
+            args += ["--kv-transfer-config", str(config)]
+        env = {"CONTINUUM_PROFILE": str(profile.resolve())}
+        log = out / f"{contender.label}-seed{chosen.seed}-server.log"
+        with serve(model, args, log=log, env=env) as url:
+            told = asyncio.run(probed(url))
+            job = Job(f"{url}/v1", contender.label, chosen, out)
+            summary = replay(job)
+    if summary["errors"]:
+        raise ServerUnusable(f"{contender.label}: {summary['errors']} turns failed; see {log}")
+    told_path(out, contender, chosen.seed).write_text(json.dumps(asdict(told)))
+
+
+def told_path(out: Path, contender: Contender, seed: int) -> Path:
+    return out / f"{contender.label}-seed{seed}-told.json"
+
+
+async def probed(url: str) -> Told:
+    """What this server shows before its replay: seconds of a short request, and of a known prefill."""
+    loop = asyncio.get_running_loop()
+    plan = Plan("tiny", 0, ORDINARY)
+    async with Client(f"{url}/v1", timeout_s=60) as client:
+
+        async def first_s(number: int, tokens: int) -> float:
+            sent_s = loop.time()
+            body = request_body("tiny", random_tokens(plan, (number, tokens), tokens), 1)
+            return (await client.complete(body)).first_s - sent_s
+
+        short_s = [await first_s(i, HOP_TOKENS) for i in range(HOPS + 1)]
+        long_s = [await first_s(i, PROBE_TOKENS) for i in range(PROBES + 1)]
+    return Told(median(short_s[1:]), median(long_s[1:]), HOP_TOKENS, PROBE_TOKENS)
+
+
+def rows(seeds: list[int], programs: int, machine: Machine, out: Path) -> list[dict[str, Any]]:
+    """Measured and predicted figures of every replay in `out`."""
+    found = []
+    for seed in seeds:
+        chosen = selection(seed, programs)
+        for contender in CONTENDERS:
+            path = out / f"{contender.label}-seed{seed}.json"
+            told = Told(**json.loads(told_path(out, contender, seed).read_text()))
+            row = {"label": contender.label, "seed": seed, "programs": programs}
+            found.append(row | figures(json.loads(path.read_text())))
+            for way, assumed in (("predicted", told), ("predicted, profile's speed", replace_speed(told))):
+                setup = (contender.policy, contender.offloads, STEP_TOKENS, MAX_SEQS)
+                found.append(row | {"way": way} | predicted(chosen, machine, assumed, *setup))
+    return found
+
+
+def replace_speed(told: Told) -> Told:
+    return replace(told, probe_s=None)
+
+
+def figures(summary: dict[str, Any]) -> dict[str, Any]:
+    """A replay's summary in the columns of the comparison."""
+    source = summary["tokens_by_source"]
+    tokens = {
+        "gpu": source["gpu"],
+        "offload": sum(source.get(name, 0) for name in ("dram", "ssd", "offload")),
+        "computed": source["computed"],
+    }
+    return {
+        "way": "measured",
+        "mean_s": summary["job_time_s"]["mean"],
+        "p95_s": summary["job_time_s"]["p95"],
+        **{f"{name}_share": tokens[name] / summary["prompt_tokens"] for name in tokens},
+        "hop_s": None,
+        "slower": None,
+    }
+
+
+def main(
+    seeds: Annotated[str, typer.Option(help="1..3, or 1,4")] = "1",
+    programs: Annotated[int, typer.Option(min=2, help="How many a seed.")] = PROGRAMS,
+    profile: Annotated[Path, typer.Option(help="Measured on this machine.")] = Path("profiles/cpu-tiny.yaml"),
+    out: Annotated[Path, typer.Option(help="Folder for replays and results.")] = Path("fidelity-results"),
+) -> None:
+    """Predicted against measured."""
+    console = Console()
+    out.mkdir(parents=True, exist_ok=True)
+    kv_tokens = (demo.GPU_BLOCKS - 1) * demo.BLOCK_TOKENS  # one block is vLLM's null block
+    try:
+        machine = Machine.from_profile(yaml.safe_load(profile.read_text()), profile.name, kv_tokens)
+        chosen = seeds_of(seeds)
+        model = make_model(demo.ROOT / ".work" / "tiny-model")
+        for seed in chosen:
+            for contender in CONTENDERS[:: 1 if seed % 2 else -1]:
+                if not told_path(out, contender, seed).exists():
+                    console.print(f"seed {seed}: {contender.label}")
+                    measured(contender, selection(seed, programs), profile, model, out)
+    except (ServerError, ServerUnusable, ProfileError, SweepError, OSError) as error:
+        raise SystemExit(f"fidelity: {error}") from error
+    found = rows(chosen, programs, machine, out)
+    write_csv(found, out / "fidelity.csv")
+    lines = comparison(found)
+    title = f"{programs} programs, {JPS:g} a second, seeds {seeds}; profile {profile.name}"
+    console.print(plain(lines, title), ranking(found), sep="\n")
+    (out / "fidelity.md").write_text(f"{title}\n\n{markdown(lines)}\n\n{ranking(found)}\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

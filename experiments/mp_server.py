@@ -1,0 +1,110 @@
+"""Start a real `lmcache server`, LMCache's multi-process mode, with this package's tier module (docs/mp.md).
+
+with serve_mp(l1_gb=1.0, disk=Path("lmcache-disk"), log=Path("mp.log")) as mp: ... mp.transfer_config
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from experiments.server import CPU_ENV, ServerError, free_port, stop, tail
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULE = {"module_path": "connectors.lmcache_mp_module"}
+
+
+@dataclass
+class MpProcess:
+    """One server's place, and its process while it has one. It comes back to the same place."""
+
+    l1_gb: float
+    disk: Path
+    log: Path
+    more: tuple[str, ...] = ()
+    port: int = field(default_factory=free_port)
+    http_port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def memory(self) -> Path:
+        """The shared memory that L1 lies in; LMCache puts its own word before the name."""
+        return Path("/dev/shm", f"lmcache_l1_pool_{self.shm_name}")
+
+    @property
+    def shm_name(self) -> str:
+        return f"continuum-mp-{self.port}"
+
+    @property
+    def transfer_config(self) -> dict[str, Any]:
+        """What `--kv-transfer-config` takes."""
+        place = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port}
+        return {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": place,
+        }
+
+    def command(self) -> list[str]:
+        l2 = {"type": "fs_native", "base_path": str(self.disk), "use_odirect": True}
+        return [
+            *(str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1"),
+            *("--port", str(self.port), "--http-host", "127.0.0.1", "--http-port", str(self.http_port)),
+            *("--chunk-size", "256", "--supported-transfer-mode", "auto", "--shm-name", self.shm_name),
+            *("--l1-size-gb", str(self.l1_gb), "--eviction-policy", "LRU", "--l2-adapter", json.dumps(l2)),
+            *("--l2-prefetch-policy", "retain", "--server-module", json.dumps(MODULE), *self.more),
+        ]
+
+    def start(self, start_s: float = 120.0) -> None:
+        """Returns when it answers. Raises ServerError with the log's tail if it does not."""
+        self.disk.mkdir(parents=True, exist_ok=True)
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        with self.log.open("a") as out:
+            self.process = subprocess.Popen(
+                self.command(),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **CPU_ENV, "PYTHONPATH": path},
+                start_new_session=True,
+            )
+        end_s = time.monotonic() + start_s
+        while time.monotonic() < end_s and self.process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{self.http_port}/healthcheck", timeout=5).is_success:
+                    return
+            time.sleep(0.2)
+        raise ServerError(f"lmcache server did not start:\n{tail(self.log)}")
+
+    def kill(self) -> None:
+        """SIGKILL: no goodbye to anybody."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def clear_l1(self) -> None:
+        """Drop all of L1; L2 keeps what it has."""
+        httpx.post(f"http://127.0.0.1:{self.http_port}/cache/clear", timeout=30).raise_for_status()
+
+
+@contextlib.contextmanager
+def serve_mp(l1_gb: float, disk: Path, log: Path, *more: str) -> Iterator[MpProcess]:
+    """A server that answers, stopped at the end whatever happens. `more` goes on its command line."""
+    mp = MpProcess(l1_gb, disk, log, more)
+    try:
+        mp.start()
+        yield mp
+    finally:
+        if mp.process is not None:
+            stop(mp.process)
+        mp.memory.unlink(missing_ok=True)  # a killed server leaves it

@@ -1,0 +1,81 @@
+"""What the tests of the console share: a run of the command, and a server that only has metrics."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from continuum_lmcache.console.app import main
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+class Command:
+    """`continuum-lmcache ARGUMENTS` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: object) -> Ran:
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(a) for a in arguments])
+        out, err = self._capsys.readouterr()
+        return Ran(int(ended.value.code or 0), out, err)
+
+    def refused(self, *arguments: object) -> str:
+        """The one line that bad input ends in."""
+        ran = self(*arguments)
+        assert (ran.status, ran.out) == (2, ""), ran
+        (line,) = ran.err.splitlines()
+        return line
+
+
+@contextmanager
+def metrics_server(pages: Sequence[str], **answers: Any) -> Iterator[str]:
+    """Serves each page of /metrics once, the last one for ever, and `answers` as JSON by path."""
+    left = list(pages)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.removeprefix("/").replace("/", "_")
+            known = name == "metrics" or name in answers
+            text = (
+                (left.pop(0) if len(left) > 1 else left[0])
+                if name == "metrics"
+                else json.dumps(answers.get(name))
+            )
+            self.send_response(200 if known else 404)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))  # polls for its end so often, s
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

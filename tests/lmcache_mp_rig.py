@@ -1,0 +1,299 @@
+"""LMCache's MP server in this process, and vLLM's two sides of its connector around it, without vLLM.
+
+The server is the real one, sockets, shared memory and files included; so are LMCache's adapters and our
+parts on either side of them. Only vLLM's own steps are played by `run`. It is a store under test for the
+contract suite: eviction, which the server does once a second, is done in `settle`, by LMCache's policies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import zmq
+from lmcache.integration.vllm.vllm_multi_process_adapter import (
+    LMCacheMPSchedulerAdapter,
+    LMCacheMPWorkerAdapter,
+    LoadStoreOp,
+    ParallelStrategy,
+)
+from lmcache.v1.multiprocess import server as mp_server
+from lmcache.v1.multiprocess.cache_control.key_resolver import resolve_object_keys
+from lmcache.v1.multiprocess.group_view import EngineGroupInfo
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from lmcache_rig import content
+
+from connectors.lmcache_mp_loads import MpReport
+from connectors.lmcache_mp_start import caller, first_answer
+from connectors.lmcache_mp_tiers import Follower, MpTiers
+from connectors.lmcache_mp_wire import MODULE, Ask
+from connectors.lmcache_mp_worker import MpWorkerSide
+from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.types import Tier
+from experiments.server import free_port
+
+MODEL = "m"
+CHUNK = 16  # tokens, one vLLM block
+LAYERS, HEADS, HEAD = 2, 1, 8
+SLOTS = 64  # vLLM blocks
+PAGE = 4096  # LMCache aligns a chunk in L1 to this
+GIB = 1024**3
+SPARE_CHUNKS = 32  # L1 beyond what `settle` leaves in it: a turn's stores and reads of L2 need room at once
+
+
+class MpServer:
+    """The real server, in this process."""
+
+    def __init__(self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str) -> None:
+        self.port, self.dram_chunks, self.ssd_chunks = free_port(), dram_chunks, ssd_chunks
+        l2 = {
+            "type": "fs_native",
+            "base_path": str(directory),
+            "num_workers": 1,
+            "max_capacity_gb": 2 * ssd_chunks * PAGE / GIB,
+            "eviction": {"eviction_policy": "LRU", "trigger_watermark": 1.0},
+        }
+        parser = argparse.ArgumentParser()
+        for add in (
+            mp_server.add_mp_server_args,
+            mp_server.add_storage_manager_args,
+            mp_server.add_observability_args,
+            mp_server.add_coordinator_args,
+        ):
+            add(parser)
+        size_gib = (dram_chunks + SPARE_CHUNKS) * PAGE / GIB
+        args = parser.parse_args(
+            [
+                *("--host", "127.0.0.1", "--port", str(self.port), "--chunk-size", str(CHUNK)),
+                *("--l1-size-gb", str(size_gib), "--eviction-policy", "LRU"),
+                *("--eviction-trigger-watermark", "1.0", "--supported-transfer-mode", "engine_driven"),
+                *("--shm-name", f"continuum-{os.getpid()}-{self.port}"),
+                *("--l2-adapter", json.dumps(l2), "--l2-prefetch-policy", "retain"),
+                *("--server-module", json.dumps({"module_path": MODULE})),
+                *more,
+            ]
+        )
+        started = mp_server.run_cache_server(
+            mp_server.parse_args_to_mp_server_config(args),
+            mp_server.parse_args_to_config(args),
+            mp_server.parse_args_to_observability_config(args),
+            return_engine=True,
+            start_prometheus_http_server=False,
+            coordinator_config=mp_server.parse_args_to_coordinator_config(args),
+        )
+        assert started is not None
+        self._server, self._engine = started
+        self.storage = self._engine.storage_manager
+        (self.l1,) = self.storage._l1_managers_by_id.values()
+
+    def held(self) -> tuple[set[Any], set[Any]]:
+        """The keys that L1 and L2 really hold."""
+        return set(self.l1._objects), set(self._l2.eviction_policy._order)
+
+    def settle(self) -> None:
+        """Wait until nothing is on its way to L2 and every session is over, then evict."""
+        wait_for(lambda: not any(self._under_way() for _ in range(2)))
+        self.evict()
+
+    def evict(self) -> None:
+        """What the server's two loops do once a second, now, down to the sizes asked for."""
+        (l1,) = self.storage._eviction_controllers
+        shrink(
+            l1._eviction_policy, self.held()[0], self.dram_chunks, self.l1.delete, self.l1.is_key_evictable
+        )
+        shrink(self._l2.eviction_policy, self.held()[1], self.ssd_chunks, self._l2.adapter.delete)
+
+    def forget(self, token_ids: Sequence[int]) -> None:
+        context = self._engine.context
+        keys, _ = resolve_object_keys(context.token_hasher, MODEL, 1, list(token_ids), "")
+        self.storage.delete_l1_keys(keys)
+        self._l2.adapter.delete([key for key in keys if key in self.held()[1]])
+
+    def close(self) -> None:
+        self._server.close()
+        self._engine.close()
+
+    @property
+    def _l2(self) -> Any:
+        (state,) = self.storage._l2_eviction_controller._adapter_states
+        return state
+
+    def _under_way(self) -> int:
+        stores = self.storage._store_controller.report_status()
+        sessions: int = self._engine.context.session_manager.active_count()
+        return sessions + stores["pending_keys_count"] + stores["in_flight_task_count"]
+
+
+class MpEngine:
+    """One vLLM's scheduler and worker, joined to a server, stepped by hand."""
+
+    chunk_tokens = CHUNK
+    bytes_per_token = LAYERS * 2 * HEADS * HEAD * 2
+
+    def __init__(self, server: MpServer) -> None:
+        self.server = server
+        url, strategy = [f"tcp://127.0.0.1:{server.port}"], ParallelStrategy(False, 1, 0, 1, 1, 1)
+        context = zmq.Context.instance()
+        self.scheduler = LMCacheMPSchedulerAdapter(url, context, MODEL, CHUNK, strategy)
+        self.adapter = LMCacheMPWorkerAdapter(url[0], context, MODEL, CHUNK, strategy)
+        self.kv = {
+            f"layer.{i}": torch.zeros(SLOTS, HEADS, CHUNK, 2 * HEAD, dtype=torch.bfloat16)
+            for i in range(LAYERS)
+        }
+        groups = [EngineGroupInfo(0, tuple(range(LAYERS)), CHUNK)]
+        self.adapter.register_kv_caches(self.kv, groups, {"kv_layout": "HND"})
+        (client,) = self.scheduler.req_clients.values()
+        self.follower = Follower(caller(client), Ask(MODEL, 1))
+        told = first_answer(self.follower)
+        self.tiers = MpTiers(
+            self.follower, told, TokenHasher(CHUNK, told.hash_algorithm), self.bytes_per_token
+        )
+        self.worker = MpWorkerSide(self.adapter, 0, self.bytes_per_token, told.read_lease_s)
+        self._ids = (f"{id(self):x}-{number}" for number in itertools.count())
+        self._told: list[Transfer] = []
+
+    # ---- what vLLM does
+
+    def lookup(self, request_id: str, token_ids: Sequence[int]) -> int:
+        """How many tokens the server found, locked and made ready."""
+        self.scheduler.maybe_submit_lookup_request(request_id, list(token_ids))
+        found: list[int] = []
+
+        def answered() -> bool:
+            hit = self.scheduler.check_lookup_result(request_id)
+            found.extend([hit] if hit is not None else [])
+            return bool(found)
+
+        wait_for(answered)
+        self.scheduler.cleanup_lookup_result(request_id)
+        return found[0]
+
+    def load(self, request_id: str, token_ids: Sequence[int], tokens: int) -> int:
+        """Load the first `tokens` into zeroed blocks; how many of them came, all of them right."""
+        for layer in self.kv.values():
+            layer.zero_()
+        if tokens:
+            self.adapter.submit_retrieve_request(request_id, op(token_ids, 0, tokens), None)
+            self.worker.poll()
+            self.adapter.get_finished(set())
+        failed = self.adapter.get_block_ids_with_load_errors()
+        came = 0 if failed else tokens // CHUNK
+        for layer in self.kv.values():
+            assert torch.equal(layer[:came], content(token_ids)[:came]), "other KV than this prompt's"
+        return came * CHUNK
+
+    def store(self, request_id: str, token_ids: Sequence[int], skip_tokens: int) -> None:
+        end = len(token_ids) // CHUNK * CHUNK
+        for layer in self.kv.values():
+            layer[: end // CHUNK] = content(token_ids)
+        if end > skip_tokens:
+            self.adapter.submit_store_request(request_id, op(token_ids, skip_tokens, end), None)
+        self.worker.poll()
+        self.adapter.get_finished({request_id})
+        self.scheduler.end_session(request_id)
+
+    # ---- a store under test
+
+    def run(self, token_ids: Sequence[int]) -> Holding:
+        request_id = next(self._ids)
+        self._take()
+        hit_tokens = self.lookup(request_id, token_ids)
+        came = self.load(request_id, token_ids, hit_tokens)
+        assert came == hit_tokens
+        loads: list[Transfer] = []
+        if hit_tokens:
+            wait_for(lambda: loads.extend(self._take()) or any(t.direction == "load" for t in loads))
+        self.store(request_id, token_ids, came)
+        by_tier = {load.tier: load.tokens for load in loads if load.direction == "load"}
+        assert sum(by_tier.values()) == came
+        return Holding(by_tier.get(Tier.DRAM, 0), by_tier.get(Tier.SSD, 0))
+
+    def locate(self, token_ids: Sequence[int]) -> Holding:
+        return self.tiers.locate(token_ids, "")
+
+    def transfers(self) -> list[Transfer]:
+        self._take()
+        told, self._told = self._told, []
+        return told
+
+    def settle(self) -> None:
+        self.server.settle()
+        self.follower.poll()
+
+    def forget(self, token_ids: Sequence[int]) -> None:
+        self.settle()
+        self.server.forget(token_ids)
+        self.follower.poll()
+
+    def check(self) -> None:
+        """The mirror holds what the server holds, and no lock is left."""
+        self.settle()
+        held = tuple({key.chunk_hash for key in tier} for tier in self.server.held())
+        assert self.follower.mirror._held == held
+        assert not any(entry.read_lock.is_locked() for entry in self.server.l1._objects.values())
+
+    def close(self) -> None:
+        self.adapter.shutdown()
+        self.scheduler.shutdown()
+
+    def _take(self) -> list[Transfer]:
+        """What has been timed since, with what the server told of it."""
+        self.follower.poll()
+        self.tiers.absorb(self.worker.report() or MpReport())
+        fresh = self.tiers.transfers()
+        self._told += fresh
+        return fresh
+
+
+class MpRig(MpEngine):
+    """A server of its own, and one engine."""
+
+    def __init__(self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str) -> None:
+        super().__init__(MpServer(directory, dram_chunks, ssd_chunks, *more))
+
+    def close(self) -> None:
+        super().close()
+        self.server.close()
+
+
+def op(token_ids: Sequence[int], start: int, end: int) -> LoadStoreOp:
+    """A move of [start, end); block i of the prompt lies in vLLM's block i."""
+    return LoadStoreOp(list(token_ids), [list(range(start // CHUNK, end // CHUNK))], start, end)
+
+
+def shrink(policy: Any, held: set[Any], room: int, delete: Any, *eligible: Any) -> None:
+    """Evict down to `room` keys, as LMCache's policy chooses."""
+    if len(held) > room:
+        for action in policy.get_eviction_actions((len(held) - room + 1e-6) / len(held), *eligible):
+            delete(action.keys)
+
+
+def wait_for(done: Callable[[], Any], within_s: float = 20.0) -> None:
+    """Poll until it is so."""
+    end_s = time.monotonic() + within_s
+    while not done():
+        assert time.monotonic() < end_s, "it never came to be so"
+        time.sleep(0.001)
+
+
+@contextlib.contextmanager
+def mp_rigs(directory: Path) -> Iterator[Callable[..., MpRig]]:
+    """Makes rigs; each is checked and closed in the end."""
+    made: list[MpRig] = []
+
+    def make(dram_chunks: int = 16, ssd_chunks: int = 64, *more: str) -> MpRig:
+        made.append(MpRig(directory / str(len(made)), dram_chunks, ssd_chunks, *more))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.check()
+        each.close()

@@ -1,0 +1,284 @@
+"""`continuum-lmcache doctor` as a user runs it: verdicts, traps, running servers, and bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from console import Command, metrics_server
+
+from continuum_lmcache.console.shapes import shape_of
+from experiments.tiny_model import CONFIG
+
+ROOT = Path(__file__).resolve().parent.parent
+H200 = ("Llama-3.1-8B", "--profile", ROOT / "profiles" / "h200-llama-3.1-8b.yaml")
+BIG = {"lmcache.max_local_cpu_size": 200.0, "lmcache.local_disk": None, "lmcache.max_local_disk_size": 0.0}
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+    monkeypatch.setenv("COLUMNS", "200")
+    return Command(capsys)
+
+
+def lmcache_json(folder: Path, extra: dict[str, Any], **fields: Any) -> Path:
+    path = folder / "lmcache.json"
+    config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    path.write_text(json.dumps(config | fields))
+    return path
+
+
+def config_json(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: v for k, v in (CONFIG | changes).items() if v is not None}))
+    return path
+
+
+def names(found: Any) -> set[str]:
+    return {finding["name"] for finding in found["findings"]}
+
+
+# verdicts ---------------------------------------------------------------------
+
+
+def test_an_h200_by_its_data_sheet_is_advisable_and_said_to_be_unmeasured(
+    command: Command, tmp_path: Path
+) -> None:
+    pytest.importorskip("lmcache")
+    ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, BIG), "--json")
+    assert ran.status == 0
+    found = ran.json
+    assert (found["advisable"], found["costs"]["measured"]) == (True, False)
+    assert (found["budget"]["bytes_per_token"], found["budget"]["tokens"]) == (131_072, 919_232)
+    assert found["holds"]["gpu"]["programs"] == 13  # of 70,126 tokens
+    assert found["holds"]["dram"]["tokens"] == 200 * 2**30 // 131_072
+    assert found["break_even_tokens"]["dram"] == 0
+    assert found["break_even_tokens"]["ssd"] == pytest.approx(15_236, abs=1)
+    assert "not-measured" in names(found)
+
+
+def test_the_screen_says_what_the_json_says(command: Command) -> None:
+    ran = command("doctor", *H200)
+    assert ran.status == 0
+    for words in (
+        "measured: false",
+        "919,232 tokens",
+        "from 15,236 tokens",
+        "always",
+        "Can pins pay here? yes",
+    ):
+        assert words in ran.out, words
+    assert ran.out.rstrip().endswith("Serving so is advisable.")
+
+
+def test_a_cache_too_small_for_the_programs_is_not_advisable(command: Command, tmp_path: Path) -> None:
+    ran = command("doctor", config_json(tmp_path), "--kv-gib", "0.12", "--context", "20000")
+    assert ran.status == 1
+    assert "ERROR context-exceeds-kv-cache" in ran.out
+    assert ran.out.rstrip().endswith("Serving so is NOT advisable.")
+
+
+def test_programs_and_gaps_come_from_a_trace(command: Command, tmp_path: Path) -> None:
+    turns = [
+        {"input_tokens": 1000, "new_tokens": 1000, "output_tokens": 24, "tool": "bash", "gap_s": 0.5},
+        {"input_tokens": 2000, "new_tokens": 976, "output_tokens": 48},
+    ]
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(json.dumps({"program_id": "p", "arrival_s": 0.0, "turns": turns}) + "\n")
+    ran = command("doctor", *H200, "--trace", trace, "--json")
+    assert ran.json["demand"] == {
+        "source": "t.jsonl",
+        "programs": 1,
+        "mean_tokens": 2048,
+        "max_tokens": 2048,
+        "gaps": 1,
+    }
+    assert ran.json["holds"]["gpu"]["programs"] == 919_232 // 2048
+
+
+# traps ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "name", "words"),
+    [
+        ({"lmcache.enable_async_loading": True}, "lmcache-trap", "enable_async_loading is broken"),
+        ({"lmcache.pre_caching_hash_algorithm": "builtin"}, "lmcache-trap", "set PYTHONHASHSEED=0"),
+        ({"lmcache.max_local_cpu_size": 0.001}, "lmcache-trap", "one chunk of 256 tokens"),
+        (
+            {"lmcache.local_disk": "file:///d/", "lmcache.max_local_disk_size": 0},
+            "lmcache-trap",
+            "nothing would be",
+        ),
+        ({"lmcache.max_local_cpu_siz": 3}, "lmcache-setting", "did you mean lmcache.max_local_cpu_size"),
+        ({"continuum.max_ttl": 3}, "continuum-setting", "did you mean continuum.max_ttl_s"),
+        ({"continuum.policy": "lru"}, "continuum-setting", "continuum.policy is 'lru'"),
+        ({"continuum.profile": "none.yaml"}, "no-profile-file", "no file here"),
+    ],
+)
+def test_a_setting_with_which_no_server_starts_is_an_error(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, extra: Any, name: str, words: str
+) -> None:
+    pytest.importorskip("lmcache")
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, extra), "--json")
+    assert ran.status == 1
+    (found,) = [f for f in ran.json["findings"] if f["severity"] == "error"]
+    assert found["name"] == name and words in found["figure"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "name"),
+    [
+        ({"lmcache.save_decode_cache": False}, "answers-not-saved"),
+        ({"lmcache.chunk_size": 100}, "chunk-splits-blocks"),
+        ({"lmcache.local_disk": "file://./d/", "lmcache.max_local_disk_size": 1e7}, "disk-too-small"),
+        (
+            {
+                "lmcache.local_disk": "file://./d/",
+                "lmcache.max_local_disk_size": 1,
+                "lmcache.extra_config": {"use_odirect": False},
+            },
+            "page-cache",
+        ),
+        ({"lmcache.cache_policy": "FIFO"}, "not-lru"),
+        ({"lmcache.remote_url": "redis://h:1"}, "remote"),
+        ({"lmcache.max_local_cpu_size": 5.0}, "dram-smaller-than-gpu"),
+    ],
+)
+def test_a_setting_that_costs_something_is_told(
+    command: Command, tmp_path: Path, extra: Any, name: str
+) -> None:
+    pytest.importorskip("lmcache")
+    ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, BIG | extra), "--json")
+    assert ran.status == 0, ran
+    assert name in names(ran.json)
+    assert name not in names(
+        command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, BIG), "--json").json
+    )
+
+
+def test_more_dram_than_this_machine_has_is_told(command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("lmcache")
+    for size_gib, told in ((1e6, True), (0.1, False)):
+        path = lmcache_json(tmp_path, {"lmcache.max_local_cpu_size": size_gib})
+        found = command("doctor", *H200, "--lmcache", path, "--json").json
+        assert ("dram-exceeds-this-machine" in names(found)) == told
+
+
+def test_every_trap_is_told_at_once(command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("lmcache")
+    both = {
+        "lmcache.enable_async_loading": True,
+        "lmcache.local_disk": "redis://x",
+        "lmcache.max_local_disk_size": 1,
+    }
+    ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, both), "--json")
+    assert sum(f["name"] == "lmcache-trap" for f in ran.json["findings"]) == 2
+
+
+def test_lora_and_a_role_that_only_loads_are_errors(command: Command, tmp_path: Path) -> None:
+    path = lmcache_json(tmp_path, BIG, kv_role="kv_consumer", kv_rank=0)
+    found = command("doctor", *H200, "--lmcache", path, "--lora", "--json")
+    assert found.status == 1
+    assert {"lora", "kv-role", "unknown-field"} <= names(found.json)
+
+
+def test_an_lmcache_servers_tiers_are_said_to_be_unknown(command: Command, tmp_path: Path) -> None:
+    path = lmcache_json(tmp_path, {"lmcache.mp.port": 5555}, kv_connector="LMCacheMPConnector")
+    found = command("doctor", *H200, "--lmcache", path, "--json").json
+    assert {"tiers-unknown", "load-failure-policy"} <= names(found)
+    assert found["holds"].keys() == {"gpu"}
+
+
+# running servers ----------------------------------------------------------------
+
+INFO = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="50000",enable_prefix_caching="%s"} 1.0\n'
+MODELS = {"data": [{"id": "m", "max_model_len": 32_768}]}
+
+
+def test_a_running_servers_own_figures_are_used(command: Command) -> None:
+    page = INFO % "True" + "continuum_programs 3.0\n"
+    with metrics_server([page], version={"version": "0.32.0"}, v1_models=MODELS) as url:
+        found = command("doctor", *H200, "--url", url + "/", "--json").json
+    assert found["budget"]["blocks"] == 50_000
+    assert found["model"]["window_tokens"] == 32_768
+    assert "blocks-differ" in names(found)  # 57,452 by the arithmetic
+    assert {"no-policy", "version"}.isdisjoint(names(found))
+
+
+def test_a_running_server_without_prefix_caching_or_our_policy_is_told(command: Command) -> None:
+    with metrics_server([INFO % "False"], version={"version": "0.9.1"}, v1_models=MODELS) as url:
+        ran = command("doctor", *H200, "--url", url, "--json")
+    assert ran.status == 1
+    assert {"no-prefix-caching", "no-policy", "version"} <= names(ran.json)
+
+
+# bad input ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["Lama-3.1-8B"], "did you mean Llama-3.1-8B?"),
+        (["Llama-3.1-8B"], "give --gpu or --memory-gib"),
+        (["Llama-3.1-8B", "--gpu", "h2000"], "did you mean 'h200'?"),
+        ([*H200, "--kv-cache-dtype", "int3"], "known: auto"),
+        ([*H200, "--context", "9", "--trace", "t"], "drop one"),
+        ([*H200, "--trace", "none.jsonl"], "cannot be read"),
+        ([*H200, "--lmcache", "none.json"], "cannot be read as JSON"),
+        ([*H200, "--url", "http://127.0.0.1:1"], "is the server up"),
+        ([*H200, "--tensor-parallel-size", "0"], "tensor-parallel-size"),
+        (["Llama-3.1-8B", "--profile", "none.yaml"], "none.yaml"),
+        (["Llama-3.1-8B", "--profil", "x"], "--profil"),
+        ([], "model"),
+    ],
+)
+def test_bad_input_ends_in_one_line(command: Command, arguments: list[object], words: str) -> None:
+    assert words in command.refused("doctor", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"torch_dtype": "int4"}, "torch_dtype is 'int4'"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "hybrid models"),
+        ({"quantization_config": {}}, "give their size by --weights-gib"),
+    ],
+)
+def test_a_config_that_says_too_little_is_refused(
+    command: Command, tmp_path: Path, changes: Any, words: str
+) -> None:
+    assert words in command.refused("doctor", config_json(tmp_path, **changes), "--kv-gib", "1")
+
+
+# shapes -----------------------------------------------------------------------------
+
+
+def test_a_config_json_tells_the_shape(tmp_path: Path) -> None:
+    found = shape_of(str(config_json(tmp_path)))
+    assert (found.bytes_per_token(), found.window_tokens) == (8192, 32_768)
+    parameters = 2 * 4096 * 512 + 8 * (2 * 512 * 64 * 12 + 3 * 512 * 1408)
+    assert found.weight_bytes == 2 * parameters
+
+
+def test_the_weights_beside_a_config_are_weighed(tmp_path: Path) -> None:
+    config_json(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"x" * 1000)
+    assert shape_of(str(tmp_path)).weight_bytes == 1000
+
+
+def test_latent_attention_is_read(tmp_path: Path) -> None:
+    found = shape_of(str(config_json(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64)))
+    assert found.bytes_per_token(4) == 8 * 576 * 2
+
+
+def test_the_shape_estimate_of_llama_8b_is_its_published_size(tmp_path: Path) -> None:
+    """8.03e9 parameters on the model card; normalisation weights are not in the estimate."""
+    shape = {"vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    found = shape_of(str(config_json(tmp_path, **shape, **heads)))
+    assert found.weight_bytes / 2 == pytest.approx(8.03e9, rel=0.001)

@@ -1,0 +1,158 @@
+"""A real vLLM server, a real LMCache MP server, and what happens when the second is killed.
+
+The oracle is vLLM's own prefix hit of the same length, and for a prompt that is computed again its first
+answer: bfloat16 gives another prompt split, or another batch, other logits. Prompts are 256 * n + 64 tokens,
+of which vLLM and LMCache both hit 256 * n, and go one at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("lmcache")
+
+from serving import Answer, Server
+
+from experiments.mp_server import MpProcess, serve_mp
+from experiments.server import serve
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+CHUNK = 256
+ARGS = ("--scheduling-policy", "continuum", "--max-model-len", "3072", "--num-gpu-blocks-override", "26")
+
+
+def prompt(seed: int, chunks: int = 2) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 4096) for _ in range(chunks * CHUNK + 64)]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both servers."""
+
+    vllm: Server
+    mp: MpProcess
+    log: Path
+
+    def ask(self, token_ids: list[int]) -> Answer:
+        return self.vllm.complete(token_ids, is_last_step=True)
+
+    def forget_gpu(self) -> None:
+        """Drop vLLM's own cache. It refuses while a connector still has blocks of a finished request."""
+        end_s = time.monotonic() + 20
+        while self.vllm.usage > 0 and time.monotonic() < end_s:
+            time.sleep(0.05)
+        httpx.post(f"{self.vllm.url}/reset_prefix_cache", timeout=60).raise_for_status()
+        time.sleep(0.3)  # the mirror is behind by a question's interval
+
+    def came_from(self, tier: str) -> float:
+        return self.vllm.metric("continuum_prompt_tokens_total", tier=tier)
+
+    def becomes_up(self, up: float, within_s: float = 60.0) -> None:
+        end_s = time.monotonic() + within_s
+        while self.vllm.metric("continuum_tier_store_up") != up:
+            assert time.monotonic() < end_s, f"continuum_tier_store_up never was {up}"
+            time.sleep(0.1)
+
+    def warnings(self) -> list[str]:
+        """What was said about the MP server."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return [line for line in lines if "WARNING" in line and "LMCache" in line and "server" in line]
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("mp")
+    with serve_mp(0.2, folder / "disk", folder / "mp.log") as mp:
+        config = folder / "lmcache-mp.json"
+        config.write_text(json.dumps(mp.transfer_config))
+        args = [*ARGS, "--kv-transfer-config", str(config)]
+        log = folder / "vllm.log"
+        with serve(model, args, log=log, env={"VLLM_SERVER_DEV_MODE": "1"}) as url:
+            yield Pair(Server(url), mp, log)
+
+
+def test_reloads_from_l1_and_l2_give_the_logprobs_of_vllms_own_prefix_hit(pair: Pair) -> None:
+    p = prompt(1)
+    pair.ask(p)
+    own = pair.ask(p)
+    pair.forget_gpu()
+    assert pair.ask(p).logprobs == own.logprobs
+    assert (pair.came_from("dram"), pair.came_from("ssd")) == (2 * CHUNK, 0)
+    pair.forget_gpu()
+    pair.mp.clear_l1()
+    time.sleep(0.3)
+    assert pair.ask(p).logprobs == own.logprobs
+    assert (pair.came_from("dram"), pair.came_from("ssd")) == (2 * CHUNK, 2 * CHUNK)
+
+
+def test_the_mode_is_in_the_log_and_in_the_metrics(pair: Pair) -> None:
+    assert "KV below the GPU: lmcache-mp" in pair.log.read_text()
+    assert pair.vllm.metric("continuum_tier_store_info", mode="lmcache-mp") == 1
+    assert pair.vllm.metric("continuum_tier_store_up") == 1
+
+
+def test_noise_in_l1_is_noticed(pair: Pair) -> None:
+    """The negative control: these tests would see a load that brings something else."""
+    p = prompt(2)
+    pair.ask(p)
+    own = pair.ask(p)
+    pair.forget_gpu()
+    memory = np.memmap(pair.mp.memory, dtype=np.uint8, mode="r+")
+    memory[:] = np.random.default_rng(0).integers(0, 120, memory.size, dtype=np.uint8)
+    assert pair.ask(p).logprobs != own.logprobs
+    pair.forget_gpu()
+    pair.mp.clear_l1()
+
+
+def test_a_killed_server_costs_computing_and_one_warning_and_is_used_again_when_it_is_back(
+    pair: Pair,
+) -> None:
+    prompts = [prompt(seed) for seed in range(10, 17)]  # 7 x 5 blocks: more than the GPU's 26
+    right = [(pair.ask(p), pair.ask(p)) for p in prompts]
+    asking, answers = True, []
+
+    def run() -> None:
+        while asking:
+            for which, p in enumerate(prompts):
+                answers.append((which, pair.ask(p)))
+
+    runner = threading.Thread(target=run)
+    runner.start()
+    time.sleep(2)
+    loaded = pair.came_from("dram") + pair.came_from("ssd")
+    assert loaded > 4 * CHUNK
+    told = len(pair.warnings())
+    pair.mp.kill()
+    pair.becomes_up(0)
+    answered = len(answers)
+    while len(answers) < answered + 2 * len(prompts):
+        time.sleep(0.1)
+    assert len(pair.warnings()) == told + 1
+    assert "does not answer" in pair.warnings()[-1]
+    computed = pair.came_from("none")
+    pair.mp.start()
+    pair.becomes_up(1)
+    loaded = pair.came_from("dram") + pair.came_from("ssd")
+    end_s = time.monotonic() + 60
+    while pair.came_from("dram") + pair.came_from("ssd") < loaded + 4 * CHUNK:
+        assert time.monotonic() < end_s, "nothing is loaded from the server that is back"
+        time.sleep(0.1)
+    asking = False
+    runner.join()
+    assert computed > 0
+    for which, answer in answers:
+        cold, own = right[which]
+        assert answer.logprobs in (cold.logprobs, own.logprobs), f"prompt {which} got other KV"
+    pair.vllm.usage_becomes(0.0, within_s=20)

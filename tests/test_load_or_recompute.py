@@ -1,0 +1,129 @@
+"""Loads that do not pay are not made: vLLM's scheduler over the fake tiers, in virtual time.
+
+Six programs take turns on a GPU that holds one of their contexts, one at a time: every return finds its
+context outside. An A100 computes KV of the 8B model at about 1.4 GB/s here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import yaml
+
+from experiments.sim.clock import VirtualClock, virtual_time
+from experiments.sim.engine import Simulation, simulate
+from experiments.sim.result import Result
+from experiments.sim.serving import Setup, build_scheduler
+from experiments.sim.step_time import LLAMA_8B, MACHINES
+from experiments.workload import Program, TurnSpec
+
+A100 = replace(MACHINES["a100"], kv_tokens=10_240)
+PROGRAMS, TURNS, FIRST_TOKENS, NEW_TOKENS = 6, 8, 6000, 256
+SLOW_GBPS = 0.4
+
+
+def rotation() -> list[Program]:
+    """The next turn of each program is due when all others had theirs."""
+    round_s = 30.0
+    specs = [TurnSpec(FIRST_TOKENS, FIRST_TOKENS, 4, "bash", "", round_s)]
+    for _ in range(TURNS - 1):
+        specs.append(TurnSpec(specs[-1].context_tokens + NEW_TOKENS, NEW_TOKENS, 4, "bash", "", round_s))
+    turns = (*specs[:-1], replace(specs[-1], gap_s=None))
+    return [Program(f"p{i}", i * round_s / PROGRAMS, turns) for i in range(PROGRAMS)]
+
+
+def engine(tiers: dict[str, Any] | None, profile: Path, decide: bool = True) -> Setup:
+    """`sleep` lets the tiers tell their transfers, as rates say; nothing sleeps here."""
+    settings = {"profile": str(profile), "load_or_recompute": decide}
+    told = None if tiers is None else {"sleep": True, **tiers}
+    return Setup("program-fcfs", told, settings, A100, shared_tokens=0, store_stalls=True)
+
+
+def a_profile(folder: Path, ssd_gbps: float = SLOW_GBPS, samples: int = 30) -> Path:
+    """Measured on the A100, its disk at `ssd_gbps`."""
+    costs = A100.costs(LLAMA_8B, 256, 2048, ssd_gbps)
+    for section in ("prefill", "dram", "ssd"):
+        costs[section]["samples"] = samples
+    path = folder / f"profile-{ssd_gbps:g}-{samples}.yaml"
+    path.write_text(yaml.safe_dump(costs))
+    return path
+
+
+def returns(result: Result) -> list[float]:
+    """Seconds to the first token of every turn but the programs' first, in the order they ended."""
+    return [turn.ttft_s for turn in result.turns if turn.number > 1]
+
+
+DISK_ONLY = {"dram_gb": 0.0, "ssd_gb": 200.0, "ssd_load_gbps": SLOW_GBPS}
+
+
+def ratio(some: Sequence[float], others: Sequence[float]) -> float:
+    return sum(some) / sum(others)
+
+
+def test_a_disk_slower_than_computing_makes_no_first_token_later_than_without_it(tmp_path: Path) -> None:
+    profile = a_profile(tmp_path)
+    without = returns(simulate(rotation(), engine(None, profile)))
+    chosen = simulate(rotation(), engine(DISK_ONLY, profile))
+    always = returns(simulate(rotation(), engine(DISK_ONLY, profile, decide=False)))
+    assert ratio(returns(chosen), without) < 1.05
+    assert ratio(always, without) > 2, "the disk must be slow, or this proves nothing"
+    assert chosen.tokens["ssd"] == 0
+
+
+def test_dram_at_full_speed_is_loaded(tmp_path: Path) -> None:
+    profile = a_profile(tmp_path)
+    without = returns(simulate(rotation(), engine(None, profile)))
+    result = simulate(rotation(), engine({"dram_gb": 200.0}, profile))
+    assert ratio(returns(result), without) < 0.5
+    assert result.tokens["dram"] > 0.8 * sum(result.tokens.values()) * (TURNS - 1) / TURNS
+
+
+def test_a_profile_that_takes_the_disk_for_fast_is_corrected_by_three_loads(tmp_path: Path) -> None:
+    profile = a_profile(tmp_path, ssd_gbps=5.0)
+    without = returns(simulate(rotation(), engine(None, profile)))
+    result = simulate(rotation(), engine(DISK_ONLY, profile))
+    loaded = [turn.ssd_tokens > 0 for turn in result.turns if turn.number > 1]
+    assert 1 <= sum(loaded) <= 4 and not any(loaded[4:])
+    assert ratio(returns(result)[4:], without[4:]) < 1.05
+
+
+def test_without_a_profile_the_same_is_learned_from_the_steps_and_the_loads(tmp_path: Path) -> None:
+    guess = a_profile(tmp_path, ssd_gbps=5.0, samples=0)
+    without = returns(simulate(rotation(), engine(None, guess)))
+    result = simulate(rotation(), engine(DISK_ONLY, guess))
+    assert median(a / b for a, b in zip(returns(result)[6:], without[6:], strict=True)) < 1.05
+
+
+def test_what_dram_holds_is_loaded_and_the_slow_disks_part_computed(tmp_path: Path) -> None:
+    """A DRAM of three contexts in front of the disk: LRU leaves contexts in part there."""
+    profile = a_profile(tmp_path)
+    tiers = {**DISK_ONLY, "dram_gb": 3 * 7000 * LLAMA_8B.kv_bytes_per_token / 2**30}
+    chosen = simulate(rotation(), engine(tiers, profile))
+    always = simulate(rotation(), engine(tiers, profile, decide=False))
+    assert ratio(returns(chosen), returns(always)) < 0.75
+    assert Counter(turn.ssd_tokens > 0 for turn in chosen.turns)[True] == 0
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in the step", "beside the steps"])
+def test_every_decision_is_counted_once_a_placed_turn(tmp_path: Path, beside: bool) -> None:
+    found = counts(engine({**DISK_ONLY, "async": beside}, a_profile(tmp_path)))
+    assert sum(found.values()) == PROGRAMS * (TURNS - 1)
+    assert found["recompute"] >= 0.9 * sum(found.values())
+
+
+def counts(setup: Setup) -> Counter[str]:
+    """What the scheduler's judge counted in a run."""
+    clock = VirtualClock()
+    with ExitStack() as until, virtual_time(clock):
+        scheduler: Any = build_scheduler(setup, clock, 10_000, until)
+        until.callback(scheduler.shutdown)
+        Simulation(rotation(), setup, scheduler, clock).run()
+        return scheduler._keeper.judge.counts

@@ -1,0 +1,131 @@
+"""Load or recompute: by what was measured, in seconds that are checked by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from continuum_lmcache.costs import UNMEASURED, Costs, PrefillCurve, Rate
+from continuum_lmcache.loads import Decision, LoadJudge, offered, verdict
+from continuum_lmcache.rates import Rates
+from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.types import Residency, Tier, TurnId
+
+COSTS = Costs(  # a token: 1 ms to compute, 0.1 ms from DRAM, 0.2 ms more from the disk
+    prefill=PrefillCurve(fixed_s=0.0, per_token_s=1e-3, per_pair_s=0.0, samples=10),
+    dram=Rate(bytes_per_s=10_000.0, fixed_s=0.0, samples=10),
+    ssd=Rate(bytes_per_s=5_000.0, fixed_s=0.0, samples=10),
+    kv_bytes_per_token=1,
+    chunk_tokens=10,
+)
+BOTH = Residency(gpu_tokens=100, dram_tokens=400, ssd_tokens=300, total_tokens=1000)
+ON_DISK = Residency(0, 0, 1000, 1000)
+TURN = TurnId("t")
+
+
+def at(gbps_of_ssd: float = 5_000.0, gbps_of_dram: float = 10_000.0) -> Costs:
+    return replace(
+        COSTS,
+        dram=replace(COSTS.dram, bytes_per_s=gbps_of_dram),
+        ssd=replace(COSTS.ssd, bytes_per_s=gbps_of_ssd),
+    )
+
+
+@pytest.mark.parametrize(
+    ("costs", "decision", "tokens"),
+    [
+        (at(), Decision.LOAD, 700),
+        (at(gbps_of_ssd=900.0), Decision.PARTIAL, 400),  # 1.1 ms and the copy: dearer than 1 ms
+        (at(gbps_of_dram=900.0), Decision.RECOMPUTE, 0),  # the disk's tokens come through DRAM
+    ],
+)
+def test_each_tier_is_loaded_as_long_as_it_beats_computing(costs, decision, tokens):
+    found = verdict(costs, BOTH)
+    assert (found.decision, found.tokens) == (decision, tokens)
+
+
+def test_what_declining_saves_is_the_difference_to_loading_all():
+    """1,000 tokens at 1 ms computed; from this disk at 10 ms, and the copy at 0.1 ms."""
+    found = verdict(at(gbps_of_ssd=100.0), ON_DISK)
+    assert found.chosen_s == pytest.approx(1.0)
+    assert found.excess_s == pytest.approx(10.1 - 1.0)
+
+
+def test_nothing_is_declined_on_a_guess():
+    slow_guess = replace(UNMEASURED, ssd=Rate(bytes_per_s=1.0, fixed_s=0.0, samples=0))
+    assert verdict(slow_guess, ON_DISK).decision is Decision.UNMEASURED
+    assert verdict(slow_guess, ON_DISK).tokens == 1000
+
+
+@pytest.mark.parametrize("unmeasured", ["prefill", "dram", "ssd"])
+def test_every_rate_that_a_decision_hangs_on_must_be_measured(unmeasured):
+    slow = at(gbps_of_ssd=1.0)
+    costs = replace(slow, **{unmeasured: replace(getattr(slow, unmeasured), samples=2)})
+    where = Residency(0, 500, 500, 1000)
+    assert verdict(costs, where).decision is Decision.UNMEASURED
+
+
+def test_a_tier_that_holds_nothing_of_the_prompt_need_not_be_measured():
+    costs = replace(at(gbps_of_dram=100.0), ssd=UNMEASURED.ssd)
+    assert verdict(costs, Residency(0, 1000, 0, 1000)).decision is Decision.RECOMPUTE
+
+
+TOKENS = st.integers(0, 4000)
+
+
+@given(TOKENS, TOKENS, TOKENS, TOKENS, st.integers(1, 500))
+def test_the_offered_tokens_are_split_without_loss(dram, ssd, gpu, found, rest):
+    total = gpu + found + rest
+    where = offered(Holding(dram, ssd), gpu, found, total)
+    assert where.dram_tokens + where.ssd_tokens == found
+    assert min(where.dram_tokens, where.ssd_tokens) >= 0
+    assert where.ssd_tokens <= ssd
+    assert (where.gpu_tokens, where.recompute_tokens) == (gpu, rest)
+
+
+def test_what_the_store_has_not_heard_of_yet_came_in_just_now():
+    assert offered(Holding(0, 0), 100, 300, 500) == Residency(100, 300, 0, 500)
+    assert offered(Holding(200, 100), 100, 200, 500) == Residency(100, 100, 100, 500)
+
+
+def test_only_what_was_placed_is_counted_and_each_turn_once():
+    judge = LoadJudge(Rates(at(gbps_of_ssd=100.0)))
+    for _ in range(5):
+        assert judge.tokens(TURN, ON_DISK) == 0  # asked at every step while it waits
+    judge.tokens(TurnId("aborted"), ON_DISK)
+    judge.gone(TurnId("aborted"))
+    judge.placed(TURN)
+    judge.placed(TURN)
+    judge.placed(TurnId("never asked"))
+    assert judge.counts == {"recompute": 1}
+
+
+def declined(judge: LoadJudge, turns: int) -> float:
+    """Seconds lost to trials over so many turns on a disk that takes 10.1 s where computing takes 1 s."""
+    lost_s = 0.0
+    for _ in range(turns):
+        if judge.tokens(TURN, ON_DISK):
+            lost_s += 9.1
+        judge.placed(TURN)
+    return lost_s
+
+
+def test_trials_of_a_slow_tier_cost_two_percent_of_what_is_computed_and_no_more():
+    judge = LoadJudge(Rates(at(gbps_of_ssd=100.0)))
+    lost_s = declined(judge, 2000)
+    assert 0 < lost_s <= 0.02 * 2000
+    assert judge.counts["trial"] == round(lost_s / 9.1)
+
+
+def test_a_tier_that_is_fast_again_is_found_out():
+    rates = Rates(at(gbps_of_ssd=100.0))
+    judge = LoadJudge(rates)
+    for _ in range(4000):
+        if judge.tokens(TURN, ON_DISK):
+            rates.observe(Transfer(Tier.SSD, "load", 1000, 1000, 0.3))
+        judge.placed(TURN)
+    assert verdict(rates.costs, ON_DISK).decision is Decision.LOAD
+    assert judge.counts["load"] > 2000

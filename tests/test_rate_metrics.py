@@ -1,0 +1,48 @@
+"""Every rate in /metrics, with how many measurements stand behind it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY
+
+from continuum_lmcache.costs import UNMEASURED
+from continuum_lmcache.hearsay import Hearsay
+from continuum_lmcache.rates import Rates
+from continuum_lmcache.tiers import Transfer
+from continuum_lmcache.types import Tier
+from continuum_lmcache.vllm_plugin.metrics import exporter, rate_totals
+
+ENGINE = 97  # nobody else's
+
+
+def told(name: str, **labels: str) -> float:
+    value = REGISTRY.get_sample_value(name, {**labels, "engine": str(ENGINE)})
+    assert value is not None, f"{name} {labels} is not exported"
+    return value
+
+
+def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None:
+    rates = Rates(UNMEASURED)
+    exporter().observe(rate_totals(rates, None), ENGINE)
+    assert [told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")] == [0] * 4
+    assert told("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
+    assert told("continuum_store_stall_seconds_per_byte") == 0
+    assert told("continuum_prefill_seconds", part="per_token") == UNMEASURED.prefill.per_token_s
+
+
+def test_measurements_move_the_rates_and_their_samples_together() -> None:
+    rates = Rates(UNMEASURED)
+    for _ in range(5):
+        rates.observe(Transfer(Tier.SSD, "load", 1000, 10**9, 10.0))
+        rates.observe(Transfer(Tier.DRAM, "store", 1000, 10**9, 0.5))
+    rates.computed(took_s=1.0, said_s=0.5)
+    exporter().observe(rate_totals(rates, Hearsay(share=0.25, returns=7)), ENGINE)
+    samples = {
+        r: told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store", "hit_share")
+    }
+    assert samples == {"prefill": 1, "dram": 0, "ssd": 5, "store": 5, "hit_share": 7}
+    assert told("continuum_tier_bytes_per_second", tier="ssd") == pytest.approx(1e8, rel=0.3)
+    assert told("continuum_store_stall_seconds_per_byte") == pytest.approx(0.5e-9, rel=0.1)

@@ -1,0 +1,218 @@
+"""The report: what is drawn, that nothing leaks or is fetched, and that a real browser shows and zooms it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Browser, browser
+from console import Command
+from hypothesis import given
+from hypothesis import strategies as st
+from recorded import KEEP, PROTOTYPE, Run, saved, told
+
+from continuum_lmcache.costs import UNMEASURED
+from continuum_lmcache.records.recordings import load
+from continuum_lmcache.records.timeline import Span, spans
+from continuum_lmcache.types import Outcome
+
+HOSTILE = "</script><script>document.title='taken'</script><b>"
+FIGURES = ("timeline-A", "distributions", "ttl", "gaps", "tiers", "outcomes", "promises")
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
+
+
+def story(name: str = "a") -> Run:
+    """Program a: 0..10 s, two turns, a pin reused; b: one turn, a pin that expires; a hostile name."""
+    run = Run()
+    run.turn(name, "a1", (0, 1, 4), prompt_tokens=100, keep=KEEP)
+    run.turn("b", "b1", (1, 3, 5), prompt_tokens=200, keep=KEEP)
+    run.unpinned(6, name, Outcome.REUSED)
+    run.turn(name, "a2", (6, 6.5, 10), prompt_tokens=200, served=(90, 30, 20), tool=(HOSTILE, "bash"))
+    run.unpinned(8, "b", Outcome.EXPIRED)
+    run.turn(HOSTILE, "c1", (2, 3, 4))
+    return run
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report of two runs, written once."""
+    plotly_is_there()
+    from continuum_lmcache.console.report import write_report
+
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "x").mkdir()
+    (folder / "y").mkdir()
+    runs = [told(folder / "x", story().recorder), saved(folder / "y", PROTOTYPE)]
+    write_report(runs, folder / "report.html")
+    return folder / "report.html"
+
+
+def plotly_is_there() -> None:
+    pytest.importorskip("plotly")
+
+
+# what is drawn ----------------------------------------------------------------
+
+
+def test_a_programs_states_are_the_recordings_own_times(tmp_path: Path) -> None:
+    run = load(told(tmp_path, story().recorder))
+    mine = [(s.state, round(s.start_s, 3), round(s.end_s, 3)) for s in spans(run) if s.program == "a"]
+    assert mine == [
+        ("queued", 0, 1),
+        ("running", 1, 4),
+        ("tool", 4, 6),
+        ("queued", 6, 6.5),
+        ("loading", 6.5, 6.5),  # 50 tokens, for how long is not recorded
+        ("running", 6.5, 10),
+        ("pinned", 4, 6),
+    ]
+
+
+def test_with_a_profile_a_load_is_as_long_as_it_says(tmp_path: Path) -> None:
+    run = load(told(tmp_path, story().recorder))
+    (loading,) = [s for s in spans(run, UNMEASURED) if s.state == "loading"]
+    kv_bytes = UNMEASURED.kv_bytes_per_token
+    expected = 0.001 + 30 * kv_bytes / 25e9 + 0.005 + 20 * kv_bytes / 3e9 + 0.001 + 20 * kv_bytes / 25e9
+    assert loading.end_s - loading.start_s == pytest.approx(expected, abs=1e-6)
+    assert "30 tokens from DRAM, 20 from disk" in loading.about
+
+
+def test_what_was_going_on_at_the_end_lasts_until_then(tmp_path: Path) -> None:
+    events = [{"Request_arrival_time": 100.0}, {"waiting_to_running": 101.0}]
+    late = [{"Request_arrival_time": 109.0}]
+    run = load(saved(tmp_path, {"runs": events, "waits": late}))
+    assert [(s.program, s.state, s.start_s, s.end_s) for s in spans(run)] == [
+        ("runs", "queued", 0, 1),
+        ("runs", "running", 1, 9),
+        ("waits", "queued", 9, 9),
+    ]
+
+
+steps = st.lists(st.floats(0, 50, allow_subnormal=False).map(lambda x: round(x, 3)), min_size=3, max_size=12)
+
+
+@given(steps)
+def test_a_program_is_in_one_state_at_a_time_but_for_its_pin(gaps_s: list[float]) -> None:
+    """Its queued, loading, running and tool spans follow each other without a hole or an overlap."""
+    events: list[dict[str, Any]] = []
+    now_s = 0.0
+    kinds = ("Request_arrival_time", "waiting_to_running", "Request_departure_time")
+    for i, step_s in enumerate(gaps_s):
+        now_s = round(now_s + step_s, 3)
+        events.append({kinds[i % 3]: now_s})
+    run = load_text(events)
+    mine: list[Span] = [span for span in spans(run) if span.state != "pinned"]
+    for earlier, later in zip(mine, mine[1:], strict=False):
+        assert later.start_s == pytest.approx(earlier.end_s, abs=1e-5)
+    assert mine[0].start_s == 0
+
+
+def load_text(events: list[dict[str, Any]]) -> Any:
+    """A recording of one program without a file of its own name."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        return load(saved(Path(folder), {"p": events}))
+
+
+# what is in the page ------------------------------------------------------------
+
+
+def test_the_page_is_whole_in_itself(page: Path) -> None:
+    """Nothing is linked, and the page's own policy forbids to fetch anything."""
+    text = page.read_text()
+    outside = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert not re.findall(r"(?:src|href)\s*=", outside)
+    assert "default-src 'none'" in outside
+    assert page.stat().st_size < 8e6
+
+
+def test_two_runs_stand_side_by_side_in_the_table(page: Path) -> None:
+    row = re.search(r"<tr><td>JCT, max \[s\]</td>(.*?)</tr>", page.read_text())
+    assert row is not None
+    assert re.findall(r"<td>(.*?)</td>", row[1]) == ["10", "7", "0.7"]
+
+
+def test_what_a_recording_does_not_tell_is_said(page: Path) -> None:
+    assert "missing retention: no TTLs, no calibration" in page.read_text()
+
+
+def test_no_client_can_write_into_the_page(page: Path) -> None:
+    assert HOSTILE not in page.read_text()
+
+
+def test_the_command_writes_the_page_and_says_so(command: Command, tmp_path: Path) -> None:
+    plotly_is_there()
+    out = tmp_path / "out.html"
+    ran = command("report", told(tmp_path, story().recorder), "--out", out)
+    assert ran.status == 0 and str(out) in ran.out
+    assert out.exists()
+
+
+def test_bad_input_ends_in_one_line(command: Command, tmp_path: Path) -> None:
+    plotly_is_there()
+    (tmp_path / "empty").mkdir()
+    assert "no recording here" in command.refused("report", tmp_path / "empty")
+    assert "no recording here" in command.refused("report", tmp_path / "none")
+    assert "not JSON" in command.refused("report", cut(tmp_path))
+    good = told(tmp_path, story().recorder)
+    assert "No such file" in command.refused("report", good, "--out", tmp_path / "no" / "r.html")
+    assert "profile" in command.refused("report", good, "--profile", tmp_path / "none.yaml")
+
+
+def cut(folder: Path) -> Path:
+    path = folder / "scheduler_timestamps"
+    path.write_text(json.dumps(PROTOTYPE)[:-20])
+    return path
+
+
+# in a real browser -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory, page: Path) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("profile")) as window:
+        window.open(page)
+        yield window
+
+
+def test_every_figure_is_drawn_and_nothing_is_complained_of(chromium: Browser) -> None:
+    drawn = chromium.run("return [...document.querySelectorAll('.js-plotly-plot')].map(d => d.id)")
+    assert drawn == ["timeline-A", "timeline-B", *FIGURES[1:]]
+    for name in drawn:
+        assert chromium.run(f"return document.querySelectorAll('#{name} .main-svg').length") > 0
+    assert chromium.run("return document.querySelectorAll('#timeline-A .bars path').length") >= 12
+    assert chromium.complaints() == []
+
+
+def test_a_hostile_name_is_shown_as_text(chromium: Browser) -> None:
+    assert chromium.run("return document.title") != "taken"
+    labels = chromium.run(
+        "return [...document.querySelectorAll('#timeline-A .ytick')].map(t => t.textContent)"
+    )
+    assert any(label.startswith("</script><script>") for label in labels)
+
+
+def test_the_timeline_zooms_where_it_is_dragged_and_back_on_a_double_click(chromium: Browser) -> None:
+    seconds = "return document.getElementById('timeline-A')._fullLayout.xaxis.range"
+    whole = chromium.run(seconds)
+    box = chromium.run(
+        "const d = document.querySelector('#timeline-A .nsewdrag'); d.scrollIntoView();"
+        "const b = d.getBoundingClientRect(); return [b.x, b.y, b.width, b.height].map(Math.round)"
+    )
+    left, top, width, height = box
+    chromium.drag((left + width // 4, top + height // 2), (width // 4, 0))
+    low, high = chromium.run(seconds)
+    share = (high - low) / (whole[1] - whole[0])
+    assert share == pytest.approx(0.25, abs=0.02)
+    assert (low - whole[0]) / (whole[1] - whole[0]) == pytest.approx(0.25, abs=0.02)
+    chromium.double_click((left + width // 2, top + height // 2))
+    assert chromium.run(seconds) == whole
