@@ -32,15 +32,17 @@ from experiments.tiny_model import make_model
 ROOT = Path(__file__).parents[1]
 CHUNK, BLOCKS = 256, 28  # LMCache's chunk in tokens; the GPU's cache in blocks of 128
 CHUNK_BYTES = CHUNK * 16384  # float32
-DRAM_CHUNKS = 10
+DRAM_CHUNKS = 16
 FIRST_TOKENS, OUTPUT_TOKENS = 2 * CHUNK + 118, 40  # an output needs a block that the prompt did not
 TURNS = 3
+MOST_AT_TOOLS = 2
 SETTINGS = {
     **CPU_ENV,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "CONTINUUM_POLICY": "static-ttl",
     "CONTINUUM_STATIC_TTL_S": "1",
+    "CONTINUUM_LOAD_OR_RECOMPUTE": "false",  # whatever a load costs, it is loads that are judged here
 }
 
 
@@ -77,19 +79,24 @@ def engine(disk: Path, connector: dict[str, str]) -> Any:
 
 
 def play(llm: Any, programs: int, seed: int) -> list[Story]:
-    """All programs at once, each turn as soon as the one before it has ended."""
+    """All programs at once. Of those at a tool, more than MOST_AT_TOOLS or all that are left, any returns."""
     draw = random.Random(seed)
     stories = {f"{seed}-{i}": Story(drawn(draw, FIRST_TOKENS)) for i in range(programs)}
     names = {send(llm, name, story): name for name, story in stories.items()}
-    while llm.llm_engine.has_unfinished_requests():
+    at_tool: list[str] = []
+    while at_tool or llm.llm_engine.has_unfinished_requests():
         for out in llm.llm_engine.step():
             if not out.finished:
                 continue
-            story = stories[names[out.request_id]]
+            name = names[out.request_id]
+            story = stories[name]
             hear(story, out.outputs[0])
             if story.turns < TURNS:
                 story.tokens += drawn(draw, CHUNK - OUTPUT_TOKENS)
-                names[send(llm, names[out.request_id], story)] = names[out.request_id]
+                at_tool.append(name)
+        while len(at_tool) > MOST_AT_TOOLS or (at_tool and not llm.llm_engine.has_unfinished_requests()):
+            name = at_tool.pop(draw.randrange(len(at_tool)))
+            names[send(llm, name, stories[name])] = name
     return list(stories.values())
 
 

@@ -19,15 +19,18 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
 class MixingCopier(BlockCopier):
-    """The copier under test; while the flag file exists it brings the chunk of another load: the control."""
+    """The copier under test; while the flag file exists it brings the chunk that came before: the control."""
 
     flag: Path
     before: Any = None
 
     def to_gpu(self, memory_obj, start, end, **kwargs):
-        given = self.before if self.flag.exists() and self.before is not None else memory_obj
-        self.before = memory_obj
-        super().to_gpu(given, start, end, **kwargs)
+        mine = memory_obj.tensor.clone()
+        if self.flag.exists() and self.before is not None:
+            memory_obj.tensor.copy_(self.before)
+        super().to_gpu(memory_obj, start, end, **kwargs)
+        memory_obj.tensor.copy_(mine)
+        self.before = mine
 
 
 class MixingConnector(ContinuumLMCacheConnector):

@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 CANARY = "zanzibarquokka"  # in prompts, outputs and ids, and in no file
 TTL_S = 1.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", "24", "--scheduling-policy", "continuum")
+DRAIN = ("--shutdown-timeout", "120")  # vLLM's default, 0, kills the engine at once and lets clients hang
 HALF_A_CHUNK_BYTES = 2**20
 STORIES = itertools.count(1000)
 MANY = 100
@@ -81,6 +82,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fa
                     "lmcache.max_local_disk_size": 1,
                     "continuum.policy": "static-ttl",
                     "continuum.static_ttl_s": TTL_S,
+                    "continuum.load_or_recompute": False,  # on a machine this small a load rarely pays
                     "continuum.run_output_dir": f"{folder}/run",
                     "continuum.stream_recording": True,
                     "continuum.hash_ids": True,
@@ -88,7 +90,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fa
             }
         )
     )
-    args = [*ARGS, "--kv-transfer-config", str(folder / "lmcache.json")]
+    args = [*ARGS, *DRAIN, "--kv-transfer-config", str(folder / "lmcache.json")]
     with serve(model, args, log=folder / "server.log") as url:
         yield Faulty(url, folder)
 
@@ -268,23 +270,21 @@ def test_after_all_faults_no_memory_is_held(server: Faulty) -> None:
     assert server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0
 
 
-def test_sigterm_under_load_ends_every_request_and_saves_the_recording(server: Faulty) -> None:
+def test_sigterm_under_load_answers_every_request_saves_the_recording_and_leaves_no_process(
+    server: Faulty,
+) -> None:
     all_of_it = server.processes
 
-    def long_story(i: int) -> str:
-        try:
-            return f"answered {len(server.complete(ids(BLOCK, i), out=1500, job_id=f'last-{i}').output)}"
-        except (httpx.TransportError, AssertionError) as error:  # a status that is not 200 fails an assertion
-            return f"refused {type(error).__name__}"
+    def story(i: int) -> int:
+        return len(server.complete(ids(BLOCK, i), out=100, job_id=f"last-{i}").output)
 
     with ThreadPoolExecutor(8) as pool:
-        stories = [pool.submit(long_story, i) for i in range(8)]
+        stories = [pool.submit(story, i) for i in range(8)]
         while server.metric("vllm:num_requests_running") < 4:
             time.sleep(0.1)
         all_of_it[0].send_signal(signal.SIGTERM)
-        ends = [story.result(timeout=60) for story in stories]
-    assert all(end.startswith(("answered", "refused")) for end in ends)
-    _, alive = psutil.wait_procs(all_of_it, timeout=30)
+        assert [story.result() for story in stories] == [100] * 8
+    _, alive = psutil.wait_procs(all_of_it, timeout=60)
     assert not alive
     snapshot = json.loads((server.run / "scheduler_timestamps").read_text())
     assert len(snapshot) > MANY, "programs of this module's whole life"
