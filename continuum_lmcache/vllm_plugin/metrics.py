@@ -22,6 +22,7 @@ COUNTERS = {
     "refused": ("continuum_pins_refused", "Pins that a limit did not allow", "reason"),
     "prompt_tokens": ("continuum_prompt_tokens", "Prompt tokens by where their KV came from", "tier"),
     "ignored": ("continuum_ignored_fields", "Requests whose program fields were not usable", "field"),
+    "unrecorded": ("continuum_unrecorded", "Events or snapshots that reached no file", "kind"),
     "load_decisions": ("continuum_load_decisions", "Turns that a tier had KV for, as placed", "decision"),
 }
 GAUGES = {  # the label's name last; "" where there is none

@@ -28,7 +28,6 @@ from continuum_lmcache.vllm_plugin.keeper import Keeper
 from continuum_lmcache.vllm_plugin.queue import Key, ProgramQueue
 from continuum_lmcache.vllm_plugin.reclaim import Reclaimer
 from continuum_lmcache.vllm_plugin.setup import Room, furnish
-from continuum_lmcache.vllm_plugin.totals import totals_of
 from continuum_lmcache.vllm_plugin.wakeup import Alarm
 
 
@@ -141,7 +140,7 @@ class ContinuumMixin(Scheduler):
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
-        return metrics.attach(stats, totals_of(self._keeper)) if stats is not None else None
+        return metrics.attach(stats, self._room.totals()) if stats is not None else None
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._keeper.ledger.pinned)
