@@ -1,11 +1,12 @@
 # make demo    install, make a small model, serve it twice (fcfs, continuum), replay the same programs, compare
 # make test    install and run all tests
 # make check   style and types only
+# make soak-machine    the scheduler's state machine for 1,000,000 steps (a quarter of an hour)
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test check install
+.PHONY: demo test check install soak-machine
 install: $(VENV)/installed
 
 $(VENV)/installed: requirements/cpu.lock requirements/install-cpu pyproject.toml
@@ -17,6 +18,9 @@ demo: install
 check: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+soak-machine: install
+	MACHINE_STEPS=1000000 $(PYTHON) -m pytest -s tests/test_scheduler_machine.py
 
 test: check
 	$(PYTHON) -m pytest -n 2 --dist loadfile

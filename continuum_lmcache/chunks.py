@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-SMALLEST = ((128, 0.40), (256, 0.55), (512, 0.75))
+LARGEST_TOKENS = 2048  # of a chosen chunk: beyond it the fixed part is nothing
+SMALLEST = ((128, 0.40), (256, 0.55), (LARGEST_TOKENS, 0.85))
 """A chunk of so many tokens pays if its fixed time is below this share of a decode-only step's:
 then the prompt's tokens ride along with steps that decodes need anyhow. Shares from the lab."""
-
-LARGEST_TOKENS = 2048  # of a chosen chunk: beyond it the fixed part is nothing
 FORGETS = 0.99995  # each step: minutes. Sooner, a chunk chosen too small would prove itself right
 
 

@@ -41,10 +41,14 @@ def parse(fields: Mapping[str, object]) -> Identity:
 
 
 def program_id(job_id: str, cache_salt: str | None) -> ProgramId:
-    """A program's name in this engine: ids under different cache salts never meet."""
+    """A program's name in this engine: ids under different cache salts never meet.
+
+    `id@digest` under a salt; without one no name ends in `@digest` or equals an inferred one, `~id`.
+    """
     if not cache_salt:
-        return ProgramId(job_id)
-    return ProgramId(f"{job_id}@{sha256(cache_salt.encode()).hexdigest()[:12]}")
+        return ProgramId(f"{job_id}@" if "@" in job_id or job_id.startswith("~") else job_id)
+    salt = cache_salt.encode("utf-8", "surrogatepass")  # JSON can bring lone surrogates
+    return ProgramId(f"{job_id}@{sha256(salt).hexdigest()[:12]}")
 
 
 def name(field: str, value: object) -> str | None:

@@ -64,10 +64,15 @@ class Contender:
     disk: bool = False
     environ: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def folder(self) -> str:
+        """Of its log and recording."""
+        return re.sub(r"[^\w.]+", "-", self.name)
+
 
 def up(contender: Contender, out: Path, until: ExitStack, policy: str) -> str:
     """Start the contender's server; its URL."""
-    folder = out / contender.name.replace(" ", "-")
+    folder = out / contender.folder
     folder.mkdir(parents=True, exist_ok=True)
     extra: dict[str, Any] = dict(contender.lmcache or {})
     if contender.disk:
@@ -209,7 +214,7 @@ def rates(
         "TTL by DRAM rate", "throttled to", "rate learned", "PrefillReload", "TTL: first 10", "last 10"
     )
     for name, found in measured.items():
-        turns = [t for t in load(out / name.replace(" ", "-")).turns if t.retention and t.reload]
+        turns = [t for t in load(out / Contender(name, None).folder).turns if t.retention and t.reload]
         ttls_s = [turn.retention["ttl_s"] for turn in turns if turn.retention]
         reload_s = median(t.retention["reload_s"] for t in turns[-10:] if t.retention)
         ends = (f"{median(part):.4f}" for part in (ttls_s[:10], ttls_s[-10:]))

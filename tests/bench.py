@@ -129,6 +129,7 @@ class Bench:
         runner = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
         )
+        self.scheduled(output)
         self._in_flight.append((output, runner))
         self.now_s += self.step_seconds(output) if seconds is None else seconds
         while len(self._in_flight) > (self._ahead if ids else 0):
@@ -136,8 +137,16 @@ class Bench:
         self.keeper.ledger.check()
         return sum(output.num_scheduled_tokens.values())
 
+    def scheduled(self, output: Any) -> None:
+        """What a test wants to know between schedule() and the step."""
+
+    def moved(self, output: Any) -> Any:  # noqa: ARG002
+        """What a worker's connector would report with this step's output."""
+        return None
+
     def _deliver(self, output: Any, runner: ModelRunnerOutput) -> None:
         """The runner is done with a step."""
+        runner.kv_connector_output = self.moved(output)
         requests = dict(self.scheduler.requests)
         for engine_output in self.scheduler.update_from_output(output, runner).values():
             self.stats = engine_output.scheduler_stats or self.stats

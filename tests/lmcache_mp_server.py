@@ -77,7 +77,7 @@ class MpServer:
 
     def settle(self) -> None:
         """Wait until nothing is on its way to L2 and every session is over, then evict."""
-        wait_for(lambda: not any(self._under_way() for _ in range(2)))
+        wait_for(lambda: not any(self._under_way() or time.sleep(0.001) for _ in range(3)))
         self.evict()
 
     def evict(self) -> None:

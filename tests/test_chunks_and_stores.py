@@ -23,7 +23,7 @@ def steps(c0: float) -> dict[int, float]:
 
 def test_the_better_a_machine_is_at_small_chunks_the_smaller_a_chunk_pays() -> None:
     chosen = [smallest_chunk(steps(c0)) for c0 in (0, 32, 64, 128, 256)]
-    assert chosen == [128, 256, 512, None, None]
+    assert chosen == [128, 256, 2048, None, None]
 
 
 def test_too_little_measured_says_nothing() -> None:

@@ -18,7 +18,6 @@ from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
 from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, KEY, detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
-from continuum_lmcache.vllm_plugin.totals import totals_of
 
 Make = Callable[..., Bench]
 
@@ -60,7 +59,7 @@ def test_what_two_front_ends_hear_adds_up_to_what_happened(make: Make) -> None:
         bench.turn(f"p{story}", first + prompt(20, 9 + story), is_last_step=story % 2)
     bench.advance(60.0)
     bench.turn(None, prompt(32, 50))
-    totals = totals_of(bench.keeper)
+    totals = bench.scheduler._room.totals()
     assert totals["pins"]["taken"] == 6
     for key in COUNTERS:
         front_ends: list[Counter[str]] = [Counter(), Counter()]

@@ -488,3 +488,28 @@ def test_an_aborted_turn_is_recorded_as_gone(make: Make) -> None:
     bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
     bench.run_until_idle()
     assert "Request_departure_time" in next(iter(bench.keeper.recorder.snapshot()["p"][-1:]))
+
+
+def test_a_preempted_turn_takes_its_new_place_when_its_programs_pin_comes_or_goes(make: Make) -> None:
+    """Found by the state machine: only turns that had not started yet were moved."""
+    bench = make(blocks=10, static_ttl_s=2)
+    preempted = bench.send("p", prompt(32, 1), out=100)
+    bench.step()
+    bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    waiting = bench.scheduler.requests[preempted]
+    before = bench.scheduler.waiting.head_key()
+    bench.keeper._pin_changed(bench.keeper.turns[preempted].program)
+    assert preempted in bench.keeper.moved
+    assert before == bench.keeper.key(waiting)
+
+
+def test_a_preempted_turn_stays_first_while_its_kv_is_loaded_back(make: Make) -> None:
+    """Found by the state machine: its status says then that it waits for a load, and no more."""
+    bench = make(static_ttl_s=0)
+    preempted = bench.scheduler.requests[bench.send("p", prompt(32, 1), out=9)]
+    bench.step()
+    bench.scheduler.reset_prefix_cache(reset_running_requests=True)
+    before = bench.keeper.key(preempted)
+    preempted.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+    assert bench.keeper.key(preempted) == before
+    preempted.status = RequestStatus.PREEMPTED

@@ -124,10 +124,16 @@ def adopt(config: VllmConfig) -> None:
         config.shutdown_timeout = FILES_TIMEOUT_S  # at 0 vLLM kills the engine before it can write
     protocol.install()
     metrics.install()
-    found = version("vllm")
-    if not found.startswith(CHECKED_VERSIONS):
-        logger.warning("vLLM %s was not checked; continuum supports 0.30 to 0.33", found)
+    if note := version_note(version("vllm")):
+        logger.warning(note)
     logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)
+
+
+def version_note(found: str) -> str:
+    """One line about a vLLM that was not checked, else ''."""
+    if found.startswith(CHECKED_VERSIONS):
+        return ""
+    return f"vLLM {found} was not checked; continuum supports 0.30 to 0.33"
 
 
 def load_settings(config: VllmConfig) -> ContinuumConfig:

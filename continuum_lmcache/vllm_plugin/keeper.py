@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Container, Mapping
 from typing import Any
 
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.config import ContinuumConfig
@@ -225,7 +225,7 @@ class Keeper:
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue."""
         turn = self.turns[TurnId(request.request_id)]
-        preempted = request.status == RequestStatus.PREEMPTED
+        preempted = request.num_preemptions > 0  # its status tells no more while its KV is loaded back
         standing = self.ledger.standing(turn.program, turn.arrival_s, turn.priority, preempted)
         order = self.appraiser.order(standing, self.crowd.guard.crowded)
         return (turn.held, *order, turn.arrival_s, turn.id)
@@ -279,10 +279,8 @@ class Keeper:
             self._lineage.finished(request, program, turn.program_arrival_s)
 
     def _pin_changed(self, program: ProgramId) -> None:
-        """The program's waiting turns have another place in the queue now."""
-        for turn_id in self.ledger.programs[program].live:
-            if self.waits(turn_id):
-                self.moved.add(turn_id)
+        """The program's waiting turns have another place in the queue now, preempted ones too."""
+        self.moved |= self.ledger.programs[program].live
 
     def _record_finish(self, now_s: float, turn: LiveTurn, request: Request, tool: Any, keep: Any) -> None:
         assert turn.program is not None

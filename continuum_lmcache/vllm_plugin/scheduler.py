@@ -45,7 +45,7 @@ class ContinuumMixin(Scheduler):
         config = ContinuumConfig.load(extra, os.environ)
         self._room: Room = furnish(self, config, self.clock())
         self._keeper: Keeper = self._room.keeper
-        self._teller = Teller(self._keeper)
+        self._teller = Teller(self._room.totals, self._keeper.appraiser.observed)
         self._watchman = Watchman(self._keeper)
         self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
         self._decoding = 0  # tokens of the last step that were behind their prompts

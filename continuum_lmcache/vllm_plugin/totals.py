@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from continuum_lmcache.hearsay import Hearsay
 from continuum_lmcache.history import History
+from continuum_lmcache.observed import Observed
 from continuum_lmcache.rates import Rates
 from continuum_lmcache.types import Outcome
 from continuum_lmcache.vllm_plugin.metrics import COUNTERS, Told
@@ -24,13 +26,13 @@ class Teller:
     event must be told once. A total would be counted by each front-end that sees it.
     """
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    def __init__(self, totals: Callable[[], Totals], observed: Observed) -> None:
+        self._totals, self._observed = totals, observed
         self._before: Totals = {}
 
     def told(self) -> Told:
         """The news. What was told is not told again."""
-        now, before = totals_of(self._keeper), self._before
+        now, before = self._totals(), self._before
         news: Told = {}
         for key, figures in now.items():
             old = before.get(key, {})
@@ -40,7 +42,7 @@ class Teller:
             if moved:
                 news[key] = moved
         self._before = now
-        return {**news, **self._keeper.appraiser.observed.take_samples()}
+        return {**news, **self._observed.take_samples()}
 
 
 def totals_of(keeper: Keeper) -> Totals:

@@ -89,7 +89,8 @@ class Agents:
         """The program's next turn arrives."""
         live.arrival_s, live.first_token_s, live.ssd_tokens = self.clock.now_s, None, None
         self.asked[live.request_id] = live
-        says = self._says(live)
+        manners = live.program.source.split(",")  # "never-last": does not say so; "tenant:x": a cache_salt
+        says = self._says(live, ends="never-last" not in manners)
         params = SamplingParams(
             temperature=0.0, max_tokens=live.spec.output_tokens, ignore_eos=True, extra_args=says
         )
@@ -99,13 +100,14 @@ class Agents:
             sampling_params=params,
             pooling_params=None,
             arrival_time=self.clock.now_s,
+            cache_salt=next((m for m in manners if m.startswith("tenant:")), None),
             block_hasher=self.hasher,
         )
         self.send(request)
 
-    def _says(self, live: LiveProgram) -> dict[str, Any]:
+    def _says(self, live: LiveProgram, ends: bool) -> dict[str, Any]:
         """What the client tells of the turn, or what one tells that is mostly wrong."""
-        last, tool = live.spec is live.program.turns[-1], live.spec.tool
+        last, tool = ends and live.spec is live.program.turns[-1], live.spec.tool
         if self.wrong_hints:
             drawn = crc32(live.request_id.encode())
             last = not last if drawn % WRONG_ENDS == 0 else last

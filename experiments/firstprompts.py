@@ -1,0 +1,61 @@
+"""What does a program's first prompt tell of the rest?    python -m experiments.firstprompts
+
+Table 1's generator decides two things that a scheduler can use: how a first prompt goes with the
+program's whole work, and turns with its size. Here they are in the generator and in real traces:
+correlations of logarithms over programs of two turns or more, work being all tokens that must be computed
+once (new prompt tokens and outputs), and the exponent that admission.py learns as `trust`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from continuum_lmcache.growth import Growth
+from experiments.table1 import GENERATORS, generate
+from experiments.toolkeys import TRACES
+from experiments.workload import Program, load_trace
+
+DRAWN = 400  # programs of each generator
+
+
+def told(name: str, programs: Sequence[Program]) -> list[str]:
+    """One line: how many, medians, correlations, trust."""
+    longer = [p for p in programs if len(p.turns) > 1]
+    first = [p.turns[0].input_tokens for p in longer]
+    work = [sum(t.new_tokens + t.output_tokens for t in p.turns) for p in longer]
+    turns = [len(p.turns) for p in longer]
+    final = [p.turns[-1].context_tokens for p in longer]
+    growth = Growth()
+    for program, size in zip(longer, final, strict=True):
+        growth.program(len(program.turns), program.turns[0].input_tokens, size)
+    medians = (f"{np.median(column):,.0f}" for column in (first, final, turns))
+    pairs = ((first, work), (first, turns), (turns, final))
+    together = (f"{correlation(*pair):.2f}" for pair in pairs)
+    return [name, str(len(longer)), *medians, *together, f"{growth.trust:.2f}"]
+
+
+def correlation(x: Sequence[int], y: Sequence[int]) -> float:
+    """Pearson's, of the logarithms."""
+    return float(np.corrcoef(np.log(np.maximum(x, 1)), np.log(np.maximum(y, 1)))[0, 1])
+
+
+def main(traces: Annotated[Path, typer.Option(help="a folder of traces")] = TRACES) -> None:
+    """Print the table."""
+    columns = ("", "programs", "first", "final", "turns", "first/work", "first/turns", "turns/final", "trust")
+    table = Table(*columns, title="medians in tokens and turns; correlations of logarithms")
+    for name in GENERATORS:
+        table.add_row(*told(f"generator {name}", generate(name, DRAWN, seed=1)))
+    for path in sorted(traces.glob("*.jsonl")):
+        table.add_row(*told(path.stem, load_trace(path)))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

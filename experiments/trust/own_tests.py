@@ -1,0 +1,188 @@
+"""vLLM's own scheduler tests, on stock and on our classes: does any test tell them apart?
+
+    python -m experiments.trust.own_tests                 # the installed version, every file
+    python -m experiments.trust.own_tests --quick         # the files that run in CI
+
+The tests come from the source archive of the release under test (packages.py). Models that only a
+hub has are absent, so the tests that need them fail alike for every class; facebook/opt-125m is the
+one that most of them name, and a folder of that name with a config of its shape stands in for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from experiments.tiny_model import make_model
+from experiments.trust import own_run
+from experiments.trust.own_run import STOCK
+from experiments.trust.packages import WORK, source_tests
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = (
+    "v1/core/test_async_scheduler.py",
+    "v1/core/test_deferred_block_free.py",
+    "v1/core/test_priority_preemption_bug.py",
+    "v1/core/test_worker_slot_overflow.py",
+)
+FILES = (
+    *QUICK,
+    "v1/core/test_scheduler.py",
+    "v1/core/test_priority_scheduler_random.py",
+    "v1/core/test_prefix_replay.py",
+    "v1/core/test_swa_inflight_window_free.py",
+    "v1/streaming_input/test_scheduler_streaming.py",
+    "v1/kv_connector/unit/test_cache_pollution_prevention.py",
+    "v1/kv_connector/unit/test_error_propagation.py",
+    "v1/kv_connector/unit/test_invalid_blocks_correctness.py",
+    "v1/kv_connector/unit/test_kv_load_failure_recovery.py",
+    "v1/kv_connector/unit/test_remote_decode_lifecycle.py",
+    "v1/kv_connector/unit/test_remote_prefill_lifecycle.py",
+)
+POLICIES = ("fcfs", "continuum")
+PRIORITY = "vLLM's other policy, `priority`, which is never set beneath our class: "
+CLOCK = PRIORITY + "the test dates arrivals by hand, and we order by when the engine got the request"
+DEAF = PRIORITY + "our `fcfs` is vLLM's fcfs, which does not ask for a priority"
+OURS_ABOARD = "our totals ride in kv_connector_stats, and StatLoggerManager.record takes them out again"
+EXPLAINED: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "test_scheduler_kv_connector_stats": (POLICIES, OURS_ABOARD),
+    "test_priority_scheduling_arrival_time_tiebreaker": (POLICIES, CLOCK),
+    "test_priority_scheduling_equal_priority_preemption": (POLICIES, CLOCK),
+    "test_priority_scheduling_fcfs_fallback": (POLICIES, CLOCK),
+    "test_priority_scheduling_mixed_priority_and_arrival": (POLICIES, CLOCK),
+    "test_priority_scheduling_basic_ordering": (("fcfs",), DEAF),
+    "test_priority_scheduling_heap_property": (("fcfs",), DEAF),
+    "test_priority_scheduling_preemption_victim_selection": (("fcfs",), DEAF),
+    "test_priority_scheduling_waiting_queue_order": (("fcfs",), DEAF),
+    "test_priority_scheduling_with_limited_slots": (("fcfs",), DEAF),
+    "test_reset_prefix_cache_priority_does_not_over_admit_worker_slot": (("fcfs",), DEAF),
+}
+"""Tests that may come out otherwise: for which policies, and why."""
+STANDIN = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 768,
+    "word_embed_proj_dim": 768,
+    "ffn_dim": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50272,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "pad_token_id": 1,
+    "torch_dtype": "float16",
+}
+
+Outcomes = dict[str, str]  # test id -> passed, failed, error or skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One test that a class of ours answers otherwise than stock."""
+
+    policy: str
+    test: str
+    stock: str
+    ours: str
+
+
+def standin_models(tree: Path) -> None:
+    """Put a model's config and tokenizer where vLLM's tests name one, relative to their folder."""
+    tiny = make_model(WORK / "tiny-model")
+    for name in ("facebook/opt-125m", "facebook/opt-350m"):
+        folder = tree / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(STANDIN))
+        for part in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(tiny / part, folder / part)
+
+
+def run(tree: Path, files: Sequence[str], path: str = "") -> dict[str, Outcomes]:
+    """Run the files that this release has: stock and each policy. `path`: what else to import from.
+
+    Raises FileNotFoundError where pytest did not get as far as a report; the log lies beside it.
+    """
+    names = (STOCK, *POLICIES)
+    for name in names:
+        (tree / f"{name}.xml").unlink(missing_ok=True)
+    present = [f"tests/{name}" for name in files if (tree / "tests" / name).is_file()]
+    environ = {n: v for n, v in os.environ.items() if not n.startswith(("CONTINUUM_", "PYTEST_"))}
+    environ |= {
+        "PYTHONPATH": os.pathsep.join(filter(None, (path, str(tree), str(ROOT)))),
+        "HF_HUB_OFFLINE": "1",
+    }
+    runner = [sys.executable, "-m", own_run.__name__, str(tree), ",".join(names)]
+    subprocess.run([*runner, *present], env=environ, check=False)
+    return {name: outcomes(tree / f"{name}.xml") for name in names}
+
+
+def outcomes(report: Path) -> Outcomes:
+    """Every test of a JUnit report. Raises FileNotFoundError if pytest did not get so far."""
+    found: Outcomes = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
+        name = f"{case.get('classname')}::{case.get('name')}"
+        found[name] = {"failure": "failed"}.get(kinds[0], kinds[0]) if kinds else "passed"
+    return found
+
+
+def differences(stock: Outcomes, ours: Mapping[str, Outcomes]) -> list[Difference]:
+    """The tests, by name, that came out otherwise; a test that is missing counts as one."""
+    return [
+        Difference(policy, test, stock.get(test, "missing"), found.get(test, "missing"))
+        for policy, found in ours.items()
+        for test in sorted(stock.keys() | found.keys())
+        if stock.get(test) != found.get(test) and not is_explained(policy, test)
+    ]
+
+
+def is_explained(policy: str, test: str) -> bool:
+    """Whether EXPLAINED names this difference."""
+    policies, _ = EXPLAINED.get(test.rpartition("::")[2], ((), ""))
+    return policy in policies
+
+
+def compare(release: str, files: Sequence[str], path: str = "") -> tuple[Outcomes, dict[str, Outcomes]]:
+    """Stock's outcomes and ours, by policy. Raises Unreachable without the source archive."""
+    tree = source_tests(release)
+    standin_models(tree)
+    found = run(tree, files, path)
+    return found.pop(STOCK), found
+
+
+def main(
+    release: Annotated[str, typer.Option(help="of vLLM")] = version("vllm").partition("+")[0],
+    quick: Annotated[bool, typer.Option(help="only the files that run in CI")] = False,
+    path: Annotated[str, typer.Option(help="import vLLM from here")] = "",
+) -> None:
+    """Print the counts and every difference; exit status 1 if there is one."""
+    stock, ours = compare(release, QUICK if quick else FILES, path)
+    table = Table("scheduler", "passed", "failed", "error", "skipped", title=f"vLLM {release}'s own tests")
+    for name, found in {STOCK: stock, **ours}.items():
+        counts = Counter(found.values())
+        table.add_row(name, *(str(counts[kind]) for kind in ("passed", "failed", "error", "skipped")))
+    console = Console()
+    console.print(table)
+    found = differences(stock, ours)
+    for each in found:
+        console.print(f"{each.policy}: {each.test}: stock {each.stock}, ours {each.ours}", markup=False)
+    raise typer.Exit(bool(found) or not stock)
+
+
+if __name__ == "__main__":
+    typer.run(main)

