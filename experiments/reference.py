@@ -52,7 +52,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     rows += [(name, "gauge", label, text) for name, text, label in GAUGES.values()]
     rows += [(name, "histogram", label, text) for name, text, label, _ in HISTOGRAMS.values()]
     for name, text in meter.COUNTERS.items():
-        label = "tier" if name in meter.BY_TIER else ""
+        label = meter.LABELS.get(name, "")
         rows.append((f"continuum_{name}_total", "counter", label, text.removesuffix(".")))
     return sorted(rows)
 

@@ -33,6 +33,7 @@ from experiments.server import ServerError, free_port, serve
 SCRAPE_S = 2
 RANGE = "20s"  # what rates are taken over: some scrapes
 STEP_S = 2
+START_S = 500.0  # on a machine that others use too
 PROGRAMS, JPS = 16, 1.0
 CONFIG = """\
 global: {{scrape_interval: {scrape_s}s}}
@@ -86,7 +87,7 @@ def observed(model: Path, seconds: float) -> Seen:
         args = ["--scheduling-policy", "continuum", "--kv-transfer-config", str(config)]
         args += ["--max-model-len", str(WINDOW_TOKENS), "--num-gpu-blocks-override", str(GPU_BLOCKS)]
         with (
-            serve(model, args, log=folder / "server.log") as url,
+            serve(model, args, log=folder / "server.log", start_s=START_S) as url,
             prometheus(url, folder) as eyes,
             ThreadPoolExecutor(1) as pool,
         ):

@@ -15,18 +15,11 @@ pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 from prometheus_client import REGISTRY
+from serving import OF_VLLM
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, exporter
 from experiments import dashboard, reference
-
-OF_VLLM = {  # read from a real server's scrape by test_serving.py
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    "vllm:kv_cache_usage_perc",
-    "vllm:time_to_first_token_seconds_bucket",
-    "vllm:num_preemptions_total",
-}
 
 
 def asked() -> list[str]:
