@@ -46,6 +46,13 @@ def test_the_readme_names_every_setting_once() -> None:
         assert reference.comments()[field.name], f"config.py says nothing beside {field.name}"
 
 
+def test_links_in_the_readme_and_the_docs_lead_somewhere() -> None:
+    pages = [reference.README, *reference.METRICS_PAGE.parent.rglob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
 def test_the_page_lists_what_is_exported_with_its_type() -> None:
     exporter()
     listed = {(name, kind) for name, kind, _, _ in reference.metric_rows()}
