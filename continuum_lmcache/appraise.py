@@ -83,9 +83,7 @@ class Appraiser:
             return knock.arrival_s
         work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
         tokens, usual = knock.prompt_tokens, growth.first_tokens
-        return at_the_door(
-            knock.arrival_s, tokens, usual, work_s, growth.trust, self.config.max_wait_s
-        )
+        return at_the_door(knock.arrival_s, tokens, usual, work_s, growth.trust, self.config.max_wait_s)
 
     def order(self, standing: Standing, crowded: bool = True) -> tuple[float, ...]:
         """Where a waiting turn stands: smallest first. Without competition for memory, as vLLM has it."""
