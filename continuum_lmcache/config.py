@@ -27,7 +27,7 @@ class ContinuumConfig:
     max_ttl_s: float = 300.0  # no pin outlives this, whatever the policy says
     max_pinned_share: float = 0.8  # of the GPU's KV blocks
     max_tenant_share: float = 1.0  # of max_pinned_share, for one cache_salt
-    max_wait_s: float = 120.0  # after this a waiting turn may take anybody's pin
+    max_wait_s: float = 120.0  # so long at most the first in line waits for others' pins and room
     program_idle_s: float = 3600.0  # a program not heard of for so long is forgotten
     max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this
     load_or_recompute: bool = True  # load from a tier only what is measured to be cheaper than computing it
