@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.growth import Growth
@@ -61,9 +61,10 @@ class Knock:
     """A program at the door."""
 
     program: ProgramId
-    prompt_tokens: int
+    prompt_tokens: int  # of its longest turn here
     priority: int
     arrival_s: float
+    turns: int = 1  # that stand here; the program leaves with the last of them
 
 
 @dataclass(slots=True)
@@ -96,7 +97,6 @@ class Door:
     growth: Growth = field(default_factory=Growth)
     inside: dict[ProgramId, Started] = field(default_factory=dict)
     outside: dict[ProgramId, Knock] = field(default_factory=dict)
-    held: int = 0  # programs that had to wait
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
     _sums: dict[int, Sums] = field(default_factory=dict)
@@ -116,7 +116,8 @@ class Door:
         """A turn of `program`, which has finished `turns`, has come. Whether it may queue now; if not,
         `opens` will name the program. One under way never waits, nor does one that `passes`.
         """
-        if program in self.outside:
+        if (knock := self.outside.get(program)) is not None:
+            self._knocks_again(knock, prompt_tokens)
             return False
         seen = self.inside.get(program)
         if seen is None and not passes and not turns:
@@ -140,13 +141,12 @@ class Door:
                 self._first, self._first_since_s = knock.program, now_s
             waited_s = now_s - self._first_since_s
             if not (idle or waited_s >= self.max_wait_s or self._fits(now_s, knock)):
-                self.held += not found and waited_s == 0.0
                 break
             heapq.heappop(self._line)
             del self.outside[knock.program]
             self._context_tokens -= knock.prompt_tokens
             seen = self._enters(knock.program, knock.priority, 0)
-            seen.live, seen.first_tokens = 1, knock.prompt_tokens
+            seen.live, seen.first_tokens = knock.turns, knock.prompt_tokens
             self._counts(now_s, seen, knock.prompt_tokens)
             found.append(knock.program)
             idle = False
@@ -168,9 +168,11 @@ class Door:
 
     def loses(self, now_s: float, program: ProgramId) -> None:
         """A turn of the program is gone, unfinished or its last. Without another it is not counted on."""
-        seen = self.inside.get(program)
+        seen, knock = self.inside.get(program), self.outside.get(program)
         if seen is not None and seen.live > 1:
             seen.live -= 1
+        elif knock is not None and knock.turns > 1:
+            self.outside[program] = replace(knock, turns=knock.turns - 1)
         else:
             self.leaves(now_s, program)
 
@@ -214,6 +216,12 @@ class Door:
                 return knock
             heapq.heappop(self._line)
         return None
+
+    def _knocks_again(self, knock: Knock, prompt_tokens: int) -> None:
+        """One more turn of a program outside; its place in line stays."""
+        longest_tokens = max(knock.prompt_tokens, prompt_tokens)
+        self._context_tokens += longest_tokens - knock.prompt_tokens
+        self.outside[knock.program] = replace(knock, prompt_tokens=longest_tokens, turns=knock.turns + 1)
 
     def _fits(self, now_s: float, knock: Knock) -> bool:
         """Whether there is room, by what those at least as important speak for."""

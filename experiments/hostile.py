@@ -9,7 +9,7 @@ smaller than the attacker would like.
 
     pins      programs of 900 tokens that never end and never come back, each under a new id
     slow      the victims' own tool, by name, reported as lasting seconds: the learned TTLs grow
-    ids       tiny requests, each under an id and a tool of its own: 10^4 of them
+    ids       tiny requests, each under an id and a tool of its own
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Attack:
 
 
 ATTACKS = {
-    "pins": Attack(900, 0.6, 25.0),
-    "slow": Attack(200, 1.0, 25.0, turns=2, tool=TOOL),
-    "ids": Attack(4, 110.0, 45.0),
+    "pins": Attack(900, 0.6, 18.0),
+    "slow": Attack(200, 1.0, 18.0, turns=2, tool=TOOL),
+    "ids": Attack(4, 80.0, 30.0),
 }
 
 
@@ -138,7 +138,7 @@ def runs(url: str, wanted: list[str]) -> Iterator[tuple[str, str, Arm, float]]:
         arm = asyncio.run(run(url, attack, who == "honest", lasts_s))
         return name, who, arm, pins(url) - before
 
-    yield one("", "alone", None, 20.0)
+    yield one("", "alone", None, 18.0)
     for name in wanted:
         for who in ("honest", "attack", "attack", "honest"):
             yield one(name, who, ATTACKS[name], ATTACKS[name].lasts_s)

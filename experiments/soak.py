@@ -3,10 +3,10 @@
     python -m experiments.soak --minutes 6
 
 A real `vllm serve` with `--scheduling-policy continuum`, LMCache with DRAM and disk, a streaming
-recorder and a file of learned gaps. Agents of 3 to 9 turns, 16 at a time; one in eight never comes
-back and one in eight hangs up in the middle of an answer. Every two seconds: resident memory and open
-files of every process of the server, the program table, pinned blocks, and how many gaps the CDF
-windows hold. Table 1's agents arrive at 0.05 a second and more, 360 programs in two hours.
+recorder and a file of learned gaps that is full from the start. Agents of 3 to 9 turns, 16 at a time;
+one in eight never comes back and one in eight hangs up in the middle of an answer. Every two seconds:
+resident memory and open files of every process of the server, the program table, pinned blocks, and
+how many gaps the CDF windows hold. Table 1's agents at 0.05 a second are 360 programs in two hours.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import psutil
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
+from continuum_lmcache.gaps import WINDOW, Gaps
+from continuum_lmcache.toolcalls import declared
 from experiments.client import Client, TurnFailed, request_body
 from experiments.server import processes, serve
 from experiments.soak_report import Sample, report
@@ -35,8 +37,10 @@ ROOT = Path(__file__).parents[1]
 ARGS = ("--max-model-len", "2048", "--num-gpu-blocks-override", "64", "--scheduling-policy", "continuum")
 AT_ONCE = 16
 EVERY_S = 2.0
-TOOLS = ("bash pytest", "bash ls", "bash grep", "Read", "Edit", "WebFetch")
+TOOLS = ("bash pytest", "bash ls", "bash grep", "Read", "Edit", "WebFetch", *(f"rare-{i}" for i in range(10)))
+LIKELY = (*[10] * 6, *[1] * 10)
 GAP_S = 0.4  # the mean; real tools take longer and nothing of the server depends on it
+ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # by default it keeps code for the last 1,024 prompt lengths
 IDLE_S = 20.0  # after so long a program is forgotten: an hour, cut like the gaps
 
 
@@ -62,7 +66,7 @@ class Agents:
         history, turns = self.tokens(300), self.draw.randint(3, 9)
         for number in range(1, turns + 1):
             last = number == turns
-            tool = f"tool-{self.programs}" if self.draw.random() < 0.05 else self.draw.choice(TOOLS)
+            (tool,) = self.draw.choices(TOOLS, LIKELY)
             body = request_body("tiny", history, 12)
             body |= {"job_id": name, "this_func_call": tool, "is_last_step": last and fate > 1}
             try:
@@ -100,8 +104,8 @@ def sampler(url: str, gaps: Path, agents: Agents) -> Callable[[], Sample]:
             time.monotonic() - start_s,
             mib,
             files,
-            metrics["continuum_programs"],
-            metrics["continuum_pinned_blocks"],
+            metrics.get("continuum_programs", 0.0),
+            metrics.get("continuum_pinned_blocks", 0.0),
             held_gaps(gaps),
             agents.programs,
             agents.turns,
@@ -144,6 +148,15 @@ async def soak(url: str, out: Path, minutes: float) -> tuple[list[Sample], Agent
     return samples, agents
 
 
+def weeks_of_gaps() -> str:
+    """A file of gaps as a server has it that has run for long: every tool's window is full."""
+    gaps, draw = Gaps(), random.Random(1)
+    for tool in TOOLS:
+        for _ in range(WINDOW):
+            gaps.observe(declared(tool), draw.expovariate(1 / GAP_S))
+    return gaps.dumps()
+
+
 def main(
     minutes: Annotated[float, typer.Option(help="of load")] = 6.0,
     out: Annotated[Path, typer.Option(help="folder of the server's files and log")] = Path(".work/soak"),
@@ -151,6 +164,7 @@ def main(
 ) -> None:
     """Run and report."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / "gaps.json").write_text(weeks_of_gaps())
     extra = {
         "lmcache.max_local_cpu_size": 0.125,
         "lmcache.local_disk": f"file://{out.resolve()}/disk/",
@@ -159,10 +173,13 @@ def main(
         "continuum.stream_recording": True,
         "continuum.gaps_file": str(out.resolve() / "gaps.json"),
         "continuum.program_idle_s": IDLE_S,
+        "continuum.policy": "static-ttl",  # whatever pays on this machine, pins come and go
+        "continuum.static_ttl_s": GAP_S,
     }
     transfer = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
     args = [*ARGS, "--kv-transfer-config", json.dumps(transfer | {"kv_connector_extra_config": extra})]
-    with serve(make_model(ROOT / ".work" / "tiny-model"), args, log=out / "server.log") as url:
+    model = make_model(ROOT / ".work" / "tiny-model")
+    with serve(model, args, log=out / "server.log", env=ENV) as url:
         samples, agents = asyncio.run(soak(url, out, minutes))
     report(samples, agents.failed, docs)
 

@@ -91,6 +91,17 @@ def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
     assert gone not in held(bench) and len(bench.keeper.crowd.door.outside) == len(held(bench))
 
 
+def test_a_turn_at_the_door_is_let_in_although_another_of_its_program_left(make: Make) -> None:
+    bench = make(blocks=20)
+    crowd_in(bench, 7)
+    first, second = (bench.send("twice", prompt(100, 9), out=4) for _ in range(2))
+    bench.step()
+    assert {first, second} <= set(held(bench))
+    bench.scheduler.finish_requests([first], status_of("FINISHED_ABORTED"))
+    bench.run_until_idle(5000)
+    assert second in bench.done
+
+
 def status_of(name: str) -> Any:
     from vllm.v1.request import RequestStatus
 

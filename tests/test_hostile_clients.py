@@ -125,7 +125,21 @@ def test_two_programs_have_one_name_only_if_they_are_one(a: tuple[str, str], b: 
     assert (program_id(*a) == program_id(*b)) == (a == b)
 
 
-def test_lying_about_turns_costs_victims_less_than_a_fifth() -> None:
+def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_elses(bench: Bench) -> None:
+    bench.turn("victim", prompt(64, 99))
+    bench.turn("liar", prompt(40, 1), is_last_step=True)
+    arrival_s = bench.keeper.crowd.endings._ended[ProgramId("liar")].arrival_s
+    for turn in range(2, 30):
+        bench.turn("liar", prompt(40 + turn, 1), is_last_step=True)
+    keeper = bench.keeper
+    assert list(keeper.ledger.pinned) == [ProgramId("victim")] == list(keeper.ledger.programs)
+    assert keeper.crowd.endings._ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
+    assert not keeper.crowd.endings.believed, "its word is not taken any more, nor is its KV dropped"
+    assert set(keeper.crowd.door.inside) == {ProgramId("victim")}
+
+
+@pytest.mark.parametrize("lie", ["never-last", "always-last"])
+def test_lying_about_turns_costs_victims_less_than_a_fifth(lie: str) -> None:
     """Their P95 of job time, next to the same load told truthfully (a short run of the lab)."""
-    result = verdict(ATTACKS["never-last"], programs=10, attackers=6)
+    result = verdict(ATTACKS[lie], programs=10, attackers=6)
     assert result.ratio < 1.2, result

@@ -71,8 +71,10 @@ class Machine(RuleBasedStateMachine):
         self.story: dict[Any, list[int]] = {}  # a program's tokens so far
         self.stories = 0
 
-    @rule(turns=st.lists(TURN, min_size=1, max_size=4))
-    def arrive(self, turns: list[dict[str, Any]]) -> None:
+    @rule(turns=st.lists(TURN, min_size=1, max_size=4), failing=st.sampled_from([0, 0, 2]))
+    def arrive(self, turns: list[dict[str, Any]], failing: int = 0) -> None:
+        """Of the loads that follow, the next `failing` fail too."""
+        self.bench.failing += failing
         for turn in turns:
             self.send(**turn)
 
@@ -165,8 +167,10 @@ class Machine(RuleBasedStateMachine):
         self.step(0.1)
         assert not bench.keeper.ledger.pinned and bench.used_blocks == 0
         assert not bench.keeper.turns and not bench.keeper._preempted and bench.keeper.waiting_turns == 0
+        assert not bench.keeper.crowd.door.outside
         outcomes = {f"pins {outcome.value}": n for outcome, n in bench.keeper.ledger.outcomes.items()}
         taken.update({"failed loads": bench.failed, "preempted": len(bench.preempted), **outcomes})
+        taken["held at the door"] += bench.keeper.crowd.door.held
         bench.scheduler.shutdown()
 
     def step(self, seconds: float) -> None:
@@ -197,4 +201,5 @@ def test_no_order_of_events_unbalances_the_books(model: Path, monkeypatch: pytes
         )
     print(dict(taken))
     common = ("failed loads", "preempted", "pins reused", "pins expired", "pins reclaimed", "pins reset")
+    common += ("held at the door",)
     assert STEPS < 10_000 or all(taken[event] for event in common), taken

@@ -1,7 +1,8 @@
 """Program order and pins on vLLM's own scheduler, which is subclassed and never copied.
 
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
-_update_after_schedule, update_from_output, has_requests, make_stats, reset_prefix_cache, shutdown.
+_update_after_schedule, update_from_output, _update_waiting_for_remote_kv, has_requests, make_stats,
+reset_prefix_cache, shutdown.
 Wrapped on the instance: kv_cache_manager.allocate_slots. Set before a step, with a measured profile:
 max_num_scheduled_tokens. Replaced after __init__: every RequestQueue attribute.
 """
@@ -126,6 +127,15 @@ class ContinuumMixin(Scheduler):
         self._keeper.finished(self.clock(), request)
         self._keeper.appraiser.observed.work["finished_turns"] += 1
         return super()._free_request(request, *args, **kwargs)
+
+    def _update_waiting_for_remote_kv(self, request: Request) -> None:
+        """A load that failed from its first block left nothing: no memory is kept for its rest.
+
+        vLLM 0.30 to 0.33 keep it, and a retry of more than half of the memory never fits beside it.
+        """
+        super()._update_waiting_for_remote_kv(request)
+        if not request.num_computed_tokens:
+            self._inflight_prefills.discard(request)
 
     # the engine around it ---------------------------------------------------
 

@@ -89,8 +89,8 @@ class Agents:
         """The program's next turn arrives."""
         live.arrival_s, live.first_token_s, live.ssd_tokens = self.clock.now_s, None, None
         self.asked[live.request_id] = live
-        manners = live.program.source.split(",")  # "never-last": does not say so; "tenant:x": a cache_salt
-        says = self._says(live, ends="never-last" not in manners)
+        manners = live.program.source.split(",")  # never-last, always-last, unnamed, tenant:x (a cache_salt)
+        says = {} if "unnamed" in manners else self._says(live, manners)
         params = SamplingParams(
             temperature=0.0, max_tokens=live.spec.output_tokens, ignore_eos=True, extra_args=says
         )
@@ -105,9 +105,10 @@ class Agents:
         )
         self.send(request)
 
-    def _says(self, live: LiveProgram, ends: bool) -> dict[str, Any]:
+    def _says(self, live: LiveProgram, manners: Sequence[str]) -> dict[str, Any]:
         """What the client tells of the turn, or what one tells that is mostly wrong."""
-        last, tool = ends and live.spec is live.program.turns[-1], live.spec.tool
+        last, tool = live.spec is live.program.turns[-1], live.spec.tool
+        last = (last or "always-last" in manners) and "never-last" not in manners
         if self.wrong_hints:
             drawn = crc32(live.request_id.encode())
             last = not last if drawn % WRONG_ENDS == 0 else last

@@ -50,6 +50,11 @@ def never_last(honest: Sequence[Program]) -> list[Program]:
     return [replace(p, source=f"{p.source},never-last") for p in honest]
 
 
+def always_last(honest: Sequence[Program]) -> list[Program]:
+    """Every turn is said to be its program's last, and the next one comes all the same."""
+    return [replace(p, source=f"{p.source},always-last") for p in honest]
+
+
 def id_a_turn(honest: Sequence[Program]) -> list[Program]:
     """Every turn under an id of its own, never ended: a pin each, at the place of a newcomer."""
     found = []
@@ -84,6 +89,7 @@ def one_id(honest: Sequence[Program]) -> list[Program]:
 
 ATTACKS: dict[str, Callable[[Sequence[Program]], list[Program]]] = {
     "never-last": never_last,
+    "always-last": always_last,
     "id-a-turn": id_a_turn,
     "fake-tools": fake_tools,
     "endless": one_id,

@@ -1,0 +1,196 @@
+"""Does anything in the scheduler grow without end? Hours of programs in virtual time; a figure.
+
+    python -m experiments.trust.soak_scheduler
+
+Programs come at a steady rate: most say when they are over, some never do, some have no id and are
+linked by their prompts. Every minute all that our objects hold is counted, table by table, by
+following every attribute from the keeper: a table that nobody thought of is found as well. The run
+fails if one still grows after the warm-up, and has no bound of its own that lies further off.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+import typer
+
+from continuum_lmcache.endings import REMEMBERED
+from experiments.sim.clock import VirtualClock, virtual_time
+from experiments.sim.engine import Simulation
+from experiments.sim.serving import Setup, build_scheduler
+from experiments.sim.step_time import MACHINES
+from experiments.workload import Program, TurnSpec
+
+matplotlib.use("Agg")  # no display
+from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
+
+FIGURE = Path(__file__).resolve().parents[2] / "docs" / "soak-scheduler.png"
+SAMPLE_S = 60.0
+IDLE_S = 600.0  # continuum.program_idle_s and max_programs of the run are small, so that the
+MAX_PROGRAMS = 400  # warm-up reaches them; an hour and 100,000 are the defaults
+WARM_S = 2400.0  # idle programs are forgotten, and every CDF window is full
+SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
+SMALL = 32  # entries; what holds no more cannot be told from noise
+LIMITS = {".crowd.endings._ended": REMEMBERED}  # bounds that two hours do not reach
+RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
+TOOLS = ("bash", "python")
+OUR_CONTAINERS = (dict, list, set, frozenset, tuple, deque)
+SHOWN = {
+    "programs": ".ledger.programs",
+    "their deadlines (heap)": ".ledger._deadlines",
+    "live turns": ".turns",
+    "inside the door": ".crowd.door.inside",
+    "at the door": ".crowd.door.outside",
+    "the door's line (heap)": ".crowd.door._line",
+    "not back yet (heap)": ".crowd.door._absent",
+    "finished turns by hash (lineage)": "._lineage._turns",
+    "ended programs remembered": ".crowd.endings._ended",
+    "shared heads": ".crowd._commons._heads",
+}
+SETUP = Setup(
+    policy="continuum",
+    machine=replace(MACHINES["a100"], kv_tokens=81_920),
+    shared_tokens=0,
+    continuum={"program_idle_s": IDLE_S, "max_programs": MAX_PROGRAMS, "max_tenant_share": 0.5},
+    tiers={"dram_gb": 16.0, "async": True},
+    merge_steps=16,
+)
+
+
+Samples = list[tuple[float, Counter[str]]]  # virtual time in s, entries by table
+
+
+def programs(seconds: float, every_s: float, seed: int = 0) -> list[Program]:
+    """One every `every_s` on average; 2 to 8 turns, tool gaps of 0.5 to 20 s."""
+    rng = random.Random(seed)
+    found, at_s = [], 0.0
+    while (at_s := at_s + rng.expovariate(1 / every_s)) < seconds:
+        manner = rng.choice(("polite", "polite", "polite", "never-last", "unnamed"))
+        number = len(found)
+        salt = f"tenant:{number % 50}"
+        found.append(Program(f"p{number}", at_s, tuple(turns(rng)), f"{salt},{manner}"))
+    return found
+
+
+def turns(rng: random.Random) -> list[TurnSpec]:
+    """Each prompt is the last one, its answer, and some tokens more."""
+    specs: list[TurnSpec] = []
+    for _ in range(rng.randint(2, 8)):
+        new = rng.randint(100, 600) if specs else rng.randint(500, 4000)
+        kept = specs[-1].context_tokens if specs else 0
+        gap_s = rng.choice((0.5, 2.0, 20.0))
+        specs.append(TurnSpec(kept + new, new, rng.randint(5, 40), rng.choice(TOOLS), "", gap_s))
+    return [*specs[:-1], replace(specs[-1], gap_s=None)]
+
+
+def tables(keeper: Any) -> Counter[str]:
+    """Entries of every container that our objects hold, by the path to it; a table's own, summed."""
+    found: Counter[str] = Counter()
+    seen: set[int] = set()
+    todo: deque[tuple[str, Any]] = deque([("", keeper)])
+    while todo:
+        path, thing = todo.popleft()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, OUR_CONTAINERS):
+            found[path] += len(thing)
+            inside = thing.values() if isinstance(thing, Mapping) else thing
+            todo.extend((f"{path}[]", each) for each in inside)
+        elif type(thing).__module__.startswith("continuum_lmcache"):
+            todo.extend((f"{path}.{name}", each) for name, each in attributes(thing))
+    return found
+
+
+def attributes(thing: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, with or without slots."""
+    names = {n for cls in type(thing).__mro__ for n in getattr(cls, "__slots__", ())}
+    yield from ((n, getattr(thing, n)) for n in sorted(names) if hasattr(thing, n))
+    yield from getattr(thing, "__dict__", {}).items()
+
+
+class Soak(Simulation):
+    """A simulation that counts the tables every minute."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.samples: Samples = []
+
+    def _step(self) -> None:
+        super()._step()
+        now_s = self.clock.now_s
+        if not self.samples or now_s - self.samples[-1][0] >= SAMPLE_S:
+            self.samples.append((now_s, tables(self.scheduler._keeper)))
+
+
+def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
+    """Run it to its end; the simulation checks that every request, block and pin is back."""
+    load = programs(seconds, every_s)
+    clock = VirtualClock()
+    with ExitStack() as until, virtual_time(clock):
+        longest = max(p.context_tokens for p in load)
+        scheduler: Any = build_scheduler(setup, clock, longest + 1, until)
+        scheduler._keeper.recorder.max_events = RECORDED_EVENTS
+        until.callback(scheduler.shutdown)
+        run = Soak(load, setup, scheduler, clock)
+        run.run()
+    return run
+
+
+def growing(samples: Samples, warm_s: float, until_s: float) -> dict[str, tuple[int, int]]:
+    """Tables whose peak in the last quarter exceeds that of the first one after the warm-up."""
+    quarter_s = (until_s - warm_s) / 4
+    first = [c for s, c in samples if warm_s <= s < warm_s + quarter_s]
+    last = [c for s, c in samples if until_s - quarter_s <= s < until_s]
+    found = {}
+    for name in set().union(*last):
+        before, after = (max(c[name] for c in part) for part in (first, last))
+        if after > LIMITS.get(name, SMALL) and after > SLACK * before:
+            found[name] = (before, after)
+    return found
+
+
+def draw(samples: Samples, warm_s: float, until_s: float, path: Path) -> None:
+    """Entries over time, one line a table; the CDF windows apart, since they are larger."""
+    kept = [(s / 60, c) for s, c in samples if s <= until_s]
+    minutes = [m for m, _ in kept]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for (label, name), style in zip(SHOWN.items(), ("-", "--", ":", "-.") * 3, strict=False):
+        left.plot(minutes, [c[name] for _, c in kept], style, label=label, linewidth=1.2)
+    windows = [sum(n for name, n in c.items() if name.endswith(".recent")) for _, c in kept]
+    right.plot(minutes, windows, "-", label="tool gaps in the CDF windows", color="0.2")
+    events = [c[".recorder._histories[].events"] for _, c in kept]
+    right.plot(minutes, events, "--", label="recorded events", color="0.5")
+    for axes, title in ((left, "Tables"), (right, "Windows and the recorder")):
+        axes.axvline(warm_s / 60, color="0.8")
+        axes.set(xlabel="virtual time, minutes", ylabel="entries", title=title, ylim=(0, None))
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def main(
+    hours: Annotated[float, typer.Option(help="of virtual time")] = 2.0,
+    every_s: Annotated[float, typer.Option(help="seconds between two programs")] = 2.5,
+    out: Annotated[Path, typer.Option(help="the figure")] = FIGURE,
+) -> None:
+    """Exit status 1 if a table grows."""
+    seconds = hours * 3600
+    run = soak(seconds, every_s)
+    draw(run.samples, min(WARM_S, seconds / 3), seconds, out)
+    found = growing(run.samples, min(WARM_S, seconds / 3), seconds)
+    print(f"{len(run.agents.jobs)} programs, {len(run.agents.turns)} turns, {run.steps} steps")
+    for name, (before, after) in found.items():
+        print(f"grows: {name}: {before} -> {after}")
+    raise typer.Exit(bool(found))
+
+
+if __name__ == "__main__":
+    typer.run(main)

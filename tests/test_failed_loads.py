@@ -1,0 +1,36 @@
+"""An asynchronous KV load that fails leaves a request without KV, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import prompt, settings  # noqa: F401
+from tier_bench import TierBench
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+
+STOCK_WAITS = pytest.mark.xfail(
+    strict=True, reason="vLLM 0.32: the failed load's reservation is held against the request's own retry"
+)
+CLASSES = [ContinuumScheduler, ContinuumAsyncScheduler, pytest.param(Scheduler, marks=STOCK_WAITS)]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_request_beyond_half_of_the_memory_is_served_after_its_whole_load_failed(
+    cls: Any,
+    model: Path,
+    settings: Any,  # noqa: F811
+) -> None:
+    settings(policy="fcfs")
+    bench = TierBench(cls, model, blocks=24, tier_blocks=96, is_async=True)
+    tokens = prompt(13 * 16 + 5)
+    bench.turn("a", tokens)
+    bench.scheduler.reset_prefix_cache()
+    bench.failing = 1
+    again = bench.send("a", tokens)
+    for _ in range(60):
+        bench.step()
+    assert bench.failed == 1 and again in bench.done
