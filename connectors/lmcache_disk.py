@@ -1,10 +1,11 @@
-"""LMCache's disk tier, read without its three ways to stop an engine.
+"""LMCache's disk tier, read without its three ways to stop an engine, and without KV that is not a chunk's.
 
 Stock LMCache 0.5.6, `local_disk_backend.py`: a load waits for ever when its staging chunks do not
 fit the DRAM pool (line 515: `allocate` in a busy loop, on the thread that would free the memory);
 one missing file is a KeyError that kills the engine (line 773), and a file cut short is read as if
-it were whole (line 801 ignores the count). Here each of them is a chunk that is not there: vLLM
-computes it again, given `kv_load_failure_policy: recompute`.
+it were whole (line 801 ignores the count). Nobody looks whether the bytes are those that were
+written. Here each of them is a chunk that is not there: vLLM computes it again, given
+`kv_load_failure_policy: recompute`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Any
 from lmcache.v1.cache_controller.message import OpType
 from vllm.logger import init_logger
 
+from connectors.lmcache_disk_writes import DiskWrites
+from connectors.lmcache_losses import CAUSES, Losses, checksum
+
 logger = init_logger("vllm.continuum.lmcache_disk")
 STAGING_WAITS = 50  # times; a write in flight holds its chunk for milliseconds
 STAGING_WAIT_S = 0.005
@@ -27,8 +31,10 @@ STAGING_WAIT_S = 0.005
 class DiskReads:
     """Takes the place of one LocalDiskBackend's `batched_get_blocking`."""
 
-    def __init__(self, disk: Any) -> None:
+    def __init__(self, disk: Any, writes: DiskWrites, losses: Losses) -> None:
         self._disk = disk
+        self._sums = writes.sums
+        self._losses = losses
         disk.batched_get_blocking = self.read
 
     def read(self, keys: Sequence[Any]) -> list[Any]:
@@ -38,8 +44,7 @@ class DiskReads:
             metas = [disk.dict.get(key) for key in keys]
         staged = self._stage(keys, metas)
         run = keys[: len(staged)]
-        paths = [meta.path for meta in metas[: len(staged)]]
-        chunks = list(disk._read_thread_pool.map(disk._load_chunk_into_memory, run, paths, staged))
+        chunks = list(disk._read_thread_pool.map(self._load, run, metas, staged))
         with disk.disk_lock:
             for key, chunk in zip(run, chunks, strict=True):
                 if chunk is not None and key in disk.dict:
@@ -52,19 +57,35 @@ class DiskReads:
         for key, meta in zip(keys, metas, strict=True):
             room = self._allocate(meta) if meta is not None else None
             if room is None:
+                cause = "no_room" if meta is not None else "evicted"
+                left = len(keys) - len(staged)
+                self._losses.add(cause, left)
                 logger.warning(
                     "LMCache: %d of %d chunks on disk cannot be loaded now and are computed again: %s",
-                    len(keys) - len(staged),
+                    left,
                     len(keys),
-                    "the DRAM pool is full" if meta is not None else "they were evicted",
+                    CAUSES[cause],
                 )
                 break
             if not is_whole(meta.path, len(room.byte_array)):
                 room.ref_count_down()
-                self._forget(key)
+                self._forget(key, "missing")
                 break
             staged.append(room)
         return staged
+
+    def _load(self, key: Any, meta: Any, room: Any) -> Any:
+        """The chunk, if it is what was written; else None, and it is forgotten. From a reader's thread."""
+        written = self._sums.get(meta.path)
+        chunk = self._disk._load_chunk_into_memory(key, meta.path, room)  # which gives a failed room back
+        if chunk is None:
+            self._forget(key, "unreadable")
+            return None
+        if checksum(chunk.byte_array) != written:
+            chunk.ref_count_down()
+            self._forget(key, "corrupt")
+            return None
+        return chunk
 
     def _allocate(self, meta: Any) -> Any:
         """Room in the DRAM pool, or None. Waits only while writes in flight may give some back."""
@@ -75,7 +96,7 @@ class DiskReads:
             time.sleep(STAGING_WAIT_S)
         return None
 
-    def _forget(self, key: Any) -> None:
+    def _forget(self, key: Any, cause: str) -> None:
         """Strike a lost chunk from the books that LMCache would leave it in."""
         disk = self._disk
         with disk.disk_lock:
@@ -84,14 +105,17 @@ class DiskReads:
                 return
             disk.current_cache_size -= meta.size
             disk.cache_policy.update_on_force_evict(key)
-        Path(meta.path).unlink(missing_ok=True)
+        self._sums.pop(meta.path, None)
+        self._losses.add(cause)
+        with contextlib.suppress(OSError):
+            Path(meta.path).unlink(missing_ok=True)
         disk.batched_msg_sender.add_kv_op(op_type=OpType.EVICT, key=key.chunk_hash)
-        logger.warning("LMCache: %s is missing or cut short; its tokens are computed again", meta.path)
+        logger.warning("LMCache: %s: %s; its tokens are computed again", meta.path, CAUSES[cause])
 
 
 def is_whole(path: str, size_bytes: int) -> bool:
     """Whether the file is there, in its full length."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         return Path(path).stat().st_size == size_bytes
     return False
 

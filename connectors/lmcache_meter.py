@@ -18,6 +18,7 @@ from typing import Any
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from connectors.lmcache_losses import CAUSES
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
 
@@ -28,8 +29,10 @@ COUNTERS = {  # name without "continuum_" and "_total" -> what it counts
     "load_seconds": "Seconds in which a step waited for loads from a tier, as rank 0 timed them.",
     "stored_bytes": "Bytes of KV stored below the GPU, all ranks.",
     "store_seconds": "Seconds in which a step waited for stores, as rank 0 timed them.",
+    "lost_chunks": "Chunks that the disk tier could not keep or give back, by cause, all ranks.",
 }
-BY_TIER = ("loaded_tokens", "loaded_bytes", "load_seconds")
+BY_TIER = dict.fromkeys(("loaded_tokens", "loaded_bytes", "load_seconds"), "tier")
+LABELS = BY_TIER | {"lost_chunks": "cause"}  # counters with a label of their own
 
 
 class Meter:
@@ -99,12 +102,14 @@ def with_copy(reads: Iterable[Transfer], total_s: float) -> list[Transfer]:
 
 
 class TransferStats(KVConnectorStats):
-    """Sums of transfers, by counter and tier: {"loaded_bytes/dram": 40894464.0, ...}."""
+    """Sums, by counter and its label: {"loaded_bytes/dram": 40894464.0, "lost_chunks/missing": 1, ...}."""
 
     @classmethod
-    def of(cls, transfers: Iterable[Transfer], rank: int) -> TransferStats:
+    def of(
+        cls, transfers: Iterable[Transfer], rank: int, losses: Mapping[str, int] | None = None
+    ) -> TransferStats:
         """Every rank moves its own bytes of the same tokens in the same seconds: rank 0 tells these."""
-        sums: Counter[str] = Counter()
+        sums: Counter[str] = Counter({f"lost_chunks/{cause}": n for cause, n in (losses or {}).items()})
         for each in transfers:
             loads = each.direction == "load"
             told = {
@@ -143,7 +148,7 @@ class TransferMetrics(KVConnectorPromMetrics):
             name: self._counter_cls(
                 name=f"continuum_{name}",
                 documentation=text,
-                labelnames=[*labelnames, "tier"] if name in BY_TIER else labelnames,
+                labelnames=[*labelnames, LABELS[name]] if name in LABELS else labelnames,
             )
             for name, text in COUNTERS.items()
         }
@@ -152,8 +157,8 @@ class TransferMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: Mapping[str, float], engine_idx: int = 0) -> None:
         for key, amount in transfer_stats_data.items():
-            name, _, tier = key.partition("/")
-            labels = [*self.per_engine_labelvalues[engine_idx], *([tier] if tier else [])]
+            name, _, label = key.partition("/")
+            labels = [*self.per_engine_labelvalues[engine_idx], *([label] if label else [])]
             self._counters[name].labels(*labels).inc(amount)
 
 
@@ -166,8 +171,9 @@ def forget_earlier_engine() -> None:
 
 def all_keys() -> list[str]:
     """Every key that TransferStats may hold."""
+    values = {"tier": [tier.value for tier in TIERS.values()], "cause": list(CAUSES)}
     return [
-        f"{name}/{tier.value}" if name in BY_TIER else name
+        f"{name}/{value}" if value else name
         for name in COUNTERS
-        for tier in (TIERS.values() if name in BY_TIER else [Tier.DRAM])
+        for value in (values[LABELS[name]] if name in LABELS else [""])
     ]

@@ -32,8 +32,8 @@ from connectors.lmcache_mp_tiers import Follower, MpTiers
 from connectors.lmcache_mp_wire import Ask
 from connectors.lmcache_mp_worker import MpWorkerSide
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.tiers import Holding, Transfer
-from continuum_lmcache.types import Tier
+from continuum_lmcache.tiers import Holding, LoadRule, Transfer
+from continuum_lmcache.types import Residency, Tier, TurnId
 
 
 class ContinuumLMCacheMPConnector(LMCacheMPConnector):
@@ -74,6 +74,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._tiers = MpTiers(self._follower, told, hasher, bytes_per_token)
         self._leases = Leases(adapter, told.read_lease_s)
         self._found: dict[str, Holding] = {}
+        self._rule: LoadRule | None = None  # None: load all there is
+        self._declined: set[str] = set()  # requests that compute what could be loaded
         warn_of_small_l1(told, bytes_per_token, max_model_len)
         self._follower.start()
 
@@ -100,6 +102,13 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         """Where the request's KV lay when it was first looked up, before L2's part was read into L1."""
         return self._found.get(request_id)
 
+    def load_by(self, rule: LoadRule) -> None:
+        """Load nothing of a prompt of which `rule` wants nothing (continuum_lmcache.tiers.SelectiveLoader).
+
+        All that was found, or nothing: by the time of the answer the server has read L2's part into L1.
+        """
+        self._rule = rule
+
     @property
     def is_up(self) -> bool:
         """Whether the server answers, and LMCache uses it."""
@@ -109,6 +118,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tracker = self._get_or_create_request_tracker(request)
+        if request.request_id in self._declined:
+            return 0, False
         if self._leases.is_renewing(
             request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
         ):
@@ -120,10 +131,25 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             # an earlier lookup's hits: LMCache leaves them when a later one finds nothing, takes that many
             # tokens for computed, and stores their blocks before they are
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found and self._rule is not None:
+            where = Residency(num_computed_tokens, found, 0, request.num_tokens)
+            if not self._rule(TurnId(request.request_id), where):
+                self._decline(request.request_id, tracker)
+                return 0, False
+        return found, is_async
+
+    def _decline(self, request_id: str, tracker: Any) -> None:
+        """Unlock what was found. It stays stored, so LMCache need not store it again when it is computed."""
+        self._leases.give_back(
+            request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
+        )
+        tracker.num_lmcache_hit_tokens = 0
+        self._declined.add(request_id)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._leases.used(request.request_id)
+        self._declined.discard(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
@@ -144,6 +170,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         )
         self._leases.forget(request.request_id)
         self._found.pop(request.request_id, None)
+        self._declined.discard(request.request_id)
         return super().request_finished(request, block_ids)
 
     def _server_went_down(self) -> None:

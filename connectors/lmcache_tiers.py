@@ -34,15 +34,17 @@ class Mirror:
         """Whether a disk write was in flight when last heard: it ends without a step to report it."""
         return any(self._pending)
 
-    def apply(self, rank: int, report: RankReport) -> None:
-        """Take a report over, as far as no snapshot has overtaken it."""
+    def apply(self, rank: int, report: RankReport) -> bool:
+        """Take a report over, as far as no snapshot has overtaken it. False: one before it was lost."""
         last = self._last[rank]
+        is_next = report.since <= last
         for number, ssd, admitted, chunk in report.changes:
             if number > last:
                 held = self._held[rank][ssd]
                 (held.add if admitted else held.discard)(chunk)
         if report.number > last:
             self._last[rank], self._pending[rank] = report.number, report.pending_writes
+        return is_next
 
     def replace(self, snapshot: Snapshot) -> None:
         """Take a snapshot over, unless a later report has overtaken it."""
@@ -129,8 +131,9 @@ class Tiers:
 
     def absorb(self, report: TierReport) -> None:
         for rank, told in report.ranks.items():
-            self._mirror.apply(rank, told)
             self._transfers.extend(told.transfers)
+            if not self._mirror.apply(rank, told):
+                self.doubt()
 
     def close(self) -> None:
         self._probe.close()

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from connectors.lmcache_disk import DiskReads, announce
+from connectors.lmcache_disk_writes import DiskWrites
+from connectors.lmcache_losses import Losses
 from connectors.lmcache_meter import TIERS, Meter, TransferStats
 from connectors.lmcache_probe import ProbeServer, Snapshot
 from continuum_lmcache.tiers import Transfer
@@ -70,6 +72,7 @@ class RankReport(NamedTuple):
     changes: list[Change]
     pending_writes: int  # chunks on their way to disk: not there yet
     transfers: list[Transfer]
+    since: int = 0  # the number of the report before
 
 
 @dataclass
@@ -84,7 +87,7 @@ class TierReport(KVConnectorWorkerMetadata):
 
 
 class WorkerSide:
-    """Listens to one LMCache engine: its changes, its transfers, its disk reads.
+    """Listens to one LMCache engine: its changes, its transfers, its disk.
 
     `address` is the probe's socket. A rank that keeps no chunks of its own (MLA) has no WorkerSide.
     """
@@ -96,16 +99,18 @@ class WorkerSide:
         self._meter = Meter(engine)
         self._fresh: list[Transfer] = []
         self._told_pending = 0
+        self._told = 0  # the last report's number
+        self._losses = Losses()
         self._listen()
         if disk := self._backends.get("LocalDiskBackend"):
-            DiskReads(disk)
+            DiskReads(disk, DiskWrites(disk, self._losses), self._losses)
             announce(disk, self._backends["LocalCPUBackend"].get_full_chunk_size_bytes())
         self._probe_server = ProbeServer(address, self.snapshot)
 
     def stats(self) -> TransferStats:
-        """The transfers since the last call, for the metrics. The next report carries them too."""
+        """What moved and what was lost since the last call, for the metrics. The next report has it too."""
         self._fresh = self._meter.take()
-        return TransferStats.of(self._fresh, self._rank)
+        return TransferStats.of(self._fresh, self._rank, self._losses.take())
 
     def report(self) -> TierReport | None:
         """What the scheduler does not know yet. Called once a step, after `stats`."""
@@ -115,7 +120,8 @@ class WorkerSide:
         if not (changes or fresh or pending != self._told_pending):
             return None
         self._told_pending = pending
-        return TierReport({self._rank: RankReport(number, changes, pending, fresh)})
+        since, self._told = self._told, number
+        return TierReport({self._rank: RankReport(number, changes, pending, fresh, since)})
 
     def snapshot(self) -> Snapshot:
         """All that the tiers hold now. Any thread."""

@@ -97,7 +97,6 @@ class Door:
     growth: Growth = field(default_factory=Growth)
     inside: dict[ProgramId, Started] = field(default_factory=dict)
     outside: dict[ProgramId, Knock] = field(default_factory=dict)
-    held: int = 0  # programs that had to wait
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
     _sums: dict[int, Sums] = field(default_factory=dict)
@@ -142,7 +141,6 @@ class Door:
                 self._first, self._first_since_s = knock.program, now_s
             waited_s = now_s - self._first_since_s
             if not (idle or waited_s >= self.max_wait_s or self._fits(now_s, knock)):
-                self.held += not found and waited_s == 0.0
                 break
             heapq.heappop(self._line)
             del self.outside[knock.program]

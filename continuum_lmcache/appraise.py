@@ -12,6 +12,7 @@ from continuum_lmcache.costs import UNMEASURED, Costs
 from continuum_lmcache.gaps import Gaps
 from continuum_lmcache.growth import Growth
 from continuum_lmcache.history import History
+from continuum_lmcache.observed import Observed
 from continuum_lmcache.orders import at_the_door, by_turn
 from continuum_lmcache.policies import policy_named
 from continuum_lmcache.rates import Rates, Survival
@@ -39,6 +40,7 @@ class Appraiser:
         self.config = config
         self.gaps = gaps if gaps is not None else Gaps()
         self.history = History()
+        self.observed = Observed()
         self.rates = Rates(costs)
         self.survival = Survival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
@@ -105,7 +107,9 @@ class Appraiser:
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         reload_s = self.rates.costs.reload_s(turn.residency, load.survival)
         ttl_s = min(keep.ttl_s, self.config.max_ttl_s)
-        return replace(keep, ttl_s=ttl_s, reload_s=reload_s)
+        keep = replace(keep, ttl_s=ttl_s, reload_s=reload_s)
+        self.observed.kept(turn.tool, keep)
+        return keep
 
     def tool(self, text: str) -> ToolKey:
         """What the turn that ends with `text` called: of parallel calls, the one known to be slowest."""
@@ -116,6 +120,7 @@ class Appraiser:
     def came_back(self, tool: ToolKey, gap_s: float) -> None:
         """A program returned from `tool` after `gap_s`."""
         self.gaps.observe(tool, gap_s)
+        self.observed.gap(tool, gap_s)
 
     def never_came(self, tool: ToolKey, waited_s: float) -> None:
         """A program was given up on after `waited_s`: the tool took at least that long."""
@@ -124,6 +129,7 @@ class Appraiser:
     def placed(self, delay_s: float, evicted: bool) -> None:
         """A turn left the queue; `evicted`: its program's KV had to be brought back."""
         self.history.queue_delay(delay_s, evicted)
+        self.observed.queued(delay_s, evicted)
 
     def program_over(self, turns: int) -> None:
         """A program ended after so many turns."""
@@ -132,5 +138,6 @@ class Appraiser:
     def moved(self, now_s: float, transfers: Iterable[Transfer]) -> None:
         """What the tiers really moved: it corrects their rates, and tells how fast they fill."""
         for transfer in transfers:
+            self.observed.moved(transfer)
             self.rates.observe(transfer)
             self.survival.observe(transfer, now_s)

@@ -22,12 +22,12 @@ ENV_PREFIX = "CONTINUUM_"
 class ContinuumConfig:
     """Settings of the scheduler. Times in seconds, shares in [0, 1]."""
 
-    policy: str = "continuum"  # a name in policies.POLICIES
+    policy: str = "continuum"  # or one of the baselines below
     static_ttl_s: float = 2.0  # the TTL of policy "static-ttl"
     max_ttl_s: float = 300.0  # no pin outlives this, whatever the policy says
     max_pinned_share: float = 0.8  # of the GPU's KV blocks
     max_tenant_share: float = 1.0  # of max_pinned_share, for one cache_salt
-    max_wait_s: float = 120.0  # after this a waiting turn may take anybody's pin
+    max_wait_s: float = 120.0  # for how long we may hold a turn back that is first in line
     program_idle_s: float = 3600.0  # a program not heard of for so long is forgotten
     max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this
     load_or_recompute: bool = True  # load from a tier only what is measured to be cheaper than computing it

@@ -31,6 +31,7 @@ class Window:
     computed_tokens: float | None = None  # prompt tokens whose KV was nowhere
     programs: float | None = None  # known to the scheduler
     context_tokens: float | None = None  # mean prompt
+    working_set_tokens: float | None = None  # of all contexts that are counted on
     tier_capacity_tokens: Mapping[str, float] = field(default_factory=dict)
     asked_tokens: float | None = None  # that the GPU had lost, and the tiers were asked for
     loaded_tokens: Mapping[str, float] = field(default_factory=dict)  # by tier, here and below
@@ -97,14 +98,14 @@ def queueing(seen: Window, targets: Targets) -> Iterator[Finding]:
 
 def small_tier(seen: Window, targets: Targets) -> Iterator[Finding]:  # noqa: ARG001
     """The largest tier holds less than the programs' contexts."""
-    if not seen.tier_capacity_tokens or not seen.programs or not seen.context_tokens:
+    if not seen.tier_capacity_tokens or seen.working_set_tokens is None:
         return
-    working_set, largest = seen.programs * seen.context_tokens, max(seen.tier_capacity_tokens.values())
-    if largest < working_set:
+    largest = max(seen.tier_capacity_tokens.values())
+    if largest < seen.working_set_tokens:
         yield warning(
             "tier-too-small",
-            f"{seen.programs:.0f} programs x {seen.context_tokens:,.0f} tokens = {working_set:,.0f} tokens, "
-            f"and the largest tier holds {largest:,.0f}",
+            f"the programs' contexts add up to {seen.working_set_tokens:,.0f} tokens, and the largest tier "
+            f"holds {largest:,.0f}",
             "an LRU smaller than its working set drops what comes back: enlarge "
             "lmcache.max_local_cpu_size or add a disk (lmcache.local_disk, lmcache.max_local_disk_size)",
         )
@@ -193,9 +194,7 @@ RULES: dict[str, Rule] = {
     "low batch with memory full": Rule(low_batch, ("running_turns", "waiting_turns", "kv_usage")),
     "preemption rate": Rule(preempting, ("preemptions", "finished_turns")),
     "queue over its target": Rule(queueing, ("queue_s",)),
-    "tier smaller than the working set": Rule(
-        small_tier, ("tier_capacity_tokens", "programs", "context_tokens")
-    ),
+    "tier smaller than the working set": Rule(small_tier, ("tier_capacity_tokens", "working_set_tokens")),
     "tiers bring back what was lost": Rule(few_hits, ("kv_usage", "asked_tokens", "loaded_tokens")),
     "reload slower than recompute": Rule(slow_reload, ("prefill_s", "computed_tokens", "loaded_tokens")),
     "store stalls": Rule(store_stalls, ("store_s",)),

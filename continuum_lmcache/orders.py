@@ -73,10 +73,10 @@ def at_the_door(
 
     Shortest first, with ageing: work * (prompt / usual) ** trust - AGEING * waited, where `trust`, 0 to
     1, says how much a first prompt tells: with 0 the order is that of arrivals. Differences of that do
-    not depend on the moment, so it can be written as an arrival. The shift is within max_wait_s / 2
-    either way: nobody is passed by a program that came more than max_wait_s later.
+    not depend on the moment, so it can be written as an arrival. The shift is within max_wait_s / 4
+    either way: nobody is passed by a program that came more than max_wait_s / 2 later.
     """
     if usual_tokens <= 0:
         return arrival_s
     shift_s = usual_work_s / AGEING * ((prompt_tokens / usual_tokens) ** trust - 1.0)
-    return arrival_s + max(-max_wait_s / 2, min(max_wait_s / 2, float(shift_s)))
+    return arrival_s + max(-max_wait_s / 4, min(max_wait_s / 4, float(shift_s)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -129,7 +129,7 @@ class Recorder:
             program,
             "Request_departure_time",
             turn,
-            tool=[name[:MAX_NAME_CHARS] for name in tool],
+            tool=[name[:MAX_NAME_CHARS] for name in without_argument(tool, self._digest)],
             context_tokens=context_tokens,
             output_tokens=output_tokens,
             last=last,
@@ -224,11 +224,27 @@ class Recorder:
         return f"_{name}" if name.startswith("_") and name.lstrip("_") == META.lstrip("_") else name
 
     def _digest(self, name: str) -> str:
-        encoded = name.encode("utf-8", "surrogatepass")  # JSON can bring lone surrogates
-        return blake2b(encoded, digest_size=8, key=self.salt if self.hash_ids else b"").hexdigest()
+        return digest(name, self.salt if self.hash_ids else b"")
 
     def _wall_s(self, now_s: float) -> float:
         return round(now_s + self.epoch_s, 6)
+
+
+def without_argument(tool: ToolKey, hashed: Callable[[str], str]) -> ToolKey:
+    """A key as files may hold it: the argument of a command, which is the model's own text, is hashed.
+
+    ("pytest tests/unit", "pytest", "bash") -> ("pytest ~1f0c...", "pytest", "bash"): calls with the
+    same argument can still be told from others. A name that the client gave is left as it is.
+    """
+    if len(tool) < 2 or not tool[0].startswith(f"{tool[1]} "):
+        return tool
+    return (f"{tool[1]} ~{hashed(tool[0][len(tool[1]) + 1 :])}", *tool[1:])
+
+
+def digest(text: str, salt: bytes = b"") -> str:
+    """Sixteen hex digits that stand for a text."""
+    encoded = text.encode("utf-8", "surrogatepass")  # JSON can bring lone surrogates
+    return blake2b(encoded, digest_size=8, key=salt).hexdigest()
 
 
 def explained(retention: Retention) -> Mapping[str, object]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from continuum_lmcache.commands import command_key
+from continuum_lmcache.recorder import digest, without_argument
 from continuum_lmcache.types import ToolKey
 from experiments.workload import Program
 
@@ -92,9 +93,12 @@ def forced(said: str) -> dict[str, Any]:
 
 
 def recognised(call: Call, key: ToolKey) -> bool:
-    """Is this the call's key? A shell's is its whole command's, another tool's ends with its name."""
+    """Is this the call's key, as parsed or as recorded? A shell's is its whole command's, another
+    tool's ends with its name.
+    """
     if call.tool == SHELL:
-        return key == command_key(call.command, SHELL)
+        parsed = command_key(call.command, SHELL)
+        return key in (parsed, without_argument(parsed, digest))
     return key[-1:] == (call.tool,)
 
 

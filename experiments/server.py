@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import httpx
+import psutil
 
 CPU_ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -72,6 +73,13 @@ def serve(
         yield url
     finally:
         stop(process)
+
+
+def processes(url: str) -> list[psutil.Process]:
+    """A server that `serve` started here: its API server, and behind it the engine and its worker."""
+    port = url.rpartition(":")[2]
+    (front,) = [p for p in psutil.Process().children() if port in p.cmdline()]
+    return [front, *front.children(recursive=True)]
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, start_s: float) -> None:

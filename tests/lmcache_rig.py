@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -62,6 +63,7 @@ class Rig:
         self.cpu, self.disk = backends["LocalCPUBackend"], backends["LocalDiskBackend"]
         self._ids = map(str, itertools.count())
         self._told: list[Transfer] = []
+        self.lost: Counter[str] = Counter()
 
     # ---- what vLLM does with the worker
 
@@ -85,7 +87,8 @@ class Rig:
 
     def step(self) -> None:
         """The end of a vLLM step: the worker reports, the scheduler absorbs."""
-        self.worker.stats()
+        told = self.worker.stats().data.items()
+        self.lost.update({key.removeprefix("lost_chunks/"): n for key, n in told if "lost_chunks" in key})
         if report := self.worker.report():
             self.tiers.absorb(report)
 

@@ -9,6 +9,13 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+OF_VLLM = {  # its metrics that the dashboard asks for
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:time_to_first_token_seconds_bucket",
+    "vllm:num_preemptions_total",
+}
 BLOCK = 128  # tokens, vLLM's default on a CPU
 
 

@@ -19,6 +19,7 @@ from lmcache_rig import prompt
 
 from connectors.lmcache_mp import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp_leases import Leases
+from continuum_lmcache.types import Residency
 
 Make = Callable[..., MpRig]
 Waiting = tuple[MpRig, ContinuumLMCacheMPConnector, SimpleNamespace, Clock]
@@ -53,6 +54,8 @@ def waiting(mp_rig: Make) -> Waiting:
         _tiers=rig.tiers,
         _found={},
         _leases=Leases(rig.scheduler, 300.0, clock),
+        _rule=None,
+        _declined=set(),
     )
     token_ids = prompt(1, 3)[:-1]
     rig.run(token_ids)
@@ -61,6 +64,7 @@ def waiting(mp_rig: Make) -> Waiting:
         request_id="waits",
         all_token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
+        num_tokens=len(token_ids),
         num_computed_tokens=0,
         cache_salt=None,
         status=None,
@@ -107,6 +111,20 @@ def test_a_request_that_ends_before_its_load_unlocks_what_was_found(waiting: Wai
     assert look_up(connector, request) == 2 * CHUNK and locked(rig) == 2
     connector.request_finished(request, [])
     wait_for(lambda: not locked(rig))
+
+
+def test_a_load_that_would_be_slower_than_computing_is_declined_and_unlocked(waiting: Waiting) -> None:
+    rig, connector, request, _ = waiting
+    asked: list[Residency] = []
+    connector.load_by(lambda _, where: asked.append(where) or 0)
+    assert look_up(connector, request) == 0
+    assert asked == [Residency(0, 2 * CHUNK, 0, request.num_tokens)]
+    wait_for(lambda: not locked(rig))
+    assert connector.request_trackers["waits"].num_lmcache_hit_tokens == 0, "they are not computed"
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False), "and not looked up at every step"
+    assert len(asked) == 1
+    connector.request_finished(request, [])
+    assert not connector._declined
 
 
 def test_a_lease_that_ended_gives_a_failed_load_and_never_another_prompts_kv(mp_rig: Make) -> None:

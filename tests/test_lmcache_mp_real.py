@@ -8,7 +8,9 @@ of which vLLM and LMCache both hit 256 * n, and go one at a time.
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -66,9 +68,9 @@ class Pair:
             time.sleep(0.1)
 
     def warnings(self) -> list[str]:
-        """What was said about the MP server."""
+        """What this package said about the MP server; LMCache says it too, when its heartbeat finds out."""
         lines = self.log.read_text(errors="replace").splitlines()
-        return [line for line in lines if "WARNING" in line and "LMCache" in line and "server" in line]
+        return [line for line in lines if "WARNING" in line and "LMCache's MP server" in line]
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +116,41 @@ def test_noise_in_l1_is_noticed(pair: Pair) -> None:
     assert pair.ask(p).logprobs != own.logprobs
     pair.forget_gpu()
     pair.mp.clear_l1()
+
+
+def test_a_server_that_stands_still_for_seconds_costs_a_wait_and_changes_no_answer(pair: Pair) -> None:
+    p, new = prompt(3), prompt(4)
+    cold, own = pair.ask(p), pair.ask(p)
+    pair.forget_gpu()
+    group = pair.mp.process.pid
+    os.killpg(group, signal.SIGSTOP)
+    waking = threading.Timer(4.0, os.killpg, (group, signal.SIGCONT))
+    waking.start()
+    answers = pair.ask(new), pair.ask(p)
+    waking.join()
+    assert answers[1].logprobs in (cold.logprobs, own.logprobs)
+    end_s = time.monotonic() + 60
+    while pair.vllm.metric("continuum_tier_store_up") != 1:  # an idle engine does not say that it changed
+        assert time.monotonic() < end_s
+        assert pair.ask(new).output[0] == answers[0].output[0]
+    pair.vllm.usage_becomes(0.0, within_s=20)
+
+
+def test_l2_files_that_are_cut_short_are_computed_again(pair: Pair) -> None:
+    before = set(pair.mp.disk.rglob("*"))
+    p = prompt(5)
+    cold, own = pair.ask(p), pair.ask(p)
+    end_s = time.monotonic() + 20
+    while len(files := [f for f in set(pair.mp.disk.rglob("*")) - before if f.is_file()]) < 2:
+        assert time.monotonic() < end_s, f"{files} written of 2 chunks"
+        time.sleep(0.1)
+    pair.forget_gpu()
+    pair.mp.clear_l1()
+    time.sleep(0.3)
+    for path in files:
+        path.write_bytes(path.read_bytes()[: 2**20])
+    assert pair.ask(p).logprobs in (cold.logprobs, own.logprobs)
+    assert pair.vllm.complete(prompt(6)).output
 
 
 def test_a_killed_server_costs_computing_and_one_warning_and_is_used_again_when_it_is_back(

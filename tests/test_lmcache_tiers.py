@@ -203,3 +203,19 @@ def test_locating_8k_tokens_from_the_mirror_is_quick(rig, record_property):
     median_ms = sorted(spent_s)[100] * 1e3
     record_property("locate_8k_tokens_p50_ms", median_ms)
     print(f"locate, 8192 tokens, p50 of 200: {median_ms:.3f} ms")
+
+
+def test_a_report_that_is_lost_is_noticed_by_the_next_one_and_asked_for(rig):
+    r = rig()
+    answered_at_start(r)
+    r.store(prompt(1, 3))
+    r.settle()
+    r.store(prompt(2, 2))
+    assert r.worker.report() is not None  # and nobody absorbs it
+    assert r.tiers.locate(prompt(2, 2)) == Holding(0, 0)
+    r.store(prompt(3, 1))
+    r.step()
+    end_s = time.monotonic() + 5
+    while r.tiers.locate(prompt(2, 2)) == Holding(0, 0) and time.monotonic() < end_s:
+        time.sleep(0.005)
+    assert r.tiers.locate(prompt(2, 2)) == Holding(2 * CHUNK, 0)

@@ -31,7 +31,7 @@ def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None
     assert [told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")] == [0] * 4
     assert told("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
     assert told("continuum_store_stall_seconds_per_byte") == 0
-    assert told("continuum_prefill_seconds", part="per_token") == UNMEASURED.prefill.per_token_s
+    assert told("continuum_prefill_seconds_per_token") == UNMEASURED.prefill.per_token_s
 
 
 def test_measurements_move_the_rates_and_their_samples_together() -> None:

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.ledger import Ledger
-from continuum_lmcache.recorder import MAX_NAME_CHARS, META, Event, Recorder
+from continuum_lmcache.recorder import MAX_NAME_CHARS, META, Event, Recorder, digest
 from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, Turn, TurnId
 
 A, B = ProgramId("job-a"), ProgramId("job-b")
@@ -50,7 +50,7 @@ def test_a_turn_is_told_under_the_prototypes_names_with_what_they_lacked() -> No
         {
             "Request_departure_time": 1_000_012.5,
             "turn": "t1",
-            "tool": ["pytest tests", "pytest"],
+            "tool": [f"pytest ~{digest('tests')}", "pytest"],
             "context_tokens": 1050,
             "output_tokens": 50,
             "last": False,
@@ -298,3 +298,18 @@ class PinsInALedger(RuleBasedStateMachine):
 
 TestPinsInALedger = PinsInALedger.TestCase
 TestPinsInALedger.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_a_commands_argument_is_hashed_and_what_a_client_called_its_tool_is_not():
+    def told(*tool: str) -> list[str]:
+        recorder = Recorder(0.0)
+        recorder.arrived(1.0, A, TurnId("t"), 10)
+        recorder.finished(2.0, A, TurnId("t"), tool, 10, 1, False, None)
+        return recorder.snapshot()[A][-1]["tool"]
+
+    assert told("cat /home/alice/diary", "cat", "bash")[1:] == ["cat", "bash"]
+    assert "alice" not in str(told("cat /home/alice/diary", "cat", "bash"))
+    assert told("pytest a", "pytest", "bash")[0] != told("pytest b", "pytest", "bash")[0]
+    assert told("my own tool") == ["my own tool"]
+    assert told("pytest", "bash") == ["pytest", "bash"]
+    assert told() == []

@@ -7,6 +7,9 @@ blocks of 128 tokens), so that a few requests are more than it holds.
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +22,13 @@ import openai
 import psutil
 import pytest
 from console import Command
-from serving import BLOCK, Server, ids
+from serving import BLOCK, OF_VLLM, Server, ids
 
 from experiments.server import serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
+DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 BLOCKS = 24  # one of them is vLLM's null block
 TTL_S = 10.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "16")
@@ -297,6 +301,38 @@ def test_the_idle_engine_does_not_spin_while_it_holds_a_pin(continuum: Server) -
     used_s = engine_cpu_s() - before_s
     assert continuum.usage > 0, "the pin is gone: nothing was measured"
     assert used_s < 0.5, f"{used_s} CPU seconds in 3 idle ones"
+
+
+# metrics ------------------------------------------------------------------------
+
+
+def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_lint(
+    continuum: Server,
+) -> None:
+    text = httpx.get(f"{continuum.url}/metrics", timeout=30).text
+    types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    listed = re.findall(r"^\| `(continuum_\w+)` \| (\w+) \|", DOCS.read_text(), re.MULTILINE)
+    assert len(listed) > 30
+    assert {name: types.get(name) for name, _ in listed} == dict(listed)
+    assert set(re.findall(r"^([\w:]+)[{ ]", text, re.MULTILINE)) >= OF_VLLM
+    if promtool := shutil.which("promtool"):
+        ran = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, text=True)
+        complaints = [line for line in (ran.stdout + ran.stderr).splitlines() if "continuum_" in line]
+        assert complaints == []
+
+
+def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_told(continuum: Server) -> None:
+    def count(histogram: str, **labels: str) -> float:
+        return continuum.metric(f"{histogram}_count", **labels)
+
+    names = ("continuum_ttl_seconds", "continuum_tool_gap_seconds", "continuum_queue_delay_seconds")
+    before = [count(name) for name in names]
+    first = continuum.complete(ids(5 * BLOCK, 31), job_id="told", this_func_call="read")
+    continuum.complete(first.tokens + ids(9, 32), job_id="told", is_last_step=True)
+    assert [count(name) - seen for name, seen in zip(names, before, strict=True)] == [1, 1, 2]
+    assert continuum.metric("continuum_tier_capacity_tokens", tier="dram") >= 30_000
+    assert continuum.metric("continuum_policy_info", policy="static-ttl") == 1
+    assert continuum.metric("continuum_gpu_capacity_tokens") == pytest.approx(BLOCKS * BLOCK, rel=0.05)
 
 
 def engine_cpu_s() -> float:

@@ -68,8 +68,13 @@ class Crowd:
 
     def totals(self) -> dict[str, dict[str, float]]:
         """For the metrics."""
-        outside, crowded = len(self.door.outside), self.guard.crowded
-        return {"outside": {"": outside}, "crowded": {"": crowded}, "storing": {"": self.storing}}
+        return {
+            "outside": {"": len(self.door.outside)},
+            "crowded": {"": float(self.guard.crowded)},
+            "storing": {"": float(self.storing)},
+            "working_set": {"": self.door.context_tokens},
+            "gpu_capacity": {"": self.guard.gpu_tokens},
+        }
 
     def finds(self, request: Request, tokens: int) -> None:
         """A program's first turn found so much of its prompt: somebody else's head."""

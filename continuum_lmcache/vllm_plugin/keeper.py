@@ -58,7 +58,7 @@ class Keeper:
         self._lineage = Lineage(config.max_programs, hash_block_tokens)
         self.crowd = Crowd(appraiser, pool_blocks * block_tokens, hash_block_tokens, self.supply.stores())
         self.reordered = False  # every waiting turn's key is stale
-        self._pool_blocks = pool_blocks
+        self.pool_blocks = pool_blocks
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
         self._tokenizer = tokenizer
 
@@ -127,6 +127,7 @@ class Keeper:
             self.crowd.finds(request, turn.gpu_tokens + turn.loaded_tokens)
         context_tokens = self.ledger.programs[turn.program].context_tokens
         context_tokens = min(context_tokens, request.num_prompt_tokens)
+        self.supply.returned(served, context_tokens)
         lost_tokens = context_tokens - turn.gpu_tokens
         self.crowd.stores.turn(now_s, served.recompute_tokens, max(0, lost_tokens))
         evicted = lost_tokens > self._slack_tokens
@@ -264,7 +265,7 @@ class Keeper:
             self.supply.if_given_up(request),
         )
         free, pinned = self.pins.free_blocks(), self.ledger.pinned_blocks
-        keep = self.appraiser.retain(now_s, ended, Load(self._pool_blocks, free, pinned, self.waiting_turns))
+        keep = self.appraiser.retain(now_s, ended, Load(self.pool_blocks, free, pinned, self.waiting_turns))
         self.release(now_s, program, Outcome.SUPERSEDED)
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
         self.witness.finished(program, request.num_tokens, keep.reload_s)

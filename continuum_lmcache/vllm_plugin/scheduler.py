@@ -29,8 +29,9 @@ from continuum_lmcache.vllm_plugin.keeper import Keeper
 from continuum_lmcache.vllm_plugin.queue import Key, ProgramQueue
 from continuum_lmcache.vllm_plugin.reclaim import Reclaimer
 from continuum_lmcache.vllm_plugin.setup import Room, furnish
-from continuum_lmcache.vllm_plugin.totals import totals_of
+from continuum_lmcache.vllm_plugin.totals import Teller
 from continuum_lmcache.vllm_plugin.wakeup import Alarm
+from continuum_lmcache.vllm_plugin.watchman import Watchman
 
 
 class ContinuumMixin(Scheduler):
@@ -45,6 +46,8 @@ class ContinuumMixin(Scheduler):
         config = ContinuumConfig.load(extra, os.environ)
         self._room: Room = furnish(self, config, self.clock())
         self._keeper: Keeper = self._room.keeper
+        self._teller = Teller(self._room.totals, self._keeper.appraiser.observed)
+        self._watchman = Watchman(self._keeper)
         self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
         self._decoding = 0  # tokens of the last step that were behind their prompts
         self._alarm: Alarm | None = None
@@ -95,7 +98,9 @@ class ContinuumMixin(Scheduler):
         for new in scheduler_output.scheduled_new_reqs:
             self._keeper.started(now_s, self.requests[new.req_id])
             self._running_changed = True
+        work = self._keeper.appraiser.observed.work
         for turn_id in scheduler_output.preempted_req_ids or ():
+            work["preemptions"] += 1
             self._keeper.preempted(now_s, TurnId(turn_id))
         self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         self._keeper.witness.scheduled(now_s, scheduler_output)
@@ -120,6 +125,7 @@ class ContinuumMixin(Scheduler):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._keeper.finished(self.clock(), request)
+        self._keeper.appraiser.observed.work["finished_turns"] += 1
         return super()._free_request(request, *args, **kwargs)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
@@ -151,7 +157,11 @@ class ContinuumMixin(Scheduler):
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)
-        return metrics.attach(stats, totals_of(self._keeper)) if stats is not None else None
+        if stats is None:
+            return None
+        told = self._teller.told()
+        self._watchman.step(self.clock(), stats, told)
+        return metrics.attach(stats, told)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._keeper.ledger.pinned)

@@ -25,6 +25,7 @@ from continuum_lmcache.vllm_plugin.gaps_file import load_gaps, save_gaps
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 from continuum_lmcache.vllm_plugin.recording import Recording
 from continuum_lmcache.vllm_plugin.supply import Supply, mode_of
+from continuum_lmcache.vllm_plugin.totals import Totals, totals_of
 
 logger = init_logger("vllm.continuum_lmcache")
 
@@ -40,6 +41,11 @@ class Room:
     @property
     def writes_files(self) -> bool:
         return self.recording is not None or self.gaps_path is not None
+
+    def totals(self) -> Totals:
+        """Counts since the start, for the metrics."""
+        lost = self.recording.lost if self.recording is not None else {}
+        return {**totals_of(self.keeper), "unrecorded": dict(lost)}
 
     def save(self) -> None:
         """Write what was learned and what happened so far."""

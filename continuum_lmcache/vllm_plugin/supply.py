@@ -34,7 +34,8 @@ class Supply:
         self._store = store
         self.mode = mode_of(store)
         self.hearsay = hearsay
-        self.prompt_tokens: Counter[str] = Counter()  # by tier
+        self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
+        self.returned_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
 
     @property
     def is_up(self) -> bool:
@@ -66,6 +67,7 @@ class Supply:
         source = "store" if told else "learned" if heard is not None else "none"
         found: dict[str, dict[str, float]] = {
             "prompt_tokens": dict(self.prompt_tokens),
+            "returned_tokens": dict(self.returned_tokens),
             "residency": {name: float(name == source) for name in ("store", "learned", "none")},
         }
         return found if heard is None else found | {"hit_share": {"": heard.share}}
@@ -90,6 +92,15 @@ class Supply:
         self.prompt_tokens["dram"] += served.dram_tokens
         self.prompt_tokens["ssd"] += served.ssd_tokens
         self.prompt_tokens["none"] += served.recompute_tokens
+
+    def returned(self, served: Residency, context_tokens: int) -> None:
+        """Of one prompt the first `context_tokens` are what the program had when it left."""
+        left = context_tokens
+        held = {"gpu": served.gpu_tokens, "dram": served.dram_tokens, "ssd": served.ssd_tokens}
+        for tier, tokens in held.items():
+            self.returned_tokens[tier] += min(tokens, left)
+            left -= min(tokens, left)
+        self.returned_tokens["none"] += left
 
     def _source(self, request: Request, tokens: int) -> Holding:
         """Where a load came from."""

@@ -1,34 +1,71 @@
-"""One engine's figures for the metrics: counts since its start, and what is now."""
+"""One engine's figures for the metrics: counts since its start, what is now, and what of it is news."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from continuum_lmcache.hearsay import Hearsay
+from continuum_lmcache.history import History
+from continuum_lmcache.observed import Observed
 from continuum_lmcache.rates import Rates
 from continuum_lmcache.types import Outcome
+from continuum_lmcache.vllm_plugin.metrics import COUNTERS, Told
 
 if TYPE_CHECKING:
     from continuum_lmcache.vllm_plugin.keeper import Keeper
 
 Totals = dict[str, dict[str, float]]  # by metric (metrics.py), then by its label
+REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
+
+
+class Teller:
+    """What one engine has to tell since it last did: growth of counts, gauges that moved, samples.
+
+    vLLM hands each step's stats to any one of its front-ends, and Prometheus adds these up: so every
+    event must be told once. A total would be counted by each front-end that sees it.
+    """
+
+    def __init__(self, totals: Callable[[], Totals], observed: Observed) -> None:
+        self._totals, self._observed = totals, observed
+        self._before: Totals = {}
+
+    def told(self) -> Told:
+        """The news. What was told is not told again."""
+        now, before = self._totals(), self._before
+        news: Told = {}
+        for key, figures in now.items():
+            old = before.get(key, {})
+            moved = {label: v for label, v in figures.items() if label not in old or v != old[label]}
+            if key in COUNTERS:
+                moved = {label: v - old.get(label, 0.0) for label, v in moved.items()}
+            if moved:
+                news[key] = moved
+        self._before = now
+        return {**news, **self._observed.take_samples()}
 
 
 def totals_of(keeper: Keeper) -> Totals:
     """All of them."""
-    ledger, supply = keeper.ledger, keeper.supply
+    ledger, supply, appraiser = keeper.ledger, keeper.supply, keeper.appraiser
     pins: dict[str, float] = {outcome.value: ledger.outcomes[outcome] for outcome in Outcome}
     return {
         "pins": {"taken": ledger.taken, **pins},
-        "refused": dict(ledger.refused),
+        "refused": REFUSALS | ledger.refused,
+        "ttl_decisions": dict(appraiser.observed.decisions),
         "ignored": dict(keeper.ignored),
         "pinned_blocks": {"": ledger.pinned_blocks},
+        "pinned_ratio": {"": ledger.pinned_blocks / keeper.pool_blocks},
+        "pins_held": {"": len(ledger.pinned)},
         "programs": {"": len(ledger.programs)},
         "store_up": {"": float(supply.is_up)},
         "store_mode": {supply.mode: 1.0},
         "load_decisions": dict(keeper.judge.counts),
+        "policy": {appraiser.config.policy: 1.0},
+        "tier_capacity": {t.value: n for t, n in appraiser.survival.capacity_tokens.items()},
         **supply.totals(),
-        **rate_totals(keeper.appraiser.rates, supply.hearsay),
+        **rate_totals(appraiser.rates, supply.hearsay),
+        **formula_totals(appraiser.history),
         **keeper.crowd.totals(),
     }
 
@@ -42,6 +79,17 @@ def rate_totals(rates: Rates, heard: Hearsay | None) -> Totals:
         "rate_samples": {name: float(n) for name, n in (rates.samples | learned).items()},
         "tier_rate": {tier: rate.bytes_per_s for tier, rate in tiers.items()},
         "tier_fixed": {tier: rate.fixed_s for tier, rate in tiers.items()},
-        "prefill": {"fixed": curve.fixed_s, "per_token": curve.per_token_s, "per_pair": curve.per_pair_s},
+        "prefill_fixed": {"": curve.fixed_s},
+        "prefill_token": {"": curve.per_token_s},
+        "prefill_pair": {"": curve.per_pair_s},
         "store_stall": {"": 1.0 / costs.store.bytes_per_s},
+    }
+
+
+def formula_totals(history: History) -> Totals:
+    """T and eta of eq. 2, and the samples behind them."""
+    return {
+        "delay": {"": history.queue_delay_s},
+        "eta": {"": history.eta},
+        "formula_samples": {"delay": history.queue_delay_samples, "eta": history.eta_samples},
     }

@@ -84,6 +84,7 @@ class Witness:
             moved += hidden
             for done in self.returns.stepped(step, moved, self._appraiser.rates.costs.prefill):
                 self._recorder.reloaded(now_s, done)
+                self._appraiser.observed.reloaded(done)
             if prefills and not hidden:
                 self._learn_pace(step, moved)
         self._appraiser.moved(now_s, moved)
@@ -93,6 +94,7 @@ class Witness:
         curve = self._appraiser.rates.costs.prefill
         in_step_s = waited_s(moved)
         prefill_tokens = sum(new for new, _ in step.work.values() if new > 1)
+        self._appraiser.observed.prefilled(step.seconds - in_step_s, prefill_tokens)
         if prefill_tokens >= LEAST_PREFILL_SHARE * step.new_tokens and in_step_s < step.seconds / 2:
             said_s = curve.fixed_s + sum(step.weights(curve).values())
             self._appraiser.rates.computed(step.seconds - in_step_s, said_s)

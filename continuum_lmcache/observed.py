@@ -1,0 +1,106 @@
+"""What an engine saw since it last told: the samples of its histograms, and what its diagnosis adds up.
+
+No clock, and bounded whether anybody asks or not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+
+from continuum_lmcache.returns import Reloaded
+from continuum_lmcache.tiers import Transfer
+from continuum_lmcache.types import Retention, ToolKey
+
+MOST_SAMPLES = 2_000  # kept until they are told; a step ends far fewer turns
+UNSAFE = re.compile(r"[^A-Za-z0-9_.:/+-]+")
+MAX_LABEL_CHARS = 40
+OTHER, UNKNOWN = "other", "unknown"
+
+Samples = dict[str, list[float]]  # by label
+
+
+class ToolNames:
+    """Metric labels for tools: at most `most`, for those seen `after` times first; the rest is "other".
+
+    Clients name tools, so both the labels and the candidates for one are bounded.
+    """
+
+    def __init__(self, most: int = 20, after: int = 3, candidates: int = 1000) -> None:
+        self._most, self._after, self._candidates = most, after, candidates
+        self._named: set[str] = set()
+        self._calls: Counter[str] = Counter()
+
+    def of(self, tool: ToolKey) -> str:
+        """The label of what a turn called: the program that a shell ran, else the tool."""
+        name = UNSAFE.sub("_", tool[-2:][0])[:MAX_LABEL_CHARS] if tool else UNKNOWN
+        if name in self._named or name in (OTHER, UNKNOWN):
+            return name
+        if len(self._named) >= self._most:
+            return OTHER
+        if len(self._calls) >= self._candidates:
+            self._calls.clear()
+        self._calls[name] += 1
+        if self._calls[name] < self._after:
+            return OTHER
+        self._named.add(name)
+        return name
+
+
+@dataclass(slots=True)
+class Observed:
+    """Samples by metric (metrics.py names them), and sums of work by what it was."""
+
+    tools: ToolNames = field(default_factory=ToolNames)
+    work: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # "load_s/dram", ...
+    decisions: Counter[str] = field(default_factory=Counter)  # why a TTL is what it is, since the start
+    _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
+
+    def gap(self, tool: ToolKey, gap_s: float) -> None:
+        """A program came back from its tool."""
+        self._add("tool_gap", self.tools.of(tool), gap_s)
+
+    def kept(self, tool: ToolKey, keep: Retention) -> None:
+        """A policy said for how long a finished turn's KV should stay."""
+        self._add("ttl", self.tools.of(tool), keep.ttl_s)
+        self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
+
+    def queued(self, delay_s: float, evicted: bool) -> None:
+        """A program's turn left the queue; `evicted`: the GPU had lost its context."""
+        self._add("queue_delay", "lost" if evicted else "kept", delay_s)
+
+    def reloaded(self, found: Reloaded) -> None:
+        """A context that the GPU had lost is back."""
+        self._add("reload_foretold", "", found.foretold_s)
+        self._add("reload", "", found.took_s)
+
+    def moved(self, transfer: Transfer) -> None:
+        """KV was loaded from a tier, or stored below the GPU."""
+        if transfer.direction == "load":
+            self.work[f"loaded_tokens/{transfer.tier.value}"] += transfer.tokens
+            self.work[f"load_s/{transfer.tier.value}"] += transfer.duration_s
+        elif transfer.in_step:
+            self.work["store_s"] += transfer.duration_s
+
+    def prefilled(self, seconds: float, tokens: int) -> None:
+        """A step was prefill for a good part: so long without its loads, so many tokens of prompts."""
+        self.work["prefill_s"] += seconds
+        self.work["prefill_tokens"] += tokens
+
+    def take_samples(self) -> dict[str, Samples]:
+        """The samples since the last call, by metric and label."""
+        found: dict[str, Samples] = {}
+        for metric, samples in self._samples.items():
+            for label, value in samples:
+                found.setdefault(metric, {}).setdefault(label, []).append(value)
+        self._samples.clear()
+        return found
+
+    def take_work(self) -> dict[str, float]:
+        """The sums since the last call."""
+        found, self.work = dict(self.work), defaultdict(float)
+        return found
+
+    def _add(self, metric: str, label: str, value: float) -> None:
+        self._samples.setdefault(metric, deque(maxlen=MOST_SAMPLES)).append((label, value))

@@ -1,0 +1,238 @@
+"""The Grafana dashboard of one server on one screen, from one list of panels.
+
+    python -m experiments.dashboard write                          # docs/grafana/continuum.json
+    python -m experiments.dashboard watch --model MODEL            # a real server under a real Prometheus
+
+Grafana itself is not needed here: `watch` runs every panel's queries through Prometheus' own HTTP API
+and draws what came back.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+ROOT = Path(__file__).parents[1]
+DASHBOARD = ROOT / "docs" / "grafana" / "continuum.json"
+PICTURE = ROOT / "docs" / "grafana" / "dashboard.png"
+SOURCE = {"type": "prometheus", "uid": "${source}"}
+RANGE = "$__rate_interval"
+COLUMNS, PANEL_HEIGHT, STAT_HEIGHT = 24, 7, 3
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One question about the server, and the queries that answer it, by legend."""
+
+    title: str
+    unit: str  # Grafana's name of it
+    queries: dict[str, str]
+    text: str = ""
+    may_be_empty: bool = False  # where nothing of the kind needs to have happened
+
+    def queries_over(self, interval: str) -> dict[str, str]:
+        """The queries as Prometheus takes them."""
+        return {legend: query.replace(RANGE, interval) for legend, query in self.queries.items()}
+
+
+def rate(counter: str, by: str = "") -> str:
+    """A counter's growth a second, summed over engines."""
+    return f"sum {f'by ({by}) ' if by else ''}(rate({counter}[{RANGE}]))"
+
+
+def quantile(q: float, histogram: str, by: str = "") -> str:
+    """A quantile of what came meanwhile."""
+    return f"histogram_quantile({q}, {rate(f'{histogram}_bucket', f'le, {by}' if by else 'le')})"
+
+
+def mean(histogram: str) -> str:
+    return f"{rate(f'{histogram}_sum')} / {rate(f'{histogram}_count')}"
+
+
+STATS = (
+    Panel("programs known", "short", {"": "sum(continuum_programs)"}),
+    Panel("at the door", "short", {"": "sum(continuum_programs_outside)"}, "wait for room to start"),
+    Panel("pins held", "short", {"": "sum(continuum_pins_held)"}),
+    Panel("crowded", "short", {"": "max(continuum_crowded)"}, "1: contexts compete for the GPU"),
+    Panel("storing", "short", {"": "min(continuum_storing)"}, "0: it does not pay"),
+    Panel("store up", "short", {"": "min(continuum_tier_store_up)"}),
+    Panel("fewest samples of a rate", "short", {"{{rate}}": "min by (rate) (continuum_rate_samples)"}),
+    Panel("policy", "short", {"{{policy}}": "max by (policy) (continuum_policy_info)"}),
+)
+PANELS = (
+    Panel(
+        "Turns",
+        "short",
+        {
+            "running": "sum(vllm:num_requests_running)",
+            "waiting": "sum(vllm:num_requests_waiting)",
+            "programs at the door": "sum(continuum_programs_outside)",
+        },
+    ),
+    Panel(
+        "GPU KV cache",
+        "percentunit",
+        {"in use": "avg(vllm:kv_cache_usage_perc)", "pinned": "avg(continuum_pinned_ratio)"},
+        "in use holds what is pinned",
+    ),
+    Panel(
+        "Working set and room for it",
+        "short",
+        {
+            "all contexts": "sum(continuum_working_set_tokens)",
+            "gpu": "sum(continuum_gpu_capacity_tokens)",
+            "{{tier}}": "sum by (tier) (continuum_tier_capacity_tokens)",
+        },
+        "tokens",
+    ),
+    Panel(
+        "Where returning contexts were",
+        "percentunit",
+        {
+            "{{tier}}": f"{rate('continuum_returned_context_tokens_total', 'tier')} / ignoring(tier) "
+            f"group_left {rate('continuum_returned_context_tokens_total')}"
+        },
+        "none: computed again",
+    ),
+    Panel("Pins", "ops", {"{{outcome}}": rate("continuum_pins_total", "outcome")}, "taken; ended how"),
+    Panel(
+        "TTL and tool gap, median",
+        "s",
+        {
+            "ttl {{tool}}": quantile(0.5, "continuum_ttl_seconds", "tool"),
+            "gap {{tool}}": quantile(0.5, "continuum_tool_gap_seconds", "tool"),
+        },
+    ),
+    Panel(
+        "Wait of programs' turns",
+        "s",
+        {
+            "P50, context {{context}}": quantile(0.5, "continuum_queue_delay_seconds", "context"),
+            "P95, context {{context}}": quantile(0.95, "continuum_queue_delay_seconds", "context"),
+            "T of eq. 2": "avg(continuum_eviction_delay_seconds)",
+        },
+    ),
+    Panel(
+        "A lost context's reload, mean",
+        "s",
+        {"foretold": mean("continuum_reload_predicted_seconds"), "took": mean("continuum_reload_seconds")},
+        may_be_empty=True,
+    ),
+    Panel(
+        "Why so",
+        "ops",
+        {
+            "TTL: {{reason}}": rate("continuum_ttl_decisions_total", "reason"),
+            "load: {{decision}}": rate("continuum_load_decisions_total", "decision"),
+            "refused: {{reason}}": rate("continuum_pins_refused_total", "reason"),
+        },
+    ),
+    Panel(
+        "Tokens loaded a second",
+        "short",
+        {"{{tier}}": rate("continuum_loaded_tokens_total", "tier")},
+    ),
+    Panel(
+        "Steps that wait for KV",
+        "percentunit",
+        {
+            "loads from {{tier}}": rate("continuum_load_seconds_total", "tier"),
+            "stores": rate("continuum_store_seconds_total"),
+        },
+        "share of the time",
+    ),
+    Panel(
+        "First token, and preemptions",
+        "s",
+        {
+            "TTFT P50": quantile(0.5, "vllm:time_to_first_token_seconds"),
+            "TTFT P95": quantile(0.95, "vllm:time_to_first_token_seconds"),
+            "preemptions a second": rate("vllm:num_preemptions_total"),
+        },
+    ),
+)
+
+
+def panel_json(panel: Panel, number: int, kind: str, place: dict[str, int]) -> dict[str, Any]:
+    """One panel as Grafana has it."""
+    targets = [
+        {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": query, "legendFormat": legend or "__auto"}
+        for i, (legend, query) in enumerate(panel.queries.items())
+    ]
+    stat = {"colorMode": "none", "textMode": "value_and_name" if len(panel.title) > 20 else "auto"}
+    return {
+        "id": number,
+        "type": kind,
+        "title": panel.title,
+        "description": panel.text,
+        "datasource": SOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": stat if kind == "stat" else {"legend": {"displayMode": "list", "placement": "bottom"}},
+        "targets": targets,
+    }
+
+
+def dashboard() -> dict[str, Any]:
+    """The whole screen."""
+    width = COLUMNS // len(STATS)
+    panels = [
+        panel_json(p, i + 1, "stat", {"x": width * i, "y": 0, "w": width, "h": STAT_HEIGHT})
+        for i, p in enumerate(STATS)
+    ]
+    for i, panel in enumerate(PANELS):
+        row, column = divmod(i, 4)
+        place = {"x": 6 * column, "y": STAT_HEIGHT + PANEL_HEIGHT * row, "w": 6, "h": PANEL_HEIGHT}
+        panels.append(panel_json(panel, len(STATS) + i + 1, "timeseries", place))
+    source = {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+    return {
+        "uid": "continuum-lmcache",
+        "title": "continuum-lmcache: one server",
+        "tags": ["vllm", "lmcache", "continuum"],
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-15m", "to": "now"},
+        "templating": {"list": [source]},
+        "panels": panels,
+    }
+
+
+def text() -> str:
+    """The file's content."""
+    return json.dumps(dashboard(), indent=1) + "\n"
+
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@app.command()
+def write() -> None:
+    """Write the dashboard's JSON."""
+    DASHBOARD.parent.mkdir(parents=True, exist_ok=True)
+    DASHBOARD.write_text(text())
+    Console().print(DASHBOARD.relative_to(ROOT))
+
+
+@app.command()
+def watch(
+    model: Annotated[Path, typer.Option(help="A folder with the small model.")],
+    seconds: Annotated[float, typer.Option(help="How long programs run meanwhile, about.")] = 90.0,
+    picture: Annotated[Path, typer.Option(help="Where the picture goes.")] = PICTURE,
+) -> None:
+    """Serve, scrape, query every panel, draw. Exit status 1 if a panel that should has no data."""
+    from experiments.scraping import draw, empty_panels, observed  # it needs the panels above
+
+    found = observed(model, seconds)
+    draw(found, picture)
+    empty = empty_panels(found)
+    Console().print("\n".join(empty) or f"All {len(STATS + PANELS)} panels have data.")
+    raise typer.Exit(code=1 if empty else 0)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,182 @@
+"""Is every token what the model says without any cache? Many programs at once, judged by plain PyTorch.
+
+    python -m experiments.exactness --rounds 10
+
+A real vLLM engine with `--scheduling-policy continuum` and LMCache, in this process, its memory far
+too small: turns hit the GPU's cache, DRAM and the disk, are evicted, preempted and loaded again. Then
+the same weights in the transformers library, without vLLM and without a cache, say what the log
+probability of every generated token should have been. All in float32, where how a prompt is cut into
+prefill and hits changes a log probability by less than 0.001; in bfloat16 that alone moves it by 0.85.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from experiments.server import CPU_ENV
+from experiments.tiny_model import make_model
+
+ROOT = Path(__file__).parents[1]
+CHUNK, BLOCKS = 256, 28  # LMCache's chunk in tokens; the GPU's cache in blocks of 128
+CHUNK_BYTES = CHUNK * 16384  # float32
+DRAM_CHUNKS = 16
+FIRST_TOKENS, OUTPUT_TOKENS = 2 * CHUNK + 118, 40  # an output needs a block that the prompt did not
+TURNS = 3
+MOST_AT_TOOLS = 2
+SETTINGS = {
+    **CPU_ENV,
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+    "CONTINUUM_POLICY": "static-ttl",
+    "CONTINUUM_STATIC_TTL_S": "1",
+    "CONTINUUM_LOAD_OR_RECOMPUTE": "false",  # whatever a load costs, it is loads that are judged here
+}
+
+
+@dataclass(slots=True)
+class Story:
+    """A program: what was said to it and by it, and how likely the model held each of its own tokens."""
+
+    tokens: list[int]
+    logprobs: dict[int, float] = field(default_factory=dict)  # by position in `tokens`
+    turns: int = 0
+
+
+def engine(disk: Path, connector: dict[str, str]) -> Any:
+    """An LLM over `disk`. The caller has put SETTINGS into the environment."""
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    extra = {
+        "lmcache.max_local_cpu_size": DRAM_CHUNKS * CHUNK_BYTES / 2**30,
+        "lmcache.local_disk": f"file://{disk}/",
+        "lmcache.max_local_disk_size": 2,
+    }
+    return LLM(
+        str(make_model(ROOT / ".work" / "tiny-model")),
+        scheduling_policy="continuum",
+        enforce_eager=True,
+        dtype="float32",
+        max_model_len=2048,
+        num_gpu_blocks_override=BLOCKS,
+        distributed_executor_backend="mp",
+        disable_log_stats=False,
+        kv_transfer_config=KVTransferConfig(**connector, kv_role="kv_both", kv_connector_extra_config=extra),
+    )
+
+
+def play(llm: Any, programs: int, seed: int) -> list[Story]:
+    """All programs at once. Of those at a tool, more than MOST_AT_TOOLS or all that are left, any returns."""
+    draw = random.Random(seed)
+    stories = {f"{seed}-{i}": Story(drawn(draw, FIRST_TOKENS)) for i in range(programs)}
+    names = {send(llm, name, story): name for name, story in stories.items()}
+    at_tool: list[str] = []
+    while at_tool or llm.llm_engine.has_unfinished_requests():
+        for out in llm.llm_engine.step():
+            if not out.finished:
+                continue
+            name = names[out.request_id]
+            story = stories[name]
+            hear(story, out.outputs[0])
+            if story.turns < TURNS:
+                story.tokens += drawn(draw, CHUNK - OUTPUT_TOKENS)
+                at_tool.append(name)
+        while len(at_tool) > MOST_AT_TOOLS or (at_tool and not llm.llm_engine.has_unfinished_requests()):
+            name = at_tool.pop(draw.randrange(len(at_tool)))
+            names[send(llm, name, stories[name])] = name
+    return list(stories.values())
+
+
+def drawn(draw: random.Random, tokens: int) -> list[int]:
+    return [draw.randrange(300, 4000) for _ in range(tokens)]
+
+
+def send(llm: Any, name: str, story: Story) -> str:
+    """Queue a program's next turn; the request's id."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    says = {"job_id": name, "is_last_step": story.turns == TURNS - 1}
+    params = SamplingParams(
+        temperature=0, max_tokens=OUTPUT_TOKENS, logprobs=0, ignore_eos=True, extra_args=says
+    )
+    request = f"{name}-{story.turns}"
+    llm.llm_engine.add_request(request, TokensPrompt(prompt_token_ids=list(story.tokens)), params)
+    return request
+
+
+def hear(story: Story, output: Any) -> None:
+    """Add a turn's output to the story."""
+    for token, step in zip(output.token_ids, output.logprobs, strict=True):
+        story.logprobs[len(story.tokens)] = step[token].logprob
+        story.tokens.append(token)
+    story.turns += 1
+
+
+def reference() -> Any:
+    """The same weights in float32, without vLLM."""
+    from transformers import AutoModelForCausalLM
+
+    model = make_model(ROOT / ".work" / "tiny-model")
+    return AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def off_by(story: Story, model: Any) -> list[float]:
+    """By how much each generated token's log probability differs from the reference's."""
+    scores = torch.log_softmax(model(torch.tensor([story.tokens])).logits[0], dim=-1)
+    return [abs(scores[at - 1, story.tokens[at]].item() - said) for at, said in story.logprobs.items()]
+
+
+def sources(llm: Any) -> Counter[str]:
+    """Where prompts came from: tokens by tier, preemptions, and what was loaded again after one."""
+    keeper = llm.llm_engine.engine_core.engine_core.scheduler._keeper
+    found = Counter(keeper.supply.prompt_tokens)
+    for event in itertools.chain.from_iterable(keeper.recorder.snapshot().values()):
+        found["preemptions"] += "Request_evicted_from_running_queue_time" in event
+        if "evicted_to_running" in event:
+            found["loaded after preemption"] += event["dram_tokens"] + event["ssd_tokens"]
+    return found
+
+
+def results(stories: Sequence[Story], model: Any) -> Iterator[float]:
+    for story in stories:
+        yield from off_by(story, model)
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="times all programs run")] = 10,
+    programs: Annotated[int, typer.Option(help="at once")] = 8,
+) -> None:
+    """Run, compare, print; exit 1 if a token is off by 0.001 or more."""
+    os.environ.update(SETTINGS)
+    with TemporaryDirectory() as disk:
+        llm = engine(Path(disk), {"kv_connector": "LMCacheConnectorV1"})
+        stories = [story for seed in range(rounds) for story in play(llm, programs, seed)]
+        found, model = sources(llm), reference()
+        llm.llm_engine.engine_core.shutdown()
+        off = sorted(results(stories, model))
+    table = Table("", "tokens", title=f"{len(stories)} programs of {TURNS} turns, {programs} at once")
+    for name, count in sorted(found.items()):
+        table.add_row(name, f"{count:,}")
+    table.add_row("generated", f"{len(off):,}")
+    Console().print(table)
+    print(f"log probability off by: median {off[len(off) // 2]:.1e}, at most {off[-1]:.1e}")
+    raise typer.Exit(off[-1] >= 1e-3)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,182 @@
+"""What can one client do to the others? Victims' turn times beside an attacker, and beside an honest client.
+
+    python -m experiments.hostile --policy continuum
+
+An attacker's requests cost time by themselves, so each attack has an honest twin that sends the same
+prompts at the same moments and only says the truth. In turns: honest, attack, attack, honest, so that
+a drift of the machine falls on both. One live server, its KV cache larger than the victims need and
+smaller than the attacker would like.
+
+    pins      programs of 900 tokens that never end and never come back, each under a new id
+    slow      the victims' own tool, by name, reported as lasting seconds: the learned TTLs grow
+    ids       tiny requests, each under an id and a tool of its own
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from experiments.client import Client, TurnFailed, request_body
+from experiments.server import serve
+from experiments.soak import totals
+from experiments.tiny_model import make_model
+
+ROOT = Path(__file__).parents[1]
+ARGS = ("--max-model-len", "2048", "--num-gpu-blocks-override", "72", "--scheduling-policy", "continuum")
+VICTIMS, VICTIM_TURNS, TOOL, GAP_S = 4, 6, "bash make", 0.5
+GOAL = 1.2
+NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """An open-loop stream of requests, and what the attacker says of them."""
+
+    prompt_tokens: int
+    per_s: float
+    lasts_s: float  # of one run
+    turns: int = 1  # of a program, `GAP_S` times ten apart
+    tool: str = ""  # "": one of its own
+
+
+ATTACKS = {
+    "pins": Attack(900, 0.6, 18.0),
+    "slow": Attack(200, 1.0, 18.0, turns=2, tool=TOOL),
+    "ids": Attack(4, 80.0, 30.0),
+}
+
+
+@dataclass(slots=True)
+class Arm:
+    """One run: how long the victims' turns took, in seconds."""
+
+    turns_s: list[float] = field(default_factory=list)
+    sent: int = 0
+    failed: int = 0
+
+    @property
+    def p95_s(self) -> float:
+        return float(np.percentile(self.turns_s, 95))
+
+
+async def victim(client: Client, arm: Arm, end_s: float, seed: int) -> None:
+    """An honest agent after the other."""
+    draw = random.Random(seed)
+    while time.monotonic() < end_s:
+        name, history = f"victim-{next(NUMBERS)}", tokens(draw, 300)
+        for turn in range(1, VICTIM_TURNS + 1):
+            body = request_body("tiny", history, 12)
+            body |= {"job_id": name, "this_func_call": TOOL, "is_last_step": turn == VICTIM_TURNS}
+            start_s = time.monotonic()
+            answer = await client.complete(body)
+            arm.turns_s.append(time.monotonic() - start_s)
+            history = [*history, *answer.token_ids, *tokens(draw, 60)]
+            await asyncio.sleep(GAP_S)
+
+
+async def attacker(client: Client, arm: Arm, end_s: float, attack: Attack, honest: bool) -> None:
+    """Requests at a fixed rate until the end, whatever becomes of them."""
+    draw = random.Random(0)
+    async with asyncio.TaskGroup() as tasks:
+        while time.monotonic() < end_s:
+            tasks.create_task(program(client, arm, attack, honest, tokens(draw, attack.prompt_tokens)))
+            await asyncio.sleep(1 / attack.per_s)
+
+
+async def program(client: Client, arm: Arm, attack: Attack, honest: bool, history: list[int]) -> None:
+    number = next(NUMBERS)
+    for turn in range(1, attack.turns + 1):
+        says: dict[str, Any] = {"job_id": f"attack-{number}"}
+        says["this_func_call"] = (attack.tool if not honest else "sleep") or f"tool-{number}"
+        says["is_last_step"] = honest and turn == attack.turns
+        arm.sent += 1
+        try:
+            answer = await client.complete(request_body("tiny", history, 1) | says)
+        except TurnFailed:
+            arm.failed += 1
+            return
+        history = [*history, *answer.token_ids, 300 + turn]
+        if turn < attack.turns:
+            await asyncio.sleep(10 * GAP_S)
+
+
+def tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(300, 4000) for _ in range(count)]
+
+
+async def run(url: str, attack: Attack | None, honest: bool, lasts_s: float) -> Arm:
+    """Victims for so long, with or without somebody else, on an empty cache."""
+    httpx.post(f"{url}/reset_prefix_cache", timeout=30)
+    arm, end_s = Arm(), time.monotonic() + lasts_s
+    async with Client(f"{url}/v1", timeout_s=120) as client, asyncio.TaskGroup() as tasks:
+        for seed in range(VICTIMS):
+            tasks.create_task(victim(client, arm, end_s, seed))
+        if attack is not None:
+            tasks.create_task(attacker(client, arm, end_s, attack, honest))
+    return arm
+
+
+def runs(url: str, wanted: list[str]) -> Iterator[tuple[str, str, Arm, float]]:
+    """(attack, who, victims' times, pins that were taken for all)."""
+
+    def one(name: str, who: str, attack: Attack | None, lasts_s: float) -> tuple[str, str, Arm, float]:
+        before = pins(url)
+        arm = asyncio.run(run(url, attack, who == "honest", lasts_s))
+        return name, who, arm, pins(url) - before
+
+    yield one("", "alone", None, 18.0)
+    for name in wanted:
+        for who in ("honest", "attack", "attack", "honest"):
+            yield one(name, who, ATTACKS[name], ATTACKS[name].lasts_s)
+
+
+def pins(url: str) -> float:
+    """Pins taken since the start."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    taken = [line for line in text.splitlines() if line.startswith("continuum_pins_total")]
+    return totals("\n".join(line for line in taken if 'outcome="taken"' in line) + "\n").get(
+        "continuum_pins_total", 0.0
+    )
+
+
+def main(
+    attacks: Annotated[str, typer.Option(help=f"of {', '.join(ATTACKS)}; by commas")] = "pins,slow,ids",
+    policy: Annotated[str, typer.Option(help="continuum.policy")] = "continuum",
+    log: Annotated[Path, typer.Option(help="the server's log")] = Path(".work/hostile.log"),
+) -> None:
+    """Run and print; exit 1 if an attack slows the victims' P95 by more than the goal."""
+    env = {"CONTINUUM_POLICY": policy, "VLLM_SERVER_DEV_MODE": "1", "PYTHONHASHSEED": "0"}
+    os.environ.pop("RUN_OUTPUT_DIR", None)
+    table = Table("attack", "beside", "victim turns", "P50 s", "P95 s", "sent", "failed", "pins taken")
+    times: dict[tuple[str, str], list[float]] = {}
+    with serve(make_model(ROOT / ".work" / "tiny-model"), ARGS, log=log, env=env) as url:
+        for name, who, arm, taken in runs(url, attacks.split(",")):
+            times.setdefault((name, who), []).extend(arm.turns_s)
+            cells = (len(arm.turns_s), f"{np.median(arm.turns_s):.3f}", f"{arm.p95_s:.3f}")
+            table.add_row(name, who, *map(str, cells), str(arm.sent), str(arm.failed), f"{taken:.0f}")
+    Console(width=110).print(table)
+    worst = 0.0
+    for name in attacks.split(","):
+        attacked_s, honest_s = (float(np.percentile(times[name, who], 95)) for who in ("attack", "honest"))
+        worst = max(worst, attacked_s / honest_s)
+        told = f"victims' P95 {attacked_s:.3f} s beside the attacker, {honest_s:.3f} s beside its honest twin"
+        print(f"{name}: {told}: {attacked_s / honest_s:.2f}")
+    raise typer.Exit(worst > GOAL)
+
+
+if __name__ == "__main__":
+    typer.run(main)

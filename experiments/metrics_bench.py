@@ -1,0 +1,84 @@
+"""What telling the metrics costs each step.    python -m experiments.metrics_bench
+
+A real scheduler with so many turns running, waiting and pinned; medians of microseconds a step. `told`
+and `minute` are in the engine's loop, `encoded` is what travels, `exported` is in the API server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from statistics import median
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from vllm.v1.metrics.stats import SchedulerStats
+
+from continuum_lmcache.baselines import static_ttl
+from continuum_lmcache.orders import by_pin
+from continuum_lmcache.policies import POLICIES, Policy
+from continuum_lmcache.types import Retention
+from continuum_lmcache.vllm_plugin.metrics import exporter
+from experiments.sim.clock import VirtualClock, virtual_time
+from experiments.sweep.cases import ON_DEMAND, Bench
+from experiments.sweep.timed import Rig
+
+SIZES = ((16, 0, 0), (16, 64, 256), (256, 0, 0))  # turns running, waiting, pinned
+KEEP = Retention(2.0, "static-ttl", "fixed")
+
+
+def timed_us(call: Callable[[], Any]) -> tuple[float, Any]:
+    """How long one call took, and its answer."""
+    start_ns = time.perf_counter_ns()
+    found = call()
+    return (time.perf_counter_ns() - start_ns) / 1e3, found
+
+
+def measure(bench: Bench, ending_turns: int) -> dict[str, float]:
+    """Medians over the bench's rounds; in each step so many turns start and end."""
+    clock, costs_us = VirtualClock(), []
+    with ExitStack() as until:
+        POLICIES[ON_DEMAND] = Policy(static_ttl, by_pin, beyond=True)
+        until.callback(POLICIES.pop, ON_DEMAND)
+        until.enter_context(virtual_time(clock))
+        rig = Rig(bench, clock, until)
+        rig.fill()
+        scheduler = rig.scheduler
+        for _ in range(bench.rounds):
+            rig.step_us()
+            for _ in range(ending_turns):
+                scheduler._keeper.appraiser.came_back(("pytest tests", "pytest", "bash"), 1.5)
+                scheduler._keeper.appraiser.placed(0.5, True)
+                scheduler._keeper.appraiser.observed.kept(("ls",), KEEP)
+            told_us, told = timed_us(scheduler._teller.told)
+            stats = SchedulerStats(num_running_reqs=bench.running_turns)
+            minute_us, _ = timed_us(lambda s=stats, t=told: scheduler._watchman.step(clock.now_s, s, t))
+            encoded = msgspec.msgpack.encode(told)
+            exported_us, _ = timed_us(lambda t=told: exporter().observe(t, 0))
+            costs_us.append((told_us, minute_us, float(len(encoded)), exported_us))
+    names = ("told, us", "minute, us", "encoded, bytes", "exported, us")
+    return {name: median(column) for name, column in zip(names, zip(*costs_us, strict=True), strict=True)}
+
+
+def main(rounds: Annotated[int, typer.Option(help="steps a median is taken over")] = 200) -> None:
+    """Print the table."""
+    table = Table("running / waiting / pinned", "turns that end a step")
+    rows = []
+    for running, waiting, pinned in SIZES:
+        for ending in (0, 4):
+            found = measure(Bench(ON_DEMAND, running, waiting, pinned, rounds, 1), ending)
+            figures = (f"{value:.0f}" for value in found.values())
+            rows.append((f"{running} / {waiting} / {pinned}", str(ending), *figures))
+    for name in found:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,290 @@
+"""Faults on a live server: stock vLLM, real LMCache, the plugin, and what an operator's night brings.
+
+One server. After every fault it answers as before, and what the fault cost is in /metrics. The last
+test ends the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import BLOCK, Answer, Server, ids
+
+from continuum_lmcache.console.report import write_report
+from experiments.forced_calls import forced
+from experiments.server import processes, serve
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+CANARY = "zanzibarquokka"  # in prompts, outputs and ids, and in no file
+TTL_S = 1.0
+ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", "24", "--scheduling-policy", "continuum")
+DRAIN = ("--shutdown-timeout", "120")  # vLLM's default, 0, kills the engine at once and lets clients hang
+HALF_A_CHUNK_BYTES = 2**20
+STORIES = itertools.count(1000)
+MANY = 100
+
+
+@dataclass(frozen=True)
+class Faulty(Server):
+    """A server whose folders and processes one can reach."""
+
+    folder: Path
+
+    @property
+    def disk(self) -> Path:
+        return self.folder / "disk"
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        return processes(self.url)
+
+    def lost(self, cause: str) -> float:
+        return self.metric("continuum_lost_chunks_total", cause=cause)
+
+    def loaded(self, tier: str) -> float:
+        return self.metric("continuum_loaded_tokens_total", tier=tier)
+
+    def push_out(self) -> None:
+        """More than the GPU's cache holds, and more than LMCache's DRAM."""
+        for _ in range(2):
+            self.complete(ids(12 * BLOCK, next(STORIES)), out=1)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "lmcache.json").write_text(
+        json.dumps(
+            {
+                "kv_connector": "LMCacheConnectorV1",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "lmcache.max_local_cpu_size": 10 * 2 / 1024,  # ten chunks
+                    "lmcache.local_disk": f"file://{folder}/disk/",
+                    "lmcache.max_local_disk_size": 1,
+                    "continuum.policy": "static-ttl",
+                    "continuum.static_ttl_s": TTL_S,
+                    "continuum.load_or_recompute": False,  # on a machine this small a load rarely pays
+                    "continuum.run_output_dir": f"{folder}/run",
+                    "continuum.stream_recording": True,
+                    "continuum.hash_ids": True,
+                },
+            }
+        )
+    )
+    args = [*ARGS, *DRAIN, "--kv-transfer-config", str(folder / "lmcache.json")]
+    with serve(model, args, log=folder / "server.log") as url:
+        yield Faulty(url, folder)
+
+
+def cold_and_stored(server: Faulty) -> tuple[list[int], Answer, list[Path]]:
+    """A prompt of three chunks and half a block, its answer, and the files of its chunks."""
+    before = set(server.disk.glob("*.pt"))
+    prompt = ids(6 * BLOCK + 64, next(STORIES))
+    answer = server.complete(prompt)
+    end_s = time.monotonic() + 10
+    while len(files := set(server.disk.glob("*.pt")) - before) < 3:
+        assert time.monotonic() < end_s, f"{len(files)} of 3 chunks were written"
+        time.sleep(0.05)
+    time.sleep(0.2)  # a file is there before its last byte
+    return prompt, answer, sorted(files)
+
+
+def test_without_a_fault_the_disk_gives_back_what_it_got(server: Faulty) -> None:
+    prompt, cold, _ = cold_and_stored(server)
+    before = server.loaded("ssd")
+    server.push_out()
+    again = server.complete(prompt)
+    assert server.loaded("ssd") - before == 6 * BLOCK
+    assert again.output[0] == cold.output[0], "the same context, split elsewhere: nearly the same logits"
+    assert sum(server.lost(cause) for cause in ("missing", "corrupt", "unwritten")) == 0
+
+
+def flip(path: Path) -> None:
+    changed = bytearray(path.read_bytes())
+    changed[len(changed) // 2] ^= 64
+    path.write_bytes(changed)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:HALF_A_CHUNK_BYTES])
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [(flip, "corrupt"), (cut, "missing"), (Path.unlink, "missing")],
+    ids=["flip", "cut", "gone"],
+)
+def test_damaged_chunk_files_are_computed_again_to_the_last_bit(
+    server: Faulty, damage: object, cause: str
+) -> None:
+    prompt, cold, files = cold_and_stored(server)
+    before = server.lost(cause)
+    server.push_out()
+    for path in files:
+        damage(path)
+    again = server.complete(prompt)
+    assert (again.output, again.logprobs) == (cold.output, cold.logprobs)
+    assert server.lost(cause) > before
+
+
+@contextlib.contextmanager
+def full_disk(server: Faulty) -> Iterator[None]:
+    """No file of the server's may grow beyond half a chunk: what a full disk does, without one."""
+    assert (server.folder / "server.log").stat().st_size < HALF_A_CHUNK_BYTES / 2, "the log would stop too"
+    for process in server.processes:
+        process.rlimit(psutil.RLIMIT_FSIZE, (HALF_A_CHUNK_BYTES, psutil.RLIM_INFINITY))
+    yield
+    for process in server.processes:
+        process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+
+
+@contextlib.contextmanager
+def no_disk(server: Faulty) -> Iterator[None]:
+    """The folder of the disk tier is gone."""
+    shutil.rmtree(server.disk)
+    yield
+    server.disk.mkdir()
+
+
+@pytest.mark.parametrize("fault", [full_disk, no_disk])
+def test_a_disk_that_takes_nothing_costs_a_recompute_and_is_used_again_when_it_can(
+    server: Faulty, fault: object
+) -> None:
+    before = server.lost("unwritten")
+    with fault(server):
+        prompt = ids(6 * BLOCK + 64, next(STORIES))
+        cold = server.complete(prompt)
+        server.push_out()
+        again = server.complete(prompt)
+        assert (again.output, again.logprobs) == (cold.output, cold.logprobs)
+        assert server.lost("unwritten") >= before + 3
+    prompt, *_ = cold_and_stored(server)
+    loaded = server.loaded("ssd")
+    server.push_out()
+    server.complete(prompt)
+    assert server.loaded("ssd") - loaded == 6 * BLOCK
+
+
+# ids and text of clients --------------------------------------------------------------------------
+
+NASTY = {
+    "quotes": 'a"} 1\nvllm:evil_total{x="',
+    "controls": "\x00\x1b[2J\r\n",
+    "path": "../../../etc/passwd",
+    "right-to-left": "\u202egnp.exe",
+    "surrogate": "\ud800",
+    "wide": "💣" * 256,
+}
+
+
+@pytest.mark.parametrize("name", NASTY.values(), ids=NASTY.keys())
+def test_control_characters_in_ids_harm_neither_metrics_nor_files(server: Faulty, name: str) -> None:
+    body = {"model": "tiny", "prompt": ids(BLOCK), "max_tokens": 1, "job_id": name, "this_func_call": name}
+    response = httpx.post(f"{server.url}/v1/completions", content=json.dumps(body), timeout=60)
+    assert response.status_code in (200, 400), response.text
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    names = {family.name for family in text_string_to_metric_families(text)}
+    assert "continuum_pins" in names and not any("evil" in name for name in names)
+    assert server.complete(ids(BLOCK), out=1).output
+
+
+def test_ids_and_tools_of_the_clients_own_leave_no_metric_of_their_own(server: Faulty) -> None:
+    """10^5 ids go to the scheduler itself elsewhere, thousands to a server in experiments.hostile."""
+
+    def samples() -> int:
+        text = httpx.get(f"{server.url}/metrics", timeout=30).text
+        return sum(line.startswith("continuum_") for line in text.splitlines())
+
+    def one(i: int) -> None:
+        server.complete(ids(4), out=1, job_id=f"one-of-many-{i}", this_func_call=f"tool-{i}")
+
+    before = samples()
+    with ThreadPoolExecutor(16) as pool:
+        assert len(list(pool.map(one, range(MANY)))) == MANY
+    assert samples() - before < MANY / 2
+    assert server.metric("continuum_programs") >= MANY
+
+
+def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(server: Faulty) -> None:
+    call = f"```bash\npytest tests/{CANARY} && cat {CANARY}.txt\n```"
+    message = {"role": "user", "content": f"the secret is {CANARY}"}
+    body = {"model": "tiny", "messages": [message], "job_id": f"{CANARY}-1", **forced(call)}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+    assert CANARY in answer["choices"][0]["message"]["content"]
+    for process in server.processes:
+        if "EngineCore" in " ".join(process.cmdline()):
+            process.send_signal(signal.SIGUSR1)
+    texts = recorded(server, "pytest ~", files=2)  # the snapshot and the stream
+    write_report([server.run], server.folder / "report.html")
+    texts.append((server.folder / "report.html").read_text())
+    assert not any(secret in text for text in texts for secret in (CANARY, "one-of-many"))
+
+
+def recorded(server: Faulty, wanted: str, files: int) -> list[str]:
+    """Every file of the run, once there are so many and all of them have `wanted`."""
+    end_s = time.monotonic() + 20
+    while True:
+        texts = [path.read_text() for path in server.run.iterdir() if path.suffix != ".tmp"]
+        if len(texts) == files and all(wanted in text for text in texts):
+            return texts
+        assert time.monotonic() < end_s, f"{wanted!r} is not in every file of {[*server.run.iterdir()]}"
+        time.sleep(0.2)
+
+
+def test_a_recorders_folder_that_vanishes_costs_its_events_and_nothing_else(server: Faulty) -> None:
+    assert server.metric("continuum_unrecorded_total") == 0
+    shutil.rmtree(server.run)
+    server.complete(ids(2 * BLOCK, next(STORIES)), job_id="unseen")
+    time.sleep(0.5)  # the stream's thread finds out
+    server.complete(ids(2 * BLOCK, next(STORIES)))
+    assert server.metric("continuum_unrecorded_total", kind="disk") > 0
+    server.run.mkdir()
+    server.complete(ids(2 * BLOCK, next(STORIES)), job_id="seen")
+    assert recorded(server, "Request_departure_time", files=1)
+
+
+# the end ------------------------------------------------------------------------------------------
+
+
+def test_after_all_faults_no_memory_is_held(server: Faulty) -> None:
+    server.usage_becomes(0.0, within_s=TTL_S + 10)
+    assert server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0
+
+
+def test_sigterm_under_load_answers_every_request_saves_the_recording_and_leaves_no_process(
+    server: Faulty,
+) -> None:
+    all_of_it = server.processes
+
+    def story(i: int) -> int:
+        return len(server.complete(ids(BLOCK, i), out=100, job_id=f"last-{i}").output)
+
+    with ThreadPoolExecutor(8) as pool:
+        stories = [pool.submit(story, i) for i in range(8)]
+        while server.metric("vllm:num_requests_running") < 4:
+            time.sleep(0.1)
+        all_of_it[0].send_signal(signal.SIGTERM)
+        assert [story.result() for story in stories] == [100] * 8
+    _, alive = psutil.wait_procs(all_of_it, timeout=60)
+    assert not alive
+    snapshot = json.loads((server.run / "scheduler_timestamps").read_text())
+    assert len(snapshot) > MANY, "programs of this module's whole life"

@@ -1,0 +1,134 @@
+"""What an engine tells: each event once, to whichever front-end, with names that do not run away."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+
+from continuum_lmcache.observed import MOST_SAMPLES, Observed, ToolNames
+from continuum_lmcache.tiers import Transfer
+from continuum_lmcache.types import Tier
+from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, KEY, detach
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
+    made: list[Bench] = []
+
+    def build(blocks: int = 20, budget_tokens: int = 2048, **values: Any) -> Bench:
+        settings(**values)
+        made.append(Bench(ContinuumScheduler, model, blocks, budget_tokens))
+        return made[-1]
+
+    yield build
+    for bench in made:
+        bench.scheduler.shutdown()
+
+
+def listened(bench: Bench) -> list[Any]:
+    """Every message of the bench's engine, as vLLM's front-ends would share them out."""
+    heard: list[Any] = []
+    tell = bench.scheduler.make_stats
+
+    def make_stats(*args: Any, **kwargs: Any) -> Any:
+        stats = tell(*args, **kwargs)
+        heard.append(stats.kv_connector_stats[KEY])
+        return stats
+
+    bench.scheduler.make_stats = make_stats
+    return heard
+
+
+def test_what_two_front_ends_hear_adds_up_to_what_happened(make: Make) -> None:
+    bench = make(blocks=40)
+    heard = listened(bench)
+    for story in range(4):
+        first = bench.turn(f"p{story}", prompt(64, story), this_func_call="ls")
+        bench.advance(1.0)
+        bench.turn(f"p{story}", first + prompt(20, 9 + story), is_last_step=story % 2)
+    bench.advance(60.0)
+    bench.turn(None, prompt(32, 50))
+    totals = bench.scheduler._room.totals()
+    assert totals["pins"]["taken"] == 6
+    for key in COUNTERS:
+        front_ends: list[Counter[str]] = [Counter(), Counter()]
+        for i, told in enumerate(heard):
+            front_ends[i % 2].update(told.get(key, {}))
+        assert dict(front_ends[0] + front_ends[1]) == {k: v for k, v in totals[key].items() if v}, key
+    gaps = [told["tool_gap"] for told in heard if "tool_gap" in told]
+    samples = [s for by_tool in gaps for found in by_tool.values() for s in found]
+    assert samples == pytest.approx([1.1] * 4), "a second away, and the step in which it was sent"
+    assert "ls" in gaps[-1]
+
+
+def test_an_engine_to_which_nothing_happens_tells_nothing_but_the_first_time(make: Make) -> None:
+    bench = make()
+    heard = listened(bench)
+    for _ in range(5):
+        bench.step()
+    assert heard[0].keys() <= COUNTERS.keys() | GAUGES.keys() | HISTOGRAMS.keys()
+    assert {"pins", "refused", "prompt_tokens", "pinned_ratio"} <= heard[0].keys()
+    assert heard[0]["pins"]["expired"] == 0, "a count is shown as 0, not absent"
+    assert heard[1:] == [{}] * 4
+
+
+def test_a_return_is_told_with_where_its_context_was(make: Make) -> None:
+    bench = make(blocks=20)
+    first = bench.turn("p", prompt(64), out=17)
+    bench.turn("p", first + prompt(10, 9), is_last_step=True)
+    told = bench.keeper.supply.returned_tokens
+    assert told == {"gpu": 5 * BLOCK, "dram": 0, "ssd": 0, "none": len(first) - 5 * BLOCK}
+
+
+def test_stats_without_our_news_are_left_alone() -> None:
+    class Stats:
+        kv_connector_stats = {"LMCache": {"hits": 1}}
+
+    assert detach(Stats()) == {}
+    assert Stats.kv_connector_stats == {"LMCache": {"hits": 1}}
+
+
+# labels ------------------------------------------------------------------------
+
+
+def test_tools_called_often_have_a_label_and_the_rest_are_other() -> None:
+    names = ToolNames(most=2, after=2)
+    assert [names.of(("ls -l", "ls", "bash")) for _ in range(3)] == ["other", "ls", "ls"]
+    assert [names.of(("read",)) for _ in range(2)] == ["other", "read"]
+    assert [names.of(("grep",)) for _ in range(5)] == ["other"] * 5
+    assert names.of(()) == "unknown"
+
+
+def test_clients_that_make_names_up_cannot_add_series() -> None:
+    names = ToolNames()
+    labels = {names.of((f"tool{i % 700}-{'x' * 100}",)) for i in range(10_000)}
+    labels |= {names.of((f"other{i}",)) for i in range(10_000)}
+    assert len(labels) <= 21
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\nb", "a{b}", "\ud800", "é" * 99, 'x="1"} 5\n'])
+def test_labels_are_plain_whatever_a_client_calls_its_tool(name: str) -> None:
+    label = ToolNames(after=1).of((name,))
+    assert label.isascii() and label.isprintable() and len(label) <= 40
+    assert not set(label) & set('"\\{}\n ')
+
+
+def test_what_nobody_takes_is_bounded() -> None:
+    seen = Observed()
+    for i in range(2 * MOST_SAMPLES):
+        seen.gap(("ls",), float(i))
+        seen.moved(Transfer(Tier.SSD, "load", 10, 100, 0.5))
+    assert sum(map(len, seen.take_samples()["tool_gap"].values())) == MOST_SAMPLES
+    assert seen.take_samples() == {}
+    assert seen.take_work() == {"loaded_tokens/ssd": 20 * MOST_SAMPLES, "load_s/ssd": 1.0 * MOST_SAMPLES}

@@ -1,0 +1,96 @@
+"""Tables in the docs are what the code says; the dashboard asks for metrics that exist, in PromQL."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("lmcache")
+
+from prometheus_client import REGISTRY
+from serving import OF_VLLM
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, exporter
+from experiments import dashboard, reference
+
+
+def asked() -> list[str]:
+    """Every query of the dashboard's file."""
+    page = json.loads(dashboard.DASHBOARD.read_text())
+    return [target["expr"] for panel in page["panels"] for target in panel["targets"]]
+
+
+def names(query: str) -> set[str]:
+    return set(re.findall(r"(?:continuum_|vllm:)\w+", query))
+
+
+def test_the_files_are_as_the_code_has_them() -> None:
+    write = "run python -m experiments.reference"
+    assert reference.METRICS_PAGE.read_text() == reference.metrics_page(), write
+    assert reference.README.read_text() == reference.readme(), write
+    assert dashboard.DASHBOARD.read_text() == dashboard.text(), "run python -m experiments.dashboard write"
+
+
+def test_the_readme_names_every_setting_once() -> None:
+    page = reference.README.read_text()
+    for field in fields(ContinuumConfig):
+        assert len(re.findall(rf"^\| `{field.name}` \|", page, re.MULTILINE)) == 1, field.name
+        assert reference.comments()[field.name], f"config.py says nothing beside {field.name}"
+
+
+def test_links_in_the_readme_and_the_docs_lead_somewhere() -> None:
+    pages = [reference.README, *reference.METRICS_PAGE.parent.rglob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_page_lists_what_is_exported_with_its_type() -> None:
+    exporter()
+    listed = {(name, kind) for name, kind, _, _ in reference.metric_rows()}
+    ours = {spec[0] for table in (COUNTERS, GAUGES, HISTOGRAMS) for spec in table.values()}
+    registered = {m.name: m.type for m in REGISTRY.collect() if m.name in ours}
+    assert registered.keys() == ours
+    for name, kind in registered.items():
+        assert (f"{name}_total" if kind == "counter" else name, kind) in listed
+
+
+def test_names_follow_the_conventions_of_prometheus() -> None:
+    """Words in snake case, base units, no unit that is not one; histograms are of seconds."""
+    for name, kind, label, text in reference.metric_rows():
+        assert re.fullmatch(r"continuum(_[a-z]+)+", name), name
+        assert not re.search(r"_(ms|us|milliseconds|kb|mb|gb|percent|perc)(_|$)", name), name
+        assert kind != "histogram" or name.endswith("_seconds"), name
+        assert (kind == "counter") == name.endswith("_total"), name
+        assert label != "le" and not text.endswith("."), name
+
+
+def test_each_query_asks_for_metrics_that_there_are() -> None:
+    there = set(OF_VLLM)
+    for name, kind, _, _ in reference.metric_rows():
+        there |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
+    for query in asked():
+        assert names(query) and names(query) <= there, query
+
+
+def test_a_real_prometheus_parses_each_query(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool: apt-get install prometheus")
+    rules = [
+        {"record": f"panel:query:{i}", "expr": query.replace(dashboard.RANGE, "1m")}
+        for i, query in enumerate(asked())
+    ]
+    path = tmp_path / "rules.json"  # JSON is YAML
+    path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    ran = subprocess.run([promtool, "check", "rules", str(path)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert f"{len(rules)} rules found" in ran.stdout
