@@ -20,7 +20,7 @@ def test_vllms_own_scheduler_tests_do_not_tell_our_classes_from_stock() -> None:
         stock, ours = compare(version("vllm").partition("+")[0], QUICK)
     except Unreachable as error:
         pytest.skip(str(error))
-    assert Counter(stock.values())["passed"] > 30, "the tests did not run"
+    assert Counter(stock.values())["passed"] > 20, "the tests did not run"
     assert differences(stock, ours) == []
 
 

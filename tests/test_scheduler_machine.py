@@ -170,12 +170,12 @@ class Machine(RuleBasedStateMachine):
         assert not bench.keeper.crowd.door.outside
         outcomes = {f"pins {outcome.value}": n for outcome, n in bench.keeper.ledger.outcomes.items()}
         taken.update({"failed loads": bench.failed, "preempted": len(bench.preempted), **outcomes})
-        taken["held at the door"] += bench.keeper.crowd.door.held
         bench.scheduler.shutdown()
 
     def step(self, seconds: float) -> None:
         taken["steps"] += 1
         self.bench.step(seconds)
+        taken["held at the door"] += bool(self.bench.keeper.crowd.door.outside)
         check_books(self.bench)
 
 

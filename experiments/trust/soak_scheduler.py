@@ -21,7 +21,9 @@ from typing import Annotated, Any
 import matplotlib
 import typer
 
+from continuum_lmcache.commons import MOST_HEADS
 from continuum_lmcache.endings import REMEMBERED
+from continuum_lmcache.history import QUEUE_WINDOW
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation
 from experiments.sim.serving import Setup, build_scheduler
@@ -38,7 +40,11 @@ MAX_PROGRAMS = 400  # warm-up reaches them; an hour and 100,000 are the defaults
 WARM_S = 2400.0  # idle programs are forgotten, and every CDF window is full
 SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; what holds no more cannot be told from noise
-LIMITS = {".crowd.endings._ended": REMEMBERED}  # bounds that two hours do not reach
+LIMITS = {  # bounds that two hours do not reach, or reach by chance
+    ".crowd.endings._ended": REMEMBERED,
+    ".crowd._commons._heads": MOST_HEADS,
+    ".appraiser.history._delays_s": QUEUE_WINDOW,
+}
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
 TOOLS = ("bash", "python")
 OUR_CONTAINERS = (dict, list, set, frozenset, tuple, deque)

@@ -38,8 +38,8 @@ CONNECTOR_SUITE = (
     "tests/contract",
 )
 NOTES = (
-    "vLLM 0.26 is not supported: it counts blocks held by waiting requests in another way, and the state "
-    "machine finds requests that wait for each other.",
+    "vLLM 0.26 is not supported: the state machine finds requests there that hold blocks and wait for each "
+    "other (experiments/LOG.md). Its row is older than the others.",
     "LMCache 0.5.4 is not supported: storing a chunk again while it lies on the disk can raise "
     "FileNotFoundError in the engine's store (its disk tier keeps no check between looking for a chunk and "
     "writing it; 0.5.5 has one). A test that names a write in flight fails for the want of "
