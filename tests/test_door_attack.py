@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from functools import partial
 
-import pytest
-
 from continuum_lmcache.admission import Door, Knock, room_of
 from continuum_lmcache.growth import Growth
 from continuum_lmcache.orders import at_the_door
@@ -68,8 +66,5 @@ def test_tiny_programs_that_say_they_end_keep_nobody_waiting() -> None:
     assert victims_wait_s(says_the_truth=True) < 1.0
 
 
-@pytest.mark.xfail(
-    reason="a program that never ends counts with the growth of honest ones: the door stays shut"
-)
 def test_tiny_programs_that_never_say_they_end_keep_nobody_waiting() -> None:
     assert victims_wait_s(says_the_truth=False) < 1.0
