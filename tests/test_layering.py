@@ -93,6 +93,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "_free_request",
         "_update_after_schedule",
         "update_from_output",
+        "_update_waiting_for_remote_kv",
         "has_requests",
         "make_stats",
         "reset_prefix_cache",

@@ -32,6 +32,17 @@ CONNECTOR_SUITE = (
     "tests/test_lmcache_disk.py",
     "tests/contract",
 )
+NOTES = (
+    "vLLM 0.26 is not supported: it counts blocks held by waiting requests in another way, and the state "
+    "machine finds requests that wait for each other.",
+    "LMCache 0.5.4 is not supported: storing a chunk again while it lies on the disk can raise "
+    "FileNotFoundError in the engine's store (its disk tier keeps no check between looking for a chunk and "
+    "writing it; 0.5.5 has one). A test that names a write in flight fails for the want of "
+    "`try_insert_put_task`, which came with that check.",
+    "LMCache's MP server takes modules from 0.5.6 on (`server_module`); the MP connector and its part of the "
+    "contract need it.",
+)
+PYTEST = ("-q", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors")
 COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
 
 
@@ -86,7 +97,7 @@ def run(cell: Cell, steps: int) -> str:
     log = folder.with_name(f"{folder.name}.log")
     with log.open("w") as file:
         subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *cell.suite],
+            [sys.executable, "-m", "pytest", *PYTEST, *cell.suite],
             cwd=ROOT,
             env=environ,
             stdout=file,
@@ -122,7 +133,7 @@ def write(rows: dict[str, str]) -> None:
         "|---|---|---|---|",
     ]
     known = [rows[name] for cell in CELLS if (name := f"{cell.package}=={cell.version}") in rows]
-    TABLE.write_text("\n".join([*head, *known]) + "\n")
+    TABLE.write_text("\n".join([*head, *known, "", *(f"- {note}" for note in NOTES)]) + "\n")
 
 
 def main(

@@ -165,6 +165,8 @@ class FakeStore:
 STORES: dict[str, Callable[[int, int], StoreUnderTest]] = {"fake": FakeStore}
 """Drivers by name, made from the chunks that DRAM and the disk have room for."""
 
+SERVER_MODULES = "lmcache.v1.multiprocess.protocols.server_module"  # LMCache 0.5.6 has them first
+
 if importlib.util.find_spec("lmcache"):
     os.environ["LMCACHE_TRACK_USAGE"] = "false"
     from lmcache_rig import Rig
@@ -175,6 +177,7 @@ if importlib.util.find_spec("lmcache"):
 
     STORES["lmcache"] = real_store
 
+if importlib.util.find_spec("lmcache") and importlib.util.find_spec(SERVER_MODULES):
     from lmcache_mp_rig import MpRig
 
     def mp_store(dram_chunks: int, ssd_chunks: int) -> StoreUnderTest:
