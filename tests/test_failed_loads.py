@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
 STOCK_WAITS = pytest.mark.xfail(
-    strict=True, reason="vLLM 0.32: the failed load's reservation is held against the request's own retry"
+    strict=True, reason="vLLM 0.30 to 0.33: what a failed load had reserved is held against its own retry"
 )
 CLASSES = [ContinuumScheduler, ContinuumAsyncScheduler, pytest.param(Scheduler, marks=STOCK_WAITS)]
 

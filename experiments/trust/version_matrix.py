@@ -24,7 +24,12 @@ from experiments.trust.packages import Unreachable, unpacked
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "versions.md"
-SCHEDULER_SUITE = ("tests/test_scheduler.py", "tests/test_queue.py", "tests/test_scheduler_machine.py")
+SCHEDULER_SUITE = (
+    "tests/test_scheduler.py",
+    "tests/test_queue.py",
+    "tests/test_failed_loads.py",
+    "tests/test_scheduler_machine.py",
+)
 CONNECTOR_SUITE = (
     "tests/test_lmcache_tiers.py",
     "tests/test_lmcache_config.py",

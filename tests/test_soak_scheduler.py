@@ -1,0 +1,38 @@
+"""The soak counts every table, also one that nobody thought of, and says which one grows."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from continuum_lmcache.ledger import Ledger
+from continuum_lmcache.types import ProgramId, TurnId
+from experiments.trust.soak_scheduler import LIMITS, SMALL, growing, soak, tables
+
+
+def test_every_container_that_our_objects_hold_is_counted_under_its_path() -> None:
+    ledger = Ledger(10, 10)
+    for name in "abc":
+        ledger.arrived(0.0, TurnId(name), ProgramId(name))
+    counted = tables(ledger)
+    assert counted[".programs"] == 3 and counted[".programs[].live"] == 3
+    assert counted[".pinned"] == counted["._deadlines"] == 0
+
+
+def test_a_table_that_grows_after_the_warm_up_is_named_and_one_below_its_bound_is_not() -> None:
+    bound, limit = next(iter(LIMITS.items()))
+    samples = [
+        (float(s), Counter({"leak": s, "flat": 500 + s % 2, "small": s * SMALL // 1000, bound: s}))
+        for s in range(0, 1000, 10)
+    ]
+    assert limit > 1000
+    assert growing(samples, 200.0, 1000.0) == {"leak": (390, 990)}
+
+
+def test_a_short_soak_serves_everybody_and_samples_every_minute() -> None:
+    run = soak(150.0, 5.0)
+    assert len(run.samples) >= 3 and len(run.agents.jobs) == len(run.agents.programs)
+    assert all(counted[".ledger.programs"] for _, counted in run.samples[1:])
