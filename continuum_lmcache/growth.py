@@ -14,6 +14,7 @@ PRIOR_GROWTH_SHARE = 0.25  # of the usual first prompt, a turn: what a tool answ
 PRIOR_GROWTHS = 4
 PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
+MOST_GROWTH = 8.0  # times; honest agents hardly grow so far, a flood of tiny programs would seem to
 TRUST_PROGRAMS = 8  # known ones at which a first prompt is trusted by half
 
 
@@ -88,5 +89,9 @@ class Growth:
         return self.first_tokens + self.turn_tokens * self.turns_left(0)
 
     def forecast_tokens(self, context_tokens: int, turns: int) -> float:
-        """The context half-way from now to the program's end: what it holds on average until then."""
-        return context_tokens + self.turn_tokens * max(1.0, self.turns_left(turns) / 2)
+        """The context half-way from now to the program's end: what it holds on average until then.
+
+        At most MOST_GROWTH times what it has: who sends next to nothing must not speak for much.
+        """
+        grown_tokens = context_tokens + self.turn_tokens * max(1.0, self.turns_left(turns) / 2)
+        return min(grown_tokens, MOST_GROWTH * context_tokens)

@@ -87,7 +87,7 @@ class Bench:
         self.order: list[str] = []  # request ids, as they first ran
         self.preempted: list[str] = []
         self.done: dict[str, list[int]] = {}  # request id -> all its tokens
-        self.stats: Any = None
+        self.stats: deque[Any] = deque(maxlen=10_000)  # of each step, as a front-end gets them
         self.step_seconds: Callable[[Any], float] = lambda _: 0.1  # by the step's output
         self._count = 0
         self._ahead = 1 if is_async else 0
@@ -151,7 +151,8 @@ class Bench:
         runner.kv_connector_output = self.moved(output)
         requests = dict(self.scheduler.requests)
         for engine_output in self.scheduler.update_from_output(output, runner).values():
-            self.stats = engine_output.scheduler_stats or self.stats
+            if engine_output.scheduler_stats is not None:
+                self.stats.append(engine_output.scheduler_stats)
         self.done |= {i: list(r.all_token_ids) for i, r in requests.items() if r.is_finished()}
 
     def run_until_idle(self, max_steps: int = 2000) -> None:

@@ -16,7 +16,7 @@ from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 from continuum_lmcache.observed import MOST_SAMPLES, Observed, ToolNames
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
-from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, KEY, detach
+from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 Make = Callable[..., Bench]
@@ -36,29 +36,20 @@ def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
         bench.scheduler.shutdown()
 
 
-def listened(bench: Bench) -> list[Any]:
-    """Every message of the bench's engine, as vLLM's front-ends would share them out."""
-    heard: list[Any] = []
-    tell = bench.scheduler.make_stats
-
-    def make_stats(*args: Any, **kwargs: Any) -> Any:
-        stats = tell(*args, **kwargs)
-        heard.append(stats.kv_connector_stats[KEY])
-        return stats
-
-    bench.scheduler.make_stats = make_stats
-    return heard
+def heard_by_front_ends(bench: Bench) -> list[Any]:
+    """Every message of the bench's engine so far, as vLLM's front-ends would share them out."""
+    return [detach(stats) for stats in bench.stats]
 
 
 def test_what_two_front_ends_hear_adds_up_to_what_happened(make: Make) -> None:
     bench = make(blocks=40)
-    heard = listened(bench)
     for story in range(4):
         first = bench.turn(f"p{story}", prompt(64, story), this_func_call="ls")
         bench.advance(1.0)
         bench.turn(f"p{story}", first + prompt(20, 9 + story), is_last_step=story % 2)
     bench.advance(60.0)
     bench.turn(None, prompt(32, 50))
+    heard = heard_by_front_ends(bench)
     totals = bench.scheduler._room.totals()
     assert totals["pins"]["taken"] == 6
     for key in COUNTERS:
@@ -74,9 +65,9 @@ def test_what_two_front_ends_hear_adds_up_to_what_happened(make: Make) -> None:
 
 def test_an_engine_to_which_nothing_happens_tells_nothing_but_the_first_time(make: Make) -> None:
     bench = make()
-    heard = listened(bench)
     for _ in range(5):
         bench.step()
+    heard = heard_by_front_ends(bench)
     assert heard[0].keys() <= COUNTERS.keys() | GAUGES.keys() | HISTOGRAMS.keys()
     assert {"pins", "refused", "prompt_tokens", "pinned_ratio"} <= heard[0].keys()
     assert heard[0]["pins"]["expired"] == 0, "a count is shown as 0, not absent"

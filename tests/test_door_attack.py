@@ -1,0 +1,70 @@
+"""Can a client that opens programs without end keep others outside the door? Virtual time, core alone."""
+
+from __future__ import annotations
+
+import heapq
+from functools import partial
+
+from continuum_lmcache.admission import Door, Knock, room_of
+from continuum_lmcache.growth import Growth
+from continuum_lmcache.orders import at_the_door
+from continuum_lmcache.types import ProgramId
+
+MAX_WAIT_S = 120.0
+TURN_S, VICTIM_S, TOOL_S = (
+    0.3,
+    6.0,
+    2.0,
+)  # a tiny turn; a victim's whole life; what a tool is expected to take
+
+
+def learned() -> Growth:
+    """From thirty honest programs of six turns, 300 tokens to 660."""
+    growth = Growth()
+    for _ in range(30):
+        growth.first(300)
+        growth.turn(72)
+        growth.program(6, 300, 660)
+    return growth
+
+
+def order(knock: Knock, growth: Growth) -> float:
+    return at_the_door(
+        knock.arrival_s, knock.prompt_tokens, growth.first_tokens, 3.0, growth.trust, MAX_WAIT_S
+    )
+
+
+def victims_wait_s(says_the_truth: bool, per_s: int = 40, lasts_s: int = 60) -> float:
+    """P95 of what a victim (one every two seconds) waits beside so many programs of four tokens a second.
+
+    Each of these is over after its one turn. The attacker does not say so.
+    """
+    door = Door(room_of(72 * 128, {}), MAX_WAIT_S, order, learned())
+    came: dict[ProgramId, float] = {}
+    waits_s: list[float] = []
+    ends: list[tuple[float, ProgramId]] = []
+    for step in range(per_s * lasts_s):
+        now_s = step / per_s
+        door.arrives(now_s, ProgramId(f"tiny-{step}"), 4)
+        if step % (2 * per_s) == 0:
+            came[victim := ProgramId(f"victim-{step}")] = now_s
+            door.arrives(now_s, victim, 300)
+        while ends and ends[0][0] <= now_s:
+            _, program = heapq.heappop(ends)
+            is_over = program.startswith("victim") or says_the_truth
+            over, pauses = partial(door.leaves, now_s, program, 1), partial(door.pauses, now_s, program)
+            over() if is_over else pauses(5, TOOL_S)
+        for program in door.opens(now_s, idle=False):
+            if program in came:
+                waits_s.append(now_s - came.pop(program))
+            heapq.heappush(ends, (now_s + (VICTIM_S if program.startswith("victim") else TURN_S), program))
+    waits_s += [lasts_s - arrived_s for arrived_s in came.values()]
+    return sorted(waits_s)[int(0.95 * len(waits_s))]
+
+
+def test_tiny_programs_that_say_they_end_keep_nobody_waiting() -> None:
+    assert victims_wait_s(says_the_truth=True) < 1.0
+
+
+def test_tiny_programs_that_never_say_they_end_keep_nobody_waiting() -> None:
+    assert victims_wait_s(says_the_truth=False) < 1.0
