@@ -33,7 +33,7 @@ from experiments.trust.own_run import STOCK
 from experiments.trust.packages import WORK, source_tests
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = (  # within 30 s of CPU, for stock and both policies together
+QUICK = (  # about half a minute of CPU, most of it vLLM's import
     "v1/core/test_async_scheduler.py",
     "v1/core/test_priority_preemption_bug.py",
     "v1/core/test_worker_slot_overflow.py",
