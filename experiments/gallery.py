@@ -55,11 +55,11 @@ def losses(name: str, plan: Plan, pairs: Found) -> list[list[str]]:
 
 def rivals(label: str, labels: dict[str, BySeed]) -> dict[str, BySeed]:
     """Those with the same tiers as `label`."""
-    suffix = label.removeprefix(OURS)
+    tiers = label.partition("+")[2]
     return {
         other: by_seed
         for other, by_seed in labels.items()
-        if not other.startswith(OURS) and (other.endswith(suffix) if suffix else "+" not in other)
+        if not other.startswith(OURS) and other.partition("+")[2] == tiers
     }
 
 
@@ -72,11 +72,11 @@ def page(words: str, plans: dict[str, Found], unfinished: Sequence[str]) -> str:
         if is_simulated(pairs)
         for line in losses(name, PLANS[name], pairs)
     ]
-    parts = [words.strip(), "## Where continuum as published loses", markdown([head, *lost])]
+    parts = [words.strip(), "## Where continuum loses, ours and as published", markdown([head, *lost])]
     parts += [section(name, PLANS[name], pairs) for name, pairs in plans.items()]
     if unfinished:
         parts.append(f"Not run at this size: {', '.join(unfinished)}.")
-    return "\n\n".join([*parts, f"Made from rows of code {code()}.\n"])
+    return "\n\n".join([*parts, f"Made from rows of code {code('point')}.\n"])
 
 
 def is_simulated(pairs: Found) -> bool:
