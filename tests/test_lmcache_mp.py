@@ -187,7 +187,10 @@ def test_a_store_that_nobody_answers_costs_the_store_and_not_the_worker(
 
 def test_a_load_is_told_by_tier_when_both_sides_have_spoken() -> None:
     load, lookup = TimedLoad("r", 400, 4000, 0.4), Lookup(1, "r", 100, 300, 0.9)
-    expected = [Transfer(Tier.DRAM, "load", 100, 1000, 0.1), Transfer(Tier.SSD, "load", 300, 3000, 1.2)]
+    expected = [
+        Transfer(Tier.DRAM, "load", 100, 1000, 0.1, "r", in_step=False),
+        Transfer(Tier.SSD, "load", 300, 3000, 1.2, "r", in_step=False),
+    ]
     for loads, lookups in ([load], []), ([], [lookup]):
         book = LoadBook()
         assert book.join(loads, lookups) == []

@@ -21,7 +21,7 @@ from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation, simulate
 from experiments.sim.result import Result
 from experiments.sim.serving import Setup, build_scheduler
-from experiments.sim.step_time import LLAMA_8B, MACHINES
+from experiments.sim.step_time import MACHINES
 from experiments.workload import Program, TurnSpec
 
 A100 = replace(MACHINES["a100"], kv_tokens=10_240)
@@ -48,9 +48,8 @@ def engine(tiers: dict[str, Any] | None, profile: Path, decide: bool = True) -> 
 
 def a_profile(folder: Path, ssd_gbps: float = SLOW_GBPS, samples: int = 30) -> Path:
     """Measured on the A100, its disk at `ssd_gbps`."""
-    costs = A100.costs(LLAMA_8B, 256, 2048, ssd_gbps)
-    for section in ("prefill", "dram", "ssd"):
-        costs[section]["samples"] = samples
+    told = A100.told(256, ssd_gbps)
+    costs = told | {s: {**told[s], "samples": samples} for s in ("prefill", "dram", "ssd")}
     path = folder / f"profile-{ssd_gbps:g}-{samples}.yaml"
     path.write_text(yaml.safe_dump(costs))
     return path
@@ -107,7 +106,7 @@ def test_a_dram_that_loses_every_context_before_its_return_costs_no_more_than_it
 ) -> None:
     """Three contexts of six fit: an LRU in rotation holds none that is asked for, the disk holds all."""
     profile = a_profile(tmp_path)
-    tiers = {**DISK_ONLY, "dram_gb": 3 * 7000 * LLAMA_8B.kv_bytes_per_token / 2**30}
+    tiers = {**DISK_ONLY, "dram_gb": 3 * 7000 * A100.kv_bytes_per_token / 2**30}
     without = returns(simulate(rotation(), engine(None, profile)))
     assert ratio(returns(simulate(rotation(), engine(tiers, profile))), without) < 1.06
 

@@ -29,9 +29,13 @@ def log() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(LOGGER).addHandler(handler)
+    logger = logging.getLogger(LOGGER)
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # another test may have silenced its parent
+    logger.addHandler(handler)
     yield lines
-    logging.getLogger(LOGGER).removeHandler(handler)
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 @pytest.fixture
