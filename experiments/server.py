@@ -58,13 +58,14 @@ def serve(
     port = free_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", name]
     command += ["--host", "127.0.0.1", "--port", str(port), *CPU_ARGS, *args]
+    inherited = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}  # not ours to add to
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
         process = subprocess.Popen(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **CPU_ENV, **(env or {})},
+            env={**inherited, **CPU_ENV, **(env or {})},
             start_new_session=True,  # its workers die with it, by process group
         )
     try:
