@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from experiments.server import CPU_ENV, ServerError, free_port, stop, tail
+from experiments.server import CPU_ENV, ServerError, reserved_port, stop, tail
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = {"module_path": "connectors.lmcache_mp_module"}
@@ -33,8 +33,8 @@ class MpProcess:
     disk: Path
     log: Path
     more: tuple[str, ...] = ()
-    port: int = field(default_factory=free_port)
-    http_port: int = field(default_factory=free_port)
+    port: int = field(default_factory=reserved_port)
+    http_port: int = field(default_factory=reserved_port)
     process: subprocess.Popen[bytes] | None = None
 
     @property

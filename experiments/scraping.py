@@ -28,7 +28,7 @@ from experiments.dashboard import PANELS, STATS, Panel
 from experiments.demo import GPU_BLOCKS, TIME_SCALE, WINDOW_TOKENS, connector
 from experiments.replay import Job, replay
 from experiments.selection import Selection
-from experiments.server import ServerError, free_port, serve
+from experiments.server import ServerError, reserved_port, serve
 
 SCRAPE_S = 2
 RANGE = "20s"  # what rates are taken over: some scrapes
@@ -61,7 +61,7 @@ def prometheus(server_url: str, folder: Path) -> Iterator[str]:
     config = folder / "prometheus.yml"
     target = server_url.removeprefix("http://")
     config.write_text(CONFIG.format(scrape_s=SCRAPE_S, target=target))
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{reserved_port()}"
     command = ["prometheus", f"--config.file={config}", f"--web.listen-address={address}"]
     command.append(f"--storage.tsdb.path={folder}/data")
     with (folder / "prometheus.log").open("w") as log:

@@ -29,16 +29,24 @@ CPU_ENV = {
 }
 CPU_ARGS = ("--enforce-eager", "--dtype", "bfloat16", "--seed", "0")
 
+_RESERVED: list[socket.socket] = []  # bound and not listened on; a server may come back to its place
+
 
 class ServerError(RuntimeError):
     """The server died or did not answer in time. The message ends with its log's last lines."""
 
 
-def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def reserved_port() -> int:
+    """A TCP port that is given to nobody else while this process lives.
+
+    A server takes seconds before it listens. Were the port only looked up, another server could be
+    given it in between, answer in the first one's name, and be taken for it.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # bound, so nobody is given it; a server may
+    held.bind(("127.0.0.1", 0))
+    _RESERVED.append(held)
+    return int(held.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -55,7 +63,7 @@ def serve(
 
     Raises ServerError with the log's tail if it exits first or is not up within `start_s`.
     """
-    port = free_port()
+    port = reserved_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", name]
     command += ["--host", "127.0.0.1", "--port", str(port), *CPU_ARGS, *args]
     inherited = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}  # not ours to add to

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from experiments.server import free_port
+from experiments.server import reserved_port
 
 FLAGS = (  # without the last five it looks for its maker's hosts, which tests must not
     "--headless",
@@ -78,7 +78,7 @@ def browser(profile: Path) -> Iterator[Browser]:
     driver, chromium = shutil.which("chromedriver"), shutil.which("chromium")
     if driver is None or chromium is None:
         pytest.skip("no chromium and chromedriver (Debian: chromium, chromium-driver)")
-    port = free_port()
+    port = reserved_port()
     process = subprocess.Popen(
         [driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -17,7 +17,7 @@ from lmcache.v1.multiprocess import server as mp_server
 from lmcache.v1.multiprocess.cache_control.key_resolver import resolve_object_keys
 
 from connectors.lmcache_mp_wire import MODULE
-from experiments.server import free_port
+from experiments.server import reserved_port
 
 MODEL = "m"
 CHUNK = 16  # tokens, one vLLM block
@@ -30,7 +30,7 @@ class MpServer:
     """The real server, in this process."""
 
     def __init__(self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str) -> None:
-        self.port, self.dram_chunks, self.ssd_chunks = free_port(), dram_chunks, ssd_chunks
+        self.port, self.dram_chunks, self.ssd_chunks = reserved_port(), dram_chunks, ssd_chunks
         l2 = {
             "type": "fs_native",
             "base_path": str(directory),

@@ -32,7 +32,7 @@ td:first-child { text-align: left }
 .pair { display: grid; grid-template-columns: 1fr 1fr } .pair > div { min-width: 0; overflow: hidden }
 li, .small { color: #555; font-size: .9em }
 """
-CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True}
+CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True, "doubleClick": "reset"}
 
 
 def write_report(paths: Sequence[Path], out: Path, profile: Path | None = None) -> int:

@@ -1,0 +1,38 @@
+"""What `serve` does before a server answers; what it does then is in the tests of real servers."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from experiments.server import reserved_port
+
+
+def bound(port: int, *options: int) -> socket.socket:
+    server = socket.socket()
+    for option in options:
+        server.setsockopt(socket.SOL_SOCKET, option, 1)
+    server.bind(("127.0.0.1", port))
+    return server
+
+
+def test_a_reserved_port_is_given_to_nobody_else_before_its_server_listens():
+    port = reserved_port()
+    with pytest.raises(OSError, match="in use"):
+        bound(port)
+    others = [bound(0, socket.SO_REUSEADDR) for _ in range(200)]
+    assert port not in {other.getsockname()[1] for other in others}
+    for other in others:
+        other.close()
+
+
+@pytest.mark.parametrize("options", [[socket.SO_REUSEADDR], [socket.SO_REUSEADDR, socket.SO_REUSEPORT]])
+def test_the_server_that_was_told_of_it_can_listen_and_comes_back_to_it(options: list[int]):
+    """vLLM sets the second option when it has several API servers."""
+    port = reserved_port()
+    for _ in range(2):
+        with bound(port, *options) as server:
+            server.listen()
+            with socket.create_connection(("127.0.0.1", port)):
+                pass
