@@ -156,9 +156,7 @@ def main(
     out: Annotated[Path, typer.Option(help="recordings, logs, table and figure")] = Path("live-tiers"),
 ) -> None:
     """Run the three servers, then compare their TTLs."""
-    chosen = Selection(
-        seed, count=programs, jps=jps, max_context_tokens=WINDOW_TOKENS, time_scale=time_scale
-    )
+    chosen = Selection(seed, count=programs, jps=jps, max_context_tokens=WINDOW_TOKENS, time_scale=time_scale)
     size_gb = working_set_gb(chosen, time_scale)
     print(f"contexts alive at a time: {size_gb * 1e3:.0f} MB; GPU KV {MACHINE.kv_gb * 1e3:.0f} MB")
     try:

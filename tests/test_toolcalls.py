@@ -27,9 +27,7 @@ FORMATS = {
     "shell, its end taken by a stop string": f"{FENCE}shell\n{RUN}\n",
     "OpenAI message": as_json(
         role="assistant",
-        tool_calls=[
-            {"type": "function", "function": {"name": "bash", "arguments": as_json(command=RUN)}}
-        ],
+        tool_calls=[{"type": "function", "function": {"name": "bash", "arguments": as_json(command=RUN)}}],
     ),
     "OpenAI list": json.dumps([{"function": {"name": "bash", "arguments": as_json(cmd=RUN)}}]),
     "Anthropic block": as_json(type="tool_use", name="bash", input={"command": RUN}),
