@@ -7,10 +7,10 @@ the demo's programs against each; then runs them in the lab, on the machine that
 (profiles/measure.py, measured on this machine), and prints predicted against measured. A replay that
 is in OUT already is not repeated, so the machine can be left to others between two seeds.
 
-What the lab is told of the real thing, beside the profile: the hop between client and engine, timed on
-each server before and after its replay; and how fast the machine was then, by prefills of a known length,
-as the cores of a shared machine are not equally fast at all times. Both are in the CSV, and the prediction
-is also made without the second.
+What the lab is told of the real thing, beside the profile, is what five short probes of each server show
+before and after its replay, none of them a turn of the programs (fidelity_lab.Told): how fast the machine
+computes at that moment, the hop between client and engine and its growth with the prompt, and the server's
+own time in a step. All are in the CSV, and the prediction is also made without them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -31,7 +31,7 @@ from continuum_lmcache.errors import ProfileError
 from experiments import demo
 from experiments.client import Client, ServerUnusable, request_body
 from experiments.driver import Plan, random_tokens
-from experiments.fidelity_lab import Told, predicted
+from experiments.fidelity_lab import BATCH, LONG_TOKENS, SHORT_TOKENS, Around, Told, around, predicted
 from experiments.fidelity_tables import comparison, ranking, write_csv
 from experiments.offload_sweep import seeds_of
 from experiments.replay import ORDINARY, Job, replay
@@ -44,8 +44,7 @@ from experiments.tiny_model import make_model
 
 STEP_TOKENS, MAX_SEQS = 2048, 64  # said to server and lab alike
 PROGRAMS, JPS = 12, 1.0
-PROBE_TOKENS, PROBES = 1024, 5
-HOP_TOKENS, HOPS = 16, 20
+PROBES, OUTPUTS = 9, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def measured(contender: Contender, chosen: Selection, profile: Path, model: Path
         with serve(model, args, log=log, env=env) as url:
             before = asyncio.run(probed(url))
             summary = replay(Job(f"{url}/v1", contender.label, chosen, out))
-            told = between(before, asyncio.run(probed(url, first=PROBES + HOPS + 2)))
+            told = before.mean(asyncio.run(probed(url, first=1000)))
     if summary["errors"]:
         raise ServerUnusable(f"{contender.label}: {summary['errors']} turns failed; see {log}")
     told_path(out, contender, chosen.seed).write_text(json.dumps(asdict(told)))
@@ -94,7 +93,7 @@ def told_path(out: Path, contender: Contender, seed: int) -> Path:
 
 
 async def probed(url: str, first: int = 0) -> Told:
-    """What a server shows now: seconds of a short request, and of a known prefill.
+    """What a server shows now; medians of a few.
 
     `first` numbers the prompts: those of other numbers are others, which no cache holds.
     """
@@ -102,21 +101,22 @@ async def probed(url: str, first: int = 0) -> Told:
     plan = Plan("tiny", 0, ORDINARY)
     async with Client(f"{url}/v1", timeout_s=60) as client:
 
-        async def first_s(number: int, tokens: int) -> float:
+        async def answered(number: int, tokens: int, outputs: int = 1) -> tuple[float, float]:
+            """Seconds to the first token, and between two tokens after it."""
             sent_s = loop.time()
-            body = request_body("tiny", random_tokens(plan, (number, tokens), tokens), 1)
-            return (await client.complete(body)).first_s - sent_s
+            prompt = random_tokens(plan, (number, tokens), tokens)
+            answer = await client.complete(request_body("tiny", prompt, outputs))
+            return answer.first_s - sent_s, (answer.done_s - answer.first_s) / max(1, outputs - 1)
 
-        short_s = [await first_s(first + i, HOP_TOKENS) for i in range(HOPS + 1)]
-        long_s = [await first_s(first + i, PROBE_TOKENS) for i in range(PROBES + 1)]
-    return Told(median(short_s[1:]), median(long_s[1:]), HOP_TOKENS, PROBE_TOKENS)
-
-
-def between(before: Told, after: Told) -> Told:
-    """The mean of both, for a machine whose speed changed meanwhile."""
-    assert before.probe_s is not None and after.probe_s is not None  # probed() knows it
-    short_s, probe_s = (before.short_s + after.short_s) / 2, (before.probe_s + after.probe_s) / 2
-    return replace(before, short_s=short_s, probe_s=probe_s)
+        numbers = range(first, first + PROBES)
+        await answered(first + PROBES, LONG_TOKENS)  # the first of its kind is slower
+        short_s = [(await answered(n, SHORT_TOKENS))[0] for n in numbers]
+        pairs = [(await answered(n, LONG_TOKENS), await answered(n, LONG_TOKENS)) for n in numbers]
+        alone_s = [(await answered(n, SHORT_TOKENS, OUTPUTS))[1] for n in numbers]
+        batches = [[answered(BATCH * n + i, SHORT_TOKENS, OUTPUTS) for i in range(BATCH)] for n in numbers]
+        batch_s = [between for batch in batches for _, between in await asyncio.gather(*batch)]
+    long_s, again_s = (median(s for s, _ in column) for column in zip(*pairs, strict=True))
+    return Told(median(short_s), long_s, again_s, median(alone_s), median(batch_s))
 
 
 def rows(seeds: list[int], programs: int, machine: Machine, out: Path) -> list[dict[str, Any]]:
@@ -129,14 +129,20 @@ def rows(seeds: list[int], programs: int, machine: Machine, out: Path) -> list[d
             told = Told(**json.loads(told_path(out, contender, seed).read_text()))
             row = {"label": contender.label, "seed": seed, "programs": programs}
             found.append(row | figures(json.loads(path.read_text())))
-            for way, assumed in (("predicted", told), ("predicted, profile's speed", replace_speed(told))):
+            server = around(told, machine)
+            for way, assumed in ways(server).items():
                 setup = (contender.policy, contender.offloads, STEP_TOKENS, MAX_SEQS)
                 found.append(row | {"way": way} | predicted(chosen, machine, assumed, *setup))
     return found
 
 
-def replace_speed(told: Told) -> Told:
-    return replace(told, probe_s=None)
+def ways(server: Around) -> dict[str, Around]:
+    """How much the lab is told, from all to no more than what the profile and one hop say."""
+    return {
+        "predicted": server,
+        "without the server's steps": replace(server, step_s=0.0, per_sequence_s=0.0),
+        "profile's speed": Around(hop_s=server.hop_s),
+    }
 
 
 def figures(summary: dict[str, Any]) -> dict[str, Any]:
@@ -152,8 +158,7 @@ def figures(summary: dict[str, Any]) -> dict[str, Any]:
         "mean_s": summary["job_time_s"]["mean"],
         "p95_s": summary["job_time_s"]["p95"],
         **{f"{name}_share": tokens[name] / summary["prompt_tokens"] for name in tokens},
-        "hop_s": None,
-        "slower": None,
+        **dict.fromkeys(f.name for f in fields(Around)),
     }
 
 

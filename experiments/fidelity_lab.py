@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,33 +17,68 @@ from experiments.sim.step_time import Machine, StepCurve
 from experiments.sim.workloads import with_tool_time
 from experiments.workload import Program
 
+SHORT_TOKENS, LONG_TOKENS, BATCH = 16, 1024, 6
+REUSED_TOKENS = (LONG_TOKENS - 1) // demo.BLOCK_TOKENS * demo.BLOCK_TOKENS  # of a long prompt sent again
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a real server showed before its replay, in seconds from sending to the first token."""
+    """What a real server showed before and after its replay, in seconds. Beside it nothing is told."""
 
-    short_s: float  # of a prompt of `short_tokens`
-    probe_s: float | None  # of one of `probe_tokens`; None: take the profile's word for the speed
-    short_tokens: int
-    probe_tokens: int
+    short_s: float  # from sending SHORT_TOKENS to the first token
+    long_s: float  # the same for LONG_TOKENS
+    again_s: float  # and for those once more, when all but REUSED_TOKENS lie in the KV cache
+    alone_s: float  # between two tokens of a turn alone
+    batch_s: float  # between two tokens of BATCH turns at once
 
-    def slower(self, machine: Machine) -> float:
-        """How many times as long as the profile says computing took: the difference of two prefills."""
-        if self.probe_s is None:
-            return 1.0
-        said_s = machine.seconds([(self.probe_tokens, 0)]) - machine.seconds([(self.short_tokens, 0)])
-        return (self.probe_s - self.short_s) / said_s
-
-    def hop_s(self, machine: Machine) -> float:
-        """What a turn takes beside the engine's step: HTTP, the API server, the client."""
-        return max(0.0, self.short_s - machine.seconds([(self.short_tokens, 0)]))
+    def mean(self, other: Told) -> Told:
+        """The middle of both, for a machine whose speed changed meanwhile."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Told(*((mine + theirs) / 2 for mine, theirs in pairs))
 
 
-def slowed(machine: Machine, factor: float) -> Machine:
-    """The machine with every step `factor` times as long."""
-    same = ("half_rate_tokens", "samples")
-    scaled = {n: getattr(machine.step, n) * factor for n in StepCurve.__slots__ if n not in same}
-    return replace(machine, step=replace(machine.step, **scaled))
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a server is beside the profile's steps."""
+
+    slower: float = 1.0  # times as long as the profile says computing takes
+    hop_s: float = 0.0  # from sending to the engine and back, without the step
+    hop_per_token_s: float = 0.0  # and for each token of the prompt
+    step_s: float = 0.0  # the server's own, each step
+    per_sequence_s: float = 0.0  # and for each turn in it: answers are sent, read and written
+
+    def hop_of(self, prompt_tokens: int) -> float:
+        return self.hop_s + self.hop_per_token_s * prompt_tokens
+
+    def around(self, machine: Machine) -> Machine:
+        """The machine as it is inside that server."""
+        same = ("half_rate_tokens", "samples")
+        step = {n: getattr(machine.step, n) * self.slower for n in StepCurve.__slots__ if n not in same}
+        step["fixed_s"] += self.step_s
+        step["per_sequence_s"] += self.per_sequence_s
+        return replace(machine, step=replace(machine.step, **step))
+
+
+def around(told: Told, machine: Machine) -> Around:
+    """The unknowns of Around from the five times: each differs from another in one of them.
+
+    A long prompt and the same again differ by computing alone, again and short by the prompt's way,
+    a turn alone from the profile by the server's own time, and a batch from that by the turns in it.
+    """
+    short, long, again = ((SHORT_TOKENS, 0), (LONG_TOKENS, 0), (LONG_TOKENS - REUSED_TOKENS, REUSED_TOKENS))
+    short_s, long_s, again_s, one_s, batch_s = (
+        machine.seconds(batch) for batch in ([short], [long], [again], [DECODE], [DECODE] * BATCH)
+    )
+    slower = (told.long_s - told.again_s) / (long_s - again_s)
+    way_s = told.again_s - told.short_s - slower * (again_s - short_s)
+    per_token_s = max(0.0, way_s / (LONG_TOKENS - SHORT_TOKENS))
+    step_s = max(0.0, told.alone_s - slower * one_s)
+    more_s = told.batch_s - told.alone_s - slower * (batch_s - one_s)
+    hop_s = told.short_s - slower * short_s - step_s - per_token_s * SHORT_TOKENS
+    return Around(slower, max(0.0, hop_s), per_token_s, step_s, max(0.0, more_s / (BATCH - 1)))
+
+
+DECODE = (1, SHORT_TOKENS)
 
 
 def lmcache_tiers() -> dict[str, Any]:
@@ -60,19 +96,18 @@ def lmcache_tiers() -> dict[str, Any]:
 def predicted(
     chosen: Selection,
     machine: Machine,
-    told: Told,
+    around: Around,
     policy: str,
     offloads: bool,
     step_tokens: int,
     max_seqs: int,
 ) -> dict[str, Any]:
     """The lab's figures for one replay, in the columns of fidelity_tables."""
-    hop_s, slower = told.hop_s(machine), told.slower(machine)
-    programs = behind_a_hop(with_tool_time(chosen.programs(lambda _: None), chosen.time_scale), hop_s)
+    programs = behind_a_hop(with_tool_time(chosen.programs(lambda _: None), chosen.time_scale), around)
     setup = Setup(
         policy=STOCK if policy == "fcfs" else policy,
         tiers=lmcache_tiers() if offloads else None,
-        machine=slowed(machine, slower),
+        machine=around.around(machine),
         step_tokens=step_tokens,
         max_seqs=max_seqs,
         block_tokens=demo.BLOCK_TOKENS,
@@ -80,7 +115,8 @@ def predicted(
         store_stalls=offloads,
     )
     result = simulate(programs, setup)
-    jobs_s = [job.job_s + hop_s for job in result.jobs]
+    first_s = {p.program_id: around.hop_of(p.turns[0].context_tokens) for p in programs}
+    jobs_s = [job.job_s + first_s[job.program_id] for job in result.jobs]
     tokens = result.tokens
     prompts = sum(tokens.values())
     return {
@@ -89,16 +125,18 @@ def predicted(
         "gpu_share": tokens["gpu"] / prompts,
         "offload_share": (tokens["dram"] + tokens["ssd"]) / prompts,
         "computed_share": tokens["computed"] / prompts,
-        "hop_s": hop_s,
-        "slower": slower,
+        **asdict(around),
     }
 
 
-def behind_a_hop(programs: tuple[Program, ...], hop_s: float) -> tuple[Program, ...]:
-    """The programs as the engine sees them: each turn comes `hop_s` after its client sent it."""
+def behind_a_hop(programs: tuple[Program, ...], around: Around) -> tuple[Program, ...]:
+    """The programs as the engine sees them: each turn comes a hop after its client sent it."""
 
     def later(program: Program) -> Program:
-        turns = (t if t.gap_s is None else replace(t, gap_s=t.gap_s + hop_s) for t in program.turns)
+        turns = list(program.turns)
+        for number, (turn, then) in enumerate(pairwise(program.turns)):
+            assert turn.gap_s is not None  # only the last has none
+            turns[number] = replace(turn, gap_s=turn.gap_s + around.hop_of(then.context_tokens))
         return replace(program, turns=tuple(turns))
 
     return tuple(map(later, programs))

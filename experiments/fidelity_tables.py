@@ -13,7 +13,7 @@ from experiments.tables import spread
 Row = dict[str, Any]
 COLUMNS = (
     *("label", "seed", "programs", "way", "mean_s", "p95_s", "gpu_share", "offload_share"),
-    *("computed_share", "hop_s", "slower"),
+    *("computed_share", "slower", "hop_s", "hop_per_token_s", "step_s", "per_sequence_s"),
 )
 MEASURED = "measured"
 SHARES = ("gpu_share", "offload_share", "computed_share")

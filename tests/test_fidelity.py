@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections import Counter
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
 import yaml
 from openai_server import FakeServer
 
-from experiments.fidelity import figures, probed, selection
-from experiments.fidelity_lab import Told, behind_a_hop, predicted, slowed
+from experiments.fidelity import PROBES, figures, probed, selection
+from experiments.fidelity_lab import (
+    BATCH,
+    LONG_TOKENS,
+    SHORT_TOKENS,
+    Around,
+    Told,
+    around,
+    behind_a_hop,
+    predicted,
+)
 from experiments.fidelity_tables import comparison, order, ranking, write_csv
 from experiments.sim.step_time import Machine
 
@@ -23,18 +33,31 @@ def machine() -> Machine:
     return Machine.from_profile(yaml.safe_load(PROFILE.read_text()), PROFILE.name, kv_tokens=119 * 128)
 
 
-def told(machine: Machine, hop_s: float, slower: float) -> Told:
-    """What a server of that hop and speed shows."""
-    short_s, probe_s = (slower * machine.seconds([(tokens, 0)]) for tokens in (16, 1024))
-    return Told(short_s + hop_s, probe_s + hop_s, 16, 1024)
+SERVER = Around(slower=1.3, hop_s=0.02, hop_per_token_s=2e-5, step_s=0.004, per_sequence_s=0.001)
 
 
-def test_a_hop_and_a_speed_are_read_from_two_prefills(machine: Machine) -> None:
-    seen = told(machine, hop_s=0.02, slower=1.0)
-    assert seen.slower(machine) == pytest.approx(1.0)
-    assert seen.hop_s(machine) == pytest.approx(0.02)
-    assert told(machine, 0.02, 1.5).slower(machine) == pytest.approx(1.5)
-    assert replace(seen, probe_s=None).slower(machine) == 1.0
+def told(machine: Machine, server: Around) -> Told:
+    """What a server like that shows."""
+
+    def first_s(batch: tuple[int, int]) -> float:
+        step_s = server.slower * machine.seconds([batch]) + server.step_s
+        return server.hop_of(sum(batch)) + step_s
+
+    def between_s(turns: int) -> float:
+        step_s = server.slower * machine.seconds([(1, 16)] * turns) + server.step_s
+        return step_s + server.per_sequence_s * (turns - 1)
+
+    return Told(first_s((16, 0)), first_s((1024, 0)), first_s((128, 896)), between_s(1), between_s(6))
+
+
+def test_a_server_is_read_from_five_times(machine: Machine) -> None:
+    for server in (SERVER, Around(), Around(slower=0.9), Around(hop_s=0.1), Around(per_sequence_s=0.01)):
+        assert astuple(around(told(machine, server), machine)) == pytest.approx(astuple(server), abs=1e-9)
+
+
+def test_a_probe_faster_than_the_profile_leaves_no_negative_time(machine: Machine) -> None:
+    seen = replace(told(machine, Around()), alone_s=0.001, batch_s=0.001)
+    assert min(astuple(around(seen, machine))) >= 0
 
 
 def test_a_server_is_probed_with_prompts_that_no_cache_holds() -> None:
@@ -45,28 +68,33 @@ def test_a_server_is_probed_with_prompts_that_no_cache_holds() -> None:
             return await probed(url.removesuffix("/v1"))
 
     seen = asyncio.run(probe())
-    assert 0 < seen.short_s < 5 and seen.probe_s is not None
-    prompts = [tuple(body["prompt"]) for body in server.bodies]
-    assert {len(prompt) for prompt in prompts} == {seen.short_tokens, seen.probe_tokens}
-    assert len({prompt[:16] for prompt in prompts}) == len(prompts)
+    assert all(0 <= s < 5 for s in astuple(seen))
+    prompts = Counter((tuple(body["prompt"]), body["max_tokens"]) for body in server.bodies)
+    assert {len(prompt) for prompt, _ in prompts} == {SHORT_TOKENS, LONG_TOKENS}
+    again = Counter(n for (prompt, _), n in prompts.items() if len(prompt) == LONG_TOKENS)
+    assert again == {1: 1, 2: PROBES}, "each long prompt twice, but for the one that warms up"
+    assert server.most_at_once == BATCH
 
 
 def test_a_slower_machine_takes_every_step_longer(machine: Machine) -> None:
     for batch in ([(1, 500)], [(512, 128), (1, 2000)]):
-        assert slowed(machine, 2.0).seconds(batch) == pytest.approx(2 * machine.seconds(batch))
+        inside = Around(slower=2.0, step_s=0.5, per_sequence_s=0.1).around(machine)
+        assert inside.seconds(batch) == pytest.approx(2 * machine.seconds(batch) + 0.5 + 0.1 * len(batch))
 
 
 def test_a_hop_lengthens_every_gap_and_no_program_ends_with_one() -> None:
     plain = selection(seed=1, programs=2).programs(lambda _: None)
-    for before, after in zip(plain, behind_a_hop(plain, 0.5), strict=True):
+    server = Around(hop_s=0.5, hop_per_token_s=0.001)
+    for before, after in zip(plain, behind_a_hop(plain, server), strict=True):
         grown = [b.gap_s - a.gap_s for a, b in zip(before.turns[:-1], after.turns[:-1], strict=True)]
-        assert grown == pytest.approx([0.5] * len(grown)) and after.turns[-1].gap_s is None
+        due = [0.5 + 0.001 * turn.context_tokens for turn in before.turns[1:]]
+        assert grown == pytest.approx(due) and after.turns[-1].gap_s is None
 
 
 def test_a_prediction_has_the_columns_of_a_measurement_and_follows_the_speed(machine: Machine) -> None:
     run = (selection(seed=1, programs=3), machine)
-    plain = predicted(*run, told(machine, 0.0, 1.0), "continuum", True, 2048, 64)
-    slow = predicted(*run, told(machine, 0.0, 2.0), "continuum", True, 2048, 64)
+    plain = predicted(*run, Around(), "continuum", True, 2048, 64)
+    slow = predicted(*run, Around(slower=2.0), "continuum", True, 2048, 64)
     assert slow["mean_s"] > 1.5 * plain["mean_s"]
     assert sum(plain[f"{name}_share"] for name in ("gpu", "offload", "computed")) == pytest.approx(1.0)
     summary = {

@@ -18,8 +18,18 @@ from experiments.sweep.plans import LMCACHE, Plan, bare_name, rate, tiers
 
 KV_GB = MACHINES["cpu-tiny"].kv_gb
 SMALL, LARGE = 0.5 * KV_GB, 8 * KV_GB
-LADDER = (STOCK, "program-fcfs", "static-ttl", "continuum")
-CONTENDERS = (STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl", "continuum")
+PUBLISHED = "continuum-published"
+LADDER = (STOCK, "program-fcfs", "static-ttl", PUBLISHED, "continuum")
+CONTENDERS = (
+    STOCK,
+    "program-fcfs",
+    "plas",
+    "infercept",
+    "mean-threshold",
+    "static-ttl",
+    PUBLISHED,
+    "continuum",
+)
 
 
 Memory = tuple[float, float]  # GB of DRAM and disk
