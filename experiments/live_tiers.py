@@ -7,6 +7,7 @@ LMCache, one after the other: DRAM that holds every context; DRAM a fifth of the
 alive at a time; and that DRAM with a disk behind it. Everything else is equal, so a TTL differs by
 PrefillReload and by what follows from it (T, the queueing of those who lost their KV). Read back from
 the servers' own recordings, decision by decision: turn k of program p against the same turn elsewhere.
+A server whose recording is in OUT already is not run again.
 
 Arrivals are below saturation, since above it T, which is the same formula's other term, hides the
 reload: a queue of 20 s makes every TTL long.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Annotated, Any
 
 import numpy as np
@@ -76,6 +78,8 @@ SERVICE_S = 3.0  # what a program computes alone on one core, seen in the demo
 def measure(tiers: Tiers, selection: Selection, out: Path) -> Recording:
     """Serve, replay, stop; what the server recorded. Raises ServerError, ServerUnusable."""
     folder = out / tiers.name.replace(" ", "-").replace(",", "")
+    if (folder / "scheduler_timestamps").exists():
+        return load(folder)
     folder.mkdir(parents=True, exist_ok=True)
     case = Live("continuum", selection.count or 0, selection.jps or 0.0, selection.seed)
     case = replace(case, dram_gb=tiers.dram_gb, ssd_gb=tiers.ssd_gb)
@@ -97,7 +101,7 @@ def decisions(run: Recording) -> Decisions:
     }
 
 
-HEADS = ("", "TTL, s", "pinned", "PrefillReload, s", "T x eta, s", "TTL longer than in the first", "p")
+HEADS = ("", "TTL, mean, s", "TTL, s", "pinned", "PrefillReload, s", "T x eta, s", "longer than above", "p")
 
 
 def comparison(found: Mapping[str, Decisions]) -> list[list[str]]:
@@ -106,13 +110,14 @@ def comparison(found: Mapping[str, Decisions]) -> list[list[str]]:
     if not common:
         raise ContinuumError("no turn was decided on all servers after the cold start; give more programs")
     rows = [list(HEADS)]
-    first = column(next(iter(found.values())), common, "ttl_s")
+    above: list[float] = []
     for name, made in found.items():
         ttl_s, reload_s, benefit_s = (column(made, common, f) for f in ("ttl_s", "reload_s", "benefit_s"))
         queueing_s = [b - r for b, r in zip(benefit_s, reload_s, strict=True)]
         pinned = sum(t > 0 for t in ttl_s) / len(ttl_s)
         cells = (ranged(ttl_s), f"{pinned:.2f}", ranged(reload_s), ranged(queueing_s))
-        rows.append([f"{name} (n = {len(common)})", *cells, *against(first, ttl_s)])
+        rows.append([f"{name} (n = {len(common)})", f"{mean(ttl_s):.3f}", *cells, *against(above, ttl_s)])
+        above = ttl_s
     return rows
 
 
@@ -125,13 +130,14 @@ def column(made: Decisions, turns: Sequence[tuple[str, int]], fact: str) -> list
     return [float(made[turn][fact]) for turn in turns]
 
 
-def against(first: Sequence[float], other: Sequence[float]) -> tuple[str, str]:
-    """The share of turns with a longer TTL than on the first server, and Wilcoxon's one-sided p."""
-    if first == other:
+def against(above: Sequence[float], ttl_s: Sequence[float]) -> tuple[str, str]:
+    """The shares of turns with a longer and a shorter TTL than there, and Wilcoxon's one-sided p."""
+    pairs = list(zip(above, ttl_s, strict=False))  # the first row has none above
+    if all(a == b for a, b in pairs):
         return "", ""
-    longer = sum(b > a for a, b in zip(first, other, strict=True)) / len(first)
-    p = stats.wilcoxon(other, first, alternative="greater").pvalue
-    return f"{longer:.2f}", f"{p:.1e}"
+    longer, shorter = (sum(sign * (b - a) > 0 for a, b in pairs) / len(pairs) for sign in (1, -1))
+    p = stats.wilcoxon(ttl_s, above, alternative="greater").pvalue
+    return f"{longer:.2f} (shorter {shorter:.2f})", f"{p:.1e}"
 
 
 def draw(found: Mapping[str, Decisions], path: Path) -> None:
@@ -142,7 +148,7 @@ def draw(found: Mapping[str, Decisions], path: Path) -> None:
     for (name, made), style in zip(found.items(), ("-", "--", ":"), strict=True):
         ttl_s = np.sort([d["ttl_s"] for d in made.values()])
         axes.step(ttl_s, np.arange(1, len(ttl_s) + 1) / len(ttl_s), style, color="black", label=name)
-    axes.set(xlabel="TTL, s", ylabel="share of decisions", xscale="symlog")
+    axes.set(xlabel="TTL, s", ylabel="share of decisions")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
