@@ -164,11 +164,10 @@ def paired(
         contenders.append(Contender("slow disk, always load", disk_only, True, never))
     with ExitStack() as until:
         urls = {each.name: up(each, out, until, "program-fcfs") for each in contenders}
-        runs = [asyncio.run(visits(urls, count, seed)) for seed in range(repeats)]
         table = titled("Seconds to first token", "repeat", *urls, *(f"{n} / none" for n in list(urls)[1:]))
-        for number, took_s in enumerate(runs, 1):
-            table.add_row(str(number), *cells(took_s, "no LMCache"))
-        Console().print(table)
+        for seed in range(repeats):
+            table.add_row(str(seed + 1), *cells(asyncio.run(visits(urls, count, seed)), "no LMCache"))
+            Console().print(table)  # each repeat takes minutes; what is there is there
         for name, url in urls.items():
             told = [counted(url, f"continuum_{what}") for what in ("load_decisions_total", "rate_samples")]
             print(name, *told, counted(url, "continuum_tier_bytes_per_second"))

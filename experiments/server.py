@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,16 @@ def reserved_port() -> int:
     return int(held.getsockname()[1])
 
 
+def unwind_on_sigterm() -> None:
+    """Let SIGTERM unwind this process as ^C does, so that whoever started servers stops them.
+
+    Left alone: a process that handles the signal already, and threads beside the main one.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    if ours and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
 @contextlib.contextmanager
 def serve(
     model: Path,
@@ -63,6 +74,7 @@ def serve(
 
     Raises ServerError with the log's tail if it exits first or is not up within `start_s`.
     """
+    unwind_on_sigterm()
     port = reserved_port()
     command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", name]
     command += ["--host", "127.0.0.1", "--port", str(port), *CPU_ARGS, *args]

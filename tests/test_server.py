@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from experiments.server import reserved_port
+
+STOPS = """
+import time
+from experiments.server import unwind_on_sigterm
+unwind_on_sigterm()
+try:
+    print("started", flush=True)
+    time.sleep(60)
+finally:
+    print("stopped", flush=True)
+"""
 
 
 def bound(port: int, *options: int) -> socket.socket:
@@ -36,3 +50,12 @@ def test_the_server_that_was_told_of_it_can_listen_and_comes_back_to_it(options:
             server.listen()
             with socket.create_connection(("127.0.0.1", port)):
                 pass
+
+
+def test_sigterm_stops_what_was_started():
+    script = [sys.executable, "-c", STOPS]
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "started\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == "stopped\n"
+    assert process.returncode == 128 + signal.SIGTERM
