@@ -17,8 +17,9 @@ from experiments.sim.step_time import Machine, StepCurve
 from experiments.sim.workloads import with_tool_time
 from experiments.workload import Program
 
-SHORT_TOKENS, LONG_TOKENS, BATCH = 16, 1024, 6
-REUSED_TOKENS = (LONG_TOKENS - 1) // demo.BLOCK_TOKENS * demo.BLOCK_TOKENS  # of a long prompt sent again
+SHORT_TOKENS, BATCH = 16, 6
+REUSED_TOKENS = 8 * demo.BLOCK_TOKENS  # of a long prompt sent again, by vLLM's cache and LMCache's alike
+LONG_TOKENS = REUSED_TOKENS + demo.BLOCK_TOKENS // 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ def told(machine: Machine, server: Around) -> Told:
         step_s = server.slower * machine.seconds([(1, 16)] * turns) + server.step_s
         return step_s + server.per_sequence_s * (turns - 1)
 
-    return Told(first_s((16, 0)), first_s((1024, 0)), first_s((128, 896)), between_s(1), between_s(6))
+    return Told(first_s((16, 0)), first_s((1088, 0)), first_s((64, 1024)), between_s(1), between_s(6))
 
 
 def test_a_server_is_read_from_five_times(machine: Machine) -> None:
