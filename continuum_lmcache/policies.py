@@ -37,11 +37,11 @@ def continuum(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     A return in time saves T * eta of queueing and the reload. A negative eta (programs that went
     on long go on longer) lowers the benefit, as the formula says. While cold, eta is 1.
     """
-    seen = gaps.distribution(turn.tool)
+    seen = gaps.distribution(turn.tool).after(load.away_s)
     cold = seen.level == "cold"
     reload_s = costs.reload_s(turn.residency, load.survival)
     benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + reload_s
-    best = best_ttl(seen, benefit_s, config.max_ttl_s)
+    best = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
     return explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config)
 
 
