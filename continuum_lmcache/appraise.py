@@ -67,20 +67,15 @@ class Appraiser:
         """Whether storing may be left where it does not pay."""
         return self._policy.beyond and self.config.stop_stores
 
-    @property
-    def prices_pins(self) -> bool:
-        """Whether a pin costs only while a turn waits for memory."""
-        return self._policy.beyond and self.config.priced_pins
+    def prices(self, context_tokens: int, reload_s: float) -> bool:
+        """Whether a pin of this context costs only while a turn waits for memory. Where a tier brings it
+        back for little there is little to keep it for: then each second costs one, as in the paper."""
+        dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
+        return self._policy.beyond and self.config.priced_pins and reload_s >= dear_s
 
     def memory(self, turn: TurnId, refused: bool) -> None:
         """A waiting turn was refused its memory; or not, or is gone."""
         (self.short.add if refused else self.short.discard)(turn)
-
-    def price(self, context_tokens: int, reload_s: float) -> float:
-        """Seconds that a second of pin is charged with: all of it where a tier brings the context back
-        for little, since then there is little to keep it for."""
-        dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
-        return price(bool(self.short)) if self.prices_pins and reload_s >= dear_s else FULL_PRICE
 
     def cheap_tiers(self) -> dict[Tier, int]:
         """What the tiers have room for, in tokens, without those from which a reload costs nearly as much
@@ -121,6 +116,7 @@ class Appraiser:
         away_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
         survival = self.survival.chances(turn.residency.total_tokens, away_s, now_s)
         reload_s = self.rates.costs.reload_s(turn.residency, survival)
+        priced = self.prices(turn.context_tokens, reload_s)
         load = replace(
             load,
             queue_delay_s=self.history.queue_delay_s,
@@ -128,7 +124,7 @@ class Appraiser:
             eta=self.history.eta,
             eta_samples=self.history.eta_samples,
             survival=survival,
-            price=self.price(turn.context_tokens, reload_s),
+            price=price(bool(self.short)) if priced else FULL_PRICE,
         )
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)

@@ -35,7 +35,8 @@ def continuum(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     """Eq. 2 (arXiv 2511.02230 §4), with PrefillReload from where the prefix really lies.
 
     A return in time saves T * eta of queueing and the reload. A negative eta (programs that went
-    on long go on longer) lowers the benefit, as the formula says. While cold, eta is 1.
+    on long go on longer) lowers the benefit, as the formula says. While cold, eta is 1. Of a program
+    that is away already, only what is left of the gap is asked about.
     """
     seen = gaps.distribution(turn.tool).after(load.away_s)
     cold = seen.level == "cold"

@@ -20,22 +20,26 @@ class Renewal:
 
     def look(self, now_s: float) -> None:
         """Before pins expire: those that are due, and all of them if memory has become short."""
-        if not self.keeper.appraiser.prices_pins:
-            return
-        all_of_them = now_s >= self.at_s and bool(self.keeper.appraiser.short) and not self.was_short
-        if now_s >= self.at_s:
-            self.was_short, self.at_s = bool(self.keeper.appraiser.short), now_s + EVERY_S
+        all_of_them = now_s >= self.at_s and self._becomes_short(now_s)
         due_s = self.keeper.ledger.next_deadline_s()
         if all_of_them or (due_s is not None and due_s <= now_s):
             for pin in list(self.keeper.ledger.pinned.values()):
                 if all_of_them or pin.deadline_s <= now_s:
                     self._renew(now_s, pin)
 
+    def _becomes_short(self, now_s: float) -> bool:
+        before, self.was_short = self.was_short, bool(self.keeper.appraiser.short)
+        self.at_s = now_s + EVERY_S
+        return self.was_short and not before
+
     def _renew(self, now_s: float, pin: Pin) -> None:
-        assert pin.turn is not None
-        keeper = self.keeper
-        if keeper.ledger.programs[pin.program].live:
+        """The pin's deadline as if it were taken now, by a program that has been away so long."""
+        keeper, turn = self.keeper, pin.turn
+        assert turn is not None
+        is_priced = keeper.appraiser.prices(turn.context_tokens, pin.retention.reload_s)
+        if not is_priced or keeper.ledger.programs[pin.program].live:
             return
-        left_s = keeper.config.max_ttl_s - (now_s - pin.taken_s)
-        keep = keeper.appraiser.judged(now_s, pin.turn, keeper.load(now_s - pin.taken_s))
-        keeper.ledger.renew(pin.program, now_s + max(0.0, min(keep.ttl_s, left_s)))
+        away_s = now_s - pin.taken_s
+        keep = keeper.appraiser.judged(now_s, turn, keeper.load(away_s))
+        left_s = max(0.0, min(keep.ttl_s, keeper.config.max_ttl_s - away_s))
+        keeper.ledger.renew(pin.program, now_s + left_s)
