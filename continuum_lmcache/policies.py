@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from continuum_lmcache.baselines import drop, infercept, mean_threshold, static_ttl, three_way
 from continuum_lmcache.config import ContinuumConfig
@@ -43,7 +43,8 @@ def continuum(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     reload_s = costs.reload_s(turn.residency, load.survival)
     benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + reload_s
     best = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
-    return explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config)
+    keep = explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config)
+    return replace(keep, cost_s=load.price * best.ttl_s)
 
 
 POLICIES: dict[str, Policy] = {

@@ -10,7 +10,7 @@ import pytest
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from test_policies import A_SECOND_A_TOKEN, IDLE, learned, turn
+from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
 from test_policy_properties import BENEFITS_S, CEILINGS_S, SLACK, distributions
 
 from continuum_lmcache.appraise import Appraiser
@@ -46,6 +46,11 @@ def test_a_dearer_second_never_lengthens_the_ttl(seen, benefit_s, ceiling_s, one
     gains_s = [best.probability * benefit_s - dear * best.ttl_s for best in (longer, shorter)]
     tied = abs(gains_s[0] - gains_s[1]) < SLACK * (1 + abs(benefit_s))
     assert longer.ttl_s >= shorter.ttl_s or tied
+
+
+def test_what_a_pin_is_charged_with_is_said():
+    load = replace(IDLE, price=0.5)
+    assert decide("continuum", turn(16), learned(), load).cost_s == 2.0
 
 
 def ttl_s(short: bool, tokens: int = 16, dram_tokens: int = 0, **values: Any) -> float:
