@@ -16,9 +16,10 @@ from continuum_lmcache.observed import Observed
 from continuum_lmcache.orders import at_the_door, by_turn
 from continuum_lmcache.policies import policy_named
 from continuum_lmcache.rates import Rates, Survival
+from continuum_lmcache.scarcity import FULL_PRICE, price
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.toolcalls import tool_calls, tool_key
-from continuum_lmcache.types import Load, Residency, Retention, Standing, Tier, ToolKey, Turn
+from continuum_lmcache.types import Load, Residency, Retention, Standing, Tier, ToolKey, Turn, TurnId
 
 TYPICAL_TOKENS = 20_000  # at which reloading and computing are compared
 CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
@@ -41,6 +42,7 @@ class Appraiser:
         self.gaps = gaps if gaps is not None else Gaps()
         self.history = History()
         self.observed = Observed()
+        self.short: set[TurnId] = set()  # waiting turns that were refused memory
         self.rates = Rates(costs)
         self.survival = Survival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
@@ -64,6 +66,16 @@ class Appraiser:
     def stops_stores(self) -> bool:
         """Whether storing may be left where it does not pay."""
         return self._policy.beyond and self.config.stop_stores
+
+    def prices(self, context_tokens: int, reload_s: float) -> bool:
+        """Whether a pin of this context costs only while a turn waits for memory. Where a tier brings it
+        back for little there is little to keep it for: then each second costs one, as in the paper."""
+        dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
+        return self._policy.beyond and self.config.priced_pins and reload_s >= dear_s
+
+    def memory(self, turn: TurnId, refused: bool) -> None:
+        """A waiting turn was refused its memory; or not, or is gone."""
+        (self.short.add if refused else self.short.discard)(turn)
 
     def cheap_tiers(self) -> dict[Tier, int]:
         """What the tiers have room for, in tokens, without those from which a reload costs nearly as much
@@ -95,21 +107,27 @@ class Appraiser:
 
     def retain(self, now_s: float, turn: Turn, load: Load) -> Retention:
         """For how long this turn's KV should stay, never beyond max_ttl_s."""
+        keep = self.judged(now_s, turn, load)
+        self.observed.kept(turn.tool, keep)
+        return keep
+
+    def judged(self, now_s: float, turn: Turn, load: Load) -> Retention:
+        """The same, for a turn that was counted already."""
         away_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
+        survival = self.survival.chances(turn.residency.total_tokens, away_s, now_s)
+        reload_s = self.rates.costs.reload_s(turn.residency, survival)
+        priced = self.prices(turn.context_tokens, reload_s)
         load = replace(
             load,
             queue_delay_s=self.history.queue_delay_s,
             queue_delay_samples=self.history.queue_delay_samples,
             eta=self.history.eta,
             eta_samples=self.history.eta_samples,
-            survival=self.survival.chances(turn.residency.total_tokens, away_s, now_s),
+            survival=survival,
+            price=price(bool(self.short)) if priced else FULL_PRICE,
         )
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
-        reload_s = self.rates.costs.reload_s(turn.residency, load.survival)
-        ttl_s = min(keep.ttl_s, self.config.max_ttl_s)
-        keep = replace(keep, ttl_s=ttl_s, reload_s=reload_s)
-        self.observed.kept(turn.tool, keep)
-        return keep
+        return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 
     def tool(self, text: str) -> ToolKey:
         """What the turn that ends with `text` called: of parallel calls, the one known to be slowest."""

@@ -36,6 +36,7 @@ class ContinuumConfig:
     no_loss_guard: bool = True  # vLLM's own order while all contexts fit the GPU
     drop_dead: bool = True  # the KV of a program that is over is the first to go
     stop_stores: bool = True  # do not store while that holds steps up and nothing repays it
+    priced_pins: bool = True  # a pin costs only while a turn waits for memory, and is looked at again
     measured_chunk: bool = True  # prefill chunks as small as the profile's step times say
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # true: a KV load that fails fails its request

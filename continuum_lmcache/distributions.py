@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,14 @@ class Distribution:
             return -math.expm1(-max(ttl_s, 0.0))
         at = bisect_right(self.samples_s, ttl_s)
         return self.cdf[at - 1] if at else 0.0
+
+    def after(self, elapsed_s: float) -> Distribution:
+        """What is left of a gap that has lasted `elapsed_s` already. Exp(1), while cold, has no memory."""
+        if self.level == "cold" or elapsed_s <= 0.0:
+            return self
+        at, over = bisect_right(self.samples_s, elapsed_s), self.probability(elapsed_s)
+        left_s = tuple(gap_s - elapsed_s for gap_s in self.samples_s[at:])
+        return replace(self, samples_s=left_s, cdf=tuple((p - over) / (1.0 - over) for p in self.cdf[at:]))
 
     @property
     def mean_s(self) -> float | None:

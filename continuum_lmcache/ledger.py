@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.types import Outcome, Pin, ProgramId, Retention, Standing, ToolKey, Turn, TurnId
@@ -96,13 +96,20 @@ class Ledger:
         if reason := self._over_budget(entry.tenant, turn.blocks):
             self.refused[reason] += 1
             return None
-        pin = Pin(turn.program, turn.blocks, now_s, now_s + keep.ttl_s, keep)
+        pin = Pin(turn.program, turn.blocks, now_s, now_s + keep.ttl_s, keep, turn)
         entry.pin = self.pinned[turn.program] = pin
         self.pinned_blocks += pin.blocks
         self._by_tenant[entry.tenant] += pin.blocks
         self.taken += 1
         heapq.heappush(self._deadlines, (pin.deadline_s, turn.program))
         return pin
+
+    def renew(self, program: ProgramId, deadline_s: float) -> None:
+        """The program's pin ends at another time."""
+        entry = self.programs[program]
+        assert entry.pin is not None
+        entry.pin = self.pinned[program] = replace(entry.pin, deadline_s=deadline_s)
+        heapq.heappush(self._deadlines, (deadline_s, program))
 
     def left(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
         """A turn is gone, for whatever reason; the program may go on."""

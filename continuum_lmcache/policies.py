@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from continuum_lmcache.baselines import drop, infercept, mean_threshold, static_ttl, three_way
 from continuum_lmcache.config import ContinuumConfig
@@ -35,14 +35,16 @@ def continuum(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     """Eq. 2 (arXiv 2511.02230 §4), with PrefillReload from where the prefix really lies.
 
     A return in time saves T * eta of queueing and the reload. A negative eta (programs that went
-    on long go on longer) lowers the benefit, as the formula says. While cold, eta is 1.
+    on long go on longer) lowers the benefit, as the formula says. While cold, eta is 1. Of a program
+    that is away already, only what is left of the gap is asked about.
     """
-    seen = gaps.distribution(turn.tool)
+    seen = gaps.distribution(turn.tool).after(load.away_s)
     cold = seen.level == "cold"
     reload_s = costs.reload_s(turn.residency, load.survival)
     benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + reload_s
-    best = best_ttl(seen, benefit_s, config.max_ttl_s)
-    return explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config)
+    best = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
+    keep = explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config)
+    return replace(keep, cost_s=load.price * best.ttl_s)
 
 
 POLICIES: dict[str, Policy] = {

@@ -3,7 +3,8 @@
     tau* = argmax over tau in {0} and the recorded gaps of f:  P(tau, f) * benefit_s - tau
     benefit_s = T * eta + PrefillReload(r)
 
-A second of pin costs a second: the paper's MemUsage(r) / M stands on both sides and cancels.
+A second of pin costs a second: the paper's MemUsage(r) / M stands on both sides and cancels. Another
+`price`, in seconds a second, is scarcity.py's.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Best:
 NEVER = Best(0.0, 0.0)
 
 
-def best_ttl(seen: Distribution, benefit_s: float, max_ttl_s: float) -> Best:
+def best_ttl(seen: Distribution, benefit_s: float, max_ttl_s: float, price: float = 1.0) -> Best:
     """tau* within [0, max_ttl_s], in one pass over the ascending gaps; the shortest of equals.
 
     P is a staircase, so between two recorded gaps only the cost grows: no tau in between can be
@@ -35,10 +36,10 @@ def best_ttl(seen: Distribution, benefit_s: float, max_ttl_s: float) -> Best:
     need not be the ceiling itself.
     """
     if seen.level == "cold":
-        return best_cold_ttl(benefit_s, max_ttl_s)
+        return best_cold_ttl(benefit_s / price, max_ttl_s)
     best, best_gain_s = NEVER, 0.0
     for ttl_s, probability in zip(seen.samples_s, seen.cdf, strict=True):
-        gain_s = probability * benefit_s - ttl_s
+        gain_s = probability * benefit_s - price * ttl_s
         if ttl_s > max_ttl_s:
             break
         if gain_s > best_gain_s:

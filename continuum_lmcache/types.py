@@ -79,6 +79,8 @@ class Load:
     eta: float = 1.0  # -Corr(turns done, turns left), in [-1, 1]
     eta_samples: int = 0
     survival: Mapping[Tier, float] = field(default_factory=dict)  # chance that a tier still holds the prefix
+    price: float = 1.0  # seconds that a second of pin is charged with
+    away_s: float = 0.0  # for how long the program has been in its tool call
 
     @property
     def pressure(self) -> float:
@@ -110,6 +112,7 @@ class Pin:
     taken_s: float
     deadline_s: float
     retention: Retention
+    turn: Turn | None = None  # that ended; None in records
 
 
 @dataclass(frozen=True, slots=True)

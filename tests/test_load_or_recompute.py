@@ -118,11 +118,28 @@ def test_every_decision_is_counted_once_a_placed_turn(tmp_path: Path, beside: bo
     assert found["recompute"] >= 0.9 * sum(found.values())
 
 
-def counts(setup: Setup) -> Counter[str]:
+def long_answers() -> list[Program]:
+    """Three prompts fit the GPU, three answers do not: the latest of them loses its memory on the way."""
+    return [Program(f"p{i}", i * 0.1, (TurnSpec(2500, 2500, 2500, "bash", "", None),)) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("tiers", "decision"), [({"dram_gb": 200.0}, "load"), (DISK_ONLY, "recompute")], ids=["DRAM", "slow disk"]
+)
+def test_a_preempted_request_is_brought_back_the_cheaper_way(
+    tmp_path: Path, tiers: dict[str, Any], decision: str
+) -> None:
+    """Nobody comes back from a tool here, so all that the judge decides is a preempted request's return."""
+    setup = engine(tiers, a_profile(tmp_path))
+    assert (lost := simulate(long_answers(), setup).preemptions) > 0
+    assert counts(setup, long_answers()) == {decision: lost}
+
+
+def counts(setup: Setup, programs: Sequence[Program] = ()) -> Counter[str]:
     """What the scheduler's judge counted in a run."""
     clock = VirtualClock()
     with ExitStack() as until, virtual_time(clock):
         scheduler: Any = build_scheduler(setup, clock, 10_000, until)
         until.callback(scheduler.shutdown)
-        Simulation(rotation(), setup, scheduler, clock).run()
+        Simulation(programs or rotation(), setup, scheduler, clock).run()
         return scheduler._keeper.judge.counts

@@ -162,6 +162,7 @@ class Keeper:
         if turn is None:
             return
         self._preempted.discard(turn.id)
+        self.appraiser.memory(turn.id, refused=False)
         self.judge.gone(turn.id)
         self.witness.gone(turn.id)
         if turn.started_s is None:
@@ -222,6 +223,11 @@ class Keeper:
         turn = self.turns.get(turn_id)
         return turn is not None and turn.started_s is None
 
+    def load(self, away_s: float = 0.0) -> Load:
+        """How busy the engine is, for a program that has been away so long."""
+        free, pinned = self.pins.free_blocks(), self.ledger.pinned_blocks
+        return Load(self.pool_blocks, free, pinned, self.waiting_turns, away_s=away_s)
+
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue."""
         turn = self.turns[TurnId(request.request_id)]
@@ -264,8 +270,7 @@ class Keeper:
             len(blocks),
             self.supply.if_given_up(request),
         )
-        free, pinned = self.pins.free_blocks(), self.ledger.pinned_blocks
-        keep = self.appraiser.retain(now_s, ended, Load(self.pool_blocks, free, pinned, self.waiting_turns))
+        keep = self.appraiser.retain(now_s, ended, self.load())
         self.release(now_s, program, Outcome.SUPERSEDED)
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
         self.witness.finished(program, request.num_tokens, keep.reload_s)

@@ -60,7 +60,14 @@ class Reclaimer:
         blocks = self._stock(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._keeper.ledger.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
-        if blocks is not None and request.status is not RequestStatus.RUNNING:
+        if request.status is not RequestStatus.RUNNING:
+            self._note(request, blocks, kwargs)
+        return blocks
+
+    def _note(self, request: Request, blocks: Any, kwargs: Any) -> None:
+        """A waiting request got its blocks, or was refused."""
+        self._keeper.appraiser.memory(TurnId(request.request_id), refused=blocks is None)
+        if blocks is not None:
             if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
                 self._keeper.loaded(request)
             else:
@@ -68,7 +75,6 @@ class Reclaimer:
                 loads = kwargs.get("num_external_computed_tokens", 0)
                 beside = kwargs.get("delay_cache_blocks", False)
                 self._keeper.placed(self._clock(), request, hits, loads, beside)
-        return blocks
 
     def _reclaim(self, request: Request, num_new_tokens: int, args: Any, kwargs: Any) -> Any:
         now_s = self._clock()

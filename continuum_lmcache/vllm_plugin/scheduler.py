@@ -28,6 +28,7 @@ from continuum_lmcache.vllm_plugin.forgetting import Forgetting
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 from continuum_lmcache.vllm_plugin.queue import Key, ProgramQueue
 from continuum_lmcache.vllm_plugin.reclaim import Reclaimer
+from continuum_lmcache.vllm_plugin.renewal import Renewal
 from continuum_lmcache.vllm_plugin.setup import Room, furnish
 from continuum_lmcache.vllm_plugin.totals import Teller
 from continuum_lmcache.vllm_plugin.wakeup import Alarm
@@ -52,6 +53,7 @@ class ContinuumMixin(Scheduler):
         self._decoding = 0  # tokens of the last step that were behind their prompts
         self._alarm: Alarm | None = None
         self._forgetting = Forgetting(self._keeper)
+        self._renewal = Renewal(self._keeper)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
         self._reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
@@ -67,6 +69,7 @@ class ContinuumMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         now_s = self.clock()
         self._report_due = False
+        self._renewal.look(now_s)
         self._keeper.expire(now_s)
         self._forgetting.look(now_s)
         self._keeper.crowd.weighs_stores(self._keeper.supply)

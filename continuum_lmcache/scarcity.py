@@ -1,0 +1,18 @@
+"""What is pinned memory worth, and to whom? A second of pin costs a second only if somebody lacks the memory.
+
+Eq. 2 of Continuum (arXiv 2511.02230 §4) charges 1 s for each second that a pin lasts, as if somebody
+always waited for its blocks. Here the charge depends on whether somebody does, and so the question is
+asked again when a pin runs out and when somebody begins to wait, by what is known then: the gap is
+longer than it already took. Admission is why this pays: the door gives out no more than the memory
+there is, so what a pin holds was mostly counted for its program anyhow.
+"""
+
+from __future__ import annotations
+
+FREE_PRICE = 0.02  # while nobody waits for memory: not 0, or a pin would never end
+FULL_PRICE = 1.0  # the paper's
+
+
+def price(is_short: bool) -> float:
+    """Seconds that a second of pin is charged with. `is_short`: a turn waits that was refused memory."""
+    return FULL_PRICE if is_short else FREE_PRICE

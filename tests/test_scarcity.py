@@ -1,0 +1,130 @@
+"""A second of pin costs a second where a turn waits for memory, and next to nothing where none does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
+from test_policy_properties import BENEFITS_S, CEILINGS_S, SLACK, distributions
+
+from continuum_lmcache.appraise import Appraiser
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.rates import Rates
+from continuum_lmcache.scarcity import FREE_PRICE
+from continuum_lmcache.solver import best_ttl
+from continuum_lmcache.types import Tier, TurnId
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+
+SOMEBODY = TurnId("somebody")
+
+
+@given(distributions(), st.floats(0.0, 1000.0), st.floats(0.0, 1000.0))
+def test_what_is_left_of_a_gap_is_the_conditional_distribution(seen, elapsed_s, more_s):
+    over = seen.probability(elapsed_s)
+    assume(seen.level != "cold" and over < 1.0)
+    expected = (seen.probability(elapsed_s + more_s) - over) / (1.0 - over)
+    near = {abs(elapsed_s + more_s - sample_s) < SLACK * 1e3 for sample_s in seen.samples_s}
+    assert True in near or abs(seen.after(elapsed_s).probability(more_s) - expected) < SLACK
+
+
+@given(st.floats(0.0, 100.0), st.floats(0.0, 100.0))
+def test_a_gap_of_which_nothing_is_known_has_no_memory(elapsed_s, more_s):
+    cold = Appraiser(ContinuumConfig()).gaps.distribution(("bash",))
+    assert cold.after(elapsed_s).probability(more_s) == cold.probability(more_s)
+
+
+@given(distributions(), BENEFITS_S, CEILINGS_S, st.floats(FREE_PRICE, 1.0), st.floats(FREE_PRICE, 1.0))
+def test_a_dearer_second_never_lengthens_the_ttl(seen, benefit_s, ceiling_s, one, other):
+    cheap, dear = sorted((one, other))
+    longer, shorter = (best_ttl(seen, benefit_s, ceiling_s, price) for price in (cheap, dear))
+    gains_s = [best.probability * benefit_s - dear * best.ttl_s for best in (longer, shorter)]
+    tied = abs(gains_s[0] - gains_s[1]) < SLACK * (1 + abs(benefit_s))
+    assert longer.ttl_s >= shorter.ttl_s or tied
+
+
+def test_what_a_pin_is_charged_with_is_said():
+    load = replace(IDLE, price=0.5)
+    assert decide("continuum", turn(16), learned(), load).cost_s == 2.0
+
+
+def ttl_s(short: bool, tokens: int = 16, dram_tokens: int = 0, **values: Any) -> float:
+    """Of a turn whose tool took 1, 4 or 30 s so far; a second a token to compute, a tenth from DRAM."""
+    config = ContinuumConfig(**{"priced_pins": True, **values})
+    made = Appraiser(config, A_SECOND_A_TOKEN, learned(), {Tier.DRAM: 10**9})
+    if short:
+        made.memory(SOMEBODY, refused=True)
+    return made.retain(0.0, turn(tokens, dram_tokens=dram_tokens), IDLE).ttl_s
+
+
+def test_while_nobody_waits_for_memory_a_pin_waits_for_the_slowest_return():
+    assert ttl_s(short=False) == 30.0
+
+
+def test_while_somebody_does_it_is_priced_as_in_the_paper():
+    assert ttl_s(short=True) == ttl_s(short=False, priced_pins=False) == 4.0
+
+
+def test_where_a_tier_brings_the_context_back_for_little_it_is_too():
+    in_dram = {"short": False, "tokens": 100, "dram_tokens": 100}
+    assert ttl_s(**in_dram) == ttl_s(**in_dram, priced_pins=False) == 1.0
+
+
+def test_the_published_policy_knows_no_other_price():
+    assert ttl_s(short=False, policy="continuum-published") == 4.0
+
+
+def test_who_got_its_memory_waits_no_longer():
+    made = Appraiser(ContinuumConfig(priced_pins=True), A_SECOND_A_TOKEN, learned())
+    made.memory(SOMEBODY, refused=True)
+    made.memory(SOMEBODY, refused=False)
+    assert made.retain(0.0, turn(16), replace(IDLE, waiting_turns=3)).ttl_s == 30.0
+
+
+@pytest.fixture
+def bench(model: Path, settings: Any) -> Bench:  # noqa: F811
+    """An engine that has learned the gaps above, with p's 17 tokens pinned 10 s ago."""
+    settings(policy="continuum", priced_pins=True, admission=False)
+    made = Bench(ContinuumScheduler, model, blocks=20)
+    made.keeper.appraiser.rates, made.keeper.appraiser.gaps = Rates(A_SECOND_A_TOKEN), learned()
+    made.turn("p", prompt(BLOCK))
+    made.advance(10.0)
+    return made
+
+
+def pinned(bench: Bench) -> bool:
+    return bool(bench.keeper.ledger.pinned)
+
+
+def test_a_pin_is_kept_while_nobody_waits_and_given_up_when_somebody_begins_to(bench: Bench) -> None:
+    """16 s are saved if it comes back; after 10 s only the 30 s are left, and 20 more are not worth it."""
+    bench.send(None, prompt(10 * BLOCK, 1), out=60)
+    bench.step()
+    assert pinned(bench), "it runs beside the pin"
+    bench.send(None, prompt(10 * BLOCK, 2))
+    bench.step()
+    bench.step(seconds=2.0)
+    bench.step()
+    assert not pinned(bench) and bench.keeper.ledger.outcomes.total() == 1
+
+
+def test_a_pin_that_outlasts_every_gap_ends_on_an_idle_engine(bench: Bench) -> None:
+    bench.advance(19.0)
+    assert pinned(bench)
+    bench.advance(2.0)
+    assert not pinned(bench) and not bench.scheduler.has_requests()
+
+
+def test_no_pin_outlives_its_ceiling_by_being_looked_at_again(bench: Bench) -> None:
+    bench.keeper.appraiser.gaps.observe(("other",), 1000.0)
+    for _ in range(200):
+        bench.keeper.appraiser.gaps.observe(("bash",), 250.0)
+    for _ in range(40):
+        bench.advance(10.0)
+        assert not pinned(bench) or bench.now_s - 1000.1 <= bench.keeper.config.max_ttl_s
+    assert not pinned(bench)
