@@ -65,6 +65,11 @@ class Appraiser:
         """Whether storing may be left where it does not pay."""
         return self._policy.beyond and self.config.stop_stores
 
+    @property
+    def learns_matches(self) -> bool:
+        """Whether only that part of a turn is kept which the next prompt is expected to repeat."""
+        return self._policy.beyond and self.config.learn_matches
+
     def cheap_tiers(self) -> dict[Tier, int]:
         """What the tiers have room for, in tokens, without those from which a reload costs nearly as much
         as computing."""
