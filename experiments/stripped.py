@@ -1,6 +1,6 @@
 """What does it bring to pin only what comes back?    python -m experiments.stripped
 
-Table 1's programs on the lab's A100, of a model that thinks `--factor` times its answer before it; its
+Table 1's programs on the lab's A100, of a model that thinks `--factors` times its answer before it; its
 template drops the thoughts, so each prompt leaves the last turn where its output began. The same policy
 with and without `continuum.learn_matches`, pair by pair on the same seeds; the factor 0 is a model whose
 turns come back whole. Rows are printed as they end.
@@ -44,12 +44,13 @@ def main(
     programs: Annotated[int, typer.Option(min=1)] = 60,
     jps: Annotated[float, typer.Option(help="programs a second")] = 0.05,
     dram_gb: Annotated[float, typer.Option(help="0: no offloading")] = 0.0,
+    tool_factor: Annotated[float, typer.Option(help="times the tools' duration")] = 1.0,
 ) -> None:
     """Print each pair and the mean of the ratios."""
     for factor in map(float, factors.split(",")):
         ratios = []
         for seed in map(int, seeds.split(",")):
-            point = Point("continuum", programs, jps, seed, dram_gb=dram_gb)
+            point = Point("continuum", programs, jps, seed, dram_gb=dram_gb, tool_factor=tool_factor)
             whole, part = (run(point, factor, learns) for learns in (False, True))
             ratios.append(whole.mean_job_s / part.mean_job_s)
             print(f"thoughts x {factor:g}, seed {seed}, whole turns    : {told(whole)}", flush=True)

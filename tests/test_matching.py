@@ -75,7 +75,7 @@ def test_a_tenth_of_the_returns_does_not_decide_but_more_do() -> None:
 def test_an_old_template_is_forgotten() -> None:
     matching = Matching(BLOCK)
     returns(matching, 160, 160, 160, 500)
-    returns(matching, 160, 160, 320, WINDOW)
+    returns(matching, 160, 160, 320, 64)
     assert matching.expected_tokens("thought", 160, 320) == 320
 
 
