@@ -24,12 +24,16 @@ LEAST_RETURNS = 16  # before that, all is expected
 RARE = 0.1  # of the returns may repeat more than what is expected
 OUTPUT_PROBES = 32  # blocks of an output at which it is looked whether the two have parted
 PROMPT_PROBES = 8
+MOST_KINDS = 1024  # of turns; the longest unseen are forgotten
 MOST_AWAY = 4096  # programs whose last turn is remembered; the longest away are not learned from
+
+Kind = tuple[str, str]
+"""Turns that are alike: their tenant, who can thus mislead only itself, and their manner."""
 
 
 @dataclass(slots=True)
 class Shares:
-    """What the latest returns of one manner repeated, as shares in [0, 1]."""
+    """What the latest returns of one kind repeated, as shares in [0, 1]."""
 
     prompt: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     output: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # 0 if not all of the prompt
@@ -39,7 +43,7 @@ class Shares:
 class Left:
     """A finished turn whose program is away. A probe: how many blocks, and the hash of the last of them."""
 
-    manner: str
+    kind: Kind
     prompt_tokens: int
     context_tokens: int
     probes: tuple[tuple[int, Hashable], ...]
@@ -47,16 +51,16 @@ class Left:
 
 @dataclass(slots=True)
 class Matching:
-    """One model's returns, by the manner of the turn before."""
+    """One model's returns, by the kind of the turn before."""
 
     block_tokens: int  # that one hash adds
     learns: bool = True
     _away: OrderedDict[ProgramId, Left] = field(default_factory=OrderedDict)
-    _shares: dict[str, Shares] = field(default_factory=dict)
+    _shares: OrderedDict[Kind, Shares] = field(default_factory=OrderedDict)
 
-    def expected_tokens(self, manner: str, prompt_tokens: int, context_tokens: int) -> int:
+    def expected_tokens(self, kind: Kind, prompt_tokens: int, context_tokens: int) -> int:
         """Of a turn that has ended with this context: how many of its first tokens may be asked for."""
-        seen = self._shares.get(manner)
+        seen = self._shares.get(kind)
         if seen is None or len(seen.prompt) < LEAST_RETURNS:
             return context_tokens
         if (share := usual_most(seen.prompt)) < 1.0:
@@ -66,7 +70,7 @@ class Matching:
     def left(
         self,
         program: ProgramId,
-        manner: str,
+        kind: Kind,
         prompt_tokens: int,
         context_tokens: int,
         hashes: Sequence[Hashable],
@@ -79,7 +83,7 @@ class Matching:
         probes = tuple((blocks, hashes[blocks - 1]) for blocks in places)
         if not probes:  # shorter than a block
             return
-        self._away[program] = Left(manner, prompt_tokens, context_tokens, probes)
+        self._away[program] = Left(kind, prompt_tokens, context_tokens, probes)
         self._away.move_to_end(program)
         if len(self._away) > MOST_AWAY:
             self._away.popitem(last=False)
@@ -93,7 +97,10 @@ class Matching:
         if left is None:
             return None
         tokens = self._repeated_tokens(left, hashes)
-        seen = self._shares.setdefault(left.manner, Shares())
+        seen = self._shares.setdefault(left.kind, Shares())
+        self._shares.move_to_end(left.kind)
+        if len(self._shares) > MOST_KINDS:
+            self._shares.popitem(last=False)
         prompt_blocks = left.prompt_tokens // self.block_tokens
         whole_prompt = tokens >= prompt_blocks * self.block_tokens
         seen.prompt.append(1.0 if whole_prompt else tokens / left.prompt_tokens)
@@ -131,7 +138,7 @@ def usual_most(shares: deque[float]) -> float:
 
 
 def manner(text: str) -> str:
-    """What kind of turn ended with this text: templates drop thoughts, and keep plain answers."""
+    """How a turn ended with this text: templates drop thoughts, and keep plain answers."""
     if not text:
         return "unread"
     return "plain" if spoken(text) == text else "thought"

@@ -178,7 +178,7 @@ def main(
 ) -> None:
     """Print the table."""
     table = Table("", *COLUMNS, title="turns of programs without ids")
-    for path in sorted(traces.glob(f"*{only}*.jsonl")):
+    for path in sorted(path for path in traces.glob("*.jsonl") if only in path.stem):
         try:
             chosen = Selection(seed, path, count=programs, jps=jps).programs(lambda _: None)
         except ValueError:

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.matching import LEAST_RETURNS, WINDOW, Matching, manner
+from continuum_lmcache.matching import LEAST_RETURNS, MOST_KINDS, WINDOW, Kind, Matching, manner
 from continuum_lmcache.types import ProgramId
 
 BLOCK = 16
 P = ProgramId("p")
+THOUGHT, PLAIN = ("", "thought"), ("", "plain")
 
 
 def chain(tokens: int, story: int, same: int = 0, other: int = 0) -> list[tuple[int, int]]:
@@ -24,12 +25,12 @@ def chain(tokens: int, story: int, same: int = 0, other: int = 0) -> list[tuple[
 
 
 def returns(
-    matching: Matching, prompt: int, output: int, repeats: int, times: int, how: str = "thought"
+    matching: Matching, prompt: int, output: int, repeats: int, times: int, kind: Kind = THOUGHT
 ) -> int | None:
     """So many programs return to `repeats` tokens of what they left. What the last return said."""
     said = None
     for story in range(1, times + 1):
-        matching.left(P, how, prompt, prompt + output, chain(prompt + output, story))
+        matching.left(P, kind, prompt, prompt + output, chain(prompt + output, story))
         said = matching.back(P, chain(prompt + 2 * output, -story, repeats, story))
     return said
 
@@ -37,18 +38,18 @@ def returns(
 def test_all_is_expected_before_enough_returns_were_seen() -> None:
     matching = Matching(BLOCK)
     returns(matching, 160, 160, 160, LEAST_RETURNS - 1)
-    assert matching.expected_tokens("thought", 160, 320) == 320
+    assert matching.expected_tokens(THOUGHT, 160, 320) == 320
     returns(matching, 160, 160, 160, 1)
-    assert matching.expected_tokens("thought", 160, 320) == 160
+    assert matching.expected_tokens(THOUGHT, 160, 320) == 160
 
 
 @pytest.mark.parametrize("repeats", [0, 80, 160, 240, 320])
 def test_what_is_expected_is_what_came_back(repeats: int) -> None:
     matching = Matching(BLOCK)
     returns(matching, 160, 160, repeats, WINDOW)
-    assert matching.expected_tokens("thought", 160, 320) // BLOCK == repeats // BLOCK
+    assert matching.expected_tokens(THOUGHT, 160, 320) // BLOCK == repeats // BLOCK
     twice = {0: 0, 80: 160, 160: 320, 240: 480, 320: 640}[repeats]
-    assert abs(matching.expected_tokens("thought", 320, 640) - twice) <= BLOCK
+    assert abs(matching.expected_tokens(THOUGHT, 320, 640) - twice) <= BLOCK
 
 
 @given(prompt=st.integers(1, 4000), output=st.integers(1, 4000), share=st.floats(0, 1))
@@ -57,7 +58,7 @@ def test_what_is_expected_covers_what_comes_back_by_little(prompt: int, output: 
     matching = Matching(BLOCK)
     said = returns(matching, prompt, output, repeats, LEAST_RETURNS)
     whole = (prompt + output) // BLOCK * BLOCK
-    expected = matching.expected_tokens("thought", prompt, prompt + output)
+    expected = matching.expected_tokens(THOUGHT, prompt, prompt + output)
     assert whole == 0 or (said is not None and said >= min(repeats, whole))
     assert expected >= min(repeats, whole) - BLOCK
     spacing = (prompt if repeats < prompt - BLOCK else output) / (8 if repeats < prompt - BLOCK else 32)
@@ -69,30 +70,41 @@ def test_a_tenth_of_the_returns_does_not_decide_but_more_do() -> None:
         matching = Matching(BLOCK)
         returns(matching, 160, 160, 160, WINDOW - whole)
         returns(matching, 160, 160, 320, whole)
-        assert matching.expected_tokens("thought", 160, 320) == expected
+        assert matching.expected_tokens(THOUGHT, 160, 320) == expected
 
 
 def test_an_old_template_is_forgotten() -> None:
     matching = Matching(BLOCK)
     returns(matching, 160, 160, 160, 500)
     returns(matching, 160, 160, 320, 64)
-    assert matching.expected_tokens("thought", 160, 320) == 320
+    assert matching.expected_tokens(THOUGHT, 160, 320) == 320
 
 
 def test_plain_turns_are_kept_where_thoughts_are_dropped() -> None:
     matching = Matching(BLOCK)
-    returns(matching, 160, 160, 160, WINDOW, "thought")
-    returns(matching, 160, 160, 320, WINDOW, "plain")
-    assert matching.expected_tokens("thought", 160, 320) == 160
-    assert matching.expected_tokens("plain", 160, 320) == 320
+    returns(matching, 160, 160, 160, WINDOW, THOUGHT)
+    returns(matching, 160, 160, 320, WINDOW, PLAIN)
+    assert matching.expected_tokens(THOUGHT, 160, 320) == 160
+    assert matching.expected_tokens(PLAIN, 160, 320) == 320
     assert (manner(""), manner("<think>a</think>b"), manner("well, </think>b"), manner("b")) == (
         *("unread", "thought", "thought", "plain"),
     )
 
 
+def test_a_tenant_whose_prompts_never_come_back_shortens_nobody_elses_pins() -> None:
+    matching = Matching(BLOCK)
+    returns(matching, 160, 160, 320, WINDOW, ("honest", "plain"))
+    returns(matching, 160, 160, 0, 10 * WINDOW, ("hostile", "plain"))
+    assert matching.expected_tokens(("honest", "plain"), 160, 320) == 320
+    assert matching.expected_tokens(("hostile", "plain"), 160, 320) < BLOCK
+    for salt in range(2 * MOST_KINDS):
+        returns(matching, 160, 160, 0, 1, (str(salt), "plain"))
+    assert len(matching._shares) == MOST_KINDS
+
+
 def test_a_program_that_is_over_teaches_nothing() -> None:
     matching = Matching(BLOCK)
-    matching.left(P, "plain", 160, 320, chain(320, 1))
+    matching.left(P, PLAIN, 160, 320, chain(320, 1))
     matching.over(P)
     assert matching.back(P, chain(320, 2)) is None
 
@@ -105,6 +117,11 @@ from bench import Bench, prompt, settings  # noqa: E402, F401
 from continuum_lmcache.policies import POLICIES  # noqa: E402
 from continuum_lmcache.types import Retention  # noqa: E402
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler  # noqa: E402
+from experiments.sim.engine import simulate  # noqa: E402
+from experiments.sim.serving import Setup  # noqa: E402
+from experiments.sim.step_time import MACHINES  # noqa: E402
+from experiments.table1 import generate  # noqa: E402
+from experiments.workload import poisson_arrivals, scaled  # noqa: E402
 
 ANSWER = 8 * BLOCK  # tokens
 ASKED = 4 * BLOCK  # new tokens of each prompt
@@ -181,3 +198,13 @@ def test_a_turn_whose_stripped_part_is_gone_has_not_lost_its_kv(make: Make) -> N
         run_program(bench, 1, kept_answer=0)
         evicted[learns] = bench.keeper.appraiser.history.queue_delay_samples
     assert evicted == {True: 0, False: TURNS}
+
+
+def test_a_model_that_drops_nothing_is_run_as_without_the_switch() -> None:
+    programs = poisson_arrivals(scaled(generate("swe", 25, 1), 4000), 2.0, 1)
+    small = replace(MACHINES["a100"], kv_tokens=8_192)
+    setup = Setup("continuum", machine=small, shared_tokens=64, merge_steps=8)
+    with_it, without = (
+        simulate(programs, replace(setup, continuum={"learn_matches": learns})) for learns in (True, False)
+    )
+    assert with_it == without and with_it.pins["taken"] > 10

@@ -262,9 +262,9 @@ class Keeper:
         program = turn.program
         text = "" if turn.says.this_tool else tail_text(request, self._tokenizer)
         tool = turn.says.this_tool or self.appraiser.tool(text)
-        lengths = (request.num_prompt_tokens, request.num_tokens)
-        tokens = self.matching.expected_tokens(manner(text), *lengths)
-        self.matching.left(program, manner(text), *lengths, request.block_hashes)
+        what = ((request.cache_salt or "", manner(text)), request.num_prompt_tokens, request.num_tokens)
+        tokens = self.matching.expected_tokens(*what)
+        self.matching.left(program, *what, request.block_hashes)
         if tokens < request.num_tokens:
             self.supply.forget(request, max(tokens, request.num_prompt_tokens))  # others may share a prompt
         blocks = self.pins.keepable(request.request_id, tokens)
