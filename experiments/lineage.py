@@ -14,7 +14,6 @@ turns included.
 from __future__ import annotations
 
 import heapq
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +24,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -108,7 +105,7 @@ class Replay:
             self.at(now_s + output_tokens * PACE_S, ends)
 
     def judges(self, branch: Branch, request: Request) -> int:
-        """Count the link of a turn that has come. The context of the turn that it was linked to."""
+        """Count the link of a turn that has come. How much of its prompt is taken for the turn before."""
         link = self.lineage.ancestor(request)
         if link is None:
             unlinked = "begun anew" if branch.number == 1 or branch.again else "unlinked"
@@ -117,7 +114,7 @@ class Replay:
         right = link.program == branch.before != ""
         self.counts["right" if right else "wrong"] += 1
         self.counts["other tenant"] += link.program.partition(" ")[0] != branch.tenant
-        return link.context_tokens
+        return link.tokens
 
     def ends(
         self, branch: Branch, request: Request, draw: int, goes_on: bool, linked_tokens: int, now_s: float
@@ -169,23 +166,27 @@ def line(name: str, counts: Counter[str]) -> list[str]:
     return [name, *(f"{counts[c]:,}" for c in COLUMNS[:-1]), f"{share:.2f}"]
 
 
+def tabulated(cells: Sequence[str]) -> str:
+    return f"{cells[0]:30}" + "".join(f"{cell:>14}" for cell in cells[1:])
+
+
 def main(
     traces: Annotated[Path, typer.Option(help="a folder of traces", envvar="TRACES_DIR")] = TRACES,
     only: Annotated[str, typer.Option(help="only traces whose name contains this")] = "",
-    programs: Annotated[int, typer.Option(min=1, help="at most so many of each, drawn")] = 400,
+    programs: Annotated[int, typer.Option(min=1, help="at most so many of each, drawn")] = 100,
     jps: Annotated[float, typer.Option(help="programs a second, where a trace has no arrivals")] = 0.2,
     seed: Annotated[int, typer.Option(help="of the draw, the arrivals and the tokens")] = 1,
 ) -> None:
-    """Print the table."""
-    table = Table("", *COLUMNS, title="turns of programs without ids")
-    for path in sorted(path for path in traces.glob("*.jsonl") if only in path.stem):
+    """Print a line for each trace as it ends, the smallest file first."""
+    print(tabulated(["turns of programs without ids", *COLUMNS]))
+    paths = (path for path in traces.glob("*.jsonl") if only in path.stem)
+    for path in sorted(paths, key=lambda path: path.stat().st_size):
         try:
             chosen = Selection(seed, path, count=programs, jps=jps).programs(lambda _: None)
         except ValueError:
             chosen = Selection(seed, path, jps=jps).programs(lambda _: None)
         replay = Replay(Plan("", seed, range(300, 30_000)))
-        table.add_row(*line(path.stem, replay.run(chosen)))
-    Console(width=int(os.environ.get("COLUMNS", "120"))).print(table)
+        print(tabulated(line(path.stem, replay.run(chosen))), flush=True)
 
 
 if __name__ == "__main__":

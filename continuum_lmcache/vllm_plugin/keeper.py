@@ -75,7 +75,7 @@ class Keeper:
         if says.job_id is not None:
             self._joins(turn, request, program_id(says.job_id, request.cache_salt), None)
         elif self.config.infer_programs and (link := self._lineage.ancestor(request)):
-            turn.linked_tokens = link.context_tokens
+            turn.linked_tokens = link.tokens
             self._joins(turn, request, link.program, link.arrival_s)
         else:
             self.crowd.visits(now_s, request)

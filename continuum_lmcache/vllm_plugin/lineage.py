@@ -35,6 +35,10 @@ class Ancestor:
     context_tokens: int
     keys: tuple[Key, ...]  # the shortest first
 
+    def repeated_tokens(self, next_prompt_tokens: int) -> int:
+        """What a next prompt of that length may repeat of it: all, or of a shortened history the prompt."""
+        return self.context_tokens if self.context_tokens < next_prompt_tokens else self.prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -42,7 +46,7 @@ class Link:
 
     program: ProgramId
     arrival_s: float  # the program's
-    context_tokens: int  # that turn's: more of the prompt cannot be its
+    tokens: int  # of the prompt that are taken for that turn's
 
 
 class Lineage:
@@ -56,7 +60,7 @@ class Lineage:
     def finished(self, request: Any, program: ProgramId, arrival_s: float, linked_tokens: int = 0) -> None:
         """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
 
-        `linked_tokens`: the context of the turn that it continues, 0 if there is none.
+        `linked_tokens`: what its Link said, 0 if there was none.
         """
         prompt_tokens = request.num_prompt_tokens
         ends = {prompt_tokens - lost(prompt_tokens, linked_tokens), prompt_tokens, len(request.all_token_ids)}
@@ -85,7 +89,9 @@ class Lineage:
                 found = tails[tail] if tail is not None else None
                 if found is not None and found.prompt_tokens < len(request.all_token_ids):
                     self._forget(found)
-                    return Link(found.program, found.arrival_s, found.context_tokens)
+                    return Link(
+                        found.program, found.arrival_s, found.repeated_tokens(len(request.all_token_ids))
+                    )
         return None
 
     def _doubt(self, keys: Sequence[Key]) -> int:
@@ -124,9 +130,9 @@ def lost(prompt_tokens: int, linked_tokens: int) -> int:
     A system prompt is sent by strangers too, and a history by forks: so of a first prompt only the last
     few, and of a later one at most half of what it has beyond the turn before.
     """
-    new_tokens = prompt_tokens - linked_tokens
-    if not linked_tokens or new_tokens <= 0:  # a first prompt, or one whose history became shorter
+    if not linked_tokens:
         return SUFFIX_TOKENS
+    new_tokens = prompt_tokens - linked_tokens
     return max(min(SUFFIX_TOKENS, new_tokens - 1), min(LOST_TOKENS, new_tokens // 2))
 
 
