@@ -123,9 +123,15 @@ from experiments.sim.step_time import MACHINES  # noqa: E402
 from experiments.table1 import generate  # noqa: E402
 from experiments.workload import poisson_arrivals, scaled  # noqa: E402
 
-ANSWER = 8 * BLOCK  # tokens
+ANSWER = 4 * BLOCK  # tokens
 ASKED = 4 * BLOCK  # new tokens of each prompt
 TURNS = 3
+DRAM = {
+    "kv_connector": "FakeConnector",
+    "kv_connector_module_path": "connectors.fake",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK},
+}
 Make = Callable[..., Bench]
 Seen = list[tuple[int, int]]  # of each turn: blocks pinned behind it, tokens that the next prompt found
 
@@ -137,9 +143,9 @@ def make(model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setitem(POLICIES, "endless", endless)
     made: list[Bench] = []
 
-    def build(**values: Any) -> Bench:
+    def build(transfer: dict[str, Any] | None = None, **values: Any) -> Bench:
         settings(policy="endless", **values)
-        made.append(Bench(ContinuumScheduler, model, 200))
+        made.append(Bench(ContinuumScheduler, model, 200, transfer=transfer))
         return made[-1]
 
     yield build
@@ -171,18 +177,22 @@ def learned(bench: Bench, kept_answer: int) -> tuple[Seen, Seen]:
     return seen[0], seen[-1]
 
 
-def test_of_stripped_answers_only_what_comes_back_stays_pinned_and_nothing_more_is_computed(
-    make: Make,
-) -> None:
-    cold, warm = learned(make(), kept_answer=ANSWER // 2)
-    assert [found for _, found in warm] == [found for _, found in cold] == [128, 256]
-    assert [pinned for pinned, _ in cold] == [11, 19]  # all but the last token, which has no KV yet
-    assert [pinned for pinned, _ in warm] == [8, 16]
+def test_of_stripped_answers_only_what_comes_back_is_kept_and_nothing_more_is_computed(make: Make) -> None:
+    bench = make(transfer=DRAM)
+    cold, warm = learned(bench, kept_answer=ANSWER // 2)
+    assert [found for _, found in warm] == [found for _, found in cold] == [96, 192]
+    assert [pinned for pinned, _ in cold] == [7, 13]  # all but the last token, which has no KV yet
+    assert [pinned for pinned, _ in warm] == [6, 12]
+    context = bench.turn("one more", prompt(ASKED, 777), out=ANSWER)
+    assert bench.scheduler.connector.locate(context).dram_tokens == ASKED + ANSWER // 2
 
 
 def test_a_client_that_sends_its_answers_back_loses_nothing(make: Make) -> None:
-    cold, warm = learned(make(), kept_answer=ANSWER)
-    assert cold == warm == [(11, 176), (23, 368)]
+    bench = make(transfer=DRAM)
+    cold, warm = learned(bench, kept_answer=ANSWER)
+    assert cold == warm == [(7, 112), (15, 240)]
+    context = bench.turn("one more", prompt(ASKED, 777), out=ANSWER)
+    assert bench.scheduler.connector.locate(context).dram_tokens == ASKED + ANSWER - BLOCK
 
 
 def test_the_switch_keeps_whole_turns(make: Make) -> None:
