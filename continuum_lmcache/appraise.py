@@ -77,6 +77,11 @@ class Appraiser:
         """A waiting turn was refused its memory; or not, or is gone."""
         (self.short.add if refused else self.short.discard)(turn)
 
+    @property
+    def learns_matches(self) -> bool:
+        """Whether only that part of a turn is kept which the next prompt is expected to repeat."""
+        return self._policy.beyond and self.config.learn_matches
+
     def cheap_tiers(self) -> dict[Tier, int]:
         """What the tiers have room for, in tokens, without those from which a reload costs nearly as much
         as computing."""

@@ -38,6 +38,7 @@ class ContinuumConfig:
     stop_stores: bool = True  # do not store while that holds steps up and nothing repays it
     priced_pins: bool = True  # a pin costs only while a turn waits for memory, and is looked at again
     measured_chunk: bool = True  # prefill chunks as small as the profile's step times say
+    learn_matches: bool = True  # of a turn, pin only what the next prompt is expected to repeat
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # true: a KV load that fails fails its request
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs

@@ -18,7 +18,7 @@ from continuum_lmcache.errors import ProfileError
 from experiments.sim.clock import TIMED_MODULES, Timetable, VirtualClock, virtual_time
 from experiments.sim.step_time import MACHINES, Machine
 from experiments.sim.streams import SYSTEM, History, new_streams, stream_names
-from experiments.sim.workloads import seeds_sweep, with_tool_time, with_turns
+from experiments.sim.workloads import seeds_sweep, with_thoughts, with_tool_time, with_turns
 from experiments.workload import Program, TurnSpec
 
 A100 = MACHINES["a100"]
@@ -180,3 +180,11 @@ def test_more_turns_carry_the_same_tokens_and_longer_tools_only_change_the_gaps(
     [slow] = with_tool_time([job], 10.0)
     assert [t.gap_s for t in slow.turns] == [20.0, None]
     assert with_tool_time([job], 10.0, from_s=6.0) == (job,)
+
+
+def test_a_thought_lengthens_the_answer_and_no_prompt_and_is_where_the_next_prompt_parts() -> None:
+    job = Program("p", 0.0, (TurnSpec(100, 100, 30, gap_s=1.0), TurnSpec(150, 20, 10)))
+    [thinking] = with_thoughts([job], 4.0)
+    assert [t.input_tokens for t in thinking.turns] == [100, 150]
+    assert [t.kept_tokens for t in thinking.turns] == [0, 100]
+    assert [t.output_tokens for t in thinking.turns] == [150, 50]

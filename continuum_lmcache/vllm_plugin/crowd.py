@@ -80,9 +80,9 @@ class Crowd:
         """A program's first turn found so much of its prompt: somebody else's head."""
         self._commons.found(request.block_hashes, tokens // self._hash_block_tokens)
 
-    def pauses(self, now_s: float, request: Request, program: ProgramId, tool: ToolKey) -> None:
-        """A turn ended in a call of `tool`."""
-        self.door.pauses(now_s, program, request.num_tokens, self._appraiser.expected_s(tool))
+    def pauses(self, now_s: float, context_tokens: int, program: ProgramId, tool: ToolKey) -> None:
+        """A turn ended in a call of `tool`; of its context so much may be asked for again."""
+        self.door.pauses(now_s, program, context_tokens, self._appraiser.expected_s(tool))
 
     def ends(self, now_s: float, request: Request, entry: Program) -> int | None:
         """The program is said to be over. Behind which token nobody will ask for its context; None: who

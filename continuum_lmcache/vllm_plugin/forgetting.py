@@ -31,6 +31,7 @@ class Forgetting:
         keeper = self.keeper
         entry = keeper.ledger.ended(program)
         keeper.witness.returns.over(program)
+        keeper.matching.over(program)
         if entry is not None:
             if entry.finished_s is not None:
                 keeper.appraiser.never_came(entry.tool, now_s - entry.finished_s)

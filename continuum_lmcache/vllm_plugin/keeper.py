@@ -16,6 +16,7 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.identity import program_id
 from continuum_lmcache.ledger import Ledger
 from continuum_lmcache.loads import LoadJudge
+from continuum_lmcache.matching import Matching, manner
 from continuum_lmcache.recorder import Recorder
 from continuum_lmcache.types import Load, Outcome, ProgramId, Turn, TurnId
 from continuum_lmcache.vllm_plugin.crowd import Crowd, alone
@@ -56,6 +57,7 @@ class Keeper:
         self._preempted: set[TurnId] = set()  # turns that ran, and do not now
         self.ignored: Counter[str] = Counter()
         self._lineage = Lineage(config.max_programs, hash_block_tokens)
+        self.matching = Matching(hash_block_tokens, appraiser.learns_matches)
         self.crowd = Crowd(appraiser, pool_blocks * block_tokens, hash_block_tokens, self.supply.stores())
         self.reordered = False  # every waiting turn's key is stale
         self.pool_blocks = pool_blocks
@@ -72,8 +74,9 @@ class Keeper:
         turn = LiveTurn(TurnId(request.request_id), None, says, now_s, now_s, request.priority)
         if says.job_id is not None:
             self._joins(turn, request, program_id(says.job_id, request.cache_salt), None)
-        elif self.config.infer_programs and (ancestor := self._lineage.ancestor(request)):
-            self._joins(turn, request, ancestor.program, ancestor.arrival_s)
+        elif self.config.infer_programs and (link := self._lineage.ancestor(request)):
+            turn.linked_tokens = link.tokens
+            self._joins(turn, request, link.program, link.arrival_s)
         else:
             self.crowd.visits(now_s, request)
         self.turns[turn.id] = turn
@@ -87,7 +90,7 @@ class Keeper:
         back = self.ledger.arrived(now_s, turn.id, program, request.cache_salt or "", since_s)
         if back is not None:
             self.appraiser.came_back(turn.says.last_tool or back.tool, back.gap_s)
-        turn.program = program
+        turn.program, turn.repeats_tokens = program, self.matching.back(program, request.block_hashes)
         entry = self.ledger.programs[program]
         turn.program_arrival_s = entry.arrival_s
         entry.turns = before.turns if before else entry.turns
@@ -127,6 +130,8 @@ class Keeper:
             self.crowd.finds(request, turn.gpu_tokens + turn.loaded_tokens)
         context_tokens = self.ledger.programs[turn.program].context_tokens
         context_tokens = min(context_tokens, request.num_prompt_tokens)
+        if turn.repeats_tokens is not None:  # what is not asked for was not lost
+            context_tokens = min(context_tokens, turn.repeats_tokens)
         self.supply.returned(served, context_tokens)
         lost_tokens = context_tokens - turn.gpu_tokens
         self.crowd.stores.turn(now_s, served.recompute_tokens, max(0, lost_tokens))
@@ -246,6 +251,7 @@ class Keeper:
         self._record_finish(now_s, turn, request, (), None)
         entry = self.ledger.ended(turn.program)
         self.witness.returns.over(turn.program)
+        self.matching.over(turn.program)
         if entry is None:
             self.crowd.door.loses(now_s, turn.program)
             return
@@ -260,28 +266,28 @@ class Keeper:
         """A turn that ends in a tool call: for how long does its KV stay?"""
         assert turn.program is not None
         program = turn.program
-        tool = turn.says.this_tool or self.appraiser.tool(tail_text(request, self._tokenizer))
-        blocks = self.pins.keepable(request.request_id)
-        ended = Turn(
-            program,
-            self.ledger.programs[program].turns + 1,
-            tool,
-            request.num_tokens,
-            len(blocks),
-            self.supply.if_given_up(request),
-        )
+        text = "" if turn.says.this_tool else tail_text(request, self._tokenizer)
+        tool = turn.says.this_tool or self.appraiser.tool(text)
+        sizes = (request.num_prompt_tokens, request.num_tokens)
+        kind = (request.cache_salt or "", manner(text))
+        tokens = self.matching.left(program, kind, *sizes, request.block_hashes)
+        if tokens < request.num_tokens:
+            self.supply.forget(request, max(tokens, request.num_prompt_tokens))  # others may share a prompt
+        blocks = self.pins.keepable(request.request_id, tokens)
+        number, tiers = self.ledger.programs[program].turns + 1, self.supply.if_given_up(request, tokens)
+        ended = Turn(program, number, tool, tokens, len(blocks), tiers)
         keep = self.appraiser.retain(now_s, ended, self.load())
         self.release(now_s, program, Outcome.SUPERSEDED)
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
-        self.witness.finished(program, request.num_tokens, keep.reload_s)
-        self.crowd.pauses(now_s, request, program, tool)
+        self.witness.finished(program, tokens, keep.reload_s)
+        self.crowd.pauses(now_s, tokens, program, tool)
         self._record_finish(now_s, turn, request, tool, keep)
         if pin is not None:
             self.pins.take(program, blocks)
             self.recorder.pinned(now_s, pin)
             self._pin_changed(program)
         if turn.says.job_id is None:
-            self._lineage.finished(request, program, turn.program_arrival_s)
+            self._lineage.finished(request, program, turn.program_arrival_s, turn.linked_tokens)
 
     def _pin_changed(self, program: ProgramId) -> None:
         """The program's waiting turns have another place in the queue now, preempted ones too."""
@@ -289,7 +295,5 @@ class Keeper:
 
     def _record_finish(self, now_s: float, turn: LiveTurn, request: Request, tool: Any, keep: Any) -> None:
         assert turn.program is not None
-        last = turn.says.is_last_step
-        self.recorder.finished(
-            now_s, turn.program, turn.id, tool, request.num_tokens, request.num_output_tokens, last, keep
-        )
+        sizes, last = (request.num_tokens, request.num_output_tokens), turn.says.is_last_step
+        self.recorder.finished(now_s, turn.program, turn.id, tool, *sizes, last, keep)

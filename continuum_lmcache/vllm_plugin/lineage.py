@@ -3,8 +3,10 @@
     a turn's tokens    |-- full blocks, one hash for all --|-- tail, as it is --|
 
 A hash stands for everything before it and for the cache salt (vLLM chains them), so tenants never
-meet. A finished turn is remembered twice, with its output and without: an output may come back
-changed, encoded anew or without its thoughts, but the prompt before it comes back as it was.
+meet. A finished turn is remembered with its output and without: an output may come back changed,
+encoded anew or without its thoughts. The prompt before it comes back as it was, but for its last
+tokens: a chat template may open the answer with `<think>`, which no history repeats. So a third
+memory ends a little before the prompt does, and never where another program's prompt may go on too.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 from continuum_lmcache.types import ProgramId
 
 MAX_TAILS = 64  # of turns that differ only behind a common hash, such as a system prompt's
+SUFFIX_TOKENS = 4  # the longest opening of an answer: an empty thought, two tags and two line breaks
+LOST_TOKENS = 64  # of what a known program has added to its history
 
 Key = tuple[Any, tuple[int, ...]]  # the hash, the tail
 
@@ -27,7 +31,22 @@ class Ancestor:
 
     program: ProgramId
     arrival_s: float  # the program's
-    keys: tuple[Key, ...]
+    prompt_tokens: int
+    context_tokens: int
+    keys: tuple[Key, ...]  # the shortest first
+
+    def repeated_tokens(self, next_prompt_tokens: int) -> int:
+        """What a next prompt of that length may repeat of it: all, or of a shortened history the prompt."""
+        return self.context_tokens if self.context_tokens < next_prompt_tokens else self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A prompt goes on where a finished turn was."""
+
+    program: ProgramId
+    arrival_s: float  # the program's
+    tokens: int  # of the prompt that are taken for that turn's
 
 
 class Lineage:
@@ -38,30 +57,54 @@ class Lineage:
         self._block_tokens = block_tokens  # that one hash adds
         self._turns: OrderedDict[Any, dict[tuple[int, ...], Ancestor | None]] = OrderedDict()
 
-    def finished(self, request: Any, program: ProgramId, arrival_s: float) -> None:
-        """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain."""
-        ends = {request.num_prompt_tokens, len(request.all_token_ids)}
+    def finished(self, request: Any, program: ProgramId, arrival_s: float, linked_tokens: int = 0) -> None:
+        """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
+
+        `linked_tokens`: what its Link said, 0 if there was none.
+        """
+        prompt_tokens = request.num_prompt_tokens
+        ends = {prompt_tokens - lost(prompt_tokens, linked_tokens), prompt_tokens, len(request.all_token_ids)}
         keys = tuple(self._key(request, end) for end in sorted(ends) if end >= self._block_tokens)
-        ancestor = Ancestor(program, arrival_s, keys)
-        for block_hash, tail in keys:
+        ancestor = Ancestor(program, arrival_s, prompt_tokens, len(request.all_token_ids), keys)
+        equal = self._doubt(keys)
+        for at, (block_hash, tail) in enumerate(keys):
             tails = self._turns.setdefault(block_hash, {})
             self._turns.move_to_end(block_hash)
-            tails[tail] = None if tail in tails else ancestor
+            tails[tail] = None if at < equal else ancestor
             if len(tails) > MAX_TAILS:
                 del tails[next(iter(tails))]
         while len(self._turns) > self._max_hashes:
             self._turns.popitem(last=False)
 
-    def ancestor(self, request: Any) -> Ancestor | None:
-        """The longest finished turn that this prompt extends. A turn is continued once: forks start anew."""
+    def ancestor(self, request: Any) -> Link | None:
+        """The longest finished turn that this prompt extends; a prompt that is sent again extends nothing.
+
+        A turn is continued once: forks start anew.
+        """
         for blocks in range(len(request.block_hashes), 0, -1):
             tails = self._turns.get(request.block_hashes[blocks - 1])
             if tails is not None:
-                found = longest(tails, request.all_token_ids, blocks * self._block_tokens)
-                if found is not None:
+                at = blocks * self._block_tokens
+                tail = longest(tails, request.all_token_ids, at)
+                found = tails[tail] if tail is not None else None
+                if found is not None and found.prompt_tokens < len(request.all_token_ids):
                     self._forget(found)
-                    return found
+                    return Link(
+                        found.program, found.arrival_s, found.repeated_tokens(len(request.all_token_ids))
+                    )
         return None
+
+    def _doubt(self, keys: Sequence[Key]) -> int:
+        """How many of a turn's keys, shortest first, do not tell it from another turn, nor that from it."""
+        equal = 0
+        for at, (block_hash, tail) in enumerate(keys, 1):
+            tails = self._turns.get(block_hash, {})
+            if tail in tails:
+                equal = at
+                if (older := tails[tail]) is not None:
+                    for shorter, its_tail in older.keys[: older.keys.index((block_hash, tail)) + 1]:
+                        self._turns.get(shorter, {})[its_tail] = None
+        return equal
 
     def _key(self, request: Any, end: int) -> Key:
         blocks = min(end // self._block_tokens, len(request.block_hashes))
@@ -81,10 +124,24 @@ class Lineage:
         return len(self._turns)
 
 
-def longest(tails: dict[tuple[int, ...], Ancestor | None], tokens: Sequence[int], at: int) -> Ancestor | None:
-    """The longest of these turns whose tail stands in `tokens` at `at`, with more behind it."""
+def lost(prompt_tokens: int, linked_tokens: int) -> int:
+    """How many of a prompt's last tokens may not come back.
+
+    A system prompt is sent by strangers too, and a history by forks: so of a first prompt only the last
+    few, and of a later one at most half of what it has beyond the turn before.
+    """
+    if not linked_tokens:
+        return SUFFIX_TOKENS
+    new_tokens = prompt_tokens - linked_tokens
+    return max(min(SUFFIX_TOKENS, new_tokens - 1), min(LOST_TOKENS, new_tokens // 2))
+
+
+def longest(
+    tails: dict[tuple[int, ...], Ancestor | None], tokens: Sequence[int], at: int
+) -> tuple[int, ...] | None:
+    """The longest of these tails that stands in `tokens` at `at`, with more behind it."""
     for tail in sorted(tails, key=len, reverse=True):
         end = at + len(tail)
         if end < len(tokens) and tuple(tokens[at:end]) == tail:
-            return tails[tail]
+            return tail
     return None

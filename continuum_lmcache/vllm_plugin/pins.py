@@ -23,9 +23,14 @@ class BlockPins:
         self._block_tokens = block_tokens
         self._held: dict[ProgramId, list[Any]] = {}
 
-    def keepable(self, request_id: str) -> list[Any]:
-        """The request's full, hashed blocks, head first: what a next turn could hit."""
+    def keepable(self, request_id: str, tokens: int) -> list[Any]:
+        """The full, hashed blocks of the request's first `tokens`, head first: what a next turn could hit.
+
+        All of them for models with more than one kind of KV, where a block's number says less.
+        """
         groups = self._manager.get_blocks(request_id).blocks
+        if len(groups) == 1:
+            groups = (groups[0][: tokens // self._block_tokens],)
         return [b for group in groups for b in group if not b.is_null and b.block_hash is not None]
 
     def take(self, program: ProgramId, blocks: list[Any]) -> None:

@@ -42,11 +42,10 @@ class Supply:
         """Whether the store answers."""
         return self._store.is_up if isinstance(self._store, Reporting) else True
 
-    def if_given_up(self, request: Request) -> Residency:
-        """Where the context would come from once the GPU's copy is lost."""
-        tokens = request.num_tokens
+    def if_given_up(self, request: Request, tokens: int) -> Residency:
+        """Where the context's first `tokens` would come from once the GPU's copy is lost."""
         held = self._holding(request, tokens) if self.hearsay is None else self.hearsay.holding(tokens)
-        return Residency(0, held.dram_tokens, held.ssd_tokens, request.num_tokens)
+        return Residency(0, held.dram_tokens, held.ssd_tokens, tokens)
 
     def of(self, request: Request, turn: LiveTurn) -> Residency:
         """Where a turn's prompt comes from as it starts. Without a store a load counts as DRAM's."""

@@ -39,6 +39,8 @@ class LiveTurn:
     started_s: float | None = None
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
     loaded_tokens: int = 0  # of the prompt, brought by the connector
+    repeats_tokens: int | None = None  # of the program's last turn; None: not known
+    linked_tokens: int = 0  # of the prompt, taken for those of the turn that it was found to continue
 
     @property
     def running_rank(self) -> tuple[bool, int, float, float]:

@@ -56,6 +56,27 @@ def with_tool_time(programs: Iterable[Program], factor: float, from_s: float = 0
     )
 
 
+def with_thoughts(programs: Iterable[Program], factor: float) -> tuple[Program, ...]:
+    """The programs of a model that thinks `factor` times its answer before it, and whose template drops that.
+
+    Prompts are as long as before: an answer comes back behind its prompt, without the thought, so the
+    two part where the output begins.
+    """
+
+    def thinking(turns: Sequence[TurnSpec]) -> tuple[TurnSpec, ...]:
+        before = (0, *(turn.input_tokens for turn in turns))
+        return tuple(
+            replace(
+                turn,
+                new_tokens=turn.input_tokens - min(turn.kept_tokens, kept),
+                output_tokens=turn.output_tokens + round(factor * turn.output_tokens),
+            )
+            for kept, turn in zip(before, turns, strict=False)
+        )
+
+    return tuple(replace(p, turns=thinking(p.turns)) for p in programs)
+
+
 def with_turns(programs: Sequence[Program], factor: int) -> tuple[Program, ...]:
     """The programs with `factor` times the turns, each adding and writing a `factor`-th of the tokens.
 
