@@ -101,7 +101,7 @@ class Door:
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
     _sums: dict[int, Sums] = field(default_factory=dict)
     _context_tokens: int = 0  # of everybody, inside and outside
-    _first: ProgramId | None = None  # first in line
+    _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
     _first_since_s: float = 0.0
 
     def arrives(
@@ -137,8 +137,9 @@ class Door:
         self._give_up(now_s)
         found: list[ProgramId] = []
         while (knock := self._next()) is not None:
-            if knock.program != self._first:
-                self._first, self._first_since_s = knock.program, now_s
+            first = (knock.program, knock.arrival_s)  # one that left and came back is another
+            if first != self._first:
+                self._first, self._first_since_s = first, now_s
             waited_s = now_s - self._first_since_s
             if not (idle or waited_s >= self.max_wait_s or self._fits(now_s, knock)):
                 break

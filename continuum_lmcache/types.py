@@ -80,11 +80,6 @@ class Load:
     eta_samples: int = 0
     survival: Mapping[Tier, float] = field(default_factory=dict)  # chance that a tier still holds the prefix
 
-    @property
-    def pressure(self) -> float:
-        """Share of the KV cache that is running or pinned, 0 to 1."""
-        return 1.0 - self.free_blocks / self.total_blocks
-
 
 @dataclass(frozen=True, slots=True)
 class Retention:
