@@ -201,6 +201,13 @@ def test_no_order_of_events_unbalances_the_books(model: Path, monkeypatch: pytes
             ),
         )
     print(dict(taken))
-    common = ("failed loads", "preempted", "pins reused", "pins expired", "pins reclaimed", "pins reset")
-    common += ("held at the door",)
+    common = [
+        "failed loads",
+        "preempted",
+        "pins reused",
+        "pins expired",
+        "pins reclaimed",
+        "held at the door",
+    ]
+    common += ["pins reset"] if STEPS >= 100_000 else []
     assert STEPS < 10_000 or all(taken[event] for event in common), taken

@@ -45,14 +45,23 @@ class Reclaimer:
 
         vLLM asks for each of them, so what stands in between would cost time for each of them.
         """
-        scheduler = self._scheduler
         self._in_step, self._stock = True, self._manager.allocate_slots
-        ahead = 1 + -(-scheduler.num_lookahead_tokens // self._block_size)
-        most = len(scheduler.running) * ahead + scheduler.max_num_scheduled_tokens // self._block_size + 1
-        groups = len(scheduler.kv_cache_config.kv_cache_groups)
-        enough = self._keeper.pins.free_blocks() >= most * groups
-        if self._keeper.ledger.pinned and not enough:
+        if self._keeper.ledger.pinned and self._may_run_short():
             self._manager.allocate_slots = self.allocate_slots
+
+    def _may_run_short(self) -> bool:
+        """Whether the running requests could ask for more blocks than are free.
+
+        A decode needs one, and those its guesses may reach into; a prompt needs the step's budget at most.
+        Read on vLLM 0.30 to 0.33: Request.is_prefill_chunk, num_spec_tokens, num_lookahead_tokens.
+        """
+        scheduler, block = self._scheduler, self._block_size
+        groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        ahead = 1 + -(-(scheduler.num_spec_tokens + scheduler.num_lookahead_tokens) // block)
+        left = self._keeper.pins.free_blocks() - len(scheduler.running) * ahead * groups
+        if left >= (scheduler.max_num_scheduled_tokens // block + 1) * groups:
+            return False
+        return left < 0 or any(request.is_prefill_chunk for request in scheduler.running)
 
     def step_ends(self) -> None:
         """Leave the place as it was."""
