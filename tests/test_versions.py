@@ -42,6 +42,6 @@ def test_a_row_says_what_ran_and_how() -> None:
 
 
 def test_a_suite_that_ran_out_of_time_says_how_far_it_came() -> None:
-    log = "tests/test_a.py::test_b PASSED  [ 1%]\ntests/test_a.py::test_c[1 x] FAILED [ 2%]\ntests/test_a.py::test_d "
-    told = unfinished(log)
-    assert told == "1 passed, 1 failed; stopped after 600 s, after `tests/test_a.py::test_c[1 x]`"
+    lines = ("test_a.py::test_b PASSED  [ 1%]", "test_a.py::test_c[1 x] FAILED [ 2%]", "test_a.py::test_d")
+    told = unfinished("\n".join(lines))
+    assert told == "1 passed, 1 failed; stopped after 600 s, after `test_a.py::test_c[1 x]`"
