@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.vllm_plugin.cli import version_note
+from continuum_lmcache.vllm_plugin.cli import is_too_old, version_note
 from experiments.trust.packages import wanted
 from experiments.trust.version_matrix import CELLS, name_vllm, row, unfinished
 
@@ -22,6 +22,16 @@ def test_a_checked_version_says_nothing(found: str) -> None:
 def test_another_version_is_named_in_one_line_with_what_is_supported(found: str) -> None:
     note = version_note(found)
     assert found in note and "0.30 to 0.33" in note and "\n" not in note
+
+
+@pytest.mark.parametrize("found", ["0.3.0", "0.26.0", "0.29.1+cpu"])
+def test_a_version_on_which_our_own_tests_fail_is_too_old_to_start(found: str) -> None:
+    assert is_too_old(found)
+
+
+@pytest.mark.parametrize("found", ["0.30.0", "0.32.0+cpu", "0.34.1rc1", "1.0.0", "0.100.dev5+g1234567"])
+def test_a_version_from_then_on_starts(found: str) -> None:
+    assert not is_too_old(found)
 
 
 def test_a_cuda_wheel_leaves_its_kernels_behind_and_a_cpu_wheel_keeps_them() -> None:
