@@ -42,8 +42,8 @@ CONNECTOR_SUITE = (
 NOTES = (
     "vLLM 0.26 is not supported: the state machine finds requests there that hold blocks, whose loads "
     "failed, and that wait for each other for ever (experiments/LOG.md). `--scheduling-policy continuum` "
-    'refuses to start on every release before 0.30: "on vLLM 0.26.0 requests whose loads fail may wait for '
-    'ever; continuum supports 0.30 to 0.33". One after 0.33 starts, and the log says that it was not checked.',
+    'refuses to start before 0.30: "on vLLM 0.26.0 requests whose loads fail may wait for '
+    'ever; continuum supports 0.30 to 0.33". One after 0.33 starts, with a line that it was not checked.',
     "LMCache 0.5.4 is not supported: storing a chunk again while it lies on the disk can raise "
     "FileNotFoundError in the engine's store (its disk tier keeps no check between looking for a chunk and "
     "writing it; 0.5.5 has one). A test that names a write in flight fails for the want of "
