@@ -1,7 +1,7 @@
 # make demo    install, make a small model, serve it twice (fcfs, continuum), replay the same programs, compare
 # make test    install and run all tests
 # make check   style and types only
-# make soak-machine    the scheduler's state machine for 1,000,000 steps (a quarter of an hour)
+# make soak-machine    the scheduler's state machine for 1,000,000 steps (ten minutes of a core)
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python

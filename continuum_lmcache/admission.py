@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from continuum_lmcache.comebacks import Comebacks
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.growth import Growth
 from continuum_lmcache.types import ProgramId, Tier
@@ -52,8 +53,11 @@ class Started:
     live: int = 0  # turns that are queued, loading or running
     ended_tokens: int = 0  # the last finished turn's context
     first_tokens: int = 0  # the first prompt; 0: not known
+    paused_s: float | None = None  # when its first pause began
+    late: bool = False  # longer in its first pause than others
     forecast_tokens: float = 0.0  # what it counts for among the started
     active_tokens: float = 0.0  # and among the active
+    unproven_tokens: float = 0.0  # and among those that may never return
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +77,17 @@ class Sums:
 
     started: float = 0.0
     active: float = 0.0
+    unproven: float = 0.0  # of the started ones, those in their first pause
     usually_active: float = 0.0  # exponentially weighted over SETTLING_S
     at_s: float = 0.0
 
-    def add(self, now_s: float, started: float, active: float) -> None:
+    def add(self, now_s: float, started: float, active: float, unproven: float) -> None:
         left = math.exp(-max(0.0, now_s - self.at_s) / SETTLING_S)
         self.usually_active = self.usually_active * left + self.active * (1.0 - left)
         self.at_s = now_s
         self.started += started
         self.active += active
+        self.unproven += unproven
 
 
 Order = Callable[[Knock, Growth], float]
@@ -95,13 +101,15 @@ class Door:
     max_wait_s: float
     order: Order = lambda knock, _growth: knock.arrival_s
     growth: Growth = field(default_factory=Growth)
+    comebacks: Comebacks = field(default_factory=Comebacks)
     inside: dict[ProgramId, Started] = field(default_factory=dict)
     outside: dict[ProgramId, Knock] = field(default_factory=dict)
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
+    _first_pauses: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap: late from then on
     _sums: dict[int, Sums] = field(default_factory=dict)
     _context_tokens: int = 0  # of everybody, inside and outside
-    _first: ProgramId | None = None  # first in line
+    _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
     _first_since_s: float = 0.0
 
     def arrives(
@@ -128,6 +136,8 @@ class Door:
             return False
         if seen is None:
             seen = self._enters(program, priority, turns)
+        if seen.turns == 1 and not seen.live and seen.paused_s is not None:
+            self.comebacks.back(now_s - seen.paused_s, seen.late)
         seen.live += 1
         self._counts(now_s, seen, max(seen.context_tokens, prompt_tokens))
         return True
@@ -137,8 +147,9 @@ class Door:
         self._give_up(now_s)
         found: list[ProgramId] = []
         while (knock := self._next()) is not None:
-            if knock.program != self._first:
-                self._first, self._first_since_s = knock.program, now_s
+            first = (knock.program, knock.arrival_s)  # one that left and came back is another
+            if first != self._first:
+                self._first, self._first_since_s = first, now_s
             waited_s = now_s - self._first_since_s
             if not (idle or waited_s >= self.max_wait_s or self._fits(now_s, knock)):
                 break
@@ -164,6 +175,9 @@ class Door:
             self.growth.turn(context_tokens - seen.ended_tokens)
         seen.ended_tokens = context_tokens
         self._counts(now_s, seen, context_tokens)
+        if seen.turns == 1 and not seen.live:
+            seen.paused_s = now_s
+            heapq.heappush(self._first_pauses, (now_s + self.comebacks.late_s, program))
         heapq.heappush(self._absent, (now_s + expected_s, program, seen.turns))
 
     def loses(self, now_s: float, program: ProgramId) -> None:
@@ -186,7 +200,8 @@ class Door:
             self._context_tokens -= knock.prompt_tokens
         if seen is not None:
             self._context_tokens -= seen.context_tokens
-            self._sums[seen.priority].add(now_s, -seen.forecast_tokens, -seen.active_tokens)
+            counted = (seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens)
+            self._sums[seen.priority].add(now_s, *(-tokens for tokens in counted))
 
     @property
     def context_tokens(self) -> int:
@@ -199,9 +214,9 @@ class Door:
         held += sum(k.prompt_tokens for k in self.outside.values())
         if held != self._context_tokens:
             raise InvariantError(f"context tokens({self._context_tokens}) != sum of programs({held})")
-        for name in ("started", "active"):
+        for name in ("started", "active", "unproven"):
             summed = sum(getattr(sums, name) for sums in self._sums.values())
-            of = "forecast_tokens" if name == "started" else "active_tokens"
+            of = "forecast_tokens" if name == "started" else f"{name}_tokens"
             counted = sum(getattr(seen, of) for seen in self.inside.values())
             if not math.isclose(summed, counted, rel_tol=1e-6, abs_tol=1.0):
                 raise InvariantError(f"{name} tokens({summed:.1f}) != sum of programs({counted:.1f})")
@@ -228,9 +243,10 @@ class Door:
         need = self.growth.forecast_tokens(knock.prompt_tokens, 0)
         ahead = [sums for priority, sums in self._sums.items() if priority <= knock.priority]
         for sums in ahead:
-            sums.add(now_s, 0.0, 0.0)
+            sums.add(now_s, 0.0, 0.0, 0.0)
         active = sum(max(sums.active, sums.usually_active) for sums in ahead)
-        started = sum(sums.started for sums in ahead)
+        doubt = 1.0 - self.comebacks.belief
+        started = sum(sums.started - doubt * sums.unproven for sums in ahead)
         return active + need <= self.room.active_tokens and started + need <= self.room.started_tokens
 
     def _enters(self, program: ProgramId, priority: int, turns: int) -> Started:
@@ -242,12 +258,22 @@ class Door:
         """The program's context has grown, or a turn of it came or went."""
         forecast = self.growth.forecast_tokens(context_tokens, seen.turns)
         active = forecast if seen.live else 0.0
-        self._sums[seen.priority].add(now_s, forecast - seen.forecast_tokens, active - seen.active_tokens)
+        unproven = forecast if seen.turns == 1 and not seen.live else 0.0
+        counted = (seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens)
+        grown = (new - old for new, old in zip((forecast, active, unproven), counted, strict=True))
+        self._sums[seen.priority].add(now_s, *grown)
         self._context_tokens += context_tokens - seen.context_tokens
-        seen.context_tokens, seen.forecast_tokens, seen.active_tokens = context_tokens, forecast, active
+        seen.context_tokens, seen.forecast_tokens = context_tokens, forecast
+        seen.active_tokens, seen.unproven_tokens = active, unproven
 
     def _give_up(self, now_s: float) -> None:
         """Programs that should have come back by now count no longer."""
+        while self._first_pauses and self._first_pauses[0][0] <= now_s:
+            _, program = heapq.heappop(self._first_pauses)
+            seen = self.inside.get(program)
+            if seen is not None and seen.turns == 1 and not (seen.live or seen.late):
+                seen.late = True
+                self.comebacks.late()
         while self._absent and self._absent[0][0] <= now_s:
             _, program, turns = heapq.heappop(self._absent)
             seen = self.inside.get(program)

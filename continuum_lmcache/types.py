@@ -82,11 +82,6 @@ class Load:
     price: float = 1.0  # seconds that a second of pin is charged with
     away_s: float = 0.0  # for how long the program has been in its tool call
 
-    @property
-    def pressure(self) -> float:
-        """Share of the KV cache that is running or pinned, 0 to 1."""
-        return 1.0 - self.free_blocks / self.total_blocks
-
 
 @dataclass(frozen=True, slots=True)
 class Retention:

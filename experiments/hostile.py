@@ -1,6 +1,9 @@
 """What can one client do to the others? Victims' turn times beside an attacker, and beside an honest client.
 
-    python -m experiments.hostile --policy continuum
+    python -m experiments.hostile --attacks ids
+    python -m experiments.hostile --attacks pins,slow --profile profiles/cpu-tiny.yaml --gap-s 0.1 --blocks 48
+
+The second is a machine on which pins pay: no tier below the GPU, tools shorter than computing again.
 
 An attacker's requests cost time by themselves, so each attack has an honest twin that sends the same
 prompts at the same moments and only says the truth. In turns: honest, attack, attack, honest, so that
@@ -36,8 +39,9 @@ from experiments.soak import totals
 from experiments.tiny_model import make_model
 
 ROOT = Path(__file__).parents[1]
-ARGS = ("--max-model-len", "2048", "--num-gpu-blocks-override", "72", "--scheduling-policy", "continuum")
-VICTIMS, VICTIM_TURNS, TOOL, GAP_S = 4, 6, "bash make", 0.5
+ARGS = ("--max-model-len", "2048", "--scheduling-policy", "continuum")
+VICTIMS, VICTIM_TURNS, TOOL = 4, 6, "bash make"
+SLOW_GAP_S = 5.0  # of the attacker's tool
 GOAL = 1.2
 NUMBERS = itertools.count()
 
@@ -49,7 +53,7 @@ class Attack:
     prompt_tokens: int
     per_s: float
     lasts_s: float  # of one run
-    turns: int = 1  # of a program, `GAP_S` times ten apart
+    turns: int = 1  # of a program, SLOW_GAP_S apart
     tool: str = ""  # "": one of its own
 
 
@@ -73,7 +77,7 @@ class Arm:
         return float(np.percentile(self.turns_s, 95))
 
 
-async def victim(client: Client, arm: Arm, end_s: float, seed: int) -> None:
+async def victim(client: Client, arm: Arm, end_s: float, seed: int, gap_s: float) -> None:
     """An honest agent after the other."""
     draw = random.Random(seed)
     while time.monotonic() < end_s:
@@ -85,7 +89,7 @@ async def victim(client: Client, arm: Arm, end_s: float, seed: int) -> None:
             answer = await client.complete(body)
             arm.turns_s.append(time.monotonic() - start_s)
             history = [*history, *answer.token_ids, *tokens(draw, 60)]
-            await asyncio.sleep(GAP_S)
+            await asyncio.sleep(gap_s)
 
 
 async def attacker(client: Client, arm: Arm, end_s: float, attack: Attack, honest: bool) -> None:
@@ -111,31 +115,31 @@ async def program(client: Client, arm: Arm, attack: Attack, honest: bool, histor
             return
         history = [*history, *answer.token_ids, 300 + turn]
         if turn < attack.turns:
-            await asyncio.sleep(10 * GAP_S)
+            await asyncio.sleep(SLOW_GAP_S)
 
 
 def tokens(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(300, 4000) for _ in range(count)]
 
 
-async def run(url: str, attack: Attack | None, honest: bool, lasts_s: float) -> Arm:
+async def run(url: str, attack: Attack | None, honest: bool, lasts_s: float, gap_s: float) -> Arm:
     """Victims for so long, with or without somebody else, on an empty cache."""
     httpx.post(f"{url}/reset_prefix_cache", timeout=30)
     arm, end_s = Arm(), time.monotonic() + lasts_s
     async with Client(f"{url}/v1", timeout_s=120) as client, asyncio.TaskGroup() as tasks:
         for seed in range(VICTIMS):
-            tasks.create_task(victim(client, arm, end_s, seed))
+            tasks.create_task(victim(client, arm, end_s, seed, gap_s))
         if attack is not None:
             tasks.create_task(attacker(client, arm, end_s, attack, honest))
     return arm
 
 
-def runs(url: str, wanted: list[str]) -> Iterator[tuple[str, str, Arm, float]]:
+def runs(url: str, wanted: list[str], gap_s: float) -> Iterator[tuple[str, str, Arm, float]]:
     """(attack, who, victims' times, pins that were taken for all)."""
 
     def one(name: str, who: str, attack: Attack | None, lasts_s: float) -> tuple[str, str, Arm, float]:
         before = pins(url)
-        arm = asyncio.run(run(url, attack, who == "honest", lasts_s))
+        arm = asyncio.run(run(url, attack, who == "honest", lasts_s, gap_s))
         return name, who, arm, pins(url) - before
 
     yield one("", "alone", None, 18.0)
@@ -156,15 +160,20 @@ def pins(url: str) -> float:
 def main(
     attacks: Annotated[str, typer.Option(help=f"of {', '.join(ATTACKS)}; by commas")] = "pins,slow,ids",
     policy: Annotated[str, typer.Option(help="continuum.policy")] = "continuum",
+    profile: Annotated[Path | None, typer.Option(help="continuum.profile")] = None,
+    gap_s: Annotated[float, typer.Option(help="how long the victims' tool takes")] = 0.5,
+    blocks: Annotated[int, typer.Option(help="of 128 tokens: the server's KV cache")] = 72,
     log: Annotated[Path, typer.Option(help="the server's log")] = Path(".work/hostile.log"),
 ) -> None:
     """Run and print; exit 1 if an attack slows the victims' P95 by more than the goal."""
     env = {"CONTINUUM_POLICY": policy, "VLLM_SERVER_DEV_MODE": "1", "PYTHONHASHSEED": "0"}
+    env |= {"CONTINUUM_PROFILE": str(profile.resolve())} if profile is not None else {}
+    args = (*ARGS, "--num-gpu-blocks-override", str(blocks))
     os.environ.pop("RUN_OUTPUT_DIR", None)
     table = Table("attack", "beside", "victim turns", "P50 s", "P95 s", "sent", "failed", "pins taken")
     times: dict[tuple[str, str], list[float]] = {}
-    with serve(make_model(ROOT / ".work" / "tiny-model"), ARGS, log=log, env=env) as url:
-        for name, who, arm, taken in runs(url, attacks.split(",")):
+    with serve(make_model(ROOT / ".work" / "tiny-model"), args, log=log, env=env) as url:
+        for name, who, arm, taken in runs(url, attacks.split(","), gap_s):
             times.setdefault((name, who), []).extend(arm.turns_s)
             cells = (len(arm.turns_s), f"{np.median(arm.turns_s):.3f}", f"{arm.p95_s:.3f}")
             table.add_row(name, who, *map(str, cells), str(arm.sent), str(arm.failed), f"{taken:.0f}")

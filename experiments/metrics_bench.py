@@ -6,11 +6,8 @@ and `minute` are in the engine's loop, `encoded` is what travels, `exported` is 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
@@ -18,45 +15,29 @@ from rich.console import Console
 from rich.table import Table
 from vllm.v1.metrics.stats import SchedulerStats
 
-from continuum_lmcache.baselines import static_ttl
-from continuum_lmcache.orders import by_pin
-from continuum_lmcache.policies import POLICIES, Policy
 from continuum_lmcache.types import Retention
 from continuum_lmcache.vllm_plugin.metrics import exporter
-from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sweep.cases import ON_DEMAND, Bench
-from experiments.sweep.timed import Rig
+from experiments.sweep.timed import rigs, timed_us
 
 SIZES = ((16, 0, 0), (16, 64, 256), (256, 0, 0))  # turns running, waiting, pinned
 KEEP = Retention(2.0, "static-ttl", "fixed")
 
 
-def timed_us(call: Callable[[], Any]) -> tuple[float, Any]:
-    """How long one call took, and its answer."""
-    start_ns = time.perf_counter_ns()
-    found = call()
-    return (time.perf_counter_ns() - start_ns) / 1e3, found
-
-
 def measure(bench: Bench, ending_turns: int) -> dict[str, float]:
     """Medians over the bench's rounds; in each step so many turns start and end."""
-    clock, costs_us = VirtualClock(), []
-    with ExitStack() as until:
-        POLICIES[ON_DEMAND] = Policy(static_ttl, by_pin, beyond=True)
-        until.callback(POLICIES.pop, ON_DEMAND)
-        until.enter_context(virtual_time(clock))
-        rig = Rig(bench, clock, until)
-        rig.fill()
-        scheduler = rig.scheduler
+    costs_us = []
+    with rigs(bench) as (rig,):
+        scheduler, appraiser = rig.scheduler, rig.scheduler._keeper.appraiser
         for _ in range(bench.rounds):
-            rig.step_us()
+            rig.step()
             for _ in range(ending_turns):
-                scheduler._keeper.appraiser.came_back(("pytest tests", "pytest", "bash"), 1.5)
-                scheduler._keeper.appraiser.placed(0.5, True)
-                scheduler._keeper.appraiser.observed.kept(("ls",), KEEP)
+                appraiser.came_back(("pytest tests", "pytest", "bash"), 1.5)
+                appraiser.placed(0.5, True)
+                appraiser.observed.kept(("ls",), KEEP)
             told_us, told = timed_us(scheduler._teller.told)
             stats = SchedulerStats(num_running_reqs=bench.running_turns)
-            minute_us, _ = timed_us(lambda s=stats, t=told: scheduler._watchman.step(clock.now_s, s, t))
+            minute_us, _ = timed_us(lambda s=stats, t=told: scheduler._watchman.step(rig.clock.now_s, s, t))
             encoded = msgspec.msgpack.encode(told)
             exported_us, _ = timed_us(lambda t=told: exporter().observe(t, 0))
             costs_us.append((told_us, minute_us, float(len(encoded)), exported_us))

@@ -8,8 +8,9 @@
     python -m experiments.offload_sweep fig14 --engine live    a real server per case; a minute each
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
-fig15 ablation, h1 h2 h3 a published sweep, overhead (real time), whatif; --engine live has fig8, fig9,
-fig10, fig14 and fig15, at a small machine's size (sweep/live_plans.py). `goals` is the table of what the
+fig15 ablation, h1 h2 h3 a published sweep, overhead (real time, one contender after the other; to compare
+them: experiments.overhead), whatif; --engine live has fig8, fig9, fig10, fig14 and fig15, at a small
+machine's size (sweep/live_plans.py). `goals` is the table of what the
 policy should reach, with seeds it was not tuned on (--full: all of them). Rows are appended to
 OUT/offload_sweep.csv, and finished ones are skipped: stop it and start it again as you like.
 """

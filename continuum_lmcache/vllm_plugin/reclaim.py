@@ -26,8 +26,9 @@ from continuum_lmcache.vllm_plugin.keeper import Keeper
 class Reclaimer:
     """Stands in for kv_cache_manager.allocate_slots, whose own signature it passes through.
 
-    Read on vLLM 0.32: schedule() looks the method up at each call, the running requests' first, and
-    peeks into a waiting queue before it allocates for a waiting request.
+    Only while schedule() runs: between two steps all is as somebody else may have left it. Read on vLLM
+    0.32: schedule() looks the method up at each call, the running requests' first, and peeks into a
+    waiting queue before it allocates for a waiting request.
     """
 
     def __init__(self, scheduler: Any, keeper: Keeper, clock: Callable[[], float]) -> None:
@@ -37,23 +38,40 @@ class Reclaimer:
         self._manager = scheduler.kv_cache_manager
         self._stock = self._manager.allocate_slots
         self._block_size = scheduler.block_size
+        self._in_step = False
 
     def step_begins(self) -> None:
         """Leave the running requests to vLLM alone where memory cannot run short in this step.
 
         vLLM asks for each of them, so what stands in between would cost time for each of them.
         """
-        scheduler = self._scheduler
-        ahead = 1 + -(-scheduler.num_lookahead_tokens // self._block_size)
-        most = len(scheduler.running) * ahead + scheduler.max_num_scheduled_tokens // self._block_size + 1
+        self._in_step, self._stock = True, self._manager.allocate_slots
+        if self._keeper.ledger.pinned and self._may_run_short():
+            self._manager.allocate_slots = self.allocate_slots
+
+    def _may_run_short(self) -> bool:
+        """Whether the running requests could ask for more blocks than are free.
+
+        A decode needs one, and those its guesses may reach into; a prompt needs the step's budget at most.
+        Read on vLLM 0.30 to 0.33: Request.is_prefill_chunk, num_spec_tokens, num_lookahead_tokens.
+        """
+        scheduler, block = self._scheduler, self._block_size
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
-        enough = self._keeper.pins.free_blocks() >= most * groups
-        idle = enough or not self._keeper.ledger.pinned
-        self._manager.allocate_slots = self._stock if idle else self.allocate_slots
+        ahead = 1 + -(-(scheduler.num_spec_tokens + scheduler.num_lookahead_tokens) // block)
+        left = self._keeper.pins.free_blocks() - len(scheduler.running) * ahead * groups
+        if left >= (scheduler.max_num_scheduled_tokens // block + 1) * groups:
+            return False
+        return left < 0 or any(request.is_prefill_chunk for request in scheduler.running)
+
+    def step_ends(self) -> None:
+        """Leave the place as it was."""
+        self._in_step = False
+        self._manager.allocate_slots = self._stock
 
     def waiting_asked(self) -> None:
         """The waiting requests' turn has come: each of their allocations is looked at."""
-        self._manager.allocate_slots = self.allocate_slots
+        if self._in_step:
+            self._manager.allocate_slots = self.allocate_slots
 
     def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own answer, after giving up pins if that is allowed and helps."""

@@ -3,8 +3,8 @@
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
 _update_after_schedule, update_from_output, _update_waiting_for_remote_kv, has_requests, make_stats,
 reset_prefix_cache, shutdown.
-Wrapped on the instance: kv_cache_manager.allocate_slots. Set before a step, with a measured profile:
-max_num_scheduled_tokens. Replaced after __init__: every RequestQueue attribute.
+Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots. Set before a step,
+with a measured profile: max_num_scheduled_tokens. Replaced after __init__: every RequestQueue attribute.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ class ContinuumMixin(Scheduler):
         self._reorder()
         self.max_num_scheduled_tokens = self._chunks.budget_tokens(self._decoding)
         self._reclaimer.step_begins()
-        return super().schedule(*args, **kwargs)
+        try:
+            return super().schedule(*args, **kwargs)
+        finally:
+            self._reclaimer.step_ends()
 
     def _reorder(self) -> None:
         """Turns whose place changed move; the newest program's request becomes vLLM's victim."""

@@ -32,6 +32,9 @@ class Supply:
 
     def __init__(self, store: TierStore | None, hearsay: Hearsay | None = None) -> None:
         self._store = store
+        # asked here, once: Python takes 10 us to find out whether an object follows a protocol
+        self._reporting = store if isinstance(store, Reporting) else None
+        self._remembering = store if isinstance(store, Remembering) else None
         self.mode = mode_of(store)
         self.hearsay = hearsay
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
@@ -40,7 +43,7 @@ class Supply:
     @property
     def is_up(self) -> bool:
         """Whether the store answers."""
-        return self._store.is_up if isinstance(self._store, Reporting) else True
+        return True if self._reporting is None else self._reporting.is_up
 
     def if_given_up(self, request: Request, tokens: int) -> Residency:
         """Where the context's first `tokens` would come from once the GPU's copy is lost."""
@@ -103,7 +106,7 @@ class Supply:
 
     def _source(self, request: Request, tokens: int) -> Holding:
         """Where a load came from."""
-        found = self._store.found(request.request_id) if isinstance(self._store, Remembering) else None
+        found = None if self._remembering is None else self._remembering.found(request.request_id)
         return self._holding(request, tokens) if found is None else found
 
     def _holding(self, request: Request, tokens: int) -> Holding:

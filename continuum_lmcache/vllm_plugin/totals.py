@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from continuum_lmcache.vllm_plugin.keeper import Keeper
 
 Totals = dict[str, dict[str, float]]  # by metric (metrics.py), then by its label
+OUTCOMES = {
+    outcome: outcome.value for outcome in Outcome
+}  # an enum's value takes longer to read than a dict's
 REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
 
 
@@ -36,6 +39,8 @@ class Teller:
         news: Told = {}
         for key, figures in now.items():
             old = before.get(key, {})
+            if figures == old:  # of some thirty metrics few move in a step, and this runs in each
+                continue
             moved = {label: v for label, v in figures.items() if label not in old or v != old[label]}
             if key in COUNTERS:
                 moved = {label: v - old.get(label, 0.0) for label, v in moved.items()}
@@ -48,7 +53,7 @@ class Teller:
 def totals_of(keeper: Keeper) -> Totals:
     """All of them."""
     ledger, supply, appraiser = keeper.ledger, keeper.supply, keeper.appraiser
-    pins: dict[str, float] = {outcome.value: ledger.outcomes[outcome] for outcome in Outcome}
+    pins: dict[str, float] = {name: ledger.outcomes[outcome] for outcome, name in OUTCOMES.items()}
     return {
         "pins": {"taken": ledger.taken, **pins},
         "refused": REFUSALS | ledger.refused,

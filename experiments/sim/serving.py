@@ -54,6 +54,7 @@ class Setup:
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
     steps_known: bool = False  # the policy's profile holds the machine's step times
     wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
+    log_stats: bool = False  # a server does; nobody reads them here
     merge_steps: int = 1  # decode-only steps taken together, at most; for exploring, not for claims
 
     @property
@@ -79,7 +80,7 @@ def build_scheduler(setup: Setup, clock: VirtualClock, max_model_len: int, until
         kv_cache_config=KVCacheConfig(setup.blocks + 1, [], [KVCacheGroupSpec(["layer.0"], spec)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=setup.block_tokens,
-        log_stats=False,
+        log_stats=setup.log_stats,
     )
 
 

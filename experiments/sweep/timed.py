@@ -1,6 +1,7 @@
-"""How long does schedule() take on this machine, with so many turns running, waiting and pinned?
+"""How long does a step of the scheduler take on this machine, with so many turns running, waiting and pinned?
 
-Real time, so no two runs agree; take the median, and compare contenders that were timed together.
+Real time, so no two runs agree. Contenders are compared by `experiments.overhead`, which keeps them all in
+one process and lets their steps alternate.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -28,24 +30,65 @@ from experiments.sweep.cases import ON_DEMAND, Bench, SweepError
 from experiments.sweep.simulated import policy_of
 
 PROMPT_TOKENS = 4096  # of turns that run or lie pinned
-BLOCKED_TOKENS = 40_000  # of turns that wait: more than is left free
+BLOCKED_TOKENS = 20_000  # of turns that wait: more than is ever left free
 MAX_MODEL_LEN = 50_000
 BLOCK_TOKENS = 16  # vLLM's default
 OUTPUT_TOKENS = 4096  # more than the rounds
 WARM_UP_ROUNDS = 5
 
 
-def measure(bench: Bench) -> dict[str, Any]:
-    """Median and 95th percentile of a decode step's schedule(), in microseconds."""
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What one step took of the engine's loop, in microseconds."""
+
+    schedule_us: float
+    update_us: float  # update_from_output(), without the statistics that it asks for
+    stats_us: float  # make_stats()
+
+    @property
+    def whole_us(self) -> float:
+        return self.schedule_us + self.update_us + self.stats_us
+
+
+def timed_us(call: Callable[[], Any]) -> tuple[float, Any]:
+    """How long one call took, and its answer."""
+    start_ns = time.perf_counter_ns()
+    found = call()
+    return (time.perf_counter_ns() - start_ns) / 1e3, found
+
+
+@contextmanager
+def rigs(*benches: Bench) -> Iterator[list[Rig]]:
+    """Schedulers with full queues, in one virtual time, as many as are to be compared."""
     clock = VirtualClock()
     with ExitStack() as until:
         POLICIES[ON_DEMAND] = Policy(static_ttl, by_pin, beyond=True)
         until.callback(POLICIES.pop, ON_DEMAND)
         until.enter_context(virtual_time(clock))
-        rig = Rig(bench, clock, until)
-        rig.fill()
-        durations_us = [rig.step_us() for _ in range(bench.rounds + WARM_UP_ROUNDS)][WARM_UP_ROUNDS:]
-    ordered = sorted(durations_us)
+        found = [Rig(bench, clock, until) for bench in benches]
+        for rig in found:
+            rig.fill()
+        yield found
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Python's collector rests; what lives now is not looked at again until the end."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+def measure(bench: Bench) -> dict[str, Any]:
+    """Median and 95th percentile of a decode step's schedule(), in microseconds."""
+    with rigs(bench) as (rig,), no_collections():
+        costs = [rig.step() for _ in range(bench.rounds + WARM_UP_ROUNDS)][WARM_UP_ROUNDS:]
+    ordered = sorted(cost.schedule_us for cost in costs)
     return {
         "schedule_median_us": statistics.median(ordered),
         "schedule_p95_us": ordered[int(0.95 * (len(ordered) - 1))],
@@ -68,10 +111,15 @@ class Rig:
             max_seqs=1024,
             block_tokens=BLOCK_TOKENS,
             skip_blocked=False,  # what a server does
+            log_stats=True,
             continuum={"static_ttl_s": 1e6, "max_ttl_s": 1e6, "max_pinned_share": 1.0},
         )
         self.scheduler: Any = build_scheduler(setup, clock, MAX_MODEL_LEN, until)
         self.hasher = block_hasher(BLOCK_TOKENS)
+        self._spare: list[Any] = []  # blocks that the running turns will grow into
+        self._stats_us = 0.0
+        self._make_stats = self.scheduler.make_stats
+        self.scheduler.make_stats = self._timed_stats
         until.callback(self.scheduler.shutdown)
 
     def fill(self) -> None:
@@ -90,10 +138,17 @@ class Rig:
         self._check()
 
     def _use_up(self) -> None:
-        """Leave free what the running turns will grow into, so that the waiting ones stay there."""
+        """Take all blocks away but for what the next steps need: who waits stays there."""
         pool = self.scheduler.kv_cache_manager.block_pool
-        needs = self.bench.running_turns * ((self.bench.rounds + WARM_UP_ROUNDS) // BLOCK_TOKENS + 2)
-        pool.get_new_blocks(max(0, pool.get_num_free_blocks() - needs))
+        self._spare = pool.get_new_blocks(pool.get_num_free_blocks())
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Each running turn may need a block in a step."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        missing = max(0, self.bench.running_turns + 1 - pool.get_num_free_blocks())
+        if missing:
+            pool.free_blocks([self._spare.pop() for _ in range(missing)])
 
     def _check(self) -> None:
         keeper = getattr(self.scheduler, "_keeper", None)
@@ -104,28 +159,37 @@ class Rig:
                 "for; time pins with static-ttl"
             )
 
-    def step_us(self) -> float:
-        """One step; how long its schedule() took."""
+    def step(self) -> StepCost:
+        """One decode step of all running turns, and what it took."""
         self.clock.advance_to(self.clock.now_s + 0.01)
-        gc.collect(0)
-        start_ns = time.perf_counter_ns()
-        output = self.scheduler.schedule()
-        took_ns = time.perf_counter_ns() - start_ns
-        self._answer(output)
-        return took_ns / 1e3
+        self._give_back()
+        self._stats_us = 0.0
+        schedule_us, output = timed_us(self.scheduler.schedule)
+        if output.total_num_scheduled_tokens != self.bench.running_turns:
+            raise SweepError(
+                f"{self.bench}: a step of {output.total_num_scheduled_tokens} tokens is no decode step"
+            )
+        answer = self._answer_to(output)
+        update_us, _ = timed_us(lambda: self.scheduler.update_from_output(output, answer))
+        return StepCost(schedule_us, update_us - self._stats_us, self._stats_us)
+
+    def _timed_stats(self, *args: Any, **kwargs: Any) -> Any:
+        self._stats_us, stats = timed_us(lambda: self._make_stats(*args, **kwargs))
+        return stats
 
     def _step(self) -> None:
         self.clock.advance_to(self.clock.now_s + 1.0)  # so that whoever waits at our door comes in
-        self._answer(self.scheduler.schedule())
+        output = self.scheduler.schedule()
+        self.scheduler.update_from_output(output, self._answer_to(output))
 
     def _prefilling(self) -> bool:
         return any(r.is_prefill_chunk for r in self.scheduler.running)
 
-    def _answer(self, output: SchedulerOutput) -> None:
+    def _answer_to(self, output: SchedulerOutput) -> ModelRunnerOutput:
         ids = list(output.num_scheduled_tokens)
         said = [[] if self.scheduler.requests[i].is_prefill_chunk else [1] for i in ids]
         index = {request_id: at for at, request_id in enumerate(ids)}
-        self.scheduler.update_from_output(output, ModelRunnerOutput(ids, index, said))
+        return ModelRunnerOutput(ids, index, said)
 
     def _send(
         self, name: str, outputs: int, stream: int, *, last: bool = True, prompt_tokens: int = PROMPT_TOKENS

@@ -59,12 +59,9 @@ CLOCK = PRIORITY + "the test dates arrivals by hand, and we order by when the en
 DEAF = PRIORITY + "our `fcfs` is vLLM's fcfs, which does not ask for a priority"
 OURS_ABOARD = "our totals ride in kv_connector_stats, and StatLoggerManager.record takes them out again"
 BARE = "the test makes a scheduler without __init__, so without a keeper"
-STANDS_IN = "the test puts a mock in allocate_slots's place, where our reclaimer stands from step to step"
 EXPLAINED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "test_scheduler_kv_connector_stats": (POLICIES, OURS_ABOARD),
     "test_abort_request_when_structured_output_fsm_cannot_advance": (POLICIES, BARE),
-    "test_allocation_retry_waits_for_fence_then_succeeds[fcfs-1]": (POLICIES, STANDS_IN),
-    "test_allocation_retry_waits_for_fence_then_succeeds[priority-2]": (POLICIES, STANDS_IN),
     "test_priority_scheduling_arrival_time_tiebreaker": (POLICIES, CLOCK),
     "test_priority_scheduling_equal_priority_preemption": (POLICIES, CLOCK),
     "test_priority_scheduling_fcfs_fallback": (POLICIES, CLOCK),

@@ -1,0 +1,34 @@
+"""What our scheduler's step costs beside stock's: who is measured, and what is made of it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from experiments.overhead import Ratio, contenders, measured, ratio
+from experiments.sweep.timed import StepCost
+
+
+def steps(*schedules_us: float) -> list[StepCost]:
+    return [StepCost(us, 10.0, 0.0) for us in schedules_us]
+
+
+def test_a_ratio_is_of_medians_of_one_repeat_and_its_range_over_the_repeats() -> None:
+    calm = {"stock": steps(90, 90, 5000), "ours": steps(99, 99, 99)}
+    slow = {"stock": steps(190, 190, 190), "ours": steps(190, 190, 9000)}
+    jolt = {"stock": steps(90, 90, 90), "ours": steps(180, 180, 180)}
+    found = ratio([calm, slow, jolt], "ours", "schedule_us")
+    assert found == Ratio(pytest.approx(1.1), pytest.approx(1.0), pytest.approx(2.0))
+    assert ratio([calm], "ours", "whole_us").middle == pytest.approx(109 / 100)
+
+
+def test_all_contenders_take_their_steps_in_one_process_pins_held() -> None:
+    benches = contenders(running=3, waiting=4, pinned=2, rounds=30)
+    repeats = list(measured(benches, rounds=5, repeats=2))
+    assert [{name: len(costs) for name, costs in repeat.items()} for repeat in repeats] == [
+        dict.fromkeys(benches, 5)
+    ] * 2
+    assert all(
+        c.schedule_us > 0 < c.update_us and c.stats_us > 0 for r in repeats for cs in r.values() for c in cs
+    )

@@ -1,0 +1,104 @@
+"""`--api-server-count 2`: two front-ends share one engine's programs, its figures and its end.
+
+One server. Each request has a connection of its own, so that the kernel deals them out to both. The
+last test ends the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.mmap_dict import MmapedDict
+from serving import BLOCK, Server, ids
+
+from experiments.server import processes, serve
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+
+PROGRAMS = 24
+TTL_S = 600.0
+ARGS = ("--max-model-len", "1024", "--num-gpu-blocks-override", "96", "--scheduling-policy", "continuum")
+TWO = ("--api-server-count", "2", "--shutdown-timeout", "3")
+
+
+@dataclass(frozen=True)
+class Pair(Server):
+    """A server with two front-ends; each keeps its figures in a file of its own."""
+
+    folder: Path
+
+    def taken_pins(self) -> list[float]:
+        """How many pins each front-end has heard of."""
+        found = []
+        for path in self.folder.glob("figures/counter_*.db"):
+            values = MmapedDict.read_all_values_from_file(str(path))
+            found += [n for key, n, *_ in values if "continuum_pins_total" in key and '"taken"' in key]
+        return found
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "figures").mkdir()
+    env = {"CONTINUUM_POLICY": "static-ttl", "CONTINUUM_STATIC_TTL_S": str(TTL_S)}
+    env |= {"CONTINUUM_MAX_TTL_S": str(TTL_S), "CONTINUUM_RUN_OUTPUT_DIR": str(folder / "run")}
+    env["CONTINUUM_STREAM_RECORDING"] = "true"
+    env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / "figures")
+    with serve(model, [*ARGS, *TWO], log=folder / "server.log", env=env) as url:
+        yield Pair(url, folder)
+
+
+def test_a_program_keeps_its_pin_whichever_front_end_takes_its_turns(server: Pair) -> None:
+    def program(i: int) -> int:
+        first = server.complete(ids(BLOCK + 9, i), out=2, job_id=f"p{i}")
+        server.complete(first.tokens + ids(5, 1000 + i), out=2, job_id=f"p{i}")
+        return i
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(list(pool.map(program, range(PROGRAMS)))) == PROGRAMS
+    server.usage_becomes(PROGRAMS / 95, within_s=10)
+    assert server.metric("continuum_programs") == PROGRAMS
+    heard = server.taken_pins()
+    assert len(heard) == 2 and all(heard), f"both front-ends had news to pass on: {heard}"
+
+
+def test_the_figures_count_once_whoever_is_asked(server: Pair) -> None:
+    for _ in range(6):  # each time one of the two answers
+        assert (server.pins("taken"), server.pins("reused")) == (2 * PROGRAMS, PROGRAMS)
+        assert server.metric("continuum_pins_held") == PROGRAMS
+        assert server.metric("continuum_tool_gap_seconds_count") == PROGRAMS
+        assert server.metric("continuum_prompt_tokens_total", tier="gpu") == PROGRAMS * BLOCK
+        assert server.metric("vllm:request_success_total") == 2 * PROGRAMS
+
+
+def test_sigterm_under_load_leaves_no_process_and_loses_nothing_that_was_streamed(server: Pair) -> None:
+    """vLLM 0.32's front-ends leave their engine at once, whatever the timeout, and wait for answers that
+    no longer come; the engine is killed with them. So only what was written before is there.
+    """
+    all_of_it = processes(server.url)
+
+    def story(i: int) -> None:
+        with contextlib.suppress(httpx.TransportError):
+            server.complete(ids(BLOCK, 2000 + i), out=400, job_id=f"last-{i}")
+
+    with ThreadPoolExecutor(8) as pool:
+        for i in range(8):
+            pool.submit(story, i)
+        while server.metric("vllm:num_requests_running") < 8:
+            time.sleep(0.1)
+        all_of_it[0].send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(all_of_it, timeout=60)
+    assert not alive
+    (stream,) = (server.folder / "run").glob("*.jsonl")
+    events = [json.loads(line) for line in stream.read_text().splitlines()]
+    assert len({event["job_id"] for event in events if "job_id" in event}) == PROGRAMS + 8
