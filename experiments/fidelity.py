@@ -8,7 +8,7 @@ the demo's programs against each; then runs them in the lab, on the machine that
 is in OUT already is not repeated, so the machine can be left to others between two seeds.
 
 What the lab is told of the real thing, beside the profile, is what five short probes of each server show
-before and after its replay, none of them a turn of the programs (fidelity_lab.Told): how fast the machine
+after its replay, none of them a turn of the programs (fidelity_lab.Told): how fast the machine
 computes at that moment, the hop between client and engine and its growth with the prompt, and the server's
 own time in a step. All are in the CSV, and the prediction is also made without them.
 """
@@ -69,7 +69,7 @@ def selection(seed: int, programs: int) -> Selection:
 
 
 def measured(contender: Contender, chosen: Selection, profile: Path, model: Path, out: Path) -> None:
-    """Serve, probe, replay, stop. Leaves LABEL-seedN.json and LABEL-seedN-told.json."""
+    """Serve, replay, probe, stop. Leaves LABEL-seedN.json and LABEL-seedN-told.json."""
     with tempfile.TemporaryDirectory(prefix="fidelity-disk-") as disk:
         args = ["--scheduling-policy", contender.policy, "--max-model-len", str(demo.WINDOW_TOKENS)]
         args += ["--num-gpu-blocks-override", str(demo.GPU_BLOCKS)]
@@ -80,9 +80,8 @@ def measured(contender: Contender, chosen: Selection, profile: Path, model: Path
         env = {"CONTINUUM_PROFILE": str(profile.resolve())}
         log = out / f"{contender.label}-seed{chosen.seed}-server.log"
         with serve(model, args, log=log, env=env) as url:
-            before = asyncio.run(probed(url))
             summary = replay(Job(f"{url}/v1", contender.label, chosen, out))
-            told = before.mean(asyncio.run(probed(url, first=1000)))
+            told = asyncio.run(probed(url))  # not before: the policy would learn from the probes
     if summary["errors"]:
         raise ServerUnusable(f"{contender.label}: {summary['errors']} turns failed; see {log}")
     told_path(out, contender, chosen.seed).write_text(json.dumps(asdict(told)))
@@ -92,11 +91,8 @@ def told_path(out: Path, contender: Contender, seed: int) -> Path:
     return out / f"{contender.label}-seed{seed}-told.json"
 
 
-async def probed(url: str, first: int = 0) -> Told:
-    """What a server shows now; medians of a few.
-
-    `first` numbers the prompts: those of other numbers are others, which no cache holds.
-    """
+async def probed(url: str) -> Told:
+    """What a server shows now, with prompts that no cache holds; medians of a few."""
     loop = asyncio.get_running_loop()
     plan = Plan("tiny", 0, ORDINARY)
     async with Client(f"{url}/v1", timeout_s=60) as client:
@@ -108,8 +104,8 @@ async def probed(url: str, first: int = 0) -> Told:
             answer = await client.complete(request_body("tiny", prompt, outputs))
             return answer.first_s - sent_s, (answer.done_s - answer.first_s) / max(1, outputs - 1)
 
-        numbers = range(first, first + PROBES)
-        await answered(first + PROBES, LONG_TOKENS)  # the first of its kind is slower
+        numbers = range(PROBES)
+        await answered(PROBES, LONG_TOKENS)  # the first of its kind is slower
         short_s = [(await answered(n, SHORT_TOKENS))[0] for n in numbers]
         pairs = [(await answered(n, LONG_TOKENS), await answered(n, LONG_TOKENS)) for n in numbers]
         alone_s = [(await answered(n, SHORT_TOKENS, OUTPUTS))[1] for n in numbers]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,18 +24,13 @@ LONG_TOKENS = REUSED_TOKENS + demo.BLOCK_TOKENS // 2
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a real server showed before and after its replay, in seconds. Beside it nothing is told."""
+    """What a real server showed after its replay, in seconds. Beside it nothing is told."""
 
     short_s: float  # from sending SHORT_TOKENS to the first token
     long_s: float  # the same for LONG_TOKENS
     again_s: float  # and for those once more, when all but REUSED_TOKENS lie in the KV cache
     alone_s: float  # between two tokens of a turn alone
     batch_s: float  # between two tokens of BATCH turns at once
-
-    def mean(self, other: Told) -> Told:
-        """The middle of both, for a machine whose speed changed meanwhile."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Told(*((mine + theirs) / 2 for mine, theirs in pairs))
 
 
 @dataclass(frozen=True, slots=True)
