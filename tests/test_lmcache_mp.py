@@ -20,6 +20,7 @@ from lmcache_mp_rig import Clock, MpEngine, MpRig, op
 from lmcache_mp_server import CHUNK
 from lmcache_rig import prompt
 
+from connectors import lmcache_mp_tiers
 from connectors.lmcache_mp_loads import LoadBook, TimedLoad
 from connectors.lmcache_mp_module import TierLog
 from connectors.lmcache_mp_settings import settled
@@ -143,7 +144,9 @@ def test_a_silent_server_gets_one_warning_and_its_tiers_count_as_empty(
     mp_rig: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, clock, downs = mp_rig(), Clock(), []
-    monkeypatch.setattr("connectors.lmcache_mp_tiers.logger.propagate", True)
+    log = lmcache_mp_tiers.logger
+    monkeypatch.setattr(log, "propagate", False)  # whoever set up the loggers above it
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
     answers = True
 
     def call(payload: bytes, timeout_s: float) -> bytes:
