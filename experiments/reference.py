@@ -1,7 +1,7 @@
 """Writes the tables that the code itself is the source of.    python -m experiments.reference
 
-docs/metrics.md: every metric, its type, labels and meaning. README.md: every setting, between two
-marks. A test holds that both are up to date.
+docs/metrics.md: every metric, its type, labels and meaning. README.md, between marks: every setting, and
+the table of docs/versions.md (experiments/trust/version_matrix.py). A test holds that both are up to date.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS
 ROOT = Path(__file__).parents[1]
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
 README = ROOT / "README.md"
-MARKS = ("<!-- settings: python -m experiments.reference -->", "<!-- /settings -->")
+VERSIONS = ROOT / "docs" / "versions.md"
+SETTINGS_MARKS = ("<!-- settings: python -m experiments.reference -->", "<!-- /settings -->")
+VERSIONS_MARKS = ("<!-- versions: python -m experiments.reference -->", "<!-- /versions -->")
 INTRODUCTION = """\
 # Metrics
 
@@ -88,11 +90,22 @@ def comments() -> dict[str, str]:
     return found
 
 
+def versions_table() -> str:
+    """The table of docs/versions.md."""
+    return "\n".join(line for line in VERSIONS.read_text().splitlines() if line.startswith("|"))
+
+
 def readme() -> str:
-    """README.md with the table as it should be."""
-    before, _, rest = README.read_text().partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    return f"{before}{MARKS[0]}\n{settings_table()}\n{MARKS[1]}{after}"
+    """README.md with both tables as they should be."""
+    page = between(README.read_text(), SETTINGS_MARKS, settings_table())
+    return between(page, VERSIONS_MARKS, versions_table())
+
+
+def between(page: str, marks: tuple[str, str], table: str) -> str:
+    """The page with that table between those marks."""
+    before, _, rest = page.partition(marks[0])
+    after = rest.partition(marks[1])[2]
+    return f"{before}{marks[0]}\n{table}\n{marks[1]}{after}"
 
 
 def main() -> None:
