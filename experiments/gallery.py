@@ -3,7 +3,7 @@
     python -m experiments.offload_sweep all --out results
     python -m experiments.gallery --results results --out docs
 
-Writes OUT/figures.md, and PNG and SVG into OUT/figures/. The page begins with OUT/figures/words.md,
+Writes OUT/figures.md, and PNG and SVG into OUT/figures/. The page begins with OUT/figures-words.md,
 which is written by hand; all else is from the rows, and a figure that lacks one is left out by name.
 """
 
@@ -95,7 +95,7 @@ def main(
     folder = out / "figures"
     try:
         rows, chosen = Rows(results / "offload_sweep.csv"), seeds_of(seeds)
-        words = (folder / "words.md").read_text()
+        words = (out / "figures-words.md").read_text()
     except (SweepError, OSError) as error:
         raise SystemExit(f"gallery: {error}") from error
     finished: dict[str, Found] = {}
