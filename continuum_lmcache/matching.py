@@ -79,27 +79,21 @@ class Matching:
 
         How many of its first tokens may be asked for again.
         """
-        if self.learns:
-            self._remember(program, kind, prompt_tokens, context_tokens, hashes)
+        probes = self._probes(prompt_tokens, context_tokens, hashes) if self.learns else ()
+        if probes:  # else it is shorter than a block
+            self._away[program] = Left(kind, prompt_tokens, context_tokens, probes)
+            self._away.move_to_end(program)
+            if len(self._away) > MOST_AWAY:
+                self._away.popitem(last=False)
         return self.expected_tokens(kind, prompt_tokens, context_tokens)
 
-    def _remember(
-        self,
-        program: ProgramId,
-        kind: Kind,
-        prompt_tokens: int,
-        context_tokens: int,
-        hashes: Sequence[Hashable],
-    ) -> None:
+    def _probes(
+        self, prompt_tokens: int, context_tokens: int, hashes: Sequence[Hashable]
+    ) -> tuple[tuple[int, Hashable], ...]:
+        """The blocks at which the next prompt will be compared (Left.probes)."""
         whole = min(context_tokens // self.block_tokens, len(hashes))
         places = probed(min(prompt_tokens // self.block_tokens, whole), whole)
-        probes = tuple((blocks, hashes[blocks - 1]) for blocks in places)
-        if not probes:  # shorter than a block
-            return
-        self._away[program] = Left(kind, prompt_tokens, context_tokens, probes)
-        self._away.move_to_end(program)
-        if len(self._away) > MOST_AWAY:
-            self._away.popitem(last=False)
+        return tuple((blocks, hashes[blocks - 1]) for blocks in places)
 
     def back(self, program: ProgramId, hashes: Sequence[Hashable]) -> int | None:
         """The program's next prompt has come: how many of its tokens repeat the turn before, at most.

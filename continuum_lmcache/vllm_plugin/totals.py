@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from continuum_lmcache.vllm_plugin.keeper import Keeper
 
 Totals = dict[str, dict[str, float]]  # by metric (metrics.py), then by its label
-OUTCOMES = {
-    outcome: outcome.value for outcome in Outcome
-}  # an enum's value takes longer to read than a dict's
+# an enum's value takes longer to read than a dict's
+OUTCOMES = {outcome: outcome.value for outcome in Outcome}
 REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
 
 
