@@ -85,6 +85,11 @@ class FakeConnector(KVConnectorBase_V1):
         self.planner.store.settle(self.planner.clock())
         return self.planner.store.holding(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
 
+    @property
+    def loads_beside_steps(self) -> bool:
+        """Whether others run while a load does (continuum_lmcache.tiers.SelectiveLoader)."""
+        return self.config.load_async
+
     def load_by(self, rule: LoadRule) -> None:
         """Load no more of a prompt than `rule` says (continuum_lmcache.tiers.SelectiveLoader)."""
         self.planner.rule = rule

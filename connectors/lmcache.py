@@ -90,6 +90,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     # ---- scheduler: the core's TierStore
 
+    loads_beside_steps = False  # enable_async_loading is refused: each step waits for its loads
+
     @property
     def tiers(self) -> Tiers:
         """The scheduler's view of the tiers. Only in the scheduler's process."""

@@ -81,6 +81,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     # ---- scheduler: the core's TierStore
 
+    loads_beside_steps = True
+
     def locate(self, token_ids: Sequence[int], salt: str = "") -> Holding:
         """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
 

@@ -67,7 +67,17 @@ class ReloadCost:
 
     @property
     def total_s(self) -> float:
-        return self.dram_s + self.ssd_s + self.prefill_s + self.store_s
+        return self.load_s + self.compute_s
+
+    @property
+    def load_s(self) -> float:
+        """Seconds of the links'."""
+        return self.dram_s + self.ssd_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the steps', which everybody on the GPU shares."""
+        return self.prefill_s + self.store_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +106,12 @@ class Costs:
 
         The cheapest of loading nothing, what DRAM holds, and what both hold.
         """
+        return min(self.ways(where), key=lambda cost: cost.total_s)
+
+    def ways(self, where: Residency) -> list[ReloadCost]:
+        """Loading nothing, what DRAM holds, and what both hold: the last is the whole load."""
         dram_tokens, ssd_tokens = where.dram_tokens, where.ssd_tokens
-        ways = [self.loading(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
-        return min(ways, key=lambda cost: cost.total_s)
+        return [self.loading(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
 
     def reload_s(self, where: Residency, survival: Mapping[Tier, float] = CERTAIN) -> float:
         """PrefillReload in seconds, expected over what the tiers may lose before the return.

@@ -1,6 +1,6 @@
 """Load or recompute? For each prompt that a tier holds, and by what is measured only.
 
-The three ways, of which `Costs.reload` knows the cheapest:
+The three ways, which `Costs.ways` prices:
 
     load        all that DRAM and disk hold of the prompt
     partial     the DRAM stretch; what only the disk has is computed
@@ -13,6 +13,7 @@ to say where the tokens lie.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -41,12 +42,31 @@ class Verdict:
 
     decision: Decision
     tokens: int  # after those that the GPU has
-    chosen_s: float = 0.0  # what that is predicted to take, the rest of the prompt included
-    excess_s: float = 0.0  # what loading everything is predicted to take more
+    chosen_s: float = 0.0  # what all that is predicted to wait for it, the rest of the prompt included
+    excess_s: float = 0.0  # what loading everything is predicted to cost more
 
 
-def verdict(costs: Costs, where: Residency) -> Verdict:
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Who else is there, where loads go on beside the steps."""
+
+    turns: int  # waiting and running
+    kv_tokens: int  # of the GPU's KV cache, which all share
+
+
+NOBODY = Others(0, 1)
+
+
+def nobody() -> Others:
+    """Where a step waits for its loads: the way that is fastest for one turn is the cheapest for all."""
+    return NOBODY
+
+
+def verdict(costs: Costs, where: Residency, others: Others = NOBODY) -> Verdict:
     """The cheapest way, if every rate it is weighed by was measured; else everything is loaded.
+
+    What counts is the time of all turns. This one waits for its load and its prefill; each of the
+    `others` waits for the prefill, and for its share of the memory that this one holds meanwhile.
 
     A guess must not turn a cache off, nor one freak load: without a profile nothing is declined before
     LEAST_SAMPLES prefills and as many loads from each tier that has something of the prompt.
@@ -54,11 +74,16 @@ def verdict(costs: Costs, where: Residency) -> Verdict:
     everything = where.dram_tokens + where.ssd_tokens
     if not is_measured(costs, where):
         return Verdict(Decision.UNMEASURED, everything)
-    best, whole = costs.reload(where), costs.loading(where, where.dram_tokens, where.ssd_tokens)
-    if best.loaded_tokens == everything:
-        return Verdict(Decision.LOAD, everything, best.total_s)
-    decision = Decision.PARTIAL if best.loaded_tokens else Decision.RECOMPUTE
-    return Verdict(decision, best.loaded_tokens, best.total_s, whole.total_s - best.total_s)
+    share = where.total_tokens / others.kv_tokens
+    ways = {
+        way.loaded_tokens: way.total_s + others.turns * (way.compute_s + share * way.total_s)
+        for way in costs.ways(where)
+    }
+    best = min(ways, key=ways.__getitem__)
+    if best == everything:
+        return Verdict(Decision.LOAD, everything, ways[best])
+    decision = Decision.PARTIAL if best else Decision.RECOMPUTE
+    return Verdict(decision, best, ways[best], ways[everything] - ways[best])
 
 
 def is_measured(costs: Costs, where: Residency) -> bool:
@@ -86,15 +111,15 @@ class LoadJudge:
     rule trials make prompts that are declined 2 % slower, and a tier that is fast again is found out.
     """
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: Rates, others: Callable[[], Others] = nobody) -> None:
         self.counts: Counter[str] = Counter()
-        self._rates = rates
+        self._rates, self._others = rates, others
         self._open: dict[TurnId, Verdict] = {}
         self._credit_s = 0.0
 
     def tokens(self, turn: TurnId, where: Residency) -> int:
         """How many tokens to load (tiers.LoadRule)."""
-        found = verdict(self._rates.costs, where)
+        found = verdict(self._rates.costs, where, self._others())
         if 0.0 < found.excess_s <= self._credit_s:
             everything = where.dram_tokens + where.ssd_tokens
             found = Verdict(Decision.TRIAL, everything, found.chosen_s, found.excess_s)

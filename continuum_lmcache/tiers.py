@@ -95,6 +95,8 @@ placed is the one that counts."""
 class SelectiveLoader(Protocol):
     """A connector that need not load all that it has."""
 
+    loads_beside_steps: bool  # false: a step waits for its loads, so they cost everybody's time
+
     def load_by(self, rule: LoadRule) -> None:
         """From now on offer vLLM no more tokens than `rule` says. The scheduler calls it once, at its start.
 

@@ -29,9 +29,8 @@ PROGRAMS, TURNS, FIRST_TOKENS, NEW_TOKENS = 6, 8, 6000, 256
 SLOW_GBPS = 0.4
 
 
-def rotation() -> list[Program]:
-    """The next turn of each program is due when all others had theirs."""
-    round_s = 30.0
+def rotation(round_s: float = 30.0) -> list[Program]:
+    """The next turn of each program is due when all others had theirs: at 30 s nobody has to wait."""
     specs = [TurnSpec(FIRST_TOKENS, FIRST_TOKENS, 4, "bash", "", round_s)]
     for _ in range(TURNS - 1):
         specs.append(TurnSpec(specs[-1].context_tokens + NEW_TOKENS, NEW_TOKENS, 4, "bash", "", round_s))
@@ -40,10 +39,8 @@ def rotation() -> list[Program]:
 
 
 def engine(tiers: dict[str, Any] | None, profile: Path, decide: bool = True) -> Setup:
-    """`sleep` lets the tiers tell their transfers, as rates say; nothing sleeps here."""
     settings = {"profile": str(profile), "load_or_recompute": decide}
-    told = None if tiers is None else {"sleep": True, **tiers}
-    return Setup("program-fcfs", told, settings, A100, shared_tokens=0, store_stalls=True)
+    return Setup("program-fcfs", tiers, settings, A100, shared_tokens=0, store_stalls=True)
 
 
 def a_profile(folder: Path, ssd_gbps: float = SLOW_GBPS, samples: int = 30) -> Path:
@@ -116,6 +113,18 @@ def test_every_decision_is_counted_once_a_placed_turn(tmp_path: Path, beside: bo
     found = counts(engine({**DISK_ONLY, "async": beside}, a_profile(tmp_path)))
     assert sum(found.values()) == PROGRAMS * (TURNS - 1)
     assert found["recompute"] >= 0.9 * sum(found.values())
+
+
+@pytest.mark.parametrize(("beside", "decision"), [(False, "recompute"), (True, "load")])
+def test_a_slow_load_is_taken_if_others_would_wait_for_the_prefill_and_not_for_it(
+    tmp_path: Path, beside: bool, decision: str
+) -> None:
+    """The disk takes twice as long as computing; up to five others are there, four contexts fit the GPU."""
+    tiers = {**DISK_ONLY, "ssd_load_gbps": 2 * SLOW_GBPS, "async": beside}
+    setup = engine(tiers, a_profile(tmp_path, 2 * SLOW_GBPS))
+    roomy = replace(setup, machine=replace(A100, kv_tokens=32_000))
+    found = counts(roomy, rotation(round_s=0.5))
+    assert found[decision] >= 0.9 * sum(found.values()) > 20
 
 
 def long_answers() -> list[Program]:

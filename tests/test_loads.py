@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.costs import UNMEASURED, Costs, PrefillCurve, Rate
-from continuum_lmcache.loads import Decision, LoadJudge, offered, verdict
+from continuum_lmcache.loads import Decision, LoadJudge, Others, offered, verdict
 from continuum_lmcache.rates import Rates
 from continuum_lmcache.tiers import Holding, Transfer
 from continuum_lmcache.types import Residency, Tier, TurnId
@@ -52,6 +52,48 @@ def test_what_declining_saves_is_the_difference_to_loading_all():
     found = verdict(at(gbps_of_ssd=100.0), ON_DISK)
     assert found.chosen_s == pytest.approx(1.0)
     assert found.excess_s == pytest.approx(10.1 - 1.0)
+
+
+ROOMY = 10**9  # tokens: no context takes a share worth speaking of
+
+
+def test_a_slow_load_is_taken_when_others_would_wait_for_the_prefill():
+    """This disk and the copy take 10.1 s, computing 1 s: for this turn, and for each other one."""
+    costs = at(gbps_of_ssd=100.0)
+    decisions = [verdict(costs, ON_DISK, Others(n, ROOMY)).decision for n in (0, 9, 10)]
+    assert decisions == [Decision.RECOMPUTE, Decision.RECOMPUTE, Decision.LOAD]
+
+
+def test_a_load_that_holds_the_memory_that_others_wait_for_is_not():
+    """A tenth of the cache for 10.1 s instead of 1 s: 0.91 s of each other turn, for 1 s of prefill saved.
+
+    So each gains 0.09 s by the load, and 102 of them what this turn loses by it.
+    """
+    costs = at(gbps_of_ssd=100.0)
+    decisions = [verdict(costs, ON_DISK, Others(n, 10_000)).decision for n in (10, 101, 102)]
+    assert decisions == [Decision.RECOMPUTE, Decision.RECOMPUTE, Decision.LOAD]
+    assert verdict(costs, ON_DISK, Others(1000, 9_000)).decision is Decision.RECOMPUTE
+
+
+def test_a_disk_that_is_too_slow_even_so_leaves_the_dram_stretch_to_be_loaded():
+    """Of BOTH: 0.04 s from DRAM, 0.5 s to compute the rest, or 0.2 s after 30.03 s of this disk."""
+    found = verdict(at(gbps_of_ssd=10.0), BOTH, Others(20, ROOMY))
+    assert (found.decision, found.tokens) == (Decision.PARTIAL, 400)
+    assert found.chosen_s == pytest.approx(0.04 + 21 * 0.5, rel=1e-4)
+    assert found.excess_s == pytest.approx(0.07 + 30.0 + 21 * 0.2 - found.chosen_s, rel=1e-4)
+
+
+@given(st.integers(0, 50), st.floats(1.0, 1e5), st.floats(1.0, 1e5))
+def test_with_memory_to_spare_the_more_turns_wait_the_more_is_loaded(turns, ssd, dram):
+    costs = at(ssd, dram)
+    few, more = (verdict(costs, BOTH, Others(n, ROOMY)).tokens for n in (turns, turns + 1))
+    assert few <= more
+
+
+def test_the_judge_asks_at_each_question_who_is_there():
+    there = iter([Others(0, ROOMY), Others(20, ROOMY)])
+    judge = LoadJudge(Rates(at(gbps_of_ssd=100.0)), lambda: next(there))
+    assert [judge.tokens(TURN, ON_DISK), judge.tokens(TURN, ON_DISK)] == [0, 1000]
 
 
 def test_nothing_is_declined_on_a_guess():

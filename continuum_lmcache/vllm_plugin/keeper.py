@@ -15,7 +15,7 @@ from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.identity import program_id
 from continuum_lmcache.ledger import Ledger
-from continuum_lmcache.loads import LoadJudge
+from continuum_lmcache.loads import LoadJudge, Others, nobody
 from continuum_lmcache.matching import Matching, manner
 from continuum_lmcache.recorder import Recorder
 from continuum_lmcache.types import Load, Outcome, ProgramId, Turn, TurnId
@@ -43,12 +43,12 @@ class Keeper:
     ) -> None:
         pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
         budget = int(pool_blocks * config.max_pinned_share)
-        self.config = config
-        self.appraiser = appraiser
-        self.recorder = recorder
+        self.config, self.appraiser, self.recorder = config, appraiser, recorder
         self.pins = BlockPins(kv_cache_manager, block_tokens)
         self.supply = supply
-        self.judge = LoadJudge(appraiser.rates)
+        kv_tokens = pool_blocks * block_tokens
+        others = (lambda: Others(len(self.turns) - 1, kv_tokens)) if supply.loads_beside_steps else nobody
+        self.judge = LoadJudge(appraiser.rates, others)
         self.witness = Witness(appraiser, recorder, supply)
         self.ledger = Ledger(budget, int(budget * config.max_tenant_share), config.max_programs)
         self.turns: dict[TurnId, LiveTurn] = {}
@@ -58,7 +58,7 @@ class Keeper:
         self.ignored: Counter[str] = Counter()
         self._lineage = Lineage(config.max_programs, hash_block_tokens)
         self.matching = Matching(hash_block_tokens, appraiser.learns_matches)
-        self.crowd = Crowd(appraiser, pool_blocks * block_tokens, hash_block_tokens, self.supply.stores())
+        self.crowd = Crowd(appraiser, kv_tokens, hash_block_tokens, self.supply.stores())
         self.reordered = False  # every waiting turn's key is stale
         self.pool_blocks = pool_blocks
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
@@ -178,8 +178,8 @@ class Keeper:
             if ended and self.config.infer_programs and not turn.says.is_last_step:
                 self._lineage.finished(request, alone(request), turn.arrival_s)
             return
-        entry = self.ledger.programs[turn.program]
-        entry.attained_tokens += request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
+        computed_tokens = request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
+        self.ledger.programs[turn.program].attained_tokens += computed_tokens
         if turn.says.is_last_step and ended:
             self._last(now_s, turn, request)
         elif ended:

@@ -17,6 +17,7 @@ from continuum_lmcache.tiers import (
     Holding,
     Remembering,
     Reporting,
+    SelectiveLoader,
     StoreSwitch,
     TierStore,
     Transfer,
@@ -35,6 +36,7 @@ class Supply:
         # asked here, once: Python takes 10 us to find out whether an object follows a protocol
         self._reporting = store if isinstance(store, Reporting) else None
         self._remembering = store if isinstance(store, Remembering) else None
+        self.loads_beside_steps = isinstance(store, SelectiveLoader) and store.loads_beside_steps
         self.mode = mode_of(store)
         self.hearsay = hearsay
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)

@@ -129,7 +129,7 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     """
     tiers: dict[str, Any] = {"dram_gb": 0.0}
     if setup.tiers is not None:
-        tiers = {**rates(setup.machine), **setup.tiers}
+        tiers = {"sleep": True, **rates(setup.machine), **setup.tiers}  # timed, as a server's are
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy != STOCK:
         chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")

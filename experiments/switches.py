@@ -1,0 +1,132 @@
+"""What is each switch worth? The same programs with it off and on, seed by seed.
+
+    python -m experiments.switches priced_pins --regimes "no offloading; DRAM 20 GB alone"
+    python -m experiments.switches load_or_recompute --regimes "slow disk" --ssd-gbps 0.2
+    python -m experiments.switches learn_matches --regimes "fig8" --thoughts 4
+    python -m experiments.switches                  # each switch in each regime: about an hour of a core
+
+In the lab: an assumed A100 unless the regime says otherwise, decode steps merged. The ratio is that of mean
+job times, off / on: above 1 the switch is worth having. Rows are printed as they end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from statistics import mean
+from typing import Annotated
+
+import typer
+
+from continuum_lmcache.config import ContinuumConfig
+from experiments.offload_sweep import seeds_of
+from experiments.sim.engine import simulate
+from experiments.sim.result import Result
+from experiments.sim.workloads import with_thoughts
+from experiments.sweep.cases import Point
+from experiments.sweep.goals import papers, swe
+from experiments.sweep.simulated import programs_of, setup_of
+from experiments.workload import Program
+
+SWITCHES = (
+    *("admission", "first_prompt_order", "no_loss_guard", "drop_dead", "priced_pins"),
+    *("learn_matches", "load_or_recompute", "stop_stores"),
+)
+Change = Callable[[tuple[Program, ...]], tuple[Program, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """One seed's two runs."""
+
+    off: Result
+    on: Result
+
+    @property
+    def ratio(self) -> float:
+        return self.off.mean_job_s / self.on.mean_job_s
+
+    @property
+    def tail(self) -> float:
+        """P99 of job times, on / off: below 1 the switch helps the tail too."""
+        return self.on.job_percentile_s(99) / self.off.job_percentile_s(99)
+
+
+def with_switch(point: Point, switch: str, is_on: bool, thoughts: float = 0.0) -> Result:
+    """One run of the point with one switch as said; `thoughts` tokens are stripped a token of each answer."""
+    programs = programs_of(point)
+    if thoughts:
+        programs = with_thoughts(programs, thoughts)
+    setup = setup_of(point, programs)
+    return simulate(programs, replace(setup, continuum={**setup.continuum, switch: is_on}))
+
+
+def pair(point: Point, switch: str, thoughts: float, seed: int) -> Pair:
+    point = replace(point, seed=seed)
+    off, on = (with_switch(point, switch, is_on, thoughts) for is_on in (False, True))
+    return Pair(off, on)
+
+
+def regimes(programs: int) -> dict[str, Point]:
+    """The goals' settings, and two with a disk that is slower than computing."""
+    slow = {
+        "fig14, slow disk": replace(swe(programs, 0.06, 20.0, 200.0), ssd_gbps=0.5),
+        "tools x 10, slow disk": replace(swe(programs, 0.05, 20.0, 400.0), tool_factor=10.0, ssd_gbps=0.5),
+    }
+    return {goal.regime: goal.ours for goal in papers(programs)} | slow
+
+
+def line(name: str, pairs: Sequence[Pair]) -> str:
+    """A row of markdown."""
+    ratios, tails = [p.ratio for p in pairs], [p.tail for p in pairs]
+    shown = " ".join(f"{p.off.mean_job_s:.0f}>{p.on.mean_job_s:.0f}" for p in pairs)
+    pins = " ".join(f"{p.on.pins['taken']}/{p.on.pins.get('reused', 0)}" for p in pairs)
+    return f"| {name} | {mean(ratios):.3f} ({min(ratios):.3f}) | {mean(tails):.3f} | {shown} | {pins} |"
+
+
+def chosen(switch: str | None) -> Sequence[str]:
+    """The switches to try. Raises typer.BadParameter for what is none."""
+    if switch is None:
+        return SWITCHES
+    known = [f.name for f in fields(ContinuumConfig) if f.type == "bool"]
+    if switch not in known:
+        raise typer.BadParameter(f"{switch!r} is no switch; known: {', '.join(known)}")
+    return (switch,)
+
+
+def jobs(
+    switches: Sequence[str], parts: str, programs: int, ssd_gbps: float | None
+) -> Iterator[tuple[str, str, Point]]:
+    """Each switch in each regime whose name has one of `parts`. Raises typer.BadParameter if none has."""
+    wanted = [part.strip() for part in parts.split(";") if part.strip()]
+    found = {n: p for n, p in regimes(programs).items() if not wanted or any(w in n for w in wanted)}
+    if not found:
+        raise typer.BadParameter(f"no regime has {parts!r} in its name; known: {', '.join(regimes(1))}")
+    for switch in switches:
+        for name, point in found.items():
+            has_disk = ssd_gbps is not None and point.ssd_gb
+            yield switch, name, replace(point, ssd_gbps=ssd_gbps) if has_disk else point
+
+
+def main(
+    switch: Annotated[str | None, typer.Argument(help="a setting; none: each of the policy's")] = None,
+    regimes: Annotated[str, typer.Option(help="parts of their names, between semicolons")] = "",
+    seeds: Annotated[str, typer.Option(help="3..7, or 1,2")] = "3..7",
+    programs: Annotated[int, typer.Option(min=1)] = 60,
+    thoughts: Annotated[float, typer.Option(help="stripped tokens a token of each answer", min=0)] = 0.0,
+    ssd_gbps: Annotated[float | None, typer.Option(help="of the regimes with a disk")] = None,
+    workers: Annotated[int, typer.Option(min=1)] = 2,
+) -> None:
+    """Print the table."""
+    typer.echo("| switch, regime | off / on (worst seed) | P99, on / off | mean s, off>on | pins, reused |")
+    typer.echo("|---|---|---|---|---|")
+    with ProcessPoolExecutor(workers) as pool:
+        for name, regime, point in jobs(chosen(switch), regimes, programs, ssd_gbps):
+            pairs = list(pool.map(partial(pair, point, name, thoughts), seeds_of(seeds)))
+            typer.echo(line(f"{name}, {regime}", pairs))
+
+
+if __name__ == "__main__":
+    typer.run(main)
