@@ -99,8 +99,9 @@ class FakeConnector(KVConnectorBase_V1):
         moved, self._moved = self._moved, []
         if self.config.sleep:
             moved = self.planner.store.transfers()
-        if self.config.load_async:
-            moved = [replace(t, in_step=False) if t.direction == "load" else t for t in moved]
+        if self.config.load_async:  # only the fake's own copies of a store are made in the step
+            beside = ("load", "store") if self.config.sleep else ("load",)
+            moved = [replace(t, in_step=t.direction not in beside) for t in moved]
         return moved
 
     def capacity_tokens(self) -> dict[Tier, int]:

@@ -58,7 +58,7 @@ class Worker:
             index = torch.tensor(copy.block_ids)
             self.chunks[copy.name] = [kv.index_select(0, index.to(kv.device)).cpu() for kv in self.layers]
         self._record(Tier.DRAM, "store", copies, time.perf_counter() - started_s)
-        if self.config.sleep and duration_s:
+        if self.config.sleep and not self.config.load_async and duration_s:
             time.sleep(duration_s)
 
     def drop(self, names: Iterable[ChunkName]) -> None:

@@ -1,11 +1,15 @@
-"""Is there anything to gain? While all contexts fit the GPU nothing is evicted: vLLM's own order stands."""
+"""Is there anything to gain? While all contexts fit the GPU nothing is evicted: vLLM's own order stands.
+
+Contexts grow after their programs were let in, so it must end well before the cache is full: programs that
+turns in vLLM's order have brought half-way together fill it together, and evict each other (LOG.md).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-CROWDED_SHARE = 0.9  # of the GPU's KV, by the contexts of everybody who is here
-ROOMY_SHARE = 0.7  # less than the other: each change sorts the whole queue anew
+CROWDED_SHARE = 0.5  # of the GPU's KV, by the contexts of everybody who is here
+ROOMY_SHARE = 0.4  # less than the other: each change sorts the whole queue anew
 
 
 @dataclass(slots=True)

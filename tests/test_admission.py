@@ -260,7 +260,7 @@ def test_a_small_first_prompt_goes_first_but_passes_nobody_who_came_long_before(
 
 def test_the_guard_changes_its_mind_late_both_ways() -> None:
     guard = Guard(1000)
-    seen = [(guard.looks(tokens), guard.crowded) for tokens in (800, 950, 800, 600, 800)]
+    seen = [(guard.looks(tokens), guard.crowded) for tokens in (480, 520, 480, 380, 480)]
     assert seen == [(False, False), (True, True), (False, True), (True, False), (False, False)]
 
 
