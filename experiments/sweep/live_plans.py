@@ -68,5 +68,12 @@ LIVE_PLANS: dict[str, Plan] = {
     "fig14": Plan(
         "DRAM half the KV cache, and disks", cases_of(LADDER, DISKS), tiers, bare_name, shows=("job_mean_s",)
     ),
+    "pressure": Plan(
+        "DRAM half the KV cache, and a disk of twice it or none",
+        cases_of((STOCK, PUBLISHED, "continuum"), [(SMALL, 2 * KV_GB), (SMALL, 0.0)]),
+        tiers,
+        bare_name,
+        shows=("job_mean_s", "ttft_max_s"),
+    ),
     "fig15": Plan("Ablation", cases_of(LADDER, [(0.0, 0.0), (LARGE, 0.0)]), tiers, bare_name),
 }

@@ -24,6 +24,7 @@ WORDS = {
     "job_mean_s": "mean job time, s",
     "job_p90_s": "P90 of the job times, s",
     "job_p95_s": "P95 of the job times, s",
+    "ttft_max_s": "longest wait for a first token, s",
     "schedule_median_us": "schedule(), median us",
 }
 
