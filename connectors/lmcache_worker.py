@@ -147,7 +147,9 @@ class WorkerSide:
                 drop(cpu, cpu.hot_cache, chunks)
         if disk is not None:
             with disk.disk_lock:
+                before = disk.usage
                 drop(disk, disk.dict, chunks)
+                disk.current_cache_size -= before - disk.usage  # who evicts gives the room back (line 416)
 
     def close(self) -> None:
         self._probe_server.close()

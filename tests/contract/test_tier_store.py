@@ -137,6 +137,22 @@ def test_what_is_forgotten_is_nowhere_and_comes_back_when_stored_again(make: Mak
     assert store.locate(prompt) == Holding(2 * store.chunk_tokens, 0)
 
 
+def test_what_was_forgotten_leaves_its_room_to_others(make: Make) -> None:
+    store = make(3, 6)
+    size = 3 * store.chunk_tokens
+    for start in range(20):
+        gone = list(range(10_000 * (start + 1), 10_000 * (start + 1) + size))
+        store.run(gone)
+        store.settle()
+        store.forget(gone)
+    older, newer = list(range(size + 1)), list(range(7, 7 + size + 1))
+    for prompt in (older, newer):
+        store.run(prompt)
+        store.settle()
+    assert store.locate(newer) == Holding(size, 0)
+    assert store.locate(older) == Holding(0, size)
+
+
 def test_a_head_that_others_share_is_kept(make: Make) -> None:
     store = make(8, 8)
     prompt = list(range(4 * store.chunk_tokens))
