@@ -1,0 +1,35 @@
+"""What a switch is worth: the same programs with it off and on."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import typer
+
+from continuum_lmcache.config import ContinuumConfig
+from experiments.switches import SWITCHES, chosen, jobs, line, pair
+from experiments.sweep.cases import Point
+
+
+def test_each_switch_that_is_tried_is_a_setting_that_can_be_off() -> None:
+    assert set(SWITCHES) <= {f.name for f in fields(ContinuumConfig) if f.type == "bool"}
+    assert chosen("drop_dead") == ("drop_dead",)
+    with pytest.raises(typer.BadParameter, match="'drop_deed' is no switch"):
+        chosen("drop_deed")
+
+
+def test_a_regime_is_named_by_a_part_and_a_disk_rate_goes_to_those_that_have_a_disk() -> None:
+    found = {name: point.ssd_gbps for _, name, point in jobs(["admission"], "fig8; SSD", 10, 0.2)}
+    assert found == {"fig8, no offloading, 0.05": None, "fig14, + SSD 200 GB": 0.2}
+    with pytest.raises(typer.BadParameter, match="no regime has 'fig99'"):
+        list(jobs(["admission"], "fig99", 10, None))
+
+
+def test_both_runs_of_a_pair_are_of_one_seed_and_differ_in_the_switch_alone() -> None:
+    point = Point("continuum", 12, 0.1, 0)
+    same, admission = pair(point, "stop_stores", 0.0, 3), pair(point, "admission", 0.0, 3)
+    assert same.ratio == same.tail == 1.0, "without a tier nothing is stored"
+    assert admission.on == same.on, "everything but the switch stays"
+    assert admission.ratio != 1.0
+    assert line("admission", [admission]).startswith(f"| admission | {admission.ratio:.3f}")
