@@ -8,8 +8,8 @@ import pytest
 import typer
 
 from continuum_lmcache.config import ContinuumConfig
-from experiments.switches import SWITCHES, chosen, jobs, line, pair
 from experiments.sweep.cases import Point
+from experiments.switches import SWITCHES, chosen, jobs, line, pair
 
 
 def test_each_switch_that_is_tried_is_a_setting_that_can_be_off() -> None:
