@@ -279,11 +279,14 @@ def test_sigterm_under_load_answers_every_request_saves_the_recording_and_leaves
         return len(server.complete(ids(BLOCK, i), out=100, job_id=f"last-{i}").output)
 
     with ThreadPoolExecutor(8) as pool:
-        stories = [pool.submit(story, i) for i in range(8)]
+        stories = [pool.submit(story, 0)]
         while server.metric("vllm:num_requests_running") < 4:
-            time.sleep(0.1)
+            assert len(stories) < 200, "four requests were never seen to run at once"
+            done = sum(story.done() for story in stories)
+            stories += [pool.submit(story, i) for i in range(len(stories), done + 8)]
+            time.sleep(0.05)
         all_of_it[0].send_signal(signal.SIGTERM)
-        assert [story.result() for story in stories] == [100] * 8
+        assert [story.result() for story in stories] == [100] * len(stories)
     _, alive = psutil.wait_procs(all_of_it, timeout=60)
     assert not alive
     snapshot = json.loads((server.run / "scheduler_timestamps").read_text())
