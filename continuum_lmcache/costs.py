@@ -67,12 +67,7 @@ class ReloadCost:
 
     @property
     def total_s(self) -> float:
-        return self.load_s + self.compute_s
-
-    @property
-    def load_s(self) -> float:
-        """Seconds of the links'."""
-        return self.dram_s + self.ssd_s
+        return self.dram_s + self.ssd_s + self.compute_s
 
     @property
     def compute_s(self) -> float:

@@ -11,7 +11,7 @@ job times, off / on: above 1 the switch is worth having. Rows are printed as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -28,13 +28,11 @@ from experiments.sim.workloads import with_thoughts
 from experiments.sweep.cases import Point
 from experiments.sweep.goals import papers, swe
 from experiments.sweep.simulated import programs_of, setup_of
-from experiments.workload import Program
 
 SWITCHES = (
     *("admission", "first_prompt_order", "no_loss_guard", "drop_dead", "priced_pins"),
     *("learn_matches", "load_or_recompute", "stop_stores"),
 )
-Change = Callable[[tuple[Program, ...]], tuple[Program, ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,11 +144,23 @@ def test_a_preempted_request_is_brought_back_the_cheaper_way(
     assert counts(setup, long_answers()) == {decision: lost}
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["in the step", "beside the steps"])
+def test_stores_that_hold_no_step_up_teach_no_stall(tmp_path: Path, beside: bool) -> None:
+    keeper = keeper_after(engine({**DISK_ONLY, "dram_gb": 200.0, "async": beside}, a_profile(tmp_path)))
+    assert (keeper.appraiser.rates.samples["store"] == 0) is beside
+
+
 def counts(setup: Setup, programs: Sequence[Program] = ()) -> Counter[str]:
     """What the scheduler's judge counted in a run."""
+    found: Counter[str] = keeper_after(setup, programs).judge.counts
+    return found
+
+
+def keeper_after(setup: Setup, programs: Sequence[Program] = ()) -> Any:
+    """The scheduler's keeper at the end of a run."""
     clock = VirtualClock()
     with ExitStack() as until, virtual_time(clock):
         scheduler: Any = build_scheduler(setup, clock, 10_000, until)
         until.callback(scheduler.shutdown)
         Simulation(programs or rotation(), setup, scheduler, clock).run()
-        return scheduler._keeper.judge.counts
+        return scheduler._keeper
