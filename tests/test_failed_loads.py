@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
 STOCK_WAITS = pytest.mark.xfail(
-    strict=True, reason="vLLM 0.30 to 0.33: what a failed load had reserved is held against its own retry"
+    strict=True, reason="vLLM 0.30 to 0.33: a retry waits for what it, or those behind it, have reserved"
 )
 CLASSES = [ContinuumScheduler, ContinuumAsyncScheduler, pytest.param(Scheduler, marks=STOCK_WAITS)]
 
@@ -34,3 +34,24 @@ def test_a_request_beyond_half_of_the_memory_is_served_after_its_whole_load_fail
     for _ in range(60):
         bench.step()
     assert bench.failed == 1 and again in bench.done
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_loads_that_came_run_before_the_retry_of_one_that_failed(
+    cls: Any,
+    model: Path,
+    settings: Any,  # noqa: F811
+) -> None:
+    """The retry needs the memory that is reserved for them, and they stand behind it in the queue."""
+    settings(policy="fcfs")
+    bench = TierBench(cls, model, blocks=24, tier_blocks=96, is_async=True)
+    wanted = {"a": (5, 10), "b": (2, 4), "c": (6, 15)}  # blocks that the tier has, of so many
+    prompts = {job: prompt(whole * 16 - 4, story) for story, (job, (_, whole)) in enumerate(wanted.items())}
+    for job, (held, _) in wanted.items():
+        bench.turn(job, prompts[job][: held * 16 + 1])
+    bench.scheduler.reset_prefix_cache()
+    bench.failing = 1
+    again = {bench.send(job, prompts[job]) for job in wanted}
+    for _ in range(60):
+        bench.step()
+    assert bench.failed == 1 and again <= set(bench.done)

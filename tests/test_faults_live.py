@@ -278,13 +278,16 @@ def test_sigterm_under_load_answers_every_request_saves_the_recording_and_leaves
     def story(i: int) -> int:
         return len(server.complete(ids(BLOCK, i), out=100, job_id=f"last-{i}").output)
 
+    def prompt_tokens() -> float:
+        return server.metric("vllm:prompt_tokens_total")
+
+    before, stories = prompt_tokens(), []
     with ThreadPoolExecutor(8) as pool:
-        stories = [pool.submit(story, 0)]
         while server.metric("vllm:num_requests_running") < 4:
             assert len(stories) < 200, "four requests were never seen to run at once"
-            done = sum(story.done() for story in stories)
-            stories += [pool.submit(story, i) for i in range(len(stories), done + 8)]
-            time.sleep(0.05)
+            stories += [pool.submit(story, len(stories) + i) for i in range(8)]
+            while prompt_tokens() < before + len(stories) * BLOCK:  # after the signal it would be refused
+                time.sleep(0.01)
         all_of_it[0].send_signal(signal.SIGTERM)
         assert [story.result() for story in stories] == [100] * len(stories)
     _, alive = psutil.wait_procs(all_of_it, timeout=60)

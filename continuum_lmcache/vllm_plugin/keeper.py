@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Container, Mapping
 from typing import Any
 
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.config import ContinuumConfig
@@ -234,12 +234,13 @@ class Keeper:
         return Load(self.pool_blocks, free, pinned, self.waiting_turns, away_s=away_s)
 
     def key(self, request: Request) -> tuple[Any, ...]:
-        """The request's place in the waiting queue."""
+        """The request's place in the waiting queue: those that hold memory first, others wait for it."""
         turn = self.turns[TurnId(request.request_id)]
         preempted = request.num_preemptions > 0  # its status tells no more while its KV is loaded back
         standing = self.ledger.standing(turn.program, turn.arrival_s, turn.priority, preempted)
         order = self.appraiser.order(standing, self.crowd.guard.crowded)
-        return (turn.held, *order, turn.arrival_s, turn.id)
+        holds = request.num_computed_tokens > 0 or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return (turn.held, not holds, *order, turn.arrival_s, turn.id)
 
     # -----------------------------------------------------------------------
 

@@ -135,13 +135,16 @@ class ContinuumMixin(Scheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
-        """A load that failed from its first block left nothing: no memory is kept for its rest.
+        """A load that failed from its first block left nothing: no memory is kept for its rest, nor a place
+        before those whose loads came.
 
-        vLLM 0.30 to 0.33 keep it, and a retry of more than half of the memory never fits beside it.
+        vLLM 0.30 to 0.33 keep both: a retry of more than half of the memory never fits beside what it had
+        reserved, and one that waits for what others have reserved stands before them for ever.
         """
         super()._update_waiting_for_remote_kv(request)
         if not request.num_computed_tokens:
             self._inflight_prefills.discard(request)
+            self._keeper.moved.add(TurnId(request.request_id))
 
     # the engine around it ---------------------------------------------------
 
