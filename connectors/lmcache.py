@@ -249,7 +249,19 @@ def settle(vllm_config: Any, announce: bool) -> None:
     extra, ours = settled(transfer.kv_connector_extra_config, os.environ, machine(vllm_config))
     transfer.kv_connector_extra_config = extra
     fails = ContinuumConfig.load(extra, os.environ).fail_on_load_error
-    transfer.kv_load_failure_policy = "fail" if fails else "recompute"
+    wanted = "fail" if fails or not recomputes_rightly(vllm_config) else "recompute"
+    transfer.kv_load_failure_policy = wanted
     if announce:
         told = ", ".join(f"{name}={value}" for name, value in ours.items())
         logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, told)
+
+
+def recomputes_rightly(vllm_config: Any) -> bool:
+    """Whether a request whose load failed within a step gets the right tokens when it is computed again.
+
+    Under this package's schedulers always. Under vLLM's own, up to 0.33, neither where steps run ahead
+    (async scheduling) nor with its newer model runner, the default on GPUs (vllm-project/vllm#49250).
+    """
+    scheduler = vllm_config.scheduler_config
+    ours = "continuum_lmcache." in str(scheduler.scheduler_cls)
+    return ours or not (scheduler.async_scheduling or vllm_config.use_v2_model_runner)

@@ -111,14 +111,20 @@ class LoadJudge:
     rule trials make prompts that are declined 2 % slower, and a tier that is fast again is found out.
     """
 
-    def __init__(self, rates: Rates, others: Callable[[], Others] = nobody) -> None:
+    def __init__(self, rates: Rates, others: Callable[[], Others] = nobody, weighs: bool = True) -> None:
         self.counts: Counter[str] = Counter()
-        self._rates, self._others = rates, others
+        self.is_asked = False  # whether a connector loads as this says
+        self._rates, self._others, self._weighs = rates, others, weighs
         self._open: dict[TurnId, Verdict] = {}
+        self._failed: set[TurnId] = set()
         self._credit_s = 0.0
 
     def tokens(self, turn: TurnId, where: Residency) -> int:
         """How many tokens to load (tiers.LoadRule)."""
+        if turn in self._failed:
+            return 0
+        if not self._weighs:
+            return where.dram_tokens + where.ssd_tokens
         found = verdict(self._rates.costs, where, self._others())
         if 0.0 < found.excess_s <= self._credit_s:
             everything = where.dram_tokens + where.ssd_tokens
@@ -137,6 +143,11 @@ class LoadJudge:
         elif found.excess_s:
             self._credit_s += TRIAL_SHARE * found.chosen_s
 
+    def failed(self, turn: TurnId) -> None:
+        """The turn's load failed: it is not tried again."""
+        self._failed.add(turn)
+
     def gone(self, turn: TurnId) -> None:
         """The turn ended, perhaps without having been placed."""
         self._open.pop(turn, None)
+        self._failed.discard(turn)

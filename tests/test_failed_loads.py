@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from bench import prompt, settings  # noqa: F401
 from tier_bench import TierBench
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
@@ -55,3 +56,28 @@ def test_loads_that_came_run_before_the_retry_of_one_that_failed(
     for _ in range(60):
         bench.step()
     assert bench.failed == 1 and again <= set(bench.done)
+
+
+STOCK_ASYNC = pytest.param(AsyncScheduler, marks=pytest.mark.xfail(strict=True, reason="vllm#49250"))
+
+
+@pytest.mark.parametrize("cls", [*CLASSES[:2], STOCK_ASYNC])
+def test_after_a_load_within_a_step_failed_the_prompt_is_computed_from_its_start(
+    cls: Any,
+    model: Path,
+    settings: Any,  # noqa: F811
+) -> None:
+    """vLLM goes on in place: with steps ahead it takes tokens for new that came of the failed load, and
+    the request never ends; on GPUs its runner reads the wrong tokens (vllm-project/vllm#49250).
+    """
+    settings(policy="fcfs")
+    bench = TierBench(cls, model, blocks=24, tier_blocks=96, is_async=False)
+    tokens = prompt(4 * 16 + 5)
+    bench.turn("a", tokens)
+    bench.scheduler.reset_prefix_cache()
+    bench.failing = 2  # a retry that loads fails too
+    again = bench.send("a", tokens, out=9)
+    while not bench.failed:
+        bench.step()
+    assert sum(bench.step() for _ in range(40)) == len(tokens) + 8
+    assert bench.done[again] == [*tokens, *[7] * 9] and bench.failed == 1

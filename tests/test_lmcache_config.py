@@ -243,3 +243,25 @@ def test_lora_is_refused_since_lmcache_would_mix_the_adapters() -> None:
 
     with pytest.raises(ConfigError, match="does not tell LoRA adapters apart.*drop --enable-lora"):
         ContinuumLMCacheConnector.check_settings(SimpleNamespace(lora_config=object()))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "runs_ahead", "newer_runner", "expected"),
+    [
+        (None, False, False, True),
+        (None, True, False, False),
+        (None, False, True, False),
+        ("some.Scheduler", True, True, False),
+        ("continuum_lmcache.vllm_plugin.scheduler.ContinuumAsyncScheduler", True, True, True),
+    ],
+)
+def test_a_failed_load_is_computed_again_only_where_that_gives_the_right_tokens(
+    scheduler, runs_ahead, newer_runner, expected
+) -> None:
+    from types import SimpleNamespace
+
+    from connectors.lmcache import recomputes_rightly
+
+    steps = SimpleNamespace(scheduler_cls=scheduler, async_scheduling=runs_ahead)
+    config = SimpleNamespace(scheduler_config=steps, use_v2_model_runner=newer_runner)
+    assert recomputes_rightly(config) is expected

@@ -48,7 +48,7 @@ class Keeper:
         self.supply = supply
         kv_tokens = pool_blocks * block_tokens
         others = (lambda: Others(len(self.turns) - 1, kv_tokens)) if supply.loads_beside_steps else nobody
-        self.judge = LoadJudge(appraiser.rates, others)
+        self.judge = LoadJudge(appraiser.rates, others, config.load_or_recompute)
         self.witness = Witness(appraiser, recorder, supply)
         self.ledger = Ledger(budget, int(budget * config.max_tenant_share), config.max_programs)
         self.turns: dict[TurnId, LiveTurn] = {}

@@ -1,14 +1,15 @@
 """Program order and pins on vLLM's own scheduler, which is subclassed and never copied.
 
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
-_update_after_schedule, update_from_output, _update_waiting_for_remote_kv, has_requests, make_stats,
-reset_prefix_cache, shutdown.
+_update_after_schedule, update_from_output, _update_waiting_for_remote_kv, _handle_invalid_blocks,
+has_requests, make_stats, reset_prefix_cache, shutdown. Called: _preempt_request.
 Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots. Set before a step,
 with a measured profile: max_num_scheduled_tokens. Replaced after __init__: every RequestQueue attribute.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -145,6 +146,28 @@ class ContinuumMixin(Scheduler):
         if not request.num_computed_tokens:
             self._inflight_prefills.discard(request)
             self._keeper.moved.add(TurnId(request.request_id))
+
+    def _handle_invalid_blocks(self, invalid_block_ids: set[int], *args: Any, **kwargs: Any) -> set[str]:
+        """A request whose load within a step failed is preempted, and computes what the load should bring.
+
+        vLLM 0.30 to 0.33 let it go on where it is: with steps ahead it takes tokens for new that came of the
+        failed load, and on GPUs the newer runner reads the wrong ones (vllm-project/vllm#49250).
+        """
+        failed = super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)
+        if self.recompute_kv_load_failures and self._keeper.judge.is_asked:
+            for request in [r for r in self.running if r.request_id in failed]:
+                self._compute_again(request, invalid_block_ids)
+        return failed
+
+    def _compute_again(self, request: Request, invalid_block_ids: set[int]) -> None:
+        """As vLLM resets a running request; nobody may hit its blocks from the first invalid one on."""
+        (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        spoilt = itertools.dropwhile(lambda block: block not in invalid_block_ids, blocks)
+        self._keeper.judge.failed(TurnId(request.request_id))
+        self.running.remove(request)
+        self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
+        self.kv_cache_manager.evict_blocks(set(spoilt))
 
     # the engine around it ---------------------------------------------------
 

@@ -89,8 +89,9 @@ def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
     )
     keeper.supply.mode = mode_of(scheduler.connector)  # also of one that is no TierStore
     logger.info("KV below the GPU: %s", keeper.supply.mode)
-    if config.load_or_recompute and isinstance(scheduler.connector, SelectiveLoader):
+    if isinstance(scheduler.connector, SelectiveLoader):
         scheduler.connector.load_by(keeper.judge.tokens)
+        keeper.judge.is_asked = True
     room = Room(keeper, gaps_path, recording_of(config, recorder, rank))
     if room.writes_files and threading.current_thread() is threading.main_thread():
         save_on_signals(room)
