@@ -11,7 +11,7 @@ and does what each step's metadata says. FakeConfig lists the settings.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -114,6 +114,11 @@ class FakeConnector(KVConnectorBase_V1):
         """Drop this prompt's chunks behind its first `kept_tokens` from every tier."""
         names = self.namer(token_ids, self.config.chunk_tokens, salt, ())
         self.planner.store.forget(names[-(-kept_tokens // self.config.chunk_tokens) :])
+
+    def fetcher(self, token_ids: Sequence[int], salt: str = "") -> Callable[[], None]:
+        """What raises this prompt's chunks to DRAM (continuum_lmcache.tiers.Prefetching)."""
+        names, planner = self.namer(token_ids, self.config.chunk_tokens, salt, ()), self.planner
+        return lambda: planner.store.prefetch(planner.clock(), names)
 
     def store_from_now(self, wanted: bool) -> None:
         self.planner.storing = wanted

@@ -10,6 +10,7 @@ What it adds to vLLM's LMCacheConnectorV1, whose every call it passes on:
     lmcache_settings, lmcache_traps   refuse settings that fail silently, and set defaults that work
     lmcache_cpu                       the copy path where there is no GPU; on a GPU, nothing
     lmcache_disk                      disk loads that cannot hang or kill the engine
+    lmcache_prefetch                  disk reads before a load asks for them
     lmcache_worker, lmcache_probe     what its tiers admit and evict,
     lmcache_tiers                     mirrored where the scheduler decides
     lmcache_meter                     what loading and storing it really took
@@ -22,7 +23,8 @@ plugin is loaded, else as `"kv_connector": "ContinuumLMCacheConnector",
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 from lmcache import torch_device_type
@@ -81,6 +83,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._rank = vllm_config.parallel_config.rank
         self._never_saves = bool(getattr(self._impl, "force_skip_save", False))  # its user's own wish
         self._dead: list[int] = []  # chunks to be dropped, for the next step's metadata
+        self._wanted: list[list[int]] = []  # of prompts to be raised to DRAM, likewise
         self._worker: WorkerSide | None = None
         self._tiers: Tiers | None = None
         self._rule: LoadRule | None = None  # None: load all there is
@@ -129,6 +132,10 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         """The workers drop these chunks with the next step that they are sent."""
         self._dead += self.tiers.chunks(token_ids, kept_tokens)
 
+    def fetcher(self, token_ids: Sequence[int], salt: str = "") -> Callable[[], None]:  # noqa: ARG002
+        """The workers raise these chunks from the disk (continuum_lmcache.tiers.Prefetching)."""
+        return partial(self._wanted.append, self.tiers.chunks(token_ids))
+
     def store_from_now(self, wanted: bool) -> None:
         """For turns that start from now on (force_skip_save, vllm_v1_adapter.py:1633)."""
         self._impl.force_skip_save = self._never_saves or not wanted
@@ -142,6 +149,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
         meta.dead_chunks, self._dead = self._dead, []
+        meta.wanted_chunks = list(self._wanted)
+        self._wanted.clear()  # fetchers hold the list
         return meta
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -192,9 +201,12 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)  # also in steps that compute nothing
-        dead = getattr(self._get_connector_metadata(), "dead_chunks", [])  # a warm-up step brings none
+        meta = self._get_connector_metadata()
+        dead, wanted = getattr(meta, "dead_chunks", []), getattr(meta, "wanted_chunks", [])  # warm-ups: none
         if dead and self._worker is not None:
             self._worker.forget(set(dead))
+        for chunks in wanted if self._worker is not None else ():
+            self._worker.prefetch(chunks)
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)  # LMCache builds its storage here

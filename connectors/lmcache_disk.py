@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,10 +36,29 @@ class DiskReads:
         self._disk = disk
         self._sums = writes.sums
         self._losses = losses
+        self.lock = threading.Lock()  # one reader at a time
         disk.batched_get_blocking = self.read
 
     def read(self, keys: Sequence[Any]) -> list[Any]:
         """The chunks of `keys`, None from the first on that is not there or has no room to be staged."""
+        with self.lock:
+            return self._read(keys)
+
+    def one(self, key: Any) -> Any:
+        """A chunk that nobody waits for; None where it is not there, or DRAM has no room now."""
+        with self.lock:
+            with self._disk.disk_lock:
+                meta = self._disk.dict.get(key)
+            room = self._room(meta) if meta is not None else None
+            if room is None:
+                return None
+            if is_whole(meta.path, len(room.byte_array)):
+                return self._load(key, meta, room)
+            room.ref_count_down()
+            self._forget(key, "missing")
+            return None
+
+    def _read(self, keys: Sequence[Any]) -> list[Any]:
         disk = self._disk
         with disk.disk_lock:
             metas = [disk.dict.get(key) for key in keys]
@@ -90,11 +110,14 @@ class DiskReads:
     def _allocate(self, meta: Any) -> Any:
         """Room in the DRAM pool, or None. Waits only while writes in flight may give some back."""
         for _ in range(STAGING_WAITS):
-            room = self._disk.local_cpu_backend.allocate(meta.shape, meta.dtype, meta.fmt, busy_loop=False)
+            room = self._room(meta)
             if room is not None or not self._disk.disk_worker.put_tasks:
                 return room
             time.sleep(STAGING_WAIT_S)
         return None
+
+    def _room(self, meta: Any) -> Any:
+        return self._disk.local_cpu_backend.allocate(meta.shape, meta.dtype, meta.fmt, busy_loop=False)
 
     def _forget(self, key: Any, cause: str) -> None:
         """Strike a lost chunk from the books that LMCache would leave it in."""

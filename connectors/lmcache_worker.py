@@ -13,6 +13,7 @@ from connectors.lmcache_disk import DiskReads, announce
 from connectors.lmcache_disk_writes import DiskWrites
 from connectors.lmcache_losses import Losses
 from connectors.lmcache_meter import TIERS, Meter, TransferStats
+from connectors.lmcache_prefetch import Raiser
 from connectors.lmcache_probe import ProbeServer, Snapshot
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
@@ -102,9 +103,12 @@ class WorkerSide:
         self._told = 0  # the last report's number
         self._losses = Losses()
         self._listen()
+        self._raiser: Raiser | None = None
         if disk := self._backends.get("LocalDiskBackend"):
-            DiskReads(disk, DiskWrites(disk, self._losses), self._losses)
-            announce(disk, self._backends["LocalCPUBackend"].get_full_chunk_size_bytes())
+            cpu = self._backends["LocalCPUBackend"]
+            reads = DiskReads(disk, DiskWrites(disk, self._losses), self._losses)
+            self._raiser = Raiser(disk, cpu, reads) if cpu.use_hot else None
+            announce(disk, cpu.get_full_chunk_size_bytes())
         self._probe_server = ProbeServer(address, self.snapshot)
 
     def stats(self) -> TransferStats:
@@ -151,8 +155,15 @@ class WorkerSide:
                 drop(disk, disk.dict, chunks)
                 disk.current_cache_size -= before - disk.usage  # who evicts gives the room back (line 416)
 
+    def prefetch(self, chunks: Collection[int]) -> None:
+        """Raise these chunks from the disk to DRAM, in this order, while no load reads from it."""
+        if self._raiser is not None:
+            self._raiser.add(chunks)
+
     def close(self) -> None:
         self._probe_server.close()
+        if self._raiser is not None:
+            self._raiser.close()
 
     def _pending_writes(self) -> int:
         disk = self._backends.get("LocalDiskBackend")

@@ -73,6 +73,11 @@ class Appraiser:
         dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
         return self._policy.beyond and self.config.priced_pins and reload_s >= dear_s
 
+    @property
+    def prefetches(self) -> bool:
+        """Whether what lies on a disk is raised to DRAM before its program is expected back."""
+        return self._policy.beyond and self.config.prefetch
+
     def memory(self, turn: TurnId, refused: bool) -> None:
         """A waiting turn was refused its memory; or not, or is gone."""
         (self.short.add if refused else self.short.discard)(turn)

@@ -36,6 +36,7 @@ class ContinuumConfig:
     no_loss_guard: bool = True  # vLLM's own order while all contexts fit half of the KV cache
     drop_dead: bool = True  # the KV of a program that is over is the first to go
     stop_stores: bool = True  # do not store while that holds steps up and nothing repays it
+    prefetch: bool = True  # where steps wait for loads, raise KV from disk to DRAM before a tool returns
     priced_pins: bool = True  # a pin costs only while a turn waits for memory, and is looked at again
     measured_chunk: bool = True  # prefill chunks as small as the profile's step times say
     learn_matches: bool = True  # of a turn, pin only what the next prompt is expected to repeat

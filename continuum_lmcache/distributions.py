@@ -24,6 +24,11 @@ class Distribution:
         at = bisect_right(self.samples_s, ttl_s)
         return self.cdf[at - 1] if at else 0.0
 
+    def within_s(self, share: float) -> float:
+        """The least gap that this share of them, in (0, 1), does not exceed; math.inf if that is unknown."""
+        at = bisect_left(self.cdf, share)
+        return self.samples_s[at] if at < len(self.samples_s) else math.inf
+
     def after(self, elapsed_s: float) -> Distribution:
         """What is left of a gap that has lasted `elapsed_s` already. Exp(1), while cold, has no memory."""
         if self.level == "cold" or elapsed_s <= 0.0:

@@ -91,6 +91,11 @@ class Gaps:
         """What was seen of exactly this key, however little; level "own"."""
         return self._windows.get(tool, Window()).distribution("own")
 
+    def nearest(self, tool: ToolKey) -> Distribution:
+        """What was seen at the most specific level where any gap ended, however few; level "own"."""
+        found = (self.own(key) for key in suffixes(tool))
+        return next((own for own in found if own.samples_s), self.own(()))
+
     def slowest(self, calls: Iterable[ToolKey]) -> ToolKey:
         """Of parallel calls, the one with the longest mean gap; () if there is none.
 
@@ -147,11 +152,7 @@ class Gaps:
         return window
 
     def _expected_s(self, tool: ToolKey) -> float:
-        for key in suffixes(tool):
-            window = self._windows.get(key)
-            if window is not None and window.ended_s:
-                return sum(window.ended_s) / len(window.ended_s)
-        return 0.0
+        return self.nearest(tool).mean_s or 0.0
 
 
 def suffixes(tool: ToolKey) -> list[ToolKey]:

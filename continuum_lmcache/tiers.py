@@ -75,6 +75,18 @@ class Forgetful(Protocol):
 
 
 @runtime_checkable
+class Prefetching(Protocol):
+    """A store that can raise KV from its disk to its DRAM before it is asked for."""
+
+    def fetcher(self, token_ids: Sequence[int], salt: str = "") -> Callable[[], None]:
+        """What starts that for this prompt, when it is called some time later.
+
+        The store reads when nobody else wants its disk, keeps the disk's copy, and stops where DRAM has no
+        room. Made while the prompt is at hand: its caller need not keep the token ids.
+        """
+
+
+@runtime_checkable
 class StoreSwitch(Protocol):
     """A store that need not store all that is computed. It starts by storing."""
 

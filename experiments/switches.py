@@ -2,6 +2,7 @@
 
     python -m experiments.switches priced_pins --regimes "no offloading; DRAM 20 GB alone"
     python -m experiments.switches load_or_recompute --regimes "slow disk" --ssd-gbps 0.2
+    python -m experiments.switches prefetch --regimes "slow disk" --ssd-gbps 0.2 --blocking
     python -m experiments.switches learn_matches --regimes "fig8" --thoughts 4
     python -m experiments.switches                  # each switch in each regime: about an hour of a core
 
@@ -31,7 +32,7 @@ from experiments.sweep.simulated import programs_of, setup_of
 
 SWITCHES = (
     *("admission", "first_prompt_order", "no_loss_guard", "drop_dead", "priced_pins"),
-    *("learn_matches", "load_or_recompute", "stop_stores"),
+    *("learn_matches", "load_or_recompute", "stop_stores", "prefetch"),
 )
 
 
@@ -115,6 +116,7 @@ def main(
     programs: Annotated[int, typer.Option(min=1)] = 60,
     thoughts: Annotated[float, typer.Option(help="stripped tokens a token of each answer", min=0)] = 0.0,
     ssd_gbps: Annotated[float | None, typer.Option(help="of the regimes with a disk")] = None,
+    blocking: Annotated[bool, typer.Option(help="steps wait for loads and stores, as in-process")] = False,
     workers: Annotated[int, typer.Option(min=1)] = 2,
 ) -> None:
     """Print the table."""
@@ -122,6 +124,7 @@ def main(
     typer.echo("|---|---|---|---|---|")
     with ProcessPoolExecutor(workers) as pool:
         for name, regime, point in jobs(chosen(switch), regimes, programs, ssd_gbps):
+            point = replace(point, blocking=point.blocking or blocking)
             pairs = list(pool.map(partial(pair, point, name, thoughts), seeds_of(seeds)))
             typer.echo(line(f"{name}, {regime}", pairs))
 

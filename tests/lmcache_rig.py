@@ -10,6 +10,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -117,16 +118,23 @@ class Rig:
         return told
 
     def settle(self) -> None:
-        """Wait until no disk write is in flight, then end a step."""
+        """Wait until no disk write is in flight and nothing is being raised, then end a step."""
         end_s = time.monotonic() + 10
-        while self.disk.disk_worker.put_tasks and time.monotonic() < end_s:
+        while self._is_moving() and time.monotonic() < end_s:
             time.sleep(0.001)
         self.step()
+
+    def _is_moving(self) -> bool:
+        raiser = self.worker._raiser
+        return bool(self.disk.disk_worker.put_tasks) or (raiser is not None and raiser.is_busy)
 
     def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         self.settle()
         self.worker.forget(set(self.tiers.chunks(token_ids, kept_tokens)))
         self.step()
+
+    def fetcher(self, token_ids: Sequence[int]) -> Callable[[], None]:
+        return partial(self.worker.prefetch, self.tiers.chunks(token_ids))
 
     def store_from_now(self, wanted: bool) -> None:
         """vLLM's side decides that: not in a rig without it."""

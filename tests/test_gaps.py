@@ -37,6 +37,13 @@ def learned(*batches):
     return gaps
 
 
+def test_the_nearest_level_with_an_ended_gap_is_asked_however_few_it_has() -> None:
+    gaps = learned((("pytest", "tests"), [4.0]), (("read",), [9.0]))
+    assert gaps.nearest(("pytest", "tests")).samples_s == (4.0,)
+    assert gaps.nearest(("never", "seen")).samples_s == (4.0, 9.0)
+    assert Gaps().nearest(("read",)).samples_s == ()
+
+
 def test_nothing_is_believed_until_more_than_k_gaps_were_seen():
     gaps = learned((PYTEST, [1.0] * COLD_SAMPLES))
     assert gaps.distribution(PYTEST).level == "cold"

@@ -85,7 +85,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
     tree = ast.parse((ROOT / "continuum_lmcache/vllm_plugin/scheduler.py").read_text())
     mixin = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ContinuumMixin")
     defined = {n.name for n in mixin.body if isinstance(n, ast.FunctionDef)}
-    ours = {"_reorder", "before_idle", "_key", "_running_rank"}
+    ours = {"_reorder", "before_idle", "next_due_s", "_key", "_running_rank", "_compute_again"}
     assert defined - ours == {
         "__init__",
         "schedule",
@@ -94,6 +94,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "_update_after_schedule",
         "update_from_output",
         "_update_waiting_for_remote_kv",
+        "_handle_invalid_blocks",
         "has_requests",
         "make_stats",
         "reset_prefix_cache",

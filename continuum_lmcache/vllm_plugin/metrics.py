@@ -32,6 +32,7 @@ COUNTERS = {  # by key of what is told: name, help, label
     "ttl_decisions": ("continuum_ttl_decisions", "Finished turns by why their TTL is what it is", "reason"),
     "ignored": ("continuum_ignored_fields", "Requests whose program fields were not usable", "field"),
     "unrecorded": ("continuum_unrecorded", "Events or snapshots that reached no file", "kind"),
+    "prefetches": ("continuum_prefetches", "Contexts that a store was told to raise from disk to DRAM", ""),
     "load_decisions": ("continuum_load_decisions", "Turns that a tier had KV for, as placed", "decision"),
 }
 GAUGES = {  # the label's name last; "" where there is none

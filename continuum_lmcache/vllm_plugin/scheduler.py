@@ -27,6 +27,7 @@ from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin import metrics
 from continuum_lmcache.vllm_plugin.forgetting import Forgetting
 from continuum_lmcache.vllm_plugin.keeper import Keeper
+from continuum_lmcache.vllm_plugin.prefetcher import Prefetcher
 from continuum_lmcache.vllm_plugin.queue import Key, ProgramQueue
 from continuum_lmcache.vllm_plugin.reclaim import Reclaimer
 from continuum_lmcache.vllm_plugin.renewal import Renewal
@@ -55,6 +56,7 @@ class ContinuumMixin(Scheduler):
         self._alarm: Alarm | None = None
         self._forgetting = Forgetting(self._keeper)
         self._renewal = Renewal(self._keeper)
+        self._prefetcher = Prefetcher(self._keeper, self.connector)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
         self._reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
@@ -73,6 +75,7 @@ class ContinuumMixin(Scheduler):
         self._renewal.look(now_s)
         self._keeper.expire(now_s)
         self._forgetting.look(now_s)
+        self._prefetcher.look(now_s)
         self._keeper.crowd.weighs_stores(self._keeper.supply)
         self._keeper.open_door(now_s, idle=not self.running and not any(self._queues.values()))
         self._reorder()
@@ -131,7 +134,9 @@ class ContinuumMixin(Scheduler):
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._keeper.finished(self.clock(), request)
+        now_s, turn = self.clock(), self._keeper.turns.get(TurnId(request.request_id))
+        self._keeper.finished(now_s, request)
+        self._prefetcher.paused(now_s, request, turn.program if turn is not None else None)
         self._keeper.appraiser.observed.work["finished_turns"] += 1
         return super()._free_request(request, *args, **kwargs)
 
@@ -172,20 +177,25 @@ class ContinuumMixin(Scheduler):
     # the engine around it ---------------------------------------------------
 
     def has_requests(self) -> bool:
-        """True also when a pin is due: one step without tokens releases it and reports."""
+        """True also when a pin or a fetch is due: one step without tokens sees to it and reports."""
         if super().has_requests():
             return True
-        due_s = self._keeper.ledger.next_deadline_s()
+        due_s = self.next_due_s()
         is_due = self._report_due or (due_s is not None and due_s <= self.clock())
         return is_due and self.pause_state == PauseState.UNPAUSED
 
     def before_idle(self, wake: Callable[[], None]) -> None:
-        """The engine may be about to sleep: have it woken when the next pin runs out."""
+        """The engine may be about to sleep: have it woken for what falls due."""
         if super().has_requests():
             return
         if self._alarm is None:
             self._alarm = Alarm(wake)
-        self._alarm.set(self._keeper.ledger.next_deadline_s())
+        self._alarm.set(self.next_due_s())
+
+    def next_due_s(self) -> float | None:
+        """When a pin runs out or a fetch is to begin, though nothing may run then; None: never."""
+        times_s = (self._keeper.ledger.next_deadline_s(), self._prefetcher.next_s())
+        return min((at_s for at_s in times_s if at_s is not None), default=None)
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         stats = super().make_stats(*args, **kwargs)

@@ -39,6 +39,7 @@ class Supply:
         self.loads_beside_steps = isinstance(store, SelectiveLoader) and store.loads_beside_steps
         self.mode = mode_of(store)
         self.hearsay = hearsay
+        self.prefetches = 0
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
         self.returned_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
 
@@ -71,6 +72,7 @@ class Supply:
         source = "store" if told else "learned" if heard is not None else "none"
         found: dict[str, dict[str, float]] = {
             "prompt_tokens": dict(self.prompt_tokens),
+            "prefetches": {"": self.prefetches},
             "returned_tokens": dict(self.returned_tokens),
             "residency": {name: float(name == source) for name in ("store", "learned", "none")},
         }

@@ -191,9 +191,9 @@ class Simulation:
                 self.agents.hear(said)
 
     def _next_event_s(self) -> float:
-        """When something happens by itself: an arrival, a load that ends, a pin that runs out."""
-        deadline_s = self._ledger.next_deadline_s() if self._ledger else None
-        return min(self.timetable.next_s, math.inf if deadline_s is None else deadline_s)
+        """When something happens by itself: an arrival, a load that ends, what our scheduler waits for."""
+        due_s = self.scheduler.next_due_s() if self._ledger else None
+        return min(self.timetable.next_s, math.inf if due_s is None else due_s)
 
     @property
     def _ledger(self) -> Ledger | None:
