@@ -83,6 +83,7 @@ def test_a_young_lease_is_used_and_an_old_one_is_looked_up_afresh(waiting: Waiti
     rig, connector, request, clock = waiting
     assert look_up(connector, request) == 2 * CHUNK
     clock.now_s = 99.0
+    assert connector.loads_beside_steps
     assert connector.get_num_new_matched_tokens(request, 0) == (2 * CHUNK, True)
     assert connector._leases.counts["renewed"] == 0 and locked(rig) == 2
     clock.now_s = 101.0
