@@ -170,7 +170,7 @@ class ContinuumMixin(Scheduler):
         spoilt = itertools.dropwhile(lambda block: block not in invalid_block_ids, blocks)
         self._keeper.judge.failed(TurnId(request.request_id))
         self.running.remove(request)
-        self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        self._preempt_request(request, self.clock(), drop_stale_output=True)
         self.prev_step_scheduled_req_ids.discard(request.request_id)
         self.kv_cache_manager.evict_blocks(set(spoilt))
 
