@@ -32,7 +32,7 @@ class Raiser:
         """Raise these chunks, the prompt's head first, as far as the disk has them and DRAM has room."""
         self._under_way = {future for future in self._under_way if not future.done()}
         future = self._thread.submit(self._raise, list(chunks))
-        future.add_done_callback(Future.result)  # what went wrong is logged there
+        future.add_done_callback(lambda done: done.cancelled() or done.result())  # an error is logged there
         self._under_way.add(future)
 
     def close(self) -> None:

@@ -226,3 +226,52 @@ def aligned(content: bytes) -> memoryview:
     page = mmap.mmap(-1, len(content))
     page.write(content)
     return memoryview(page)
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (Path.unlink, "missing"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "corrupt"),
+    ],
+    ids=["gone", "zeros"],
+)
+def test_a_prefetch_ends_at_a_damaged_chunk_which_is_forgotten(rig, damage, cause):
+    r = rig()
+    r.store(prompt(1, 4))
+    r.evict_from_dram()
+    damage(r.file_of(prompt(1, 4), 2))
+    r.fetcher(prompt(1, 4))()
+    r.settle()
+    assert r.tiers.locate(prompt(1, 4)) == Holding(2 * CHUNK, 0)
+    assert lost(r) == {cause: 1}
+    assert r.load(prompt(1, 4)) == 2 * CHUNK
+
+
+def test_a_prefetch_takes_no_memory_that_a_load_holds(rig):
+    """All of the pool is pinned for a load: nothing is raised, nothing waits, and nothing is lost."""
+    r = rig(dram_chunks=4)
+    r.store(prompt(1, 4))
+    r.settle()
+    r.store(prompt(2, 4))
+    r.settle()
+    assert r.tiers.locate(prompt(2, 4)) == Holding(4 * CHUNK, 0)
+    assert r.engine.lookup(prompt(2, 4), lookup_id="held", pin=True) == 4 * CHUNK
+    r.fetcher(prompt(1, 4))()
+    r.settle()
+    assert r.tiers.locate(prompt(1, 4)) == Holding(0, 4 * CHUNK)
+    r.engine.lookup_unpin("held")
+    assert r.load(prompt(2, 4)) == 4 * CHUNK and not lost(r)
+
+
+def test_a_store_that_closes_does_not_wait_for_what_is_to_be_raised(rig):
+    r = rig()
+    r.store(prompt(1, 8))
+    r.evict_from_dram()
+    slow, begun = r.worker._raiser._reads.one, threading.Event()
+    r.worker._raiser._reads.one = lambda key: begun.set() or slow(key)
+    for _ in range(50):
+        r.fetcher(prompt(1, 8))()
+    assert begun.wait(10)
+    r.worker._raiser.close()
+    assert not r.worker._raiser.is_busy
