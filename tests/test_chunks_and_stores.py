@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from continuum_lmcache.chunks import LARGEST_TOKENS, Chunks, smallest_chunk
 from continuum_lmcache.costs import UNMEASURED, Costs, Rate
 from continuum_lmcache.errors import ProfileError
-from continuum_lmcache.stores import LEAST_TRANSFERS, Stores
+from continuum_lmcache.stores import LEAST_TRANSFERS, TYPICAL_TOKENS, Stores, store_token_s
 
 SIZES = (0, 128, 256, 512, 2048, 8192)
 
@@ -86,6 +86,16 @@ def test_stores_stop_while_nothing_is_lost_and_go_on_when_much_is() -> None:
     assert stores.wanted(UNMEASURED)
     stores.turn(2000.0, 10_000, 0)
     assert not stores.wanted(UNMEASURED), "what was lost half an hour ago does not count"
+
+
+@pytest.mark.parametrize(("times", "goes_on"), [(1.5, False), (2.5, True)])
+def test_a_store_must_be_repaid_twice_over(times: float, goes_on: bool) -> None:
+    costs, new_tokens = UNMEASURED, 10_000
+    compute_s = costs.prefill_s(TYPICAL_TOKENS) / TYPICAL_TOKENS
+    load_s = costs.dram.seconds(TYPICAL_TOKENS * costs.kv_bytes_per_token) / TYPICAL_TOKENS
+    stores = Stores(stalls=True)
+    stores.turn(0.0, new_tokens, round(times * new_tokens * store_token_s(costs) / (compute_s - load_s)))
+    assert stores.wanted(costs) is goes_on
 
 
 def test_stores_measured_to_cost_next_to_nothing_go_on() -> None:
