@@ -3,9 +3,9 @@
     cost      new tokens * seconds that a token's store holds the step up
     repaid    tokens that a returning turn no longer found on the GPU * (computing them - loading them)
 
-Both are sums that fade, so the answer follows the load. While nothing is lost nothing is repaid; and
-storing must be repaid twice over, by what was lost: storing also opens the door to more programs, and
-where it barely paid it cost up to 7 % (experiments/LOG.md, 2026-11-21).
+Both are sums that fade, so the answer follows the load. While nothing is lost nothing is repaid. What is
+lost must repay more than the cost: storing also opens the door to more programs, and where it barely
+paid it cost up to 7 % (experiments/LOG.md, 2026-11-21).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from continuum_lmcache.costs import Costs
 
 SETTLING_S = 120.0
-REPAYS = 2.0  # times its cost: not all that the GPU lost would have been found in a tier
+REPAYS = 1.25  # times its cost: not all that the GPU lost would have been found in a tier
 INSURANCE = 0.02  # of the time to compute the same tokens: a store cheaper than this is never stopped
 TYPICAL_TOKENS = 10_000  # at which computing and loading are compared
 LEAST_TRANSFERS = 8  # measured ones, before which the link's rate stands in

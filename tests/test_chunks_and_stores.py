@@ -88,8 +88,8 @@ def test_stores_stop_while_nothing_is_lost_and_go_on_when_much_is() -> None:
     assert not stores.wanted(UNMEASURED), "what was lost half an hour ago does not count"
 
 
-@pytest.mark.parametrize(("times", "goes_on"), [(1.5, False), (2.5, True)])
-def test_a_store_must_be_repaid_twice_over(times: float, goes_on: bool) -> None:
+@pytest.mark.parametrize(("times", "goes_on"), [(1.1, False), (1.4, True)])
+def test_a_store_must_be_repaid_by_more_than_it_costs(times: float, goes_on: bool) -> None:
     costs, new_tokens = UNMEASURED, 10_000
     compute_s = costs.prefill_s(TYPICAL_TOKENS) / TYPICAL_TOKENS
     load_s = costs.dram.seconds(TYPICAL_TOKENS * costs.kv_bytes_per_token) / TYPICAL_TOKENS
