@@ -201,11 +201,12 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)  # also in steps that compute nothing
-        meta = self._get_connector_metadata()
-        dead, wanted = getattr(meta, "dead_chunks", []), getattr(meta, "wanted_chunks", [])  # warm-ups: none
-        if dead and self._worker is not None:
+        if self._worker is None:
+            return
+        meta = self._get_connector_metadata()  # a warm-up step's has neither
+        if dead := getattr(meta, "dead_chunks", []):
             self._worker.forget(set(dead))
-        for chunks in wanted if self._worker is not None else ():
+        for chunks in getattr(meta, "wanted_chunks", []):
             self._worker.prefetch(chunks)
 
     def register_kv_caches(self, kv_caches: Any) -> None:
@@ -260,9 +261,9 @@ def settle(vllm_config: Any, announce: bool) -> None:
     transfer = vllm_config.kv_transfer_config
     extra, ours = settled(transfer.kv_connector_extra_config, os.environ, machine(vllm_config))
     transfer.kv_connector_extra_config = extra
-    fails = ContinuumConfig.load(extra, os.environ).fail_on_load_error
-    wanted = "fail" if fails or not recomputes_rightly(vllm_config) else "recompute"
-    transfer.kv_load_failure_policy = wanted
+    wishes_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
+    fails = wishes_error or not recomputes_rightly(vllm_config)
+    transfer.kv_load_failure_policy = "fail" if fails else "recompute"
     if announce:
         told = ", ".join(f"{name}={value}" for name, value in ours.items())
         logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, told)

@@ -50,13 +50,8 @@ class DiskReads:
             with self._disk.disk_lock:
                 meta = self._disk.dict.get(key)
             room = self._room(meta) if meta is not None else None
-            if room is None:
-                return None
-            if is_whole(meta.path, len(room.byte_array)):
-                return self._load(key, meta, room)
-            room.ref_count_down()
-            self._forget(key, "missing")
-            return None
+            fits = room is not None and self._has_file(key, meta, room)
+            return self._load(key, meta, room) if fits else None
 
     def _read(self, keys: Sequence[Any]) -> list[Any]:
         disk = self._disk
@@ -87,12 +82,18 @@ class DiskReads:
                     CAUSES[cause],
                 )
                 break
-            if not is_whole(meta.path, len(room.byte_array)):
-                room.ref_count_down()
-                self._forget(key, "missing")
+            if not self._has_file(key, meta, room):
                 break
             staged.append(room)
         return staged
+
+    def _has_file(self, key: Any, meta: Any, room: Any) -> bool:
+        """Whether the chunk's file is whole; else its room is given back, and it is forgotten."""
+        if is_whole(meta.path, len(room.byte_array)):
+            return True
+        room.ref_count_down()
+        self._forget(key, "missing")
+        return False
 
     def _load(self, key: Any, meta: Any, room: Any) -> Any:
         """The chunk, if it is what was written; else None, and it is forgotten. From a reader's thread."""

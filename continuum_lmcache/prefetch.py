@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from continuum_lmcache.distributions import Distribution
 from continuum_lmcache.types import ProgramId
 
+# chosen, not tuned: in the lab 0.1 to 0.5 and 1 to 3 give the same (experiments/LOG.md, 2026-11-21)
 EARLY_SHARE = 0.25  # of the returns come before the one that is prepared for
 LEAD = 1.5  # times what the disk takes to read the context: others read from it too
 LOOK_AGAIN_S = 1.0  # after the GPU was seen to have its copy still

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,20 @@ STOCK_WAITS = pytest.mark.xfail(
 )
 CLASSES = [ContinuumScheduler, ContinuumAsyncScheduler, pytest.param(Scheduler, marks=STOCK_WAITS)]
 
+Make = Callable[[Any, bool], TierBench]  # a scheduler's class, and whether its loads go on beside the steps
+
+
+@pytest.fixture
+def make(model: Path, settings: Any) -> Make:  # noqa: F811
+    settings(policy="fcfs")
+    return lambda cls, is_async: TierBench(cls, model, blocks=24, tier_blocks=96, is_async=is_async)
+
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_request_beyond_half_of_the_memory_is_served_after_its_whole_load_failed(
-    cls: Any,
-    model: Path,
-    settings: Any,  # noqa: F811
+    cls: Any, make: Make
 ) -> None:
-    settings(policy="fcfs")
-    bench = TierBench(cls, model, blocks=24, tier_blocks=96, is_async=True)
+    bench = make(cls, True)
     tokens = prompt(13 * 16 + 5)
     bench.turn("a", tokens)
     bench.scheduler.reset_prefix_cache()
@@ -38,14 +44,9 @@ def test_a_request_beyond_half_of_the_memory_is_served_after_its_whole_load_fail
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_loads_that_came_run_before_the_retry_of_one_that_failed(
-    cls: Any,
-    model: Path,
-    settings: Any,  # noqa: F811
-) -> None:
+def test_loads_that_came_run_before_the_retry_of_one_that_failed(cls: Any, make: Make) -> None:
     """The retry needs the memory that is reserved for them, and they stand behind it in the queue."""
-    settings(policy="fcfs")
-    bench = TierBench(cls, model, blocks=24, tier_blocks=96, is_async=True)
+    bench = make(cls, True)
     wanted = {"a": (5, 10), "b": (2, 4), "c": (6, 15)}  # blocks that the tier has, of so many
     prompts = {job: prompt(whole * 16 - 4, story) for story, (job, (_, whole)) in enumerate(wanted.items())}
     for job, (held, _) in wanted.items():
@@ -63,15 +64,12 @@ STOCK_ASYNC = pytest.param(AsyncScheduler, marks=pytest.mark.xfail(strict=True, 
 
 @pytest.mark.parametrize("cls", [*CLASSES[:2], STOCK_ASYNC])
 def test_after_a_load_within_a_step_failed_the_prompt_is_computed_from_its_start(
-    cls: Any,
-    model: Path,
-    settings: Any,  # noqa: F811
+    cls: Any, make: Make
 ) -> None:
     """vLLM goes on in place: with steps ahead it takes tokens for new that came of the failed load, and
     the request never ends; on GPUs its runner reads the wrong tokens (vllm-project/vllm#49250).
     """
-    settings(policy="fcfs")
-    bench = TierBench(cls, model, blocks=24, tier_blocks=96, is_async=False)
+    bench = make(cls, False)
     tokens = prompt(4 * 16 + 5)
     bench.turn("a", tokens)
     bench.scheduler.reset_prefix_cache()

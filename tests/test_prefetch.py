@@ -56,7 +56,15 @@ def test_plans_are_taken_once_soonest_first() -> None:
 
 pytest.importorskip("vllm")
 
-from test_load_or_recompute import A100, DISK_ONLY, a_profile, engine, returns, rotation  # noqa: E402
+from test_load_or_recompute import (  # noqa: E402
+    A100,
+    DISK_ONLY,
+    a_profile,
+    engine,
+    keeper_after,
+    returns,
+    rotation,
+)
 
 from continuum_lmcache.vllm_plugin.prefetcher import Prefetcher  # noqa: E402
 from experiments.sim.engine import simulate  # noqa: E402
@@ -91,3 +99,4 @@ def test_a_program_that_is_back_or_on_the_gpu_still_is_not_fetched(tmp_path: Pat
     roomy = replace(setup(tmp_path), machine=replace(A100, kv_tokens=80_000))
     result = simulate(rotation(), roomy)
     assert result.tokens["dram"] == result.tokens["ssd"] == 0
+    assert keeper_after(roomy).supply.prefetches == 0 < keeper_after(setup(tmp_path)).supply.prefetches

@@ -2,7 +2,8 @@
 
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
 _update_after_schedule, update_from_output, _update_waiting_for_remote_kv, _handle_invalid_blocks,
-has_requests, make_stats, reset_prefix_cache, shutdown. Called: _preempt_request.
+has_requests, make_stats, reset_prefix_cache, shutdown. Called: _preempt_request. Changed:
+prev_step_scheduled_req_ids, _inflight_prefills.
 Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots. Set before a step,
 with a measured profile: max_num_scheduled_tokens. Replaced after __init__: every RequestQueue attribute.
 """

@@ -162,13 +162,24 @@ def test_a_head_that_others_share_is_kept(make: Make) -> None:
     assert store.locate(prompt) == Holding(2 * store.chunk_tokens, 0), "a chunk that is shared in part stays"
 
 
+def two_prompts_for_one(store: StoreUnderTest) -> tuple[list[int], list[int]]:
+    """Two prompts of three chunks; the second has pushed the first out of a DRAM that has room for one."""
+    tokens = 3 * store.chunk_tokens + 1
+    first, second = list(range(tokens)), list(range(7, 7 + tokens))
+    for prompt in (first, second):
+        store.run(prompt)
+        store.settle()
+    return first, second
+
+
+def must_prefetch(store: StoreUnderTest) -> None:
+    if not isinstance(store, Prefetching):
+        pytest.skip("this store cannot prefetch")
+
+
 def test_what_dram_lost_comes_from_the_disk_and_is_in_dram_then(make: Make) -> None:
     store = make(3, 12)
-    first, second = list(range(3 * store.chunk_tokens + 1)), list(range(7, 7 + 3 * store.chunk_tokens + 1))
-    store.run(first)
-    store.settle()
-    store.run(second)
-    store.settle()
+    first, _ = two_prompts_for_one(store)
     assert store.locate(first) == Holding(0, 3 * store.chunk_tokens)
     assert store.run(first) == Holding(0, 3 * store.chunk_tokens)
     store.settle()
@@ -177,12 +188,8 @@ def test_what_dram_lost_comes_from_the_disk_and_is_in_dram_then(make: Make) -> N
 
 def test_what_is_prefetched_is_in_dram_before_it_is_asked_for(make: Make) -> None:
     store = make(3, 12)
-    if not isinstance(store, Prefetching):
-        pytest.skip("this store cannot prefetch")
-    first, second = list(range(3 * store.chunk_tokens + 1)), list(range(7, 7 + 3 * store.chunk_tokens + 1))
-    for prompt in (first, second):
-        store.run(prompt)
-        store.settle()
+    must_prefetch(store)
+    first, second = two_prompts_for_one(store)
     fetch = store.fetcher(first)
     assert store.locate(first) == Holding(0, 3 * store.chunk_tokens), "it waits for its call"
     fetch()
@@ -194,8 +201,7 @@ def test_what_is_prefetched_is_in_dram_before_it_is_asked_for(make: Make) -> Non
 
 def test_to_prefetch_what_is_nowhere_does_nothing(make: Make) -> None:
     store = make(3, 12)
-    if not isinstance(store, Prefetching):
-        pytest.skip("this store cannot prefetch")
+    must_prefetch(store)
     kept = list(range(2 * store.chunk_tokens + 1))
     store.run(kept)
     store.settle()
@@ -206,8 +212,7 @@ def test_to_prefetch_what_is_nowhere_does_nothing(make: Make) -> None:
 
 def test_under_prefetches_too_a_load_brings_what_locate_says(make: Make) -> None:
     store = make(12, 20)
-    if not isinstance(store, Prefetching):
-        pytest.skip("this store cannot prefetch")
+    must_prefetch(store)
     programs = Programs(store.chunk_tokens, seed=5)
     for _ in range(200):
         store.run(programs.next_turn())
