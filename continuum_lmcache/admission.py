@@ -23,7 +23,6 @@ from continuum_lmcache.growth import Growth
 from continuum_lmcache.types import ProgramId, Tier
 
 SETTLING_S = 30.0  # active programs come and go within seconds; the limit looks at about this much past
-GPU_SHARE = 1.1  # forecasts are for half of the way to a program's end, and not all are there at once
 TIER_SHARE = 0.9  # of the tier: an LRU that is quite full drops what is next
 
 
@@ -31,16 +30,13 @@ TIER_SHARE = 0.9  # of the tier: an LRU that is quite full drops what is next
 class Room:
     """How many tokens' KV may be spoken for."""
 
-    gpu_tokens: int
-    active_tokens: float  # limit on the active programs
-    started_tokens: float  # limit on all started ones
+    gpu_tokens: int  # for the active programs
+    tier_tokens: float = 0.0  # for all started ones, if more than the GPU has
 
 
 def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> Room:
-    """The limits for a GPU with these tiers behind it; name only tiers from which a reload is cheap."""
-    active_tokens = GPU_SHARE * gpu_tokens
-    largest = max(tier_tokens.values(), default=0)
-    return Room(gpu_tokens, active_tokens, max(active_tokens, TIER_SHARE * largest))
+    """The room of a GPU with these tiers behind it; name only tiers from which a reload is cheap."""
+    return Room(gpu_tokens, TIER_SHARE * max(tier_tokens.values(), default=0))
 
 
 @dataclass(slots=True)
@@ -69,6 +65,7 @@ class Knock:
     priority: int
     arrival_s: float
     turns: int = 1  # that stand here; the program leaves with the last of them
+    line_s: float = 0.0  # for how long whoever was here longest had waited when it came
 
 
 @dataclass(slots=True)
@@ -129,7 +126,8 @@ class Door:
             return False
         seen = self.inside.get(program)
         if seen is None and not passes and not turns:
-            knock = self.outside[program] = Knock(program, prompt_tokens, priority, now_s)
+            line_s = now_s - next(iter(self.outside.values())).arrival_s if self.outside else 0.0
+            knock = self.outside[program] = Knock(program, prompt_tokens, priority, now_s, line_s=line_s)
             heapq.heappush(self._line, (priority, self.order(knock, self.growth), now_s, program))
             self._context_tokens += prompt_tokens
             self.growth.first(prompt_tokens)
@@ -240,14 +238,15 @@ class Door:
 
     def _fits(self, now_s: float, knock: Knock) -> bool:
         """Whether there is room, by what those at least as important speak for."""
-        need = self.growth.forecast_tokens(knock.prompt_tokens, 0)
+        need = self.growth.forecast_tokens(knock.prompt_tokens, 0, knock.prompt_tokens)
         ahead = [sums for priority, sums in self._sums.items() if priority <= knock.priority]
         for sums in ahead:
             sums.add(now_s, 0.0, 0.0, 0.0)
         active = sum(max(sums.active, sums.usually_active) for sums in ahead)
         doubt = 1.0 - self.comebacks.belief
         started = sum(sums.started - doubt * sums.unproven for sums in ahead)
-        return active + need <= self.room.active_tokens and started + need <= self.room.started_tokens
+        fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
+        return active + need <= fits and started + need <= max(fits, self.room.tier_tokens)
 
     def _enters(self, program: ProgramId, priority: int, turns: int) -> Started:
         seen = self.inside[program] = Started(priority, 0, turns)
@@ -256,7 +255,7 @@ class Door:
 
     def _counts(self, now_s: float, seen: Started, context_tokens: int) -> None:
         """The program's context has grown, or a turn of it came or went."""
-        forecast = self.growth.forecast_tokens(context_tokens, seen.turns)
+        forecast = self.growth.forecast_tokens(context_tokens, seen.turns, seen.first_tokens)
         active = forecast if seen.live else 0.0
         unproven = forecast if seen.turns == 1 and not seen.live else 0.0
         counted = (seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens)

@@ -57,10 +57,14 @@ class Appraiser:
         """Whether the KV of a program that is over goes first."""
         return self._policy.beyond and self.config.drop_dead
 
+    @property
+    def decodes_first(self) -> bool:
+        """Whether a step's budget goes to decodes before any prompt, and is ours to choose where measured."""
+        return self._policy.beyond and self.config.measured_chunk
+
     def chunks(self, most_tokens: int) -> Chunks:
         """The budget of a step, where it is ours to choose and was measured."""
-        chooses = self._policy.beyond and self.config.measured_chunk
-        return Chunks(self.rates.costs.step_s if chooses else {}, most_tokens)
+        return Chunks(self.rates.costs.step_s if self.decodes_first else {}, most_tokens)
 
     @property
     def stops_stores(self) -> bool:
@@ -107,7 +111,8 @@ class Appraiser:
             return knock.arrival_s
         work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
         tokens, usual = knock.prompt_tokens, growth.first_tokens
-        return at_the_door(knock.arrival_s, tokens, usual, work_s, growth.trust, self.config.max_wait_s)
+        most_s = self.config.max_wait_s
+        return at_the_door(knock.arrival_s, tokens, usual, work_s, growth.trust, most_s, knock.line_s)
 
     def order(self, standing: Standing, crowded: bool = True) -> tuple[float, ...]:
         """Where a waiting turn stands: smallest first. Without competition for memory, as vLLM has it."""

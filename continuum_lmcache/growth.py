@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,7 +15,12 @@ PRIOR_GROWTH_SHARE = 0.25  # of the usual first prompt, a turn: what a tool answ
 PRIOR_GROWTHS = 4
 PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
-MOST_GROWTH = 8.0  # times; honest agents hardly grow so far, a flood of tiny programs would seem to
+MOST_GROWTH = (
+    8.0  # times, unless their like are known to grow further; a flood of tiny programs would seem to
+)
+LIKE_WINDOW = 32  # ended programs with first prompts of about one size
+KNOWN_LIKE = 4  # of them, before their ends are believed
+LEAST_FILL = 0.5  # of the cache, however unlike the programs are
 TRUST_PROGRAMS = 8  # known ones at which a first prompt is trusted by half
 
 
@@ -27,6 +33,8 @@ class Growth:
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _sizes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
+    _like: dict[int, deque[int]] = field(default_factory=dict)  # last contexts, by the first prompt's bits
+    _spread: float = 0.0  # standard deviation of the last contexts' logarithms
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
 
     def first(self, tokens: int) -> None:
@@ -52,6 +60,9 @@ class Growth:
             self._left.clear()
         if 0 < first_tokens <= final_tokens:
             self._sizes.append((math.log(first_tokens), math.log(final_tokens)))
+            self._spread = statistics.pstdev(final for _, final in self._sizes)
+            like = self._like.setdefault(first_tokens.bit_length(), deque(maxlen=LIKE_WINDOW))
+            like.append(final_tokens)
 
     @property
     def trust(self) -> float:
@@ -88,10 +99,32 @@ class Growth:
         """The usual context at a program's end."""
         return self.first_tokens + self.turn_tokens * self.turns_left(0)
 
-    def forecast_tokens(self, context_tokens: int, turns: int) -> float:
+    def forecast_tokens(self, context_tokens: int, turns: int, first_tokens: int = 0) -> float:
         """The context half-way from now to the program's end: what it holds on average until then.
 
-        At most MOST_GROWTH times what it has: who sends next to nothing must not speak for much.
+        At most MOST_GROWTH times what it has: who sends next to nothing must not speak for much. Unless
+        programs with such a first prompt (0: not known) have ended larger.
         """
         grown_tokens = context_tokens + self.turn_tokens * max(1.0, self.turns_left(turns) / 2)
-        return min(grown_tokens, MOST_GROWTH * context_tokens)
+        return min(grown_tokens, max(MOST_GROWTH * context_tokens, self._usual_end(first_tokens)))
+
+    def _usual_end(self, first_tokens: int) -> float:
+        """The mean last context of programs with about such a first prompt; 0 where too few are known."""
+        like = self._like.get(first_tokens.bit_length(), ())
+        return sum(like) / len(like) if len(like) >= KNOWN_LIKE else 0.0
+
+    def forecasts_that_fit(self, gpu_tokens: int) -> float:
+        """What forecasts may add up to, tokens, if the contexts behind them are to fit `gpu_tokens`.
+
+        Programs of all ages hold (first + final) / 2 at the mean and are forecast (first + 3 final) / 4.
+        The sum of m contexts strays from m times the mean, and its standard deviation must fit too: much
+        in a cache that holds ten programs, little where it holds a hundred.
+        """
+        first, final = self.first_tokens, self.final_tokens
+        if not first:
+            return float(gpu_tokens)
+        mean_tokens = (first + final) / 2
+        deviation = math.hypot((final - first) / math.sqrt(12), self._spread * mean_tokens) / mean_tokens
+        programs = max(1.0, gpu_tokens / mean_tokens)
+        filled = max(LEAST_FILL, 1.0 - deviation / math.sqrt(programs))
+        return gpu_tokens * filled * (first + 3 * final) / 4 / mean_tokens

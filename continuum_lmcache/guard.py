@@ -19,8 +19,9 @@ class Guard:
     gpu_tokens: int
     crowded: bool = False
 
-    def looks(self, context_tokens: int) -> bool:
-        """Take in what everybody's contexts add up to, in tokens. Whether the answer has changed."""
+    def looks(self, context_tokens: int, held: bool = False) -> bool:
+        """Take in what everybody's contexts add up to, in tokens, and whether somebody is held at the door:
+        for want of memory, to come. Whether the answer has changed."""
         share = ROOMY_SHARE if self.crowded else CROWDED_SHARE
-        before, self.crowded = self.crowded, context_tokens > share * self.gpu_tokens
+        before, self.crowded = self.crowded, held or context_tokens > share * self.gpu_tokens
         return before != self.crowded

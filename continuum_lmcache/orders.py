@@ -58,7 +58,7 @@ def by_attained_service(standing: Standing) -> Order:
     )
 
 
-AGEING = 0.1  # seconds of work that a second of waiting makes up for
+AGEING = 0.05  # seconds of work that a second of waiting makes up for
 
 
 def at_the_door(
@@ -68,15 +68,18 @@ def at_the_door(
     usual_work_s: float,
     trust: float,
     max_wait_s: float,
+    line_s: float = 0.0,
 ) -> float:
     """Where a new program stands in line: its arrival, moved by what its first prompt says of its work.
 
     Shortest first, with ageing: work * (prompt / usual) ** trust - AGEING * waited, where `trust`, 0 to
     1, says how much a first prompt tells: with 0 the order is that of arrivals. Differences of that do
     not depend on the moment, so it can be written as an arrival. The shift is within max_wait_s / 4
-    either way: nobody is passed by a program that came more than max_wait_s / 2 later.
+    either way, or within half of the wait that the line had when it came (`line_s`), if that is longer:
+    where all wait long, a large program may wait half as long again.
     """
     if usual_tokens <= 0:
         return arrival_s
     shift_s = usual_work_s / AGEING * ((prompt_tokens / usual_tokens) ** trust - 1.0)
-    return arrival_s + max(-max_wait_s / 4, min(max_wait_s / 4, float(shift_s)))
+    most_s = max(max_wait_s / 4, line_s / 2)
+    return arrival_s + max(-most_s, min(most_s, float(shift_s)))

@@ -19,13 +19,20 @@ A, B, C = (ProgramId(name) for name in "abc")
 MAX_WAIT_S = 60.0
 
 
-def door(active_tokens: float = 100_000, started_tokens: float = 100_000) -> Door:
+class AsTold(Growth):
+    """Forecasts may add up to what the GPU holds: the limit is the test's own number."""
+
+    def forecasts_that_fit(self, gpu_tokens: int) -> float:
+        return float(gpu_tokens)
+
+
+def door(active_tokens: int = 100_000, started_tokens: float = 100_000) -> Door:
     """One that has seen programs of 9 turns, each 1,000 tokens longer than the last."""
-    growth = Growth()
+    growth = AsTold()
     for _ in range(500):
         growth.turn(1000)
         growth.program(9)
-    return Door(Room(80_000, active_tokens, started_tokens), MAX_WAIT_S, growth=growth)
+    return Door(Room(active_tokens, started_tokens), MAX_WAIT_S, growth=growth)
 
 
 def admitted(at: Door, now_s: float = 0.0, idle: bool = False) -> list[ProgramId]:
@@ -149,8 +156,16 @@ def test_a_program_stands_at_the_door_until_the_last_of_its_turns_has_left() -> 
 
 
 def test_the_limits_follow_the_largest_tier() -> None:
-    assert room_of(1000, {}) == Room(1000, 1100.0, 1100.0)
-    assert room_of(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).started_tokens == pytest.approx(3600)
+    assert room_of(1000, {}) == Room(1000, 0.0)
+    assert room_of(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
+
+
+def test_who_comes_is_told_for_how_long_the_line_has_stood() -> None:
+    at = door()
+    at.arrives(0.0, A, 99_000, passes=True)
+    at.arrives(1.0, B, 90_000)
+    at.arrives(31.0, C, 90_000)
+    assert [at.outside[program].line_s for program in (B, C)] == [0.0, 30.0]
 
 
 class Doors(RuleBasedStateMachine):
@@ -256,6 +271,59 @@ def test_a_small_first_prompt_goes_first_but_passes_nobody_who_came_long_before(
     slowest, quickest = (at_the_door(s, n, 10_000, 20.0, 1.0, 120.0) for s, n in ((0, 10**9), (60, 1)))
     assert slowest <= quickest
     assert at_the_door(100.0, 1, 10_000, 20.0, 0.0, 120.0) == 100.0, "a first prompt that tells nothing"
+
+
+def test_where_the_line_has_waited_long_a_first_prompt_moves_a_program_further() -> None:
+    small, large = (
+        at_the_door(0.0, tokens, 10_000, 60.0, 1.0, 120.0, line_s=400.0) for tokens in (1, 60_000)
+    )
+    assert (small, large) == (-200.0, 200.0)
+    slowest, quickest = (at_the_door(s, n, 10_000, 60.0, 1.0, 120.0, s) for s, n in ((400, 10**9), (801, 1)))
+    assert slowest == 400.0 + 200.0 and quickest == pytest.approx(801 - 400.5, abs=0.1), "none below that"
+
+
+def programs(growth: Growth, firsts: range, final_tokens: int, turns: int = 10) -> Growth:
+    """One that has seen such programs, each growing in equal steps."""
+    for first in firsts:
+        growth.first(first)
+        for _ in range(turns):
+            growth.turn((final_tokens - first) // turns)
+        growth.program(turns, first, final_tokens)
+    return growth
+
+
+def test_a_tiny_first_prompt_speaks_for_much_once_its_like_have_ended_large() -> None:
+    unknown, known = programs(Growth(), range(3000, 3032), 13_000), programs(Growth(), range(90, 122), 13_000)
+    assert unknown.forecast_tokens(91, 0, 91) == 8 * 91, (
+        "nobody knows: a flood of them must not fill the door"
+    )
+    assert 5_000 < known.forecast_tokens(91, 0, 91) < 8_000, "half-way to 13,000"
+    assert known.forecast_tokens(4, 0, 4) == 8 * 4, "of these none has ended"
+
+
+def test_the_forecasts_of_many_programs_may_fill_the_cache_and_those_of_few_leave_room() -> None:
+    from_nothing, unchanging = programs(Growth(), range(90, 122), 13_000), programs(Growth(), range(1, 2), 1)
+    assert Growth().forecasts_that_fit(1000) == 1000.0
+    assert 1.40 < from_nothing.forecasts_that_fit(868_000) / 868_000 < 1.45, "131 of them fit"
+    assert 1.19 < from_nothing.forecasts_that_fit(66_000) / 66_000 < 1.25, "10 of them fit"
+    assert from_nothing.forecasts_that_fit(100) / 100 == pytest.approx(0.75, rel=0.1), "not even one does"
+    assert unchanging.forecasts_that_fit(1000) < 1500.0
+
+
+def test_programs_unlike_each_other_leave_more_room() -> None:
+    alike, unlike = (
+        programs(Growth(), range(1000, 1032), 13_000),
+        programs(Growth(), range(1000, 1016), 2_000),
+    )
+    programs(unlike, range(1016, 1032), 24_000)
+    ratio = unlike.forecasts_that_fit(100_000) / alike.forecasts_that_fit(100_000)
+    assert 0.6 < ratio < 0.9
+
+
+def test_while_somebody_is_held_at_the_door_memory_is_short() -> None:
+    guard = Guard(1000)
+    seen = [(guard.looks(100, held), guard.crowded) for held in (False, True, True, False)]
+    assert seen == [(False, False), (True, True), (False, True), (True, False)]
 
 
 def test_the_guard_changes_its_mind_late_both_ways() -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 
+from continuum_lmcache.chunks import Chunks
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from continuum_lmcache.vllm_plugin.totals import totals_of
 
 Make = Callable[..., Bench]
+SMALL_CHUNKS_PAY = {0: 0.014, 512: 0.055, 2048: 0.209}  # seconds of a step
 
 
 @pytest.fixture
@@ -225,3 +227,35 @@ def test_stores_that_hold_steps_up_stop_while_nothing_is_lost(model: Path, setti
     planner = bench.scheduler.connector.planner
     assert not planner.storing and totals_of(bench.keeper)["storing"] == {"": False}
     bench.scheduler.shutdown()
+
+
+# chosen chunks ----------------------------------------------------------------
+
+
+def test_an_older_programs_prompt_leaves_younger_decodes_their_place_in_a_chosen_chunk(make: Make) -> None:
+    bench = make(blocks=200, budget_tokens=512)
+    bench.scheduler._chunks = Chunks(SMALL_CHUNKS_PAY, 512)
+    bench.turn("old", prompt(16, 1))
+    young = bench.send("young", prompt(16, 2), out=60)
+    bench.step()
+    bench.send("old", prompt(1600, 1))
+    scheduled: list[dict[str, int]] = []
+    bench.scheduled = lambda output: scheduled.append(output.num_scheduled_tokens)
+    for _ in range(12):
+        bench.step()
+    assert all(tokens[young] == 1 for tokens in scheduled), "one token a step, whatever else there is"
+    assert 512 <= sum(sum(tokens.values()) - 1 for tokens in scheduled[:4]) <= 4 * 512
+
+
+@pytest.mark.parametrize("tokens", [110, 112])
+def test_where_memory_may_run_short_the_newest_program_is_still_the_victim(make: Make, tokens: int) -> None:
+    """The older one's prompt is half-way when the younger one's decode takes the last block."""
+    bench = make(blocks=34, budget_tokens=128, no_loss_guard=False)
+    bench.scheduler._chunks = Chunks(SMALL_CHUNKS_PAY, 128)
+    bench.turn("old", prompt(16, 1))
+    young = bench.send("young", prompt(16, 2), out=400)
+    for _ in range(tokens):
+        bench.step()
+    old = bench.send("old", prompt(400, 1), out=100)
+    bench.run_until_idle()
+    assert set(bench.preempted) == {young}, f"{old} came first"

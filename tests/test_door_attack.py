@@ -30,9 +30,8 @@ def learned() -> Growth:
 
 
 def order(knock: Knock, growth: Growth) -> float:
-    return at_the_door(
-        knock.arrival_s, knock.prompt_tokens, growth.first_tokens, 3.0, growth.trust, MAX_WAIT_S
-    )
+    usual, trust = growth.first_tokens, growth.trust
+    return at_the_door(knock.arrival_s, knock.prompt_tokens, usual, 3.0, trust, MAX_WAIT_S, knock.line_s)
 
 
 def victims_wait_s(says_the_truth: bool, per_s: int = 60, lasts_s: int = 60) -> float:

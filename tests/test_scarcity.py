@@ -128,3 +128,15 @@ def test_no_pin_outlives_its_ceiling_by_being_looked_at_again(bench: Bench) -> N
         bench.advance(10.0)
         assert not pinned(bench) or bench.now_s - 1000.1 <= bench.keeper.config.max_ttl_s
     assert not pinned(bench)
+
+
+@pytest.mark.parametrize(("ttl_s", "next_look_s"), [(0.01, 1.0), (5.0, 5.0)])
+def test_a_pin_worth_a_moment_more_does_not_wake_an_idle_engine_at_every_moment(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, ttl_s: float, next_look_s: float
+) -> None:
+    [pin] = bench.keeper.ledger.pinned.values()
+    moment = replace(pin.retention, ttl_s=ttl_s)
+    monkeypatch.setattr(bench.keeper.appraiser, "judged", lambda *_: moment)
+    bench.now_s = bench.scheduler.next_due_s()
+    bench.step(seconds=0.0)
+    assert bench.scheduler.next_due_s() == pytest.approx(bench.now_s + next_look_s)

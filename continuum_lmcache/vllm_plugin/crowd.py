@@ -54,7 +54,7 @@ class Crowd:
 
     def looks(self) -> bool:
         """Whether it has become crowded, or is no longer: then every key is another."""
-        return self.guard.looks(self.door.context_tokens)
+        return self.guard.looks(self.door.context_tokens, bool(self.door.outside))
 
     def weighs_stores(self, supply: Supply) -> None:
         """Say whether to go on storing. What is not stored has no room in the tiers."""

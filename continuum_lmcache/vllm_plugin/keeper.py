@@ -205,11 +205,11 @@ class Keeper:
 
     def open_door(self, now_s: float, idle: bool) -> None:
         """Let programs in for which there is room: their turns take their place in the queue."""
-        self.reordered |= self.crowd.looks()
         for program in self.crowd.opens(now_s, idle):
             for turn_id in self.ledger.programs[program].live:
                 self.turns[turn_id].held = False
                 self.moved.add(turn_id)
+        self.reordered |= self.crowd.looks()
 
     def expire(self, now_s: float) -> None:
         """Release every pin whose TTL has run out, unless its program's next turn is here."""

@@ -46,10 +46,10 @@ class Reclaimer:
         vLLM asks for each of them, so what stands in between would cost time for each of them.
         """
         self._in_step, self._stock = True, self._manager.allocate_slots
-        if self._keeper.ledger.pinned and self._may_run_short():
+        if self._keeper.ledger.pinned and self.may_run_short():
             self._manager.allocate_slots = self.allocate_slots
 
-    def _may_run_short(self) -> bool:
+    def may_run_short(self) -> bool:
         """Whether the running requests could ask for more blocks than are free.
 
         A decode needs one, and those its guesses may reach into; a prompt needs the step's budget at most.

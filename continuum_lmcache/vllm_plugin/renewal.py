@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from continuum_lmcache.types import Pin
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 
-EVERY_S = 1.0  # at most: a queue may be short of memory in one step and not in the next
+EVERY_S = 1.0  # at most: a queue may be short of memory in one step and not in the next, and no idle engine
+# need be woken for one pin again and again
 
 
 @dataclass(slots=True)
@@ -41,5 +42,6 @@ class Renewal:
             return
         away_s = now_s - pin.taken_s
         keep = keeper.appraiser.judged(now_s, turn, keeper.load(away_s))
-        left_s = max(0.0, min(keep.ttl_s, keeper.config.max_ttl_s - away_s))
+        ttl_s = max(keep.ttl_s, EVERY_S) if keep.ttl_s > 0 else 0.0
+        left_s = max(0.0, min(ttl_s, keeper.config.max_ttl_s - away_s))
         keeper.ledger.renew(pin.program, now_s + left_s)

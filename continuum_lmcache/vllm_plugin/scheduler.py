@@ -53,7 +53,8 @@ class ContinuumMixin(Scheduler):
         self._teller = Teller(self._room.totals, self._keeper.appraiser.observed)
         self._watchman = Watchman(self._keeper)
         self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
-        self._decoding = 0  # tokens of the last step that were behind their prompts
+        self._decodes_first = self._keeper.appraiser.decodes_first
+        self._prompts_last = False  # of the running ones, in this step
         self._alarm: Alarm | None = None
         self._forgetting = Forgetting(self._keeper)
         self._renewal = Renewal(self._keeper)
@@ -79,8 +80,8 @@ class ContinuumMixin(Scheduler):
         self._prefetcher.look(now_s)
         self._keeper.crowd.weighs_stores(self._keeper.supply)
         self._keeper.open_door(now_s, idle=not self.running and not any(self._queues.values()))
+        self._choose_chunk()
         self._reorder()
-        self.max_num_scheduled_tokens = self._chunks.budget_tokens(self._decoding)
         self._reclaimer.step_begins()
         try:
             return super().schedule(*args, **kwargs)
@@ -103,6 +104,18 @@ class ContinuumMixin(Scheduler):
         if self._running_changed:  # stock FCFS preempts running[-1]
             self.running.sort(key=self._running_rank)
             self._running_changed = False
+        if self._prompts_last and not self._reclaimer.may_run_short():  # then nobody is a victim
+            self.running.sort(key=lambda request: request.is_prefill_chunk)
+            self._running_changed = True
+
+    def _choose_chunk(self) -> None:
+        """Decodes before prompts, or an older program's prompt would take their share of the budget too; and
+        with measured step times as much of the prompts as pays beside them."""
+        if not self._decodes_first:
+            return
+        decoding = sum(not request.is_prefill_chunk for request in self.running)
+        self._prompts_last = decoding < len(self.running)
+        self.max_num_scheduled_tokens = self._chunks.budget_tokens(decoding * (1 + self.num_spec_tokens))
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         now_s = self.clock()
@@ -117,8 +130,8 @@ class ContinuumMixin(Scheduler):
         self._keeper.witness.scheduled(now_s, scheduler_output)
         if self._chunks.smallest is not None:
             scheduled = ((n, self.requests[i]) for i, n in scheduler_output.num_scheduled_tokens.items())
-            self._decoding = sum(n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens)
-            self._chunks.saw(scheduler_output.total_num_scheduled_tokens - self._decoding, self._decoding)
+            decodes = sum(n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens)
+            self._chunks.saw(scheduler_output.total_num_scheduled_tokens - decodes, decodes)
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
