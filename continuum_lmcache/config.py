@@ -38,7 +38,7 @@ class ContinuumConfig:
     stop_stores: bool = True  # do not store while that holds steps up and nothing repays it
     prefetch: bool = True  # where steps wait for loads, raise KV from disk to DRAM before a tool returns
     priced_pins: bool = True  # a pin costs only while a turn waits for memory, and is looked at again
-    measured_chunk: bool = True  # prefill chunks as small as the profile's step times say
+    measured_chunk: bool = True  # decodes before prompts, in chunks as small as the profile's step times say
     learn_matches: bool = True  # of a turn, pin only what the next prompt is expected to repeat
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # true: a KV load that fails fails its request
