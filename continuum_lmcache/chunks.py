@@ -53,13 +53,14 @@ class Chunks:
         self._prompt_tokens = self._prompt_tokens * FORGETS + prompt_tokens
         self._decode_tokens = self._decode_tokens * FORGETS + decode_tokens
 
-    def budget_tokens(self, decoding: int) -> int:
+    def budget_tokens(self, decoding: int, running: int = 0) -> int:
         """For a step with so many decodes: room for these, and for as much of the prompts as keeps pace.
 
-        A share of prompts below what comes in would only move the wait from decodes to prompts.
+        A share of prompts below what comes in would only move the wait from decodes to prompts. So it is
+        reckoned for all `running`: prompts that pile up leave few decodes, and would get less and less.
         """
         if self.smallest is None or not decoding:
             return self.most_tokens
         pace = self._prompt_tokens / self._decode_tokens if self._decode_tokens else LARGEST_TOKENS
-        chunk = max(self.smallest, min(LARGEST_TOKENS, round(pace * decoding)))
+        chunk = max(self.smallest, min(LARGEST_TOKENS, round(pace * max(decoding, running))))
         return min(self.most_tokens, decoding + chunk)

@@ -45,6 +45,13 @@ def test_the_budget_follows_what_prompts_need_beside_the_decodes() -> None:
     assert chunks.budget_tokens(1) == 129, "never below what pays"
 
 
+def test_prompts_that_pile_up_are_not_starved_by_the_decodes_that_are_left() -> None:
+    chunks = Chunks(steps(0), 8192)
+    chunks.saw(20_000, 100)
+    few, piled_up = chunks.budget_tokens(2, running=2), chunks.budget_tokens(2, running=10)
+    assert (few, piled_up) == (2 + 400, 2 + 2000)
+
+
 @given(st.integers(1, 20_000), st.integers(0, 1000), st.integers(0, 9000), st.integers(0, 300))
 def test_the_budget_is_never_above_vllms_and_never_starves_prompts(most, decoding, prompts, decodes):
     chunks = Chunks(steps(0), most)

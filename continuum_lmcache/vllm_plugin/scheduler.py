@@ -115,7 +115,9 @@ class ContinuumMixin(Scheduler):
             return
         decoding = sum(not request.is_prefill_chunk for request in self.running)
         self._prompts_last = decoding < len(self.running)
-        self.max_num_scheduled_tokens = self._chunks.budget_tokens(decoding * (1 + self.num_spec_tokens))
+        guessed = 1 + self.num_spec_tokens
+        budget_tokens = self._chunks.budget_tokens(decoding * guessed, len(self.running) * guessed)
+        self.max_num_scheduled_tokens = budget_tokens
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         now_s = self.clock()
