@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,9 +14,7 @@ PRIOR_GROWTH_SHARE = 0.25  # of the usual first prompt, a turn: what a tool answ
 PRIOR_GROWTHS = 4
 PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
-MOST_GROWTH = (
-    8.0  # times, unless their like are known to grow further; a flood of tiny programs would seem to
-)
+MOST_GROWTH = 8.0  # times, while no more is known of its like; a flood of tiny programs would seem to
 LIKE_WINDOW = 32  # ended programs with first prompts of about one size
 KNOWN_LIKE = 4  # of them, before their ends are believed
 LEAST_FILL = 0.5  # of the cache, however unlike the programs are
@@ -60,7 +57,8 @@ class Growth:
             self._left.clear()
         if 0 < first_tokens <= final_tokens:
             self._sizes.append((math.log(first_tokens), math.log(final_tokens)))
-            self._spread = statistics.pstdev(final for _, final in self._sizes)
+            n, mean = len(self._sizes), math.fsum(final for _, final in self._sizes) / len(self._sizes)
+            self._spread = math.sqrt(math.fsum((final - mean) ** 2 for _, final in self._sizes) / n)
             like = self._like.setdefault(first_tokens.bit_length(), deque(maxlen=LIKE_WINDOW))
             like.append(final_tokens)
 
