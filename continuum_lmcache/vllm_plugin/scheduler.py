@@ -55,6 +55,7 @@ class ContinuumMixin(Scheduler):
         self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
         self._decodes_first = self._keeper.appraiser.decodes_first
         self._prompts_last = False  # of the running ones, in this step
+        self._had_prompts = False  # the last step; without them nobody need be asked
         self._alarm: Alarm | None = None
         self._forgetting = Forgetting(self._keeper)
         self._renewal = Renewal(self._keeper)
@@ -113,8 +114,8 @@ class ContinuumMixin(Scheduler):
         with measured step times as much of the prompts as pays beside them."""
         if not self._decodes_first:
             return
-        decoding = sum(not request.is_prefill_chunk for request in self.running)
-        self._prompts_last = decoding < len(self.running)
+        prompts = sum(request.is_prefill_chunk for request in self.running) if self._had_prompts else 0
+        decoding, self._prompts_last = len(self.running) - prompts, prompts > 0
         guessed = 1 + self.num_spec_tokens
         budget_tokens = self._chunks.budget_tokens(decoding * guessed, len(self.running) * guessed)
         self.max_num_scheduled_tokens = budget_tokens
@@ -130,8 +131,10 @@ class ContinuumMixin(Scheduler):
             self._keeper.preempted(now_s, TurnId(turn_id))
         self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         self._keeper.witness.scheduled(now_s, scheduler_output)
+        tokens = scheduler_output.num_scheduled_tokens
+        self._had_prompts = scheduler_output.total_num_scheduled_tokens > len(tokens)
         if self._chunks.smallest is not None:
-            scheduled = ((n, self.requests[i]) for i, n in scheduler_output.num_scheduled_tokens.items())
+            scheduled = ((n, self.requests[i]) for i, n in tokens.items())
             decodes = sum(n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens)
             self._chunks.saw(scheduler_output.total_num_scheduled_tokens - decodes, decodes)
         super()._update_after_schedule(scheduler_output)
