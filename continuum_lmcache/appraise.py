@@ -111,8 +111,8 @@ class Appraiser:
             return knock.arrival_s
         work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
         tokens, usual = knock.prompt_tokens, growth.first_tokens
-        most_s = self.config.max_wait_s
-        return at_the_door(knock.arrival_s, tokens, usual, work_s, growth.trust, most_s, knock.line_s)
+        wait_s = self.config.max_wait_s
+        return at_the_door(knock.arrival_s, tokens, usual, work_s, growth.trust, wait_s, knock.line_s)
 
     def order(self, standing: Standing, crowded: bool = True) -> tuple[float, ...]:
         """Where a waiting turn stands: smallest first. Without competition for memory, as vLLM has it."""

@@ -33,7 +33,7 @@ class ContinuumConfig:
     load_or_recompute: bool = True  # load from a tier only what is measured to be cheaper than computing it
     admission: bool = True  # new programs wait while the started ones fill the KV cache
     first_prompt_order: bool = True  # at the door, a small first prompt goes before a large one
-    no_loss_guard: bool = True  # vLLM's own order while all contexts fit half of the KV cache
+    no_loss_guard: bool = True  # vLLM's own order while all fit half of the KV cache and nobody is held
     drop_dead: bool = True  # the KV of a program that is over is the first to go
     stop_stores: bool = True  # do not store while that holds steps up and nothing repays it
     prefetch: bool = True  # where steps wait for loads, raise KV from disk to DRAM before a tool returns

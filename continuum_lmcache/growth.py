@@ -15,9 +15,10 @@ PRIOR_GROWTHS = 4
 PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
 MOST_GROWTH = 8.0  # times, while no more is known of its like; a flood of tiny programs would seem to
-LIKE_WINDOW = 32  # ended programs with first prompts of about one size
+LIKE_WINDOW = 32  # ended programs with first prompts of about one size; this and the next two are not tuned
 KNOWN_LIKE = 4  # of them, before their ends are believed
 LEAST_FILL = 0.5  # of the cache, however unlike the programs are
+UNIFORM = 1 / math.sqrt(12)  # the standard deviation of what is spread evenly, in widths
 TRUST_PROGRAMS = 8  # known ones at which a first prompt is trusted by half
 
 
@@ -116,13 +117,15 @@ class Growth:
 
         Programs of all ages hold (first + final) / 2 at the mean and are forecast (first + 3 final) / 4.
         The sum of m contexts strays from m times the mean, and its standard deviation must fit too: much
-        in a cache that holds ten programs, little where it holds a hundred.
+        in a cache that holds ten programs, little where it holds a hundred. One program's is that of a
+        context spread evenly from first to final, and of ends that differ: a logarithm's deviation is
+        taken for a relative one.
         """
         first, final = self.first_tokens, self.final_tokens
         if not first:
             return float(gpu_tokens)
         mean_tokens = (first + final) / 2
-        deviation = math.hypot((final - first) / math.sqrt(12), self._spread * mean_tokens) / mean_tokens
+        deviation = math.hypot(UNIFORM * (final - first), self._spread * mean_tokens) / mean_tokens
         programs = max(1.0, gpu_tokens / mean_tokens)
         filled = max(LEAST_FILL, 1.0 - deviation / math.sqrt(programs))
         return gpu_tokens * filled * (first + 3 * final) / 4 / mean_tokens

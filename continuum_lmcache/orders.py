@@ -58,7 +58,7 @@ def by_attained_service(standing: Standing) -> Order:
     )
 
 
-AGEING = 0.05  # seconds of work that a second of waiting makes up for
+AGEING = 0.05  # seconds of work that a second of waiting makes up for; tuned in the lab (LOG.md, 2026-11-22)
 
 
 def at_the_door(
@@ -75,8 +75,9 @@ def at_the_door(
     Shortest first, with ageing: work * (prompt / usual) ** trust - AGEING * waited, where `trust`, 0 to
     1, says how much a first prompt tells: with 0 the order is that of arrivals. Differences of that do
     not depend on the moment, so it can be written as an arrival. The shift is within max_wait_s / 4
-    either way, or within half of the wait that the line had when it came (`line_s`), if that is longer:
-    where all wait long, a large program may wait half as long again.
+    either way, or within half of the wait that the line had when it came (`line_s`), if that is longer.
+    So a program is passed by none that comes later than the two shifts together: max_wait_s / 2, or
+    as long again as the line has stood.
     """
     if usual_tokens <= 0:
         return arrival_s

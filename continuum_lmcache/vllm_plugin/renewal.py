@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from continuum_lmcache.types import Pin
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 
-EVERY_S = 1.0  # at most: a queue may be short of memory in one step and not in the next, and no idle engine
-# need be woken for one pin again and again
+EVERY_S = 1.0  # between two looks: a queue short of memory in every other step asks for all pins each time,
+# and a pin worth a moment more would wake an idle engine again and again
 
 
 @dataclass(slots=True)

@@ -2,10 +2,11 @@
 
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
 _update_after_schedule, update_from_output, _update_waiting_for_remote_kv, _handle_invalid_blocks,
-has_requests, make_stats, reset_prefix_cache, shutdown. Called: _preempt_request. Changed:
-prev_step_scheduled_req_ids, _inflight_prefills.
-Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots. Set before a step,
-with a measured profile: max_num_scheduled_tokens. Replaced after __init__: every RequestQueue attribute.
+has_requests, make_stats, reset_prefix_cache, shutdown. Called: _preempt_request. Read:
+Request.is_prefill_chunk, num_spec_tokens. Changed: prev_step_scheduled_req_ids, _inflight_prefills.
+Before a step, sorted: running; set: max_num_scheduled_tokens (vLLM's own without a measured profile).
+Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots.
+Replaced after __init__: every RequestQueue attribute.
 """
 
 from __future__ import annotations
@@ -102,12 +103,12 @@ class ContinuumMixin(Scheduler):
                 if request is not None and request in queue:
                     queue.rekey(request)
         self._keeper.moved.clear()
-        if self._running_changed:  # stock FCFS preempts running[-1]
-            self.running.sort(key=self._running_rank)
-            self._running_changed = False
-        if self._prompts_last and not self._reclaimer.may_run_short():  # then nobody is a victim
-            self.running.sort(key=lambda request: request.is_prefill_chunk)
-            self._running_changed = True
+        decodes_first = self._prompts_last and not self._reclaimer.may_run_short()  # then nobody is a victim
+        if decodes_first or self._running_changed:  # stock FCFS preempts running[-1]
+            self.running.sort(
+                key=lambda request: (decodes_first and request.is_prefill_chunk, self._running_rank(request))
+            )
+            self._running_changed = decodes_first  # a prompt that is done goes back to its place
 
     def _choose_chunk(self) -> None:
         """Decodes before prompts, or an older program's prompt would take their share of the budget too; and
