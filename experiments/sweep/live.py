@@ -48,15 +48,7 @@ def run(case: Live) -> dict[str, Any]:
 
     Raises SweepError for unknown names and failed turns, ServerError, ServerUnusable.
     """
-    machine, policy = machine_of(case), policy_of(case.contender)
-    chosen = Selection(
-        case.seed,
-        generator=case.workload,
-        count=case.programs,
-        jps=case.jps,
-        max_context_tokens=machine.window_tokens,
-        time_scale=machine.time_scale,
-    )
+    machine, policy, chosen = machine_of(case), policy_of(case.contender), selection_of(case)
     with tempfile.TemporaryDirectory(prefix="continuum-live-") as folder:
         args, env = arguments(case, machine, policy, Path(folder))
         model = make_model(ROOT / ".work" / "tiny-model")
@@ -76,6 +68,19 @@ def machine_of(case: Live) -> Machine:
     if case.ssd_gb and not case.dram_gb:
         raise SweepError(f"{case}: LMCache's disk tier needs a DRAM tier in front of it; give dram_gb")
     return MACHINES[case.machine]
+
+
+def selection_of(case: Live) -> Selection:
+    """The case's programs, of a size that its machine can serve. Raises SweepError for unknown names."""
+    machine = machine_of(case)
+    return Selection(
+        case.seed,
+        generator=case.workload,
+        count=case.programs,
+        jps=case.jps,
+        max_context_tokens=machine.window_tokens,
+        time_scale=machine.time_scale,
+    )
 
 
 def policy_of(contender: str) -> str | None:

@@ -1,0 +1,41 @@
+"""The lab's twin of the live pressure runs, and what it says of first tokens."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from experiments.first_waits import figures, main, twin
+from experiments.sweep.cases import STOCK, Live, SweepError
+from experiments.sweep.live_plans import KV_GB, SMALL
+
+MEASURED = {("fcfs", 0.0): 35.6, ("fcfs", 2 * KV_GB): 14.9, ("continuum-published", 2 * KV_GB): 16.6}
+"""Mean job times on real servers, seed 4 (experiments/LOG.md, 2026-11-21)."""
+
+
+@pytest.mark.parametrize(("contender", "disk_gb"), MEASURED)
+def test_the_twin_is_near_what_real_servers_took(contender: str, disk_gb: float) -> None:
+    case = Live(contender, 20, 1.0, 4, dram_gb=SMALL, ssd_gb=disk_gb)
+    assert twin(case, {}).mean_job_s == pytest.approx(MEASURED[contender, disk_gb], rel=0.12)
+
+
+def test_without_the_door_the_policy_is_another() -> None:
+    case = Live("continuum", 20, 1.0, 4, dram_gb=SMALL)
+    (with_s, _), (without_s, _) = figures(case, {}), figures(case, {"admission": False})
+    assert without_s > 1.1 * with_s, "DRAM alone: programs that all start at once evict each other"
+
+
+def test_the_table_has_every_setting_for_both_tiers() -> None:
+    app = typer.Typer()
+    app.command()(main)
+    said = CliRunner().invoke(app, ["--programs", "3", "--seeds", "1,2", "--workers", "1"])
+    assert said.exit_code == 0, said.output
+    lines = [line.split("|") for line in said.output.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + 2 * 7
+    assert {line[2].strip(): line[3].strip() for line in lines}[STOCK] == "1 (1..1)"
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    with pytest.raises(SweepError, match="known to --engine live: cpu-tiny"):
+        twin(Live(STOCK, 2, 1.0, 1, machine="a100", dram_gb=SMALL), {})
