@@ -4,7 +4,8 @@
 
 The live runs under memory pressure (`offload_sweep pressure --engine live`) in the lab: the same programs,
 tiers and proportions, on the machine as its profile was measured, without what a server adds. All loads and
-stores hold the step up, as LMCache in-process does.
+stores hold the step up, as LMCache in-process does. `endless-gpu` is program order on a KV cache that never
+fills: what memory alone could give; an order may still beat it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from experiments.sim.step_time import Machine
 from experiments.sim.workloads import with_tool_time
-from experiments.sweep.cases import STOCK, Live
+from experiments.sweep.cases import ENDLESS, STOCK, Live
 from experiments.sweep.live import ROOT, gib, machine_of, selection_of
 from experiments.sweep.live_plans import KV_GB, SMALL
 from experiments.tables import markdown, spread
@@ -34,6 +35,7 @@ from experiments.tables import markdown, spread
 STEP_TOKENS = 2048  # vLLM's default on such a machine
 DISKS_GB = {"DRAM alone": 0.0, "and a disk": 2 * KV_GB}
 OURS = "continuum"
+RIVALS = (STOCK, "continuum-published", ENDLESS)
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     OURS: {},
     "... first_prompt_order=false": {"first_prompt_order": False},
@@ -48,11 +50,14 @@ def twin(case: Live, settings: Mapping[str, Any]) -> Result:
     machine, chosen = machine_of(case), selection_of(case)
     profile = yaml.safe_load((ROOT / "profiles" / machine.profile).read_text())
     programs = with_tool_time(chosen.programs(lambda _: None), chosen.time_scale)
+    kv_tokens = machine.gpu_blocks * machine.block_tokens
+    if case.contender == ENDLESS:
+        kv_tokens = sum(program.context_tokens + machine.block_tokens for program in programs)
     tiers = {"dram_gb": gib(case.dram_gb), "ssd_gb": gib(case.ssd_gb), "async": False}
     setup = serving.Setup(
-        policy=serving.STOCK if case.contender == STOCK else case.contender,
+        policy={STOCK: serving.STOCK, ENDLESS: "program-fcfs"}.get(case.contender, case.contender),
         tiers={**tiers, "chunk_tokens": machine.chunk_tokens, "save_decode_cache": False},
-        machine=Machine.from_profile(profile, machine.profile, machine.gpu_blocks * machine.block_tokens),
+        machine=Machine.from_profile(profile, machine.profile, kv_tokens),
         step_tokens=STEP_TOKENS,
         block_tokens=machine.block_tokens,
         shared_tokens=SHARED_PREFIX_TOKENS,
@@ -73,7 +78,7 @@ def lines(base: Live, seeds: Sequence[int], workers: int) -> Iterator[list[str]]
     yield ["tiers", "", "mean job time, fcfs / this", "longest TTFT, this / fcfs", "mean job time, s"]
     with ProcessPoolExecutor(workers) as pool:
         for (tiers, disk_gb), (name, settings) in product(
-            DISKS_GB.items(), [(STOCK, {}), ("continuum-published", {}), *SETTINGS.items()]
+            DISKS_GB.items(), [*((name, {}) for name in RIVALS), *SETTINGS.items()]
         ):
             cases = [replace(base, seed=seed, ssd_gb=disk_gb) for seed in seeds]
             contender = OURS if name in SETTINGS else name

@@ -7,7 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from experiments.first_waits import figures, main, twin
-from experiments.sweep.cases import STOCK, Live, SweepError
+from experiments.sweep.cases import ENDLESS, STOCK, Live, SweepError
 from experiments.sweep.live_plans import KV_GB, SMALL
 
 MEASURED = {("fcfs", 0.0): 35.6, ("fcfs", 2 * KV_GB): 14.9, ("continuum-published", 2 * KV_GB): 16.6}
@@ -26,13 +26,19 @@ def test_without_the_door_the_policy_is_another() -> None:
     assert without_s > 1.1 * with_s, "DRAM alone: programs that all start at once evict each other"
 
 
+def test_a_kv_cache_that_never_fills_needs_no_tier() -> None:
+    result = twin(Live(ENDLESS, 20, 1.0, 4, dram_gb=SMALL), {})
+    assert result.tokens["dram"] == 0 and result.preemptions == 0
+    assert result.mean_job_s < twin(Live(STOCK, 20, 1.0, 4, dram_gb=SMALL), {}).mean_job_s / 2
+
+
 def test_the_table_has_every_setting_for_both_tiers() -> None:
     app = typer.Typer()
     app.command()(main)
     said = CliRunner().invoke(app, ["--programs", "3", "--seeds", "1,2", "--workers", "1"])
     assert said.exit_code == 0, said.output
     lines = [line.split("|") for line in said.output.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + 2 * 7
+    assert len(lines) == 2 + 2 * 8
     assert {line[2].strip(): line[3].strip() for line in lines}[STOCK] == "1 (1..1)"
 
 
