@@ -6,13 +6,14 @@
     python -m experiments.offload_sweep fig9 --full --jobs 16  what a claim needs; hours on two cores
     python -m experiments.offload_sweep whatif --p95-s 200     the rate a machine holds, by its memory
     python -m experiments.offload_sweep fig14 --engine live    a real server per case; a minute each
+    python -m experiments.offload_sweep pressure --engine live --jps 3     on a machine that 1 does not press
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
 fig15 ablation, h1 h2 h3 a published sweep, overhead (real time, one contender after the other; to compare
 them: experiments.overhead), whatif; --engine live has fig8, fig9, fig10, fig14 and fig15, at a small
-machine's size (sweep/live_plans.py). `goals` is the table of what the
-policy should reach, with seeds it was not tuned on (--full: all of them). Rows are appended to
-OUT/offload_sweep.csv, and finished ones are skipped: stop it and start it again as you like.
+machine's size (sweep/live_plans.py). `goals` is the table of what the policy should reach, with seeds it
+was not tuned on (--full: all of them; --regimes: some). Rows are appended to OUT/offload_sweep.csv, and
+finished ones are skipped: stop it and start it again as you like.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from rich.console import Console
 from experiments.sweep import goals
 from experiments.sweep.cases import Case, SweepError
 from experiments.sweep.grids import Size
-from experiments.sweep.live_plans import LIVE_PLANS
+from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, Plan
 from experiments.sweep.readout import caption, found, holds, table
 from experiments.sweep.rows import Rows
@@ -61,6 +62,15 @@ def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan
             told = ", ".join(known)
             raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {told}")
     return plans if ALL in names else {name: plans[name] for name in dict.fromkeys(names) if name != GOALS}
+
+
+def at_rate(plans: dict[str, Plan], engine: Engine, jps: float) -> dict[str, Plan]:
+    """The same at another arrival rate. Raises SweepError for the lab, whose machines are always the same."""
+    if engine is not Engine.LIVE:
+        raise SweepError(
+            "--jps is for --engine live: the lab's figures have rates of their own; leave it out"
+        )
+    return {name: paced(plan, jps) for name, plan in plans.items()}
 
 
 def seeds_of(text: str) -> list[int]:
@@ -98,15 +108,16 @@ def sweep(
         draw(plan, pairs, path)
 
 
-def reach(size: Size, seeds: Sequence[int], jobs: int, out: Path) -> None:
-    """Run what is missing for the goals, then print their table."""
-    rows = Rows(out / "offload_sweep.csv")
-    complete(rows, goals.cases(size, seeds), jobs)
-    lines = goals.table(rows, size, seeds)
+def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:
+    """Run what is missing for the goals, or for those with `parts` in their names; then print their table."""
+    rows, chosen = Rows(out / "offload_sweep.csv"), goals.goals(size, parts)
+    complete(rows, goals.cases(chosen, seeds), jobs)
+    lines = goals.table(rows, chosen, seeds)
     title = f"Goals, seeds {', '.join(map(str, seeds))} (tuned on 1 and 2)"
-    conditions = caption(found(rows, goals.cases(size, seeds)))
+    conditions = caption(found(rows, goals.cases(chosen, seeds)))
     Console(width=WIDTH).print(plain(lines, title), conditions, "", sep="\n")
-    (out / f"goals-{size.value}.md").write_text(f"{title}. {conditions}\n\n{markdown(lines)}\n")
+    name = f"goals-{size.value}{'-some' if parts else ''}.md"
+    (out / name).write_text(f"{title}. {conditions}\n\n{markdown(lines)}\n")
 
 
 def main(
@@ -117,18 +128,24 @@ def main(
     seeds: Annotated[str, typer.Option(help=f"{SEEDS} for figures, or 1,4,7; --quick takes the first")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
+    jps: Annotated[float | None, typer.Option(help="--engine live: arrivals a second", min=1e-6)] = None,
+    regimes: Annotated[str, typer.Option(help="goals: parts of their names, between semicolons")] = "",
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,
 ) -> None:
     """Draw the figures, running what is missing."""
     try:
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
+        if regimes and GOALS not in figures:
+            raise SweepError(f"--regimes chooses among the goals; name {GOALS!r}, or leave it out")
         chosen = seeds_of(seeds or SEEDS)
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
         plans = plans_named(figures, engine)
+        if jps is not None:
+            plans = at_rate(plans, engine, jps)
         suffix = f"live-{size.value}" if engine is Engine.LIVE else size.value
         if GOALS in figures:
-            reach(size, seeds_of(seeds) if seeds else goals.SEEDS[size], jobs, out)
+            reach(size, seeds_of(seeds) if seeds else goals.SEEDS[size], regimes, jobs, out)
         if plans:
             sweep(plans, size, chosen[:1] if quick else chosen, jobs, out, suffix, p95_s)
     except SweepError as error:

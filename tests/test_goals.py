@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from experiments.sweep.cases import Point
+from experiments.offload_sweep import main
+from experiments.sweep.cases import Point, SweepError
 from experiments.sweep.goals import OURS, SEEDS, Goal, cases, goals, line, verdict
 from experiments.sweep.grids import Size
 from experiments.sweep.rows import Rows
@@ -18,7 +19,19 @@ GOAL = Goal("a regime", Point(OURS, 1, 1.0, 0), (Point("fcfs", 1, 1.0, 0),), lea
 def test_every_goal_has_its_own_name_and_no_seed_is_one_that_was_tuned_on(size: Size) -> None:
     names = [goal.regime for goal in goals(size)]
     assert len(set(names)) == len(names)
-    assert not {1, 2} & {point.seed for point in cases(size, SEEDS[size])}
+    assert not {1, 2} & {point.seed for point in cases(goals(size), SEEDS[size])}
+
+
+def test_some_goals_are_chosen_by_parts_of_their_names() -> None:
+    some = [goal.regime for goal in goals(Size.FULL, "fig9, DRAM; SSD")]
+    assert some == ["fig9, DRAM 100 GB, 0.05", "fig9, DRAM 100 GB, 0.1", "fig14, + SSD 200 GB"]
+    with pytest.raises(SweepError, match="no goal has 'h4' in its name; at this size there are: fig9"):
+        goals(Size.FULL, "h4")
+
+
+def test_regimes_without_goals_are_refused() -> None:
+    with pytest.raises(SystemExit, match="--regimes chooses among the goals; name 'goals'"):
+        main(["fig8"], regimes="fig9")
 
 
 def test_everybody_in_a_goal_runs_the_same_programs() -> None:
@@ -47,5 +60,5 @@ def test_a_line_takes_the_best_rival_of_each_seed(tmp_path) -> None:
             tails = {"job_p99_s": 2 * mean_s, "ttft_p99_s": mean_s, "ttft_max_s": 3 * mean_s}
             rows.add(point, {"job_mean_s": mean_s, **tails})
     said = line(rows, goal, [3, 4])
-    assert said[3:6] == ["1.200 1.100", "1.150", "aim"]
+    assert said[3:6] == ["1.200 1.100", "1.150 +- 0.050", "aim"]
     assert said[7] == "10.0, 30.0 (12.0, 36.0)"

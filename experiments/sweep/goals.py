@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
+from math import sqrt
+from statistics import mean, stdev
 
-from experiments.sweep.cases import STOCK, Point
+from experiments.sweep.cases import STOCK, Point, SweepError
 from experiments.sweep.grids import DRAM_GB, SLOW_DRAM_GB, Size
 from experiments.sweep.rows import Row, Rows
 from experiments.tables import spread
@@ -134,21 +135,29 @@ def chunk(name: str, setting: Point, c0: float) -> Goal:
     return Goal(f"{name}, chunk chosen, c0 {c0:g}", replace(fixed, steps_known=True), (fixed,), least, aim)
 
 
-def goals(size: Size) -> list[Goal]:
-    """All of them, smallest for `quick`, all rates and machines for `full`."""
+def goals(size: Size, parts: str = "") -> list[Goal]:
+    """Smallest for `quick`, all rates and machines for `full`. `parts` of names, between semicolons, choose
+    some of them. Raises SweepError where none has such a name."""
     programs = PROGRAMS[size]
-    return [*papers(programs), *harmless(programs), *surveys(size), *chunks(size, programs)]
+    every = [*papers(programs), *harmless(programs), *surveys(size), *chunks(size, programs)]
+    wanted = [part.strip() for part in parts.split(";") if part.strip()]
+    chosen = [goal for goal in every if not wanted or any(part in goal.regime for part in wanted)]
+    if not chosen:
+        known = "; ".join(goal.regime for goal in every)
+        raise SweepError(f"no goal has {parts!r} in its name; at this size there are: {known}")
+    return chosen
 
 
-def cases(size: Size, seeds: Iterable[int]) -> list[Point]:
+def cases(chosen: Iterable[Goal], seeds: Iterable[int]) -> list[Point]:
     """What is to be run."""
-    return [point for seed in seeds for goal in goals(size) for point in goal.at(seed).points]
+    every = list(chosen)
+    return [point for seed in seeds for goal in every for point in goal.at(seed).points]
 
 
-def table(rows: Rows, size: Size, seeds: Sequence[int]) -> list[list[str]]:
-    """A header, then a line per goal."""
+def table(rows: Rows, chosen: Iterable[Goal], seeds: Sequence[int]) -> list[list[str]]:
+    """A header, then a line per goal. The mean of several seeds has its standard error."""
     header = ["", "against the best of", "least / aim", "by seed", "mean", "verdict", "P99 / order's"]
-    return [[*header, "TTFT P99, max (order's)"], *(line(rows, goal, seeds) for goal in goals(size))]
+    return [[*header, "TTFT P99, max (order's)"], *(line(rows, goal, seeds) for goal in chosen)]
 
 
 def line(rows: Rows, goal: Goal, seeds: Sequence[int]) -> list[str]:
@@ -167,11 +176,18 @@ def line(rows: Rows, goal: Goal, seeds: Sequence[int]) -> list[str]:
         ", ".join(dict.fromkeys(point.label for point in goal.rivals)),
         f"{goal.least:.2f} / {goal.aim:.2f}",
         " ".join(f"{ratio:.3f}" for ratio in ratios),
-        f"{mean(ratios):.3f}",
+        with_error(ratios),
         verdict(goal, ratios, tails),
         spread(tails),
         f"{p99:.1f}, {most:.1f} ({p99_order:.1f}, {most_order:.1f})",
     ]
+
+
+def with_error(ratios: Sequence[float]) -> str:
+    """Their mean, and the standard error that their spread gives it: two means nearer than that are equal."""
+    if len(ratios) == 1:
+        return f"{ratios[0]:.3f}"
+    return f"{mean(ratios):.3f} +- {stdev(ratios) / sqrt(len(ratios)):.3f}"
 
 
 def verdict(goal: Goal, ratios: Sequence[float], tails: Sequence[float]) -> str:

@@ -2,7 +2,8 @@
 
 Tiers are multiples of the GPU's own KV cache, as the paper's 100 GB are 1.7 times the 59 GB that an
 A100 has beside an 8B model. Every case starts a server of its own, so that no cache is warm; a case
-takes a minute.
+takes a minute. The arrival rates press two cores of an AMD EPYC; a machine that is faster needs a rate of its
+own (`paced`), or nothing is evicted and every policy is equal.
 """
 
 from __future__ import annotations
@@ -52,6 +53,16 @@ def cases_of(contenders: Sequence[str], memory_gb: Sequence[Memory], bare: bool 
         return found
 
     return cases
+
+
+def paced(plan: Plan, jps: float) -> Plan:
+    """The plan with this arrival rate, programs a second, in place of its own."""
+
+    def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
+        given = [case for case in plan.cases(size, seeds) if isinstance(case, Live)]
+        return list(dict.fromkeys(replace(case, jps=jps) for case in given))
+
+    return replace(plan, cases=cases)
 
 
 DISKS = tuple((SMALL, times * KV_GB) for times in (0, 2, 8))
