@@ -13,6 +13,7 @@ from experiments.demo import (
     KV_BYTES_PER_TOKEN,
     WINDOW_TOKENS,
     connector,
+    ease,
     machine,
     report,
 )
@@ -43,6 +44,13 @@ def test_the_gpu_holds_about_seven_programs_and_all_of_them_need_more_than_gpu_a
         finals = [program.context_tokens for program in programs]
         assert 5 < gpu_tokens / (sum(finals) / len(finals)) < 9
         assert sum(finals) > 2 * gpu_tokens
+
+
+def test_a_machine_that_is_too_fast_for_the_scenario_is_told_to_ask_for_more() -> None:
+    held = summary("fcfs", 1, [3.0]) | {"tokens_by_source": {"gpu": 900, "dram": 80, "computed": 500}}
+    pressed = held | {"tokens_by_source": {"gpu": 400, "dram": 300, "ssd": 300, "computed": 500}}
+    assert "of the prompt tokens that fcfs reused, 92% were still on the GPU" in ease([held])
+    assert ease([pressed]) == "" and ease([held, pressed, pressed]) == ""
 
 
 def test_a_report_names_the_machine_and_puts_the_baseline_first(tmp_path):

@@ -14,7 +14,7 @@ from continuum_lmcache.baselines import drop
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.policies import POLICIES, Policy
 from continuum_lmcache.types import Retention, Standing
-from experiments.offload_sweep import Engine, main, plans_named, seeds_of
+from experiments.offload_sweep import Engine, at_rate, main, plans_named, seeds_of
 from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Bench, Live, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live import run as run_live
@@ -203,6 +203,15 @@ def test_a_live_figure_is_drawn_from_finished_rows_without_a_server(tmp_path: Pa
     text = (tmp_path / "fig9-live-quick.md").read_text()
     assert "real servers: swe, n = 6 programs, 1 a second" in text
     assert "| 1 programs/s | continuum+LMCache |" in text
+
+
+def test_a_faster_machine_has_the_same_live_cases_at_its_own_rate() -> None:
+    plan = LIVE_PLANS["pressure"]
+    given, mine = (p.cases(Size.FULL, [3]) for p in (plan, at_rate({"p": plan}, Engine.LIVE, 4.0)["p"]))
+    assert {case.jps for case in given} == {0.5, 1.0} and {case.jps for case in mine} == {4.0}
+    assert [replace(case, jps=4.0) for case in given if case.jps == 1.0] == mine
+    with pytest.raises(SystemExit, match="--jps is for --engine live"):
+        main(["fig8"], quick=True, jps=2.0)
 
 
 def test_the_live_engine_refuses_what_it_cannot_run() -> None:
