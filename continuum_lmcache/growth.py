@@ -58,6 +58,7 @@ class Growth:
             self._left.clear()
         if 0 < first_tokens <= final_tokens:
             self._sizes.append((math.log(first_tokens), math.log(final_tokens)))
+            # statistics.pstdev is exact, and takes the engine's loop 0.16 ms at 256 programs; this 0.02
             n, mean = len(self._sizes), math.fsum(final for _, final in self._sizes) / len(self._sizes)
             self._spread = math.sqrt(math.fsum((final - mean) ** 2 for _, final in self._sizes) / n)
             like = self._like.setdefault(first_tokens.bit_length(), deque(maxlen=LIKE_WINDOW))

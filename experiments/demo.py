@@ -113,13 +113,11 @@ def machine() -> str:
 
 def ease(summaries: list[Summary]) -> str:
     """What to say where this machine was too fast for the scenario; "" where it was not."""
-    shares = []
-    for summary in summaries:
-        reused = {
-            name: summary["tokens_by_source"].get(name, 0) for name in ("gpu", "dram", "ssd", "offload")
-        }
-        shares.append(1.0 - reused["gpu"] / max(1, sum(reused.values())))
-    share = statistics.median(shares)
+    sources = [summary["tokens_by_source"] for summary in summaries]
+    share = statistics.median(
+        1.0 - found.get("gpu", 0) / max(1, sum(found.values()) - found.get("computed", 0))
+        for found in sources
+    )
     if share >= PRESSED_SHARE:
         return ""
     label = summaries[0]["label"]

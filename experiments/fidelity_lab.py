@@ -77,13 +77,15 @@ def around(told: Told, machine: Machine) -> Around:
 DECODE = (1, SHORT_TOKENS)
 
 
-def lmcache_tiers() -> dict[str, Any]:
-    """The demo's LMCache as the fake connector's settings: in-process, so loads and stores block."""
-    gpu_gib = demo.GPU_BLOCKS * demo.BLOCK_TOKENS * demo.KV_BYTES_PER_TOKEN / 2**30
+GPU_GIB = demo.GPU_BLOCKS * demo.BLOCK_TOKENS * demo.KV_BYTES_PER_TOKEN / 2**30
+
+
+def lmcache_tiers(dram_gib: float, ssd_gib: float, chunk_tokens: int) -> dict[str, Any]:
+    """LMCache of such sizes as the fake connector's settings: in-process, so loads and stores block."""
     return {
-        "dram_gb": gpu_gib,
-        "ssd_gb": 2 * gpu_gib,
-        "chunk_tokens": demo.CHUNK_TOKENS,
+        "dram_gb": dram_gib,
+        "ssd_gb": ssd_gib,
+        "chunk_tokens": chunk_tokens,
         "save_decode_cache": False,  # LMCache's default
         "async": False,
     }
@@ -102,7 +104,7 @@ def predicted(
     programs = behind_a_hop(with_tool_time(chosen.programs(lambda _: None), chosen.time_scale), around)
     setup = Setup(
         policy=STOCK if policy == "fcfs" else policy,
-        tiers=lmcache_tiers() if offloads else None,
+        tiers=lmcache_tiers(GPU_GIB, 2 * GPU_GIB, demo.CHUNK_TOKENS) if offloads else None,
         machine=around.around(machine),
         step_tokens=step_tokens,
         max_seqs=max_seqs,

@@ -10,34 +10,35 @@ fills: what memory alone could give; an order may still beat it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Annotated, Any
 
 import typer
 import yaml
 
+from experiments.fidelity_lab import lmcache_tiers
 from experiments.offload_sweep import seeds_of
 from experiments.replay import SHARED_PREFIX_TOKENS
-from experiments.sim import serving
 from experiments.sim.engine import simulate
 from experiments.sim.result import Result
+from experiments.sim.serving import Setup
 from experiments.sim.step_time import Machine
 from experiments.sim.workloads import with_tool_time
-from experiments.sweep.cases import ENDLESS, STOCK, Live
+from experiments.sweep.cases import ENDLESS, STOCK, Live, SweepError
 from experiments.sweep.live import ROOT, gib, machine_of, selection_of
 from experiments.sweep.live_plans import KV_GB, SMALL
+from experiments.sweep.runner import refuse_settings
+from experiments.sweep.simulated import policy_of
 from experiments.tables import markdown, spread
 
 STEP_TOKENS = 2048  # vLLM's default on such a machine
 DISKS_GB = {"DRAM alone": 0.0, "and a disk": 2 * KV_GB}
 OURS = "continuum"
-RIVALS = (STOCK, "continuum-published", ENDLESS)
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    OURS: {},
+SETTINGS: Mapping[str, Mapping[str, Any]] = {  # ours, where the name is no contender's
+    **{contender: {} for contender in (STOCK, "continuum-published", ENDLESS, OURS)},
     "... first_prompt_order=false": {"first_prompt_order": False},
     "... max_wait_s=10": {"max_wait_s": 10.0},
     "... max_wait_s=3": {"max_wait_s": 3.0},
@@ -51,12 +52,12 @@ def twin(case: Live, settings: Mapping[str, Any]) -> Result:
     profile = yaml.safe_load((ROOT / "profiles" / machine.profile).read_text())
     programs = with_tool_time(chosen.programs(lambda _: None), chosen.time_scale)
     kv_tokens = machine.gpu_blocks * machine.block_tokens
-    if case.contender == ENDLESS:
+    tiers = lmcache_tiers(gib(case.dram_gb), gib(case.ssd_gb), machine.chunk_tokens)
+    if is_endless := case.contender == ENDLESS:
         kv_tokens = sum(program.context_tokens + machine.block_tokens for program in programs)
-    tiers = {"dram_gb": gib(case.dram_gb), "ssd_gb": gib(case.ssd_gb), "async": False}
-    setup = serving.Setup(
-        policy={STOCK: serving.STOCK, ENDLESS: "program-fcfs"}.get(case.contender, case.contender),
-        tiers={**tiers, "chunk_tokens": machine.chunk_tokens, "save_decode_cache": False},
+    setup = Setup(
+        policy=policy_of(case.contender),
+        tiers=None if is_endless else tiers,
         machine=Machine.from_profile(profile, machine.profile, kv_tokens),
         step_tokens=STEP_TOKENS,
         block_tokens=machine.block_tokens,
@@ -73,23 +74,22 @@ def figures(case: Live, settings: Mapping[str, Any]) -> tuple[float, float]:
     return result.mean_job_s, max(turn.ttft_s for turn in result.turns)
 
 
-def lines(base: Live, seeds: Sequence[int], workers: int) -> Iterator[list[str]]:
-    """A line of the table per tiers and setting: how many times fcfs's, seed by seed."""
-    yield ["tiers", "", "mean job time, fcfs / this", "longest TTFT, this / fcfs", "mean job time, s"]
+def lines(base: Live, seeds: Sequence[int], workers: int) -> list[list[str]]:
+    """A header, then a line per tiers and setting: how many times fcfs's, and each seed's job time."""
+    found = [["tiers", "", "mean job time, fcfs / this", "longest TTFT, this / fcfs", "mean job time, s"]]
     with ProcessPoolExecutor(workers) as pool:
-        for (tiers, disk_gb), (name, settings) in product(
-            DISKS_GB.items(), [*((name, {}) for name in RIVALS), *SETTINGS.items()]
-        ):
-            cases = [replace(base, seed=seed, ssd_gb=disk_gb) for seed in seeds]
-            contender = OURS if name in SETTINGS else name
-            ours = [replace(case, contender=contender) for case in cases]
-            found = list(pool.map(partial(figures, settings=settings), ours))
-            if name == STOCK:
-                stock = found
-            jobs = [mine[0] for mine in found]
-            faster = [theirs[0] / mine for theirs, mine in zip(stock, jobs, strict=True)]
-            later = [mine[1] / theirs[1] for theirs, mine in zip(stock, found, strict=True)]
-            yield [tiers, name, spread(faster), spread(later), " ".join(f"{s:.1f}" for s in jobs)]
+        for tiers, disk_gb in DISKS_GB.items():
+            runs = {}
+            for name, settings in SETTINGS.items():
+                contender = OURS if settings else name
+                cases = [replace(base, contender=contender, seed=seed, ssd_gb=disk_gb) for seed in seeds]
+                runs[name] = list(pool.map(partial(figures, settings=settings), cases))
+            for name, these in runs.items():
+                pairs = list(zip(runs[STOCK], these, strict=True))
+                faster = spread([stock[0] / this[0] for stock, this in pairs])
+                later = spread([this[1] / stock[1] for stock, this in pairs])
+                found.append([tiers, name, faster, later, " ".join(f"{this[0]:.1f}" for this in these)])
+    return found
 
 
 def main(
@@ -100,7 +100,11 @@ def main(
 ) -> None:
     """Print the table."""
     base = Live(OURS, programs, jps, 0, dram_gb=SMALL)
-    typer.echo(markdown(list(lines(base, seeds_of(seeds), workers))))
+    try:
+        refuse_settings()
+        typer.echo(markdown(lines(base, seeds_of(seeds), workers)))
+    except SweepError as error:
+        raise SystemExit(f"first_waits: {error}") from error
 
 
 if __name__ == "__main__":

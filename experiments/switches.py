@@ -27,7 +27,7 @@ from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from experiments.sim.workloads import with_thoughts
 from experiments.sweep.cases import Point
-from experiments.sweep.goals import papers, swe
+from experiments.sweep.goals import is_wanted, papers, swe
 from experiments.sweep.simulated import programs_of, setup_of
 
 SWITCHES = (
@@ -99,8 +99,7 @@ def jobs(
     switches: Sequence[str], parts: str, programs: int, ssd_gbps: float | None
 ) -> Iterator[tuple[str, str, Point]]:
     """Each switch in each regime whose name has one of `parts`. Raises typer.BadParameter if none has."""
-    wanted = [part.strip() for part in parts.split(";") if part.strip()]
-    found = {n: p for n, p in regimes(programs).items() if not wanted or any(w in n for w in wanted)}
+    found = {name: point for name, point in regimes(programs).items() if is_wanted(name, parts)}
     if not found:
         raise typer.BadParameter(f"no regime has {parts!r} in its name; known: {', '.join(regimes(1))}")
     for switch in switches:

@@ -29,6 +29,8 @@ def test_without_the_door_the_policy_is_another() -> None:
 def test_a_kv_cache_that_never_fills_needs_no_tier() -> None:
     result = twin(Live(ENDLESS, 20, 1.0, 4, dram_gb=SMALL), {})
     assert result.tokens["dram"] == 0 and result.preemptions == 0
+    behind_a_disk = twin(Live(ENDLESS, 20, 1.0, 4, dram_gb=SMALL, ssd_gb=2 * KV_GB), {})
+    assert behind_a_disk.mean_job_s == result.mean_job_s, "it stores nothing either"
     assert result.mean_job_s < twin(Live(STOCK, 20, 1.0, 4, dram_gb=SMALL), {}).mean_job_s / 2
 
 
@@ -40,6 +42,14 @@ def test_the_table_has_every_setting_for_both_tiers() -> None:
     lines = [line.split("|") for line in said.output.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 2 * 8
     assert {line[2].strip(): line[3].strip() for line in lines}[STOCK] == "1 (1..1)"
+
+
+def test_bad_seeds_and_settings_in_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="first_waits: --seeds 'x' names no seed"):
+        main(seeds="x")
+    monkeypatch.setenv("CONTINUUM_POLICY", "fcfs")
+    with pytest.raises(SystemExit, match="CONTINUUM_POLICY in the environment would change every run"):
+        main()
 
 
 def test_an_unknown_machine_is_refused() -> None:

@@ -191,7 +191,7 @@ def test_no_order_of_events_unbalances_the_books(model: Path, monkeypatch: pytes
     Machine.model = model
     logging.getLogger("vllm").setLevel(logging.ERROR)
     print(f"MACHINE_SEED={SEED}")
-    rounds = max(1, STEPS // 100_000)  # one draws its runs alike, by one policy
+    rounds = max(1, STEPS // 100_000)  # more calls for long runs: one call's runs are much alike
     for number in itertools.count():
         if number >= len(POLICIES) and taken["steps"] >= STEPS:
             break

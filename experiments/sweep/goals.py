@@ -140,21 +140,25 @@ def goals(size: Size, parts: str = "") -> list[Goal]:
     some of them. Raises SweepError where none has such a name."""
     programs = PROGRAMS[size]
     every = [*papers(programs), *harmless(programs), *surveys(size), *chunks(size, programs)]
-    wanted = [part.strip() for part in parts.split(";") if part.strip()]
-    chosen = [goal for goal in every if not wanted or any(part in goal.regime for part in wanted)]
+    chosen = [goal for goal in every if is_wanted(goal.regime, parts)]
     if not chosen:
         known = "; ".join(goal.regime for goal in every)
         raise SweepError(f"no goal has {parts!r} in its name; at this size there are: {known}")
     return chosen
 
 
-def cases(chosen: Iterable[Goal], seeds: Iterable[int]) -> list[Point]:
+def is_wanted(regime: str, parts: str) -> bool:
+    """Whether its name has one of the parts between semicolons; where there is none, all are wanted."""
+    wanted = [part.strip() for part in parts.split(";") if part.strip()]
+    return not wanted or any(part in regime for part in wanted)
+
+
+def cases(chosen: Sequence[Goal], seeds: Iterable[int]) -> list[Point]:
     """What is to be run."""
-    every = list(chosen)
-    return [point for seed in seeds for goal in every for point in goal.at(seed).points]
+    return [point for seed in seeds for goal in chosen for point in goal.at(seed).points]
 
 
-def table(rows: Rows, chosen: Iterable[Goal], seeds: Sequence[int]) -> list[list[str]]:
+def table(rows: Rows, chosen: Sequence[Goal], seeds: Sequence[int]) -> list[list[str]]:
     """A header, then a line per goal. The mean of several seeds has its standard error."""
     header = ["", "against the best of", "least / aim", "by seed", "mean", "verdict", "P99 / order's"]
     return [[*header, "TTFT P99, max (order's)"], *(line(rows, goal, seeds) for goal in chosen)]
