@@ -43,7 +43,6 @@ def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> Room:
 class Started:
     """A program inside."""
 
-    priority: int
     context_tokens: int
     turns: int = 0  # finished
     live: int = 0  # turns that are queued, loading or running
@@ -70,7 +69,7 @@ class Knock:
 
 @dataclass(slots=True)
 class Sums:
-    """Tokens spoken for by the programs of one priority."""
+    """Tokens spoken for by the programs inside, whatever their priority."""
 
     started: float = 0.0
     active: float = 0.0
@@ -104,7 +103,7 @@ class Door:
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
     _first_pauses: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap: late from then on
-    _sums: dict[int, Sums] = field(default_factory=dict)
+    _sums: Sums = field(default_factory=Sums)
     _context_tokens: int = 0  # of everybody, inside and outside
     _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
     _first_since_s: float = 0.0
@@ -133,7 +132,7 @@ class Door:
             self.growth.first(prompt_tokens)
             return False
         if seen is None:
-            seen = self._enters(program, priority, turns)
+            seen = self._enters(program, turns)
         if seen.turns == 1 and not seen.live and seen.paused_s is not None:
             self.comebacks.back(now_s - seen.paused_s, seen.late)
         seen.live += 1
@@ -154,7 +153,7 @@ class Door:
             heapq.heappop(self._line)
             del self.outside[knock.program]
             self._context_tokens -= knock.prompt_tokens
-            seen = self._enters(knock.program, knock.priority, 0)
+            seen = self._enters(knock.program, 0)
             seen.live, seen.first_tokens = knock.turns, knock.prompt_tokens
             self._counts(now_s, seen, knock.prompt_tokens)
             found.append(knock.program)
@@ -199,7 +198,7 @@ class Door:
         if seen is not None:
             self._context_tokens -= seen.context_tokens
             counted = (seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens)
-            self._sums[seen.priority].add(now_s, *(-tokens for tokens in counted))
+            self._sums.add(now_s, *(-tokens for tokens in counted))
 
     @property
     def context_tokens(self) -> int:
@@ -213,7 +212,7 @@ class Door:
         if held != self._context_tokens:
             raise InvariantError(f"context tokens({self._context_tokens}) != sum of programs({held})")
         for name in ("started", "active", "unproven"):
-            summed = sum(getattr(sums, name) for sums in self._sums.values())
+            summed = getattr(self._sums, name)
             of = "forecast_tokens" if name == "started" else f"{name}_tokens"
             counted = sum(getattr(seen, of) for seen in self.inside.values())
             if not math.isclose(summed, counted, rel_tol=1e-6, abs_tol=1.0):
@@ -237,20 +236,16 @@ class Door:
         self.outside[knock.program] = replace(knock, prompt_tokens=longest_tokens, turns=knock.turns + 1)
 
     def _fits(self, now_s: float, knock: Knock) -> bool:
-        """Whether there is room, by what those at least as important speak for."""
+        """Whether there is room beside all that are inside."""
         need = self.growth.forecast_tokens(knock.prompt_tokens, 0, knock.prompt_tokens)
-        ahead = [sums for priority, sums in self._sums.items() if priority <= knock.priority]
-        for sums in ahead:
-            sums.add(now_s, 0.0, 0.0, 0.0)
-        active = sum(max(sums.active, sums.usually_active) for sums in ahead)
-        doubt = 1.0 - self.comebacks.belief
-        started = sum(sums.started - doubt * sums.unproven for sums in ahead)
+        self._sums.add(now_s, 0.0, 0.0, 0.0)
+        active = max(self._sums.active, self._sums.usually_active)
+        started = self._sums.started - (1.0 - self.comebacks.belief) * self._sums.unproven
         fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
         return active + need <= fits and started + need <= max(fits, self.room.tier_tokens)
 
-    def _enters(self, program: ProgramId, priority: int, turns: int) -> Started:
-        seen = self.inside[program] = Started(priority, 0, turns)
-        self._sums.setdefault(priority, Sums())
+    def _enters(self, program: ProgramId, turns: int) -> Started:
+        seen = self.inside[program] = Started(0, turns)
         return seen
 
     def _counts(self, now_s: float, seen: Started, context_tokens: int) -> None:
@@ -260,7 +255,7 @@ class Door:
         unproven = forecast if seen.turns == 1 and not seen.live else 0.0
         counted = (seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens)
         grown = (new - old for new, old in zip((forecast, active, unproven), counted, strict=True))
-        self._sums[seen.priority].add(now_s, *grown)
+        self._sums.add(now_s, *grown)
         self._context_tokens += context_tokens - seen.context_tokens
         seen.context_tokens, seen.forecast_tokens = context_tokens, forecast
         seen.active_tokens, seen.unproven_tokens = active, unproven

@@ -32,6 +32,7 @@ class ContinuumConfig:
     max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this
     load_or_recompute: bool = True  # load from a tier only what is measured to be cheaper than computing it
     admission: bool = True  # new programs wait while the started ones fill the KV cache
+    honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
     first_prompt_order: bool = True  # at the door, a small first prompt goes before a large one
     no_loss_guard: bool = True  # vLLM's own order while all fit half of the KV cache and nobody is held
     drop_dead: bool = True  # the KV of a program that is over is the first to go

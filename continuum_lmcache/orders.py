@@ -28,7 +28,7 @@ def by_program(standing: Standing) -> Order:
 def by_pin(standing: Standing) -> Order:
     """Continuum (arXiv 2511.02230 §4): preempted, then with a pin, then program arrival.
 
-    The client's priority stands before it: the paper has none, and who asked for one means it.
+    The client's priority stands before it where `honor_priority` says so; else it is 0 for everybody.
     """
     return (
         standing.priority,

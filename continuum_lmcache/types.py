@@ -116,7 +116,7 @@ class Standing:
 
     preempted: bool
     pinned: bool
-    priority: int  # the client's, lower first (vLLM's convention)
+    priority: int  # the client's, lower first (vLLM's convention); 0 unless honor_priority
     program_arrival_s: float
     turn_arrival_s: float
     attained_tokens: int  # tokens computed for the program so far

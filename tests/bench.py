@@ -104,7 +104,7 @@ class Bench:
         """Add a request and return its id."""
         self._count += 1
         extra = {**({"job_id": job} if job is not None else {}), **fields}
-        stop = extra.pop("stop", None)
+        stop, priority = extra.pop("stop", None), extra.pop("priority", 0)
         params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0, extra_args=extra, stop=stop)
         params.update_from_generation_config({})
         request = Request(
@@ -114,6 +114,7 @@ class Bench:
             pooling_params=None,
             arrival_time=self.now_s,
             cache_salt=salt,
+            priority=priority,
             block_hasher=self.hasher,
         )
         self.scheduler.add_request(request)

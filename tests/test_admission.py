@@ -124,12 +124,14 @@ def test_a_program_that_does_not_come_back_in_time_is_counted_no_longer() -> Non
     assert A not in at.inside
 
 
-def test_an_urgent_program_does_not_wait_for_the_less_urgent() -> None:
+def test_an_urgent_program_is_first_in_line_and_all_under_way_count_for_it() -> None:
     at = door()
     at.arrives(0.0, A, 90_000, priority=0, passes=True)
     at.arrives(1.0, B, 90_000, priority=0)
     at.arrives(2.0, C, 90_000, priority=-1)
-    assert admitted(at, 2.0) == [C]
+    assert admitted(at, 2.0) == []
+    at.leaves(3.0, A)
+    assert admitted(at, 200.0) == [C]
 
 
 def test_who_leaves_before_starting_frees_the_way() -> None:

@@ -12,6 +12,7 @@ from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 from continuum_lmcache.chunks import Chunks
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from continuum_lmcache.vllm_plugin.totals import totals_of
+from experiments.trust.soak_scheduler import tables
 
 Make = Callable[..., Bench]
 SMALL_CHUNKS_PAY = {0: 0.014, 512: 0.055, 2048: 0.209}  # seconds of a step
@@ -71,17 +72,41 @@ def test_a_plain_request_passes_those_who_wait(make: Make) -> None:
     assert held(bench) and bench.order[-1] == plain
 
 
-def test_an_urgent_program_passes_the_ordinary_ones(make: Make) -> None:
+def test_a_clients_priority_moves_nobody_unless_the_operator_honors_it(make: Make) -> None:
     bench = make(blocks=20)
     crowd_in(bench, 6, out=30)
     bench.step()
-    urgent = bench.send("urgent", prompt(16, 78))
-    bench.scheduler.requests[urgent].priority = -1
-    door = bench.keeper.crowd.door
-    door.leaves(bench.now_s, "urgent")
-    assert not door.arrives(bench.now_s, "urgent", 16, priority=-1)
+    urgent = bench.send("urgent", prompt(100, 78), priority=-9)
+    plain = bench.send(None, prompt(16), priority=-9)
+    assert {bench.keeper.turns[turn_id].priority for turn_id in (urgent, plain)} == {0}
     bench.step()
-    assert urgent not in held(bench)
+    assert urgent in held(bench), "admission counts those under way for it as for anybody"
+    assert totals_of(bench.keeper)["ignored"]["priority"] == 2
+
+
+def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(make: Make) -> None:
+    bench = make(blocks=20, honor_priority="true")
+    sent = crowd_in(bench, 6, out=30)
+    bench.step()
+    waiting = held(bench)
+    urgent = bench.send("urgent", prompt(100, 78), priority=-1)
+    bench.step()
+    assert waiting and urgent in held(bench)
+    bench.run_until_idle()
+    entered = [request_id for request_id in bench.order if request_id in (*waiting, urgent)]
+    assert entered[0] == urgent and set(sent) <= set(bench.done)
+    assert totals_of(bench.keeper)["ignored"] == {}
+
+
+def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
+    bench = make(blocks=40, honor_priority="true")
+    seen = []
+    for i in range(1, 301):
+        bench.send(None, prompt(4, i % 7), priority=-i)
+        if i % 100 == 0:
+            bench.run_until_idle()
+            seen.append(tables(bench.keeper.crowd.door).total())
+    assert seen[0] == seen[-1]
 
 
 def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:

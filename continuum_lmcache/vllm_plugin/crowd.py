@@ -17,6 +17,7 @@ from continuum_lmcache.ledger import Program
 from continuum_lmcache.stores import Stores
 from continuum_lmcache.types import ProgramId, ToolKey
 from continuum_lmcache.vllm_plugin.supply import Supply
+from continuum_lmcache.vllm_plugin.turns import LiveTurn
 
 logger = init_logger("vllm.continuum_lmcache")
 
@@ -37,16 +38,16 @@ class Crowd:
 
     def visits(self, now_s: float, request: Request) -> None:
         """A request without a program comes: it never waits at the door, and takes room."""
-        self.door.arrives(now_s, alone(request), request.num_prompt_tokens, request.priority, passes=True)
+        self.door.arrives(now_s, alone(request), request.num_prompt_tokens, passes=True)
 
     def gone(self, now_s: float, request: Request) -> None:
         """Such a request has ended."""
         self.door.leaves(now_s, alone(request))
 
-    def arrives(self, now_s: float, request: Request, program: ProgramId, turns: int) -> bool:
+    def arrives(self, turn: LiveTurn, prompt_tokens: int, program: ProgramId, turns: int) -> bool:
         """A turn of a program that has finished `turns` comes. Whether it may queue."""
         passes = not self._appraiser.admits
-        return self.door.arrives(now_s, program, request.num_prompt_tokens, request.priority, turns, passes)
+        return self.door.arrives(turn.arrival_s, program, prompt_tokens, turn.priority, turns, passes)
 
     def opens(self, now_s: float, idle: bool) -> list[ProgramId]:
         """Who may come in now."""

@@ -23,7 +23,7 @@ from continuum_lmcache.vllm_plugin.crowd import Crowd, alone
 from continuum_lmcache.vllm_plugin.lineage import Lineage
 from continuum_lmcache.vllm_plugin.pins import BlockPins
 from continuum_lmcache.vllm_plugin.supply import Supply
-from continuum_lmcache.vllm_plugin.turns import LiveTurn, identity, is_end_of_turn, tail_text
+from continuum_lmcache.vllm_plugin.turns import LiveTurn, is_end_of_turn, live_turn, tail_text
 from continuum_lmcache.vllm_plugin.witness import Witness
 
 
@@ -68,12 +68,10 @@ class Keeper:
 
     def arrived(self, now_s: float, request: Request) -> None:
         """A request joins the queue: whose turn is it, and what did its tool gap teach?"""
-        says, bad = identity(request)
-        if bad:
-            self.ignored[bad] += 1
-        turn = LiveTurn(TurnId(request.request_id), None, says, now_s, now_s, request.priority)
-        if says.job_id is not None:
-            self._joins(turn, request, program_id(says.job_id, request.cache_salt), None)
+        turn, ignored = live_turn(now_s, request, self.config.honor_priority)
+        self.ignored.update(ignored)
+        if turn.says.job_id is not None:
+            self._joins(turn, request, program_id(turn.says.job_id, request.cache_salt), None)
         elif self.config.infer_programs and (link := self._lineage.ancestor(request)):
             turn.linked_tokens = link.tokens
             self._joins(turn, request, link.program, link.arrival_s)
@@ -95,7 +93,7 @@ class Keeper:
         turn.program_arrival_s = entry.arrival_s
         entry.turns = before.turns if before else entry.turns
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
-        turn.held = not self.crowd.arrives(now_s, request, program, turns)
+        turn.held = not self.crowd.arrives(turn, request.num_prompt_tokens, program, turns)
         self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
 
     def placed(

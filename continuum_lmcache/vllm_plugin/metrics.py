@@ -30,7 +30,7 @@ COUNTERS = {  # by key of what is told: name, help, label
         "tier",
     ),
     "ttl_decisions": ("continuum_ttl_decisions", "Finished turns by why their TTL is what it is", "reason"),
-    "ignored": ("continuum_ignored_fields", "Requests whose program fields were not usable", "field"),
+    "ignored": ("continuum_ignored_fields", "Requests by a field of theirs that was not used", "field"),
     "unrecorded": ("continuum_unrecorded", "Events or snapshots that reached no file", "kind"),
     "prefetches": ("continuum_prefetches", "Contexts that a store was told to raise from disk to DRAM", ""),
     "load_decisions": ("continuum_load_decisions", "Turns that a tier had KV for, as placed", "decision"),

@@ -1,7 +1,7 @@
 """From vLLM's Request to this package's values, and back to nothing else.
 
 Touches, on vLLM 0.26 to 0.33: Request.sampling_params.extra_args, .cache_salt, .block_hashes,
-.output_token_ids, .status; Request.session_id from 0.30.
+.output_token_ids, .status, .priority; Request.session_id from 0.30.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.identity import Identity, name, parse
 from continuum_lmcache.toolcalls import TAIL_TOKENS
 from continuum_lmcache.types import ProgramId, TurnId
+
+logger = init_logger("vllm.continuum_lmcache")
 
 STOPPED = {
     getattr(RequestStatus, name)
@@ -46,6 +49,17 @@ class LiveTurn:
     def running_rank(self) -> tuple[bool, int, float, float]:
         """Who goes on when memory is short: smallest first. A last step is soon over."""
         return (not self.says.is_last_step, self.priority, self.program_arrival_s, self.arrival_s)
+
+
+def live_turn(now_s: float, request: Request, honor_priority: bool) -> tuple[LiveTurn, list[str]]:
+    """The request as a turn whose program is yet to be found, and the names of fields that are ignored."""
+    says, bad = identity(request)
+    ignored = [bad] if bad else []
+    priority = request.priority
+    if priority and not honor_priority:
+        logger.warning_once("A request's priority is ignored: see continuum.honor_priority (said once)")
+        ignored, priority = [*ignored, "priority"], 0
+    return LiveTurn(TurnId(request.request_id), None, says, now_s, now_s, priority), ignored
 
 
 def identity(request: Request) -> tuple[Identity, str]:

@@ -127,6 +127,7 @@ def run(tree: Path, files: Sequence[str], path: str = "") -> dict[str, Outcomes]
     environ |= {
         "PYTHONPATH": os.pathsep.join(filter(None, (path, str(tree), str(ROOT)))),
         "HF_HUB_OFFLINE": "1",
+        "CONTINUUM_HONOR_PRIORITY": "true",
     }
     runner = [sys.executable, "-m", own_run.__name__, str(tree), ",".join(names)]
     subprocess.run([*runner, *present], env=environ, check=False)
