@@ -165,11 +165,12 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             self._tiers.absorb(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # a request that ends before its load would keep its chunks locked until the lease ends
-        tracker = self.request_trackers[request.request_id]
-        self._leases.give_back(
-            request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
-        )
+        # a request that ends before its load would keep its chunks locked until the lease ends;
+        # one that never was first in line has no tracker, and no lookup
+        if tracker := self.request_trackers.get(request.request_id):
+            self._leases.give_back(
+                request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
+            )
         self._leases.forget(request.request_id)
         self._found.pop(request.request_id, None)
         self._declined.discard(request.request_id)

@@ -114,6 +114,12 @@ def test_a_request_that_ends_before_its_load_unlocks_what_was_found(waiting: Wai
     wait_for(lambda: not locked(rig))
 
 
+def test_a_request_that_ends_before_its_lookup_leaves_nothing_behind(waiting: Waiting) -> None:
+    _, connector, request, _ = waiting
+    assert connector.request_finished(request, []) == (True, None)
+    assert connector.request_trackers == connector._found == connector._leases._asked_s == {}
+
+
 def test_a_load_that_would_be_slower_than_computing_is_declined_and_unlocked(waiting: Waiting) -> None:
     rig, connector, request, _ = waiting
     asked: list[Residency] = []
