@@ -15,8 +15,8 @@ What it adds to vLLM's LMCacheConnectorV1, whose every call it passes on:
     lmcache_tiers                     mirrored where the scheduler decides
     lmcache_meter                     what loading and storing it really took
 
-Use it under vLLM's own name, `{"kv_connector": "LMCacheConnectorV1", ...}`, when this package's vLLM
-plugin is loaded, else as `"kv_connector": "ContinuumLMCacheConnector",
+With `--scheduling-policy continuum` it stands for vLLM's own name, `{"kv_connector":
+"LMCacheConnectorV1", ...}`. With another policy it is `"kv_connector": "ContinuumLMCacheConnector",
 "kv_connector_module_path": "connectors.lmcache"`. Any scheduler will do.
 """
 
@@ -38,6 +38,7 @@ from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 from connectors.lmcache_cpu import BlockCopier, cpu_copy_path
 from connectors.lmcache_meter import TransferMetrics, TransferStats
 from connectors.lmcache_probe import addresses
+from connectors.lmcache_settings import unread
 from connectors.lmcache_tiers import Tiers
 from connectors.lmcache_traps import GIB, Machine, settled
 from connectors.lmcache_worker import TierReport, WorkerSide
@@ -71,6 +72,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         settled(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ, machine(vllm_config))
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self.check_settings(vllm_config)  # under another policy nobody has
         settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
         with cpu_copy_path(self.copier, vllm_config.cache_config.block_size):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -267,6 +269,8 @@ def settle(vllm_config: Any, announce: bool) -> None:
     if announce:
         told = ", ".join(f"{name}={value}" for name, value in ours.items())
         logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, told)
+        if names := unread(os.environ):
+            logger.warning("LMCache 0.5.6 reads no %s: without effect here", ", ".join(names))
 
 
 def recomputes_rightly(vllm_config: Any) -> bool:

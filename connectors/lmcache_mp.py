@@ -8,8 +8,8 @@
 L1 is the core's DRAM tier and L2 its SSD tier. Loads are asynchronous: a request waits for its own, other
 requests run on. A finished turn's blocks are freed when its stores have ended, pinned or not.
 
-Use it under LMCache's own name, `{"kv_connector": "LMCacheMPConnector", ...}`, when this package's vLLM
-plugin is loaded, else as `"kv_connector": "ContinuumLMCacheMPConnector",
+With `--scheduling-policy continuum` it stands for LMCache's own name, `{"kv_connector":
+"LMCacheMPConnector", ...}`. With another policy it is `"kv_connector": "ContinuumLMCacheMPConnector",
 "kv_connector_module_path": "connectors.lmcache_mp"`. docs/mp.md says how to start the server.
 """
 
@@ -55,6 +55,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         settled(vllm_config.kv_transfer_config.kv_connector_extra_config)
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self.check_settings(vllm_config)  # under another policy nobody has
         settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
         super().__init__(vllm_config, role, kv_cache_config)
         self._kv_bytes_per_token = machine(vllm_config).kv_bytes_per_token

@@ -1,12 +1,15 @@
 """What the user told LMCache, read as LMCache reads it, except that nothing is dropped silently.
 
-LMCache only warns about a name it does not know, and a value that it cannot parse becomes None.
+LMCache only warns about a name it does not know, and a value that it cannot parse becomes None. A variable
+that nothing reads is refused where it looks like a slip, and told where it does not: the environment is
+not this server's alone.
 Sources, the later the stronger: the YAML file named by LMCACHE_CONFIG_FILE, LMCACHE_* variables,
 `lmcache.*` keys of the KV connector's extra config.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,6 +59,7 @@ ENV_FAMILIES = ("ec_", "mp_", "coordinator_", "controller_", "resp_", "aerospike
 # Kubernetes puts these into every pod that has a Service whose name begins with "lmcache"
 KUBERNETES = re.compile(r"(service_host|service_port\w*|port_\d+_(tcp|udp|sctp)\w*)$")
 KUBERNETES_PORT = ("tcp://", "udp://", "sctp://")
+SLIP = 0.85  # how alike a slip and its name are, by difflib; LMCACHE_RPC_PORT and LMCACHE_MP_PORT are 0.8
 
 
 def given(extra: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -81,12 +85,29 @@ def _from_file(environ: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
+def unread(environ: Mapping[str, str]) -> list[str]:
+    """LMCACHE_* variables that LMCache 0.5.6 does not read: an older version's, or a deployment's own."""
+    return [f"{ENV_PREFIX}{name.upper()}" for name in _unread(_named(environ)) if not _is_slip(name)]
+
+
 def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
-    named = {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
-    foreign = {n for n, v in named.items() if n.startswith(ENV_FAMILIES) or _is_kubernetes(n, v)} - NAMES
-    known = NAMES | ENV_NAMES
-    refuse_unknown(sorted(named.keys() - foreign), known, ENV_PREFIX, "the environment", str.upper)
+    named = _named(environ)
+    slips = [name for name in _unread(named) if _is_slip(name)]
+    refuse_unknown(slips, NAMES | ENV_NAMES, ENV_PREFIX, "the environment", str.upper)
     return {name: _parse_quoted_string(value) for name, value in named.items() if name in NAMES}
+
+
+def _named(environ: Mapping[str, str]) -> dict[str, str]:
+    return {k.removeprefix(ENV_PREFIX).lower(): v for k, v in environ.items() if k.startswith(ENV_PREFIX)}
+
+
+def _unread(named: Mapping[str, str]) -> list[str]:
+    foreign = {n for n, v in named.items() if n.startswith(ENV_FAMILIES) or _is_kubernetes(n, v)}
+    return sorted(named.keys() - foreign - NAMES - ENV_NAMES)
+
+
+def _is_slip(name: str) -> bool:
+    return bool(difflib.get_close_matches(name, NAMES | ENV_NAMES, n=1, cutoff=SLIP))
 
 
 def _is_kubernetes(name: str, value: str) -> bool:

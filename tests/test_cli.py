@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -150,6 +152,55 @@ def test_a_mistyped_setting_ends_the_start(model: Path, monkeypatch: pytest.Monk
         engine(model).create_engine_config()
 
 
-def test_other_policies_are_left_alone(model: Path) -> None:
-    config = EngineArgs(model=str(model), dtype="bfloat16").create_engine_config()
-    assert config.scheduler_config.scheduler_cls is None
+def test_a_server_with_vllms_own_policy_is_stock_where_this_package_is_installed(model: Path) -> None:
+    """Same connector, no check, nothing wrapped, none of our connectors even imported."""
+    command = [sys.executable, str(ROOT / "tests" / "stock_start.py"), str(model)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    told = json.loads(ran.stdout.splitlines()[-1])
+    kinds = ("LMCacheConnectorV1", "LMCacheMPConnector") * 2
+    assert [start["connector"] for start in told["starts"]] == [
+        [kind, None, {"lmcache.chunk_siz": 1}] for kind in kinds
+    ]
+    assert {start["load_failure_policy"] for start in told["starts"]} == {"fail"}, "vLLM's default"
+    assert all(start["scheduler"].startswith("vllm.") for start in told["starts"])
+    assert told["wrapped"] == [] and told["connectors"] == []
+
+
+def transfer(connector: str, module: str | None = None) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector=connector, kv_connector_module_path=module, kv_role="kv_both")
+
+
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
+
+
+@pytest.mark.parametrize(
+    ("policy", "connector", "module", "expected"),
+    [
+        ("continuum", "LMCacheConnectorV1", None, "connectors.lmcache"),
+        ("continuum", "LMCacheMPConnector", None, "connectors.lmcache_mp"),
+        ("continuum", "LMCacheConnectorV1", V1 + "lmcache_connector", V1 + "lmcache_connector"),
+        ("continuum", "LMCacheMPConnector", V1 + "lmcache_mp_connector", V1 + "lmcache_mp_connector"),
+        ("fcfs", "ContinuumLMCacheConnector", "connectors.lmcache", "connectors.lmcache"),
+        ("fcfs", "ContinuumLMCacheMPConnector", "connectors.lmcache_mp", "connectors.lmcache_mp"),
+    ],
+)
+def test_a_module_path_picks_the_connector_under_any_policy_and_ours_is_the_default_under_ours(
+    model: Path, policy: str, connector: str, module: str | None, expected: str
+) -> None:
+    args = EngineArgs(
+        model=str(model),
+        scheduling_policy=policy,  # type: ignore[arg-type]
+        dtype="bfloat16",
+        kv_transfer_config=transfer(connector, module),
+    )
+    found = args.create_engine_config().kv_transfer_config
+    built = KVConnectorFactory.get_connector_class(found)
+    assert found.kv_connector_module_path == expected
+    assert built.__name__.startswith("Continuum") == expected.startswith("connectors.")
+
+
+def test_a_connectors_file_is_taken_under_every_policy(model: Path) -> None:
+    config = parse("--model", str(model), "--kv-transfer-config", "lmcache.json").create_engine_config()
+    assert config.kv_transfer_config.kv_connector == "LMCacheConnectorV1"
+    assert config.kv_transfer_config.kv_connector_module_path is None

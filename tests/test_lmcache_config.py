@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("lmcache")
 from hypothesis import given as given_that
 from hypothesis import strategies as st
 
-from connectors.lmcache_settings import NAMES, given
+from connectors.lmcache_settings import ENV_FAMILIES, NAMES, given, unread
 from connectors.lmcache_traps import GIB, Machine, pool_chunks, settled
 from continuum_lmcache.errors import ConfigError
 
@@ -67,6 +68,50 @@ def test_a_key_of_the_multi_process_connector_is_refused_by_its_owner():
 )
 def test_variables_that_are_not_settings_are_left_alone(name):
     assert given({}, {name: "x"}) == {}
+    assert unread({name: "x"}) == []
+
+
+# of LMCache's older versions and of other people's deployments, in public recipes
+RECIPES = (
+    *("USE_EXPERIMENTAL", "RPC_PORT", "INSTANCE_ID", "WORKER_PORT", "DISTRIBUTED_URL", "CUFILE_BUFFER_SIZE"),
+    *(
+        "ENABLE_NIXL",
+        "NIXL_RECEIVER_HOST",
+        "NIXL_RECEIVER_PORT",
+        "NIXL_ENABLE_GC",
+        "LOCAL_DEVICE",
+        "SHM_NAME",
+    ),
+    *("REMOTE_DEVICE", "PIPELINED_BACKEND", "ERROR_HANDLING", "HTTP_PORT", "PROMETHEUS_PORT", "URL", "HOME"),
+    *("WEKA_PATH", "BACKEND", "CONTROLLER_PORT", "SERVER_LOG", "ENABLE_DEBUG", "VERSION", "IMAGE", "ROOT"),
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_variable_of_old_recipes_or_of_a_deployment_is_told_and_not_refused(name):
+    variable = f"LMCACHE_{name}"
+    settled({}, {variable: "1"}, CPU)
+    assert unread({variable: "1"}) == ([] if name == "CONTROLLER_PORT" else [variable])  # a family of names
+
+
+def test_every_variable_that_the_installed_lmcache_reads_passes_without_a_word():
+    """Found in its sources, so that another version of it shows here first."""
+    import lmcache
+
+    sources = Path(lmcache.__path__[0]).rglob("*.py")
+    read = re.compile(r"""(?:environ(?:\.get\(|\[|\.setdefault\()|getenv\()\s*["'](LMCACHE_\w+)""")
+    found = {name for path in sources for name in read.findall(path.read_text())}
+    assert {"LMCACHE_CONFIG_FILE", "LMCACHE_TRACK_USAGE", "LMCACHE_FORCE_SKIP_SAVE"} <= found
+    for name in found - {"LMCACHE_CONFIG_FILE"}:  # which must name a file
+        assert unread({name: "x"}) == [], name
+        assert given({}, {name: "1"}) in ({}, {name.removeprefix("LMCACHE_").lower(): "1"}), name
+
+
+def test_a_slip_of_one_letter_in_any_variable_is_refused():
+    for name in NAMES:
+        slip = name[:-1]
+        if slip not in NAMES and not slip.startswith(ENV_FAMILIES):  # theirs are not listed
+            assert "did you mean LMCACHE_" in refusal(environ={f"LMCACHE_{slip.upper()}": "1"})
 
 
 def test_a_kubernetes_port_variable_is_left_alone():

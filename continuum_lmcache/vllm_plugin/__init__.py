@@ -2,8 +2,11 @@
 
 
 def register() -> None:
-    """Teach this process's vLLM the word `continuum`. Safe to call more than once."""
-    from continuum_lmcache.vllm_plugin import cli, wakeup
+    """Teach this process's vLLM the word `continuum`. Safe to call more than once.
+
+    All else is installed where the policy is chosen (cli.adopt) or its scheduler is built: an engine with
+    another policy is vLLM's own.
+    """
+    from continuum_lmcache.vllm_plugin import cli
 
     cli.install()
-    wakeup.install()

@@ -91,9 +91,7 @@ def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
     @functools.wraps(stock)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
         if self.scheduling_policy != POLICY:
-            config = stock(self, *args, **kwargs)
-            prepare_connector(config)
-            return config
+            return stock(self, *args, **kwargs)
         refuse(self.scheduler_cls is not None, "--scheduler-cls is given too; drop one of the two")
         self.scheduling_policy = "fcfs"  # type: ignore[assignment]
         try:
@@ -155,7 +153,10 @@ def load_settings(config: VllmConfig) -> ContinuumConfig:
 
 
 def prepare_connector(config: VllmConfig) -> None:
-    """Our subclass of a connector we know, with its settings checked before any engine starts."""
+    """Our subclass of a connector we know, with its settings checked before any engine starts.
+
+    Whoever wants LMCache's own under this policy names its module: then its path is set already.
+    """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return

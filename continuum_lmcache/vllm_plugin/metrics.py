@@ -13,6 +13,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from continuum_lmcache.vllm_plugin import hooks
+
 KEY = "continuum"
 Told = dict[str, Any]  # by metric, then label: a count's growth, a gauge's value, a histogram's samples
 TTL_BUCKETS_S = (0.0, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -144,10 +146,10 @@ def install() -> None:
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     stock = StatLoggerManager.record
-    if hasattr(stock, "__wrapped__"):
+    if hooks.is_hooked(stock):
         return
 
-    @functools.wraps(stock)
+    @hooks.wraps(stock)
     def record(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
         told = detach(scheduler_stats)
         if told:

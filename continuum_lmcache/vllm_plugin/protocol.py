@@ -8,13 +8,13 @@ RequestError (a ValueError) here, which vLLM answers with HTTP 400: none reaches
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.identity import FIELDS, parse
+from continuum_lmcache.vllm_plugin import hooks
 
 OPENAI = {
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
@@ -27,10 +27,10 @@ def install() -> None:
     """Wrap the request classes of this process, once. Only API servers need it."""
     for module, name in OPENAI.items():
         request = getattr(import_module(module), name)
-        if not hasattr(request.to_sampling_params, "__wrapped__"):
+        if not hooks.is_hooked(request.to_sampling_params):
             request.to_sampling_params = with_identity(request.to_sampling_params)
     serving = import_module("vllm.entrypoints.anthropic.serving").AnthropicServingMessages
-    if not hasattr(serving.create_messages, "__wrapped__"):
+    if not hooks.is_hooked(serving.create_messages):
         serving.create_messages = with_body_identity(serving.create_messages)
 
 
@@ -44,7 +44,7 @@ def identity_fields(body: Mapping[str, Any], xargs: Mapping[str, Any] | None) ->
 def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
     """to_sampling_params that keeps the fields in extra_args."""
 
-    @functools.wraps(stock)
+    @hooks.wraps(stock)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = identity_fields(self.model_extra or {}, self.vllm_xargs)
         params = stock(self, *args, **kwargs)
@@ -58,7 +58,7 @@ def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
 def with_body_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
     """create_messages that moves the fields into vllm_xargs, which it forwards."""
 
-    @functools.wraps(stock)
+    @hooks.wraps(stock)
     async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
         body = await raw_request.json() if raw_request is not None else {}
         try:

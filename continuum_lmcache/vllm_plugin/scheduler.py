@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
-from continuum_lmcache.vllm_plugin import metrics
+from continuum_lmcache.vllm_plugin import metrics, wakeup
 from continuum_lmcache.vllm_plugin.forgetting import Forgetting
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 from continuum_lmcache.vllm_plugin.prefetcher import Prefetcher
@@ -46,6 +46,7 @@ class ContinuumMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        wakeup.install()  # the engine around it exists already, and idles later
         transfer = self.vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         config = ContinuumConfig.load(extra, os.environ)

@@ -6,23 +6,24 @@ EngineCoreProc._process_input_queue (where an idle engine sleeps) and EngineCore
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from continuum_lmcache.vllm_plugin import hooks
+
 
 def install() -> None:
-    """Hand each engine's scheduler a way to wake it. Once a process."""
+    """Hand each engine's scheduler a way to wake it. Once a process, by our scheduler when it is built."""
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
 
     stock = EngineCoreProc._process_input_queue
-    if hasattr(stock, "__wrapped__"):
+    if hooks.is_hooked(stock):
         return
 
-    @functools.wraps(stock)
+    @hooks.wraps(stock)
     def _process_input_queue(self: Any) -> Any:
         before_idle = getattr(self.scheduler, "before_idle", None)
         if before_idle is not None:

@@ -1,0 +1,25 @@
+"""What this package wraps carries a mark of its own: `__wrapped__` may be any other plugin's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+MARK = "_continuum_hook"
+
+
+def wraps(stock: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """functools.wraps, and the mark. Who wraps ours with functools.wraps takes the mark along."""
+
+    def mark(hook: Callable[..., Any]) -> Callable[..., Any]:
+        functools.update_wrapper(hook, stock)
+        setattr(hook, MARK, True)
+        return hook
+
+    return mark
+
+
+def is_hooked(function: Callable[..., Any]) -> bool:
+    """Whether our hook is in this function already."""
+    return getattr(function, MARK, False)
