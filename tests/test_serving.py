@@ -34,7 +34,11 @@ TTL_S = 10.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "16")
 
 
-def transfer_config(folder: Path, dram_gb: float) -> Path:
+V1 = {"kv_connector": "LMCacheConnectorV1"}  # ours under our policy
+OURS = {"kv_connector": "ContinuumLMCacheConnector", "kv_connector_module_path": "connectors.lmcache"}
+
+
+def transfer_config(folder: Path, dram_gb: float, connector: dict[str, str] = V1) -> Path:
     """A KV connector's settings as a file, as a user would write them."""
     extra = {
         "lmcache.chunk_size": 256,
@@ -44,11 +48,7 @@ def transfer_config(folder: Path, dram_gb: float) -> Path:
         "lmcache.max_local_disk_size": 1,
     }
     path = folder / "lmcache.json"
-    path.write_text(
-        json.dumps(
-            {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        )
-    )
+    path.write_text(json.dumps({**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}))
     return path
 
 
@@ -65,9 +65,9 @@ def continuum(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def small_dram(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Stock fcfs; its DRAM tier holds two prompts, its disk all of them."""
+    """Stock fcfs with our connector; its DRAM tier holds two prompts, its disk all of them."""
     folder = tmp_path_factory.mktemp("fcfs")
-    args = ["--kv-transfer-config", str(transfer_config(folder, 0.04))]
+    args = ["--kv-transfer-config", str(transfer_config(folder, 0.04, OURS))]
     with serve(model, [*ARGS, *args], log=folder / "server.log") as url:
         yield Server(url)
 
@@ -283,6 +283,15 @@ def test_a_bad_field_gets_400_with_a_sentence(
     response = httpx.post(f"{continuum.url}/v1/{path}", json=body, timeout=30)
     assert response.status_code == 400
     assert next(iter(fields.get("vllm_xargs", fields))) in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", BAD.values(), ids=BAD.keys())
+def test_stock_fcfs_reads_no_field_of_ours_and_shows_no_figure_of_our_scheduler(
+    small_dram: Server, fields: dict[str, object]
+) -> None:
+    body = {"model": "tiny", "max_tokens": 2, "prompt": "hi", **fields}
+    assert httpx.post(f"{small_dram.url}/v1/completions", json=body, timeout=30).status_code == 200
+    assert "continuum_pins" not in httpx.get(f"{small_dram.url}/metrics", timeout=30).text
 
 
 # what an operator does -------------------------------------------------------

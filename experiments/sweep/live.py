@@ -40,6 +40,8 @@ class Machine:
         return self.gpu_blocks * self.block_tokens * self.kv_bytes_per_token / 1e9
 
 
+# by its path: with a policy of vLLM's own, LMCacheConnectorV1 is stock, and caches nothing on a CPU
+OURS = {"kv_connector": "ContinuumLMCacheConnector", "kv_connector_module_path": "connectors.lmcache"}
 MACHINES = {"cpu-tiny": Machine(120, 128, 8192, 4096, 128, 0.125, "cpu-tiny.yaml")}
 
 
@@ -110,7 +112,7 @@ def arguments(
 
 
 def connector(case: Live, machine: Machine, disk: Path) -> dict[str, Any]:
-    """The repository's lmcache.json with the case's tiers."""
+    """The repository's lmcache.json with the case's tiers and, whatever the policy, our connector."""
     config: dict[str, Any] = json.loads((ROOT / "lmcache.json").read_text())
     extra = {
         name: value
@@ -120,7 +122,7 @@ def connector(case: Live, machine: Machine, disk: Path) -> dict[str, Any]:
     extra |= {"lmcache.chunk_size": machine.chunk_tokens, "lmcache.max_local_cpu_size": gib(case.dram_gb)}
     if case.ssd_gb:
         extra |= {"lmcache.local_disk": f"file://{disk}/", "lmcache.max_local_disk_size": gib(case.ssd_gb)}
-    return config | {"kv_connector_extra_config": extra}
+    return config | OURS | {"kv_connector_extra_config": extra}
 
 
 def gib(gb: float) -> float:
