@@ -81,12 +81,16 @@ GPU_GIB = demo.GPU_BLOCKS * demo.BLOCK_TOKENS * demo.KV_BYTES_PER_TOKEN / 2**30
 
 
 def lmcache_tiers(dram_gib: float, ssd_gib: float, chunk_tokens: int) -> dict[str, Any]:
-    """LMCache of such sizes as the fake connector's settings: in-process, so loads and stores block."""
+    """Our connector's LMCache of such sizes, as the fake connector's settings.
+
+    In-process, so loads and stores block. Every contender that offloads has it, under fcfs too: stock
+    in-process LMCache, whose save_decode_cache is False (as its MP mode's is), caches nothing on a CPU.
+    """
     return {
         "dram_gb": dram_gib,
         "ssd_gb": ssd_gib,
         "chunk_tokens": chunk_tokens,
-        "save_decode_cache": False,  # LMCache's default
+        "save_decode_cache": True,  # lmcache_traps.defaults
         "async": False,
     }
 

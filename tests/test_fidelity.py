@@ -20,6 +20,7 @@ from experiments.fidelity_lab import (
     Told,
     around,
     behind_a_hop,
+    lmcache_tiers,
     predicted,
 )
 from experiments.fidelity_tables import comparison, order, ranking, write_csv
@@ -104,6 +105,16 @@ def test_a_prediction_has_the_columns_of_a_measurement_and_follows_the_speed(mac
     }
     assert figures(summary).keys() - {"way"} == plain.keys()
     assert figures(summary)["offload_share"] == pytest.approx(0.2)
+
+
+def test_the_twins_lmcache_stores_what_our_connector_has_it_store() -> None:
+    pytest.importorskip("lmcache")
+    from connectors.lmcache_traps import Machine as Worker
+    from connectors.lmcache_traps import settled
+
+    extra, _ = settled({}, {}, Worker(True, 128, 8192, "tiny"))
+    twin = lmcache_tiers(1.0, 2.0, 128)
+    assert twin["save_decode_cache"] is extra["lmcache.save_decode_cache"]
 
 
 def test_the_comparison_takes_ratios_seed_by_seed_and_tells_the_ranking(tmp_path: Path) -> None:
