@@ -204,10 +204,14 @@ def test_no_command_is_refused_in_one_line(command: Command) -> None:
     assert command.refused() == "continuum-lmcache: Missing command."
 
 
-def test_an_lmcache_servers_tiers_are_said_to_be_unknown(command: Command, tmp_path: Path) -> None:
-    path = lmcache_json(tmp_path, {"lmcache.mp.port": 5555}, kv_connector="LMCacheMPConnector")
+@pytest.mark.parametrize("connector", ["LMCacheMPConnector", "ContinuumLMCacheMPConnector"])
+def test_an_lmcache_servers_tiers_are_said_to_be_unknown(
+    command: Command, tmp_path: Path, connector: str
+) -> None:
+    path = lmcache_json(tmp_path, {"lmcache.mp.port": 5555}, kv_connector=connector)
     found = command("doctor", *H200, "--lmcache", path, "--json").json
     assert {"tiers-unknown", "load-failure-policy"} <= names(found)
+    assert "unknown-connector" not in names(found)
     assert found["holds"].keys() == {"gpu"}
 
 

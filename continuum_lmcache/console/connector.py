@@ -22,7 +22,7 @@ FIELDS = frozenset(  # of vLLM 0.32's KVTransferConfig
     | {"kv_connector_module_path", "enable_permute_local_kv", "kv_load_failure_policy"}
 )
 OURS = ("LMCacheConnectorV1", "ContinuumLMCacheConnector")
-MP = "LMCacheMPConnector"
+MP = ("LMCacheMPConnector", "ContinuumLMCacheMPConnector")
 MEND = "mend it; no server starts with it"
 EXTRA = "kv_connector_extra_config"
 DEFAULTS: Mapping[str, Any] = {  # LMCache 0.5.6, v1/config.py; used where LMCache is not installed
@@ -90,7 +90,7 @@ def checked(config: Mapping[str, Any], worker: Worker, lora: bool) -> Connector:
     continuum, more = ours(extra)
     findings += more
     if kind not in OURS:
-        if kind == MP:
+        if kind in MP:
             unseen = "DRAM and disk are the LMCache server's own settings, which this file does not hold"
             findings.append(note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter"))
         return Connector(kind, {}, continuum, tuple(findings))
@@ -105,8 +105,8 @@ def frame(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
     if strangers := sorted(config.keys() - FIELDS):
         told = f"{strangers[0]!r} is no field of vLLM 0.32's KV transfer config"
         yield warning("unknown-field", told, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}")
-    if kind not in (*OURS, MP):
-        known = ", ".join((*OURS[:1], MP))
+    if kind not in (*OURS, *MP):
+        known = ", ".join((OURS[0], MP[0]))
         yield warning(
             "unknown-connector", f"kv_connector is {kind!r}", f"nothing is known of it; known: {known}"
         )
