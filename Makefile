@@ -1,4 +1,4 @@
-# make demo    install, make a small model, serve it twice (fcfs, continuum), replay the same programs, compare
+# make demo    install, make a small model, measure this machine, serve three policies under pressure, compare
 # make test    install and run all tests
 # make check   style and types only
 # make soak-machine    the scheduler's state machine for 1,000,000 steps (ten minutes of a core)
@@ -13,7 +13,7 @@ $(VENV)/installed: requirements/cpu.lock requirements/install-cpu pyproject.toml
 	requirements/install-cpu $(VENV)
 
 demo: install
-	$(PYTHON) -m experiments.demo $(if $(TRACE),--trace "$(TRACE)")
+	$(PYTHON) -m experiments.demo $(if $(TRACE),--trace "$(TRACE)") $(if $(README),--readme)
 
 check: install
 	$(VENV)/bin/ruff check .

@@ -3,7 +3,7 @@
     python -m experiments.fidelity --seeds 1..3 --profile PROFILE --out fidelity-results
 
 Serves the small model on this machine's CPU, fcfs and continuum, with LMCache and without, and replays
-the demo's programs against each; then runs them in the lab, on the machine that PROFILE describes
+the same programs against each; then runs them in the lab, on the machine that PROFILE describes
 (profiles/measure.py, measured on this machine), and prints predicted against measured. A replay that
 is in OUT already is not repeated, so the machine can be left to others between two seeds.
 
@@ -28,7 +28,7 @@ import yaml
 from rich.console import Console
 
 from continuum_lmcache.errors import ProfileError
-from experiments import demo
+from experiments import small_tiers
 from experiments.client import Client, ServerUnusable, request_body
 from experiments.driver import Plan, random_tokens
 from experiments.fidelity_lab import BATCH, LONG_TOKENS, SHORT_TOKENS, Around, Told, around, predicted
@@ -63,19 +63,21 @@ CONTENDERS = tuple(Contender(p, o) for o in (False, True) for p in ("fcfs", "con
 
 
 def selection(seed: int, programs: int) -> Selection:
-    """The demo's programs."""
-    window = demo.WINDOW_TOKENS
-    return Selection(seed, count=programs, jps=JPS, max_context_tokens=window, time_scale=demo.TIME_SCALE)
+    """The programs of a seed."""
+    window = small_tiers.WINDOW_TOKENS
+    return Selection(
+        seed, count=programs, jps=JPS, max_context_tokens=window, time_scale=small_tiers.TIME_SCALE
+    )
 
 
 def measured(contender: Contender, chosen: Selection, profile: Path, model: Path, out: Path) -> None:
     """Serve, replay, probe, stop. Leaves LABEL-seedN.json and LABEL-seedN-told.json."""
     with tempfile.TemporaryDirectory(prefix="fidelity-disk-") as disk:
-        args = ["--scheduling-policy", contender.policy, "--max-model-len", str(demo.WINDOW_TOKENS)]
-        args += ["--num-gpu-blocks-override", str(demo.GPU_BLOCKS)]
+        args = ["--scheduling-policy", contender.policy, "--max-model-len", str(small_tiers.WINDOW_TOKENS)]
+        args += ["--num-gpu-blocks-override", str(small_tiers.GPU_BLOCKS)]
         args += ["--max-num-batched-tokens", str(STEP_TOKENS), "--max-num-seqs", str(MAX_SEQS)]
         if contender.offloads:
-            config = demo.connector(Path(disk), out / f"{contender.label}-lmcache.json")
+            config = small_tiers.connector(Path(disk), out / f"{contender.label}-lmcache.json")
             args += ["--kv-transfer-config", str(config)]
         env = {"CONTINUUM_PROFILE": str(profile.resolve())}
         log = out / f"{contender.label}-seed{chosen.seed}-server.log"
@@ -167,11 +169,11 @@ def main(
     """Predicted against measured."""
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
-    kv_tokens = (demo.GPU_BLOCKS - 1) * demo.BLOCK_TOKENS  # one block is vLLM's null block
+    kv_tokens = (small_tiers.GPU_BLOCKS - 1) * small_tiers.BLOCK_TOKENS  # one block is vLLM's null block
     try:
         machine = Machine.from_profile(yaml.safe_load(profile.read_text()), profile.name, kv_tokens)
         chosen = seeds_of(seeds)
-        model = make_model(demo.ROOT / ".work" / "tiny-model")
+        model = make_model(small_tiers.ROOT / ".work" / "tiny-model")
         for seed in chosen:
             for contender in CONTENDERS[:: 1 if seed % 2 else -1]:
                 if not told_path(out, contender, seed).exists():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import demo
+from experiments import small_tiers
 from experiments.replay import SHARED_PREFIX_TOKENS
 from experiments.selection import Selection
 from experiments.sim.engine import simulate
@@ -18,8 +18,8 @@ from experiments.sim.workloads import with_tool_time
 from experiments.workload import Program
 
 SHORT_TOKENS, BATCH = 16, 6
-REUSED_TOKENS = 8 * demo.BLOCK_TOKENS  # of a long prompt sent again, by vLLM's cache and LMCache's alike
-LONG_TOKENS = REUSED_TOKENS + demo.BLOCK_TOKENS // 2
+REUSED_TOKENS = 8 * small_tiers.BLOCK_TOKENS  # of a long prompt sent again, by either cache
+LONG_TOKENS = REUSED_TOKENS + small_tiers.BLOCK_TOKENS // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def around(told: Told, machine: Machine) -> Around:
 DECODE = (1, SHORT_TOKENS)
 
 
-GPU_GIB = demo.GPU_BLOCKS * demo.BLOCK_TOKENS * demo.KV_BYTES_PER_TOKEN / 2**30
+GPU_GIB = small_tiers.GPU_BLOCKS * small_tiers.BLOCK_TOKENS * small_tiers.KV_BYTES_PER_TOKEN / 2**30
 
 
 def lmcache_tiers(dram_gib: float, ssd_gib: float, chunk_tokens: int) -> dict[str, Any]:
@@ -108,11 +108,11 @@ def predicted(
     programs = behind_a_hop(with_tool_time(chosen.programs(lambda _: None), chosen.time_scale), around)
     setup = Setup(
         policy=STOCK if policy == "fcfs" else policy,
-        tiers=lmcache_tiers(GPU_GIB, 2 * GPU_GIB, demo.CHUNK_TOKENS) if offloads else None,
+        tiers=lmcache_tiers(GPU_GIB, 2 * GPU_GIB, small_tiers.CHUNK_TOKENS) if offloads else None,
         machine=around.around(machine),
         step_tokens=step_tokens,
         max_seqs=max_seqs,
-        block_tokens=demo.BLOCK_TOKENS,
+        block_tokens=small_tiers.BLOCK_TOKENS,
         shared_tokens=SHARED_PREFIX_TOKENS,
         store_stalls=offloads,
     )

@@ -19,6 +19,7 @@ FILLS = {  # light to dark as a token gets dearer, hatched so that neighbours di
     "dram": ("0.78", "//"),
     "ssd": ("0.62", "xx"),
     "offload": ("0.70", "//"),
+    "again": ("0.45", ".."),
     "computed": ("0.30", ""),
 }
 

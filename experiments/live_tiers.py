@@ -72,7 +72,7 @@ def working_set_gb(selection: Selection, time_scale: float) -> float:
     return tokens * MACHINE.kv_bytes_per_token / 1e9
 
 
-SERVICE_S = 3.0  # what a program computes alone on one core, seen in the demo
+SERVICE_S = 3.0  # what a program computes alone on one core, seen in replays
 
 
 def measure(tiers: Tiers, selection: Selection, out: Path) -> Recording:

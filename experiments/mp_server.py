@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from experiments.server import CPU_ENV, ServerError, reserved_port, stop, tail
 
 ROOT = Path(__file__).resolve().parent.parent
+HITS = {"lmcache_mp_lookup_hit_l1_tokens_total": "dram", "lmcache_mp_lookup_hit_l2_tokens_total": "ssd"}
 MODULE = {"module_path": "connectors.lmcache_mp_module"}
 
 
@@ -33,6 +35,8 @@ class MpProcess:
     disk: Path
     log: Path
     more: tuple[str, ...] = ()
+    module: bool = True  # this package's tier module; False: LMCache's server as it comes
+    cores: frozenset[int] = frozenset()  # empty: all
     port: int = field(default_factory=reserved_port)
     http_port: int = field(default_factory=reserved_port)
     process: subprocess.Popen[bytes] | None = None
@@ -58,12 +62,13 @@ class MpProcess:
 
     def command(self) -> list[str]:
         l2 = {"type": "fs_native", "base_path": str(self.disk), "use_odirect": True}
+        module = ("--server-module", json.dumps(MODULE)) if self.module else ()
         return [
             *(str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--http-host", "127.0.0.1", "--http-port", str(self.http_port)),
             *("--chunk-size", "256", "--supported-transfer-mode", "auto", "--shm-name", self.shm_name),
             *("--l1-size-gb", str(self.l1_gb), "--eviction-policy", "LRU", "--l2-adapter", json.dumps(l2)),
-            *("--l2-prefetch-policy", "retain", "--server-module", json.dumps(MODULE), *self.more),
+            *("--l2-prefetch-policy", "retain", *module, *self.more),
         ]
 
     def start(self, start_s: float = 120.0) -> None:
@@ -78,13 +83,15 @@ class MpProcess:
                 env={**os.environ, **CPU_ENV, "PYTHONPATH": path},
                 start_new_session=True,
             )
+        if self.cores:
+            os.sched_setaffinity(self.process.pid, self.cores)  # its threads, none started yet, inherit it
         end_s = time.monotonic() + start_s
         while time.monotonic() < end_s and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"http://127.0.0.1:{self.http_port}/healthcheck", timeout=5).is_success:
                     return
             time.sleep(0.2)
-        raise ServerError(f"lmcache server did not start:\n{tail(self.log)}")
+        raise ServerError(f"lmcache server did not start; its log ends:\n{tail(self.log)}")
 
     def kill(self) -> None:
         """SIGKILL: no goodbye to anybody."""
@@ -92,15 +99,27 @@ class MpProcess:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
+    def hits(self) -> dict[str, float]:
+        """Tokens that lookups found so far, by tier."""
+        found = dict.fromkeys(("dram", "ssd"), 0.0)
+        text = httpx.get(f"http://127.0.0.1:{self.http_port}/metrics", timeout=30).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if tier := HITS.get(sample.name):
+                    found[tier] += sample.value
+        return found
+
     def clear_l1(self) -> None:
         """Drop all of L1; L2 keeps what it has."""
         httpx.post(f"http://127.0.0.1:{self.http_port}/cache/clear", timeout=30).raise_for_status()
 
 
 @contextlib.contextmanager
-def serve_mp(l1_gb: float, disk: Path, log: Path, *more: str) -> Iterator[MpProcess]:
+def serve_mp(
+    l1_gb: float, disk: Path, log: Path, *more: str, module: bool = True, cores: frozenset[int] = frozenset()
+) -> Iterator[MpProcess]:
     """A server that answers, stopped at the end whatever happens. `more` goes on its command line."""
-    mp = MpProcess(l1_gb, disk, log, more)
+    mp = MpProcess(l1_gb, disk, log, more, module, cores)
     try:
         mp.start()
         yield mp

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
@@ -65,28 +66,50 @@ class Job:
         return how | {"time_scale": chosen.time_scale, "workload": chosen.name}
 
 
-def replay(job: Job) -> dict[str, Any]:
-    """Run a job to its end and return its summary.
+def replay(job: Job, limit_s: float | None = None) -> dict[str, Any]:
+    """Run a job to its end, or for `limit_s`, and return its summary.
 
-    Raises TraceError or ServerUnusable before anything is sent. Failed turns are in the summary.
+    Raises TraceError or ServerUnusable before anything is sent. Failed turns are in the summary, and so
+    is for how long the programs had run that the limit cut off.
     """
-    return asyncio.run(_replay(job, job.selection.programs(warn)))
+    return asyncio.run(_replay(job, job.selection.programs(warn), limit_s))
 
 
-async def _replay(job: Job, programs: tuple[Program, ...]) -> dict[str, Any]:
+async def _replay(job: Job, programs: tuple[Program, ...], limit_s: float | None = None) -> dict[str, Any]:
     async with Client(job.base_url, job.timeout_s) as client:
         model = usable_model(await client.models(), job, programs)
         before = await client.metrics_text()
         job.out.mkdir(parents=True, exist_ok=True)
         with job.path.open("w", buffering=1) as lines:  # a line is on disk as soon as it is written
             sink = Sink(lines, job.label, sum(len(program.turns) for program in programs))
-            await run(programs, job.plan(model), client.complete, sink.record)
+            running = asyncio.create_task(run(programs, job.plan(model), client.complete, sink.record))
+            done, _ = await asyncio.wait({running}, timeout=limit_s)
+            if done:
+                await running  # raises what it raised
+                await asyncio.sleep(SETTLE_S)
+            server = over_the_run(before, await client.metrics_text())
+            # only now: vLLM 0.32's engine may die of requests that are given up while LMCache loads for them
+            running.cancel()
+            await asyncio.wait({running})
             sink.bar.close()
-        await asyncio.sleep(SETTLE_S)
-        server = over_the_run(before, await client.metrics_text())
     summary = summarise(sink.records, server, job.as_json() | {"model": model, "programs": len(programs)})
+    summary["cut_s"] = cut_s(programs, sink.records, limit_s)
+    summary["new_tokens"] = new_tokens(programs, sink.records)
     job.path.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
     return summary
+
+
+def cut_s(programs: Iterable[Program], records: Iterable[TurnRecord], limit_s: float | None) -> list[float]:
+    """For how long the programs had run that neither ended nor failed before the limit."""
+    over = {r.program for r in records if r.error is not None or r.turn == r.of_turns}
+    ran_s = (limit_s - p.arrival_s for p in programs if limit_s is not None and p.program_id not in over)
+    return sorted(ran for ran in ran_s if ran > 0)
+
+
+def new_tokens(programs: Iterable[Program], records: Iterable[TurnRecord]) -> int:
+    """Prompt tokens of the answered turns that no earlier turn had: nobody could have kept their KV."""
+    specs = {p.program_id: p.turns for p in programs}
+    return sum(specs[r.program][r.turn - 1].new_tokens for r in records if r.error is None)
 
 
 def usable_model(served: dict[str, int | None], job: Job, programs: tuple[Program, ...]) -> str:

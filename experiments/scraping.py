@@ -25,10 +25,10 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from experiments.dashboard import PANELS, STATS, Panel
-from experiments.demo import GPU_BLOCKS, TIME_SCALE, WINDOW_TOKENS, connector
 from experiments.replay import Job, replay
 from experiments.selection import Selection
 from experiments.server import ServerError, reserved_port, serve
+from experiments.small_tiers import GPU_BLOCKS, TIME_SCALE, WINDOW_TOKENS, connector
 
 SCRAPE_S = 2
 RANGE = "20s"  # what rates are taken over: some scrapes

@@ -7,13 +7,16 @@
     wall_s            start to the last answer
     job_time_s        a finished program's arrival to its last answer: n, mean, p50, p95, p99, max
     ttft_s            a turn's arrival to its first token, the same figures; turn_s: to its last one
-    first_ttft_s      ttft_s of the programs' first turns only, where admission would show
+    first_ttft_s      ttft_s of the programs' first turns only, where admission would show; later_ttft_s:
+                      of all other turns
     late_s            how late this client sent turns: the same figures; it must be small beside ttft_s
     jobs_per_s, output_tokens_per_s, prompt_tokens, output_tokens
     tokens_by_source  prompt tokens by where their KV came from: gpu, dram, ssd, computed; offload in
                       place of dram and ssd where the server does not say which; absent without metrics
     pins              pins by outcome, as the server names them: taken, reused, expired, reclaimed, ...
     job_times_s       the sorted job times, for distributions
+    cut_s             where the replay had a time limit: for how long each program that it cut off had run
+    new_tokens        prompt tokens that no earlier turn of their program had: nothing could be reused
     server            metrics of the server: counters as the difference over the replay, gauges as found
                       at its end; named as in /metrics, with the labels that tell series apart
 
@@ -127,6 +130,7 @@ def summarise(records: Sequence[TurnRecord], server: Metrics, how: Mapping[str, 
         "job_time_s": figures(jobs),
         "ttft_s": figures(first - r.t_arrive for r, first, _ in good),
         "first_ttft_s": figures(first - r.t_arrive for r, first, _ in good if r.turn == 1),
+        "later_ttft_s": figures(first - r.t_arrive for r, first, _ in good if r.turn > 1),
         "turn_s": figures(done - r.t_arrive for r, _, done in good),
         "late_s": figures(r.t_sent - r.t_arrive for r in records),
         "jobs_per_s": len(jobs) / wall_s if wall_s else 0.0,

@@ -23,7 +23,14 @@ from rich.table import Table
 from experiments.summary import SCHEMA
 
 Summary = dict[str, Any]
-SOURCES = {"gpu": "GPU", "dram": "DRAM", "ssd": "disk", "offload": "LMCache", "computed": "computed"}
+SOURCES = {
+    "gpu": "GPU",
+    "dram": "DRAM",
+    "ssd": "disk",
+    "offload": "LMCache",
+    "again": "computed again",
+    "computed": "computed",
+}
 PINS = ("taken", "reused", "expired", "reclaimed")
 
 
@@ -43,7 +50,8 @@ def at(*path: str) -> Callable[[Summary], float | None]:
     return read
 
 
-ROWS: dict[str, Callable[[Summary], float | None]] = {
+Rows = dict[str, Callable[[Summary], float | None]]
+ROWS: Rows = {
     "job time mean, s": at("job_time_s", "mean"),
     "job time P50, s": at("job_time_s", "p50"),
     "job time P95, s": at("job_time_s", "p95"),
@@ -101,11 +109,11 @@ def ratios(baseline: Sequence[Summary], other: Sequence[Summary]) -> list[float]
     return [was / now for was, now in pairs if was and now]
 
 
-def comparison(runs: dict[str, list[Summary]]) -> list[list[str]]:
+def comparison(runs: dict[str, list[Summary]], shows: Rows = ROWS) -> list[list[str]]:
     """The table: a header, then a row per figure that any run has, a column per label."""
     labels = list(runs)
     rows = [["", *labels]]
-    for name, read in ROWS.items():
+    for name, read in shows.items():
         cells = [[v for s in runs[label] if (v := read(s)) is not None] for label in labels]
         if any(cells):
             rows.append([name, *map(spread, cells)])
@@ -143,13 +151,13 @@ def plain(rows: Sequence[Sequence[str]], title: str) -> Table:
     return table
 
 
-def write_csv(runs: dict[str, list[Summary]], path: Path) -> None:
+def write_csv(runs: dict[str, list[Summary]], path: Path, shows: Rows = ROWS) -> None:
     """Every figure of every run, one run a line."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["label", "seed", *ROWS])
+        writer.writerow(["label", "seed", *shows])
         for label, summaries in runs.items():
-            writer.writerows([label, s["seed"], *(read(s) for read in ROWS.values())] for s in summaries)
+            writer.writerows([label, s["seed"], *(read(s) for read in shows.values())] for s in summaries)
 
 
 def main(

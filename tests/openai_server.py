@@ -13,6 +13,12 @@ from aiohttp.test_utils import TestServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 
+def request_is_open(response: web.StreamResponse) -> bool:
+    """Whether the client is still there."""
+    request = response._req
+    return request is not None and request.transport is not None
+
+
 class FakeServer:
     """Answers a prompt with tokens that depend on its last token, so a client cannot guess them."""
 
@@ -79,6 +85,10 @@ class FakeServer:
             if failing and self._how == "error event":
                 await self._event(response, {"error": {"message": "engine died"}})
             if failing and self._how == "cut":
+                return
+            if failing and self._how == "silence":
+                while request_is_open(response):
+                    await asyncio.sleep(0.01)
                 return
             await asyncio.sleep(0.001)
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": len(prompt) // 2}}

@@ -1,64 +1,247 @@
-"""The demo's parts that need no server: one config for both policies, and what it writes."""
+"""The demo's parts that need no server: from speed to scenario, what servers are told, what is said."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 from test_tables import summary
 
-from experiments.demo import (
+from experiments import demo, demo_report, small_tiers
+from experiments.demo_scenario import (
+    ARRIVALS,
     BLOCK_TOKENS,
-    CHUNK_TOKENS,
-    GPU_BLOCKS,
     KV_BYTES_PER_TOKEN,
-    WINDOW_TOKENS,
-    connector,
-    ease,
-    machine,
-    report,
+    START_FACTOR,
+    Measured,
+    Work,
+    idle,
+    most_tokens,
+    pressed,
+    pressure,
 )
-from experiments.selection import Selection
-from experiments.tiny_model import CONFIG
+from experiments.demo_servers import CONTINUUM, FCFS, ORDER, check_room, rate, refuse_failures, told
+from experiments.driver import TurnRecord
+from experiments.mp_server import MpProcess
+from experiments.replay import Job, cut_s, new_tokens
+from experiments.server import ServerError
+
+WORK = Work.of(demo.workload(None, "", 1).programs(), limited=False)
+MACHINES = {  # seconds to a server's start, a turn alone, turns a second at once
+    "fast": Measured(12.0, 0.12, 12.0),
+    "slow": Measured(22.0, 0.30, 4.0),
+    "slow, at half its speed": Measured(40.0, 0.60, 2.0),
+}
+LEFT_S = 250.0
 
 
-def test_the_demo_serves_the_repositorys_connector_with_smaller_tiers(tmp_path):
-    config = json.loads(connector(tmp_path / "disk", tmp_path / "lmcache.json").read_text())
-    shipped = json.loads((Path(__file__).parents[1] / "lmcache.json").read_text())
-    extra = config.pop("kv_connector_extra_config")
-    before = shipped.pop("kv_connector_extra_config")
-    assert config == shipped and before.keys() <= extra.keys()
-    assert extra["lmcache.max_local_cpu_size"] < before["lmcache.max_local_cpu_size"]
-    assert extra["lmcache.local_disk"] == f"file://{tmp_path}/disk/"
+@pytest.fixture(params=MACHINES)
+def machine(request):
+    return MACHINES[request.param]
+
+
+def record(program, turn, first_s, done_s, prompt=100, output=10, of_turns=2, arrive_s=0.0, error=None):
+    return TurnRecord(
+        program, turn, of_turns, arrive_s, arrive_s, first_s, done_s, prompt, output, None, 0.0, error
+    )
+
+
+def test_on_any_machine_twice_as_many_programs_come_as_it_finishes(machine):
+    scenario = pressed(machine, WORK, LEFT_S, 3)
+    assert scenario.jps == ARRIVALS * scenario.capacity_jps
+    assert scenario.programs >= 12
+
+
+def test_on_any_machine_half_of_the_programs_need_far_more_than_gpu_and_dram_hold(machine):
+    """Of a backlog that grows at half the rate of the arrivals, half is there when the last one comes."""
+    scenario = pressed(machine, WORK, LEFT_S, 3)
+    for seed in (1, 2, 3):
+        programs = demo.workload(None, "", seed, scenario).programs()
+        contexts = [turn.input_tokens for program in programs for turn in program.turns]
+        under_way = sum(contexts) / len(contexts) * len(programs) / 2
+        assert under_way > 1.2 * (scenario.gpu_tokens + scenario.dram_tokens)
+
+
+def test_on_any_machine_every_prompt_fits_the_gpu_and_the_free_part_of_dram(machine):
+    scenario = pressed(machine, WORK, LEFT_S, 3)
+    longest = max(p.context_tokens for p in demo.workload(None, "", 1, scenario).programs())
+    assert longest <= scenario.window_tokens <= scenario.gpu_tokens
+    assert (1 - scenario.watermark) * scenario.l1_tokens >= scenario.window_tokens
+
+
+@pytest.mark.parametrize("name", ["fast", "slow"])
+def test_all_servers_start_and_replay_within_the_time_that_is_left(name):
+    scenario = pressed(MACHINES[name], WORK, LEFT_S, 3)
+    assert 3 * (START_FACTOR * MACHINES[name].start_s + scenario.limit_s) <= LEFT_S
+
+
+def test_a_machine_that_is_too_slow_for_that_takes_longer_and_cuts_no_program_off():
+    scenario = pressed(MACHINES["slow, at half its speed"], WORK, LEFT_S, 3)
+    assert scenario.limit_s > scenario.programs / scenario.capacity_jps
+
+
+def test_a_faster_machine_gets_more_and_longer_programs_faster():
+    fast, slow = (pressed(MACHINES[name], WORK, LEFT_S, 3) for name in ("fast", "slow"))
+    assert fast.programs > slow.programs and fast.jps > slow.jps
+    assert fast.window_tokens > slow.window_tokens and fast.time_scale < slow.time_scale
+
+
+def test_a_trace_of_few_programs_is_used_up_and_not_asked_for_more():
+    scenario = pressed(MACHINES["fast"], replace(WORK, programs=5), LEFT_S, 3)
+    assert scenario.programs == 5
+
+
+def test_without_pressure_all_programs_fit_the_gpu_and_come_slowly(machine):
+    scenario = idle(machine, WORK, LEFT_S, 4)
+    assert scenario.jps < 0.5 * scenario.capacity_jps
+    assert scenario.gpu_tokens > 12 * scenario.window_tokens
 
 
 def test_the_scenarios_sizes_are_those_of_the_small_model():
-    kv_heads, width, layers = (CONFIG[k] for k in ("num_key_value_heads", "head_dim", "num_hidden_layers"))
-    assert 2 * layers * kv_heads * width * 2 == KV_BYTES_PER_TOKEN
-    assert CHUNK_TOKENS % BLOCK_TOKENS == 0  # a CPU moves whole blocks
+    assert (BLOCK_TOKENS, KV_BYTES_PER_TOKEN) == (small_tiers.BLOCK_TOKENS, small_tiers.KV_BYTES_PER_TOKEN)
 
 
-def test_the_gpu_holds_about_seven_programs_and_all_of_them_need_more_than_gpu_and_dram():
-    gpu_tokens = GPU_BLOCKS * BLOCK_TOKENS
-    for seed in (1, 2, 3):
-        programs = Selection(seed, count=20, jps=1.0, max_context_tokens=WINDOW_TOKENS).programs()
-        finals = [program.context_tokens for program in programs]
-        assert 5 < gpu_tokens / (sum(finals) / len(finals)) < 9
-        assert sum(finals) > 2 * gpu_tokens
+def test_the_baselines_keep_lmcaches_own_connector_and_server(tmp_path):
+    mp = MpProcess(0.1, tmp_path, tmp_path / "log", module=False)
+    for who in (FCFS, ORDER):
+        config = who.transfer_config(mp)
+        assert config["kv_connector"] == "LMCacheMPConnector"
+        assert config["kv_connector_module_path"].startswith("vllm.")
+        assert "connectors" not in " ".join(mp.command()) and not who.is_ours
+    assert FCFS.scheduling == "fcfs"
+    assert not any(
+        key.startswith("continuum") for key in FCFS.transfer_config(mp)["kv_connector_extra_config"]
+    )
 
 
-def test_a_machine_that_is_too_fast_for_the_scenario_is_told_to_ask_for_more() -> None:
-    held = summary("fcfs", 1, [3.0]) | {"tokens_by_source": {"gpu": 900, "dram": 80, "computed": 500}}
-    pressed = held | {"tokens_by_source": {"gpu": 400, "dram": 300, "ssd": 300, "computed": 500}}
-    assert "of the prompt tokens that fcfs reused, 92% were still on the GPU" in ease([held])
-    assert ease([pressed]) == "" and ease([held, pressed, pressed]) == ""
+def test_continuum_differs_from_the_baselines_in_its_connector_its_module_and_its_own_settings(tmp_path):
+    mp = MpProcess(0.1, tmp_path, tmp_path / "log")
+    ours, stock = CONTINUUM.transfer_config(mp), FCFS.transfer_config(mp)
+    extra = ours["kv_connector_extra_config"]
+    assert {k: v for k, v in extra.items() if "continuum" not in k} == stock["kv_connector_extra_config"]
+    assert "connectors.lmcache_mp_module" in " ".join(mp.command())
+    without = replace(mp, module=False).command()
+    assert [word for word in mp.command() if word not in without] == [
+        "--server-module",
+        '{"module_path": "connectors.lmcache_mp_module"}',
+    ]
 
 
-def test_a_report_names_the_machine_and_puts_the_baseline_first(tmp_path):
-    paths = []
-    for label, job_s in (("continuum", 2.0), ("fcfs", 3.0)):
-        paths.append(tmp_path / f"{label}-seed1.json")
-        paths[-1].write_text(json.dumps(summary(label, 1, [job_s])))
-    report(paths, tmp_path, Console(quiet=True))
+def test_the_rate_is_taken_while_the_batch_is_full():
+    done = [record("p", 1, 0.0, second) for second in (1.0, 2.0, 3.0, 4.0, 60.0)]
+    assert rate(done, 5) == 1.0
+    assert rate(done[:2], 5) == 1.0  # cut off
+
+
+def test_lmcaches_tokens_are_split_as_its_server_counted_them_and_what_is_not_new_was_computed_again():
+    found = summary("fcfs", 1, [3.0], cut_s=[5.0], new_tokens=60)
+    found["tokens_by_source"] = {"gpu": 10, "offload": 40, "computed": 100}
+    told_of = told(found, {"dram": 30.0, "ssd": 90.0})
+    assert told_of["tokens_by_source"] == {"gpu": 10, "dram": 10, "ssd": 30, "again": 40, "computed": 60}
+    assert told_of["job_time_s"]["mean"] == 4.0  # the one that was cut off counts with its time so far
+
+
+def test_a_program_that_the_limit_cut_off_had_run_since_it_arrived():
+    programs = demo.workload(None, "", 1).programs()[:3]
+    first, second, third = (replace(p, arrival_s=s) for p, s in zip(programs, (0.0, 4.0, 30.0), strict=True))
+    over = record(first.program_id, 2, 1.0, 2.0)
+    under_way = record(second.program_id, 1, 5.0, 6.0)
+    assert cut_s((first, second, third), [over, under_way], 10.0) == [6.0]
+    assert cut_s((first, second, third), [over, under_way], None) == []
+    assert new_tokens((second,), [under_way]) == second.turns[0].new_tokens
+
+
+def test_contexts_under_way_are_counted_from_a_programs_first_token_to_its_last():
+    turns = [
+        record("a", 1, 1.0, 2.0, prompt=100, output=10),
+        record("a", 2, 5.0, 6.0, prompt=150, output=10),
+        record("b", 1, 5.5, 7.0, prompt=300, output=10, of_turns=1),
+    ]
+    assert most_tokens(turns) == 150 + 300
+    assert most_tokens(turns[:1]) == 100 + 10
+
+
+def under_pressure(jps, lost):
+    scenario = pressed(MACHINES["fast"], WORK, LEFT_S, 3)
+    found = summary("fcfs", 1, [3.0], prompt_tokens=1000, new_tokens=0)
+    found["tokens_by_source"] = {"gpu": 1000 * (1 - lost)}
+    records = [record(f"p{i}", 1, 50.0, 60.0, prompt=1000, arrive_s=i / jps) for i in range(30)]
+    return pressure(scenario, found, records, scenario.capacity_jps)
+
+
+def test_the_check_says_that_the_pressure_held_only_if_every_proportion_did():
+    jps = pressed(MACHINES["fast"], WORK, LEFT_S, 3).jps
+    assert demo_report.verdict(under_pressure(jps, 0.6)).startswith("The pressure held")
+    for weak in (under_pressure(jps / 3, 0.6), under_pressure(jps, 0.1)):
+        said = demo_report.verdict(weak)
+        assert said.startswith("**The pressure did not hold**") and "**not the" in said
+
+
+def test_a_cost_is_told_from_noise_only_if_it_is_larger_than_its_spread():
+    assert "continuum is slower: mean job time +10.0% +-" in demo_report.cost_words(
+        [(1.0, 1.1), (2.0, 2.2), (3.0, 3.3), (2.0, 2.2)], [0.1]
+    )
+    assert "no difference that can be told from noise" in demo_report.cost_words(
+        [(1.0, 2.0), (2.0, 1.1)], [0.0]
+    )
+
+
+def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path):
+    scenario = pressed(MACHINES["fast"], WORK, LEFT_S, 3)
+    paths = {}
+    for who, job_s in ((FCFS, 3.0), (CONTINUUM, 2.0)):
+        content = summary(who.label, 1, [job_s], cut_s=[], new_tokens=70, prompt_tokens=100, jobs_per_s=1.0)
+        content["first_ttft_s"] = content["later_ttft_s"] = content["ttft_s"]
+        path = tmp_path / f"{who.label}-seed1.json"
+        path.write_text(json.dumps(content))
+        turns = [record("p", 1, 1.0, 2.0, of_turns=1)]
+        path.with_suffix(".jsonl").write_text("".join(json.dumps(vars_of(r)) + "\n" for r in turns))
+        paths[who.name] = [path]
+    page = demo_report.with_pressure(paths, scenario, tmp_path, Console(quiet=True))
     said = (tmp_path / "comparison.md").read_text()
-    assert machine() in said and "| fcfs | continuum |" in said and "| 1 | 1.5 |" in said
+    assert page in said and demo_report.machine() in said
+    assert "|  | fcfs + LMCache | continuum + LMCache |" in said and "| 1 | 1.5 |" in said
     assert all((tmp_path / f"comparison.{kind}").exists() for kind in ("csv", "png", "svg"))
+
+
+def vars_of(turn):
+    return {name: getattr(turn, name) for name in TurnRecord.__slots__}
+
+
+def test_the_readme_takes_the_page_between_its_marks_and_keeps_the_rest():
+    start, end = demo_report.README_MARKS
+    assert demo_report.filled(f"a\n{start}\nold\n{end}\nb\n", "new\n") == f"a\n{start}\nnew\n{end}\nb\n"
+    with pytest.raises(SystemExit, match="has no lines"):
+        demo_report.filled("nothing", "new\n")
+
+
+def test_the_readme_has_the_demos_marks():
+    assert demo_report.filled((Path(__file__).parents[1] / "README.md").read_text(), "")
+
+
+def test_too_little_room_for_lmcaches_tiers_is_an_error_that_says_what_to_do(tmp_path):
+    with pytest.raises(ServerError, match="--shm-size"):
+        check_room(tmp_path, 1e18)
+
+
+def test_failed_turns_end_the_demo_with_the_first_reason_and_the_end_of_the_servers_log(tmp_path):
+    job = Job("http://127.0.0.1:1/v1", "fcfs", demo.workload(None, "", 1), tmp_path)
+    failed = record("p", 1, None, None, error="HTTP 500: out of memory")
+    job.path.write_text(json.dumps(vars_of(failed)) + "\n")
+    log = tmp_path / "server.log"
+    log.write_text("the last words\n")
+    with pytest.raises(ServerError, match="1 turns failed under fcfs.*HTTP 500(.|\n)*the last words"):
+        refuse_failures({"errors": 1}, job, log)
+
+
+def test_a_trace_that_is_missing_is_known_before_a_server_starts(tmp_path):
+    with pytest.raises(SystemExit, match="demo: .*missing.jsonl"):
+        demo.main(
+            trace=tmp_path / "missing.jsonl",
+            source="",
+            repeats=None,
+            no_pressure=False,
+            readme=False,
+            out=tmp_path,
+        )

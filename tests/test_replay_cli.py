@@ -16,12 +16,12 @@ from experiments.workload import Program, TurnSpec
 SHORT = Program("short", 0.0, (TurnSpec(100, 100, 4),))
 
 
-def replayed(tmp_path, server, **changes):
+def replayed(tmp_path, server, limit_s=None, **changes):
     async def go():
         async with server.running() as url:
             chosen = Selection(3, count=4, jps=50.0, max_context_tokens=300, time_scale=0.0)
             job = Job(url, "label", chosen, tmp_path / "out", **changes)
-            return await _replay(job, chosen.programs())
+            return await _replay(job, chosen.programs(), limit_s)
 
     return asyncio.run(go())
 
@@ -51,6 +51,14 @@ def test_a_failed_turn_is_on_disk_and_in_the_summary(tmp_path):
     lines = map(json.loads, (tmp_path / "out" / "label-seed3.jsonl").read_text().splitlines())
     assert summary["errors"] == 1 == sum(line["error"] is not None for line in lines)
     assert summary["finished"] == 3
+
+
+def test_a_replay_with_a_limit_ends_there_and_says_what_it_cut_off(tmp_path):
+    summary = replayed(tmp_path, FakeServer(fails_at=2, how="silence"), limit_s=2.0)
+    assert summary["finished"] == 3 and summary["errors"] == 0
+    (cut_s,) = summary["cut_s"]
+    assert 0 < cut_s <= 2.0
+    assert summary["new_tokens"] <= summary["prompt_tokens"]
 
 
 def test_a_model_that_is_not_served_is_answered_with_those_that_are(tmp_path):

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A model on a machine, with the proportions of the paper's experiment (experiments/demo.py)."""
+    """A model on a machine, with the proportions of the paper's experiment (experiments/small_tiers.py)."""
 
     gpu_blocks: int
     block_tokens: int

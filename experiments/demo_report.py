@@ -1,0 +1,207 @@
+"""What the demo prints and writes: one table, one figure, and whether the pressure held."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from experiments.demo_scenario import Measured, Proportion, Scenario, pressure
+from experiments.demo_servers import CONTINUUM, FCFS, ROOT, records_of
+from experiments.driver import TurnRecord
+from experiments.figures import draw
+from experiments.tables import (
+    PINS,
+    Rows,
+    Summary,
+    at,
+    caption,
+    comparison,
+    load,
+    markdown,
+    plain,
+    ratios,
+    shown,
+    write_csv,
+)
+
+Paths = Mapping[str, Sequence[Path]]  # summaries by contender
+Runs = dict[str, list[Summary]]
+README_MARKS = ("<!-- demo figures: make demo README=1 -->", "<!-- /demo figures -->")
+FROM = {
+    "gpu": "still on the GPU",
+    "dram": "from DRAM",
+    "ssd": "from disk",
+    "again": "computed again",
+    "computed": "new",
+}
+ROWS: Rows = {
+    "job time mean, s": at("job_time_s", "mean"),
+    "job time P50, s": at("job_time_s", "p50"),
+    "job time P95, s": at("job_time_s", "p95"),
+    "first token of a first turn, median, s": at("first_ttft_s", "p50"),
+    "first token of a first turn, longest, s": at("first_ttft_s", "max"),
+    "first token of a later turn, median, s": at("later_ttft_s", "p50"),
+    "first token of a later turn, longest, s": at("later_ttft_s", "max"),
+    **{f"prompt tokens {words}": at("tokens_by_source", name) for name, words in FROM.items()},
+    **{f"pins {name}": at("pins", name) for name in PINS},
+}
+CUT = "programs cut off by the time limit"
+
+
+def machine() -> str:
+    """This machine and the engines' versions, in one line."""
+    cpu = memory_gib = "unknown"
+    if platform.system() == "Linux":
+        info = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.partition(": ")[2] for line in info if line.startswith("model name")), cpu)
+        memory_gib = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f}"
+    engines = ", ".join(f"{name} {version(name)}" for name in ("vllm", "lmcache", "torch"))
+    cores = os.cpu_count()
+    return f"{cpu}, {cores} cores, {memory_gib} GiB; Python {platform.python_version()}, {engines}"
+
+
+def scenario_words(found: Measured, scenario: Scenario) -> str:
+    """What was measured, and what follows from it."""
+    return (
+        f"This machine: a server starts in {found.start_s:.0f} s, a turn alone takes {found.turn_s:.2f} s, "
+        f"{scenario.capacity_jps:.2f} programs a second can be finished. So {scenario.programs} programs "
+        f"come, {scenario.jps:.2f} a second, none longer than {scenario.window_tokens:,} tokens. The GPU's "
+        f"KV cache holds {scenario.gpu_tokens:,} tokens, DRAM {scenario.dram_tokens:,} beside its room for "
+        "loads, the disk all of them"
+    )
+
+
+def read(paths: Paths) -> Runs:
+    """The summaries by contender."""
+    return {name: next(iter(load(found).values())) for name, found in paths.items()}
+
+
+def with_pressure(paths: Paths, scenario: Scenario, out: Path, console: Console) -> str:
+    """Table, CSV and figure into `out`; the page, without its figure."""
+    runs = read(paths)
+    held = proportions(paths, runs, scenario)
+    return write(runs, f"{gains(runs)}\n\n{verdict(held)}", out, console)
+
+
+def without_pressure(paths: Paths, _scenario: Scenario, out: Path, console: Console) -> str:
+    """The same, and what `continuum` costs."""
+    return write(read(paths), cost(paths), out, console)
+
+
+def write(runs: Runs, said: str, out: Path, console: Console) -> str:
+    cut = {CUT: lambda summary: float(len(summary["cut_s"]))}
+    rows = comparison(runs, ROWS | (cut if any(s["cut_s"] for found in runs.values() for s in found) else {}))
+    console.print(plain(rows, caption(runs)))
+    console.print(said.replace("**", ""), soft_wrap=True)
+    page = f"{caption(runs)}\n\n{machine()}\n\n{markdown(rows)}\n\n{said}\n"
+    (out / "comparison.md").write_text(f"{page}\n![figure](comparison.png)\n")
+    write_csv(runs, out / "comparison.csv", ROWS)
+    draw(runs, out / "comparison")
+    return page
+
+
+def proportions(paths: Paths, runs: Runs, scenario: Scenario) -> tuple[Proportion, ...]:
+    """What pressed the baseline; the median over the seeds."""
+    by_seed = []
+    for number, summary in enumerate(runs[FCFS.name]):
+        best = max(found[number]["jobs_per_s"] for found in runs.values())
+        records = records_of(paths[FCFS.name][number].with_suffix(".jsonl"))
+        by_seed.append(pressure(scenario, summary, records, best))
+    return tuple(
+        Proportion(one[0].words, statistics.median(p.value for p in one), one[0].least)
+        for one in zip(*by_seed, strict=True)
+    )
+
+
+def verdict(held: Sequence[Proportion]) -> str:
+    """Whether the table shows what it is to show."""
+    lacks = {p.words: "" if p.holds else f" (**not the {p.least:g} that it takes**)" for p in held}
+    lines = [f"- {p.words}: {p.value:.2f}{lacks[p.words]}" for p in held]
+    if all(p.holds for p in held):
+        head = f"The pressure held, by what {FCFS.name} met:"
+    else:
+        head = (
+            f"**The pressure did not hold**, by what {FCFS.name} met: do not take the table for what the "
+            "policy does under pressure. Run it again when nothing else runs:"
+        )
+    return "\n".join([head, "", *lines])
+
+
+def gains(runs: Runs) -> str:
+    """Ratios to the baseline in a sentence, and what first turns pay for them."""
+    baseline, *others = runs
+    said = []
+    for name in others:
+        found = ratios(runs[baseline], runs[name])
+        ranged = f" ({shown(min(found))} to {shown(max(found))})" if len(found) > 1 else ""
+        said.append(f"{statistics.median(found):.2f} times{ranged} with {name}")
+    waits = ", ".join(
+        f"{shown(statistics.median(s['first_ttft_s']['max'] for s in found))} s with {name}"
+        for name, found in runs.items()
+    )
+    return (
+        f"Mean job time is as good as {baseline}'s {', '.join(said)} (above 1: shorter). "
+        f"New programs wait longest for their first token {waits}."
+    )
+
+
+def cost(paths: Paths) -> str:
+    """The difference of continuum to fcfs, program by program and run by run, with its spread."""
+    pairs = []
+    by_run = []
+    for before, after in zip(paths[FCFS.name], paths[CONTINUUM.name], strict=True):
+        was, now = (job_times(records_of(p.with_suffix(".jsonl"))) for p in (before, after))
+        both = [(was[name], now[name]) for name in was.keys() & now.keys()]
+        pairs += both
+        by_run.append(sum(b for _, b in both) / sum(a for a, _ in both) - 1)
+    return cost_words(pairs, by_run)
+
+
+def cost_words(pairs: Sequence[tuple[float, float]], by_run: Sequence[float]) -> str:
+    """From job times under fcfs and under continuum, and the runs' relative differences."""
+    differences_s = np.array([now - was for was, now in pairs])
+    mean_s = float(np.mean([was for was, _ in pairs]))
+    error = 2 * float(differences_s.std(ddof=1)) / len(pairs) ** 0.5 / mean_s
+    low, high = np.percentile([now / was - 1 for was, now in pairs], (10, 90))
+    runs = ", ".join(f"{found:+.1%}" for found in by_run)
+    total = float(differences_s.mean()) / mean_s
+    if abs(total) <= error:
+        head = "There is nothing to gain here, and no difference that can be told from noise"
+    else:
+        head = f"There is nothing to gain here, and continuum is {'slower' if total > 0 else 'faster'}"
+    return (
+        f"{head}: mean job time {total:+.1%} +- {error:.1%} (two standard errors over {len(pairs)} pairs of "
+        f"programs), run by run {runs}; the middle 80 % of the pairs differ by {low:+.0%} to {high:+.0%}."
+    )
+
+
+def job_times(records: Sequence[TurnRecord]) -> dict[str, float]:
+    """How long each finished program took."""
+    began_s = {r.program: r.t_arrive for r in records if r.turn == 1}
+    return {r.program: r.t_done - began_s[r.program] for r in records if r.turn == r.of_turns and r.t_done}
+
+
+def publish(page: str, out: Path) -> None:
+    """The page into README.md between its marks, and everything into docs/demo."""
+    folder = ROOT / "docs" / "demo"
+    for kind in ("md", "csv", "png", "svg"):
+        name = f"comparison.{kind}"
+        (folder / name).write_bytes((out / name).read_bytes())
+    readme = ROOT / "README.md"
+    readme.write_text(filled(readme.read_text(), page))
+
+
+def filled(readme: str, page: str) -> str:
+    """The README with the page between the demo's marks."""
+    before, start, rest = readme.partition(README_MARKS[0])
+    _, end, after = rest.partition(README_MARKS[1])
+    if not (start and end):
+        raise SystemExit(f"demo: README.md has no lines {README_MARKS[0]} and {README_MARKS[1]}")
+    return f"{before}{start}\n{page}{end}{after}"

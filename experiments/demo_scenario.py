@@ -1,0 +1,227 @@
+"""How many programs the demo sends, how fast, and how much KV its servers get, from a machine's speed.
+
+The scenario keeps proportions, so that it presses a slow machine and a fast one alike:
+
+- arrivals: twice what the machine finishes, so that a backlog grows until the last one has come;
+- memory: half of the programs have come and not ended when the last one comes, even where no work is
+  wasted. GPU and DRAM hold half of their contexts, the GPU two thirds of that. LMCache's L1 has room for
+  the longest context beside it, since a prompt on the disk loads only into free room (docs/mp.md). The
+  disk (L2) holds everything;
+- tool time: a third of the work, as 8 s are to 22.7 s in the paper's offload experiment (Continuum,
+  arXiv 2511.02230, full version, Fig. 9). It has GPU KV for 7 contexts, and an hour for its backlog.
+
+After the run `pressure` says from what was measured whether this held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.driver import TurnRecord
+from experiments.workload import Program
+
+BLOCK_TOKENS = 128  # vLLM's default on a CPU; LMCache's chunk here
+KV_BYTES_PER_TOKEN = 8192  # of the small model in bfloat16
+WINDOWS_TOKENS = (4096, 3072, 2048)  # longest contexts; the machine is measured with the first
+FIXED_SHARE = 0.3  # of a turn's time that does not shrink with the programs
+ENOUGH_PROGRAMS = 24  # else a shorter window is taken
+LEAST_PROGRAMS, MOST_PROGRAMS = 12, 40
+LEAST_IDLE_PROGRAMS = 6
+IDLE_WINDOWS = 16  # longest contexts that the GPU holds without pressure
+ARRIVALS = 2.0  # times what the machine finishes
+IDLE_ARRIVALS = 0.4  # the same, without pressure
+WASTE = 1.8  # times the least possible time, for computing KV again
+BACKLOG = 0.5  # of the programs, when the last one comes
+HELD_SHARE = 0.5  # of the backlog's contexts
+GPU_SHARE = 2 / 3  # of what is held; the rest is DRAM's
+LEAST_GPU_WINDOWS = 1.1  # longest contexts
+LEAST_DRAM_WINDOWS = 0.4
+FREE_WINDOWS = 1.02  # room that L1 keeps free for loads
+TOOL_SHARE = 8.0 / 22.7  # of a program's own work
+START_FACTOR = 1.3  # a server with LMCache's beside it, in starts of one without
+LEAST_REPLAY_S = 40.0
+LEAST_WASTE = 1.3  # the same for the fewest programs, where a machine is too slow to end in time
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What the programs of a workload are like; means a program."""
+
+    turns: float
+    tool_s: float
+    context_tokens: float  # of a turn's prompt, with programs of WINDOWS_TOKENS[0]
+    programs: int | None = None  # None: as many as one likes
+
+    @classmethod
+    def of(cls, programs: Sequence[Program], limited: bool) -> Work:
+        count = len(programs)
+        tool_s = sum(turn.gap_s or 0.0 for program in programs for turn in program.turns)
+        prompts = [turn.input_tokens for program in programs for turn in program.turns]
+        context_tokens = sum(prompts) / len(prompts)
+        return cls(len(prompts) / count, tool_s / count, context_tokens, count if limited else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How fast this machine is, with programs of WINDOWS_TOKENS[0]."""
+
+    start_s: float  # until a server answered
+    turn_s: float  # a turn, of a program that is alone
+    turns_per_s: float  # of many programs at once, nothing evicted
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is sent, and what the servers have."""
+
+    programs: int
+    jps: float
+    time_scale: float
+    window_tokens: int
+    gpu_tokens: int
+    dram_tokens: int  # that L1 keeps between evictions
+    capacity_jps: float
+    limit_s: float  # of one replay
+
+    @property
+    def gpu_blocks(self) -> int:
+        return self.gpu_tokens // BLOCK_TOKENS + 1  # one is vLLM's null block
+
+    @property
+    def l1_tokens(self) -> int:
+        return self.dram_tokens + math.ceil(FREE_WINDOWS * self.window_tokens)
+
+    @property
+    def l1_gb(self) -> float:
+        """As LMCache counts, in GiB."""
+        return self.l1_tokens * KV_BYTES_PER_TOKEN / 2**30
+
+    @property
+    def watermark(self) -> float:
+        """The share of L1 above which LMCache evicts."""
+        return self.dram_tokens / self.l1_tokens
+
+
+def pressed(measured: Measured, work: Work, left_s: float, servers: int) -> Scenario:
+    """Twice what the machine can do, in memory that cannot hold it, within `left_s` for all servers."""
+    limit_s = _replay_s(measured, left_s, servers)
+    for window_tokens in WINDOWS_TOKENS:
+        capacity_jps = _capacity_jps(measured, work, window_tokens)
+        programs = math.floor(capacity_jps * limit_s / WASTE)
+        if programs >= min(ENOUGH_PROGRAMS, work.programs or ENOUGH_PROGRAMS):
+            break
+    programs = _within(programs, work)
+    context_tokens = work.context_tokens * window_tokens / WINDOWS_TOKENS[0]
+    held_tokens = HELD_SHARE * BACKLOG * programs * context_tokens
+    return Scenario(
+        programs,
+        ARRIVALS * capacity_jps,
+        time_scale(measured.turn_s, work),
+        window_tokens,
+        whole_blocks(max(GPU_SHARE * held_tokens, LEAST_GPU_WINDOWS * window_tokens)),
+        whole_blocks(max((1 - GPU_SHARE) * held_tokens, LEAST_DRAM_WINDOWS * window_tokens)),
+        capacity_jps,
+        max(limit_s, LEAST_WASTE * programs / capacity_jps),
+    )
+
+
+def idle(measured: Measured, work: Work, left_s: float, servers: int) -> Scenario:
+    """Well below what the machine can do, in memory that holds all programs that are under way."""
+    limit_s = _replay_s(measured, left_s, servers)
+    window_tokens = WINDOWS_TOKENS[-1]
+    capacity_jps = _capacity_jps(measured, work, window_tokens)
+    jps = IDLE_ARRIVALS * capacity_jps
+    programs = _within(math.floor(jps * limit_s / 1.3), work, LEAST_IDLE_PROGRAMS)  # 1.3: the last ones' time
+    room = IDLE_WINDOWS * window_tokens
+    scale = time_scale(measured.turn_s, work)
+    return Scenario(programs, jps, scale, window_tokens, room, room, capacity_jps, limit_s)
+
+
+def whole_blocks(tokens: float) -> int:
+    """At least so many tokens, in blocks."""
+    return math.ceil(tokens / BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+def time_scale(turn_s: float, work: Work) -> float:
+    """Of tool times, so that they are TOOL_SHARE of a program's work when it is alone."""
+    return TOOL_SHARE * turn_s * work.turns / work.tool_s if work.tool_s else 1.0
+
+
+def _replay_s(measured: Measured, left_s: float, servers: int) -> float:
+    return max(LEAST_REPLAY_S, left_s / servers - START_FACTOR * measured.start_s)
+
+
+def _capacity_jps(measured: Measured, work: Work, window_tokens: int) -> float:
+    smaller = FIXED_SHARE + (1 - FIXED_SHARE) * window_tokens / WINDOWS_TOKENS[0]
+    return measured.turns_per_s / work.turns / smaller
+
+
+def _within(programs: int, work: Work, least: int = LEAST_PROGRAMS) -> int:
+    return min(max(programs, least), MOST_PROGRAMS, work.programs or MOST_PROGRAMS)
+
+
+# ---- after the run
+
+
+@dataclass(frozen=True, slots=True)
+class Proportion:
+    """One thing that makes pressure: what it was, and what it had to be."""
+
+    words: str
+    value: float
+    least: float
+
+    @property
+    def holds(self) -> bool:
+        return self.value >= self.least
+
+
+def pressure(
+    scenario: Scenario, summary: dict[str, Any], records: Sequence[TurnRecord], best_jobs_per_s: float
+) -> tuple[Proportion, ...]:
+    """Whether the baseline was pressed, by what its own replay and the fastest server showed."""
+    memory_tokens = scenario.gpu_tokens + scenario.dram_tokens
+    arrivals_s = [r.t_arrive for r in records if r.turn == 1]
+    jps = (len(arrivals_s) - 1) / max(arrivals_s) if len(arrivals_s) > 1 and max(arrivals_s) else 0.0
+    return (
+        Proportion(
+            "arrivals over what this machine was measured to finish", jps / scenario.capacity_jps, 1.5
+        ),
+        Proportion("arrivals over what the fastest server finished", jps / best_jobs_per_s, 1.2),
+        Proportion(
+            "contexts under way, at their most, over what GPU and DRAM hold",
+            most_tokens(records) / memory_tokens,
+            1.5,
+        ),
+        Proportion("share of the tokens seen before that the GPU had lost", lost_share(summary), 0.25),
+    )
+
+
+def lost_share(summary: dict[str, Any]) -> float:
+    """Of the prompt tokens that an earlier turn had: what did not lie on the GPU any more."""
+    before = summary["prompt_tokens"] - summary["new_tokens"]
+    return 1 - summary["tokens_by_source"].get("gpu", 0) / before if before > 0 else 0.0
+
+
+def most_tokens(records: Iterable[TurnRecord]) -> int:
+    """The contexts of all programs under way, at the moment when they were most.
+
+    A program is under way from its first token to its last; its context is what it had read and written.
+    """
+    changes: list[tuple[float, int]] = []
+    contexts: dict[str, int] = {}
+    for r in sorted((r for r in records if r.t_first is not None), key=lambda r: r.turn):
+        assert r.t_first is not None and r.t_done is not None
+        changes.append((r.t_first, r.prompt_tokens - contexts.get(r.program, 0)))
+        changes.append((r.t_done, r.output_tokens))
+        contexts[r.program] = r.prompt_tokens + r.output_tokens
+        if r.turn == r.of_turns:
+            changes.append((r.t_done, -contexts[r.program]))
+    most = held = 0
+    for _, tokens in sorted(changes):
+        held += tokens
+        most = max(most, held)
+    return most

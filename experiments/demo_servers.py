@@ -1,0 +1,215 @@
+"""The demo's servers: one that measures the machine, and three that are compared, with LMCache beside them.
+
+All three get the same KV cache, the same LMCache server settings and the same tiers; LMCache runs in its
+multi-process mode, since in-process LMCache does not run on a CPU as it comes. The baselines keep
+LMCache's own connector and an `lmcache server` without this package's module. They too get what docs/mp.md
+recommends where LMCache's default would hurt them: generated tokens are stored, what is read from the disk
+stays in DRAM, KV goes through shared memory, and a load that fails is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.demo_scenario import (
+    BLOCK_TOKENS,
+    WINDOWS_TOKENS,
+    Measured,
+    Scenario,
+    Work,
+    time_scale,
+)
+from experiments.driver import TurnRecord
+from experiments.mp_server import MpProcess, serve_mp
+from experiments.replay import Job, replay
+from experiments.selection import Selection
+from experiments.server import CPU_ENV, ServerError, serve, tail
+from experiments.summary import figures
+
+ROOT = Path(__file__).parents[1]
+LMCACHES_OWN = {  # vLLM's own name and module: no plugin replaces a connector whose module is given
+    "kv_connector": "LMCacheMPConnector",
+    "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
+}
+OURS = {
+    "kv_connector": "ContinuumLMCacheMPConnector",
+    "kv_connector_module_path": "connectors.lmcache_mp",
+}
+SHARED_MEMORY = Path("/dev/shm")
+DISK_BYTES = 2 * 2**30  # free, for LMCache's files
+ALONE_S, BURST_S = 12.0, 25.0  # at most
+BURST, AT_ONCE_JPS = 8, 1e6  # programs
+FULL_SHARE = 0.8  # of their turns
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A server that is compared."""
+
+    label: str  # in file names
+    name: str  # in tables
+    scheduling: str  # --scheduling-policy
+    connector: dict[str, str]
+    settings: dict[str, Any]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.connector is OURS
+
+    def transfer_config(self, mp: MpProcess) -> dict[str, Any]:
+        """What `--kv-transfer-config` takes."""
+        config = mp.transfer_config | self.connector | {"kv_load_failure_policy": "recompute"}
+        extra = config["kv_connector_extra_config"] | {"lmcache.mp.save_decode_cache": True} | self.settings
+        return config | {"kv_connector_extra_config": extra}
+
+
+FCFS = Contender("fcfs", "fcfs + LMCache", "fcfs", LMCACHES_OWN, {})
+ORDER = Contender(
+    "program-order",
+    "program order + LMCache",
+    "continuum",
+    LMCACHES_OWN,
+    {"continuum.policy": "program-fcfs"},
+)
+CONTINUUM = Contender(
+    "continuum",
+    "continuum + LMCache",
+    "continuum",
+    OURS,
+    {"continuum.profile": str(ROOT / "profiles" / "cpu-tiny.yaml")},
+)
+
+
+def other_cores() -> frozenset[int]:
+    """The cores that vLLM's worker is not bound to; empty where that cannot be told."""
+    bound = CPU_ENV["VLLM_CPU_OMP_THREADS_BIND"]
+    if not hasattr(os, "sched_getaffinity") or not bound.isdecimal():
+        return frozenset()
+    return frozenset(os.sched_getaffinity(0)) - {int(bound)}
+
+
+def check_room(out: Path, l1_bytes: float) -> None:
+    """Raises ServerError where LMCache would not have room for its tiers."""
+    for folder, needed_bytes, what in (
+        (SHARED_MEMORY, l1_bytes, "LMCache's DRAM; in a container give it more (docker: --shm-size)"),
+        (out, DISK_BYTES, "LMCache's disk; choose another folder with --out"),
+    ):
+        if not folder.exists():
+            raise ServerError(f"{folder} does not exist: LMCache needs shared memory as Linux has it")
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < needed_bytes:
+            raise ServerError(
+                f"{folder} has {free_bytes / 2**20:.0f} MiB free, and {needed_bytes / 2**20:.0f} are needed "
+                f"for {what}"
+            )
+
+
+def compared(who: Contender, scenario: Scenario, selection: Selection, model: Path, out: Path) -> Path:
+    """Serve, replay, stop; the summary's path. Raises ServerError, ServerUnusable."""
+    name = f"{who.label}-seed{selection.seed}"
+    check_room(out, scenario.l1_gb * 2**30)
+    with (
+        tempfile.TemporaryDirectory(prefix="lmcache-disk-", dir=out) as disk,
+        serve_mp(
+            scenario.l1_gb,
+            Path(disk).resolve(),
+            out / f"{name}-lmcache.log",
+            *("--chunk-size", str(BLOCK_TOKENS)),
+            *("--eviction-trigger-watermark", f"{scenario.watermark:.3f}"),
+            module=who.is_ours,
+            cores=other_cores(),
+        ) as mp,
+    ):
+        config = out / f"{name}-kv-transfer.json"
+        config.write_text(json.dumps(who.transfer_config(mp), indent=1) + "\n")
+        args = ["--scheduling-policy", who.scheduling, "--kv-transfer-config", str(config)]
+        args += ["--max-model-len", str(scenario.window_tokens)]
+        args += ["--num-gpu-blocks-override", str(scenario.gpu_blocks)]
+        log = out / f"{name}-server.log"
+        with serve(model, args, log=log) as url:
+            job = Job(f"{url}/v1", who.label, selection, out)
+            summary = replay(job, scenario.limit_s)
+            refuse_failures(summary, job, log)
+            hits = mp.hits()
+    path = job.path.with_suffix(".json")
+    path.write_text(json.dumps(told(summary, hits), indent=1) + "\n")
+    return path
+
+
+def refuse_failures(summary: dict[str, Any], job: Job, log: Path) -> None:
+    """Raises ServerError if turns failed: what is left would not be a comparison."""
+    errors = [r.error for r in records_of(job.path) if r.error is not None]
+    if errors:
+        raise ServerError(
+            f"{summary['errors']} turns failed under {job.label}, the first with: {errors[0]}\n"
+            f"the server's log ({log}) ends:\n{tail(log)}"
+        )
+
+
+def told(summary: dict[str, Any], hits: dict[str, float]) -> dict[str, Any]:
+    """The summary with LMCache's tokens by tier, those computed again, and cut programs at their time so far.
+
+    LMCache's own connector does not tell tiers apart: there its tokens are split as the `lmcache server`
+    counted them when it looked them up.
+    """
+    sources = dict(summary["tokens_by_source"])
+    if "offload" in sources:
+        loaded, found = sources.pop("offload"), sum(hits.values())
+        sources["dram"] = round(loaded * hits["dram"] / found) if found else loaded
+        sources["ssd"] = loaded - sources["dram"]
+    sources["again"] = max(0, sources.get("computed", 0) - summary["new_tokens"])
+    sources["computed"] = sources.get("computed", 0) - sources["again"]
+    times_s = sorted(summary["job_times_s"] + summary["cut_s"])
+    changed = {"tokens_by_source": sources, "job_times_s": times_s, "job_time_s": figures(times_s)}
+    return summary | changed
+
+
+def records_of(path: Path) -> list[TurnRecord]:
+    """A replay's turns, in the order in which they ended."""
+    return [TurnRecord(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def measured(selection: Selection, work: Work, model: Path, out: Path) -> Measured:
+    """How fast stock vLLM is here without pressure. Raises ServerError, ServerUnusable.
+
+    One program alone, without its tools; then several at once, with their tools. Both may be cut off.
+    """
+    log = out / "measure-server.log"
+    args = ["--scheduling-policy", "fcfs", "--max-model-len", str(WINDOWS_TOKENS[0])]
+    begun_s = time.monotonic()
+    with serve(model, args, log=log) as url:
+        start_s = time.monotonic() - begun_s
+
+        def turns(label: str, limit_s: float, **how: Any) -> list[TurnRecord]:
+            job = Job(f"{url}/v1", f"measure-{label}", replace(selection, **how), out)
+            refuse_failures(replay(job, limit_s), job, log)
+            records = records_of(job.path)
+            if len(records) < 2:
+                raise ServerError(
+                    f"the server answered {len(records)} turns in {limit_s:.0f} s: this machine is too slow "
+                    f"for the demo, or busy with something else"
+                )
+            return records
+
+        alone = turns("alone", ALONE_S, count=1, jps=1.0, time_scale=0.0)[1:]  # the first one warms up
+        turn_s = statistics.mean(r.t_done - r.t_sent for r in alone if r.t_done is not None)
+        scale = time_scale(turn_s, work)
+        count = min(BURST, work.programs or BURST)
+        burst = turns("burst", BURST_S, count=count, jps=AT_ONCE_JPS, time_scale=scale)
+    return Measured(start_s, turn_s, rate(burst, round(count * work.turns)))
+
+
+def rate(burst: Sequence[TurnRecord], of_turns: int) -> float:
+    """Turns a second until few programs were left, which no longer fill a batch."""
+    ends_s = sorted(r.t_done for r in burst if r.t_done is not None)
+    full = max(1, min(len(ends_s), round(FULL_SHARE * of_turns)))
+    return full / ends_s[full - 1]
