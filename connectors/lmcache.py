@@ -14,6 +14,7 @@ What it adds to vLLM's LMCacheConnectorV1, whose every call it passes on:
     lmcache_worker, lmcache_probe     what its tiers admit and evict,
     lmcache_tiers                     mirrored where the scheduler decides
     lmcache_meter                     what loading and storing it really took
+    lmcache_loads                     whether what vLLM takes for loaded was loaded
 
 With `--scheduling-policy continuum` it stands for vLLM's own name, `{"kv_connector":
 "LMCacheConnectorV1", ...}`. With another policy it is `"kv_connector": "ContinuumLMCacheConnector",
@@ -27,28 +28,29 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-from lmcache import torch_device_type
-from lmcache.integration.vllm.utils import calculate_draft_layers, mla_enabled
+from lmcache.integration.vllm.utils import mla_enabled
 from lmcache.v1.token_database import ChunkedTokenDatabase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
-from vllm.logger import init_logger
-from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 
 from connectors.lmcache_cpu import BlockCopier, cpu_copy_path
+from connectors.lmcache_loads import (
+    ExpectedLoad,
+    LoadCheck,
+    with_all_tokens,
+    with_attn_metadata,
+    written_blocks,
+)
 from connectors.lmcache_meter import TransferMetrics, TransferStats
 from connectors.lmcache_probe import addresses
-from connectors.lmcache_settings import unread
+from connectors.lmcache_start import machine, settle
 from connectors.lmcache_tiers import Tiers
-from connectors.lmcache_traps import GIB, Machine, settled
+from connectors.lmcache_traps import GIB, settled
 from connectors.lmcache_worker import TierReport, WorkerSide
-from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.loads import offered
 from continuum_lmcache.tiers import Holding, LoadRule, Transfer
 from continuum_lmcache.types import Tier, TurnId
-
-logger = init_logger("vllm.continuum.lmcache")
 
 
 class ContinuumLMCacheConnector(LMCacheConnectorV1):
@@ -86,6 +88,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._never_saves = bool(getattr(self._impl, "force_skip_save", False))  # its user's own wish
         self._dead: list[int] = []  # chunks to be dropped, for the next step's metadata
         self._wanted: list[list[int]] = []  # of prompts to be raised to DRAM, likewise
+        self._expected: list[ExpectedLoad] = []  # what vLLM takes for loaded by the next step
+        self._check: LoadCheck | None = None
         self._worker: WorkerSide | None = None
         self._tiers: Tiers | None = None
         self._rule: LoadRule | None = None  # None: load all there is
@@ -148,8 +152,19 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     # ---- scheduler: vLLM's calls
 
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            start = self._impl.load_specs[request.request_id].vllm_cached_tokens
+            (block_ids,) = blocks.get_block_ids()
+            load = ExpectedLoad(request.request_id, start, start + num_external_tokens, list(block_ids))
+            self._expected.append(load)
+
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        meta = super().build_connector_meta(scheduler_output)
+        meta = super().build_connector_meta(with_all_tokens(scheduler_output))
+        trackers, block_tokens = self._impl._request_trackers, self._impl._block_size
+        meta.written_blocks = written_blocks(scheduler_output, self._expected, trackers, block_tokens)
+        meta.expected_loads, self._expected = self._expected, []
         meta.dead_chunks, self._dead = self._dead, []
         meta.wanted_chunks = list(self._wanted)
         self._wanted.clear()  # fetchers hold the list
@@ -202,18 +217,32 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     # ---- worker: vLLM's calls
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        super().start_load_kv(forward_context, **kwargs)  # also in steps that compute nothing
+        super().start_load_kv(with_attn_metadata(forward_context), **kwargs)  # also in steps without work
+        meta = self._get_connector_metadata()  # a warm-up step's has nothing of ours
+        if self._check is not None:
+            self._check.loaded(getattr(meta, "expected_loads", []), getattr(meta, "written_blocks", []))
         if self._worker is None:
             return
-        meta = self._get_connector_metadata()  # a warm-up step's has neither
         if dead := getattr(meta, "dead_chunks", []):
             self._worker.forget(set(dead))
         for chunks in getattr(meta, "wanted_chunks", []):
             self._worker.prefetch(chunks)
 
+    def wait_for_save(self) -> None:
+        if self._check is not None:
+            for request in self._get_connector_metadata().requests:
+                if request.save_spec is not None and not self._check.is_whole(request.slot_mapping):
+                    request.save_spec.can_save = False
+        super().wait_for_save()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        missing = self._check.missing_blocks() if self._check is not None else set()
+        return super().get_block_ids_with_load_errors() | missing
+
     def register_kv_caches(self, kv_caches: Any) -> None:
         super().register_kv_caches(kv_caches)  # LMCache builds its storage here
         refuse_degraded(self._impl)
+        self._check = LoadCheck(self._impl.lmcache_engine, self._impl._block_size)
         if self._rank < len(self._addresses):
             self._worker = WorkerSide(self._impl.lmcache_engine, self._rank, self._addresses[self._rank])
 
@@ -246,39 +275,3 @@ def refuse_degraded(impl: Any) -> None:
     manager = impl._manager
     if manager._init_failed:
         raise ConfigError(f"LMCache could not start: {manager._init_failed_reason.strip().splitlines()[-1]}")
-
-
-def machine(vllm_config: Any) -> Machine:
-    """What LMCache's settings must fit."""
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    layers = model.get_num_layers(parallel) + calculate_draft_layers(vllm_config)
-    values = (1 if mla_enabled(model) else 2) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    dtype = get_kv_cache_torch_dtype(cache.cache_dtype, model.dtype)
-    kv_bytes_per_token = layers * values * dtype.itemsize
-    return Machine(torch_device_type == "cpu", cache.block_size, kv_bytes_per_token, model.model)
-
-
-def settle(vllm_config: Any, announce: bool) -> None:
-    """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
-    transfer = vllm_config.kv_transfer_config
-    extra, ours = settled(transfer.kv_connector_extra_config, os.environ, machine(vllm_config))
-    transfer.kv_connector_extra_config = extra
-    wishes_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
-    fails = wishes_error or not recomputes_rightly(vllm_config)
-    transfer.kv_load_failure_policy = "fail" if fails else "recompute"
-    if announce:
-        told = ", ".join(f"{name}={value}" for name, value in ours.items())
-        logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, told)
-        if names := unread(os.environ):
-            logger.warning("LMCache 0.5.6 reads no %s: without effect here", ", ".join(names))
-
-
-def recomputes_rightly(vllm_config: Any) -> bool:
-    """Whether a request whose load failed within a step gets the right tokens when it is computed again.
-
-    Under this package's schedulers always. Under vLLM's own, up to 0.33, neither where steps run ahead
-    (async scheduling) nor with its newer model runner, the default on GPUs (vllm-project/vllm#49250).
-    """
-    scheduler = vllm_config.scheduler_config
-    ours = "continuum_lmcache." in str(scheduler.scheduler_cls)
-    return ours or not (scheduler.async_scheduling or vllm_config.use_v2_model_runner)

@@ -23,7 +23,6 @@ from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connectors.lmcache import machine
 from connectors.lmcache_mp_leases import Leases
 from connectors.lmcache_mp_loads import MpReport
 from connectors.lmcache_mp_settings import settled
@@ -31,6 +30,7 @@ from connectors.lmcache_mp_start import caller, first_answer, settle, warn_of_sm
 from connectors.lmcache_mp_tiers import Follower, MpTiers
 from connectors.lmcache_mp_wire import Ask
 from connectors.lmcache_mp_worker import MpWorkerSide
+from connectors.lmcache_start import machine
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.tiers import Holding, LoadRule, Transfer
 from continuum_lmcache.types import Residency, Tier, TurnId

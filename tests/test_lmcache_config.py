@@ -305,7 +305,7 @@ def test_a_failed_load_is_computed_again_only_where_that_gives_the_right_tokens(
 ) -> None:
     from types import SimpleNamespace
 
-    from connectors.lmcache import recomputes_rightly
+    from connectors.lmcache_start import recomputes_rightly
 
     steps = SimpleNamespace(scheduler_cls=scheduler, async_scheduling=runs_ahead)
     config = SimpleNamespace(scheduler_config=steps, use_v2_model_runner=newer_runner)

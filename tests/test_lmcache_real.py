@@ -18,8 +18,9 @@ pytest.importorskip("lmcache")
 
 from prometheus_client import REGISTRY
 
-from connectors.lmcache import ContinuumLMCacheConnector, settle
+from connectors.lmcache import ContinuumLMCacheConnector
 from connectors.lmcache_cpu import BlockCopier
+from connectors.lmcache_start import settle
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.tiers import Holding
 from experiments.server import CPU_ENV

@@ -1,0 +1,53 @@
+"""What LMCache in-process is given as it starts: the machine that its settings must fit, and our defaults."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lmcache import torch_device_type
+from lmcache.integration.vllm.utils import calculate_draft_layers, mla_enabled
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import get_kv_cache_torch_dtype
+
+from connectors.lmcache_settings import unread
+from connectors.lmcache_traps import Machine, settled
+from continuum_lmcache.config import ContinuumConfig
+
+logger = init_logger("vllm.continuum.lmcache")
+
+
+def machine(vllm_config: Any) -> Machine:
+    """What LMCache's settings must fit."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    layers = model.get_num_layers(parallel) + calculate_draft_layers(vllm_config)
+    values = (1 if mla_enabled(model) else 2) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    dtype = get_kv_cache_torch_dtype(cache.cache_dtype, model.dtype)
+    kv_bytes_per_token = layers * values * dtype.itemsize
+    return Machine(torch_device_type == "cpu", cache.block_size, kv_bytes_per_token, model.model)
+
+
+def settle(vllm_config: Any, announce: bool) -> None:
+    """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
+    transfer = vllm_config.kv_transfer_config
+    extra, ours = settled(transfer.kv_connector_extra_config, os.environ, machine(vllm_config))
+    transfer.kv_connector_extra_config = extra
+    wishes_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
+    fails = wishes_error or not recomputes_rightly(vllm_config)
+    transfer.kv_load_failure_policy = "fail" if fails else "recompute"
+    if announce:
+        told = ", ".join(f"{name}={value}" for name, value in ours.items())
+        logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, told)
+        if names := unread(os.environ):
+            logger.warning("LMCache 0.5.6 reads no %s: without effect here", ", ".join(names))
+
+
+def recomputes_rightly(vllm_config: Any) -> bool:
+    """Whether a request whose load failed within a step gets the right tokens when it is computed again.
+
+    Under this package's schedulers always. Under vLLM's own, up to 0.33, neither where steps run ahead
+    (async scheduling) nor with its newer model runner, the default on GPUs (vllm-project/vllm#49250).
+    """
+    scheduler = vllm_config.scheduler_config
+    ours = "continuum_lmcache." in str(scheduler.scheduler_cls)
+    return ours or not (scheduler.async_scheduling or vllm_config.use_v2_model_runner)
