@@ -1,12 +1,14 @@
 # make demo    install, make a small model, measure this machine, serve three policies under pressure, compare
-# make test    install and run all tests
+# make test    install and run all tests; what they draw is the same each time
+# make fuzz    the property tests alone, drawing anew, for ROUNDS=20; a failure prints the SEED=... that repeats it
 # make check   style and types only
-# make soak-machine    the scheduler's state machine for 1,000,000 steps (ten minutes of a core)
+# make soak-machine    the scheduler's state machine for 1,000,000 steps (ten minutes of a core); SEED=... repeats one
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
+ANY_SEED = $(shell od -An -N4 -tu4 /dev/urandom)
 
-.PHONY: demo test check install soak-machine
+.PHONY: demo test fuzz check install soak-machine
 install: $(VENV)/installed
 
 $(VENV)/installed: requirements/cpu.lock requirements/install-cpu pyproject.toml
@@ -20,7 +22,12 @@ check: install
 	$(VENV)/bin/mypy
 
 soak-machine: install
-	MACHINE_STEPS=1000000 $(PYTHON) -m pytest -s tests/test_scheduler_machine.py
+	MACHINE_STEPS=1000000 $(PYTHON) -m pytest -s tests/test_scheduler_machine.py --hypothesis-seed $(or $(SEED),$(ANY_SEED))
 
 test: check
 	$(PYTHON) -m pytest -n 2 --dist loadfile
+
+fuzz: install
+	for seed in $(or $(SEED),$(shell od -An -N$$((4 * $(or $(ROUNDS),20))) -w4 -tu4 /dev/urandom)); do \
+	  $(PYTHON) -m pytest -n 2 --dist loadfile -m hypothesis --hypothesis-profile fuzz --hypothesis-seed $$seed \
+	  || { echo "to repeat: make fuzz SEED=$$seed"; exit 1; }; done

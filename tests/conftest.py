@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from filelock import FileLock
 
@@ -15,6 +16,23 @@ from experiments.tiny_model import make_model
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(WORKER % (os.cpu_count() or 1))  # a core for each worker
+
+# No deadline and no check of the drawing's speed: both are wall clock, and fail on a busy machine.
+hypothesis.settings.register_profile(
+    "fixed",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "fuzz",
+    hypothesis.settings.get_profile("fixed"),
+    derandomize=False,
+    max_examples=1000,
+    print_blob=True,
+)
+hypothesis.settings.load_profile("fixed")  # --hypothesis-profile is read later
 
 
 @pytest.fixture(scope="session")

@@ -235,7 +235,7 @@ class Doors(RuleBasedStateMachine):
         assert not self.at.inside.keys() & self.at.outside.keys()
 
 
-Doors.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Doors.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestDoors = Doors.TestCase
 
 

@@ -155,5 +155,5 @@ class Tiers(RuleBasedStateMachine):
         self.store.check()
 
 
-Tiers.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+Tiers.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestTiers = Tiers.TestCase

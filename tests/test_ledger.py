@@ -147,5 +147,5 @@ class Books(RuleBasedStateMachine):
         assert self.ledger.next_deadline_s() == min(deadlines, default=None)
 
 
-Books.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Books.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestBooks = Books.TestCase

@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("lmcache")
 
 from hypothesis import given as given_that
-from hypothesis import settings
 from hypothesis import strategies as st
 from lmcache_rig import CHUNK, prompt
 
@@ -142,7 +141,6 @@ OPS = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 5)), min_s
 
 
 @given_that(OPS, st.data())
-@settings(deadline=None)
 def test_reports_and_snapshots_give_the_truth_in_whatever_overlap_they_come(ops, data):
     truth = (set(), set())
     changes, states = [], [(set(), set())]

@@ -81,7 +81,7 @@ class Queues(RuleBasedStateMachine):
         assert all(r in self.queue for r in ordered)
 
 
-Queues.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+Queues.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestQueues = Queues.TestCase
 
 

@@ -177,7 +177,7 @@ field_names = st.sampled_from(sorted({*KINDS, *SHAPES, "format", "deadline"}))
 events = st.dictionaries(field_names, st.floats(0, 9) | st.integers(0, 9) | json_values, max_size=4)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     jobs=st.dictionaries(st.sampled_from(["a", "b", META, "null"]), st.lists(events, max_size=6), max_size=3)
 )

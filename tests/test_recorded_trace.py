@@ -73,7 +73,7 @@ def grown_programs(draw: st.DrawFn) -> list[Program]:
     return found
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(programs=grown_programs())
 def test_a_recorded_run_becomes_the_trace_it_came_from(
     tmp_path_factory: Any, programs: list[Program]

@@ -2,7 +2,7 @@
 
     MACHINE_STEPS=1000000 python -m pytest -s tests/test_scheduler_machine.py     # or: make soak-machine
 
-20,000 steps of the engine by default, in virtual time, on vLLM's own scheduler. MACHINE_SEED repeats a run.
+20,000 steps of the engine by default, in virtual time, on vLLM's own scheduler; others by --hypothesis-seed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import random
 from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,8 +26,6 @@ from vllm.v1.request import RequestStatus
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
 STEPS = int(os.environ.get("MACHINE_STEPS", "20000"))
-ANY_SEED = 0 if "CI" in os.environ else random.randrange(2**32)
-SEED = int(os.environ.get("MACHINE_SEED", ANY_SEED))
 RULES_A_RUN = 60
 STEPS_A_RUN = 250  # at least, in the mean of some dozens: 300 to 370
 SETTINGS = {
@@ -182,21 +179,24 @@ class Machine(RuleBasedStateMachine):
         check_books(self.bench)
 
 
+@pytest.mark.hypothesis
 @pytest.mark.timeout(max(300, STEPS // 50))
-def test_no_order_of_events_unbalances_the_books(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_order_of_events_unbalances_the_books(
+    model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     for name in [n for n in os.environ if n.startswith("CONTINUUM_")]:
         monkeypatch.delenv(name)
     for name, value in SETTINGS.items():
         monkeypatch.setenv(f"CONTINUUM_{name.upper()}", str(value))
     Machine.model = model
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    print(f"MACHINE_SEED={SEED}")
+    first_seed = int(request.config.getoption("--hypothesis-seed") or 0)
     rounds = max(1, STEPS // 100_000)  # more calls for long runs: one call's runs are much alike
     for number in itertools.count():
         if number >= len(POLICIES) and taken["steps"] >= STEPS:
             break
         monkeypatch.setenv("CONTINUUM_POLICY", POLICIES[number % len(POLICIES)])
-        seed(SEED + number)(Machine)
+        seed(first_seed + number)(Machine)
         run_state_machine_as_test(
             Machine,
             settings=settings(

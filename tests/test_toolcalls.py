@@ -197,7 +197,6 @@ def assert_well_formed(calls):
         assert level and level.isprintable() and len(level) <= MAX_KEY_CHARS
 
 
-@settings(deadline=None)
 @given(st.text() | st.lists(st.sampled_from(MARKS) | st.text(max_size=5), max_size=60).map("".join))
 def test_no_text_whatsoever_raises(text):
     assert_well_formed(tool_calls(text))
@@ -205,7 +204,7 @@ def test_no_text_whatsoever_raises(text):
     tool_key(text)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from(MARKS), min_size=1, max_size=4).map("".join))
 def test_no_megabyte_of_a_pattern_raises(pattern):
     assert_well_formed(tool_calls(pattern * (2**20 // len(pattern))))
