@@ -13,7 +13,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from lmcache.v1.config import _CONFIG_ALIASES, _CONFIG_DEFINITIONS
@@ -130,15 +130,26 @@ def _from_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """A setting in its type. Raises ConfigError where LMCache would make it None or False instead."""
+    """A setting in its type. Raises ConfigError where LMCache would not have it in that type."""
     definition = _CONFIG_DEFINITIONS.get(_CONFIG_ALIASES.get(name, name))
     kind = definition["type"] if definition else DIRECT[name]
     if value is None and definition and definition["default"] is None:
         return None
     if kind is bool and str(value).strip().lower() not in ("true", "false", "1", "0"):
-        raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be true or false")
+        raise ConfigError(f"{PREFIX}{name} is {value!r:.80}; it must be true or false")
+    wanted = f"{PREFIX}{name} is {value!r:.80}; it must be of type {getattr(kind, '__name__', str(kind))}"
     try:
-        return (definition["env_converter"] if definition else kind)(value)
-    except (TypeError, ValueError) as error:
-        wanted = getattr(kind, "__name__", str(kind))
-        raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be of type {wanted}") from error
+        found = (definition["env_converter"] if definition else kind)(value)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ConfigError(wanted) from error
+    if not _is_of(kind, found):
+        raise ConfigError(wanted)
+    if isinstance(found, int | float) and not abs(found) < 2**63 and definition["default"] != found:
+        raise ConfigError(f"{PREFIX}{name} is {value!r:.80}; it must be a number between -2**63 and 2**63")
+    return found
+
+
+def _is_of(kind: Any, value: Any) -> bool:
+    """Whether a value has the type that LMCache names: a plain one, a list of one, or either or None."""
+    choices = get_args(kind) if get_origin(kind) is Union else (kind,)
+    return any(isinstance(value, get_origin(choice) or choice) for choice in choices)

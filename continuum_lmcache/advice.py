@@ -174,7 +174,7 @@ def _pins_fit(plan: Plan) -> Iterator[Finding]:
 
 def _evidence(plan: Plan) -> Iterator[Finding]:
     if not plan.costs.measured:
-        yield warning(
+        yield note(
             "not-measured",
             "measured: false; at least one of the rates is from a data sheet or a guess",
             f"take every time here for an assumption, and {MEASURE}",

@@ -9,7 +9,7 @@ from enum import Enum
 class Severity(Enum):
     """How much a finding matters."""
 
-    ERROR = "error"  # serving so is not advisable
+    ERROR = "error"  # it does not work
     WARNING = "warning"  # it works, and costs something that can be had back
     NOTE = "note"  # good to know
 

@@ -108,34 +108,42 @@ def request_body(model: str, prompt: Sequence[int], output_tokens: int) -> dict[
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of a server-sent event stream. Raises TurnFailed if it ends too early."""
+    """The JSON objects of a server-sent event stream up to [DONE]. Raises TurnFailed if it ends before.
+
+    It is read to its end: who closes it at [DONE] has aborted the request for a proxy that still copies.
+    """
+    is_done = False
     async for line in content:
-        if not line.startswith(b"data:"):
+        if is_done or not line.startswith(b"data:"):
             continue
         text = line[5:].strip()
         if text == b"[DONE]":
-            return
+            is_done = True
+            continue
         event = json.loads(text)
         if "error" in event:
             raise TurnFailed(str(event["error"])[:300])
         yield event
-    raise TurnFailed("the stream ended before [DONE]")
+    if not is_done:
+        raise TurnFailed("the stream ended before [DONE]")
 
 
 async def _read(events: AsyncIterator[dict[str, Any]]) -> Answer:
     loop = asyncio.get_running_loop()
     arrivals_s: list[float] = []
+    done_s = 0.0  # the last event, not the stream's end: when a server closes is not its answer's time
     token_ids: list[int] = []
     usage: dict[str, Any] = {}
     async for event in events:
+        done_s = loop.time()
         for choice in event["choices"]:
             if choice.get("token_ids") is None:
                 raise TurnFailed("the server returns no token_ids: it needs vLLM's return_token_ids")
             if choice["token_ids"]:
-                arrivals_s.append(loop.time())
+                arrivals_s.append(done_s)
                 token_ids += choice["token_ids"]
         usage = event.get("usage") or usage
     if not token_ids or "prompt_tokens" not in usage:
         raise TurnFailed("the stream held no token or no usage")
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-    return Answer(arrivals_s[0], loop.time(), tuple(token_ids), usage["prompt_tokens"], cached)
+    return Answer(arrivals_s[0], done_s, tuple(token_ids), usage["prompt_tokens"], cached)

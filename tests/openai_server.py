@@ -22,10 +22,14 @@ def request_is_open(response: web.StreamResponse) -> bool:
 class FakeServer:
     """Answers a prompt with tokens that depend on its last token, so a client cannot guess them."""
 
-    def __init__(self, *, window: int = 8192, fails_at: int | None = None, how: str = "http") -> None:
+    def __init__(
+        self, *, window: int = 8192, fails_at: int | None = None, how: str = "http", lingers_s: float = 0.0
+    ) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.answers: list[list[int]] = []
         self.now_answering = self.most_at_once = 0
+        self.read_to_end_s = 0.0  # on the loop's clock; 0: no client stayed so long
+        self._lingers_s = lingers_s
         self._window, self._fails_at, self._how = window, fails_at, how
         self._registry = CollectorRegistry()
         engine = {"model_name": "fake", "engine": "0"}
@@ -72,6 +76,10 @@ class FakeServer:
         self.now_answering += 1
         self.most_at_once = max(self.most_at_once, self.now_answering)
         await self._stream(response, body["prompt"], answer, failing)
+        if self._lingers_s:
+            await asyncio.sleep(self._lingers_s)
+            if request.transport is not None and not request.transport.is_closing():
+                self.read_to_end_s = asyncio.get_running_loop().time()
         self.now_answering -= 1
         return response
 

@@ -50,7 +50,7 @@ def test_a_sound_plan_is_not_objected_to() -> None:
         ({"costs": replace(COSTS, ssd=SLOW)}, "ssd-slower-than-recompute", Severity.ERROR),
         ({"costs": replace(COSTS, dram=replace(COSTS.dram, fixed_s=4.0))}, "dram-slow", Severity.WARNING),
         ({"max_pinned_share": 0.24}, "no-room-for-pins", Severity.WARNING),
-        ({"costs": replace(COSTS, ssd=Rate(5e9, 0, 0))}, "not-measured", Severity.WARNING),
+        ({"costs": replace(COSTS, ssd=Rate(5e9, 0, 0))}, "not-measured", Severity.NOTE),
         ({"profiled_bytes_per_token": 8192}, "profile-of-another-model", Severity.WARNING),
         ({"demand": Demand("by hand", (40_000,))}, "no-tool-times", Severity.NOTE),
     ],

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from console import Command, metrics_server
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from continuum_lmcache.console.connector import DEFAULTS, Worker, as_written, checked
+from continuum_lmcache.console.connector import Worker, checked
 from continuum_lmcache.console.shapes import shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.types import Tier
@@ -84,7 +84,18 @@ def test_a_cache_too_small_for_the_programs_is_not_advisable(command: Command, t
     ran = command("doctor", config_json(tmp_path), "--kv-gib", "0.12", "--context", "20000")
     assert ran.status == 1
     assert "ERROR context-exceeds-kv-cache" in ran.out
-    assert ran.out.rstrip().endswith("Serving so is NOT advisable.")
+    assert ran.out.rstrip().endswith("Serving so is NOT advisable: 1 error, 1 warning.")
+
+
+def test_the_verdict_follows_from_the_warnings(command: Command) -> None:
+    """The repository's tiers are too small for a card: nothing of that stops a server."""
+    pytest.importorskip("lmcache")
+    asked = ("doctor", *H200, "--programs", "40", "--lmcache", ROOT / "lmcache.json")
+    ran = command(*asked)
+    assert ran.status == 1
+    assert ran.out.count("WARNING ") == 4 and "ERROR " not in ran.out
+    assert ran.out.rstrip().endswith("Serving so works but is NOT advisable: 4 warnings.")
+    assert command(*asked, "--json").json["advisable"] is False
 
 
 def test_programs_and_gaps_come_from_a_trace(command: Command, tmp_path: Path) -> None:
@@ -160,7 +171,7 @@ def test_a_setting_that_costs_something_is_told(
 ) -> None:
     pytest.importorskip("lmcache")
     ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, BIG | extra), "--json")
-    assert ran.status == 0, ran
+    assert not [finding for finding in ran.json["findings"] if finding["severity"] == "error"]
     assert name in names(ran.json)
     assert name not in names(
         command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, BIG), "--json").json
@@ -197,7 +208,7 @@ def test_lora_and_a_role_that_only_loads_are_errors(command: Command, tmp_path: 
 def test_another_connectors_settings_are_not_judged(command: Command, tmp_path: Path) -> None:
     path = lmcache_json(tmp_path, {"cpu_bytes_to_use": 1}, kv_connector="OffloadingConnector")
     ran = command("doctor", *H200, "--lmcache", path, "--json")
-    assert (ran.status, "unknown-connector" in names(ran.json)) == (0, True)
+    assert (ran.status, "unknown-connector" in names(ran.json)) == (1, True)
 
 
 def test_no_command_is_refused_in_one_line(command: Command) -> None:
@@ -281,8 +292,11 @@ anything = (
     st.none()
     | st.booleans()
     | st.integers()
-    | st.text("a1/ ", max_size=5)
+    | st.floats()
+    | st.sampled_from([10**400, "1e400", "nan", "[1]", '{"a": 1}'])
+    | st.text('a1/-.,"[{ ', max_size=5)
     | st.lists(st.integers(), max_size=2)
+    | st.dictionaries(st.just("use_odirect"), st.booleans())
 )
 
 
@@ -310,15 +324,33 @@ SETTINGS = [
 ]
 
 
-@given(extra=st.dictionaries(st.sampled_from([f"lmcache.{name}" for name in SETTINGS]), anything))
-def test_whatever_an_lmcache_json_holds_it_is_judged_or_refused(extra: dict[str, Any]) -> None:
-    """With LMCache's own reading of it where it is installed, and without."""
-    pytest.importorskip("lmcache")
+def judged(extra: dict[str, Any]) -> None:
+    """The doctor has findings on these settings, and not more than one tier of each kind."""
     worker = Worker(False, 16, 131_072, "m")
     config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    assert checked(config, worker, lora=False).tiers(131_072).keys() <= {Tier.DRAM, Tier.SSD}
-    with contextlib.suppress(ConfigError):
-        assert as_written(extra).keys() >= DEFAULTS.keys()
+    found = checked(config, worker, lora=False)
+    assert found.tiers(131_072).keys() <= {Tier.DRAM, Tier.SSD}
+    assert all(finding.figure and finding.remedy for finding in found.findings)
+
+
+any_settings = st.dictionaries(st.sampled_from([f"lmcache.{name}" for name in SETTINGS]), anything)
+
+
+@given(extra=any_settings)
+@example({"lmcache.chunk_size": False, "lmcache.local_disk": False, "lmcache.extra_config": "1"})
+def test_whatever_an_lmcache_json_holds_it_is_judged(extra: dict[str, Any]) -> None:
+    """With LMCache's own reading of it."""
+    pytest.importorskip("lmcache")
+    judged(extra)
+
+
+@given(extra=any_settings)
+@example({"lmcache.chunk_size": None})
+@example({"lmcache.local_disk": "/d", "lmcache.extra_config": 1})
+def test_whatever_an_lmcache_json_holds_it_is_judged_without_lmcache_too(extra: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "connectors.lmcache_settings", None)
+        judged(extra)
 
 
 # shapes -----------------------------------------------------------------------------

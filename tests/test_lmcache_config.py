@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("lmcache")
 
+from hypothesis import example
 from hypothesis import given as given_that
 from hypothesis import strategies as st
 
@@ -185,6 +186,31 @@ def test_a_seeded_hash_with_a_seed_is_the_users_choice():
 def test_generated_tokens_are_saved_unless_the_user_says_no():
     assert settled({}, {}, CPU)[0]["lmcache.save_decode_cache"] is True
     assert "lmcache.save_decode_cache" not in settled({}, {"LMCACHE_SAVE_DECODE_CACHE": "false"}, CPU)[0]
+
+
+values = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from([10**400, "1e400", "nan", "[1]", '{"a": 1}', "1"])
+    | st.text('a1/-.,"[{ ', max_size=5)
+    | st.lists(st.integers() | st.none() | st.text("a1"), max_size=2)
+)
+
+
+@given_that(st.dictionaries(st.sampled_from(sorted(NAMES)).map("lmcache.{}".format), values, max_size=4))
+@example({"lmcache.extra_config": "1", "lmcache.local_disk": "/d", "lmcache.max_local_disk_size": 1})
+@example({"lmcache.storage_plugins": 1})
+@example({"lmcache.max_local_cpu_size": 1e308})
+@example({"lmcache.max_local_cpu_size": "nan"})
+@example({"lmcache.chunk_size": 10**400})
+def test_any_json_value_of_any_setting_is_taken_or_refused_in_one_line(extra):
+    for machine in (CPU, GPU):
+        try:
+            settled(extra, {}, machine)
+        except ConfigError as error:
+            assert str(error) and "\n" not in str(error)  # noqa: PT017 (either is right)
 
 
 @given_that(st.floats(0.05, 64), st.sampled_from([128, 256, 512]))

@@ -181,6 +181,17 @@ def test_a_failing_turn_is_recorded_never_retried_and_ends_its_program_alone(how
     assert [r.turn for r in records if r.program == "late"] == [1, 2]
 
 
+def test_a_stream_is_read_to_its_end_though_the_answer_was_done_before():
+    """A proxy between the two takes a client that leaves at [DONE] for one that gave up."""
+    server = FakeServer(lingers_s=0.3)
+
+    async def go():
+        async with server.running() as url, Client(url, timeout_s=20) as client:
+            return await client.complete(request_body("fake", [1], 2))
+
+    assert asyncio.run(go()).done_s < server.read_to_end_s
+
+
 def test_a_server_that_falls_silent_is_given_up_after_the_timeout():
     async def go():
         async def silent(reader, _writer):

@@ -111,8 +111,7 @@ def show(found: Diagnosis, console: Console) -> None:
         console.print(table)
     console.print(Text(f"\nCan pins pay here? {found.pins.answer}: {found.pins.why}."), soft_wrap=True)
     show_findings(found.findings, console)
-    verdict = "Serving so is advisable." if found.advisable else "Serving so is NOT advisable."
-    console.print(Text(f"\n{verdict}", style="bold"))
+    console.print(Text(f"\n{found.verdict}", style="bold"))
 
 
 def arithmetic(found: Diagnosis) -> Titled:

@@ -155,7 +155,11 @@ def theirs(extra: Mapping[str, Any], worker: Worker) -> tuple[Mapping[str, Any],
         from connectors.lmcache_traps import Machine, defaults, traps
     except ModuleNotFoundError as missing:
         unread = f"{missing.name} is not installed here: lmcache.* keys are taken as they are written"
-        return as_written(extra), [note("lmcache-not-installed", unread, "run doctor where the server runs")]
+        found = [note("lmcache-not-installed", unread, "run doctor where the server runs")]
+        try:
+            return as_written(extra), found
+        except ConfigError as problem:
+            return DEFAULTS, [*found, error("lmcache-setting", str(problem), MEND)]
     machine = Machine(worker.on_cpu, worker.block_tokens, worker.kv_bytes_per_token, worker.model)
     known = {**ALL, "pre_caching_hash_algorithm": "sha256_cbor", "save_decode_cache": True}  # as ours are
     try:
@@ -169,12 +173,15 @@ def theirs(extra: Mapping[str, Any], worker: Worker) -> tuple[Mapping[str, Any],
 
 
 def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    """LMCache's settings without LMCache. Raises ConfigError for a size that is no number."""
+    """LMCache's settings without LMCache. Raises ConfigError for one that is not of its default's kind."""
     told = {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
-    for name, default in DEFAULTS.items():
-        value = told.get(name)
-        if isinstance(default, int | float) and value is not None and not isinstance(value, int | float):
+    for name in told.keys() & DEFAULTS.keys():
+        value, default = told[name], DEFAULTS[name]
+        is_number = isinstance(value, int | float) and abs(value) < 2**63
+        if isinstance(default, int | float) and not is_number:
             raise ConfigError(f"lmcache.{name} is {value!r:.80}; it must be like {default!r}")
+        if name == "extra_config" and not isinstance(value, dict | None):
+            raise ConfigError(f"lmcache.{name} is {value!r:.80}; it must be an object")
     return {**DEFAULTS, **told}
 
 
@@ -213,7 +220,7 @@ def on_this_machine(settings: Mapping[str, Any]) -> Iterator[Finding]:
     wanted = settings["max_local_cpu_size"] * GIB
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > total:
-        yield warning(
+        yield note(
             "dram-exceeds-this-machine",
             f"max_local_cpu_size is {wanted / GIB:g} GiB, this machine has {total / GIB:.1f}",
             "fine if the server runs elsewhere; else lower it, it is allocated at the start",
@@ -227,7 +234,12 @@ def on_this_machine(settings: Mapping[str, Any]) -> Iterator[Finding]:
             "remove it, or the disk's measured rate is memory's and collapses later",
         )
     folder = Path(str(settings["local_disk"]).removeprefix("file://"))
-    home = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    try:
+        home = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    except OSError as problem:
+        unseen = f"local_disk is {str(folder)!r:.80}, which cannot be looked at here: {problem.strerror}"
+        yield warning("disk-unseen", unseen, "name a folder that the server can write to")
+        return
     free, size = shutil.disk_usage(home).free, settings["max_local_disk_size"] * GIB
     if size > free:
         yield warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,8 +64,21 @@ class Diagnosis:
 
     @property
     def advisable(self) -> bool:
-        """Whether serving so is: nothing found is an error."""
-        return all(finding.severity is not Severity.ERROR for finding in self.findings)
+        """Whether serving so is: nothing found is worse than good to know."""
+        return all(finding.severity is Severity.NOTE for finding in self.findings)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for all the findings."""
+        if self.advisable:
+            return "Serving so is advisable."
+        found = Counter(finding.severity for finding in self.findings)
+        costs = f"{found[Severity.WARNING]} warning{'s' * (found[Severity.WARNING] > 1)}"
+        if not found[Severity.ERROR]:
+            return f"Serving so works but is NOT advisable: {costs}."
+        errors = f"{found[Severity.ERROR]} error{'s' * (found[Severity.ERROR] > 1)}"
+        more = f", {costs}" if found[Severity.WARNING] else ""
+        return f"Serving so is NOT advisable: {errors}{more}."
 
 
 def diagnosis(ask: Question) -> Diagnosis:

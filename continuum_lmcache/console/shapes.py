@@ -131,6 +131,6 @@ def parameters(config: Mapping[str, Any], path: Path) -> int:
 def count(config: Mapping[str, Any], name: str, path: Path) -> int:
     """A positive whole number of the config. Raises ConfigError."""
     value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{path}: {name} is {value!r}; it must be a whole number above 0")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+        raise ConfigError(f"{path}: {name} is {value!r:.80}; it must be a whole number above 0, below 2**63")
     return value
