@@ -77,9 +77,11 @@ class Replay:
     events: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
 
+    def __post_init__(self) -> None:
+        init_none_hash(sha256)  # vLLM's own global, which no block is hashed without
+
     def run(self, programs: Sequence[Program]) -> Counter[str]:
         """Everything until the last turn; what was counted, by COLUMNS."""
-        init_none_hash(sha256)
         for program in programs:
             for tenant in TENANTS:
                 self.at(program.arrival_s, partial(self.arrives, Branch(program, tenant)))
