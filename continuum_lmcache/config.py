@@ -26,7 +26,7 @@ class ContinuumConfig:
     static_ttl_s: float = 2.0  # the TTL of policy "static-ttl"
     max_ttl_s: float = 300.0  # no pin outlives this, whatever the policy says
     max_pinned_share: float = 0.8  # of the GPU's KV blocks
-    max_tenant_share: float = 1.0  # of max_pinned_share, for one cache_salt
+    max_tenant_share: float = 1.0  # of max_pinned_share, for one cache_salt or API key
     max_wait_s: float = 120.0  # for how long we may hold a turn back that is first in line
     program_idle_s: float = 3600.0  # a program not heard of for so long is forgotten
     max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this

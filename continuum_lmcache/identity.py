@@ -15,6 +15,7 @@ from continuum_lmcache.toolcalls import declared
 from continuum_lmcache.types import ProgramId, ToolKey
 
 FIELDS = ("job_id", "is_last_step", "this_func_call", "last_func_call")
+OWNER_FIELD = "continuum_owner"  # set by the API server, never taken from a client
 MAX_CHARS = 256
 YES = ("true", "1", "yes")
 NO = ("false", "0", "no", "")
@@ -28,6 +29,7 @@ class Identity:
     is_last_step: bool = False
     this_tool: ToolKey = ()
     last_tool: ToolKey = ()
+    owner: str = ""  # a hash of the API key; "": there are none
 
 
 def parse(fields: Mapping[str, object]) -> Identity:
@@ -37,18 +39,24 @@ def parse(fields: Mapping[str, object]) -> Identity:
         is_last_step=flag("is_last_step", fields.get("is_last_step")),
         this_tool=tool("this_func_call", fields.get("this_func_call")),
         last_tool=tool("last_func_call", fields.get("last_func_call")),
+        owner=name(OWNER_FIELD, fields.get(OWNER_FIELD)) or "",
     )
 
 
-def program_id(job_id: str, cache_salt: str | None) -> ProgramId:
-    """A program's name in this engine: ids under different cache salts never meet.
+def tenant_of(cache_salt: str | None, owner: str) -> str:
+    """Whom a program belongs to: its API key, if there are any, and its cache salt; "" is nobody."""
+    return f"{owner}/{cache_salt or ''}" if owner else cache_salt or ""
 
-    `id@digest` under a salt; without one no name ends in `@digest` or equals an inferred one, `~id`.
+
+def program_id(job_id: str, tenant: str | None) -> ProgramId:
+    """A program's name in this engine: ids of different tenants never meet.
+
+    `id@digest` of a tenant; of nobody no name ends in `@digest` or equals an inferred one, `~id`.
     """
-    if not cache_salt:
+    if not tenant:
         return ProgramId(f"{job_id}@" if "@" in job_id or job_id.startswith("~") else job_id)
-    salt = cache_salt.encode("utf-8", "surrogatepass")  # JSON can bring lone surrogates
-    return ProgramId(f"{job_id}@{sha256(salt).hexdigest()[:12]}")
+    text = tenant.encode("utf-8", "surrogatepass")  # JSON can bring lone surrogates
+    return ProgramId(f"{job_id}@{sha256(text).hexdigest()[:12]}")
 
 
 def name(field: str, value: object) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -42,12 +42,15 @@ class Server:
     """A running server, by its URL."""
 
     url: str
+    key: str = field(default="", kw_only=True)  # the API key, where the server asks for one
 
     def complete(self, prompt: list[int], out: int = 8, **fields: Any) -> Answer:
         """A completion of exactly `out` tokens at temperature 0; `fields` go top-level."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": out, "ignore_eos": True, "temperature": 0}
         extra = {"logprobs": 1, "return_token_ids": True}
-        response = httpx.post(f"{self.url}/v1/completions", json={**body, **extra, **fields}, timeout=240)
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        body |= extra | fields
+        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=240)
         assert response.status_code == 200, response.text
         choice = response.json()["choices"][0]
         return Answer(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -26,9 +26,10 @@ from experiments.server import processes, serve
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 PROGRAMS = 24
+SHARED = 2  # one name under two keys
 TTL_S = 600.0
 ARGS = ("--max-model-len", "1024", "--num-gpu-blocks-override", "96", "--scheduling-policy", "continuum")
-TWO = ("--api-server-count", "2", "--shutdown-timeout", "3")
+TWO = ("--api-server-count", "2", "--shutdown-timeout", "3", "--api-key", "key-of-ann", "key-of-bob")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     env["CONTINUUM_STREAM_RECORDING"] = "true"
     env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / "figures")
     with serve(model, [*ARGS, *TWO], log=folder / "server.log", env=env) as url:
-        yield Pair(url, folder)
+        yield Pair(url, folder, key="key-of-ann")
 
 
 def test_a_program_keeps_its_pin_whichever_front_end_takes_its_turns(server: Pair) -> None:
@@ -81,6 +82,19 @@ def test_the_figures_count_once_whoever_is_asked(server: Pair) -> None:
         assert server.metric("vllm:request_success_total") == 2 * PROGRAMS
 
 
+def test_a_program_stays_with_its_key_whichever_front_end_takes_its_turns(server: Pair) -> None:
+    bob = replace(server, key="key-of-bob")
+    first = server.complete(ids(BLOCK + 9, 900), out=2, job_id="shared")
+    reused, ended, held = server.pins("reused"), server.pins("ended"), server.metric("continuum_pins_held")
+    for i in range(6):
+        bob.complete(ids(BLOCK, 901 + i), out=2, job_id="shared", is_last_step=True)
+    assert (server.pins("ended"), server.metric("continuum_pins_held")) == (ended, held)
+    server.complete(first.tokens + ids(5, 910), out=2, job_id="shared", is_last_step=True)
+    assert (server.pins("reused"), server.metric("continuum_pins_held")) == (reused + 1, held - 1)
+    written = b"".join(path.read_bytes() for path in server.folder.rglob("*") if path.is_file())
+    assert b"key-of" not in written, "neither the log, nor a recording, nor a figure holds a key"
+
+
 def test_sigterm_under_load_leaves_no_process_and_loses_nothing_that_was_streamed(server: Pair) -> None:
     """vLLM 0.32's front-ends leave their engine at once, whatever the timeout, and wait for answers that
     no longer come; the engine is killed with them. So only what was written before is there.
@@ -101,4 +115,4 @@ def test_sigterm_under_load_leaves_no_process_and_loses_nothing_that_was_streame
     assert not alive
     (stream,) = (server.folder / "run").glob("*.jsonl")
     events = [json.loads(line) for line in stream.read_text().splitlines()]
-    assert len({event["job_id"] for event in events if "job_id" in event}) == PROGRAMS + 8
+    assert len({event["job_id"] for event in events if "job_id" in event}) == PROGRAMS + SHARED + 8

@@ -71,8 +71,8 @@ class Keeper:
         turn, ignored = live_turn(now_s, request, self.config.honor_priority)
         self.ignored.update(ignored)
         if turn.says.job_id is not None:
-            self._joins(turn, request, program_id(turn.says.job_id, request.cache_salt), None)
-        elif self.config.infer_programs and (link := self._lineage.ancestor(request)):
+            self._joins(turn, request, program_id(turn.says.job_id, turn.tenant), None)
+        elif self.config.infer_programs and (link := self._lineage.ancestor(request, turn.says.owner)):
             turn.linked_tokens = link.tokens
             self._joins(turn, request, link.program, link.arrival_s)
         else:
@@ -85,7 +85,7 @@ class Keeper:
         now_s = turn.arrival_s
         before = self.crowd.endings.back(program)
         since_s = before.arrival_s if before else since_s
-        back = self.ledger.arrived(now_s, turn.id, program, request.cache_salt or "", since_s)
+        back = self.ledger.arrived(now_s, turn.id, program, turn.tenant, since_s)
         if back is not None:
             self.appraiser.came_back(turn.says.last_tool or back.tool, back.gap_s)
         turn.program, turn.repeats_tokens = program, self.matching.back(program, request.block_hashes)
@@ -174,7 +174,7 @@ class Keeper:
         if turn.program is None:
             self.crowd.gone(now_s, request)
             if ended and self.config.infer_programs and not turn.says.is_last_step:
-                self._lineage.finished(request, alone(request), turn.arrival_s)
+                self._lineage.finished(request, alone(request), turn.arrival_s, owner=turn.says.owner)
             return
         computed_tokens = request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
         self.ledger.programs[turn.program].attained_tokens += computed_tokens
@@ -268,7 +268,7 @@ class Keeper:
         text = "" if turn.says.this_tool else tail_text(request, self._tokenizer)
         tool = turn.says.this_tool or self.appraiser.tool(text)
         sizes = (request.num_prompt_tokens, request.num_tokens)
-        kind = (request.cache_salt or "", manner(text))
+        kind = (turn.tenant, manner(text))
         tokens = self.matching.left(program, kind, *sizes, request.block_hashes)
         if tokens < request.num_tokens:
             self.supply.forget(request, max(tokens, request.num_prompt_tokens))  # others may share a prompt
@@ -286,7 +286,8 @@ class Keeper:
             self.recorder.pinned(now_s, pin)
             self._pin_changed(program)
         if turn.says.job_id is None:
-            self._lineage.finished(request, program, turn.program_arrival_s, turn.linked_tokens)
+            began_s = turn.program_arrival_s
+            self._lineage.finished(request, program, began_s, turn.linked_tokens, turn.says.owner)
 
     def _pin_changed(self, program: ProgramId) -> None:
         """The program's waiting turns have another place in the queue now, preempted ones too."""

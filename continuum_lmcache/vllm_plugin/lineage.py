@@ -2,11 +2,12 @@
 
     a turn's tokens    |-- full blocks, one hash for all --|-- tail, as it is --|
 
-A hash stands for everything before it and for the cache salt (vLLM chains them), so tenants never
-meet. A finished turn is remembered with its output and without: an output may come back changed,
-encoded anew or without its thoughts. The prompt before it comes back as it was, but for its last
-tokens: a chat template may open the answer with `<think>`, which no history repeats. So a third
-memory ends a little before the prompt does, and never where another program's prompt may go on too.
+A hash stands for everything before it and for the cache salt (vLLM chains them), and lies beside the
+API key's owner, so tenants never meet. A finished turn is remembered with its output and without: an
+output may come back changed, encoded anew or without its thoughts. The prompt before it comes back as
+it was, but for its last tokens: a chat template may open the answer with `<think>`, which no history
+repeats. So a third memory ends a little before the prompt does, and never where another program's
+prompt may go on too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MAX_TAILS = 64  # of turns that differ only behind a common hash, such as a syst
 SUFFIX_TOKENS = 4  # the longest opening of an answer: an empty thought, two tags and two line breaks
 LOST_TOKENS = 64  # of what a known program has added to its history
 
-Key = tuple[Any, tuple[int, ...]]  # the hash, the tail
+Key = tuple[Any, tuple[int, ...]]  # the hash and whose it is, the tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,16 @@ class Lineage:
         self._block_tokens = block_tokens  # that one hash adds
         self._turns: OrderedDict[Any, dict[tuple[int, ...], Ancestor | None]] = OrderedDict()
 
-    def finished(self, request: Any, program: ProgramId, arrival_s: float, linked_tokens: int = 0) -> None:
+    def finished(
+        self, request: Any, program: ProgramId, arrival_s: float, linked_tokens: int = 0, owner: str = ""
+    ) -> None:
         """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
 
         `linked_tokens`: what its Link said, 0 if there was none.
         """
         prompt_tokens = request.num_prompt_tokens
         ends = {prompt_tokens - lost(prompt_tokens, linked_tokens), prompt_tokens, len(request.all_token_ids)}
-        keys = tuple(self._key(request, end) for end in sorted(ends) if end >= self._block_tokens)
+        keys = tuple(self._key(request, end, owner) for end in sorted(ends) if end >= self._block_tokens)
         ancestor = Ancestor(program, arrival_s, prompt_tokens, len(request.all_token_ids), keys)
         equal = self._doubt(keys)
         for at, (block_hash, tail) in enumerate(keys):
@@ -76,13 +79,13 @@ class Lineage:
         while len(self._turns) > self._max_hashes:
             self._turns.popitem(last=False)
 
-    def ancestor(self, request: Any) -> Link | None:
+    def ancestor(self, request: Any, owner: str = "") -> Link | None:
         """The longest finished turn that this prompt extends; a prompt that is sent again extends nothing.
 
         A turn is continued once: forks start anew.
         """
         for blocks in range(len(request.block_hashes), 0, -1):
-            tails = self._turns.get(request.block_hashes[blocks - 1])
+            tails = self._turns.get((request.block_hashes[blocks - 1], owner))
             if tails is not None:
                 at = blocks * self._block_tokens
                 tail = longest(tails, request.all_token_ids, at)
@@ -106,11 +109,10 @@ class Lineage:
                         self._turns.get(shorter, {})[its_tail] = None
         return equal
 
-    def _key(self, request: Any, end: int) -> Key:
+    def _key(self, request: Any, end: int, owner: str) -> Key:
         blocks = min(end // self._block_tokens, len(request.block_hashes))
-        return request.block_hashes[blocks - 1], tuple(
-            request.all_token_ids[blocks * self._block_tokens : end]
-        )
+        tail = tuple(request.all_token_ids[blocks * self._block_tokens : end])
+        return (request.block_hashes[blocks - 1], owner), tail
 
     def _forget(self, ancestor: Ancestor) -> None:
         for block_hash, tail in ancestor.keys:

@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import Any
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.identity import FIELDS, parse
-from continuum_lmcache.vllm_plugin import hooks
+from continuum_lmcache.identity import FIELDS, OWNER_FIELD, parse
+from continuum_lmcache.vllm_plugin import api_keys, hooks
 
 OPENAI = {
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
@@ -25,6 +25,7 @@ OPENAI = {
 
 def install() -> None:
     """Wrap the request classes of this process, once. Only API servers need it."""
+    api_keys.install()
     for module, name in OPENAI.items():
         request = getattr(import_module(module), name)
         if not hooks.is_hooked(request.to_sampling_params):
@@ -42,14 +43,17 @@ def identity_fields(body: Mapping[str, Any], xargs: Mapping[str, Any] | None) ->
 
 
 def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """to_sampling_params that keeps the fields in extra_args."""
+    """to_sampling_params that keeps the fields, and whose the request is, in extra_args."""
 
     @hooks.wraps(stock)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = identity_fields(self.model_extra or {}, self.vllm_xargs)
         params = stock(self, *args, **kwargs)
-        if found:
-            params.extra_args = {**(params.extra_args or {}), **found}
+        stated = {**(params.extra_args or {}), **found}
+        stated.pop(OWNER_FIELD, None)  # a client's own word
+        if owner := api_keys.owner.get():
+            stated[OWNER_FIELD] = owner
+        params.extra_args = stated or None
         return params
 
     return to_sampling_params

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.identity import Identity, name, parse
+from continuum_lmcache.identity import Identity, name, parse, tenant_of
 from continuum_lmcache.toolcalls import TAIL_TOKENS
 from continuum_lmcache.types import ProgramId, TurnId
 
@@ -37,6 +37,7 @@ class LiveTurn:
     arrival_s: float
     program_arrival_s: float
     priority: int
+    tenant: str = ""
     held: bool = False  # its program waits at the door (continuum_lmcache.admission)
     refused_s: float | None = None  # when it was first in line and there were no blocks
     started_s: float | None = None
@@ -59,7 +60,8 @@ def live_turn(now_s: float, request: Request, honor_priority: bool) -> tuple[Liv
     if priority and not honor_priority:
         logger.warning_once("A request's priority is ignored: see continuum.honor_priority (said once)")
         ignored, priority = [*ignored, "priority"], 0
-    return LiveTurn(TurnId(request.request_id), None, says, now_s, now_s, priority), ignored
+    tenant = tenant_of(request.cache_salt, says.owner)
+    return LiveTurn(TurnId(request.request_id), None, says, now_s, now_s, priority, tenant), ignored
 
 
 def identity(request: Request) -> tuple[Identity, str]:

@@ -1,0 +1,168 @@
+"""Clients that only their API keys tell apart: a program belongs to the key that opened it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import httpx
+from bench import Bench, prompt, settings  # noqa: F401
+from fastapi import FastAPI, Request
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+from continuum_lmcache.identity import OWNER_FIELD
+from continuum_lmcache.vllm_plugin import api_keys, protocol
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+
+KEYS = ["key-of-ann", "key-of-bob"]
+MESSAGES = [{"role": "user", "content": "hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "hello"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/responses": {"input": "hello"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
+}
+
+
+@pytest.fixture
+def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:  # noqa: F811
+    settings(run_output_dir=tmp_path)
+    made = Bench(ContinuumScheduler, model, blocks=60)
+    yield made
+    made.scheduler.shutdown()
+    assert made.used_blocks == 0
+
+
+def app(keys: list[str]) -> FastAPI:
+    """vLLM's request classes behind vLLM's authentication; answers with what a request's extra_args are."""
+    protocol.install()
+    served = FastAPI()
+
+    def extra_args(request: Any) -> dict[str, Any]:
+        params = request.to_sampling_params(16, {})
+        return dict(params.extra_args or {})
+
+    @served.post("/v1/completions")
+    async def completions(request: CompletionRequest) -> dict[str, Any]:
+        return extra_args(request)
+
+    @served.post("/v1/chat/completions")
+    async def chat(request: ChatCompletionRequest) -> dict[str, Any]:
+        return extra_args(request)
+
+    @served.post("/v1/responses")
+    async def responses(request: ResponsesRequest) -> dict[str, Any]:
+        return extra_args(request)
+
+    @served.post("/v1/messages")
+    async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> dict[str, Any]:
+        class Serving(AnthropicServingMessages):
+            def __init__(self) -> None:
+                """Only what turns a message into a chat completion."""
+                self._merge_inline_system = False
+
+            async def create_chat_completion(self, request: Any, *_: Any) -> Any:
+                raise Sent(extra_args(request))
+
+        try:
+            await Serving().create_messages(request, raw_request)
+        except Sent as sent:
+            return sent.args[0]
+        raise AssertionError("create_messages answered without a chat completion")
+
+    if keys:
+        served.add_middleware(AuthenticationMiddleware, tokens=keys)
+    return served
+
+
+class Sent(Exception):
+    """Carries what would have been sent to the engine."""
+
+
+def post(served: FastAPI, path: str, key: str | None = None, **fields: Any) -> dict[str, Any]:
+    async def send() -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://t") as client:
+            response = await client.post(path, json={"model": "m", **BODIES[path], **fields}, headers=headers)
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_each_endpoint_says_whose_request_it_is_and_never_by_the_key(path: str) -> None:
+    served = app(KEYS)
+    ann, bob, again = (post(served, path, key, job_id="j") for key in (*KEYS, KEYS[0]))
+    assert ann["job_id"] == "j" and ann[OWNER_FIELD] == again[OWNER_FIELD] != bob[OWNER_FIELD]
+    assert not any(key in json.dumps([ann, bob]) for key in KEYS)
+
+
+def test_a_client_cannot_say_itself_whose_it_is() -> None:
+    forged = {"vllm_xargs": {OWNER_FIELD: "somebody"}, OWNER_FIELD: "somebody"}
+    assert post(app(KEYS), "/v1/completions", KEYS[0], **forged)[OWNER_FIELD] != "somebody"
+    assert post(app([]), "/v1/completions", None, **forged) == {}
+
+
+def test_without_api_keys_a_request_is_nobodys_whatever_it_sends() -> None:
+    assert post(app([]), "/v1/completions", "some-key", job_id="j") == {"job_id": "j"}
+
+
+def test_the_processes_of_one_server_share_the_secret_and_those_of_another_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv(api_keys.SECRET, raising=False)
+    api_keys.share_secret()
+    first = api_keys.owner_of("Bearer k")
+    api_keys.share_secret()  # a front-end that was started with this environment
+    assert api_keys.owner_of("bearer k") == first and os.environ[api_keys.SECRET]
+    monkeypatch.delenv(api_keys.SECRET)
+    api_keys.share_secret()
+    assert api_keys.owner_of("Bearer k") != first
+
+
+def test_the_end_that_another_key_claims_frees_nothing(bench: Bench) -> None:
+    ann, bob = ({OWNER_FIELD: name} for name in ("a" * 32, "b" * 32))
+    first = bench.turn("job", prompt(64), **ann)
+    arrival_s = next(iter(bench.keeper.ledger.programs.values())).arrival_s
+    pinned = dict(bench.keeper.ledger.pinned)
+    bench.now_s += 1
+    bench.turn("job", prompt(40, 9), is_last_step=True, **bob)
+    assert bench.keeper.ledger.pinned == pinned and pinned
+    bench.now_s += 1
+    theirs = bench.send("job", prompt(40, 9), out=3, **bob)
+    assert bench.keeper.turns[theirs].program_arrival_s > arrival_s, "nor is its place theirs"
+    bench.turn("job", [*first, 5], is_last_step=True, **ann)
+    assert pinned.keys().isdisjoint(bench.keeper.ledger.pinned), "its own key's word is taken"
+
+
+def test_a_prompt_that_goes_on_where_another_keys_turn_ended_is_not_linked_to_it(bench: Bench) -> None:
+    ann, bob = ({OWNER_FIELD: name} for name in ("a" * 32, "b" * 32))
+    first = bench.turn(None, prompt(64), **ann)
+    bench.turn(None, [*first, 5, 6], **bob)
+    assert not bench.keeper.ledger.programs
+    bench.turn(None, [*first, 5, 6], **ann)
+    assert len(bench.keeper.ledger.programs) == 1
+
+
+def test_a_tenants_share_is_that_of_its_key(model: Path, settings: Any) -> None:  # noqa: F811
+    settings(max_tenant_share=0.5)
+    bench = Bench(ContinuumScheduler, model, blocks=40)
+    for i in range(12):
+        bench.turn(f"greedy-{i}", prompt(64, i), **{OWNER_FIELD: "a" * 32})
+    assert bench.keeper.ledger.refused["tenant"] > 0
+    bench.turn("other", prompt(64, 99), **{OWNER_FIELD: "b" * 32})
+    assert any(pin.program.startswith("other") for pin in bench.keeper.ledger.pinned.values())
