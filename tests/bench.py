@@ -55,6 +55,8 @@ class Bench:
         budget_tokens: int = 2048,
         transfer: dict[str, Any] | None = None,
         log_stats: bool = True,
+        chunked: bool = True,
+        spec: Any = None,
     ) -> None:
         init_none_hash(sha256)
         is_async = "Async" in scheduler_cls.__name__
@@ -66,13 +68,14 @@ class Bench:
                 max_model_len=4096,
                 is_encoder_decoder=False,
                 async_scheduling=is_async,
+                enable_chunked_prefill=chunked,
             ),
             cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
             kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
         )
         config.scheduler_config.async_scheduling = is_async  # the CPU platform turns it off
         config.cache_config.num_gpu_blocks = blocks
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        spec = spec or FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.now_s = 1000.0
         self.scheduler = scheduler_cls(
@@ -105,6 +108,7 @@ class Bench:
         self._count += 1
         extra = {**({"job_id": job} if job is not None else {}), **fields}
         stop, priority = extra.pop("stop", None), extra.pop("priority", 0)
+        resumable = extra.pop("resumable", False)  # a session whose prompt may go on
         params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0, extra_args=extra, stop=stop)
         params.update_from_generation_config({})
         request = Request(
@@ -115,6 +119,7 @@ class Bench:
             arrival_time=self.now_s,
             cache_salt=salt,
             priority=priority,
+            resumable=resumable,
             block_hasher=self.hasher,
         )
         self.scheduler.add_request(request)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 
 from continuum_lmcache.chunks import Chunks
@@ -127,6 +128,32 @@ def test_a_turn_at_the_door_is_let_in_although_another_of_its_program_left(make:
     bench.scheduler.finish_requests([first], status_of("FINISHED_ABORTED"))
     bench.run_until_idle(5000)
     assert second in bench.done
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_prompt_that_may_not_be_cut_runs_beside_decodes(
+    model: Path,
+    settings: Any,  # noqa: F811
+    tmp_path: Path,
+    chunked: bool,
+) -> None:
+    rate = {"bytes_per_s": 1e9, "fixed_s": 0.001, "samples": 9}
+    prefill = {"fixed_s": 0.004, "per_token_s": 2e-5, "per_pair_s": 1e-10, "samples": 9}
+    steps = {0: 0.010, 128: 0.010, 256: 0.0125, 512: 0.0175, 2048: 0.048}
+    profile = {"prefill": prefill, "dram": rate, "ssd": rate, "steps": steps}
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump({**profile, "kv_bytes_per_token": 8, "chunk_tokens": 16}))
+    settings(policy="continuum", profile=path)
+    bench = Bench(ContinuumScheduler, model, 4000, 8192, chunked=chunked)
+    bench.turn("before", prompt(32, 50), out=4)
+    for i in range(3):
+        bench.send(f"decodes-{i}", prompt(40, i), out=300)
+    for _ in range(5):
+        bench.step()
+    long = bench.send("long", prompt(3000, 9))
+    for _ in range(100):
+        bench.step()
+    assert long in bench.done
 
 
 def status_of(name: str) -> Any:

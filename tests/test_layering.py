@@ -88,6 +88,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
     ours = {
         "_reorder",
         "_choose_chunk",
+        "_may_cut_anywhere",
         "before_idle",
         "next_due_s",
         "_key",

@@ -3,7 +3,8 @@
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
 _update_after_schedule, update_from_output, _update_waiting_for_remote_kv, _handle_invalid_blocks,
 has_requests, make_stats, reset_prefix_cache, shutdown. Called: _preempt_request. Read:
-Request.is_prefill_chunk, num_spec_tokens. Changed: prev_step_scheduled_req_ids, _inflight_prefills.
+Request.is_prefill_chunk, num_spec_tokens, need_mamba_block_aligned_split, resumed_req_ids.
+Changed: prev_step_scheduled_req_ids, _inflight_prefills.
 Before a step, sorted: running; set: max_num_scheduled_tokens (vLLM's own without a measured profile).
 Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots.
 Replaced after __init__: every RequestQueue attribute.
@@ -55,6 +56,8 @@ class ContinuumMixin(Scheduler):
         self._teller = Teller(self._room.totals, self._keeper.appraiser.observed)
         self._watchman = Watchman(self._keeper)
         self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
+        if not self._may_cut_anywhere():
+            self._chunks.smallest = None
         self._decodes_first = self._keeper.appraiser.decodes_first
         self._prompts_last = False  # of the running ones, in this step
         self._had_prompts = False  # the last step; without them nobody need be asked
@@ -122,10 +125,21 @@ class ContinuumMixin(Scheduler):
         budget_tokens = self._chunks.budget_tokens(decoding * guessed, len(self.running) * guessed)
         self.max_num_scheduled_tokens = budget_tokens
 
+    def _may_cut_anywhere(self) -> bool:
+        """Whether vLLM schedules any part of a prompt: one that it may not cut never fits a small budget."""
+        config = self.scheduler_config
+        return bool(
+            config.enable_chunked_prefill
+            and not config.disable_chunked_mm_input
+            and not self.need_mamba_block_aligned_split
+        )
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         now_s = self.clock()
         for new in scheduler_output.scheduled_new_reqs:
             self._keeper.started(now_s, self.requests[new.req_id])
+            self._running_changed = True
+        if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._running_changed = True
         work = self._keeper.appraiser.observed.work
         for turn_id in scheduler_output.preempted_req_ids or ():
