@@ -26,6 +26,7 @@ class Program:
     attained_tokens: int = 0
     context_tokens: int = 0  # of the last finished turn
     live: set[TurnId] = field(default_factory=set)
+    waiting: set[TurnId] = field(default_factory=set)  # of these, those that have not run yet
     pin: Pin | None = None
     tool: ToolKey = ()  # what the last finished turn called
     finished_s: float | None = None  # when that was, while nothing has come back
@@ -46,6 +47,7 @@ class Ledger:
     max_pinned_blocks: int
     max_tenant_blocks: int
     max_programs: int = 100_000
+    max_ttl_s: float = 300.0
     programs: OrderedDict[ProgramId, Program] = field(default_factory=OrderedDict)  # idle longest first
     pinned: dict[ProgramId, Pin] = field(default_factory=dict)
     pinned_blocks: int = 0
@@ -76,8 +78,13 @@ class Ledger:
             back = Return(entry.tool, now_s - entry.finished_s)
             entry.finished_s = None
         entry.live.add(turn)
+        entry.waiting.add(turn)
         self._seen(now_s, entry)
         return back
+
+    def started(self, turn: TurnId, program: ProgramId) -> None:
+        """A turn runs: the program's pin no longer stays for its sake."""
+        self._waits_no_more(turn, self.programs[program])
 
     def finished(self, now_s: float, turn_id: TurnId, turn: Turn, keep: Retention) -> Pin | None:
         """A turn ended in a tool call. Returns the pin to hold, if `keep` asks and the budget allows.
@@ -101,7 +108,7 @@ class Ledger:
         self.pinned_blocks += pin.blocks
         self._by_tenant[entry.tenant] += pin.blocks
         self.taken += 1
-        heapq.heappush(self._deadlines, (pin.deadline_s, turn.program))
+        heapq.heappush(self._deadlines, (min(pin.deadline_s, now_s + self.max_ttl_s), turn.program))
         return pin
 
     def renew(self, program: ProgramId, deadline_s: float) -> None:
@@ -109,7 +116,7 @@ class Ledger:
         entry = self.programs[program]
         assert entry.pin is not None
         entry.pin = self.pinned[program] = replace(entry.pin, deadline_s=deadline_s)
-        heapq.heappush(self._deadlines, (deadline_s, program))
+        heapq.heappush(self._deadlines, (min(deadline_s, entry.pin.taken_s + self.max_ttl_s), program))
 
     def left(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
         """A turn is gone, for whatever reason; the program may go on."""
@@ -117,9 +124,8 @@ class Ledger:
         if entry is None:
             return
         entry.live.discard(turn)
+        self._waits_no_more(turn, entry)
         self._seen(now_s, entry)
-        if entry.pin is not None and not entry.live:  # it may have outstayed while the turn waited
-            heapq.heappush(self._deadlines, (entry.pin.deadline_s, program))
 
     def release(self, program: ProgramId, outcome: Outcome) -> Pin | None:
         """Give up the program's pin, if it has one."""
@@ -145,23 +151,22 @@ class Ledger:
         return self.programs.pop(program)
 
     def due(self, now_s: float) -> list[ProgramId]:
-        """Programs whose pin has run out, every one of them; not those whose next turn is here."""
+        """Programs whose pin has run out, every one; where the next turn waits, not before max_ttl_s."""
         found = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            deadline_s, program = heapq.heappop(self._deadlines)
-            pin = self.pinned.get(program)
-            if pin and pin.deadline_s == deadline_s and not self.programs[program].live:
-                found.append(program)
+        while (end_s := self.next_deadline_s()) is not None and end_s <= now_s:
+            found.append(heapq.heappop(self._deadlines)[1])
         return list(dict.fromkeys(found))
 
     def next_deadline_s(self) -> float | None:
         """When the next pin runs out, if nothing comes back before."""
         while self._deadlines:
-            deadline_s, program = self._deadlines[0]
-            pin = self.pinned.get(program)
-            if pin and pin.deadline_s == deadline_s and not self.programs[program].live:
-                return deadline_s
+            at_s, program = self._deadlines[0]
+            end_s = self._end_s(program)
+            if at_s == end_s:
+                return at_s
             heapq.heappop(self._deadlines)
+            if end_s is not None and self.programs[program].waiting:
+                heapq.heappush(self._deadlines, (end_s, program))
         return None
 
     def victims(self, program: ProgramId | None) -> list[Pin]:
@@ -212,6 +217,19 @@ class Ledger:
         ):
             if not holds:
                 raise InvariantError(equation)
+
+    def _end_s(self, program: ProgramId) -> float | None:
+        """When the program's pin ends, if it has one: a turn that waits still needs it, up to max_ttl_s."""
+        pin = self.pinned.get(program)
+        if pin is None:
+            return None
+        last_s = pin.taken_s + self.max_ttl_s
+        return last_s if self.programs[program].waiting else min(pin.deadline_s, last_s)
+
+    def _waits_no_more(self, turn: TurnId, entry: Program) -> None:
+        entry.waiting.discard(turn)
+        if not entry.waiting and (end_s := self._end_s(entry.id)) is not None:
+            heapq.heappush(self._deadlines, (end_s, entry.id))  # it may have outstayed while the turn waited
 
     def _over_budget(self, tenant: str, blocks: int) -> str:
         if self.pinned_blocks + blocks > self.max_pinned_blocks:

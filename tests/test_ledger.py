@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.ledger import Ledger, Return
-from continuum_lmcache.types import Outcome, ProgramId, Residency, Retention, Turn, TurnId
+from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, Turn, TurnId
 
 P, Q = ProgramId("p"), ProgramId("q")
 
@@ -47,9 +47,25 @@ def test_a_pin_is_not_due_while_the_next_turn_is_here_and_is_once_that_leaves() 
     ledger = Ledger(10, 10)
     paused(ledger, P, 0.0, ttl_s=2)
     ledger.arrived(1.0, TurnId("next"), P)
-    assert ledger.due(99.0) == [] and ledger.next_deadline_s() is None
+    assert ledger.due(99.0) == [] and ledger.next_deadline_s() == 300.0
     ledger.left(100.0, TurnId("next"), P)
     assert ledger.due(100.0) == [P]
+
+
+def test_a_pin_outlives_the_longest_ttl_for_nobody() -> None:
+    ledger = Ledger(10, 10, max_ttl_s=50.0)
+    paused(ledger, P, 10.0, ttl_s=2)
+    ledger.arrived(11.0, TurnId("waits"), P)
+    assert ledger.due(59.9) == [] and ledger.next_deadline_s() == 60.0
+    assert ledger.due(60.0) == [P]
+
+
+def test_a_turn_that_runs_already_prolongs_no_pin() -> None:
+    ledger = Ledger(10, 10)
+    ledger.arrived(0.0, TurnId("stream"), P)
+    ledger.started(TurnId("stream"), P)
+    paused(ledger, P, 1.0, ttl_s=2)
+    assert ledger.next_deadline_s() == 3.0 and ledger.due(3.0) == [P]
 
 
 def test_the_budget_refuses_and_counts() -> None:
@@ -87,7 +103,7 @@ class Books(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = Ledger(max_pinned_blocks=20, max_tenant_blocks=12, max_programs=4)
+        self.ledger = Ledger(max_pinned_blocks=20, max_tenant_blocks=12, max_programs=4, max_ttl_s=20.0)
         self.now_s = 0.0
         self.count = 0
         self.live: dict[TurnId, ProgramId] = {}
@@ -115,6 +131,12 @@ class Books(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
+    def a_turn_starts(self, data: st.DataObject) -> None:
+        turn_id = data.draw(st.sampled_from(sorted(self.live)))
+        self.ledger.started(turn_id, self.live[turn_id])
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
     def a_turn_leaves(self, data: st.DataObject) -> None:
         turn_id = data.draw(st.sampled_from(sorted(self.live)))
         self.ledger.left(self.now_s, turn_id, self.live.pop(turn_id))
@@ -129,8 +151,12 @@ class Books(RuleBasedStateMachine):
     def pins_expire(self) -> None:
         for program in self.ledger.due(self.now_s):
             assert self.ledger.release(program, Outcome.EXPIRED) is not None
-        overdue = [p for p in self.ledger.pinned.values() if p.deadline_s <= self.now_s]
-        assert all(self.ledger.programs[p.program].live for p in overdue), "a due pin was missed"
+        assert all(self.ends_s(p) > self.now_s for p in self.ledger.pinned.values()), "a due pin was missed"
+
+    def ends_s(self, pin: Pin) -> float:
+        """When a pin ends, unless somebody comes or goes."""
+        last_s = pin.taken_s + 20.0
+        return last_s if self.ledger.programs[pin.program].waiting else min(pin.deadline_s, last_s)
 
     @rule()
     def idle_ones_are_forgotten(self) -> None:
@@ -141,9 +167,7 @@ class Books(RuleBasedStateMachine):
     def the_books_balance(self) -> None:
         self.ledger.check()
         assert {t for p in self.ledger.programs.values() for t in p.live} == set(self.live)
-        deadlines = [
-            p.deadline_s for p in self.ledger.pinned.values() if not self.ledger.programs[p.program].live
-        ]
+        deadlines = [self.ends_s(pin) for pin in self.ledger.pinned.values()]
         assert self.ledger.next_deadline_s() == min(deadlines, default=None)
 
 

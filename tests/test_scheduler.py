@@ -94,6 +94,17 @@ def test_a_pin_outstays_its_ttl_while_the_next_turn_waits(make: Make) -> None:
     assert outcomes(bench) == {"reused": 1}
 
 
+def test_a_pin_ends_though_its_program_has_an_idle_session(make: Make) -> None:
+    bench = make(blocks=20)
+    session = bench.send("p", prompt(32, 1), resumable=True)
+    bench.run_until_idle()
+    bench.turn("p", prompt(64, 2))
+    assert session in bench.keeper.turns and list(bench.keeper.ledger.pinned) == ["p"]
+    bench.advance(9)
+    assert not bench.keeper.ledger.pinned and outcomes(bench) == {"expired": 1}
+    bench.scheduler.finish_requests([session], RequestStatus.FINISHED_ABORTED)
+
+
 def test_every_due_pin_is_released_in_the_step_it_falls_due(make: Make) -> None:
     """The public prototype skipped every second one of consecutive expired pins."""
     bench = make(blocks=40)
@@ -193,6 +204,17 @@ def test_an_older_program_that_started_later_is_not_the_victim(make: Make) -> No
     bench.send("old", prompt(5 * BLOCK - 4, 1), out=30)
     bench.run_until_idle()
     assert set(bench.preempted) == {young}
+
+
+def test_an_older_program_that_runs_again_after_a_preemption_is_not_the_next_victim(make: Make) -> None:
+    bench = make(blocks=12)
+    old = bench.send("old", prompt(5 * BLOCK - 4, 1), out=60)
+    bench.step()
+    young = bench.send("young", prompt(5 * BLOCK - 4, 2), out=60)
+    bench.step()
+    bench.scheduler._compute_again(bench.scheduler.requests[old], set())  # as after a failed load
+    bench.run_until_idle()
+    assert set(bench.preempted) == {young} and {old, young} == set(bench.done)
 
 
 # who may take a pin ---------------------------------------------------------

@@ -43,14 +43,14 @@ class Keeper:
     ) -> None:
         pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
         budget = int(pool_blocks * config.max_pinned_share)
-        self.config, self.appraiser, self.recorder = config, appraiser, recorder
+        self.config, self.appraiser, self.recorder, self.supply = config, appraiser, recorder, supply
         self.pins = BlockPins(kv_cache_manager, block_tokens)
-        self.supply = supply
         kv_tokens = pool_blocks * block_tokens
         others = (lambda: Others(len(self.turns) - 1, kv_tokens)) if supply.loads_beside_steps else nobody
         self.judge = LoadJudge(appraiser.rates, others, config.load_or_recompute)
         self.witness = Witness(appraiser, recorder, supply)
-        self.ledger = Ledger(budget, int(budget * config.max_tenant_share), config.max_programs)
+        tenant_blocks = int(budget * config.max_tenant_share)
+        self.ledger = Ledger(budget, tenant_blocks, config.max_programs, config.max_ttl_s)
         self.turns: dict[TurnId, LiveTurn] = {}
         self.waiting_turns = 0
         self.moved: set[TurnId] = set()  # waiting turns whose key is stale
@@ -124,6 +124,7 @@ class Keeper:
         self.supply.count(served)
         if turn.program is None:
             return
+        self.ledger.started(turn.id, turn.program)
         if not self.ledger.programs[turn.program].turns:
             self.crowd.finds(request, turn.gpu_tokens + turn.loaded_tokens)
         context_tokens = self.ledger.programs[turn.program].context_tokens
