@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.types import Outcome, Pin, TurnId
@@ -28,7 +29,8 @@ class Reclaimer:
 
     Only while schedule() runs: between two steps all is as somebody else may have left it. Read on vLLM
     0.32: schedule() looks the method up at each call, the running requests' first, and peeks into a
-    waiting queue before it allocates for a waiting request.
+    waiting queue before it allocates for a waiting request. Read too: the coordinator's
+    single_type_managers and their max_admission_blocks_per_request (unchanged from vLLM 0.30 to 0.33).
     """
 
     def __init__(self, scheduler: Any, keeper: Keeper, clock: Callable[[], float]) -> None:
@@ -38,6 +40,11 @@ class Reclaimer:
         self._manager = scheduler.kv_cache_manager
         self._stock = self._manager.allocate_slots
         self._block_size = scheduler.block_size
+        managers = self._manager.coordinator.single_type_managers
+        self._keeps_all_tokens = any(
+            isinstance(m, FullAttentionManager) and m.max_admission_blocks_per_request is None
+            for m in managers
+        )
         self._in_step = False
 
     def step_begins(self) -> None:
@@ -167,7 +174,13 @@ class Reclaimer:
         return [pin for pin in later if any(map(keeper.waits, programs[pin.program].live))]
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: Any) -> int:
-        """At least so many free blocks are needed: what the request lacks, its prefix hits aside."""
+        """At least so many free blocks are needed: what the request lacks, its prefix hits aside.
+
+        Where no layer keeps all tokens (windows, states), older ones give their blocks back on the way: then
+        no more is sure than what this step's tokens fill.
+        """
+        if not self._keeps_all_tokens:
+            return max(1, num_new_tokens // self._block_size)
         found = kwargs.get("num_new_computed_tokens", 0)
         tokens = request.num_computed_tokens + found + num_new_tokens
         tokens += kwargs.get("num_external_computed_tokens", 0)
