@@ -78,6 +78,7 @@ class Bench:
         spec = spec or FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.now_s = 1000.0
+        self.sampled = 7  # what every request is answered
         self.scheduler = scheduler_cls(
             vllm_config=config,
             kv_cache_config=caches,
@@ -132,7 +133,7 @@ class Bench:
         ids = list(output.num_scheduled_tokens)
         requests = dict(self.scheduler.requests)
         self.preempted += [i for i, r in requests.items() if r.status == RequestStatus.PREEMPTED]
-        sampled = [[] if requests[i].is_prefill_chunk else [7] for i in ids]
+        sampled = [[] if requests[i].is_prefill_chunk else [self.sampled] for i in ids]
         runner = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled
         )

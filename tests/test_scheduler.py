@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import mistral_common
 import pytest
+import torch
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from vllm.tokenizers import get_tokenizer
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from continuum_lmcache.types import Outcome
 from continuum_lmcache.vllm_plugin.metrics import detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
+MISTRAL = {  # mistral_common's own files, and what their tokenizer looks for
+    "tekken": ("tekken_240911.json", "tekken.json"),
+    "sentencepiece": ("mistral_instruct_tokenizer_240323.model.v3", "tokenizer.model.v3"),
+}
 Make = Callable[..., Bench]
 
 
@@ -304,6 +313,24 @@ def test_pins_that_were_lent_come_back_whole_when_nothing_came_of_it(make: Make)
     bench.run_until_idle()
 
 
+def test_where_all_layers_have_windows_a_prompt_longer_than_the_cache_takes_pins_at_once(
+    model: Path,
+    settings: Any,  # noqa: F811
+) -> None:
+    settings(static_ttl_s=300)
+    windows = SlidingWindowSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=64
+    )
+    bench = Bench(ContinuumScheduler, model, 24, 64, spec=windows)
+    for i in range(6):
+        bench.turn(f"p{i}", prompt(60, i))
+    began_s = bench.now_s
+    bench.turn(None, prompt(900, 9))
+    assert bench.now_s - began_s < 10.0 and outcomes(bench)["reclaimed"] > 0
+    bench.scheduler.shutdown()
+    assert bench.used_blocks == 0
+
+
 def test_a_running_request_takes_a_pin_before_anyone_is_preempted(make: Make) -> None:
     bench = make(blocks=12, static_ttl_s=1000)
     bench.turn("pinned", prompt(4 * BLOCK, 1))
@@ -467,6 +494,24 @@ def test_a_bad_field_that_got_here_is_ignored_and_counted(make: Make, fields: di
 
 
 # programs without ids -------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tekken", "sentencepiece"])
+def test_a_token_beyond_the_tokenizers_vocabulary_costs_a_turn_its_tools_name_and_no_more(
+    make: Make, tmp_path: Path, kind: str
+) -> None:
+    """A padded vocabulary has such tokens. Mistral's own tokenizers refuse them, each in its way."""
+    source, name = MISTRAL[kind]
+    shutil.copy(Path(mistral_common.__file__).parent / "data" / source, tmp_path / name)
+    tokenizer = get_tokenizer(str(tmp_path), tokenizer_mode="mistral")
+    bench = make()
+    bench.keeper._tokenizer = tokenizer
+    bench.send("p", [tokenizer.vocab_size + 5] * 40)
+    (request,) = bench.scheduler.requests.values()
+    bench.sampled = tokenizer.vocab_size + 5
+    bench.run_until_idle()
+    assert request.output_token_ids[-1] > tokenizer.vocab_size
+    assert bench.keeper.ignored == {"output_token_ids": 1} and list(bench.keeper.ledger.pinned) == ["p"]
 
 
 def test_requests_without_ids_become_a_program_once_one_extends_the_other(make: Make) -> None:

@@ -266,7 +266,7 @@ class Keeper:
         """A turn that ends in a tool call: for how long does its KV stay?"""
         assert turn.program is not None
         program = turn.program
-        text = "" if turn.says.this_tool else tail_text(request, self._tokenizer)
+        text = "" if turn.says.this_tool else tail_text(request, self._tokenizer, self.ignored)
         tool = turn.says.this_tool or self.appraiser.tool(text)
         sizes = (request.num_prompt_tokens, request.num_tokens)
         kind = (turn.tenant, manner(text))

@@ -6,6 +6,7 @@ Touches, on vLLM 0.26 to 0.33: Request.sampling_params.extra_args, .cache_salt, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +100,20 @@ def is_end_of_turn(request: Request) -> bool:
     return has_stop and request.status == RequestStatus.FINISHED_ABORTED and request.num_output_tokens > 0
 
 
-def tail_text(request: Request, tokenizer: Any) -> str:
-    """The end of what the turn generated, as text; empty without a tokenizer."""
+def tail_text(request: Request, tokenizer: Any, ignored: Counter[str]) -> str:
+    """The end of what the turn generated, as text; empty without a tokenizer, or where it fails.
+
+    A model's padded vocabulary has tokens that its tokenizer does not know. Hugging Face's tokenizers skip
+    them; Mistral's raise KeyError (tekken) or IndexError (sentencepiece).
+    """
     ids: Sequence[int] = list(request.output_token_ids)[-TAIL_TOKENS:]
-    return str(tokenizer.decode(ids, skip_special_tokens=False)) if tokenizer is not None and ids else ""
+    if tokenizer is None or not ids:
+        return ""
+    try:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+    except LookupError as error:
+        logger.warning_once(
+            "A turn's tool stays unknown: its tokens cannot be decoded: %s (said once)", error
+        )
+        ignored["output_token_ids"] += 1
+        return ""
