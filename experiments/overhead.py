@@ -1,36 +1,48 @@
 """What does our scheduler cost beside vLLM's own?    python -m experiments.overhead
 
-All contenders live in one process, full, and take turns step by step, so that a machine's moods fall on
-all of them alike; Python's collector rests meanwhile. Each repeat gives a ratio of medians for every
-contender over stock; the table shows the median of these ratios, and the least and the greatest. Stock
-stands there twice: how far its second copy is from 1 is what a ratio can be wrong by.
+All contenders live in one process and take turns, step by step or turn by turn, so that a machine's moods fall
+on all of them alike; Python's collector rests meanwhile. Times are CPU times of the thread: a busy machine adds
+nothing to them, though it makes all of them longer. A figure is the median over the repeats of each repeat's
+median; in brackets the least and the greatest of these. "stock again" is stock's own scheduler a second time:
+how far it is from stock is what a difference can be wrong by. All have the fake connector of no size.
+
+The steps are decode steps. A turn is its arrival, a step with its prompt, one decode step, and the step without
+tokens in which vLLM tells its worker that it is over; between turns the engine is idle. Its tool is named by the
+client, or read off the answer's last 512 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from experiments.sweep.cases import ON_DEMAND, STOCK, Bench
-from experiments.sweep.timed import WARM_UP_ROUNDS, StepCost, no_collections, rigs
+from experiments.sweep.timed import WARM_UP_ROUNDS, StepCost, TurnRig, no_collections, rigs
+from experiments.sweep.timed import shared_clock
 
 PARTS = ("whole_us", "schedule_us", "update_us", "stats_us")
+SIZES = ((1, 0, 0), (1, 16, 16), (16, 0, 0), (16, 64, 256), (256, 0, 0), (256, 1000, 200))
 Costs = Mapping[str, Sequence[StepCost]]  # by contender
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """A contender's step over stock's: the median of the repeats, and their range."""
+class Spread:
+    """The median of the repeats, and their range."""
 
     middle: float
     least: float
     greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median(values), min(values), max(values))
 
     def __str__(self) -> str:
         return f"{self.middle:.3f} ({self.least:.3f} to {self.greatest:.3f})"
@@ -38,61 +50,111 @@ class Ratio:
 
 def contenders(running: int, waiting: int, pinned: int, rounds: int) -> dict[str, Bench]:
     """By their names in the table; the first is what the others are compared with."""
-    cases = {
-        "stock": (STOCK, 0),
-        "stock again": (STOCK, 0),
-        "continuum": ("continuum", 0),
-        f"continuum, {pinned} pins": (ON_DEMAND, pinned),
-        f"without a door, {pinned} pins": ("static-ttl", pinned),
-    }
+    cases = {"stock": (STOCK, 0), "stock again": (STOCK, 0), "continuum": ("continuum", 0)}
+    if pinned:
+        cases[f"continuum, {pinned} pins"] = (ON_DEMAND, pinned)
     return {name: Bench(policy, running, waiting, pins, rounds, 1) for name, (policy, pins) in cases.items()}
 
 
 def measured(benches: Mapping[str, Bench], rounds: int, repeats: int) -> Iterator[Costs]:
     """Of each repeat every contender's steps. Who goes first changes from step to step."""
-    names = list(benches)
     with rigs(*benches.values()) as found, no_collections():
         for _ in range(WARM_UP_ROUNDS):
             for rig in found:
                 rig.step()
         for _ in range(repeats):
-            costs: dict[str, list[StepCost]] = {name: [] for name in names}
-            for number in range(rounds):
-                for at in (*range(number % len(names), len(names)), *range(number % len(names))):
-                    costs[names[at]].append(found[at].step())
-            yield costs
+            yield in_turns({name: rig.step for name, rig in zip(benches, found, strict=True)}, rounds)
+
+
+def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
+    """What each call answers in so many rounds. Who goes first changes from round to round."""
+    names = list(calls)
+    answers: dict[str, list[Any]] = {name: [] for name in names}
+    for number in range(rounds):
+        for at in (*range(number % len(names), len(names)), *range(number % len(names))):
+            answers[names[at]].append(calls[names[at]]())
+    return answers
 
 
 def middle_us(costs: Sequence[StepCost], part: str) -> float:
     return median(getattr(cost, part) for cost in costs)
 
 
-def ratio(repeats: Sequence[Costs], name: str, part: str) -> Ratio:
+def ratio(repeats: Sequence[Costs], name: str, part: str) -> Spread:
     """The contender's part of a step over stock's."""
-    found = [middle_us(costs[name], part) / middle_us(next(iter(costs.values())), part) for costs in repeats]
-    return Ratio(median(found), min(found), max(found))
+    return Spread.of(
+        [middle_us(costs[name], part) / middle_us(next(iter(costs.values())), part) for costs in repeats]
+    )
+
+
+def more_ms(repeats: Sequence[Costs], name: str, part: str) -> Spread:
+    """The contender's part of a step less stock's."""
+    stocks = (next(iter(costs.values())) for costs in repeats)
+    return Spread.of(
+        [
+            (middle_us(costs[name], part) - middle_us(stock, part)) / 1e3
+            for costs, stock in zip(repeats, stocks, strict=True)
+        ]
+    )
+
+
+def turn_costs_ms(rounds: int, repeats: int) -> Iterator[dict[str, float]]:
+    """Of each repeat, the median of a finished turn's CPU time by contender."""
+    cases = {
+        "stock": (STOCK, True),
+        "stock again": (STOCK, True),
+        "continuum, tool named": ("continuum", True),
+        "continuum, tool read off the text": ("continuum", False),
+    }
+    with shared_clock() as (clock, until), no_collections():
+        found = {name: TurnRig(policy, named, clock, until) for name, (policy, named) in cases.items()}
+        for rig in found.values():
+            for _ in range(WARM_UP_ROUNDS):
+                rig.turn()
+        for _ in range(repeats):
+            costs_us = in_turns({name: rig.turn for name, rig in found.items()}, rounds)
+            yield {name: median(us) / 1e3 for name, us in costs_us.items()}
+
+
+def step_table(size: tuple[int, int, int], rounds: int, repeats: int) -> Table:
+    running, waiting, _ = size
+    benches = contenders(*size, (rounds + WARM_UP_ROUNDS) * repeats)
+    found = list(measured(benches, rounds, repeats))
+    table = Table("contender", title=f"A decode step: {running} running, {waiting} waiting; CPU ms")
+    for part in ("whole", "schedule()", "update", "stats"):
+        table.add_column(part, justify="right")
+    table.add_column("whole, more than stock")
+    table.add_column("schedule() / stock's")
+    for name in benches:
+        middles = (median(middle_us(costs[name], part) for costs in found) / 1e3 for part in PARTS)
+        compared = (str(more_ms(found, name, "whole_us")), str(ratio(found, name, "schedule_us")))
+        table.add_row(name, *(f"{ms:.3f}" for ms in middles), *compared)
+    return table
+
+
+def turn_table(rounds: int, repeats: int) -> Table:
+    found = list(turn_costs_ms(rounds, repeats))
+    table = Table("contender", title="A finished turn, from its arrival to the idle engine; CPU ms")
+    table.add_column("whole", justify="right")
+    table.add_column("more than stock")
+    for name in found[0]:
+        more = Spread.of([costs[name] - costs["stock"] for costs in found])
+        table.add_row(name, f"{median(costs[name] for costs in found):.3f}", str(more))
+    return table
 
 
 def main(
-    running: Annotated[int, typer.Option(help="turns that decode")] = 256,
-    waiting: Annotated[int, typer.Option(help="turns that wait")] = 1000,
-    pinned: Annotated[int, typer.Option(help="programs that hold a pin")] = 200,
+    running: Annotated[int | None, typer.Option(help="turns that decode; default: a row of sizes")] = None,
+    waiting: Annotated[int, typer.Option(help="turns that wait, with --running")] = 0,
+    pinned: Annotated[int, typer.Option(help="programs that hold a pin, with --running")] = 0,
     rounds: Annotated[int, typer.Option(help="steps that a median is taken over")] = 60,
-    repeats: Annotated[int, typer.Option(help="ratios that the range is taken over")] = 7,
+    repeats: Annotated[int, typer.Option(help="medians that the range is taken over")] = 7,
 ) -> None:
-    """Print the table."""
-    benches = contenders(running, waiting, pinned, (rounds + WARM_UP_ROUNDS) * repeats)
-    found = list(measured(benches, rounds, repeats))
-    table = Table("contender", title=f"A decode step: {running} running, {waiting} waiting")
-    for part in ("whole", "schedule()", "update", "stats"):
-        table.add_column(f"{part}, us", justify="right")
-    table.add_column("whole / stock's, (range)")
-    table.add_column("schedule() / stock's, (range)")
-    for name in benches:
-        middles = (median(middle_us(costs[name], part) for costs in found) for part in PARTS)
-        ratios = (str(ratio(found, name, part)) for part in PARTS[:2])
-        table.add_row(name, *(f"{us:.0f}" for us in middles), *ratios)
-    Console(width=140).print(table)
+    """Print the tables."""
+    console = Console(width=140)
+    for size in SIZES if running is None else ((running, waiting, pinned),):
+        console.print(step_table(size, rounds, repeats))
+    console.print(turn_table(rounds, repeats))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,291 @@
+"""What does continuum cost where memory is ample and nothing can be gained? Against stock vLLM, in pairs.
+
+    python -m experiments.no_pressure                  # without a KV connector
+    python -m experiments.no_pressure --mp             # with LMCache's MP server behind each
+
+Two servers, of which one is always frozen by SIGSTOP, so that it takes no CPU: vLLM without this package and its
+fcfs, and `--scheduling-policy continuum`. Both serve the same programs in turns (A B, B A, A B, ...); each pair
+has programs of its own, which no prefix cache holds. Of each pair one ratio of mean job times, tool gaps
+included; what is printed of all pairs is their mean, its standard error, and what it makes of a 95 % interval.
+Turns of two lengths tell what a turn costs more, and what a token does. Job times are wall-clock times: for
+figures nothing else may run. The processes' CPU times need no quiet machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Any
+
+import numpy as np
+import psutil
+import typer
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from experiments.client import Client
+from experiments.demo import ROOT, WINDOW_TOKENS, machine
+from experiments.driver import Plan, TurnRecord, run
+from experiments.mp_server import serve_mp
+from experiments.replay import ORDINARY
+from experiments.server import ServerError, processes, serve
+from experiments.tiny_model import make_model
+from experiments.workload import Program, TurnSpec
+
+STOCK, OURS = "fcfs", "continuum"
+ALONE = {"VLLM_PLUGINS": ""}  # vLLM as it is without this package
+TURNS, GAP_S = 6, 0.02
+FIRST_TOKENS, NEW_TOKENS = 384, 64
+OUTPUT_TOKENS = (8, 48)  # in turns
+WAKE_S = 0.5  # from a thaw to the first request
+Means = Sequence[float]
+
+
+class ServersDiffer(Exception):
+    """The two servers did not do the same work: their times say nothing."""
+
+
+@dataclass
+class Side:
+    """One of the two servers, with all its processes."""
+
+    name: str
+    url: str
+    processes: list[tuple[str, psutil.Process]]  # by what they are, the front end first
+    turns: list[list[TurnRecord]] = field(default_factory=list)  # by pair
+    cpu_s: dict[str, float] = field(default_factory=dict)  # in all pairs
+
+    def freeze(self) -> None:
+        """No CPU for the server until `thaw`."""
+        for _, process in self.processes:
+            process.suspend()
+
+    def thaw(self) -> None:
+        for _, process in reversed(self.processes):
+            process.resume()
+
+    def cpu_times_s(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for role, process in self.processes:
+            times = process.cpu_times()
+            found[role] = found.get(role, 0.0) + times.user + times.system
+        return found
+
+    def measure(self, programs: Sequence[Program], plan: Plan, streams: int) -> None:
+        """Thaw, serve the programs, freeze; what it took is added to `turns` and `cpu_s`."""
+        self.thaw()
+        time.sleep(WAKE_S)
+        before_s = self.cpu_times_s()
+        self.turns.append(asyncio.run(replayed(self.url, programs, plan, streams)))
+        for role, used_s in self.cpu_times_s().items():
+            self.cpu_s[role] = self.cpu_s.get(role, 0.0) + used_s - before_s[role]
+        self.freeze()
+
+    def counted(self, pattern: str) -> float:
+        """The sum of the metrics whose line begins so. The server must be awake."""
+        lines = asyncio.run(metrics(self.url)).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if re.match(pattern, line))
+
+
+def role(process: psutil.Process, front: bool) -> str:
+    """What a process of vLLM's is, by the name that it gave itself."""
+    title = " ".join(process.cmdline())
+    named = {"VLLM::EngineCore": "engine", "VLLM::Worker": "worker"}
+    return "API server" if front else next((r for name, r in named.items() if name in title), "other")
+
+
+async def metrics(url: str) -> str:
+    async with Client(f"{url}/v1", 60) as client:
+        return await client.metrics_text()
+
+
+async def replayed(url: str, programs: Sequence[Program], plan: Plan, streams: int) -> list[TurnRecord]:
+    """The turns of all programs, of which `streams` run at a time. Raises ServersDiffer if one fails."""
+    found: list[TurnRecord] = []
+
+    async def one_after_the_other(chosen: Sequence[Program]) -> None:
+        for program in chosen:
+            await run([program], plan, client.complete, found.append)
+
+    async with Client(f"{url}/v1", 120) as client:
+        await asyncio.gather(*(one_after_the_other(programs[at::streams]) for at in range(streams)))
+    if failed := [turn for turn in found if turn.error is not None]:
+        raise ServersDiffer(f"{url}: {failed[0].program} turn {failed[0].turn} failed: {failed[0].error}")
+    return sorted(found, key=lambda turn: (turn.program, turn.turn))
+
+
+def programs_of(pair: int, count: int) -> list[Program]:
+    """Programs of a pair: of equal size, with tokens of their own (the driver draws them by name)."""
+    found = []
+    for number in range(count):
+        turns: list[TurnSpec] = []
+        context_tokens = 0
+        for turn in range(TURNS):
+            new_tokens = NEW_TOKENS if turn else FIRST_TOKENS
+            output_tokens = OUTPUT_TOKENS[(turn + number) % 2]
+            prompt_tokens = context_tokens + new_tokens
+            gap_s = GAP_S if turn < TURNS - 1 else None
+            turns.append(TurnSpec(prompt_tokens, new_tokens, output_tokens, "bash", "ls", gap_s))
+            context_tokens = prompt_tokens + output_tokens
+        found.append(Program(f"pair{pair}-{number}", 0.0, tuple(turns)))
+    return found
+
+
+@contextlib.contextmanager
+def servers(model: Path, out: Path, mp: bool, fcfs_args: str) -> Iterator[dict[str, Side]]:
+    """Both, the second one frozen as the first is."""
+    with contextlib.ExitStack() as until:
+        sides = {}
+        for name in (STOCK, OURS):
+            env = {} if name == OURS else ALONE
+            args = ["--scheduling-policy", name, "--max-model-len", str(WINDOW_TOKENS)]
+            args += ["--enable-prompt-tokens-details", *(fcfs_args.split() if name == STOCK else [])]
+            behind: list[tuple[str, psutil.Process]] = []
+            if mp:
+                disk = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="no-pressure-")))
+                store = until.enter_context(
+                    serve_mp(1.0, disk, out / f"{name}-mp.log", with_module=name == OURS)
+                )
+                assert store.process is not None
+                behind = [("lmcache server", psutil.Process(store.process.pid))]
+                behind += [("lmcache server", p) for p in behind[0][1].children(recursive=True)]
+                args += ["--kv-transfer-config", json.dumps(store.transfer_config)]
+            url = until.enter_context(serve(model, args, log=out / f"{name}-server.log", env=env))
+            found = processes(url)
+            own = [(role(process, front=process is found[0]), process) for process in found]
+            side = sides[name] = Side(name, url, own + behind)
+            until.callback(side.thaw)  # who is frozen does not hear SIGTERM
+            side.freeze()
+        yield sides
+
+
+def job_times_s(turns: Sequence[TurnRecord]) -> list[float]:
+    """Of each program, from its first request to its last token."""
+    by_program: dict[str, list[TurnRecord]] = {}
+    for turn in turns:
+        by_program.setdefault(turn.program, []).append(turn)
+    return [ends(p)[1] - ends(p)[0] for p in by_program.values()]
+
+
+def ends(turns: Sequence[TurnRecord]) -> tuple[float, float]:
+    done_s = turns[-1].t_done
+    assert done_s is not None
+    return turns[0].t_sent, done_s
+
+
+def differences(stock: Sequence[TurnRecord], ours: Sequence[TurnRecord]) -> tuple[float, float, float]:
+    """Ours less stock's of one pair, in ms: of a turn, of a token, of the wait for the first token.
+
+    The same turns on both sides; a line through their differences over their output tokens.
+    """
+    tokens, longer_ms, first_ms = [], [], []
+    for a, b in zip(stock, ours, strict=True):
+        if (a.program, a.turn, a.output_tokens) != (b.program, b.turn, b.output_tokens):
+            raise ServersDiffer(f"{a} is not the turn {b}")
+        assert a.t_done and b.t_done and a.t_first and b.t_first
+        tokens.append(a.output_tokens)
+        longer_ms.append(1e3 * ((b.t_done - b.t_sent) - (a.t_done - a.t_sent)))
+        first_ms.append(1e3 * ((b.t_first - b.t_sent) - (a.t_first - a.t_sent)))
+    line = stats.linregress(tokens, longer_ms)
+    return float(line.intercept), float(line.slope), mean(first_ms)
+
+
+def estimate(values: Means, unit: str = "") -> str:
+    """Mean, standard error, and 95 % interval of the pairs' values."""
+    middle = mean(values)
+    if len(values) < 2:
+        return f"{middle:.4f}{unit}"
+    error = float(np.std(values, ddof=1)) / len(values) ** 0.5
+    reach = float(stats.t.ppf(0.975, len(values) - 1)) * error
+    return f"{middle:.4f}{unit} +- {error:.4f} (95 %: {middle - reach:.4f} to {middle + reach:.4f})"
+
+
+def cpu_table(sides: dict[str, Side]) -> Table:
+    """CPU time by process, over the tokens that were said."""
+    table = Table("process", title="CPU ms per output token, and per turn")
+    for name in sides:
+        table.add_column(f"{name}, a token", justify="right")
+        table.add_column("a turn", justify="right")
+    for part in dict.fromkeys(r for side in sides.values() for r in side.cpu_s):
+        row = []
+        for side in sides.values():
+            turns = [turn for pair in side.turns for turn in pair]
+            used_ms = 1e3 * side.cpu_s.get(part, 0.0)
+            row += [f"{used_ms / sum(t.output_tokens for t in turns):.3f}", f"{used_ms / len(turns):.2f}"]
+        table.add_row(part, *row)
+    return table
+
+
+def report(sides: dict[str, Side], console: Console) -> None:
+    """All figures of the pairs so far."""
+    stock, ours = sides[STOCK], sides[OURS]
+    pairs = list(zip(stock.turns, ours.turns, strict=True))
+    ratios = [mean(job_times_s(b)) / mean(job_times_s(a)) for a, b in pairs]
+    by_turn, by_token, first = zip(*(differences(a, b) for a, b in pairs), strict=True)
+    first_ms = [mean(1e3 * ((t.t_first or 0) - t.t_sent) for t in side.turns[0]) for side in (stock, ours)]
+    console.print(f"pairs: {', '.join(f'{r:.4f}' for r in ratios)}")
+    console.print(f"mean job time, {OURS} over {STOCK}: {estimate(ratios)}")
+    console.print(f"a turn takes more, beside its tokens: {estimate(by_turn, ' ms')}")
+    console.print(f"an output token takes more: {estimate(by_token, ' ms')}")
+    console.print(f"TTFT is longer by: {estimate(first, ' ms')}; first pair {first_ms[0]:.1f}, {first_ms[1]:.1f}")
+    console.print(cpu_table(sides))
+
+
+def check(sides: dict[str, Side], console: Console) -> None:
+    """Whether memory was ample on both sides, and the same tokens were computed."""
+    computed: dict[str, int] = {}
+    for side in sides.values():
+        turns = [turn for pair in side.turns for turn in pair]
+        computed[side.name] = sum(turn.prompt_tokens - (turn.cached_tokens or 0) for turn in turns)
+        side.thaw()
+        preempted = side.counted("vllm:num_preemptions_total")
+        crowded = side.counted("continuum_crowded")
+        side.freeze()
+        if preempted or crowded:
+            raise ServersDiffer(f"{side.name}: memory was short ({preempted:.0f} preemptions)")
+    console.print(f"prompt tokens computed: {computed}")
+
+
+def main(
+    mp: Annotated[bool, typer.Option(help="LMCache's MP server behind each.")] = False,
+    pairs: Annotated[int, typer.Option(min=1, help="How many ratios.")] = 14,
+    programs: Annotated[int, typer.Option(min=1, help=f"Of {TURNS} turns each, in a pair.")] = 16,
+    streams: Annotated[int, typer.Option(min=1, help="Programs that run at a time.")] = 1,
+    fcfs_args: Annotated[str, typer.Option(help="More arguments for the fcfs server.")] = "",
+    out: Annotated[Path, typer.Option(help="Folder for the servers' logs.")] = ROOT / ".work" / "no-pressure",
+) -> None:
+    """Print the ratios, what they say together, and where CPU time goes."""
+    console = Console(width=120)
+    console.print(machine())
+    model = make_model(ROOT / ".work" / "tiny-model")
+    try:
+        with servers(model, out, mp, fcfs_args) as sides:
+            for pair in range(pairs + 1):  # the first warms up
+                plan = Plan("tiny", pair, ORDINARY)
+                chosen = programs_of(pair, programs if pair else min(programs, 4))
+                for name in (STOCK, OURS) if pair % 2 else (OURS, STOCK):
+                    sides[name].measure(chosen, plan, streams)
+                if not pair:
+                    for side in sides.values():
+                        side.turns.clear()
+                        side.cpu_s.clear()
+                elif len(sides[STOCK].turns) > 1:
+                    ratio = mean(job_times_s(sides[OURS].turns[-1])) / mean(job_times_s(sides[STOCK].turns[-1]))
+                    console.print(f"pair {pair} of {pairs}: {ratio:.4f}")
+            report(sides, console)
+            check(sides, console)
+    except (ServerError, ServersDiffer) as error:
+        raise SystemExit(f"no_pressure: {error}") from error
+
+
+if __name__ == "__main__":
+    typer.run(main)
