@@ -247,7 +247,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             self._worker = WorkerSide(self._impl.lmcache_engine, self._rank, self._addresses[self._rank])
 
     def get_kv_connector_stats(self) -> TransferStats | None:
-        return self._worker.stats() if self._worker else None
+        stats = self._worker.stats() if self._worker else None
+        return stats if stats and stats.data else None  # nothing moved in most steps: send nothing
 
     def build_connector_worker_meta(self) -> TierReport | None:
         return self._worker.report() if self._worker else None

@@ -147,8 +147,10 @@ class Appraiser:
     def tool(self, text: str) -> ToolKey:
         """What the turn that ends with `text` called: of parallel calls, the one known to be slowest."""
         calls = tool_calls(text)
+        if len(calls) < 2:
+            return calls[0] if calls else ()
         slowest = self.gaps.slowest(calls)
-        return slowest if len(calls) < 2 or self.gaps.own(slowest).n else tool_key(text)
+        return slowest if self.gaps.own(slowest).n else tool_key(text)
 
     def came_back(self, tool: ToolKey, gap_s: float) -> None:
         """A program returned from `tool` after `gap_s`."""

@@ -116,6 +116,8 @@ class Costs:
         what DRAM loses is read from it, as long as it has not lost it too. What is lost for good must
         be computed, and all that comes after it: a prefix with a hole is no prefix.
         """
+        if not where.dram_tokens and not where.ssd_tokens:
+            return self.loading(where, 0, 0).total_s
         has_disk = Tier.SSD in survival or where.ssd_tokens > 0
         keeps = survival.get(Tier.SSD, 1.0) if has_disk else 0.0
         below = replace(where, dram_tokens=0, ssd_tokens=where.dram_tokens + where.ssd_tokens)

@@ -37,18 +37,24 @@ class Window:
     recent: deque[tuple[float, bool]] = field(default_factory=deque)  # seconds, whether it ended
     ended_s: list[float] = field(default_factory=list)
     censored_s: list[float] = field(default_factory=list)
+    _distribution: Distribution | None = None  # until the next observation; a turn's end asks three times
 
     def add(self, gap_s: float, ended: bool) -> None:
         if len(self.recent) >= WINDOW:
             oldest_s, oldest_ended = self.recent.popleft()
             ordered = self.ended_s if oldest_ended else self.censored_s
             del ordered[bisect_left(ordered, oldest_s)]
+        self._distribution = None
         self.recent.append((gap_s, ended))
         insort(self.ended_s if ended else self.censored_s, gap_s)
 
     def distribution(self, level: str) -> Distribution:
-        samples_s = tuple(self.ended_s)
-        return Distribution(level, samples_s, kaplan_meier(samples_s, self.censored_s), len(self.recent))
+        found = self._distribution
+        if found is None or found.level != level:
+            samples_s = tuple(self.ended_s)
+            cdf = kaplan_meier(samples_s, self.censored_s)
+            found = self._distribution = Distribution(level, samples_s, cdf, len(self.recent))
+        return found
 
 
 @dataclass(slots=True)

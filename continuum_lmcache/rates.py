@@ -107,7 +107,7 @@ class Rates:
             self.refused += 1
             return
         self.pace = self.pace.toward(self.pace.log_slower + math.log(took_s) - math.log(said_s))
-        self._correct()
+        self.costs = replace(self.costs, prefill=self.pace.of_curve(self._profile.prefill))
 
     @property
     def samples(self) -> dict[str, int]:

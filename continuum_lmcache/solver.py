@@ -25,9 +25,6 @@ class Best:
     probability: float  # P(gap <= ttl_s)
 
 
-NEVER = Best(0.0, 0.0)
-
-
 def best_ttl(seen: Distribution, benefit_s: float, max_ttl_s: float, price: float = 1.0) -> Best:
     """tau* within [0, max_ttl_s], in one pass over the ascending gaps; the shortest of equals.
 
@@ -37,14 +34,14 @@ def best_ttl(seen: Distribution, benefit_s: float, max_ttl_s: float, price: floa
     """
     if seen.level == "cold":
         return best_cold_ttl(benefit_s / price, max_ttl_s)
-    best, best_gain_s = NEVER, 0.0
+    best, best_gain_s = (0.0, 0.0), 0.0
     for ttl_s, probability in zip(seen.samples_s, seen.cdf, strict=True):
+        if ttl_s > max_ttl_s or benefit_s - price * ttl_s < best_gain_s:
+            break  # no later one can be better: P is at most 1
         gain_s = probability * benefit_s - price * ttl_s
-        if ttl_s > max_ttl_s:
-            break
         if gain_s > best_gain_s:
-            best, best_gain_s = Best(ttl_s, probability), gain_s
-    return best
+            best, best_gain_s = (ttl_s, probability), gain_s
+    return Best(*best)
 
 
 def best_cold_ttl(benefit_s: float, max_ttl_s: float) -> Best:

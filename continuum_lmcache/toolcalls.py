@@ -122,7 +122,7 @@ def addressed(text: str) -> Iterator[ToolKey]:
 
 def fenced(text: str) -> Iterator[ToolKey]:
     """The last ```bash block."""
-    starts = [found.end() for found in FENCE.finditer(text)]
+    starts = [found.end() for found in FENCE.finditer(text)] if "```" in text else []
     if starts:
         end = text.find("\n```", starts[-1] - 1)
         yield command_key(text[starts[-1] : end if end >= 0 else len(text)], "bash")

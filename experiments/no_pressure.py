@@ -3,12 +3,12 @@
     python -m experiments.no_pressure                  # without a KV connector
     python -m experiments.no_pressure --mp             # with LMCache's MP server behind each
 
-Two servers, of which one is always frozen by SIGSTOP, so that it takes no CPU: vLLM without this package and its
-fcfs, and `--scheduling-policy continuum`. Both serve the same programs in turns (A B, B A, A B, ...); each pair
-has programs of its own, which no prefix cache holds. Of each pair one ratio of mean job times, tool gaps
-included; what is printed of all pairs is their mean, its standard error, and what it makes of a 95 % interval.
-Turns of two lengths tell what a turn costs more, and what a token does. Job times are wall-clock times: for
-figures nothing else may run. The processes' CPU times need no quiet machine.
+Two servers, of which one is always frozen by SIGSTOP, so that it takes no CPU: vLLM without this package
+and its fcfs, and `--scheduling-policy continuum`. Both serve the same programs in turns (A B, B A, A B,
+...); each pair has programs of its own, which no prefix cache holds. Of each pair one ratio of mean job
+times, tool gaps included; printed of all pairs is their mean, its standard error, and what these make of a
+95 % interval. Turns of two lengths tell what a turn costs more, and what a token does. Job times are
+wall-clock times: for figures nothing else may run. The processes' CPU times need no quiet machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import psutil
@@ -33,7 +33,8 @@ from rich.table import Table
 from scipy import stats
 
 from experiments.client import Client
-from experiments.demo import ROOT, WINDOW_TOKENS, machine
+from experiments.demo_report import machine
+from experiments.demo_servers import ROOT
 from experiments.driver import Plan, TurnRecord, run
 from experiments.mp_server import serve_mp
 from experiments.replay import ORDINARY
@@ -43,6 +44,7 @@ from experiments.workload import Program, TurnSpec
 
 STOCK, OURS = "fcfs", "continuum"
 ALONE = {"VLLM_PLUGINS": ""}  # vLLM as it is without this package
+WINDOW_TOKENS = 4096
 TURNS, GAP_S = 6, 0.02
 FIRST_TOKENS, NEW_TOKENS = 384, 64
 OUTPUT_TOKENS = (8, 48)  # in turns
@@ -152,9 +154,7 @@ def servers(model: Path, out: Path, mp: bool, fcfs_args: str) -> Iterator[dict[s
             behind: list[tuple[str, psutil.Process]] = []
             if mp:
                 disk = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="no-pressure-")))
-                store = until.enter_context(
-                    serve_mp(1.0, disk, out / f"{name}-mp.log", with_module=name == OURS)
-                )
+                store = until.enter_context(serve_mp(1.0, disk, out / f"{name}-mp.log", module=name == OURS))
                 assert store.process is not None
                 behind = [("lmcache server", psutil.Process(store.process.pid))]
                 behind += [("lmcache server", p) for p in behind[0][1].children(recursive=True)]
@@ -174,6 +174,11 @@ def job_times_s(turns: Sequence[TurnRecord]) -> list[float]:
     for turn in turns:
         by_program.setdefault(turn.program, []).append(turn)
     return [ends(p)[1] - ends(p)[0] for p in by_program.values()]
+
+
+def ratio(stock: Sequence[TurnRecord], ours: Sequence[TurnRecord]) -> float:
+    """Of the mean job times, ours over stock's."""
+    return mean(job_times_s(ours)) / mean(job_times_s(stock))
 
 
 def ends(turns: Sequence[TurnRecord]) -> tuple[float, float]:
@@ -229,14 +234,14 @@ def report(sides: dict[str, Side], console: Console) -> None:
     """All figures of the pairs so far."""
     stock, ours = sides[STOCK], sides[OURS]
     pairs = list(zip(stock.turns, ours.turns, strict=True))
-    ratios = [mean(job_times_s(b)) / mean(job_times_s(a)) for a, b in pairs]
+    ratios = [ratio(a, b) for a, b in pairs]
     by_turn, by_token, first = zip(*(differences(a, b) for a, b in pairs), strict=True)
-    first_ms = [mean(1e3 * ((t.t_first or 0) - t.t_sent) for t in side.turns[0]) for side in (stock, ours)]
+    a_ms, b_ms = (mean(1e3 * ((t.t_first or 0) - t.t_sent) for t in side.turns[0]) for side in (stock, ours))
     console.print(f"pairs: {', '.join(f'{r:.4f}' for r in ratios)}")
     console.print(f"mean job time, {OURS} over {STOCK}: {estimate(ratios)}")
     console.print(f"a turn takes more, beside its tokens: {estimate(by_turn, ' ms')}")
     console.print(f"an output token takes more: {estimate(by_token, ' ms')}")
-    console.print(f"TTFT is longer by: {estimate(first, ' ms')}; first pair {first_ms[0]:.1f}, {first_ms[1]:.1f}")
+    console.print(f"TTFT is longer by: {estimate(first, ' ms')}; first pair {a_ms:.1f}, {b_ms:.1f}")
     console.print(cpu_table(sides))
 
 
@@ -279,7 +284,9 @@ def main(
                         side.turns.clear()
                         side.cpu_s.clear()
                 elif len(sides[STOCK].turns) > 1:
-                    ratio = mean(job_times_s(sides[OURS].turns[-1])) / mean(job_times_s(sides[STOCK].turns[-1]))
+                    ratio = mean(job_times_s(sides[OURS].turns[-1])) / mean(
+                        job_times_s(sides[STOCK].turns[-1])
+                    )
                     console.print(f"pair {pair} of {pairs}: {ratio:.4f}")
             report(sides, console)
             check(sides, console)

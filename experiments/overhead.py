@@ -1,20 +1,20 @@
 """What does our scheduler cost beside vLLM's own?    python -m experiments.overhead
 
-All contenders live in one process and take turns, step by step or turn by turn, so that a machine's moods fall
-on all of them alike; Python's collector rests meanwhile. Times are CPU times of the thread: a busy machine adds
-nothing to them, though it makes all of them longer. A figure is the median over the repeats of each repeat's
-median; in brackets the least and the greatest of these. "stock again" is stock's own scheduler a second time:
-how far it is from stock is what a difference can be wrong by. All have the fake connector of no size.
+All contenders live in one process and take turns, step by step or turn by turn, so that a machine's moods
+fall on all of them alike; Python's collector rests meanwhile. Times are CPU times of the thread: a busy
+machine adds nothing to them, though it makes all of them longer. A figure is the median over the repeats of
+each repeat's median; in brackets the least and the greatest of these. "stock again" is stock's own
+scheduler a second time: how far it is from stock is what a difference can be wrong by. All have the fake
+connector of no size.
 
-The steps are decode steps. A turn is its arrival, a step with its prompt, one decode step, and the step without
-tokens in which vLLM tells its worker that it is over; between turns the engine is idle. Its tool is named by the
-client, or read off the answer's last 512 tokens.
+The steps are decode steps. A turn is its arrival, a step with its prompt, one decode step, and the step
+without tokens in which vLLM tells its worker that it is over; between turns the engine is idle. Its tool is
+named by the client, or read off the answer's last 512 tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
 from typing import Annotated, Any
@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.sweep.cases import ON_DEMAND, STOCK, Bench
-from experiments.sweep.timed import WARM_UP_ROUNDS, StepCost, TurnRig, no_collections, rigs
-from experiments.sweep.timed import shared_clock
+from experiments.sweep.timed import WARM_UP_ROUNDS, StepCost, no_collections, rigs, shared_clock
+from experiments.sweep.timed_turn import TurnRig
 
 PARTS = ("whole_us", "schedule_us", "update_us", "stats_us")
 SIZES = ((1, 0, 0), (1, 16, 16), (16, 0, 0), (16, 64, 256), (256, 0, 0), (256, 1000, 200))

@@ -74,6 +74,17 @@ def test_an_engine_to_which_nothing_happens_tells_nothing_but_the_first_time(mak
     assert heard[1:] == [{}] * 4
 
 
+def test_a_busy_engine_tells_every_half_second_and_the_rest_in_its_last_step(make: Make) -> None:
+    bench = make(blocks=40)
+    bench.send("p", prompt(64), out=33)
+    bench.run_until_idle()
+    told_at = [at for at, stats in enumerate(bench.stats) if stats.kv_connector_stats]
+    assert told_at == [0, 5, 10, 15, 20, 25, 30, len(bench.stats) - 1], "a step takes 0.1 s"
+    last = heard_by_front_ends(bench)[-1]
+    assert last["pinned_blocks"] == {"": bench.keeper.ledger.pinned_blocks} == {"": 6}
+    assert last["pins"] == {"taken": 1}, "the turn's end is told before the engine idles"
+
+
 def test_a_return_is_told_with_where_its_context_was(make: Make) -> None:
     bench = make(blocks=20)
     first = bench.turn("p", prompt(64), out=17)

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from experiments.overhead import Ratio, contenders, measured, ratio
+from experiments.overhead import Spread, contenders, measured, more_ms, ratio, turn_costs_ms
 from experiments.sweep.timed import StepCost
 
 
@@ -19,8 +19,10 @@ def test_a_ratio_is_of_medians_of_one_repeat_and_its_range_over_the_repeats() ->
     slow = {"stock": steps(190, 190, 190), "ours": steps(190, 190, 9000)}
     jolt = {"stock": steps(90, 90, 90), "ours": steps(180, 180, 180)}
     found = ratio([calm, slow, jolt], "ours", "schedule_us")
-    assert found == Ratio(pytest.approx(1.1), pytest.approx(1.0), pytest.approx(2.0))
+    assert found == Spread(pytest.approx(1.1), pytest.approx(1.0), pytest.approx(2.0))
     assert ratio([calm], "ours", "whole_us").middle == pytest.approx(109 / 100)
+    more = more_ms([calm, slow, jolt], "ours", "schedule_us")
+    assert more == Spread(pytest.approx(0.009), pytest.approx(0.0), pytest.approx(0.09))
 
 
 def test_all_contenders_take_their_steps_in_one_process_pins_held() -> None:
@@ -32,3 +34,10 @@ def test_all_contenders_take_their_steps_in_one_process_pins_held() -> None:
     assert all(
         c.schedule_us > 0 < c.update_us and c.stats_us > 0 for r in repeats for cs in r.values() for c in cs
     )
+
+
+def test_a_finished_turn_is_timed_with_its_tool_named_and_read_off_its_text() -> None:
+    (costs_ms,) = turn_costs_ms(rounds=9, repeats=1)
+    named, read = (costs_ms[f"continuum, tool {how}"] for how in ("named", "read off the text"))
+    assert 0 < costs_ms["stock"] < read
+    assert named < read, "decoding and parsing the answer's end cost something"

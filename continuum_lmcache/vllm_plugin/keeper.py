@@ -140,8 +140,8 @@ class Keeper:
         self.appraiser.placed(now_s - turn.arrival_s, evicted)
         self.recorder.started(now_s, turn.program, turn.id, served, now_s - turn.arrival_s, evicted)
         if turn.program in self.ledger.pinned:
-            overlap = self.pins.overlap_blocks(turn.program, request.request_id)
-            self.release(now_s, turn.program, Outcome.REUSED if overlap else Outcome.DIVERGED)
+            is_reused = self.pins.is_reused(turn.program, request.request_id)
+            self.release(now_s, turn.program, Outcome.REUSED if is_reused else Outcome.DIVERGED)
 
     def preempted(self, now_s: float, turn_id: TurnId) -> None:
         """A running turn lost its memory and waits again."""

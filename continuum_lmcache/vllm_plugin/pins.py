@@ -58,10 +58,10 @@ class BlockPins:
             own = groups[0][-(-shared_tokens // self._block_tokens) :]
             self._pool.evict_blocks({b.block_id for b in own if b.ref_cnt == 1 and not b.is_null})
 
-    def overlap_blocks(self, program: ProgramId, request_id: str) -> int:
-        """How many of the pin's blocks the request took over."""
+    def is_reused(self, program: ProgramId, request_id: str) -> bool:
+        """Whether the request took over any of the pin's blocks."""
         mine = {b.block_id for group in self._manager.get_blocks(request_id).blocks for b in group}
-        return sum(b.block_id in mine for b in self._held.get(program, ()))
+        return any(b.block_id in mine for b in self._held.get(program, ()))
 
     def freeable_blocks(self, programs: Iterable[ProgramId]) -> int:
         """Blocks that would become free if all these pins were given up: nobody else uses them."""

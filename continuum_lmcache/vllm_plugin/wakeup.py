@@ -6,6 +6,7 @@ EngineCoreProc._process_input_queue (where an idle engine sleeps) and EngineCore
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -39,17 +40,23 @@ class Alarm:
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
         self._at_s: float | None = None
+        self._wakes_s = math.inf  # when its thread looks next
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="continuum-alarm", daemon=True)
         self._thread.start()
 
     def set(self, at_s: float | None) -> None:
-        """Ring at `at_s` on time.monotonic()'s clock; None: not at all."""
+        """Ring at `at_s` on time.monotonic()'s clock; None: not at all.
+
+        Its thread is woken only if it would sleep for too long: each turn's end sets another time, mostly a
+        later one.
+        """
         if at_s != self._at_s:
             with self._changed:
                 self._at_s = at_s
-                self._changed.notify()
+                if at_s is not None and at_s < self._wakes_s:
+                    self._changed.notify()
 
     def close(self) -> None:
         """End the thread."""
@@ -61,9 +68,9 @@ class Alarm:
         with self._changed:
             while not self._closed:
                 at_s = self._at_s
-                wait_s = None if at_s is None else at_s - time.monotonic()
-                if wait_s is not None and wait_s <= 0:
+                if at_s is not None and at_s <= time.monotonic():
                     self._at_s = None
                     self._ring()
                 else:
-                    self._changed.wait(wait_s)
+                    self._wakes_s = math.inf if at_s is None else at_s
+                    self._changed.wait(None if at_s is None else max(0.0, at_s - time.monotonic()))
