@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import grpc
+import msgspec
 import zmq
-from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest
+from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest, ServerModuleCallResponse
 from vllm.logger import init_logger
 
 from connectors.lmcache_mp_settings import settled
@@ -16,6 +18,16 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 
 logger = init_logger("vllm.continuum.lmcache")
+# what LMCache 0.5.6's clients raise beside OSError. ZMQ: its socket, a reply to another request (mq.py:430);
+# gRPC: the call (client.py:172), a closed channel, a reply that its codec cannot read (proto_codec.py)
+CALL_ERRORS = (
+    zmq.ZMQError,
+    grpc.RpcError,
+    grpc.FutureCancelledError,
+    msgspec.MsgspecError,
+    ValueError,
+    TypeError,
+)
 FIRST_ANSWER_S = 30.0
 
 
@@ -33,14 +45,16 @@ def settle(vllm_config: Any, announce: bool) -> None:
 
 
 def caller(client: Any) -> Call:
-    """One exchange with the server's tier module, over one of LMCache's own clients."""
+    """One exchange with the server's tier module, over one of LMCache's own clients. Raises OSError."""
 
     def call(payload: bytes, timeout_s: float) -> bytes:
         try:
             future = client.server_module_call(ServerModuleCallRequest(METHOD, payload))
             response = future.result(timeout=timeout_s)
-        except zmq.ZMQError as error:
-            raise ConnectionError(str(error)) from error
+        except CALL_ERRORS as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        if not isinstance(response, ServerModuleCallResponse):
+            raise ConnectionError(f"its reply is {response!r}")
         if not response.success:
             raise ConnectionError(response.error)
         payload_back: bytes = response.payload

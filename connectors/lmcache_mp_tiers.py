@@ -103,7 +103,7 @@ class Follower:
         with self._polling:
             asked_s = self._clock()
             ask = msgspec.structs.replace(self._ask, epoch=self.mirror.epoch, number=self.mirror.number)
-            told = msgspec.msgpack.decode(self._call(msgspec.msgpack.encode(ask), timeout_s), type=Told)
+            told = decoded(self._call(msgspec.msgpack.encode(ask), timeout_s))
             self.mirror.absorb(told)
             self.lookups += told.lookups
             self._heard_s = asked_s
@@ -134,6 +134,14 @@ class Follower:
         if not self.is_up:
             self.is_up = True
             logger.info("LMCache's MP server answers again")
+
+
+def decoded(payload: bytes) -> Told:
+    """The server's answer. Raises ConnectionError for one that cannot be read."""
+    try:
+        return msgspec.msgpack.decode(payload, type=Told)
+    except msgspec.MsgspecError as error:
+        raise ConnectionError(f"its answer cannot be read: {error}; run one release on both sides") from error
 
 
 class MpTiers:
