@@ -6,14 +6,19 @@ copies the backends' keys, in a thread of the worker, over a ZMQ socket of its o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import vllm.envs as envs
 import zmq
+from vllm.logger import init_logger
 
+logger = init_logger("vllm.continuum.lmcache")
+ANSWER_S = 30.0  # how long a rank's answer may take; then it is asked again when next in doubt
 POLL_MS = 200  # how long the server takes to notice that it should end
 
 
@@ -51,10 +56,16 @@ class ProbeServer:
 
 
 class Probe:
-    """The scheduler's side: asks all ranks and picks the answers up later. Never waits."""
+    """The scheduler's side: asks all ranks and picks the answers up later. Never waits.
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._waiting = 0
+    A rank that cannot be asked (`ipc://` reaches no other node) is known by its reports alone.
+    """
+
+    def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._addresses, self._clock = addresses, clock
+        self._waiting: set[int] = set()  # ranks that have not answered the last question
+        self._silent: set[int] = set()  # ranks that a warning was given of
+        self._asked_s = 0.0
         self._sockets = []
         for address in addresses:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -65,15 +76,31 @@ class Probe:
         """Send the question, unless one is on its way."""
         if not self._waiting:
             for socket in self._sockets:
-                socket.send(b"", zmq.NOBLOCK)
-            self._waiting = len(self._sockets)
+                with contextlib.suppress(zmq.Again):  # a thousand questions wait for this rank already
+                    socket.send(b"", zmq.NOBLOCK)
+            self._waiting, self._asked_s = set(range(len(self._sockets))), self._clock()
 
     def answers(self) -> Iterator[Snapshot]:
         """What has come in since."""
-        for socket in self._sockets if self._waiting else ():
+        for rank, socket in enumerate(self._sockets) if self._waiting else ():
             while socket.poll(0):
-                self._waiting -= 1
+                self._waiting.discard(rank)
                 yield msgspec.msgpack.decode(socket.recv(), type=Snapshot)
+        if self._waiting and self._clock() - self._asked_s > ANSWER_S:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Wait no longer for the ranks that have not answered: the next doubt asks all again."""
+        for rank in sorted(self._waiting - self._silent):
+            logger.warning(
+                "LMCache's worker of rank %d has not said for %g s what its tiers hold (%s): what it reports "
+                "with its steps must do. To do: nothing, if the rank is on another node",
+                rank,
+                ANSWER_S,
+                self._addresses[rank],
+            )
+        self._silent |= self._waiting
+        self._waiting = set()
 
     def close(self) -> None:
         for socket in self._sockets:

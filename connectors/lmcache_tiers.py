@@ -9,8 +9,9 @@ controller. Every change has a number, so a snapshot and the reports around it m
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from connectors.lmcache_probe import Probe, Snapshot
@@ -18,6 +19,7 @@ from connectors.lmcache_worker import RankReport, TierReport
 from continuum_lmcache.tiers import Holding, Transfer
 
 MEMO_CHUNKS = 65_536  # chunk hashes remembered, about 12 MB
+BEHIND_S = 1.0  # between questions while disk writes are pending: an answer of 400k chunks takes 45 ms
 MAX_TRANSFERS = 10_000  # kept for a reader of transfers(), if there is one
 
 
@@ -100,19 +102,27 @@ class ChunkHashes:
 class Tiers:
     """The core's TierStore over LMCache: answers from the mirror, and never waits."""
 
-    def __init__(self, database: Any, chunk_tokens: int, addresses: Sequence[str]) -> None:
-        self._chunk_tokens = chunk_tokens
+    def __init__(
+        self,
+        database: Any,
+        chunk_tokens: int,
+        addresses: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._chunk_tokens, self._clock = chunk_tokens, clock
         self._hashes = ChunkHashes(database, chunk_tokens)
         self._mirror = Mirror(len(addresses))
         self._transfers: deque[Transfer] = deque(maxlen=MAX_TRANSFERS)
-        self._probe = Probe(addresses)
+        self._probe = Probe(addresses, clock)
+        self._heard_s = clock()  # when a worker last told something
         self._probe.ask()
 
     def locate(self, token_ids: Sequence[int]) -> Holding:
         for snapshot in self._probe.answers():
             self._mirror.replace(snapshot)
-        if self._mirror.is_behind:
-            self.doubt()
+            self._heard_s = self._clock()
+        if self._mirror.is_behind and self._clock() - self._heard_s > BEHIND_S:
+            self.doubt()  # no step has reported: the engine was idle
         dram_chunks, ssd_chunks = self._mirror.plan(self._hashes.of(token_ids))
         return Holding(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 
@@ -130,6 +140,7 @@ class Tiers:
         return taken
 
     def absorb(self, report: TierReport) -> None:
+        self._heard_s = self._clock()
         for rank, told in report.ranks.items():
             self._transfers.extend(told.transfers)
             if not self._mirror.apply(rank, told):

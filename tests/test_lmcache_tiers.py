@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,9 +13,11 @@ pytest.importorskip("lmcache")
 
 from hypothesis import given as given_that
 from hypothesis import strategies as st
+from lmcache_mp_rig import Clock
 from lmcache_rig import CHUNK, prompt
 
-from connectors.lmcache_probe import Snapshot
+from connectors import lmcache_probe
+from connectors.lmcache_probe import ANSWER_S, Probe, ProbeServer, Snapshot, addresses
 from connectors.lmcache_tiers import ChunkHashes, Mirror, Tiers
 from connectors.lmcache_worker import Change, RankReport
 from continuum_lmcache.tiers import Holding
@@ -217,3 +220,48 @@ def test_a_report_that_is_lost_is_noticed_by_the_next_one_and_asked_for(rig):
     while r.tiers.locate(prompt(2, 2)) != Holding(2 * CHUNK, 0) and time.monotonic() < end_s:
         time.sleep(0.005)
     assert r.tiers.locate(prompt(2, 2)) == Holding(2 * CHUNK, 0)
+
+
+def test_a_rank_that_does_not_answer_is_named_once_and_the_others_are_asked_again(tmp_path, monkeypatch):
+    warnings, clock = [], Clock()
+    log = SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(lmcache_probe, "logger", log)
+    here, elsewhere = addresses(str(tmp_path), 2)
+    server = ProbeServer(here, lambda: Snapshot(0, 1, [], [], 0))
+    probe = Probe([here, elsewhere], clock)
+    for _ in range(2):
+        probe.ask()
+        assert [snapshot.rank for snapshot in answered(probe)] == [0]
+        probe.ask()
+        assert answered(probe, within_s=0.05) == [], "the question is still on its way to one rank"
+        clock.now_s += ANSWER_S + 1
+        assert list(probe.answers()) == []
+        assert len(warnings) == 1 and "rank 1" in warnings[0] and elsewhere in warnings[0]
+    probe.close()
+    server.close()
+
+
+def answered(probe, within_s: float = 5.0) -> list[Snapshot]:
+    """The answers, as soon as there are some."""
+    end_s, found = time.monotonic() + within_s, []
+    while not found and time.monotonic() < end_s:
+        found += probe.answers()
+        time.sleep(0.005)
+    return found
+
+
+def test_pending_disk_writes_are_asked_after_once_a_second_and_not_at_every_look(rig):
+    """An answer names every chunk: 7 ms of the scheduler's thread for 100k of them."""
+    r, clock, asked = rig(), Clock(), []
+    r.tiers.close()
+    r.tiers = Tiers(r.database, CHUNK, r.tiers._probe._addresses, clock)
+    answered_at_start(r)
+    r.tiers._mirror._pending[0] = 1
+    r.tiers._probe.ask = lambda: asked.append(clock.now_s)
+    for _ in range(30):
+        clock.now_s += 0.1
+        r.tiers.locate(prompt(1, 2))
+        if asked[-1:] == [clock.now_s]:
+            r.tiers._heard_s = clock.now_s  # its answer
+    assert len(asked) == 2
+    r.tiers._mirror._pending[0] = 0
