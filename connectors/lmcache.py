@@ -86,6 +86,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._kv_bytes_per_token = machine(vllm_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
         self._never_saves = bool(getattr(self._impl, "force_skip_save", False))  # its user's own wish
+        self._is_shared = is_shared(self._impl.config, vllm_config.kv_transfer_config.kv_role)
         self._dead: list[int] = []  # chunks to be dropped, for the next step's metadata
         self._wanted: list[list[int]] = []  # of prompts to be raised to DRAM, likewise
         self._expected: list[ExpectedLoad] = []  # what vLLM takes for loaded by the next step
@@ -147,8 +148,11 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._impl.force_skip_save = self._never_saves or not wanted
 
     def stalls(self) -> bool:
-        """In-process LMCache waits for the copy at the end of each step that stores."""
-        return True
+        """In-process LMCache waits for the copy at the end of each step that stores.
+
+        What peers may load is stored all the same: whether that repays is not known here.
+        """
+        return not self._is_shared
 
     # ---- scheduler: vLLM's calls
 
@@ -269,6 +273,12 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> TransferMetrics:
         return TransferMetrics(*args)
+
+
+def is_shared(config: Any, kv_role: str) -> bool:
+    """Whether other engines may load what this one stores."""
+    names = ("remote_url", "remote_storage_plugins", "storage_plugins", "enable_p2p", "enable_pd")
+    return kv_role == "kv_producer" or any(getattr(config, name) for name in names)
 
 
 def refuse_degraded(impl: Any) -> None:

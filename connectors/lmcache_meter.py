@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +41,7 @@ class Meter:
     def __init__(self, engine: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._reads: list[Transfer] = []
+        self._elsewhere: list[tuple[int, float]] = []  # bytes and seconds of reads that are no tier's of ours
         self._puts: list[tuple[int, int]] = []
         self._done: list[Transfer] = []
         store = engine.storage_manager
@@ -56,17 +57,21 @@ class Meter:
 
     def retrieve(self, *args: Any, **kwargs: Any) -> Any:
         self._reads.clear()
+        self._elsewhere.clear()
         start_s = self._clock()
         found = self._retrieve(*args, **kwargs)
-        loads = with_copy(self._reads, self._clock() - start_s)
+        loads = with_copy(self._reads, self._clock() - start_s, self._elsewhere)
         self._done += [replace(load, turn=kwargs.get("req_id") or "") for load in loads]
         return found
 
     def batched_get(self, keys: Any, location: str | None = None) -> Any:
         start_s = self._clock()
         chunks = self._get(keys=keys, location=location)
+        took_s, read = self._clock() - start_s, sizes(chunks)
         if tier := TIERS.get(location or ""):
-            self._reads.append(moved(tier, "load", sizes(chunks), self._clock() - start_s))
+            self._reads.append(moved(tier, "load", read, took_s))
+        else:
+            self._elsewhere.append((sum(size_bytes for _, size_bytes in read), took_s))
         return chunks
 
     def store(self, *args: Any, **kwargs: Any) -> None:
@@ -91,11 +96,17 @@ def moved(tier: Tier, direction: str, sizes: list[tuple[int, int]], duration_s: 
     return Transfer(tier, direction, sum(t for t, _ in sizes), sum(b for _, b in sizes), duration_s)
 
 
-def with_copy(reads: Iterable[Transfer], total_s: float) -> list[Transfer]:
-    """The reads of one load that brought something, with what else the load took shared out by bytes."""
+def with_copy(
+    reads: Iterable[Transfer], total_s: float, elsewhere: Sequence[tuple[int, float]] = ()
+) -> list[Transfer]:
+    """The reads of one load that brought something, with what else the load took shared out by bytes.
+
+    What it read `elsewhere` (bytes, seconds), from a remote backend or a peer, has its share of that too.
+    """
     reads = [read for read in reads if read.size_bytes]
-    copy_s = max(0.0, total_s - sum(read.duration_s for read in reads))
-    all_bytes = sum(read.size_bytes for read in reads)
+    read_s = sum(read.duration_s for read in reads) + sum(took_s for _, took_s in elsewhere)
+    copy_s = max(0.0, total_s - read_s)
+    all_bytes = sum(read.size_bytes for read in reads) + sum(size_bytes for size_bytes, _ in elsewhere)
     return [
         replace(read, duration_s=read.duration_s + copy_s * read.size_bytes / all_bytes) for read in reads
     ]

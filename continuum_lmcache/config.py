@@ -36,7 +36,7 @@ class ContinuumConfig:
     first_prompt_order: bool = True  # at the door, a small first prompt goes before a large one
     no_loss_guard: bool = True  # vLLM's own order while all fit half of the KV cache and nobody is held
     drop_dead: bool = True  # the KV of a program that is over is the first to go
-    stop_stores: bool = True  # do not store while that holds steps up and nothing repays it
+    stop_stores: bool = False  # do not store while that holds steps up and nothing repays it
     prefetch: bool = True  # where steps wait for loads, raise KV from disk to DRAM before a tool returns
     priced_pins: bool = True  # a pin costs only while a turn waits for memory, and is looked at again
     measured_chunk: bool = True  # decodes before prompts, in chunks as small as the profile's step times say

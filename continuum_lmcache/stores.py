@@ -26,7 +26,7 @@ LEAST_TRANSFERS = 8  # measured ones, before which the link's rate stands in
 class Stores:
     """Learns from every turn and every store; answers whether to go on. Times in seconds."""
 
-    stalls: bool  # whether steps wait for stores at all
+    stalls: bool  # whether steps wait for stores, which only this engine reads
     new_tokens: float = 0.0
     lost_tokens: float = 0.0
     _at_s: float = 0.0

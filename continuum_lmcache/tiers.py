@@ -94,7 +94,7 @@ class StoreSwitch(Protocol):
         """Store what is computed from now on, or leave it."""
 
     def stalls(self) -> bool:
-        """Whether steps wait for their stores: storing then costs everybody's time."""
+        """Whether steps wait for their stores, and nobody else reads them: else storing is never stopped."""
 
 
 LoadRule = Callable[[TurnId, Residency], int]

@@ -110,6 +110,12 @@ def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
     assert seen[0] == seen[-1]
 
 
+def test_what_a_plain_request_computes_is_weighed_as_a_store_too(make: Make) -> None:
+    bench = make(blocks=20)
+    bench.turn(None, prompt(64, 77))
+    assert bench.keeper.crowd.stores.new_tokens == 64
+
+
 def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
     bench = make(blocks=20)
     crowd_in(bench, 8)
@@ -264,8 +270,13 @@ def test_an_inferred_program_does_not_wait_at_the_door_with_its_context_inside(m
     assert bench.keeper.turns[back].program is not None and back not in held(bench)
 
 
-def test_stores_that_hold_steps_up_stop_while_nothing_is_lost(model: Path, settings: Any) -> None:  # noqa: F811
-    settings(policy="continuum")
+@pytest.mark.parametrize("given", [{}, {"stop_stores": "true"}], ids=["default", "stop_stores"])
+def test_stores_that_hold_steps_up_stop_while_nothing_is_lost_where_that_is_asked_for(
+    model: Path,
+    settings: Any,  # noqa: F811
+    given: dict[str, str],
+) -> None:
+    settings(policy="continuum", **given)
     extra = {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK, "fake.store_gbps": 1e-6, "fake.sleep": True}
     transfer = {
         "kv_connector": "FakeConnector",
@@ -277,7 +288,8 @@ def test_stores_that_hold_steps_up_stop_while_nothing_is_lost(model: Path, setti
     for story in range(12):
         bench.turn(f"p{story}", prompt(10 * BLOCK, story))
     planner = bench.scheduler.connector.planner
-    assert not planner.storing and totals_of(bench.keeper)["storing"] == {"": False}
+    storing = not given
+    assert planner.storing == storing and totals_of(bench.keeper)["storing"] == {"": storing}
     bench.scheduler.shutdown()
 
 

@@ -20,6 +20,12 @@ def test_a_loads_copy_is_shared_out_by_bytes():
     assert with_copy([Transfer(Tier.SSD, "load", 0, 0, 0.5)], 1.0) == []
 
 
+def test_what_a_load_read_from_a_remote_backend_is_no_tiers_time():
+    reads = [Transfer(Tier.DRAM, "load", 16, 300, 0.1)]
+    (load,) = with_copy(reads, total_s=1.0, elsewhere=[(900, 0.5)])
+    assert (load.size_bytes, load.duration_s) == (300, pytest.approx(0.1 + 0.4 / 4))
+
+
 def test_every_load_and_store_is_timed_by_tier(rig):
     r = rig()
     r.store(prompt(1, 4))

@@ -122,13 +122,13 @@ class Keeper:
         self.waiting_turns -= 1
         served = self.supply.of(request, turn)
         self.supply.count(served)
-        if turn.program is None:
+        if turn.program is None:  # of what the GPU lost, only what a tier brought back is known
+            self.crowd.stores.turn(now_s, served.recompute_tokens, served.dram_tokens + served.ssd_tokens)
             return
         self.ledger.started(turn.id, turn.program)
         if not self.ledger.programs[turn.program].turns:
             self.crowd.finds(request, turn.gpu_tokens + turn.loaded_tokens)
-        context_tokens = self.ledger.programs[turn.program].context_tokens
-        context_tokens = min(context_tokens, request.num_prompt_tokens)
+        context_tokens = min(self.ledger.programs[turn.program].context_tokens, request.num_prompt_tokens)
         if turn.repeats_tokens is not None:  # what is not asked for was not lost
             context_tokens = min(context_tokens, turn.repeats_tokens)
         self.supply.returned(served, context_tokens)
