@@ -119,22 +119,38 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     # ---- scheduler: vLLM's calls
 
+    def on_new_request(self, request: Any) -> None:
+        """With eager_prefetch the lookup is submitted here: its lease's age counts from now."""
+        if self._eager_prefetch and not request.resumable:
+            self._asks(request.request_id, self._get_or_create_request_tracker(request))
+        super().on_new_request(request)
+
+    def _asks(self, request_id: str, tracker: Any) -> None:
+        """The request's lookup is submitted now, or was before."""
+        self._leases.asked(request_id)
+        if request_id not in self._found:
+            self._found[request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
+
+    def _is_renewing(self, request_id: str, tracker: Any) -> bool:
+        """Whether the request's lease is too old to be used, and is on its way back to the server."""
+        return self._leases.is_renewing(
+            request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
+        )
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tracker = self._get_or_create_request_tracker(request)
         if request.request_id in self._declined:
             return 0, False
-        if self._leases.is_renewing(
-            request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
-        ):
+        if self._is_renewing(request.request_id, tracker):
             return None, True
-        self._leases.asked(request.request_id)
-        if request.request_id not in self._found:
-            self._found[request.request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
+        self._asks(request.request_id, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
             # an earlier lookup's hits: LMCache leaves them when a later one finds nothing, takes that many
             # tokens for computed, and stores their blocks before they are
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found and self._is_renewing(request.request_id, tracker):  # an eager lookup's answer comes late
+            return None, True
         if found and self._rule is not None:
             where = Residency(num_computed_tokens, found, 0, request.num_tokens)
             if not self._rule(TurnId(request.request_id), where):

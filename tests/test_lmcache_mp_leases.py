@@ -16,6 +16,7 @@ pytest.importorskip("lmcache")
 from lmcache_mp_rig import Clock, MpRig
 from lmcache_mp_server import CHUNK, wait_for
 from lmcache_rig import prompt
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connectors.lmcache_mp import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp_leases import Leases
@@ -52,6 +53,10 @@ def waiting(mp_rig: Make) -> Waiting:
         _hit_alignment_tokens=CHUNK,
         _connector_stats=SimpleNamespace(record_lookup=lambda _: None),
         _tiers=rig.tiers,
+        _role=KVConnectorRole.SCHEDULER,
+        _eager_prefetch=False,
+        _loading=set(),
+        _left=set(),
         _found={},
         _leases=Leases(rig.scheduler, 300.0, clock),
         _rule=None,
@@ -90,6 +95,18 @@ def test_a_young_lease_is_used_and_an_old_one_is_looked_up_afresh(waiting: Waiti
     assert connector.get_num_new_matched_tokens(request, 0) == (None, True)
     assert look_up(connector, request) == 2 * CHUNK
     assert connector._leases.counts["renewed"] == 1
+    connector.request_finished(request, [])
+
+
+def test_an_eager_lookups_lease_is_as_old_as_the_request(waiting: Waiting) -> None:
+    """lmcache.mp.eager_prefetch locks what it finds when the request arrives, which may queue for minutes."""
+    rig, connector, request, clock = waiting
+    connector._eager_prefetch, request.resumable = True, False
+    connector.on_new_request(request)
+    wait_for(lambda: locked(rig) == 2)
+    clock.now_s = 101.0
+    assert look_up(connector, request) == 2 * CHUNK
+    assert connector._leases.counts["renewed"] == 1 and locked(rig) == 2
     connector.request_finished(request, [])
 
 
