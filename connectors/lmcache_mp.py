@@ -77,6 +77,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._found: dict[str, Holding] = {}
         self._rule: LoadRule | None = None  # None: load all there is
         self._declined: set[str] = set()  # requests that compute what could be loaded
+        self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
+        self._left: set[str] = set()  # those that ended meanwhile, until the workers are told
         warn_of_small_l1(told, bytes_per_token, max_model_len)
         self._follower.start()
 
@@ -169,15 +171,20 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._leases.used(request.request_id)
         self._declined.discard(request.request_id)
+        if num_external_tokens:
+            self._loading.add(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         meta = super().build_connector_meta(scheduler_output)
         meta.server_is_up = self._follower.is_up  # the worker would find out by waiting
+        meta.left_loading = self._left & scheduler_output.finished_req_ids
+        self._left -= meta.left_loading
         return meta
 
     def update_connector_output(self, connector_output: Any) -> None:
         super().update_connector_output(connector_output)
+        self._loading -= connector_output.finished_recving or set()
         if isinstance(connector_output.kv_connector_worker_meta, MpReport):
             self._tiers.absorb(connector_output.kv_connector_worker_meta)
 
@@ -191,6 +198,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._leases.forget(request.request_id)
         self._found.pop(request.request_id, None)
         self._declined.discard(request.request_id)
+        if request.request_id in self._loading:
+            self._left.add(request.request_id)
         return super().request_finished(request, block_ids)
 
     def _server_went_down(self) -> None:
@@ -208,15 +217,28 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         rank = self._vllm_config.parallel_config.rank
         self._worker = MpWorkerSide(adapter, rank, self._kv_bytes_per_token, told.read_lease_s)
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        if self._worker is not None and getattr(kv_connector_metadata, "need_flush_before_forward", False):
+            self._worker.await_stores()
+        super().handle_preemptions(kv_connector_metadata)
+
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and not connector_metadata.server_is_up:
             self._worker.server_is_down()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._worker is not None:
-            self._worker.poll()
-        return super().get_finished(finished_req_ids)
+        """What ended. A request that ended while its KV was loaded is told when the load has, and once.
+
+        LMCache 0.5.6 tells it at once, as stored: vLLM frees blocks that are still written to, and stops at
+        the second word of it (vllm/v1/core/sched/scheduler.py:3223, 3234).
+        """
+        if self._worker is None:
+            return super().get_finished(finished_req_ids)
+        self._worker.poll()
+        left_loading: set[str] = self._get_connector_metadata().left_loading
+        with self._worker.giving_up_only_what_is_over():
+            return super().get_finished(finished_req_ids - left_loading)
 
     def build_connector_worker_meta(self) -> MpReport | None:
         return self._worker.report() if self._worker is not None else None

@@ -4,14 +4,26 @@ On a CPU the worker itself waits for the server in each load and store, by defau
 that times out kills the engine (worker_transfer.py, EngineDrivenTransferContext.submit_store). Here it
 waits for STALL_S, once: then the server counts as dead until LMCache's own heartbeat finds it again.
 
+On a GPU the server itself reads and writes vLLM's blocks, some time after it was asked. One that does not
+answer may be busy and do so yet, so blocks are not given back before
+
+    the server's answer | its connection was closed | mq_timeout has passed since it fell silent
+
+LMCache gives up all moves as soon as a heartbeat goes unanswered: what is written then is another request's.
+
 Seams of LMCacheMPWorkerAdapter, read in LMCache 0.5.6: submit_store_request and submit_retrieve_request
-(wrapped on the instance), store_futures, retrieve_futures, and the private `_health_event`.
+(wrapped on the instance), store_futures, retrieve_futures, req_client, and the private `_health_event` and
+`_mq_timeout`. Of its ZMQ client: `_message_queue_client.cancel_streams`, which its loop calls when the
+connection is closed (transport/zmq_impl/mq.py:272), wrapped on the instance.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +36,8 @@ from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
 
 STALL_S = 5.0  # a live server answers in milliseconds
+HEALTHY = threading.Event()
+HEALTHY.set()
 
 
 @dataclass(slots=True)
@@ -35,6 +49,7 @@ class Move:
     tokens: int
     start_s: float
     future: MessagingFuture[bool]
+    given_up_s: float = math.inf  # the server was silent meanwhile: from then on it counts as over
 
 
 class MpWorkerSide:
@@ -51,10 +66,13 @@ class MpWorkerSide:
         self._adapter, self._rank, self._clock = adapter, rank, clock
         self._kv_bytes_per_token = kv_bytes_per_token
         self._longest_load_s = lease_s * LEASE_SHARE
+        self._was_cut = threading.Event()  # the connection was closed: whoever was asked is gone
         self._running: list[Move] = []
         self._fresh = MpReport()
         self._store, adapter.submit_store_request = adapter.submit_store_request, self.store
         self._retrieve, adapter.submit_retrieve_request = adapter.submit_retrieve_request, self.retrieve
+        if queue := getattr(adapter.req_client, "_message_queue_client", None):  # else gRPC
+            self._cancel_streams, queue.cancel_streams = queue.cancel_streams, self.connection_closed
 
     def store(self, request_id: str, op: Any, *args: Any, **kwargs: Any) -> None:
         """submit_store_request. A server that does not answer costs the store, not the engine."""
@@ -79,13 +97,55 @@ class MpWorkerSide:
         """Submit nothing more until LMCache's heartbeat finds the server again and registers with it."""
         self._adapter._health_event.clear()
 
+    def await_stores(self) -> None:
+        """Wait for the stores under way: the blocks that they read are about to be overwritten.
+
+        Not for a server that is gone; for one that does not answer mq_timeout in all, and LMCache waits for
+        that long for each store.
+        """
+        end_s = self._clock() + self._adapter._mq_timeout
+        for move in [move for move in self._running if not move.is_load]:
+            while not move.future.query():
+                if self._was_cut.is_set() or self._clock() > end_s:
+                    self.server_is_down()  # the adapter then waits for nothing
+                    return
+                move.future.wait(0.01)
+
+    def connection_closed(self) -> None:
+        """LMCache's client lost its connection. Called by a thread of the client's."""
+        self._was_cut.set()
+        self._cancel_streams()
+
     def poll(self) -> None:
         """Note which moves have ended. Called before the adapter's get_finished, which forgets them."""
-        if not self._adapter.is_healthy:
-            self._running.clear()  # the adapter gives them up
         for move in [move for move in self._running if move.future.query()]:
             self._running.remove(move)
             self._ended(move)
+        self._give_up()
+
+    @contextlib.contextmanager
+    def giving_up_only_what_is_over(self) -> Iterator[None]:
+        """Within: the adapter takes the server for healthy, so that its get_finished gives up no move.
+
+        Its heartbeat has the event itself, and goes on.
+        """
+        adapter = self._adapter
+        health, adapter._health_event = adapter._health_event, HEALTHY
+        try:
+            yield
+        finally:
+            adapter._health_event = health
+
+    def _give_up(self) -> None:
+        """End the moves that no server will execute any more, as failed: vLLM computes their tokens."""
+        now_s, was_cut = self._clock(), self._was_cut.is_set()
+        self._was_cut.clear()
+        for move in self._running:
+            if not self._adapter.is_healthy:
+                move.given_up_s = min(move.given_up_s, now_s + self._adapter._mq_timeout)
+        for move in [move for move in self._running if was_cut or now_s >= move.given_up_s]:
+            self._running.remove(move)
+            self._fail(move)
 
     def report(self) -> MpReport | None:
         """What ended since the last report, from rank 0."""
@@ -93,7 +153,12 @@ class MpWorkerSide:
         return fresh if self._rank == 0 and (fresh.loads or fresh.stores) else None
 
     def _ready(self) -> float:
-        """Bound the adapter's own wait; the time is now. A new context comes with every registration."""
+        """Bound the adapter's own wait; the time is now. A new context comes with every registration.
+
+        What an earlier server was asked for is given up first: the connection that was closed is not the
+        one that the next move goes by.
+        """
+        self._give_up()
         context = self._adapter.transfer_ctx
         if self._adapter.is_healthy and isinstance(context, EngineDrivenTransferContext):
             context.engine_driven_context.mq_timeout = STALL_S
@@ -108,7 +173,7 @@ class MpWorkerSide:
     def _ended(self, move: Move) -> None:
         duration_s = self._clock() - move.start_s
         if move.is_load and duration_s > self._longest_load_s:
-            self._distrust(move.request_id)
+            self._fail(move)  # the lease may have ended while it was read
         elif move.future.result(timeout=0):
             size_bytes = move.tokens * self._kv_bytes_per_token
             if move.is_load:
@@ -117,9 +182,13 @@ class MpWorkerSide:
                 stored = Transfer(Tier.DRAM, "store", move.tokens, size_bytes, duration_s, in_step=False)
                 self._fresh.stores.append(stored)
 
-    def _distrust(self, request_id: str) -> None:
-        """The lease may have ended while it was read: report it failed, so that vLLM computes it."""
+    def _fail(self, move: Move) -> None:
+        """Put a failed one in its place, which the adapter reports."""
         failed: MessagingFuture[bool] = MessagingFuture()
         failed.set_result(False)
-        _, block_ids = self._adapter.retrieve_futures[request_id]
-        self._adapter.retrieve_futures[request_id] = (failed, block_ids)
+        if not move.is_load:
+            if self._adapter.store_futures.get(move.request_id) is move.future:
+                self._adapter.store_futures[move.request_id] = failed
+            return
+        _, block_ids = self._adapter.retrieve_futures[move.request_id]
+        self._adapter.retrieve_futures[move.request_id] = (failed, block_ids)

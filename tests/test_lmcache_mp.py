@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,19 +14,23 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
+import grpc
 from contract.test_tier_store import Programs
 from hypothesis import given
 from hypothesis import strategies as st
 from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.multiprocess.futures import MessagingFuture
+from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
 from lmcache_mp_rig import Clock, MpEngine, MpRig, op
-from lmcache_mp_server import CHUNK
+from lmcache_mp_server import CHUNK, MpServer, wait_for
 from lmcache_rig import prompt
 
 from connectors import lmcache_mp_tiers
 from connectors.lmcache_mp_loads import LoadBook, TimedLoad
 from connectors.lmcache_mp_module import TierLog
 from connectors.lmcache_mp_settings import settled
-from connectors.lmcache_mp_tiers import MAX_AGE_S, Follower, MpMirror, MpTiers
+from connectors.lmcache_mp_start import caller
+from connectors.lmcache_mp_tiers import MAX_AGE_S, POLL_S, Follower, MpMirror, MpTiers
 from connectors.lmcache_mp_wire import Ask, Lookup, Told
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.tiers import Holding, Transfer
@@ -182,7 +188,159 @@ def test_a_silent_server_gets_one_warning_and_its_tiers_count_as_empty(
     assert (follower.is_up, tiers.locate(prompt(1, 2), "")) == (True, Holding(2 * CHUNK, 0))
 
 
+def answering(response: object) -> MessagingFuture:
+    future: MessagingFuture = MessagingFuture()
+    future.set_exception(response) if isinstance(response, Exception) else future.set_result(response)
+    return future
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ServerModuleCallResponse(True, b"\x80", ""),
+        ServerModuleCallResponse(True, b"not MessagePack", ""),
+        ServerModuleCallResponse(False, b"", "no such method"),
+        ValueError("Response operation 'ping' does not match request 'server_module_call'"),
+        grpc.RpcError("unavailable"),
+        None,
+    ],
+    ids=["another release", "no MessagePack", "refused", "another reply", "gRPC", "no reply"],
+)
+def test_a_bad_answer_counts_as_silence_and_the_follower_goes_on(
+    mp_rig: Make, monkeypatch: pytest.MonkeyPatch, bad: object
+) -> None:
+    rig, log, downs, answers = mp_rig(), Heard(), [], ["right"]
+    monkeypatch.setattr(lmcache_mp_tiers, "logger", log)
+    (client,) = rig.scheduler.req_clients.values()
+
+    def ask(request: object) -> MessagingFuture:
+        return client.server_module_call(request) if answers[-1] == "right" else answering(bad)
+
+    call = caller(SimpleNamespace(server_module_call=ask))
+    follower = Follower(call, Ask("m", 1), lambda: downs.append(1))
+    follower.poll()
+    follower.start()
+    answers.append("bad")
+    wait_for(lambda: not follower.is_up)
+    asked = follower._heard_s
+    time.sleep(3 * POLL_S)
+    assert follower._thread.is_alive() and follower._heard_s == asked
+    assert downs == [1] and len(log.warnings) == 1 and "not answer" in log.warnings[0]
+    answers.append("right")
+    wait_for(lambda: follower.is_up)
+    follower.close()
+
+
 # ---- a dead server
+
+
+Moves = dict[str, MessagingFuture]
+
+
+def never_answered(rig: MpEngine) -> Moves:
+    """Loads and stores as the server does them on a GPU: asked for, and done some time later, or never."""
+    moves: Moves = {}
+
+    def submit(request_id: str, *_: object, **__: object) -> MessagingFuture:
+        return moves.setdefault(request_id, MessagingFuture())
+
+    rig.adapter.transfer_ctx.submit_retrieve = rig.adapter.transfer_ctx.submit_store = submit
+    return moves
+
+
+def ended(rig: MpEngine, *finished: str) -> tuple[set[str], set[str], set[int]]:
+    """What the worker tells at a step's end: stored, loaded, and blocks whose load failed."""
+    rig.worker.poll()
+    with rig.worker.giving_up_only_what_is_over():
+        stored, loaded = rig.adapter.get_finished(set(finished))
+    return stored, loaded, rig.adapter.get_block_ids_with_load_errors()
+
+
+def load_and_store(rig: MpEngine) -> Moves:
+    moves = never_answered(rig)
+    rig.worker._clock = Clock()
+    rig.adapter.submit_retrieve_request("load", op(prompt(1, 2), 0, 2 * CHUNK), None)
+    rig.adapter.submit_store_request("store", op(prompt(2, 2), 0, 2 * CHUNK), None)
+    return moves
+
+
+def test_moves_of_a_silent_server_keep_their_blocks_until_it_may_not_touch_them(mp_rig: Make) -> None:
+    rig = mp_rig()
+    load_and_store(rig)
+    rig.worker.server_is_down()
+    assert ended(rig, "store") == (set(), set(), set())
+    rig.worker._clock.now_s = rig.adapter._mq_timeout - 1
+    assert ended(rig) == (set(), set(), set()) and not rig.adapter.is_healthy
+    rig.worker._clock.now_s += 2
+    assert ended(rig) == ({"store"}, {"load"}, {0, 1})
+    assert ended(rig) == (set(), set(), set())
+
+
+def test_a_load_that_a_silent_server_finishes_has_come(mp_rig: Make) -> None:
+    rig = mp_rig()
+    moves = load_and_store(rig)
+    rig.worker.server_is_down()
+    assert ended(rig, "store") == (set(), set(), set())
+    for future in moves.values():
+        future.set_result(True)
+    assert ended(rig) == ({"store"}, {"load"}, set())
+
+
+def test_a_load_asked_of_a_server_known_to_be_down_fails_at_once(mp_rig: Make) -> None:
+    rig = mp_rig()
+    never_answered(rig)
+    rig.worker.server_is_down()
+    rig.adapter.submit_retrieve_request("load", op(prompt(1, 2), 0, 2 * CHUNK), None)
+    assert ended(rig) == (set(), {"load"}, {0, 1})
+
+
+def test_moves_of_a_server_whose_connection_is_closed_fail_at_once_and_those_after_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
+    rig = MpEngine(MpServer(tmp_path, 16, 64))
+    load_and_store(rig)
+    rig.server.close()
+    wait_for(rig.worker._was_cut.is_set)
+    assert ended(rig, "store") == ({"store"}, {"load"}, {0, 1})
+    rig.worker.connection_closed()  # and a server is back before the next step
+    rig.adapter.submit_retrieve_request("later", op(prompt(1, 2), 0, 2 * CHUNK), None)
+    assert ended(rig) == (set(), set(), set())
+    rig.adapter._mq_timeout = 0.1  # nobody answers that it leaves
+    rig.close()
+
+
+def test_a_preemption_waits_for_the_stores_under_way(mp_rig: Make) -> None:
+    rig = mp_rig()
+    moves = load_and_store(rig)
+    ending = threading.Timer(0.05, moves["store"].set_result, [True])
+    ending.start()
+    rig.worker.await_stores()
+    assert moves["store"].query() and rig.adapter.is_healthy
+    moves["load"].set_result(True)
+    assert ended(rig, "store") == ({"store"}, {"load"}, set())
+
+
+def test_a_preemption_waits_once_for_a_silent_server_and_not_at_all_for_one_that_is_gone(
+    mp_rig: Make,
+) -> None:
+    rig = mp_rig()
+    load_and_store(rig)
+    rig.worker.connection_closed()
+    rig.worker.await_stores()
+    assert not rig.adapter.is_healthy and rig.worker._clock.now_s == 0.0
+    assert ended(rig, "store") == ({"store"}, {"load"}, {0, 1})
+    rig.adapter._health_event.set()
+    times_s = iter(range(0, 10**6, 10))
+    rig.worker._clock = lambda: float(next(times_s))
+    for request_id in "ab":
+        rig.adapter.submit_store_request(request_id, op(prompt(2, 2), 0, 2 * CHUNK), None)
+    asked_s = next(times_s)
+    rig.worker.await_stores()
+    assert not rig.adapter.is_healthy
+    assert next(times_s) - asked_s < 1.5 * rig.adapter._mq_timeout, "both stores together"
+    rig.worker.connection_closed()
+    assert ended(rig, "a", "b") == ({"a", "b"}, set(), set())
 
 
 def test_a_store_that_nobody_answers_costs_the_store_and_not_the_worker(

@@ -31,7 +31,10 @@ from experiments.server import serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 CHUNK = 256
-ARGS = ("--scheduling-policy", "continuum", "--max-model-len", "3072", "--num-gpu-blocks-override", "26")
+ARGS = (
+    *("--scheduling-policy", "continuum", "--max-model-len", "3072", "--num-gpu-blocks-override", "26"),
+    *("--max-num-seqs", "1"),  # whoever comes second queues
+)
 
 
 def prompt(seed: int, chunks: int = 2) -> list[int]:
@@ -105,6 +108,22 @@ def test_the_mode_is_in_the_log_and_in_the_metrics(pair: Pair) -> None:
     assert "KV below the GPU: lmcache-mp" in pair.log.read_text()
     assert pair.vllm.metric("continuum_tier_store_info", mode="lmcache-mp") == 1
     assert pair.vllm.metric("continuum_tier_store_up") == 1
+
+
+def test_a_client_that_gives_up_in_the_queue_costs_nobody_else_anything(pair: Pair) -> None:
+    first = threading.Thread(target=lambda: pair.vllm.complete(prompt(7), out=400))
+    first.start()
+    end_s = time.monotonic() + 60
+    while pair.vllm.metric("vllm:num_requests_running") != 1:
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    body = {"model": "tiny", "prompt": prompt(8), "max_tokens": 8}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{pair.vllm.url}/v1/completions", json=body, timeout=0.5)
+    first.join()
+    assert pair.ask(prompt(9)).output
+    assert pair.vllm.metric("vllm:request_success_total", finished_reason="abort") == 1
+    pair.vllm.usage_becomes(0.0, within_s=20)
 
 
 def test_noise_in_l1_is_noticed(pair: Pair) -> None:

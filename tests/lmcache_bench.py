@@ -1,0 +1,126 @@
+"""vLLM's real scheduler, with both halves of a real LMCache connector around it; no model runs.
+
+The scheduler builds its half as an engine does; the worker's half is built beside it and is driven with each
+step as vLLM's model runner drives it. An MP bench has the real server in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from bench import BLOCK, Bench
+from lmcache_mp_server import PAGE, MpServer
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.outputs import KVConnectorOutput
+
+from connectors.lmcache import ContinuumLMCacheConnector
+from connectors.lmcache_mp import ContinuumLMCacheMPConnector
+
+LAYERS, HEADS, HEAD = 8, 4, 64  # of the small model
+CHUNK_BYTES = BLOCK * LAYERS * HEADS * 2 * HEAD * 2
+CHUNKS = 200  # that a tier has room for
+GIB = 1024**3
+
+
+class LMCacheBench(Bench):
+    """A bench whose steps go through a worker's half, too."""
+
+    connector_cls: Any
+
+    def __init__(self, scheduler_cls: Any, model: Path, blocks: int, **extra: Any) -> None:
+        transfer = {
+            "kv_connector": self.connector_cls.__name__,
+            "kv_connector_module_path": self.connector_cls.__module__,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+        super().__init__(scheduler_cls, model, blocks, budget_tokens=256, transfer=transfer)
+        config, caches = self.scheduler.vllm_config, self.scheduler.kv_cache_config
+        config.cache_config.kv_cache_layout = "LBHNC"  # the CPU's, which the engine core resolves
+        with set_current_vllm_config(config):
+            self.worker = self.connector_cls(config, KVConnectorRole.WORKER, caches)
+        names = [f"layer.{i}" for i in range(LAYERS)]
+        caches.kv_cache_groups[0].layer_names[:] = names
+        self.kv = {name: torch.zeros(blocks, HEADS, BLOCK, 2 * HEAD, dtype=torch.bfloat16) for name in names}
+        self.worker.register_kv_caches(self.kv)
+
+    def step(self, seconds: float | None = None) -> int:
+        tokens = super().step(seconds)
+        if not tokens:
+            time.sleep(0.001)  # a lookup's answer comes in real time
+        return tokens
+
+    def moved(self, output: Any) -> KVConnectorOutput:
+        """What vLLM's model runner does with a step's metadata, and what it reports."""
+        worker, meta = self.worker, output.kv_connector_metadata
+        worker.handle_preemptions(meta)
+        worker.bind_connector_metadata(meta)
+        worker.start_load_kv(SimpleNamespace(attn_metadata={"layer.0": object()}))
+        worker.wait_for_save()
+        results = worker.get_transfer_results(output.finished_req_ids)
+        told = KVConnectorOutput(
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
+            kv_connector_stats=worker.get_kv_connector_stats(),
+            kv_connector_worker_meta=worker.build_connector_worker_meta(),
+        )
+        worker.clear_connector_metadata()
+        return told
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+
+
+class InProcessBench(LMCacheBench):
+    """LMCache's engine in the worker. Within `one_rank`."""
+
+    connector_cls = ContinuumLMCacheConnector
+
+    def __init__(self, scheduler_cls: Any, model: Path, blocks: int, **more: Any) -> None:
+        extra = {"lmcache.chunk_size": BLOCK, "lmcache.max_local_cpu_size": CHUNKS * CHUNK_BYTES / GIB}
+        super().__init__(scheduler_cls, model, blocks, **extra, **more)
+
+    def close(self) -> None:
+        # nobody asks it, and its close() takes the socket from under its thread: libzmq may abort the process
+        self.worker._impl._manager._offload_server = None
+        super().close()
+
+
+class MpBench(LMCacheBench):
+    """LMCache's MP server in this process."""
+
+    connector_cls = ContinuumLMCacheMPConnector
+
+    def __init__(self, scheduler_cls: Any, model: Path, blocks: int, directory: Path) -> None:
+        pages = CHUNKS * CHUNK_BYTES // PAGE
+        self.server = MpServer(directory, pages, pages)
+        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.server.port}
+        super().__init__(scheduler_cls, model, blocks, **extra)
+
+    def close(self) -> None:
+        super().close()
+        self.server.close()
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """vLLM's groups of ranks, which LMCache in-process asks for: this process is all of them."""
+    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
+        parallel_state.initialize_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()

@@ -1,0 +1,103 @@
+"""Storing with in-process LMCache is never stopped where others may read what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("lmcache")
+
+from bench import BLOCK, prompt
+from bench import settings as settings  # a fixture
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache_bench import InProcessBench, one_rank
+from lmcache_mp_rig import Clock
+from lmcache_mp_server import wait_for
+
+from connectors.lmcache import is_shared
+from continuum_lmcache.tiers import Transfer
+from continuum_lmcache.types import Tier
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+
+Make = Callable[..., InProcessBench]
+
+
+@pytest.fixture
+def make(model: Path, monkeypatch: pytest.MonkeyPatch, settings: Any) -> Iterator[Make]:
+    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
+    made: list[InProcessBench] = []
+
+    def build(**extra: Any) -> InProcessBench:
+        settings(policy="continuum", stop_stores="true")
+        made.append(InProcessBench(ContinuumScheduler, model, 40, **extra))
+        return made[-1]
+
+    with one_rank():
+        yield build
+        for bench in made:
+            bench.close()
+
+
+def test_a_remote_backend_is_always_stored_to_and_its_time_is_no_tiers(make: Make, tmp_path: Path) -> None:
+    bench = make(**{"lmcache.remote_url": f"fs://localhost:0{tmp_path}"})
+    assert not bench.keeper.crowd.stores.stalls
+    bench.turn("p", prompt(100))
+    wait_for(lambda: len(list(tmp_path.glob("*.data"))) == 6)
+    forget_but(bench, 3)
+    clock, told = slow_remote(bench)
+    bench.turn("q", prompt(100))
+    assert bench.keeper.supply.prompt_tokens["none"] == 104, "the second prompt was loaded"
+    loads = [each for each in told if each.direction == "load"]
+    assert [(load.tier, load.tokens, load.duration_s) for load in loads] == [(Tier.DRAM, 3 * BLOCK, 0.0)]
+    assert clock.now_s == 10.0
+
+
+def forget_but(bench: InProcessBench, chunks: int) -> None:
+    """The GPU holds nothing any more, and DRAM the prompt's first chunks."""
+    engine = bench.worker._impl.lmcache_engine
+    keys = [key for _, _, key in engine.token_database.process_tokens(prompt(100))]
+    for key in keys[chunks:]:
+        engine.storage_manager.storage_backends["LocalCPUBackend"].remove(key)
+    bench.advance(1000.0)
+    bench.scheduler.reset_prefix_cache()
+
+
+def slow_remote(bench: InProcessBench) -> tuple[Clock, list[Transfer]]:
+    """Time stands still but for reads of the remote backend; and what the meter then tells."""
+    clock, told, meter = Clock(), [], bench.worker._worker._meter
+    get, take, meter._clock = meter._get, meter.take, clock
+
+    def taken() -> list[Transfer]:
+        told.extend(found := take())
+        return found
+
+    def slow(keys: Any, location: str | None = None) -> Any:
+        clock.now_s += 10.0 * (location == "RemoteBackend")
+        return get(keys=keys, location=location)
+
+    meter._get, meter.take = slow, taken
+    return clock, told
+
+
+@pytest.mark.parametrize(
+    ("settings_of_lmcache", "kv_role", "shared"),
+    [
+        ({}, "kv_both", False),
+        ({"local_disk": "file://x/", "max_local_disk_size": 1.0}, "kv_both", False),
+        ({}, "kv_producer", True),
+        ({"remote_url": "redis://h:6379"}, "kv_both", True),
+        ({"remote_storage_plugins": ["mine"]}, "kv_both", True),
+        ({"storage_plugins": ["mine"]}, "kv_both", True),
+        ({"enable_p2p": True}, "kv_both", True),
+        ({"enable_pd": True}, "kv_both", True),
+    ],
+)
+def test_what_peers_may_load_is_told_by_the_settings(
+    settings_of_lmcache: dict[str, Any], kv_role: str, shared: bool
+) -> None:
+    config = LMCacheEngineConfig.from_defaults(**settings_of_lmcache)
+    assert is_shared(config, kv_role) is shared
