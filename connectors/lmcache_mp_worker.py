@@ -186,9 +186,8 @@ class MpWorkerSide:
         """Put a failed one in its place, which the adapter reports."""
         failed: MessagingFuture[bool] = MessagingFuture()
         failed.set_result(False)
-        if not move.is_load:
-            if self._adapter.store_futures.get(move.request_id) is move.future:
-                self._adapter.store_futures[move.request_id] = failed
-            return
-        _, block_ids = self._adapter.retrieve_futures[move.request_id]
-        self._adapter.retrieve_futures[move.request_id] = (failed, block_ids)
+        stores, loads = self._adapter.store_futures, self._adapter.retrieve_futures
+        if move.is_load and move.request_id in loads:  # else it ended since and was told
+            loads[move.request_id] = (failed, loads[move.request_id][1])
+        elif stores.get(move.request_id) is move.future:
+            stores[move.request_id] = failed

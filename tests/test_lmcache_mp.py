@@ -286,6 +286,16 @@ def test_a_load_that_a_silent_server_finishes_has_come(mp_rig: Make) -> None:
     assert ended(rig) == ({"store"}, {"load"}, set())
 
 
+def test_a_slow_load_that_was_told_between_two_looks_is_not_told_again(mp_rig: Make) -> None:
+    rig = mp_rig()
+    moves = load_and_store(rig)
+    rig.worker._clock.now_s = 2 * rig.worker._longest_load_s
+    for future in moves.values():
+        future.set_result(True)
+    assert rig.adapter.get_finished({"store"}) == ({"store"}, {"load"})  # the worker looked just before
+    assert ended(rig) == (set(), set(), set())
+
+
 def test_a_load_asked_of_a_server_known_to_be_down_fails_at_once(mp_rig: Make) -> None:
     rig = mp_rig()
     never_answered(rig)
