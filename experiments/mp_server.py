@@ -100,9 +100,14 @@ class MpProcess:
         self.process.wait()
 
     def hits(self) -> dict[str, float]:
-        """Tokens that lookups found so far, by tier."""
+        """Tokens that lookups found so far, by tier. Raises ServerError."""
         found = dict.fromkeys(("dram", "ssd"), 0.0)
-        text = httpx.get(f"http://127.0.0.1:{self.http_port}/metrics", timeout=30).text
+        try:
+            text = httpx.get(f"http://127.0.0.1:{self.http_port}/metrics", timeout=30).text
+        except httpx.TransportError as error:
+            raise ServerError(
+                f"lmcache server does not answer ({error}); its log ends:\n{tail(self.log)}"
+            ) from error
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if tier := HITS.get(sample.name):

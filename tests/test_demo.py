@@ -187,17 +187,30 @@ def test_a_cost_is_told_from_noise_only_if_it_is_larger_than_its_spread():
     )
 
 
-def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path):
-    scenario = pressed(MACHINES["fast"], WORK, LEFT_S, 3)
+def measured_paths(folder, **job_times_s):
+    """Summaries and turns of one seed, by contender, as the servers' runs leave them."""
     paths = {}
-    for who, job_s in ((FCFS, 3.0), (CONTINUUM, 2.0)):
-        content = summary(who.label, 1, [job_s], cut_s=[], new_tokens=70, prompt_tokens=100, jobs_per_s=1.0)
+    for who, times_s in ((FCFS, job_times_s["fcfs"]), (CONTINUUM, job_times_s["continuum"])):
+        content = summary(who.label, 1, times_s, cut_s=[], new_tokens=70, prompt_tokens=100, jobs_per_s=1.0)
         content["first_ttft_s"] = content["later_ttft_s"] = content["ttft_s"]
-        path = tmp_path / f"{who.label}-seed1.json"
+        path = folder / f"{who.label}-seed1.json"
         path.write_text(json.dumps(content))
-        turns = [record("p", 1, 1.0, 2.0, of_turns=1)]
+        turns = [record(f"p{i}", 1, 1.0, job_s, of_turns=1) for i, job_s in enumerate(times_s)]
         path.with_suffix(".jsonl").write_text("".join(json.dumps(vars_of(r)) + "\n" for r in turns))
         paths[who.name] = [path]
+    return paths
+
+
+def test_without_pressure_the_report_says_what_the_pairs_of_programs_differ_by(tmp_path):
+    scenario = idle(MACHINES["fast"], WORK, LEFT_S, 4)
+    paths = measured_paths(tmp_path, fcfs=[2.0, 3.0, 4.0], continuum=[2.2, 3.3, 4.4])
+    page = demo_report.without_pressure(paths, scenario, tmp_path, Console(quiet=True))
+    assert "mean job time +10.0% +-" in page and "over 3 pairs of programs), run by run +10.0%" in page
+
+
+def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path):
+    scenario = pressed(MACHINES["fast"], WORK, LEFT_S, 3)
+    paths = measured_paths(tmp_path, fcfs=[3.0], continuum=[2.0])
     page = demo_report.with_pressure(paths, scenario, tmp_path, Console(quiet=True))
     said = (tmp_path / "comparison.md").read_text()
     assert page in said and demo_report.machine() in said
@@ -223,6 +236,13 @@ def test_the_readme_has_the_demos_marks():
 def test_too_little_room_for_lmcaches_tiers_is_an_error_that_says_what_to_do(tmp_path):
     with pytest.raises(ServerError, match="--shm-size"):
         check_room(tmp_path, 1e18)
+
+
+def test_an_lmcache_server_that_died_ends_the_demo_with_the_end_of_its_log(tmp_path):
+    mp = MpProcess(0.1, tmp_path, tmp_path / "lmcache.log")
+    mp.log.write_text("the last words\n")
+    with pytest.raises(ServerError, match="does not answer(.|\n)*the last words"):
+        mp.hits()
 
 
 def test_failed_turns_end_the_demo_with_the_first_reason_and_the_end_of_the_servers_log(tmp_path):
