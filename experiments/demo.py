@@ -62,17 +62,23 @@ class Clock:
 
 
 def workload(trace: Path | None, source: str, seed: int, scenario: Scenario | None = None) -> Selection:
-    """The programs of the demo: all of its choice of workload is here."""
+    """The programs of the demo: all of its choice of workload is here.
+
+    Few arrivals of a Poisson process may come half as fast again as its rate, or half as slow: they are
+    drawn closer or further apart, so that each seed's come at the scenario's.
+    """
     chosen = Selection(seed, trace, "swe", source=source, max_context_tokens=WINDOWS_TOKENS[0])
     if scenario is None:
         return replace(chosen, count=DRAWN if trace is None else None, jps=1.0)
-    return replace(
+    chosen = replace(
         chosen,
         count=scenario.programs,
-        jps=scenario.jps,
+        jps=1.0,
         max_context_tokens=scenario.window_tokens,
         time_scale=scenario.time_scale,
     )
+    last_s = chosen.programs(lambda _: None)[-1].arrival_s
+    return replace(chosen, jps=scenario.jps * last_s / (scenario.programs - 1)) if last_s else chosen
 
 
 def servers(seeds: int, contenders: tuple[Contender, ...]) -> Iterator[tuple[int, Contender]]:

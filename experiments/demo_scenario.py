@@ -26,7 +26,7 @@ from experiments.workload import Program
 BLOCK_TOKENS = 128  # vLLM's default on a CPU; LMCache's chunk here
 KV_BYTES_PER_TOKEN = 8192  # of the small model in bfloat16
 WINDOWS_TOKENS = (4096, 3072, 2048)  # longest contexts; the machine is measured with the first
-FIXED_SHARE = 0.3  # of a turn's time that does not shrink with the programs
+OUTPUT_WORK, TURN_WORK = 4, 50  # what an output token and a turn cost, roughly, in new prompt tokens
 ENOUGH_PROGRAMS = 24  # else a shorter window is taken
 LEAST_PROGRAMS, MOST_PROGRAMS = 12, 40
 LEAST_IDLE_PROGRAMS = 6
@@ -41,6 +41,7 @@ LEAST_GPU_WINDOWS = 1.1  # longest contexts
 LEAST_DRAM_WINDOWS = 0.4
 FREE_WINDOWS = 1.02  # room that L1 keeps free for loads
 TOOL_SHARE = 8.0 / 22.7  # of a program's own work
+FULL_SHARE = 0.8  # of a burst's turns
 START_FACTOR = 1.3  # a server with LMCache's beside it, in starts of one without
 LEAST_REPLAY_S = 40.0
 LEAST_WASTE = 1.3  # the same for the fewest programs, where a machine is too slow to end in time
@@ -52,16 +53,25 @@ class Work:
 
     turns: float
     tool_s: float
-    context_tokens: float  # of a turn's prompt, with programs of WINDOWS_TOKENS[0]
+    tokens: float  # new prompt tokens, and OUTPUT_WORK for each output token; WINDOWS_TOKENS[0]
+    context_tokens: float  # of a turn's prompt; WINDOWS_TOKENS[0]
     programs: int | None = None  # None: as many as one likes
 
     @classmethod
     def of(cls, programs: Sequence[Program], limited: bool) -> Work:
         count = len(programs)
-        tool_s = sum(turn.gap_s or 0.0 for program in programs for turn in program.turns)
-        prompts = [turn.input_tokens for program in programs for turn in program.turns]
-        context_tokens = sum(prompts) / len(prompts)
-        return cls(len(prompts) / count, tool_s / count, context_tokens, count if limited else None)
+        turns = [turn for program in programs for turn in program.turns]
+        return cls(
+            len(turns) / count,
+            sum(turn.gap_s or 0.0 for turn in turns) / count,
+            sum(turn.new_tokens + OUTPUT_WORK * turn.output_tokens for turn in turns) / count,
+            sum(turn.input_tokens for turn in turns) / len(turns),
+            count if limited else None,
+        )
+
+    def of_program(self, window_tokens: int) -> float:
+        """All that a program costs, in new prompt tokens, if it is shrunk to this window."""
+        return TURN_WORK * self.turns + self.tokens * window_tokens / WINDOWS_TOKENS[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,7 @@ class Measured:
 
     start_s: float  # until a server answered
     turn_s: float  # a turn, of a program that is alone
-    turns_per_s: float  # of many programs at once, nothing evicted
+    work_per_s: float  # of many programs at once, nothing evicted; in new prompt tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +165,21 @@ def _replay_s(measured: Measured, left_s: float, servers: int) -> float:
 
 
 def _capacity_jps(measured: Measured, work: Work, window_tokens: int) -> float:
-    smaller = FIXED_SHARE + (1 - FIXED_SHARE) * window_tokens / WINDOWS_TOKENS[0]
-    return measured.turns_per_s / work.turns / smaller
+    return measured.work_per_s / work.of_program(window_tokens)
+
+
+def rate(burst: Iterable[TurnRecord], of_turns: int) -> float:
+    """The work a second until few turns were left, whose programs no longer fill a batch."""
+    ended = sorted((r for r in burst if r.t_done is not None), key=lambda r: r.t_done or 0.0)
+    full = ended[: max(1, round(FULL_SHARE * of_turns))]
+    contexts: dict[str, int] = {}
+    done = 0.0
+    for r in full:
+        new_tokens = max(0, r.prompt_tokens - contexts.get(r.program, 0))
+        done += new_tokens + OUTPUT_WORK * r.output_tokens + TURN_WORK
+        contexts[r.program] = r.prompt_tokens + r.output_tokens
+    assert full[-1].t_done is not None
+    return done / full[-1].t_done
 
 
 def _within(programs: int, work: Work, least: int = LEAST_PROGRAMS) -> int:

@@ -15,7 +15,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from experiments.demo_scenario import (
     Measured,
     Scenario,
     Work,
+    rate,
     time_scale,
 )
 from experiments.driver import TurnRecord
@@ -48,7 +48,6 @@ SHARED_MEMORY = Path("/dev/shm")
 DISK_BYTES = 2 * 2**30  # free, for LMCache's files
 ALONE_S, BURST_S = 12.0, 25.0  # at most
 BURST, AT_ONCE_JPS = 8, 1e6  # programs
-FULL_SHARE = 0.8  # of their turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ def compared(who: Contender, scenario: Scenario, selection: Selection, model: Pa
             refuse_failures(summary, job, log)
             hits = mp.hits()
     path = job.path.with_suffix(".json")
-    path.write_text(json.dumps(told(summary, hits), indent=1) + "\n")
+    path.write_text(json.dumps(told(summary, hits) | {"jps": scenario.jps}, indent=1) + "\n")
     return path
 
 
@@ -206,10 +205,3 @@ def measured(selection: Selection, work: Work, model: Path, out: Path) -> Measur
         count = min(BURST, work.programs or BURST)
         burst = turns("burst", BURST_S, count=count, jps=AT_ONCE_JPS, time_scale=scale)
     return Measured(start_s, turn_s, rate(burst, round(count * work.turns)))
-
-
-def rate(burst: Sequence[TurnRecord], of_turns: int) -> float:
-    """Turns a second until few programs were left, which no longer fill a batch."""
-    ends_s = sorted(r.t_done for r in burst if r.t_done is not None)
-    full = max(1, min(len(ends_s), round(FULL_SHARE * of_turns)))
-    return full / ends_s[full - 1]

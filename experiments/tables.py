@@ -128,8 +128,8 @@ def caption(runs: dict[str, list[Summary]]) -> str:
     sets = {(s["workload"], s["programs"], s["jps"], s["time_scale"]) for s in every}
     seeds = ", ".join(map(str, sorted({s["seed"] for s in every})))
     words = (
-        f"{workload}: {programs} programs, {'own arrivals' if jps is None else f'{jps:g} a second'}, "
-        f"gaps x {scale:g}"
+        f"{workload}: {programs} programs, {'own arrivals' if jps is None else f'{jps:.3g} a second'}, "
+        f"gaps x {scale:.3g}"
         for workload, programs, jps, scale in sorted(sets, key=str)
     )
     return "; ".join(words) + f"; seeds {seeds}"

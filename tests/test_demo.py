@@ -20,18 +20,19 @@ from experiments.demo_scenario import (
     most_tokens,
     pressed,
     pressure,
+    rate,
 )
-from experiments.demo_servers import CONTINUUM, FCFS, ORDER, check_room, rate, refuse_failures, told
+from experiments.demo_servers import CONTINUUM, FCFS, ORDER, check_room, refuse_failures, told
 from experiments.driver import TurnRecord
 from experiments.mp_server import MpProcess
 from experiments.replay import Job, cut_s, new_tokens
 from experiments.server import ServerError
 
 WORK = Work.of(demo.workload(None, "", 1).programs(), limited=False)
-MACHINES = {  # seconds to a server's start, a turn alone, turns a second at once
-    "fast": Measured(12.0, 0.12, 12.0),
-    "slow": Measured(22.0, 0.30, 4.0),
-    "slow, at half its speed": Measured(40.0, 0.60, 2.0),
+MACHINES = {  # seconds to a server's start, a turn alone, and work a second
+    "fast": Measured(12.0, 0.12, 2900.0),
+    "slow": Measured(22.0, 0.30, 1000.0),
+    "slow, at half its speed": Measured(40.0, 0.60, 500.0),
 }
 LEFT_S = 250.0
 
@@ -49,8 +50,11 @@ def record(program, turn, first_s, done_s, prompt=100, output=10, of_turns=2, ar
 
 def test_on_any_machine_twice_as_many_programs_come_as_it_finishes(machine):
     scenario = pressed(machine, WORK, LEFT_S, 3)
-    assert scenario.jps == ARRIVALS * scenario.capacity_jps
     assert scenario.programs >= 12
+    for seed in (1, 2, 3):
+        programs = demo.workload(None, "", seed, scenario).programs()
+        jps = (len(programs) - 1) / programs[-1].arrival_s
+        assert jps == pytest.approx(ARRIVALS * scenario.capacity_jps)
 
 
 def test_on_any_machine_half_of_the_programs_need_far_more_than_gpu_and_dram_hold(machine):
@@ -128,10 +132,12 @@ def test_continuum_differs_from_the_baselines_in_its_connector_its_module_and_it
     ]
 
 
-def test_the_rate_is_taken_while_the_batch_is_full():
-    done = [record("p", 1, 0.0, second) for second in (1.0, 2.0, 3.0, 4.0, 60.0)]
-    assert rate(done, 5) == 1.0
-    assert rate(done[:2], 5) == 1.0  # cut off
+def test_the_rate_is_the_work_done_while_the_batch_was_full():
+    turns = [record("p", n, 0.0, float(n), prompt=100 * n, output=10, of_turns=5) for n in (1, 2, 3, 4)]
+    last = record("p", 5, 0.0, 60.0, prompt=500, output=10, of_turns=5)
+    once = 4 * 10 + 50
+    assert rate([*turns, last], 5) == (100 + 3 * (100 - 10) + 4 * once) / 4.0
+    assert rate(turns[:2], 5) == (100 + 90 + 2 * once) / 2.0  # cut off by the time limit
 
 
 def test_lmcaches_tokens_are_split_as_its_server_counted_them_and_what_is_not_new_was_computed_again():
