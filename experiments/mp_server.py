@@ -36,6 +36,8 @@ class MpProcess:
     log: Path
     more: tuple[str, ...] = ()
     module: bool = True  # this package's tier module; False: LMCache's server as it comes
+    tuned: bool = True  # docs/mp.md's options; False: those without which no server with a disk starts
+    disk_gb: float | None = None  # None: no bound, and nothing is evicted
     cores: frozenset[int] = frozenset()  # empty: all
     port: int = field(default_factory=reserved_port)
     http_port: int = field(default_factory=reserved_port)
@@ -61,14 +63,19 @@ class MpProcess:
         }
 
     def command(self) -> list[str]:
-        l2 = {"type": "fs_native", "base_path": str(self.disk), "use_odirect": True}
+        l2: dict[str, Any] = {"type": "fs_native", "base_path": str(self.disk)}
+        if self.tuned:
+            l2["use_odirect"] = True
+        if self.disk_gb is not None:
+            l2 |= {"max_capacity_gb": self.disk_gb, "eviction": {"eviction_policy": "LRU"}}
         module = ("--server-module", json.dumps(MODULE)) if self.module else ()
+        tuned = ("--supported-transfer-mode", "auto", "--shm-name", self.shm_name)
+        tuned += ("--l2-prefetch-policy", "retain")
         return [
             *(str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--http-host", "127.0.0.1", "--http-port", str(self.http_port)),
-            *("--chunk-size", "256", "--supported-transfer-mode", "auto", "--shm-name", self.shm_name),
-            *("--l1-size-gb", str(self.l1_gb), "--eviction-policy", "LRU", "--l2-adapter", json.dumps(l2)),
-            *("--l2-prefetch-policy", "retain", *module, *self.more),
+            *("--chunk-size", "256", "--l1-size-gb", str(self.l1_gb), "--eviction-policy", "LRU"),
+            *("--l2-adapter", json.dumps(l2), *(tuned if self.tuned else ()), *module, *self.more),
         ]
 
     def start(self, start_s: float = 120.0) -> None:
@@ -121,10 +128,17 @@ class MpProcess:
 
 @contextlib.contextmanager
 def serve_mp(
-    l1_gb: float, disk: Path, log: Path, *more: str, module: bool = True, cores: frozenset[int] = frozenset()
+    l1_gb: float,
+    disk: Path,
+    log: Path,
+    *more: str,
+    module: bool = True,
+    tuned: bool = True,
+    disk_gb: float | None = None,
+    cores: frozenset[int] = frozenset(),
 ) -> Iterator[MpProcess]:
     """A server that answers, stopped at the end whatever happens. `more` goes on its command line."""
-    mp = MpProcess(l1_gb, disk, log, more, module, cores)
+    mp = MpProcess(l1_gb, disk, log, more, module, tuned, disk_gb, cores)
     try:
         mp.start()
         yield mp
