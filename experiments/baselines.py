@@ -39,8 +39,8 @@ from experiments.tiny_model import make_model
 MACHINE = MACHINES["cpu-tiny"]
 DRAM_GB, SSD_GB = 2 * MACHINE.kv_gb, 4 * MACHINE.kv_gb
 V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
-START_S = 120.0  # for either server; a stock one that hangs there is a row too
 EXCEPTION = re.compile(r"(?:^|[\]\s])((?:\w+\.)*\w+(?:Error|Exception)\b(?:: .*)?)$")
+ERROR = re.compile(r"(LMCache ERROR: .*)")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
@@ -141,7 +141,7 @@ def setup(who: Contender, folder: Path, mp: MpProcess | None) -> Setup:
     return Setup([*args, "--kv-transfer-config", json.dumps(config)], env)
 
 
-def measured(who: Contender, case: Live, limit_s: float, out: Path) -> dict[str, Any]:
+def measured(who: Contender, case: Live, start_s: float, limit_s: float, out: Path) -> dict[str, Any]:
     """Serve, replay, stop: the row, whatever came of it."""
     folder = out / who.label
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def measured(who: Contender, case: Live, limit_s: float, out: Path) -> dict[str,
                     serve_mp(gib(DRAM_GB), disk, mp_log, *chunks, disk_gb=SSD_GB, **flags)
                 )
             how = setup(who, disk, mp)
-            url = until.enter_context(serve(model, how.args, log=log, env=how.env, start_s=START_S))
+            url = until.enter_context(serve(model, how.args, log=log, env=how.env, start_s=start_s))
             begun_s = time.monotonic()
             job = Job(f"{url}/v1", who.label, selection_of(case), folder, timeout_s=limit_s)
             summary = replay(job, limit_s)
@@ -208,12 +208,11 @@ def outcome(summary: Mapping[str, Any], why: str) -> str:
 
 
 def cause(*logs: Path) -> str:
-    """The first exception in the logs, which those after it follow from; "" without one."""
-    for log in logs:
-        for line in log.read_text(errors="replace").splitlines() if log.exists() else ():
-            if found := EXCEPTION.search(COLOUR.sub("", line).rstrip()):
-                return f"{found[1]:.300}"
-    return ""
+    """The first exception in the logs (others follow from it), or LMCache's first error; else ""."""
+    texts = [log.read_text(errors="replace") for log in logs if log.exists()]
+    lines = [COLOUR.sub("", line).rstrip() for text in texts for line in text.splitlines()]
+    found = (match for pattern in (EXCEPTION, ERROR) for match in map(pattern.search, lines) if match)
+    return next((f"{match[1]:.300}" for match in found), "")
 
 
 HEADS = {
@@ -255,13 +254,13 @@ def write(rows: Sequence[Mapping[str, Any]], caption: str, out: Path) -> None:
 
 
 def rows_of(
-    contenders: Sequence[Contender], case: Live, limit_s: float, out: Path
+    contenders: Sequence[Contender], case: Live, start_s: float, limit_s: float, out: Path
 ) -> Iterator[dict[str, Any]]:
     """Row by row; one that is there already is read."""
     for who in contenders:
         path = out / f"{who.label}.json"
         if not path.exists():
-            row = measured(who, case, limit_s, out)
+            row = measured(who, case, start_s, limit_s, out)
             path.write_text(json.dumps(row, indent=1) + "\n")
         yield json.loads(path.read_text())
 
@@ -270,6 +269,9 @@ def main(
     programs: Annotated[int, typer.Option(min=1, help="agents, the same against every server")] = 16,
     jps: Annotated[float, typer.Option(min=1e-6, help="Poisson arrivals a second")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="of programs, arrivals and tokens")] = 1,
+    start_s: Annotated[
+        float, typer.Option(min=1, help="for a server to start; one that hangs is a row")
+    ] = 60.0,
     limit_s: Annotated[float, typer.Option(min=1, help="for one replay; then it is cut off")] = 60.0,
     only: Annotated[str, typer.Option(help="rows with this in their name or order")] = "",
     out: Annotated[Path, typer.Option(help="rows, table and logs")] = Path("baselines"),
@@ -284,7 +286,7 @@ def main(
         f"{MACHINE.kv_gb * 1e3:.0f} MB, DRAM {DRAM_GB * 1e3:.0f} MB, disk {SSD_GB * 1e3:.0f} MB."
     )
     console, rows = Console(width=200), []
-    for row in rows_of(chosen, case, limit_s, out):
+    for row in rows_of(chosen, case, start_s, limit_s, out):
         rows.append(row)
         console.print(f"{row['lmcache']}, {row['policy']}: {row['outcome'] or 'served'}")
         write(rows, caption, docs or out)

@@ -88,3 +88,5 @@ def test_the_cause_is_the_first_exception_of_the_first_log_that_has_one(tmp_path
     assert cause(log, other) == "KeyError: 'cmpl-8'"
     assert cause(tmp_path / "none.log", other) == "AssertionError"
     assert cause(tmp_path / "none.log") == ""
+    other.write_text("LMCache INFO: fine\n\x1b[31mLMCache ERROR:\x1b[0m No handler registered\n")
+    assert cause(other) == "LMCache ERROR: No handler registered"
