@@ -44,6 +44,8 @@ class Prefetcher:
 
     def look(self, now_s: float) -> None:
         """Start what is due."""
+        if self._store is None:
+            return
         for plan in [*self._plans.due(now_s), *self._on_gpu.due(now_s)]:
             entry = self._keeper.ledger.programs.get(plan.program)
             if entry is None or entry.live or entry.finished_s != plan.paused_s:

@@ -166,6 +166,8 @@ class Reclaimer:
         if turn is None:
             return []
         programs = keeper.ledger.programs
+        if not any(programs[program].live for program in keeper.ledger.pinned):
+            return []  # before all pins are sorted, in each step of a blocked queue
         later = (
             pin
             for pin in keeper.ledger.victims(turn.program)

@@ -85,7 +85,8 @@ class ContinuumMixin(Scheduler):
         now_s = self.clock()
         self._report_due = False
         self._renewal.look(now_s)
-        self._keeper.expire(now_s)
+        if self._keeper.ledger.pinned:
+            self._keeper.expire(now_s)
         self._forgetting.look(now_s)
         self._prefetcher.look(now_s)
         self._keeper.crowd.weighs_stores(self._keeper.supply)
@@ -243,7 +244,7 @@ class ContinuumMixin(Scheduler):
             return None
         self._watchman.step(stats)
         now_s = self.clock()
-        if now_s < self._tell_at_s and super().has_requests():
+        if now_s < self._tell_at_s and (self.running or super().has_requests()):
             return stats
         self._tell_at_s = now_s + TELL_EVERY_S
         told = self._teller.told()
