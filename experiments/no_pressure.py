@@ -272,6 +272,7 @@ def main(
     console = Console(width=120)
     console.print(machine())
     model = make_model(ROOT / ".work" / "tiny-model")
+    out.mkdir(parents=True, exist_ok=True)
     try:
         with servers(model, out, mp, fcfs_args) as sides:
             for pair in range(pairs + 1):  # the first warms up
