@@ -137,6 +137,8 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("demo-results"),
 ) -> None:
     """Compare stock fcfs, program order and continuum, all with LMCache, on the small model."""
+    if readme and no_pressure:
+        raise typer.BadParameter("--readme shows the run under pressure; drop --no-pressure")
     clock = Clock(Console(), time.monotonic(), 0)
     try:
         out.mkdir(parents=True, exist_ok=True)

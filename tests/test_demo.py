@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 from test_tables import summary
 
@@ -259,6 +260,11 @@ def test_failed_turns_end_the_demo_with_the_first_reason_and_the_end_of_the_serv
     log.write_text("the last words\n")
     with pytest.raises(ServerError, match="1 turns failed under fcfs.*HTTP 500(.|\n)*the last words"):
         refuse_failures({"errors": 1}, job, log)
+
+
+def test_a_run_without_pressure_is_not_put_into_the_readme(tmp_path):
+    with pytest.raises(typer.BadParameter, match="drop --no-pressure"):
+        demo.main(None, "", None, no_pressure=True, readme=True, out=tmp_path)
 
 
 def test_a_trace_that_is_missing_is_known_before_a_server_starts(tmp_path):
