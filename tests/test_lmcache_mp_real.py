@@ -120,9 +120,9 @@ def test_a_client_that_gives_up_in_the_queue_costs_nobody_else_anything(pair: Pa
     body = {"model": "tiny", "prompt": prompt(8), "max_tokens": 8}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{pair.vllm.url}/v1/completions", json=body, timeout=0.5)
+    assert first.is_alive(), "it did not queue"
     first.join()
     assert pair.ask(prompt(9)).output
-    assert pair.vllm.metric("vllm:request_success_total", finished_reason="abort") == 1
     pair.vllm.usage_becomes(0.0, within_s=20)
 
 
