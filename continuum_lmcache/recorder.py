@@ -156,6 +156,10 @@ class Recorder:
         ttl_s = plain(pin.retention.ttl_s)
         self._add(now_s, pin.program, "pinned_time", deadline=deadline, ttl_s=ttl_s, blocks=pin.blocks)
 
+    def renewed(self, now_s: float, program: ProgramId, deadline_s: float) -> None:
+        """The program's pin was looked at again and ends at another time."""
+        self._add(now_s, program, "renewed_time", deadline=plain(self._wall_s(deadline_s)))
+
     def unpinned(self, now_s: float, program: ProgramId, outcome: Outcome) -> None:
         """The program's pin is over."""
         self._add(now_s, program, "unpinned_time", outcome=outcome.value)

@@ -19,6 +19,7 @@ from continuum_lmcache.rates import Rates
 from continuum_lmcache.scarcity import FREE_PRICE
 from continuum_lmcache.solver import best_ttl
 from continuum_lmcache.types import Tier, TurnId
+from continuum_lmcache.vllm_plugin.renewal import LOOKS_A_STEP
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 SOMEBODY = TurnId("somebody")
@@ -140,3 +141,51 @@ def test_a_pin_worth_a_moment_more_does_not_wake_an_idle_engine_at_every_moment(
     bench.now_s = bench.scheduler.next_due_s()
     bench.step(seconds=0.0)
     assert bench.scheduler.next_due_s() == pytest.approx(bench.now_s + next_look_s)
+
+
+@pytest.mark.parametrize("due", [False, True])
+def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
+    model: Path,
+    settings: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    due: bool,
+) -> None:
+    settings(policy="continuum", priced_pins=True, admission=False)
+    bench = Bench(ContinuumScheduler, model, blocks=100)
+    appraiser = bench.keeper.appraiser
+    appraiser.rates, appraiser.gaps = Rates(A_SECOND_A_TOKEN), learned()
+    for i in range(50):
+        bench.turn(f"p{i}", prompt(BLOCK, i))
+    bench.step()
+    seen: list[int] = []
+    judged = appraiser.judged
+    monkeypatch.setattr(appraiser, "judged", lambda *a: seen.append(a[1].program) or judged(*a))
+    if due:
+        bench.now_s = max(pin.deadline_s for pin in bench.keeper.ledger.pinned.values())
+    else:
+        appraiser.short.add(SOMEBODY)
+    each: list[int] = []
+    while len(set(seen)) < 50 and len(each) < 10:
+        before = len(seen)
+        bench.step(seconds=1.0)
+        each.append(len(seen) - before)
+    assert max(each) == LOOKS_A_STEP and len(set(seen)) == 50
+
+
+def test_a_pins_new_deadline_is_recorded(bench: Bench) -> None:
+    bench.now_s = bench.scheduler.next_due_s()
+    bench.step(seconds=0.0)
+    events = bench.keeper.recorder.snapshot()["p"]
+    [pin] = bench.keeper.ledger.pinned.values()
+    renewed = [event for event in events if "renewed_time" in event]
+    assert renewed[-1]["deadline"] == pytest.approx(pin.deadline_s + bench.keeper.recorder.epoch_s, abs=1e-5)
+
+
+def test_what_shared_pins_free_is_counted_once_and_no_further_than_wanted(bench: Bench) -> None:
+    first = bench.turn("q", prompt(3 * BLOCK, 5))
+    bench.turn("r", [*first, *prompt(BLOCK, 6)])
+    pins = bench.keeper.pins
+    assert not pins.can_free(["q"], 1), "r's pin holds the same blocks"
+    assert pins.can_free(["q", "r"], 4) and not pins.can_free(["q", "r"], 5)
+    programs = iter(["p", "q", "r"])
+    assert pins.can_free(programs, 1) and list(programs) == ["q", "r"]

@@ -63,11 +63,20 @@ class BlockPins:
         mine = {b.block_id for group in self._manager.get_blocks(request_id).blocks for b in group}
         return any(b.block_id in mine for b in self._held.get(program, ()))
 
-    def freeable_blocks(self, programs: Iterable[ProgramId]) -> int:
-        """Blocks that would become free if all these pins were given up: nobody else uses them."""
-        counts = Counter(b.block_id for p in programs for b in self._held[p])
-        blocks = {b.block_id: b for p in programs for b in self._held[p]}
-        return sum(blocks[i].ref_cnt == n for i, n in counts.items())
+    def can_free(self, programs: Iterable[ProgramId], wanted_blocks: int) -> bool:
+        """Whether so many blocks would become free if all these pins were given up: nobody else uses them.
+
+        Asked in each step that refuses a request: it stops at the pin that covers what is wanted.
+        """
+        counts: Counter[int] = Counter()
+        freed = 0
+        for program in programs:
+            for block in self._held[program]:
+                counts[block.block_id] += 1
+                freed += counts[block.block_id] == block.ref_cnt
+            if freed >= wanted_blocks:
+                return True
+        return freed >= wanted_blocks
 
     def free_blocks(self) -> int:
         """Blocks free now."""

@@ -109,7 +109,9 @@ class Reclaimer:
             return None
         need = self._missing_blocks(request, num_new_tokens, kwargs)
         pins = self._keeper.pins
-        if pins.free_blocks() + pins.freeable_blocks([v.program for v in victims]) < need:
+        wanted = need - pins.free_blocks()
+        held = sum(victim.blocks for victim in victims)  # at least as many as would become free
+        if wanted > held or not pins.can_free((victim.program for victim in victims), wanted):
             return None
         return self._lend(now_s, victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
-from continuum_lmcache.types import Pin
+from continuum_lmcache.types import Pin, ProgramId
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 
 EVERY_S = 1.0  # between two looks: a queue short of memory in every other step asks for all pins each time,
 # and a pin worth a moment more would wake an idle engine again and again
+LOOKS_A_STEP = 16  # each takes 0.15 ms where a tool's window is full: so no step waits for more than 3 ms
 
 
 @dataclass(slots=True)
@@ -18,30 +20,48 @@ class Renewal:
     keeper: Keeper
     was_short: bool = False
     at_s: float = 0.0
+    unseen: deque[ProgramId] = field(default_factory=deque)  # pins to be looked at since memory became short
 
     def look(self, now_s: float) -> None:
-        """Before pins expire: those that are due, and all of them if memory has become short."""
-        all_of_them = now_s >= self.at_s and self._becomes_short(now_s)
-        due_s = self.keeper.ledger.next_deadline_s()
-        if all_of_them or (due_s is not None and due_s <= now_s):
-            for pin in list(self.keeper.ledger.pinned.values()):
-                if all_of_them or pin.deadline_s <= now_s:
-                    self._renew(now_s, pin)
+        """Before pins expire: those that are due, and all of them if memory has become short.
+
+        At most LOOKS_A_STEP of them in a step. The other due ones get EVERY_S more, the rest wait.
+        """
+        ledger, looks = self.keeper.ledger, LOOKS_A_STEP
+        if now_s >= self.at_s and self._becomes_short(now_s):
+            self.unseen = deque(ledger.pinned)
+        elif not self.was_short:
+            self.unseen.clear()
+        due_s = ledger.next_deadline_s()
+        if due_s is not None and due_s <= now_s:
+            for pin in [pin for pin in ledger.pinned.values() if pin.deadline_s <= now_s]:
+                if self._is_renewable(pin):
+                    looks -= 1
+                    self._renew(now_s, pin) if looks >= 0 else ledger.renew(pin.program, now_s + EVERY_S)
+        while self.unseen and looks > 0:
+            found = ledger.pinned.get(self.unseen.popleft())
+            if found is not None and self._is_renewable(found):
+                looks -= 1
+                self._renew(now_s, found)
 
     def _becomes_short(self, now_s: float) -> bool:
         before, self.was_short = self.was_short, bool(self.keeper.appraiser.short)
         self.at_s = now_s + EVERY_S
         return self.was_short and not before
 
+    def _is_renewable(self, pin: Pin) -> bool:
+        """Whether what the pin is worth depends on the memory now, and its program is away."""
+        assert pin.turn is not None
+        is_priced = self.keeper.appraiser.prices(pin.turn.context_tokens, pin.retention.reload_s)
+        return is_priced and not self.keeper.ledger.programs[pin.program].live
+
     def _renew(self, now_s: float, pin: Pin) -> None:
         """The pin's deadline as if it were taken now, by a program that has been away so long."""
         keeper, turn = self.keeper, pin.turn
         assert turn is not None
-        is_priced = keeper.appraiser.prices(turn.context_tokens, pin.retention.reload_s)
-        if not is_priced or keeper.ledger.programs[pin.program].live:
-            return
         away_s = now_s - pin.taken_s
         keep = keeper.appraiser.judged(now_s, turn, keeper.load(away_s))
         ttl_s = max(keep.ttl_s, EVERY_S) if keep.ttl_s > 0 else 0.0
         left_s = max(0.0, min(ttl_s, keeper.config.max_ttl_s - away_s))
         keeper.ledger.renew(pin.program, now_s + left_s)
+        keeper.recorder.renewed(now_s, pin.program, now_s + left_s)
