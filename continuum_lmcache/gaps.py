@@ -112,16 +112,21 @@ class Gaps:
         return max(calls, key=self._expected_s, default=())
 
     def dumps(self) -> str:
-        """Everything learned, as versioned JSON in the order of use; loads() takes it back."""
-        keys = [
-            {
+        """Everything learned, as versioned JSON in the order of use; loads() takes it back.
+
+        Safe from another thread: each list is copied at once, and each key is written by itself, so that
+        whoever learns meanwhile waits for one key at most.
+        """
+        keys = []
+        for key, window in list(self._windows.items()):
+            recent = list(window.recent)
+            found = {
                 "levels": list(key),
-                "gaps_s": [round(gap_s, 6) for gap_s, _ in window.recent],
-                "unended": [i for i, (_, ended) in enumerate(window.recent) if not ended],
+                "gaps_s": [round(gap_s, 6) for gap_s, _ in recent],
+                "unended": [i for i, (_, ended) in enumerate(recent) if not ended],
             }
-            for key, window in self._windows.items()
-        ]
-        return json.dumps({"version": VERSION, "keys": keys})
+            keys.append(json.dumps(found))
+        return f'{{"version": {VERSION}, "keys": [{", ".join(keys)}]}}'
 
     @classmethod
     def loads(cls, text: str) -> Gaps:

@@ -16,7 +16,7 @@ import pytest
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.recorder import META, Recorder
 from continuum_lmcache.types import ProgramId, TurnId
-from continuum_lmcache.vllm_plugin.recording import Recording, Stream
+from continuum_lmcache.vllm_plugin.recording import BATCH_EVENTS, Recording, Stream, pieces
 
 
 def turns(recorder: Recorder, count: int) -> None:
@@ -150,6 +150,15 @@ def test_a_disk_that_stands_still_costs_events_and_never_a_wait(tmp_path: Path) 
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     stream.close()
     os.close(reader)
+
+
+def test_a_snapshot_is_written_in_small_pieces_that_read_as_one() -> None:
+    recorder = Recorder(0.0, max_programs=20)
+    turns(recorder, 3 * BATCH_EVENTS)
+    snapshot = {**recorder.snapshot(), "many": [{"n": n} for n in range(2 * BATCH_EVENTS + 1)], "none": []}
+    written = list(pieces(snapshot))
+    assert json.loads("".join(written)) == snapshot
+    assert max(text.count('"n"') for text in written) == BATCH_EVENTS
 
 
 def test_a_signal_may_ask_for_a_file_at_any_moment(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import os
 import queue
 import threading
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from continuum_lmcache.errors import ConfigError
@@ -65,14 +66,14 @@ class Recording:
     def flush(self) -> bool:
         """Write the whole snapshot, whole or not at all. False if the disk refused.
 
-        To be called from the scheduler's own thread. A signal handler runs there too, and may find
-        another flush half done: so each has a draft of its own.
+        From any thread: the snapshot's lists are copies and its events never change. A signal handler may
+        find another flush half done, so each has a draft of its own.
         """
         snapshot = self._recorder.snapshot()
         snapshot[META][0]["lost"] = dict(self.lost)
         draft = self.path.with_name(f"{self.path.name}.{os.getpid()}-{next(self._drafts)}.tmp")
         try:
-            write_whole(draft, json.dumps(snapshot))
+            write_whole(draft, pieces(snapshot))
             draft.replace(self.path)
         except OSError as error:
             self._flush_failures += 1
@@ -144,11 +145,23 @@ class Stream:
             logger.warning("streamed events lost at %s: %s (said once, then counted)", self._path, why)
 
 
-def write_whole(path: Path, text: str) -> None:
+def pieces(snapshot: dict[str, list[Event]]) -> Iterator[str]:
+    """The snapshot as JSON, BATCH_EVENTS at a time: in between other threads may run."""
+    opening = "{"
+    for name, events in snapshot.items():
+        yield f"{opening}{json.dumps(name)}: ["
+        for at in range(0, len(events), BATCH_EVENTS):
+            yield ", " * bool(at) + json.dumps(events[at : at + BATCH_EVENTS])[1:-1]
+        yield "]"
+        opening = ", "
+    yield "}"
+
+
+def write_whole(path: Path, texts: Iterable[str]) -> None:
     """Write a file and wait until it lies on the disk; leave none behind on failure."""
     try:
         with path.open("w", encoding="ascii") as file:
-            file.write(text)
+            file.writelines(texts)
             file.flush()
             os.fsync(file.fileno())
     except OSError:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import queue
 import signal
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +25,23 @@ from continuum_lmcache.recorder import Recorder
 from continuum_lmcache.tiers import SelectiveLoader, TierStore
 from continuum_lmcache.vllm_plugin.gaps_file import load_gaps, save_gaps
 from continuum_lmcache.vllm_plugin.keeper import Keeper
-from continuum_lmcache.vllm_plugin.recording import Recording
+from continuum_lmcache.vllm_plugin.recording import JOIN_S, Recording
 from continuum_lmcache.vllm_plugin.supply import Supply, mode_of
 from continuum_lmcache.vllm_plugin.totals import Totals, totals_of
 
 logger = init_logger("vllm.continuum_lmcache")
+GAPS_EVERY_S = 60.0  # what a crash may cost of what was learned
 
 
-@dataclass(frozen=True)
+@dataclass
 class Room:
     """One engine's keeper, and the files that outlive it."""
 
     keeper: Keeper
     gaps_path: Path | None
     recording: Recording | None
+    saver: Saver | None = None
+    _saving: threading.RLock = field(default_factory=threading.RLock)  # an older save must not end last
 
     @property
     def writes_files(self) -> bool:
@@ -49,9 +54,16 @@ class Room:
 
     def save(self) -> None:
         """Write what was learned and what happened so far."""
-        if self.recording is not None:
-            self.recording.flush()
-        if self.gaps_path is not None:
+        with self._saving:
+            if self.recording is not None:
+                self.recording.flush()
+            self.save_gaps()
+
+    def save_gaps(self) -> None:
+        """Write what was learned."""
+        if self.gaps_path is None:
+            return
+        with self._saving:
             try:
                 save_gaps(self.gaps_path, self.keeper.appraiser.gaps)
             except OSError as error:
@@ -59,9 +71,41 @@ class Room:
 
     def close(self) -> None:
         """The last time, at shutdown."""
+        if self.saver is not None:
+            self.saver.close()
         self.save()
         if self.recording is not None:
             self.recording.close()
+
+
+class Saver:
+    """A thread that saves a room's files: all when asked to, what was learned every GAPS_EVERY_S."""
+
+    def __init__(self, room: Room, every_s: float = GAPS_EVERY_S) -> None:
+        self._room, self._every_s = room, every_s
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may interrupt itself
+        self._thread = threading.Thread(target=self._run, name="continuum-files", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Save everything soon. May be called from a signal handler."""
+        self._asked.put(True)
+
+    def close(self) -> None:
+        """End the thread, after what it writes now."""
+        self._asked.put(False)
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                goes_on = self._asked.get(timeout=self._every_s)
+            except queue.Empty:
+                self._room.save_gaps()
+                continue
+            if not goes_on:
+                return
+            self._room.save()
 
 
 def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
@@ -94,8 +138,10 @@ def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
         scheduler.connector.load_by(keeper.judge.tokens)
         keeper.judge.is_asked = True
     room = Room(keeper, gaps_path, recording_of(config, recorder, rank))
-    if room.writes_files and threading.current_thread() is threading.main_thread():
-        save_on_signals(room)
+    if room.writes_files:
+        room.saver = Saver(room)
+        if owns_process():
+            save_on_signals(room, room.saver)
     return room
 
 
@@ -135,12 +181,22 @@ def recording_of(config: ContinuumConfig, recorder: Recorder, rank: int) -> Reco
     return Recording(Path(folder), recorder, rank, stream=config.stream_recording) if folder else None
 
 
-def save_on_signals(room: Room) -> None:
-    """SIGUSR1 to the engine's process writes the files; so does SIGTERM, before vLLM's own handler.
+def owns_process() -> bool:
+    """Whether this is an engine's own process: an application's signals are its own (in-process `LLM`).
+
+    Read on vLLM 0.30 to 0.33: CoreEngineProcManager names them "EngineCore" or "EngineCore_DP<rank>".
+    """
+    named = multiprocessing.current_process().name.startswith("EngineCore")
+    return named and threading.current_thread() is threading.main_thread()
+
+
+def save_on_signals(room: Room, saver: Saver) -> None:
+    """SIGUSR1 to the engine's process has its thread write the files; SIGTERM writes them before vLLM's own
+    handler.
 
     vLLM gives an engine its shutdown timeout and then kills it: a busy one may not reach shutdown().
     """
-    signal.signal(signal.SIGUSR1, lambda *_: room.save())
+    signal.signal(signal.SIGUSR1, lambda *_: saver.ask())
     stock = signal.getsignal(signal.SIGTERM)
     if not callable(stock):
         return

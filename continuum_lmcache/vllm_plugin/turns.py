@@ -111,9 +111,7 @@ def tail_text(request: Request, tokenizer: Any, ignored: Counter[str]) -> str:
         return ""
     try:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
-    except LookupError as error:
-        logger.warning_once(
-            "A turn's tool stays unknown: its tokens cannot be decoded: %s (said once)", error
-        )
+    except LookupError:
+        logger.warning_once("A turn's tool stays unknown: its tokens cannot be decoded (said once)")
         ignored["output_token_ids"] += 1
         return ""

@@ -1,0 +1,101 @@
+"""Files that are written while the engine runs, by a thread of their own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import Bench, prompt, settings  # noqa: F401
+
+from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+from continuum_lmcache.vllm_plugin.setup import Saver
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+@pytest.fixture
+def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:  # noqa: F811
+    settings(gaps_file=tmp_path / "gaps.json", run_output_dir=tmp_path / "run")
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    made = Bench(ContinuumScheduler, model)
+    yield made
+    made.scheduler.shutdown()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def becomes(holds: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_an_engine_inside_an_application_leaves_the_applications_signals_alone(
+    model: Path,
+    settings: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    settings(run_output_dir=tmp_path / "run")
+    before = [signal.getsignal(number) for number in SIGNALS]
+    bench = Bench(ContinuumScheduler, model)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    bench.scheduler.shutdown()
+
+
+def test_what_was_learned_is_written_while_the_engine_runs(bench: Bench, tmp_path: Path) -> None:
+    bench.keeper.appraiser.gaps.observe(("bash",), 4.0)
+    saver = Saver(bench.scheduler._room, every_s=0.02)
+    path = tmp_path / "gaps.json"
+    becomes(path.exists)
+    assert Gaps.loads(path.read_text()).own(("bash",)).n == 1
+    saver.close()
+    assert not (tmp_path / "run" / "scheduler_timestamps").exists(), "the recording is written when asked for"
+
+
+def test_a_signal_has_the_files_written_by_another_thread(
+    model: Path,
+    settings: Any,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore")
+    bench: Bench = request.getfixturevalue("bench")
+    bench.turn("p", prompt(40))
+    room, threads = bench.scheduler._room, []
+    flush = room.recording.flush
+    monkeypatch.setattr(
+        room.recording, "flush", lambda: threads.append(threading.current_thread()) or flush()
+    )
+    signal.raise_signal(signal.SIGUSR1)
+    path = tmp_path / "run" / "scheduler_timestamps"
+    becomes(path.exists)
+    assert "p" in json.loads(path.read_text()) and threads[0] is not threading.main_thread()
+
+
+def test_gaps_are_written_while_others_are_learned() -> None:
+    gaps, stop = Gaps(), threading.Event()
+
+    def learn() -> None:
+        n = 0
+        while not stop.is_set():
+            n += 1
+            gaps.observe((f"tool-{n % 500}", "bash"), 1.0)
+
+    thread = threading.Thread(target=learn)
+    thread.start()
+    try:
+        for _ in range(200):
+            Gaps.loads(gaps.dumps())
+    finally:
+        stop.set()
+        thread.join()
