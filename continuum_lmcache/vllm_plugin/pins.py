@@ -72,6 +72,9 @@ class BlockPins:
         freed = 0
         for program in programs:
             for block in self._held[program]:
+                if block.ref_cnt == 1:
+                    freed += 1
+                    continue
                 counts[block.block_id] += 1
                 freed += counts[block.block_id] == block.ref_cnt
             if freed >= wanted_blocks:
