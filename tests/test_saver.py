@@ -62,11 +62,7 @@ def test_what_was_learned_is_written_while_the_engine_runs(bench: Bench, tmp_pat
 
 
 def test_a_signal_has_the_files_written_by_another_thread(
-    model: Path,
-    settings: Any,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore")
     bench: Bench = request.getfixturevalue("bench")
@@ -89,13 +85,13 @@ def test_gaps_are_written_while_others_are_learned() -> None:
         n = 0
         while not stop.is_set():
             n += 1
-            gaps.observe((f"tool-{n % 500}", "bash"), 1.0)
+            gaps.observe((f"tool-{n % 20}", "bash"), 1.0)
 
     thread = threading.Thread(target=learn)
     thread.start()
     try:
-        for _ in range(200):
-            Gaps.loads(gaps.dumps())
+        for _ in range(30):
+            assert json.loads(gaps.dumps())["version"]
     finally:
         stop.set()
         thread.join()
