@@ -76,22 +76,3 @@ def test_a_signal_has_the_files_written_by_another_thread(
     path = tmp_path / "run" / "scheduler_timestamps"
     becomes(path.exists)
     assert "p" in json.loads(path.read_text()) and threads[0] is not threading.main_thread()
-
-
-def test_gaps_are_written_while_others_are_learned() -> None:
-    gaps, stop = Gaps(), threading.Event()
-
-    def learn() -> None:
-        n = 0
-        while not stop.is_set():
-            n += 1
-            gaps.observe((f"tool-{n % 20}", "bash"), 1.0)
-
-    thread = threading.Thread(target=learn)
-    thread.start()
-    try:
-        for _ in range(30):
-            assert json.loads(gaps.dumps())["version"]
-    finally:
-        stop.set()
-        thread.join()
