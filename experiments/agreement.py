@@ -11,9 +11,11 @@ that its description leaves open changes one thing at a time against `base`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
 
@@ -21,6 +23,8 @@ import numpy as np
 import typer
 from rich.console import Console
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.offload_sweep import seeds_of
 from experiments.sim.engine import simulate

@@ -23,6 +23,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
+
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.records.measures import (
     Bin,

@@ -10,12 +10,15 @@ and draws what came back.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "docs" / "grafana" / "continuum.json"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.server import CPU_ENV
 from experiments.tiny_model import make_model

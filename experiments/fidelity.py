@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import tempfile
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import ProfileError
 from experiments import small_tiers

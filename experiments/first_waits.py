@@ -10,14 +10,18 @@ fills: what memory alone could give; an order may still beat it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.fidelity_lab import lmcache_tiers
 from experiments.offload_sweep import seeds_of

@@ -8,6 +8,7 @@ once (new prompt tokens and outputs), and the exponent that admission.py learns 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,8 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.growth import Growth
 from experiments.table1 import GENERATORS, generate

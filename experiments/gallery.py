@@ -9,12 +9,15 @@ which is written by hand; all else is from the rows, and a figure that lacks one
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.offload_sweep import seeds_of
 from experiments.sweep.cases import Case, Point, SweepError

@@ -21,6 +21,7 @@ import asyncio
 import itertools
 import os
 import random
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.client import Client, TurnFailed, request_body
 from experiments.server import serve

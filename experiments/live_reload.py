@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -29,6 +30,8 @@ import httpx
 import numpy as np
 import typer
 from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.gaps import Gaps
 from continuum_lmcache.records.measures import percentile

@@ -15,6 +15,7 @@ reload: a queue of 20 s makes every TTL long.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import ContinuumError
 from continuum_lmcache.records.recordings import Recording, load

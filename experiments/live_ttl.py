@@ -34,6 +34,8 @@ import yaml
 from rich.console import Console
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
+
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.records.recordings import load
 from experiments.analyze import calibration_table

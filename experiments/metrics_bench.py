@@ -6,6 +6,8 @@ and `minute` are in the engine's loop, `encoded` is what travels, `exported` is 
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from statistics import median
 from typing import Annotated
 
@@ -14,6 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from vllm.v1.metrics.stats import SchedulerStats
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.types import Retention
 from continuum_lmcache.vllm_plugin.metrics import exporter

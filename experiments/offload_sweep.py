@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
@@ -27,6 +28,8 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.sweep import goals
 from experiments.sweep.cases import Case, SweepError

@@ -14,14 +14,18 @@ named by the client, or read off the answer's last 512 tokens.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.sweep.cases import ON_DEMAND, STOCK, Bench
 from experiments.sweep.timed import WARM_UP_ROUNDS, StepCost, no_collections, rigs, shared_clock

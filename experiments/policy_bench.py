@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.costs import UNMEASURED

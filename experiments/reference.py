@@ -7,8 +7,11 @@ the table of docs/versions.md (experiments/trust/version_matrix.py). A test hold
 from __future__ import annotations
 
 import ast
+import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 import connectors.lmcache_meter as meter
 from continuum_lmcache import config

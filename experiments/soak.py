@@ -15,6 +15,7 @@ import asyncio
 import json
 import random
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ import httpx
 import psutil
 import typer
 from prometheus_client.parser import text_string_to_metric_families
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.gaps import WINDOW, Gaps
 from continuum_lmcache.toolcalls import declared

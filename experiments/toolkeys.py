@@ -14,6 +14,7 @@ Data: the Claude groups of agentcgroup (yunwei37/agentcgroup), whose gaps are to
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.commands import command_key
 from continuum_lmcache.gaps import suffixes

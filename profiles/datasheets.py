@@ -12,12 +12,15 @@ somebody runs profiles/measure.py on such a card.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from profiles.timing import rounded
 

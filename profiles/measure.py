@@ -8,6 +8,7 @@ Under ten minutes; --quick takes about one, for a first look. What the file hold
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.costs import Costs
 from continuum_lmcache.errors import ProfileError

@@ -10,13 +10,17 @@ the same lie costs under stock fcfs, which listens to no client.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
 from experiments.sim.engine import simulate
 from experiments.sim.result import Result

@@ -11,6 +11,7 @@ fails if one still grows after the warm-up, and has no bound of its own that lie
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -20,6 +21,8 @@ from typing import Annotated, Any
 
 import matplotlib
 import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.commons import MOST_HEADS
 from continuum_lmcache.endings import REMEMBERED
