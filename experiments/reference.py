@@ -11,6 +11,8 @@ import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
+import typer
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 import connectors.lmcache_meter as meter
@@ -112,9 +114,10 @@ def between(page: str, marks: tuple[str, str], table: str) -> str:
 
 
 def main() -> None:
+    """Write docs/metrics.md and README's tables."""
     METRICS_PAGE.write_text(metrics_page())
     README.write_text(readme())
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
