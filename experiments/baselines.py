@@ -16,6 +16,7 @@ import csv
 import json
 import math
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.client import ServerUnusable
 from experiments.mp_server import MpProcess, serve_mp

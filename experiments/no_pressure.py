@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from scipy import stats
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.client import Client
 from experiments.demo_report import machine
