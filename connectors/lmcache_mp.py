@@ -246,4 +246,6 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.SCHEDULER:
             self._follower.close()
+        if self._worker is not None:
+            self._worker.watch.close()
         super().shutdown()

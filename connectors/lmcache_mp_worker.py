@@ -32,6 +32,7 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrive
 
 from connectors.lmcache_mp_leases import LEASE_SHARE
 from connectors.lmcache_mp_loads import MpReport, TimedLoad
+from connectors.lmcache_mp_watch import MoveWatch, Timing, WatchedFuture
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
 
@@ -48,7 +49,8 @@ class Move:
     is_load: bool
     tokens: int
     start_s: float
-    future: MessagingFuture[bool]
+    future: WatchedFuture
+    timing: Timing
     given_up_s: float = math.inf  # the server was silent meanwhile: from then on it counts as over
 
 
@@ -68,30 +70,34 @@ class MpWorkerSide:
         self._longest_load_s = lease_s * LEASE_SHARE
         self._was_cut = threading.Event()  # the connection was closed: whoever was asked is gone
         self._running: list[Move] = []
+        self.watch = MoveWatch(clock)
         self._fresh = MpReport()
         self._store, adapter.submit_store_request = adapter.submit_store_request, self.store
         self._retrieve, adapter.submit_retrieve_request = adapter.submit_retrieve_request, self.retrieve
         if queue := getattr(adapter.req_client, "_message_queue_client", None):  # else gRPC
             self._cancel_streams, queue.cancel_streams = queue.cancel_streams, self.connection_closed
 
-    def store(self, request_id: str, op: Any, *args: Any, **kwargs: Any) -> None:
+    def store(self, request_id: str, op: Any, event: Any, *args: Any, **kwargs: Any) -> None:
         """submit_store_request. A server that does not answer costs the store, not the engine."""
         start_s = self._ready()
         try:
-            self._store(request_id, op, *args, **kwargs)
+            self._store(request_id, op, event, *args, **kwargs)
         except TimeoutError:
             self.server_is_down()
             return
         if future := self._adapter.store_futures.get(request_id):
-            self._began(Move(request_id, False, op.end - op.start, start_s, future))
+            watched = self._adapter.store_futures[request_id] = WatchedFuture(future)
+            self._began(request_id, False, op.end - op.start, start_s, watched, event)
 
-    def retrieve(self, request_id: str, op: Any, *args: Any, **kwargs: Any) -> None:
+    def retrieve(self, request_id: str, op: Any, event: Any, *args: Any, **kwargs: Any) -> None:
         """submit_retrieve_request. If it fails, vLLM computes the tokens."""
         start_s = self._ready()
-        self._retrieve(request_id, op, *args, **kwargs)
+        self._retrieve(request_id, op, event, *args, **kwargs)
         if running := self._adapter.retrieve_futures.get(request_id):
+            watched = WatchedFuture(running[0])
+            self._adapter.retrieve_futures[request_id] = (watched, running[1])
             tokens = op.end - op.start - op.skip_first_n_tokens
-            self._began(Move(request_id, True, tokens, start_s, running[0]))
+            self._began(request_id, True, tokens, start_s, watched, event)
 
     def server_is_down(self) -> None:
         """Submit nothing more until LMCache's heartbeat finds the server again and registers with it."""
@@ -164,17 +170,22 @@ class MpWorkerSide:
             context.engine_driven_context.mq_timeout = STALL_S
         return self._clock()
 
-    def _began(self, move: Move) -> None:
+    def _began(
+        self, request_id: str, is_load: bool, tokens: int, start_s: float, future: WatchedFuture, event: Any
+    ) -> None:
+        timing = self.watch.add(tokens, future, event, start_s)
+        move = Move(request_id, is_load, tokens, start_s, future, timing)
         self._running.append(move)
         if move.future.query():  # on a CPU it has ended already: its time is now, not at the next poll
             self._running.pop()
             self._ended(move)
 
     def _ended(self, move: Move) -> None:
-        duration_s = self._clock() - move.start_s
-        if move.is_load and duration_s > self._longest_load_s:
+        self.watch.look()  # or its end may not have been seen yet
+        duration_s = move.timing.duration_s
+        if move.is_load and self._clock() - move.start_s > self._longest_load_s:
             self._fail(move)  # the lease may have ended while it was read
-        elif move.future.result(timeout=0):
+        elif move.future.result(timeout=0) and duration_s:
             size_bytes = move.tokens * self._kv_bytes_per_token
             if move.is_load:
                 self._fresh.loads.append(TimedLoad(move.request_id, move.tokens, size_bytes, duration_s))
@@ -184,6 +195,7 @@ class MpWorkerSide:
 
     def _fail(self, move: Move) -> None:
         """Put a failed one in its place, which the adapter reports."""
+        self.watch.forget(move.timing)
         failed: MessagingFuture[bool] = MessagingFuture()
         failed.set_result(False)
         stores, loads = self._adapter.store_futures, self._adapter.retrieve_futures
