@@ -43,7 +43,7 @@ from connectors.lmcache_loads import (
 )
 from connectors.lmcache_meter import TransferMetrics, TransferStats
 from connectors.lmcache_probe import addresses
-from connectors.lmcache_start import machine, settle
+from connectors.lmcache_start import machine, refuse_degraded, settle
 from connectors.lmcache_tiers import Tiers
 from connectors.lmcache_traps import GIB, settled
 from connectors.lmcache_worker import TierReport, WorkerSide
@@ -75,7 +75,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self.check_settings(vllm_config)  # under another policy nobody has
-        settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
+        settle(vllm_config, kv_cache_config, announce=role == KVConnectorRole.SCHEDULER)
         with cpu_copy_path(self.copier, vllm_config.cache_config.block_size):
             super().__init__(vllm_config, role, kv_cache_config)
         self._impl = cast(Any, self._lmcache_engine)
@@ -83,7 +83,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         # with MLA every rank would hold the same bytes, and LMCache lets rank 0 alone keep them
         ranks = 1 if mla_enabled(vllm_config.model_config) else vllm_config.parallel_config.world_size
         self._addresses = addresses(vllm_config.kv_transfer_config.engine_id, ranks)
-        self._kv_bytes_per_token = machine(vllm_config).kv_bytes_per_token
+        self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
         self._never_saves = bool(getattr(self._impl, "force_skip_save", False))  # its user's own wish
         self._is_shared = is_shared(self._impl.config, vllm_config.kv_transfer_config.kv_role)
@@ -154,6 +154,18 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         """
         return not self._is_shared
 
+    def waits(self, metadata: Any) -> bool:
+        """Whether the step loads or stores (continuum_lmcache.tiers.StepTiming)."""
+        return any(
+            (request.load_spec is not None and request.load_spec.can_load)
+            or (request.save_spec is not None and request.save_spec.can_save)
+            for request in metadata.requests
+        )
+
+    def step_s(self) -> float | None:
+        """Of a step that stored something, by rank 0's accelerator."""
+        return self.tiers.step_s()
+
     # ---- scheduler: vLLM's calls
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -220,6 +232,11 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     # ---- worker: vLLM's calls
 
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.step_begins()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(with_attn_metadata(forward_context), **kwargs)  # also in steps without work
         meta = self._get_connector_metadata()  # a warm-up step's has nothing of ours
@@ -238,6 +255,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
                 if request.save_spec is not None and not self._check.is_whole(request.slot_mapping):
                     request.save_spec.can_save = False
         super().wait_for_save()
+        if self._worker is not None:
+            self._worker.step_ends()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         missing = self._check.missing_blocks() if self._check is not None else set()
@@ -279,10 +298,3 @@ def is_shared(config: Any, kv_role: str) -> bool:
     """Whether other engines may load what this one stores."""
     names = ("remote_url", "remote_storage_plugins", "storage_plugins", "enable_p2p", "enable_pd")
     return kv_role == "kv_producer" or any(getattr(config, name) for name in names)
-
-
-def refuse_degraded(impl: Any) -> None:
-    """LMCache logs why it cannot start and then serves without caching anything: say it and stop."""
-    manager = impl._manager
-    if manager._init_failed:
-        raise ConfigError(f"LMCache could not start: {manager._init_failed_reason.strip().splitlines()[-1]}")

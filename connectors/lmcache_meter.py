@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
@@ -55,6 +56,10 @@ class Meter:
         done, self._done = self._done, []
         return done
 
+    def has_stored(self) -> bool:
+        """Whether anything was stored since the last `take`: LMCache has waited for the copy then."""
+        return any(done.direction == "store" for done in self._done)
+
     def retrieve(self, *args: Any, **kwargs: Any) -> Any:
         self._reads.clear()
         self._elsewhere.clear()
@@ -84,6 +89,36 @@ class Meter:
     def batched_put(self, keys: Any, memory_objs: Any, *args: Any, **kwargs: Any) -> None:
         self._puts += sizes(memory_objs)  # before the put may free them
         self._put(keys, memory_objs, *args, **kwargs)
+
+
+class StepTimer:
+    """What the accelerator takes from a step's beginning on, with CUDA's events where there is a GPU."""
+
+    def __init__(self, on_gpu: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._on_gpu, self._clock = on_gpu, clock
+        self._began: Any = None
+
+    def begins(self) -> None:
+        """What was launched before is not the step's: on a GPU it may still run."""
+        self._began = self._now()
+
+    def seconds(self) -> float | None:
+        """Since then. Waits for what was launched: to be called when that is over."""
+        began, self._began = self._began, None
+        if began is None:
+            return None
+        ended = self._now()
+        if not self._on_gpu:
+            return float(ended - began)
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000.0
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return self._clock()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 def sizes(chunks: Iterable[Any]) -> list[tuple[int, int]]:

@@ -58,7 +58,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self.check_settings(vllm_config)  # under another policy nobody has
         settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
         super().__init__(vllm_config, role, kv_cache_config)
-        self._kv_bytes_per_token = machine(vllm_config).kv_bytes_per_token
+        self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
         self._worker: MpWorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._follow(vllm_config.model_config.max_model_len)

@@ -13,24 +13,31 @@ from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 from connectors.lmcache_settings import unread
 from connectors.lmcache_traps import Machine, settled
 from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.costs import kv_bytes_per_token
+from continuum_lmcache.errors import ConfigError
 
 logger = init_logger("vllm.continuum.lmcache")
 
 
-def machine(vllm_config: Any) -> Machine:
-    """What LMCache's settings must fit."""
+def machine(vllm_config: Any, kv_cache_config: Any = None) -> Machine:
+    """What LMCache's settings must fit. Before vLLM has laid out its KV cache, by the model's shape alone.
+
+    The shape says nothing of an indexer's layers, nor of the scales in `fp8_ds_mla` (DeepSeek V3.2).
+    """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     layers = model.get_num_layers(parallel) + calculate_draft_layers(vllm_config)
     values = (1 if mla_enabled(model) else 2) * model.get_num_kv_heads(parallel) * model.get_head_size()
     dtype = get_kv_cache_torch_dtype(cache.cache_dtype, model.dtype)
-    kv_bytes_per_token = layers * values * dtype.itemsize
-    return Machine(torch_device_type == "cpu", cache.block_size, kv_bytes_per_token, model.model)
+    shaped = layers * values * dtype.itemsize
+    size_bytes = kv_bytes_per_token(kv_cache_config) if kv_cache_config is not None else shaped
+    return Machine(torch_device_type == "cpu", cache.block_size, size_bytes, model.model)
 
 
-def settle(vllm_config: Any, announce: bool) -> None:
+def settle(vllm_config: Any, kv_cache_config: Any, announce: bool) -> None:
     """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
     transfer = vllm_config.kv_transfer_config
-    extra, ours = settled(transfer.kv_connector_extra_config, os.environ, machine(vllm_config))
+    fits = machine(vllm_config, kv_cache_config)
+    extra, ours = settled(transfer.kv_connector_extra_config, os.environ, fits)
     transfer.kv_connector_extra_config = extra
     wishes_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
     fails = wishes_error or not recomputes_rightly(vllm_config)
@@ -51,3 +58,10 @@ def recomputes_rightly(vllm_config: Any) -> bool:
     scheduler = vllm_config.scheduler_config
     ours = "continuum_lmcache." in str(scheduler.scheduler_cls)
     return ours or not (scheduler.async_scheduling or vllm_config.use_v2_model_runner)
+
+
+def refuse_degraded(impl: Any) -> None:
+    """LMCache logs why it cannot start and then serves without caching anything: say it and stop."""
+    manager = impl._manager
+    if manager._init_failed:
+        raise ConfigError(f"LMCache could not start: {manager._init_failed_reason.strip().splitlines()[-1]}")

@@ -113,6 +113,7 @@ class Tiers:
         self._hashes = ChunkHashes(database, chunk_tokens)
         self._mirror = Mirror(len(addresses))
         self._transfers: deque[Transfer] = deque(maxlen=MAX_TRANSFERS)
+        self._step_s: float | None = None
         self._probe = Probe(addresses, clock)
         self._heard_s = clock()  # when a worker last told something
         self._probe.ask()
@@ -139,10 +140,16 @@ class Tiers:
         self._transfers.clear()
         return taken
 
+    def step_s(self) -> float | None:
+        """What rank 0's last step took, if it was timed."""
+        taken, self._step_s = self._step_s, None
+        return taken
+
     def absorb(self, report: TierReport) -> None:
         self._heard_s = self._clock()
         for rank, told in report.ranks.items():
             self._transfers.extend(told.transfers)
+            self._step_s = told.step_s if rank == 0 else self._step_s
             if not self._mirror.apply(rank, told):
                 self.doubt()
 

@@ -21,6 +21,11 @@ FILE_NAME_BYTES = 255  # NAME_MAX of Linux's file systems
 KEY_BYTES = 64  # rank, hash and dtype, which LMCache appends to the model's name
 POOL_SHARE = 7 / 8  # of the DRAM pool for one load; the rest is for chunks on their way to disk
 
+LAYERWISE = (
+    "{} moves KV layer by layer, in hooks that vLLM 0.32 skips where it replays a FULL CUDA graph, and "
+    "LMCache 0.5.6 does not say which of it came: nothing could be checked or timed; remove it"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -41,6 +46,8 @@ def settled(
     """
     if extra.get("use_native"):
         raise ConfigError("use_native selects vLLM's old copy of LMCache's adapter; remove it")
+    if extra.get("use_layerwise"):
+        raise ConfigError(LAYERWISE.format("use_layerwise"))
     user = given(extra, environ)
     refuse_traps({**DEFAULTS, "pre_caching_hash_algorithm": "sha256_cbor", **user}, environ, machine)
     ours = {name: value for name, value in defaults(user, machine).items() if user.get(name) != value}
@@ -106,6 +113,9 @@ def _refuse_modes(settings: Mapping[str, Any]) -> None:
             f"{PREFIX}enable_async_loading is broken in LMCache 0.5.6: the second hit on a chunk frees it "
             "twice and the engine dies; remove it"
         )
+    for name in ("use_layerwise", "enable_blending"):
+        if settings[name]:
+            raise ConfigError(LAYERWISE.format(PREFIX + name))
     policy = settings["cache_policy"]
     if policy.upper() not in POLICY_MAPPING:
         known = ", ".join(POLICY_MAPPING)
@@ -171,6 +181,5 @@ def _refuse_on_cpu(settings: Mapping[str, Any], machine: Machine) -> None:
             f"{PREFIX}chunk_size is {chunk_tokens} tokens and vLLM's block {block_tokens}; on a CPU a chunk "
             f"must be whole blocks: set chunk_size to {fix} or --block-size to a divisor of {chunk_tokens}"
         )
-    for name in ("save_unfull_chunk", "use_layerwise", "enable_blending"):
-        if settings[name]:
-            raise ConfigError(f"{PREFIX}{name} moves parts of blocks, which a CPU cannot; remove it")
+    if settings["save_unfull_chunk"]:
+        raise ConfigError(f"{PREFIX}save_unfull_chunk moves parts of blocks, which a CPU cannot; remove it")

@@ -7,12 +7,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from connectors.lmcache_disk import DiskReads, announce
 from connectors.lmcache_disk_writes import DiskWrites
 from connectors.lmcache_losses import Losses
-from connectors.lmcache_meter import TIERS, Meter, TransferStats
+from connectors.lmcache_meter import TIERS, Meter, StepTimer, TransferStats
 from connectors.lmcache_prefetch import Raiser
 from connectors.lmcache_probe import ProbeServer, Snapshot
 from continuum_lmcache.tiers import Transfer
@@ -74,6 +75,7 @@ class RankReport(NamedTuple):
     pending_writes: int  # chunks on their way to disk: not there yet
     transfers: list[Transfer]
     since: int = 0  # the number of the report before
+    step_s: float | None = None  # of the step, if it waited for a store
 
 
 @dataclass
@@ -102,6 +104,8 @@ class WorkerSide:
         self._told_pending = 0
         self._told = 0  # the last report's number
         self._losses = Losses()
+        self._step = StepTimer(torch.cuda.is_available())
+        self._step_s: float | None = None
         self._listen()
         self._raiser: Raiser | None = None
         if disk := self._backends.get("LocalDiskBackend"):
@@ -110,6 +114,13 @@ class WorkerSide:
             self._raiser = Raiser(disk, cpu, reads) if cpu.use_hot else None
             announce(disk, cpu.get_full_chunk_size_bytes())
         self._probe_server = ProbeServer(address, self.snapshot)
+
+    def step_begins(self) -> None:
+        self._step.begins()
+
+    def step_ends(self) -> None:
+        """After the step's stores. Without one the accelerator may be behind, and is not waited for."""
+        self._step_s = self._step.seconds() if self._meter.has_stored() else None
 
     def stats(self) -> TransferStats:
         """What moved and what was lost since the last call, for the metrics. The next report has it too."""
@@ -121,11 +132,12 @@ class WorkerSide:
         pending = self._pending_writes()  # before the changes: a write that ends in between is told twice
         number, changes = self._journal.take()
         fresh, self._fresh = self._fresh if self._rank == 0 else [], []
+        step_s, self._step_s = self._step_s, None
         if not (changes or fresh or pending != self._told_pending):
             return None
         self._told_pending = pending
         since, self._told = self._told, number
-        return TierReport({self._rank: RankReport(number, changes, pending, fresh, since)})
+        return TierReport({self._rank: RankReport(number, changes, pending, fresh, since, step_s)})
 
     def snapshot(self) -> Snapshot:
         """All that the tiers hold now. Any thread."""

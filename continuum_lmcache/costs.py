@@ -218,3 +218,20 @@ UNMEASURED = Costs(
     chunk_tokens=256,
 )
 """What is assumed of a machine that nobody has measured. Every `samples` is 0."""
+
+
+def kv_bytes_per_token(kv_cache_config: Any) -> int:
+    """What one token's KV takes on one rank, over all layers, by vLLM's KVCacheConfig.
+
+    Of layers that share a block table a scheduler's names one spec for all; its tensors (vLLM 0.32) know
+    each layer's page: the smaller one of two strides, as layers or blocks may come first.
+    """
+    tensors = [each for each in kv_cache_config.kv_cache_tensors if hasattr(each, "layer_stride")]
+    pages = {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}
+    total = 0.0
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        by_layer = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
+        for name, one in by_layer.items():
+            total += pages.get(name, one.page_size_bytes) / one.block_size
+    return round(total)

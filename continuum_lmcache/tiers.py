@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from continuum_lmcache.types import Residency, Tier, TurnId
 
@@ -95,6 +95,17 @@ class StoreSwitch(Protocol):
 
     def stalls(self) -> bool:
         """Whether steps wait for their stores, and nobody else reads them: else storing is never stopped."""
+
+
+@runtime_checkable
+class StepTiming(Protocol):
+    """A store for which steps wait. Where two are in flight, the outputs' times do not tell them apart."""
+
+    def waits(self, metadata: Any) -> bool:
+        """Whether the step with this metadata of the connector's waits for loads or stores."""
+
+    def step_s(self) -> float | None:
+        """What the accelerator took for the step that was reported last; None: not known."""
 
 
 LoadRule = Callable[[TurnId, Residency], int]

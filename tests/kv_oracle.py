@@ -149,6 +149,7 @@ class OracleConnector(ContinuumLMCacheConnector):
         tiers = SimpleNamespace(
             locate=lambda token_ids: Holding(self.engine.lookup(list(token_ids)), 0),
             transfers=list,
+            step_s=lambda: None,
             chunks=lambda *_: [],
             doubt=lambda: None,
             close=lambda: None,
@@ -160,6 +161,7 @@ class OracleConnector(ContinuumLMCacheConnector):
         self._impl = self._lmcache_engine = adapter(self, engine)
         self._tiers, self._worker, self._rule, self._dead, self._wanted = tiers, None, None, [], []
         self._never_saves, self._kv_bytes_per_token, self._kv_cache_events = False, 8, None
+        self._is_shared = False
         self._expected, self._check = [], LoadCheck(engine, BLOCK) if engine is not None else None
 
     def serve(self, engine: SpanEngine) -> OracleConnector:

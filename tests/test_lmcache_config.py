@@ -10,12 +10,21 @@ import pytest
 
 pytest.importorskip("lmcache")
 
+import torch
 from hypothesis import example
 from hypothesis import given as given_that
 from hypothesis import strategies as st
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from connectors.lmcache_settings import ENV_FAMILIES, NAMES, given, unread
 from connectors.lmcache_traps import GIB, Machine, pool_chunks, settled
+from continuum_lmcache.costs import kv_bytes_per_token
 from continuum_lmcache.errors import ConfigError
 
 CPU = Machine(on_cpu=True, block_tokens=128, kv_bytes_per_token=8192, model="tiny")
@@ -274,10 +283,32 @@ def test_on_a_cpu_a_chunk_must_be_whole_blocks():
     settled({"lmcache.chunk_size": 192}, {}, GPU)
 
 
-@pytest.mark.parametrize("name", ["save_unfull_chunk", "use_layerwise", "enable_blending"])
-def test_on_a_cpu_parts_of_blocks_cannot_be_moved(name):
-    assert "a CPU cannot" in refusal({f"lmcache.{name}": True})
-    settled({f"lmcache.{name}": True}, {}, GPU)
+def test_on_a_cpu_parts_of_blocks_cannot_be_moved():
+    assert "a CPU cannot" in refusal({"lmcache.save_unfull_chunk": True})
+    settled({"lmcache.save_unfull_chunk": True}, {}, GPU)
+
+
+@pytest.mark.parametrize("name", ["lmcache.use_layerwise", "use_layerwise", "lmcache.enable_blending"])
+def test_moves_by_layer_are_refused_on_a_gpu_too(name):
+    """Under the first key vLLM keeps its FULL graphs; of the second LMCache knows nothing."""
+    assert f"{name} moves KV layer by layer" in refusal({name: True}, machine=GPU)
+    settled({name: False}, {}, GPU)
+
+
+def test_kv_bytes_are_those_that_vllm_keeps_for_each_layer():
+    """DeepSeek V3.2: 656 bytes a token of `fp8_ds_mla`, not 576 values of a byte, and 132 of its indexer."""
+    main = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.uint8}
+    mla = MLAAttentionSpec(**main, head_size=576, state_content_bytes=656, cache_dtype_str="fp8_ds_mla")
+    indexer = MLAAttentionSpec(**main, head_size=132)
+    one = KVCacheGroupSpec(["a", "b"], mla)
+    assert kv_bytes_per_token(KVCacheConfig(9, [], [one])) == 2 * 656
+    both = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs={"a": mla, "a.indexer": indexer})
+    config = KVCacheConfig(9, [], [KVCacheGroupSpec(["a", "a.indexer"], both)])
+    assert kv_bytes_per_token(config) == 656 + 132
+    sizes = {"a": 64 * 656, "a.indexer": 64 * 132}
+    pages = [KVCacheTensor(9 * n, [name], 9 * n, n) for name, n in sizes.items()]
+    config = KVCacheConfig(9, pages, [KVCacheGroupSpec(["a", "a.indexer"], mla)])  # a scheduler's
+    assert kv_bytes_per_token(config) == 656 + 132
 
 
 @given_that(

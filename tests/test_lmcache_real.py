@@ -272,7 +272,7 @@ def test_a_load_that_fails_is_recomputed_unless_the_user_wants_an_error(engine):
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.recompute_kv_load_failures
     strict = with_extra(engine, **{"continuum.fail_on_load_error": True})
-    settle(strict, announce=False)
+    settle(strict, None, announce=False)
     assert strict.kv_transfer_config.kv_load_failure_policy == "fail"
 
 

@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.costs import UNMEASURED, Costs
+from continuum_lmcache.costs import UNMEASURED, Costs, kv_bytes_per_token
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.gaps import Gaps
 from continuum_lmcache.hearsay import Hearsay
@@ -165,14 +165,6 @@ def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> Costs:
             kv_bytes_per_token,
         )
     return costs
-
-
-def kv_bytes_per_token(kv_cache_config: Any) -> int:
-    """What one token's KV takes on one rank, over all layers."""
-    groups = kv_cache_config.kv_cache_groups
-    return sum(
-        g.kv_cache_spec.page_size_bytes * len(g.layer_names) // g.kv_cache_spec.block_size for g in groups
-    )
 
 
 def recording_of(config: ContinuumConfig, recorder: Recorder, rank: int) -> Recording | None:

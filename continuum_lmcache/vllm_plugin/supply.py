@@ -18,6 +18,7 @@ from continuum_lmcache.tiers import (
     Remembering,
     Reporting,
     SelectiveLoader,
+    StepTiming,
     StoreSwitch,
     TierStore,
     Transfer,
@@ -36,6 +37,7 @@ class Supply:
         # asked here, once: Python takes 10 us to find out whether an object follows a protocol
         self._reporting = store if isinstance(store, Reporting) else None
         self._remembering = store if isinstance(store, Remembering) else None
+        self._timing = store if isinstance(store, StepTiming) else None
         self.loads_beside_steps = isinstance(store, SelectiveLoader) and store.loads_beside_steps
         self.mode = mode_of(store)
         self.hearsay = hearsay
@@ -65,6 +67,14 @@ class Supply:
     def transfers(self) -> list[Transfer]:
         """What the tiers moved since the last call."""
         return self._store.transfers() if self._store is not None else []
+
+    def waits(self, output: Any) -> bool:
+        """Whether the step waits for its transfers, as far as the store says so."""
+        return self._timing is not None and self._timing.waits(output.kv_connector_metadata)
+
+    def step_s(self) -> float | None:
+        """What the step that was reported last took, where the store has measured it."""
+        return None if self._timing is None else self._timing.step_s()
 
     def totals(self) -> dict[str, dict[str, float]]:
         """For the metrics: what prompts were made of, and how it is known where KV lies."""

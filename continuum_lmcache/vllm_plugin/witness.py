@@ -7,7 +7,7 @@ schedules ahead. Reads, on vLLM 0.30 to 0.33: SchedulerOutput.num_scheduled_toke
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.loads import LEAST_SAMPLES
@@ -23,13 +23,21 @@ LEAST_PREFILL_SHARE = 0.9  # of a step's tokens: decoding is bound by other thin
 LEAST_LOAD_SHARE = 0.05  # of a step that hides a load: below this it cannot be told from the computing
 
 
+class Launch(NamedTuple):
+    """A step in flight."""
+
+    at_s: float
+    waits: bool  # for its transfers
+    is_behind: bool  # another one
+
+
 class Witness:
     """Times steps, learns from what moved in them, and settles returns."""
 
     def __init__(self, appraiser: Appraiser, recorder: Recorder, supply: Supply) -> None:
         self.returns = Returns()
         self._appraiser, self._recorder, self._supply = appraiser, recorder, supply
-        self._began_s: dict[int, float] = {}  # by id of the step's output
+        self._flight: dict[int, Launch] = {}  # by id of the step's output
         self._last_s = 0.0
         self._hidden: dict[TurnId, int] = {}  # tokens whose load a coming step will hide
         self._flying: dict[TurnId, tuple[float, int]] = {}  # since when, tokens: loads beside the steps
@@ -69,25 +77,40 @@ class Witness:
 
     def scheduled(self, now_s: float, output: Any) -> None:
         """A step was scheduled and is about to run."""
-        self._began_s[id(output)] = now_s
+        self._flight[id(output)] = Launch(now_s, self._supply.waits(output), bool(self._flight))
 
     def stepped(self, now_s: float, output: Any) -> None:
         """Its output is here."""
-        began_s = max(self._began_s.pop(id(output), now_s), self._last_s)
+        launch = self._flight.pop(id(output), Launch(now_s, False, False))
+        took_s, is_own = self._took_s(now_s, launch)
         self._last_s = now_s
         new_tokens = output.total_num_scheduled_tokens
         moved, self._overheard = self._supply.transfers() + self._overheard, []
         prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
         if prefills or self._hidden or self.returns.watching:
-            step = Step(now_s - began_s, work_of(output))
+            step = Step(took_s, work_of(output))
             hidden = self._uncovered(step)
             moved += hidden
             for done in self.returns.stepped(step, moved, self._appraiser.rates.costs.prefill):
                 self._recorder.reloaded(now_s, done)
                 self._appraiser.observed.reloaded(done)
-            if prefills and not hidden:
+            if prefills and is_own and not hidden:
                 self._learn_pace(step, moved)
         self._appraiser.moved(now_s, moved)
+
+    def _took_s(self, now_s: float, launch: Launch) -> tuple[float, bool]:
+        """A step's seconds, and whether they are its own alone.
+
+        Where the worker runs inside the engine, the launch of a step that waits for its store waits for its
+        forward too, and only then the output before it is looked at. The store has timed such a step.
+        """
+        took_s = now_s - max(launch.at_s, self._last_s)
+        measured_s = self._supply.step_s()
+        if not launch.is_behind and not self._flight:
+            return took_s, True
+        if measured_s is not None:
+            return measured_s, True
+        return took_s, not (launch.waits or any(later.waits for later in self._flight.values()))
 
     def _learn_pace(self, step: Step, moved: list[Transfer]) -> None:
         """What this step says of the prefill curve, if it was prefill for the most part."""

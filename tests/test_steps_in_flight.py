@@ -1,0 +1,119 @@
+"""Whose seconds a step's are where two are in flight and the worker runs inside the engine, as on one GPU.
+
+LMCache in-process waits at the launch of a step for its forward and its store, so the output of the step
+before is looked at only then. Virtual time; the profile is exact, so the learned pace should stay 1.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from bench import Bench, ModelRunnerOutput, prompt, settings  # noqa: F401
+
+from connectors.lmcache_meter import StepTimer
+from continuum_lmcache.tiers import Transfer
+from continuum_lmcache.types import Tier
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+
+FIXED_S, TOKEN_S, DECODE_S, STORE_S = 0.004, 1e-4, 0.012, 2e-6  # the last one a token
+RATE = {"bytes_per_s": 25e9, "fixed_s": 0.001, "samples": 9}
+PROFILE = {
+    "prefill": {"fixed_s": FIXED_S, "per_token_s": TOKEN_S, "per_pair_s": 0.0, "samples": 20},
+    "dram": RATE,
+    "ssd": RATE,
+    "kv_bytes_per_token": 8,
+    "chunk_tokens": 16,
+}
+
+
+class GpuBench(Bench):
+    """Launches return at once, but for those with a store of `stored_from` tokens or more."""
+
+    stored_from = 256
+
+    def attach(self) -> None:
+        self.gpu_free_s = 0.0
+        self.ends_s: dict[int, float] = {}
+        self.reports: dict[int, tuple[list[Transfer], float]] = {}
+        self.told: tuple[list[Transfer], float | None] = ([], None)
+        supply = self.keeper.supply
+        supply.transfers = lambda: self.told[0]
+        supply._timing = SimpleNamespace(waits=lambda meta: meta, step_s=lambda: self.told[1])
+        schedule = self.scheduler._update_after_schedule
+
+        def note(output: Any) -> None:
+            output.kv_connector_metadata = self.new_tokens(output) >= self.stored_from
+            schedule(output)
+
+        self.scheduler._update_after_schedule = note
+        rates = self.keeper.appraiser.rates
+        self.ratios: list[float] = []
+        learn = rates.computed
+        rates.computed = lambda took_s, said_s: (self.ratios.append(took_s / said_s), learn(took_s, said_s))
+
+    @staticmethod
+    def new_tokens(output: Any) -> int:
+        return sum(n for n in output.num_scheduled_tokens.values() if n > 1)
+
+    def step(self, seconds: float | None = None) -> int:  # noqa: ARG002
+        output = self.scheduler.schedule()
+        ids = list(output.num_scheduled_tokens)
+        sampled = [[] if self.scheduler.requests[i].is_prefill_chunk else [7] for i in ids]
+        runner = ModelRunnerOutput(ids, {turn: n for n, turn in enumerate(ids)}, sampled)
+        new = self.new_tokens(output)
+        began_s = max(self.gpu_free_s, self.now_s)
+        decodes = any(n == 1 for n in output.num_scheduled_tokens.values())
+        self.gpu_free_s = began_s + DECODE_S * decodes + (FIXED_S + TOKEN_S * new) * bool(new)
+        if new >= self.stored_from:
+            self.now_s = self.gpu_free_s = self.gpu_free_s + STORE_S * new  # the host waits for both
+            moved = [Transfer(Tier.DRAM, "store", new, new * 8, STORE_S * new)]
+            self.reports[id(output)] = (moved, self.gpu_free_s - began_s)
+        self.ends_s[id(output)] = self.gpu_free_s
+        self._in_flight.append((output, runner))
+        while len(self._in_flight) > (self._ahead if ids else 0):
+            done, answer = self._in_flight.popleft()
+            self.now_s = max(self.now_s, self.ends_s.pop(id(done))) + 1e-4
+            self.told = self.reports.pop(id(done), ([], None))
+            self._deliver(done, answer)
+        return output.total_num_scheduled_tokens
+
+
+@pytest.fixture
+def make(model: Path, settings: Any, tmp_path: Path) -> Any:  # noqa: F811
+    (tmp_path / "profile.yaml").write_text(yaml.safe_dump(PROFILE))
+    settings(policy="continuum", profile=tmp_path / "profile.yaml")
+
+    def bench(cls: Any, stored_from: int) -> GpuBench:
+        made = GpuBench(cls, model, blocks=20_000, budget_tokens=2048)
+        made.stored_from = stored_from
+        made.attach()
+        return made
+
+    return bench
+
+
+@pytest.mark.parametrize("stored_from", [256, 1800, 10_000])  # each chunk, the first alone, none
+@pytest.mark.parametrize("cls", [ContinuumScheduler, ContinuumAsyncScheduler])
+def test_a_step_is_charged_with_its_own_seconds(cls: Any, stored_from: int, make: Any) -> None:
+    bench = make(cls, stored_from)
+    for number in range(12):
+        bench.send(f"p{number}", prompt(3800, number), out=4)  # two chunks, then decodes
+        for _ in range(9):
+            bench.step()
+    bench.run_until_idle()
+    assert len(bench.ratios) >= 12
+    assert min(bench.ratios) > 0.98 and max(bench.ratios) < 1.08
+    assert math.exp(bench.keeper.appraiser.rates.pace.log_slower) == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_step_is_timed_from_its_beginning_by_the_hosts_clock_without_a_gpu() -> None:
+    ticks = iter([1.0, 3.5])
+    timer = StepTimer(on_gpu=False, clock=lambda: next(ticks))
+    assert timer.seconds() is None
+    timer.begins()
+    assert timer.seconds() == 2.5 and timer.seconds() is None
