@@ -1,7 +1,7 @@
 """Faults on a live server: stock vLLM, real LMCache, the plugin, and what an operator's night brings.
 
 One server. After every fault it answers as before, and what the fault cost is in /metrics. The last
-test ends the server.
+test ends the server; another one is started only for a test that runs after it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +56,13 @@ class Faulty(Server):
     def processes(self) -> list[psutil.Process]:
         return processes(self.url)
 
+    @property
+    def is_alive(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=30).status_code == 200
+        except httpx.TransportError:
+            return False
+
     def lost(self, cause: str) -> float:
         return self.metric("continuum_lost_chunks_total", cause=cause)
 
@@ -69,8 +76,26 @@ class Faulty(Server):
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
-    folder = tmp_path_factory.mktemp("faults")
+def serving_one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Faulty]]:
+    """The module's server, or another one if that has ended."""
+    started: list[Faulty] = []
+    with contextlib.ExitStack() as running:
+
+        def one() -> Faulty:
+            if not started or not started[-1].is_alive:
+                started.append(running.enter_context(faulty(model, tmp_path_factory.mktemp("faults"))))
+            return started[-1]
+
+        yield one
+
+
+@pytest.fixture
+def server(serving_one: Callable[[], Faulty]) -> Faulty:
+    return serving_one()
+
+
+@contextlib.contextmanager
+def faulty(model: Path, folder: Path) -> Iterator[Faulty]:
     (folder / "lmcache.json").write_text(
         json.dumps(
             {
@@ -92,7 +117,9 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fa
     )
     args = [*ARGS, *DRAIN, "--kv-transfer-config", str(folder / "lmcache.json")]
     with serve(model, args, log=folder / "server.log") as url:
-        yield Faulty(url, folder)
+        server = Faulty(url, folder)
+        cold_and_stored(server)  # PyTorch compiles at the first logprobs, which a full disk would stop
+        yield server
 
 
 def cold_and_stored(server: Faulty) -> tuple[list[int], Answer, list[Path]]:
@@ -109,13 +136,17 @@ def cold_and_stored(server: Faulty) -> tuple[list[int], Answer, list[Path]]:
 
 
 def test_without_a_fault_the_disk_gives_back_what_it_got(server: Faulty) -> None:
+    def lost() -> float:
+        return sum(server.lost(cause) for cause in ("missing", "corrupt", "unwritten"))
+
+    lost_before = lost()
     prompt, cold, _ = cold_and_stored(server)
     before = server.loaded("ssd")
     server.push_out()
     again = server.complete(prompt)
     assert server.loaded("ssd") - before == 6 * BLOCK
     assert again.output[0] == cold.output[0], "the same context, split elsewhere: nearly the same logits"
-    assert sum(server.lost(cause) for cause in ("missing", "corrupt", "unwritten")) == 0
+    assert lost() == lost_before
 
 
 def flip(path: Path) -> None:
@@ -251,12 +282,12 @@ def recorded(server: Faulty, wanted: str, files: int) -> list[str]:
 
 
 def test_a_recorders_folder_that_vanishes_costs_its_events_and_nothing_else(server: Faulty) -> None:
-    assert server.metric("continuum_unrecorded_total") == 0
+    before = server.metric("continuum_unrecorded_total", kind="disk")
     shutil.rmtree(server.run)
     server.complete(ids(2 * BLOCK, next(STORIES)), job_id="unseen")
     time.sleep(0.5)  # the stream's thread finds out
     server.complete(ids(2 * BLOCK, next(STORIES)))
-    assert server.metric("continuum_unrecorded_total", kind="disk") > 0
+    assert server.metric("continuum_unrecorded_total", kind="disk") > before
     server.run.mkdir()
     server.complete(ids(2 * BLOCK, next(STORIES)), job_id="seen")
     assert recorded(server, "Request_departure_time", files=1)
@@ -293,4 +324,4 @@ def test_sigterm_under_load_answers_every_request_saves_the_recording_and_leaves
     _, alive = psutil.wait_procs(all_of_it, timeout=60)
     assert not alive
     snapshot = json.loads((server.run / "scheduler_timestamps").read_text())
-    assert len(snapshot) > MANY, "programs of this module's whole life"
+    assert len(snapshot) >= len(stories)
