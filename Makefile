@@ -11,6 +11,7 @@ ANY_SEED = $(shell od -An -N4 -tu4 /dev/urandom)
 
 .PHONY: demo test fuzz check install soak-machine
 install: $(VENV)/installed
+	@cat $(VENV)/installed
 
 $(VENV)/installed: requirements/cpu.lock requirements/install-cpu pyproject.toml
 	requirements/install-cpu $(VENV)
