@@ -2,6 +2,7 @@
 #              README=1 also puts the result into README.md and docs/demo, TRACE=FILE replays a trace
 # make test    install and run all tests; what they draw is the same each time
 # make fuzz    the property tests alone, drawing anew, for ROUNDS=20; a failure prints the SEED=... that repeats it
+# make test-network    what asks a package index: that '.[gpu]' resolves (3 minutes)
 # make check   style and types only
 # make soak-machine    the scheduler's state machine for 1,000,000 steps (ten minutes of a core); SEED=... repeats one
 
@@ -9,7 +10,7 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 ANY_SEED = $(shell od -An -N4 -tu4 /dev/urandom)
 
-.PHONY: demo test fuzz check install soak-machine
+.PHONY: demo test test-network fuzz check install soak-machine
 install: $(VENV)/installed
 	@cat $(VENV)/installed
 
@@ -33,3 +34,6 @@ fuzz: install
 	for seed in $(or $(SEED),$(shell od -An -N$$((4 * $(or $(ROUNDS),20))) -w4 -tu4 /dev/urandom)); do \
 	  $(PYTHON) -m pytest -n 2 --dist loadfile -m hypothesis --hypothesis-profile fuzz --hypothesis-seed $$seed \
 	  || { echo "to repeat: make fuzz SEED=$$seed"; exit 1; }; done
+
+test-network: install
+	$(PYTHON) -m pytest -m network
