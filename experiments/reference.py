@@ -39,7 +39,8 @@ times first, cut to 40 plain characters; the rest is `other`, a turn without a k
 `gpu`, `dram`, `ssd` or `none` (computed).
 
 Each event is told once, to whichever of vLLM's API servers gets the step's statistics, so with
-`--api-server-count` above 1 Prometheus' sums over their processes are right.
+`--api-server-count` above 1 Prometheus' sums over their processes are right. While the engine is
+busy the figures are up to half a second old.
 
 [docs/grafana/continuum.json](grafana/continuum.json) is a dashboard of one server on one screen: import it in
 Grafana and choose the Prometheus. It was not seen in a Grafana: its queries were run by a real Prometheus
