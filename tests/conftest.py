@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,14 @@ hypothesis.settings.register_profile(
     print_blob=True,
 )
 hypothesis.settings.load_profile("fixed")  # --hypothesis-profile is read later
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_an_earlier_test() -> Iterator[None]:
+    """LMCache has one configuration a process, and adds to it what each connector is given."""
+    yield
+    if (utils := sys.modules.get("lmcache.integration.vllm.utils")) is not None:
+        utils._config_instance = None
 
 
 @pytest.fixture(scope="session")
