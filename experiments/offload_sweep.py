@@ -12,7 +12,8 @@ Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 t
 fig15 ablation, h1 h2 h3 a published sweep, overhead (real time, one contender after the other; to compare
 them: experiments.overhead), whatif; --engine live has fig8, fig9, fig10, fig14 and fig15, at a small
 machine's size (sweep/live_plans.py). `goals` is the table of what the policy should reach, with seeds it
-was not tuned on (--full: all of them; --regimes: some). Rows are appended to OUT/offload_sweep.csv, and
+was not tuned on (--full: all of them; --regimes: some). `traces` is the table on real agents' traces,
+which lie outside the project (sim/trace_programs.py). Rows are appended to OUT/offload_sweep.csv, and
 finished ones are skipped: stop it and start it again as you like.
 """
 
@@ -31,7 +32,9 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from experiments.sweep import goals
+from continuum_lmcache.errors import TraceError
+from experiments.sim.trace_programs import HALVES, traces_folder
+from experiments.sweep import goals, trace_goals
 from experiments.sweep.cases import Case, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
@@ -43,6 +46,8 @@ from experiments.tables import markdown, plain
 
 ALL = "all"
 GOALS = "goals"
+TRACES = "traces"
+TABLES = (GOALS, TRACES)
 WIDTH = 180  # of the goals' table, wherever it is printed
 SEEDS = "1..5"
 
@@ -57,14 +62,14 @@ class Engine(Enum):
 def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan]:
     """The engine's plans of those names. Raises SweepError with the names there are."""
     plans = LIVE_PLANS if engine is Engine.LIVE else PLANS
-    known = [*plans, *([GOALS] if engine is Engine.SIM else []), ALL]
+    known = [*plans, *(TABLES if engine is Engine.SIM else []), ALL]
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             told = ", ".join(known)
             raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {told}")
-    return plans if ALL in names else {name: plans[name] for name in dict.fromkeys(names) if name != GOALS}
+    return plans if ALL in names else {n: plans[n] for n in dict.fromkeys(names) if n not in TABLES}
 
 
 def at_rate(plans: dict[str, Plan], engine: Engine, jps: float) -> dict[str, Plan]:
@@ -123,8 +128,29 @@ def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) ->
     (out / name).write_text(f"{title}. {conditions}\n\n{markdown(lines)}\n")
 
 
+def replay_traces(
+    size: Size, seeds: Sequence[int], half: str, machines: str, parts: str, jobs: int, out: Path
+) -> None:
+    """Run what is missing of the traces' rows, or of those with `parts` in their names; then print them."""
+    traces_folder()  # raises before anything runs
+    if half not in HALVES:
+        raise SweepError(f"--half is {half!r}; known: {', '.join(HALVES)}")
+    rows = Rows(out / "offload_sweep.csv")
+    every = trace_goals.points(size, half, seeds, machines.split(","))
+    cases = [point for point in every if goals.is_wanted(trace_goals.name_of(point), parts)]
+    if not cases:
+        known = "; ".join(dict.fromkeys(map(trace_goals.name_of, every)))
+        raise SweepError(f"no row has {parts!r} in its name; at this size there are: {known}")
+    complete(rows, cases, jobs)
+    lines = trace_goals.table(rows, cases)
+    title = f"Traces, half {half!r}, seeds {', '.join(map(str, seeds))}"
+    Console(width=WIDTH).print(plain(lines, title), caption(found(rows, cases)), "", sep="\n")
+    path = out / f"traces-{half}-{size.value}{'-some' if parts else ''}.md"
+    path.write_text(f"{title}. {caption(found(rows, cases))}\n\n{markdown(lines)}\n")
+
+
 def main(
-    figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, GOALS, ALL])}")],
+    figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, *TABLES, ALL])}")],
     engine: Annotated[Engine, typer.Option(help="the lab, or a real server")] = Engine.SIM,
     quick: Annotated[bool, typer.Option("--quick", help="small: under a minute a figure")] = False,
     full: Annotated[bool, typer.Option("--full", help="large: for claims")] = False,
@@ -132,15 +158,17 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     jps: Annotated[float | None, typer.Option(help="--engine live: arrivals a second", min=1e-6)] = None,
-    regimes: Annotated[str, typer.Option(help="goals: parts of their names, between semicolons")] = "",
+    regimes: Annotated[str, typer.Option(help="goals, traces: parts of names, between semicolons")] = "",
+    half: Annotated[str, typer.Option(help="traces: report, or tune")] = "report",
+    machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,
 ) -> None:
     """Draw the figures, running what is missing."""
     try:
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
-        if regimes and GOALS not in figures:
-            raise SweepError(f"--regimes chooses among the goals; name {GOALS!r}, or leave it out")
+        if regimes and not {*TABLES} & {*figures}:
+            raise SweepError(f"--regimes chooses rows of {' and '.join(TABLES)}; name one, or leave it out")
         chosen = seeds_of(seeds or SEEDS)
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
         plans = plans_named(figures, engine)
@@ -149,9 +177,12 @@ def main(
         suffix = f"live-{size.value}" if engine is Engine.LIVE else size.value
         if GOALS in figures:
             reach(size, seeds_of(seeds) if seeds else goals.SEEDS[size], regimes, jobs, out)
+        if TRACES in figures:
+            told = seeds_of(seeds) if seeds else goals.SEEDS[size]
+            replay_traces(size, told, half, machines, regimes, jobs, out)
         if plans:
             sweep(plans, size, chosen[:1] if quick else chosen, jobs, out, suffix, p95_s)
-    except SweepError as error:
+    except (SweepError, TraceError) as error:
         raise SystemExit(f"offload_sweep: {error}") from error
 
 

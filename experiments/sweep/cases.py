@@ -24,9 +24,9 @@ class Point:
 
     contender: str  # STOCK, ORACLE, ENDLESS, or a name in policies.POLICIES
     programs: int
-    jps: float  # arrivals, programs a second
+    jps: float  # arrivals, programs a second; a trace's are set by `load`
     seed: int
-    workload: str = "swe"  # a key of table1.GENERATORS, or "seeds-sweep"
+    workload: str = "swe"  # a key of table1.GENERATORS, "seeds-sweep", or "trace:NAME:HALF"
     machine: str = "a100"  # a key of step_time.MACHINES
     dram_gb: float = 0.0
     ssd_gb: float = 0.0
@@ -43,10 +43,14 @@ class Point:
     max_ttl_s: float | None = None  # a setting of the scheduler's; None: its default
     wrong_hints: bool = False  # clients say the wrong tool, and end programs that go on
     merge_steps: int = 8  # decode-only steps taken together, at most
+    load: float = 0.0  # of a trace: the work that arrives a second, in seconds of the machine
+    kv_contexts: float = 0.0  # mean final contexts that the GPU's KV cache holds; 0: as the machine has it
+    dram_kv: float = 0.0  # DRAM and disk in sizes of the GPU's KV cache, in place of dram_gb and ssd_gb
+    ssd_kv: float = 0.0
 
     @property
     def offloads(self) -> bool:
-        return self.dram_gb > 0 or self.ssd_gb > 0
+        return any(size > 0 for size in (self.dram_gb, self.ssd_gb, self.dram_kv, self.ssd_kv))
 
     @property
     def label(self) -> str:

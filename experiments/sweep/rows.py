@@ -18,7 +18,7 @@ from typing import Any
 
 from experiments.sweep.cases import Bench, Case, Live, Point, SweepError, inputs
 
-SCHEMA = 2  # raise it when a column changes its meaning
+SCHEMA = 3  # raise it when a column changes its meaning
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMON = ("continuum_lmcache/**/*.py", "experiments/workload.py", "experiments/table1.py")
 LAB = (
@@ -36,7 +36,7 @@ SERVERS = (
 )
 CODE = {"point": LAB, "bench": LAB, "live": SERVERS}  # what a row's figures depend on
 FIGURES = (
-    *("job_mean_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
+    *("job_mean_s", "job_mean_cold_s", "job_mean_warm_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
     *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),
     *("gpu_tokens", "dram_tokens", "ssd_tokens", "offload_tokens", "computed_tokens", "scheduled_tokens"),
     *("steps", "preemptions", "pins_taken", "pins_reused", "pins_expired", "pins_reclaimed"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from statistics import mean
 from typing import Any
 
 from continuum_lmcache.policies import POLICIES
@@ -11,7 +12,8 @@ from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from experiments.sim.serving import STOCK as STOCK_POLICY
 from experiments.sim.serving import Setup
-from experiments.sim.step_time import MACHINES
+from experiments.sim.step_time import MACHINES, Machine
+from experiments.sim.trace_programs import arriving, half
 from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time, with_turns
 from experiments.sweep.cases import ENDLESS, ON_DEMAND, ORACLE, STOCK, Point, SweepError
 from experiments.sweep.oracle import oracle_of
@@ -19,6 +21,7 @@ from experiments.table1 import GENERATORS, draw
 from experiments.workload import Program, poisson_arrivals
 
 SHAPES = GENERATORS | SMALL_SHAPES
+TRACE = "trace:"  # then its name and half (sim/trace_programs.py)
 SWEEP = "seeds-sweep"  # the published sweep brings its own arrivals: `programs` is not asked
 SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else the lab's
 
@@ -32,7 +35,10 @@ def run(point: Point) -> dict[str, Any]:
 
 def programs_of(point: Point) -> tuple[Program, ...]:
     """The same for every contender of a seed."""
-    if point.workload == SWEEP:
+    if point.workload.startswith(TRACE):
+        name, _, part = point.workload.removeprefix(TRACE).partition(":")
+        programs = arriving(half(name, part), point.programs, point.load, point.seed, machine_of(point))
+    elif point.workload == SWEEP:
         programs = seeds_sweep(point.jps, point.seed)
     elif point.workload in SHAPES:
         drawn = draw(SHAPES[point.workload], point.workload, point.programs, point.seed)
@@ -46,14 +52,16 @@ def programs_of(point: Point) -> tuple[Program, ...]:
 
 def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
     """The engine that the point asks for."""
-    if point.machine not in MACHINES:
-        raise SweepError(f"machine is {point.machine!r}; known: {', '.join(MACHINES)}")
-    machine = MACHINES[point.machine].with_half_rate(point.chunk_c0)
+    machine = machine_of(point)
+    if point.kv_contexts:
+        contexts = [p.context_tokens for p in half(*point.workload.removeprefix(TRACE).split(":"))]
+        fits_all = max(contexts) + Setup().block_tokens
+        machine = replace(machine, kv_tokens=max(fits_all, int(point.kv_contexts * mean(contexts))))
     if point.contender == ENDLESS:
         machine = replace(machine, kv_tokens=sum(p.context_tokens + 64 for p in programs))
     setup = Setup(
         policy=policy_of(point.contender),
-        tiers=tiers_of(point),
+        tiers=tiers_of(point, machine),
         machine=machine,
         step_tokens=point.step_tokens,
         max_seqs=point.max_seqs,
@@ -66,6 +74,13 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
     return replace(setup, shared_tokens=SHARED_TOKENS.get(point.workload, setup.shared_tokens))
 
 
+def machine_of(point: Point) -> Machine:
+    """The card, before its memory is set."""
+    if point.machine not in MACHINES:
+        raise SweepError(f"machine is {point.machine!r}; known: {', '.join(MACHINES)}")
+    return MACHINES[point.machine].with_half_rate(point.chunk_c0)
+
+
 def policy_of(contender: str) -> str:
     """The lab's name of a contender's policy."""
     special = {STOCK: STOCK_POLICY, ORACLE: ORACLE, ENDLESS: "program-fcfs", ON_DEMAND: ON_DEMAND}
@@ -76,11 +91,16 @@ def policy_of(contender: str) -> str:
     return contender
 
 
-def tiers_of(point: Point) -> dict[str, Any] | None:
+def tiers_of(point: Point, machine: Machine) -> dict[str, Any] | None:
     """The fake connector's settings; None without offloading."""
     if not point.offloads or point.contender == ENDLESS:
         return None
-    tiers: dict[str, Any] = {"dram_gb": point.dram_gb, "ssd_gb": point.ssd_gb, "async": not point.blocking}
+    kv_gb = machine.kv_tokens * machine.kv_bytes_per_token / 1e9
+    tiers: dict[str, Any] = {
+        "dram_gb": point.dram_gb or point.dram_kv * kv_gb,
+        "ssd_gb": point.ssd_gb or point.ssd_kv * kv_gb,
+        "async": not point.blocking,
+    }
     if point.link_gbps is not None:
         tiers |= {"load_gbps": point.link_gbps, "store_gbps": point.link_gbps}
     if point.ssd_gbps is not None:
@@ -91,9 +111,13 @@ def tiers_of(point: Point) -> dict[str, Any] | None:
 def figures(result: Result) -> dict[str, Any]:
     """What a row says of a run: seconds, tokens, counts."""
     ttfts_s = [turn.ttft_s for turn in result.turns]
+    cold = max(1, len(result.jobs) // 4)  # of the arrivals: nothing was learned and nothing is full
+    jobs_s = [job.job_s for job in result.jobs]
     pins = {f"pins_{name}": result.pins.get(name, 0) for name in ("taken", "reused", "expired", "reclaimed")}
     return {
         "job_mean_s": result.mean_job_s,
+        "job_mean_cold_s": mean(jobs_s[:cold]),
+        "job_mean_warm_s": mean(jobs_s[cold:] or jobs_s),
         **{f"job_p{p}_s": result.job_percentile_s(p) for p in (50, 90, 95, 99)},
         "ttft_mean_s": sum(ttfts_s) / len(ttfts_s),
         "ttft_p99_s": result.ttft_percentile_s(99),

@@ -1,0 +1,143 @@
+"""Programs of real agents' traces for the lab: which, cut to a window, in two halves, arriving at a load.
+
+The traces are not part of the project: a folder holds them (TRACES_DIR, else shared/traces beside the
+checkout), and without it `half` raises TraceError. Programs are split by a hash of their name: what
+is tuned is tuned on the half "tune", and reported from the half "report".
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+
+from continuum_lmcache.errors import TraceError
+from experiments.sim.step_time import Machine
+from experiments.workload import (
+    GAPS,
+    SAMPLE,
+    Program,
+    TurnSpec,
+    load_trace,
+    poisson_arrivals,
+    scaled,
+    unknown_gaps,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+WINDOW_TOKENS = 131_072  # of the model that the lab imagines (Llama 3.1)
+LONGEST_GAP_S = 600.0  # a longer one is a user who went away; it is cut to this
+CHUNK_TOKENS = 2048  # the prefill chunk that `work_s` reckons with,
+DECODE_BATCH = 8  # and the turns that decode together
+HALVES = ("tune", "report")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSource:
+    """Which programs of which file."""
+
+    file: str
+    sources: tuple[str, ...] = ("",)  # a program is taken whose source contains one of these
+    gaps_of: str = ""  # key of SOURCES whose tool gaps stand in where the trace says none
+
+
+SOURCES = {
+    "claude-code-swe": TraceSource("agentcgroup.jsonl", ("haiku", "sonnet")),  # not the local model's gaps
+    "claude-code": TraceSource("weka_claude_code.jsonl"),
+    "mini-swe": TraceSource("lmcache_miniswe.jsonl", gaps_of="claude-code-swe"),
+    "bfcl": TraceSource("bfcl_v4_multi_turn.jsonl", gaps_of="claude-code-swe"),
+    "chat": TraceSource("mooncake_conversation.jsonl"),
+}
+
+
+def traces_folder() -> Path:
+    """Where the traces are. Raises TraceError where they are not."""
+    folder = Path(os.environ.get("TRACES_DIR", ROOT.parent / "shared" / "traces"))
+    if not folder.is_dir():
+        raise TraceError(f"no traces in {folder}; set TRACES_DIR to the folder that has them")
+    return folder
+
+
+def half_of(program_id: str) -> str:
+    """`tune` or `report`, for ever the same."""
+    return HALVES[crc32(program_id.encode()) % 2]
+
+
+@cache
+def half(name: str, part: str) -> tuple[Program, ...]:
+    """One half of a trace's programs, each within WINDOW_TOKENS, every gap known. Raises TraceError."""
+    if name not in SOURCES or part not in HALVES:
+        raise TraceError(
+            f"trace is {name!r}, half {part!r}; known: {', '.join(SOURCES)}; {', '.join(HALVES)}"
+        )
+    wanted = [p for p in _chosen(name) if half_of(p.program_id) == part]
+    # one factor shrinks all: what is twice too long for the window is left out, or the rest would be tiny
+    fitting = [p for p in wanted if p.context_tokens <= 2 * WINDOW_TOKENS]
+    return scaled(_with_gaps(fitting, name), WINDOW_TOKENS)
+
+
+def _chosen(name: str) -> tuple[Program, ...]:
+    source = SOURCES[name]
+    programs = load_trace(traces_folder() / source.file)
+    return tuple(p for p in programs if any(part in p.source for part in source.sources))
+
+
+def _with_gaps(programs: Sequence[Program], name: str) -> tuple[Program, ...]:
+    """Gaps that are not said are drawn from those that are; none is longer than LONGEST_GAP_S."""
+    said = _gaps_s(SOURCES[name].gaps_of or name) if unknown_gaps(programs) else []
+    rng = np.random.default_rng([crc32(name.encode()), GAPS])
+
+    def known(turn: TurnSpec) -> TurnSpec:
+        gap_s = turn.gap_s if turn.gap_s is not None else said[rng.integers(len(said))]
+        return replace(turn, gap_s=min(gap_s, LONGEST_GAP_S))
+
+    return tuple(
+        replace(p, turns=(*map(known, p.turns[:-1]), replace(p.turns[-1], gap_s=None))) for p in programs
+    )
+
+
+def _gaps_s(name: str) -> list[float]:
+    return [turn.gap_s for p in _chosen(name) for turn in p.turns[:-1] if turn.gap_s is not None]
+
+
+def drawn(programs: Sequence[Program], count: int, seed: int) -> tuple[Program, ...]:
+    """`count` programs with replacement, each with a name of its own: no two share more than a head."""
+    picks = np.random.default_rng([seed, SAMPLE]).integers(len(programs), size=count)
+    return tuple(
+        replace(programs[pick], program_id=f"{programs[pick].program_id}#{i}", source="")
+        for i, pick in enumerate(picks)
+    )
+
+
+def work_s(program: Program, machine: Machine) -> float:
+    """Seconds of `machine` that the program needs if nothing is computed twice.
+
+    New tokens in chunks of CHUNK_TOKENS, each behind what was there; output in steps that DECODE_BATCH equal
+    turns share.
+    """
+    total_s = 0.0
+    for turn in program.turns:
+        for at in range(turn.kept_tokens, turn.input_tokens, CHUNK_TOKENS):
+            total_s += machine.seconds([(min(CHUNK_TOKENS, turn.input_tokens - at), at)])
+        total_s += (
+            turn.output_tokens * machine.seconds([(1, turn.input_tokens)] * DECODE_BATCH) / DECODE_BATCH
+        )
+    return total_s
+
+
+def arriving(
+    programs: Sequence[Program], count: int, load: float, seed: int, machine: Machine
+) -> tuple[Program, ...]:
+    """`count` of the programs, as a Poisson process that brings `load` seconds of work a second.
+
+    Above 1.0 the machine cannot keep up; below, it can only while little is computed twice.
+    """
+    if load <= 0:
+        raise TraceError(f"load is {load:g}; it must be above 0, such as 1.0 for all that the machine can do")
+    mean_work_s = sum(work_s(program, machine) for program in programs) / len(programs)
+    return poisson_arrivals(drawn(programs, count, seed), load / mean_work_s, seed)

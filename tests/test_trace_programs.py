@@ -1,0 +1,137 @@
+"""Real agents' traces in the lab: what is taken of them, and how they arrive."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from continuum_lmcache.errors import TraceError
+from experiments.offload_sweep import main
+from experiments.sim import trace_programs
+from experiments.sim.step_time import MACHINES
+from experiments.sim.trace_programs import (
+    HALVES,
+    LONGEST_GAP_S,
+    SOURCES,
+    WINDOW_TOKENS,
+    arriving,
+    half,
+    half_of,
+    work_s,
+)
+from experiments.sweep.cases import ENDLESS
+from experiments.sweep.grids import Size
+from experiments.sweep.rows import Rows
+from experiments.sweep.simulated import run
+from experiments.sweep.trace_goals import points, table
+
+A100 = MACHINES["a100"]
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder with traces of the same names and next to nothing in them."""
+
+    def turn(kept: int, new: int, gap_s: float | None) -> dict[str, object]:
+        return {"input_tokens": kept + new, "new_tokens": new, "output_tokens": 50, "gap_s": gap_s}
+
+    for number, source in enumerate(SOURCES.values()):
+        said = None if source.gaps_of else 3.0
+        lines = [
+            {
+                "program_id": f"{number}-{i}",
+                "arrival_s": 0.0,
+                "source": f"x-{source.sources[0]}",
+                "turns": [turn(0, 4000 + 100 * i, said), turn(4050 + 100 * i, 700, 2e4 if said else None)]
+                + [turn(4800 + 100 * i, 300, None)],
+            }
+            for i in range(8)
+        ]
+        (tmp_path / source.file).write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setenv("TRACES_DIR", str(tmp_path))
+    half.cache_clear()
+    yield
+    half.cache_clear()
+
+
+@pytest.mark.usefixtures("small")
+def test_a_program_is_of_one_half_for_ever_and_no_program_is_of_both() -> None:
+    for name in SOURCES:
+        tune, report = ({p.program_id for p in half(name, part)} for part in HALVES)
+        assert tune and report and not tune & report and len(tune | report) == 8
+        assert all(half_of(program) == "tune" for program in tune)
+
+
+@pytest.mark.usefixtures("small")
+def test_every_gap_is_known_and_none_is_longer_than_a_user_waits() -> None:
+    for name in SOURCES:
+        gaps_s = [turn.gap_s for p in half(name, "report") for turn in p.turns[:-1]]
+        assert set(gaps_s) <= {3.0, LONGEST_GAP_S}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("load", [0.5, 2.0])
+def test_programs_arrive_with_so_many_seconds_of_work_a_second(load: float) -> None:
+    programs = half("claude-code", "tune")
+    found = arriving(programs, 600, load, seed=3, machine=A100)
+    work = sum(work_s(p, A100) for p in found) / found[-1].arrival_s
+    assert work == pytest.approx(load, rel=0.15)
+    assert len({p.program_id for p in found}) == 600  # drawn again under another name: nothing is shared
+
+
+@pytest.mark.usefixtures("small")
+def test_work_is_what_an_idle_machine_with_all_the_memory_takes() -> None:
+    """The lab's own step times: a lone program, nothing computed twice, decodes shared by eight."""
+    program = half("claude-code", "tune")[0]
+    new = sum(turn.new_tokens for turn in program.turns)
+    prefill_s = sum(
+        A100.seconds([(turn.new_tokens, turn.kept_tokens)])
+        for turn in program.turns
+        if turn.new_tokens <= 2048
+    )
+    assert prefill_s < work_s(program, A100) < 2 * new * A100.seconds([(2048, 0)]) / 2048 + 150
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "told"), [("none", "tune", "known: claude-code-swe"), ("chat", "all", "tune, report")]
+)
+def test_a_trace_or_half_that_is_none_is_refused_with_those_there_are(
+    name: str, part: str, told: str
+) -> None:
+    with pytest.raises(TraceError, match=told):
+        half(name, part)
+
+
+def test_without_the_folder_the_sweep_says_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACES_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(SystemExit, match="no traces in .*nowhere; set TRACES_DIR"):
+        main(["traces"], out=tmp_path)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_row_has_ours_beside_the_rivals_and_the_bound(tmp_path: Path) -> None:
+    chosen = [p for p in points(Size.QUICK, "tune", [1], ["a100"]) if p.workload == "trace:claude-code:tune"]
+    chosen = [p for p in chosen if not p.offloads]
+    rows = Rows(tmp_path / "rows.csv")
+    for point in chosen:
+        rows.add(point, run(point))
+    header, line = table(rows, chosen)
+    assert len(header) == len(line) and line[0] == "a100, claude-code, none, 1"
+    by = {point.contender: row for point, row in zip(chosen, rows.of(chosen), strict=True)}
+    assert float(by[ENDLESS]["job_mean_s"]) <= float(by["continuum"]["job_mean_s"]) * 1.01
+    assert float(by["continuum"]["job_mean_cold_s"]) > 0
+
+
+@pytest.mark.usefixtures("traces")
+def test_the_real_traces_fit_the_window_with_most_of_their_programs() -> None:
+    half.cache_clear()
+    for name in SOURCES:
+        programs = half(name, "report")
+        assert max(p.context_tokens for p in programs) <= WINDOW_TOKENS
+        kept = len(programs) / sum(half_of(p.program_id) == "report" for p in trace_programs._chosen(name))
+        assert kept > 0.75, f"{name}: only {kept:.0%} of the programs are short enough"
