@@ -168,7 +168,10 @@ def main(
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
         if regimes and not {*TABLES} & {*figures}:
-            raise SweepError(f"--regimes chooses rows of {' and '.join(TABLES)}; name one, or leave it out")
+            raise SweepError(
+                f"--regimes chooses among the goals and the traces; name {GOALS!r} or {TRACES!r}, "
+                "or leave it out"
+            )
         chosen = seeds_of(seeds or SEEDS)
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
         plans = plans_named(figures, engine)

@@ -30,7 +30,7 @@ def test_some_goals_are_chosen_by_parts_of_their_names() -> None:
 
 
 def test_regimes_without_goals_are_refused() -> None:
-    with pytest.raises(SystemExit, match="--regimes chooses among the goals; name 'goals'"):
+    with pytest.raises(SystemExit, match="--regimes chooses among the goals and the traces; name 'goals'"):
         main(["fig8"], regimes="fig9")
 
 
