@@ -141,14 +141,16 @@ def gains(runs: Runs) -> str:
     for name in others:
         found = ratios(runs[baseline], runs[name])
         ranged = f" ({shown(min(found))} to {shown(max(found))})" if len(found) > 1 else ""
-        said.append(f"{statistics.median(found):.2f} times{ranged} with {name}")
+        said.append(f"over that of {name}: {statistics.median(found):.2f}{ranged}")
     waits = ", ".join(
         f"{shown(statistics.median(s['first_ttft_s']['max'] for s in found))} s with {name}"
         for name, found in runs.items()
     )
+    is_cut = any(summary["cut_s"] for found in runs.values() for summary in found)
     return (
-        f"Mean job time is as good as {baseline}'s {', '.join(said)} (above 1: shorter). "
-        f"New programs wait longest for their first token {waits}."
+        f"Mean job time of {baseline} {', '.join(said)} (above 1: {baseline} is slower). "
+        f"The longest wait of a new program for its first token: {waits}."
+        + (" A program that was cut off counts with its time so far, which favours the slower." * is_cut)
     )
 
 

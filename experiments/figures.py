@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -46,12 +47,13 @@ def draw_job_times(axes: Axes, runs: dict[str, list[Summary]]) -> None:
             axes.ecdf(times_s, label=label, linestyle=LINES[index % len(LINES)], color=shade, linewidth=2)
     axes.set(xlabel="job time, s", ylabel="share of programs", xlim=(0, None), title="Job time")
     if axes.lines:
-        axes.legend(loc="lower right")
+        axes.legend(loc="upper left", fontsize="small")
 
 
 def draw_sources(axes: Axes, runs: dict[str, list[Summary]]) -> None:
     """Prompt tokens by source, stacked; the mean over a label's seeds."""
     labels = list(runs)
+    ticks = [textwrap.fill(label, 16) for label in labels]
     bottoms = np.zeros(len(labels))
     for source, (shade, hatch) in FILLS.items():
         heights = np.array(
@@ -59,7 +61,7 @@ def draw_sources(axes: Axes, runs: dict[str, list[Summary]]) -> None:
         )
         if heights.any():
             name = SOURCES[source]
-            axes.bar(labels, heights, 0.6, bottoms, label=name, color=shade, hatch=hatch, edgecolor="black")
+            axes.bar(ticks, heights, 0.6, bottoms, label=name, color=shade, hatch=hatch, edgecolor="black")
             bottoms += heights
     axes.set(ylabel="prompt tokens, thousands", title="Where the KV came from")
     if axes.patches:
