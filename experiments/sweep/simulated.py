@@ -36,8 +36,7 @@ def run(point: Point) -> dict[str, Any]:
 def programs_of(point: Point) -> tuple[Program, ...]:
     """The same for every contender of a seed."""
     if point.workload.startswith(TRACE):
-        name, _, part = point.workload.removeprefix(TRACE).partition(":")
-        programs = arriving(half(name, part), point.programs, point.load, point.seed, machine_of(point))
+        programs = arriving(traced(point), point.programs, point.load, point.seed, machine_of(point))
     elif point.workload == SWEEP:
         programs = seeds_sweep(point.jps, point.seed)
     elif point.workload in SHAPES:
@@ -54,7 +53,7 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
     """The engine that the point asks for."""
     machine = machine_of(point)
     if point.kv_contexts:
-        contexts = [p.context_tokens for p in half(*point.workload.removeprefix(TRACE).split(":"))]
+        contexts = [p.context_tokens for p in traced(point)]
         fits_all = max(contexts) + Setup().block_tokens
         machine = replace(machine, kv_tokens=max(fits_all, int(point.kv_contexts * mean(contexts))))
     if point.contender == ENDLESS:
@@ -72,6 +71,12 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         continuum={} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s},
     )
     return replace(setup, shared_tokens=SHARED_TOKENS.get(point.workload, setup.shared_tokens))
+
+
+def traced(point: Point) -> tuple[Program, ...]:
+    """The half of a trace that the point's programs are drawn from. Raises TraceError if it names none."""
+    name, _, part = point.workload.removeprefix(TRACE).partition(":")
+    return half(name, part)
 
 
 def machine_of(point: Point) -> Machine:

@@ -49,7 +49,7 @@ def name_of(point: Point) -> str:
 
 
 def table(rows: Rows, cases: Iterable[Point]) -> list[list[str]]:
-    """A header, then a line per trace, tier and load; the last is their mean."""
+    """A header, then a line per card, trace, tier and load."""
     grouped: dict[str, dict[int, dict[str, Row]]] = {}
     for point in cases:
         by_seed = grouped.setdefault(name_of(point), {})
