@@ -1,0 +1,1 @@
+"""What `python -m experiments.gpu_check` runs on a machine with a GPU, stage by stage."""

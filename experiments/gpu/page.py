@@ -1,0 +1,137 @@
+"""One page of what was found, and one figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+import yaml
+
+from experiments.gpu.programs import off_by
+from experiments.tables import markdown
+
+matplotlib.use("Agg")  # no display
+from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
+
+Rows = Mapping[str, Mapping[str, Any]]
+TOKENS = ("exact", "exact-mp", "rounding")
+
+
+def write(rows: Rows, setting: Mapping[str, Any], out: Path) -> None:
+    """OUT/gpu-check.md, and its figure where programs ran."""
+    (out / "gpu-check.md").write_text("\n\n".join(sections(rows, setting, out)) + "\n")
+
+
+def sections(rows: Rows, setting: Mapping[str, Any], out: Path) -> Iterator[str]:
+    yield "# What this machine was found to do"
+    yield "Made by `python -m experiments.gpu_check`."
+    yield markdown([["", ""], *([str(name), str(value)] for name, value in setting.items())])
+    if found := rows.get("versions"):
+        yield markdown([["found", ""], *([name, text(value)] for name, value in facts(found))])
+    yield "## Stages"
+    yield markdown([["stage", "s", "outcome"], *stages(rows)])
+    if table := tokens_table(rows):
+        yield "## Are the tokens right?"
+        yield "How far log probabilities are from plain PyTorch's in float32."
+        yield markdown(table)
+    if (out / "profile.yaml").exists() and "profile" in rows:
+        yield "## What it costs"
+        yield from profile_of(yaml.safe_load((out / "profile.yaml").read_text()))
+    if runs := rows.get("programs", {}).get("rows"):
+        yield "## H1's programs"
+        yield markdown(programs_table(runs))
+        if errors := off_by(runs):
+            share = 100 * median(abs(error) for error in errors)
+            yield f"The lab's mean job times are off by {share:.0f} % in the median of {len(errors)} runs."
+        draw(runs, out / "gpu-check.png")
+        yield "![mean job times, measured and predicted](gpu-check.png)"
+    if (cost := rows.get("cost")) and "steps_ms" in cost:
+        yield "## Our scheduler's own time"
+        yield markdown(cost_table(cost))
+
+
+def facts(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in found.items():
+        if name not in ("failed", "seconds"):
+            yield name, value
+
+
+def text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {text(of)}" for name, of in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(text, value))
+    return str(value)
+
+
+def stages(rows: Rows) -> list[list[str]]:
+    return [[name, f"{row['seconds']:.0f}", row["failed"] or "ok"] for name, row in rows.items()]
+
+
+def tokens_table(rows: Rows) -> list[list[str]]:
+    lines = []
+    for stage in TOKENS:
+        for run in ("roomy", "pressed", "control"):
+            if of := rows.get(stage, {}).get(run):
+                figures = (f"{of[name]:.2g}" for name in ("median", "worst_token", "worst_turn"))
+                lines.append([stage, run, f"{of['turns']:,}", f"{of['tokens']:,}", *figures])
+    head = ["stage", "run", "turns", "tokens", "median", "worst token", "worst turn's mean"]
+    return [head, *lines] if lines else []
+
+
+def profile_of(profile: Mapping[str, Any]) -> Iterator[str]:
+    """Rates, and the decode step by batch and chunk."""
+    rates = [["", ""], ["prefill, tokens/s without context", f"{1 / profile['prefill']['per_token_s']:,.0f}"]]
+    for name in ("dram", "dram_store", "ssd", "ssd_store"):
+        rates.append([f"{name}, GB/s", f"{profile[name]['bytes_per_s'] / 1e9:.2f}"])
+    yield markdown(rates)
+    points = profile["provenance"]["steps"]["points"]
+    names = ("chunk_tokens", "context_tokens", "decoding")
+    lines = [[*(str(p[name]) for name in names), f"{1e3 * p['median_s']:.2f}", str(p["n"])] for p in points]
+    yield markdown([["chunk, tokens", "context, tokens", "decoding", "step, ms", "n"], *lines])
+
+
+def programs_table(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    head = ["load", "programs a second", "", "mean job, s", "P95, s", "longest first token, s", "lab, s"]
+    head.append("cut")
+    return [head, *(programs_line(row) for row in sorted(runs, key=lambda row: row["jps"]))]
+
+
+def programs_line(row: Mapping[str, Any]) -> list[str]:
+    figures = [row.get(name) for name in ("mean_s", "p95_s", "ttft_max_s")]
+    figures.append(row.get("predicted", {}).get("mean_s"))
+    shown = ["" if value is None else f"{value:.2f}" for value in figures]
+    return [row["load"], f"{row['jps']:.2f}", row["label"], *shown, str(row.get("cut", ""))]
+
+
+def cost_table(cost: Mapping[str, Any]) -> list[list[str]]:
+    lines = [["running", "", "schedule(), ms", "whole step, ms"]]
+    for running, by_name in cost["steps_ms"].items():
+        for name, of in by_name.items():
+            lines.append([str(running), name, f"{of['schedule']:.3f}", f"{of['whole']:.3f}"])
+    lines += [["a finished turn", name, "", f"{ms:.3f}"] for name, ms in cost["turn_ms"].items()]
+    return lines
+
+
+def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Mean job times by contender, a panel a load; a mark where the lab expected it."""
+    loads = list(dict.fromkeys(row["load"] for row in runs))
+    size = (5 * len(loads), 4)
+    figure, panels = plt.subplots(1, len(loads), figsize=size, layout="constrained", squeeze=False)
+    for axes, load in zip(panels[0], loads, strict=True):
+        mine = [row for row in runs if row["load"] == load and row.get("mean_s") is not None]
+        labels = [row["label"] for row in mine]
+        axes.barh(labels, [row["mean_s"] for row in mine], color="0.75", edgecolor="black", label="measured")
+        at = [(row["predicted"]["mean_s"], row["label"]) for row in mine if "predicted" in row]
+        if at:
+            axes.plot(*zip(*at, strict=True), "kx", label="the lab")
+        jps = mine[0]["jps"] if mine else 0.0
+        axes.set(xlabel="mean job time, s", xlim=(0, None), title=f"{load}: {jps:.2f} programs a second")
+        axes.invert_yaxis()
+        if mine:
+            axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

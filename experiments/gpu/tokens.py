@@ -1,0 +1,132 @@
+"""Is every token right? The small model with real weights, on this device's own way through vLLM.
+
+Each run plays programs that hit the GPU's cache, DRAM and the disk, are preempted and loaded again, and
+ask a prompt again that is cached whole. Plain PyTorch in float32 says what each answer's log probabilities
+should have been (experiments/exactness.py). A turn is as wrong as its tokens are on average.
+
+    roomy     no connector, KV for everybody: what rounding alone does in this dtype
+    pressed   LMCache in DRAM and on disk, too little of everything
+    control   the same with loads that bring chunks in the wrong order: it must be noticed
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from experiments import exactness
+from experiments.exactness import (
+    CHUNK,
+    DRAM_CHUNKS,
+    KINDS,
+    OUTPUT_TOKENS,
+    SETTINGS,
+    WAYS,
+    Story,
+    engine,
+    in_process,
+    off_by,
+    play,
+    play_all_ways,
+    reference,
+    sources,
+)
+from experiments.mixing import FLAG, MixingConnector
+from experiments.mp_server import serve_mp
+
+PROGRAMS = 8  # at once
+ROOMY_TOKENS = PROGRAMS * 2048
+EXACT = {"cpu": 1e-3, "cuda": 2e-2}  # in float32, how far a log probability may be off; GPUs round matmuls
+NOTICED = 0.1  # the control's worst token in float32
+ROUNDING = 2.0  # in bfloat16: times the roomy run's worst turn
+BLIND = "this check would see no fault"
+MIXING = {
+    "kv_connector": MixingConnector.__name__,
+    "kv_connector_module_path": MixingConnector.__module__,
+}
+
+
+def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
+    """One dtype over one of LMCache's modes. `failed` says what is wrong; "" if nothing is."""
+    kind = KINDS[device]
+    os.environ.update(SETTINGS | dict(kind.env))
+    played: dict[str, list[Story]] = {}
+    if dtype != "float32":
+        llm = engine(None, kind, dtype, ROOMY_TOKENS)
+        played["roomy"] = play(llm, PROGRAMS, seed=0)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+    with ExitStack() as until:
+        disk = Path(until.enter_context(TemporaryDirectory(dir=folder, prefix="disk-"))).resolve()
+        connector = over_mp(until, disk, dtype, folder) if mp else dict(MIXING)
+        if not mp:
+            connector["kv_connector_extra_config"] = in_process(disk, dtype)
+        llm = engine(connector, kind, dtype)
+        until.callback(llm.llm_engine.engine_core.shutdown)
+        ways = WAYS if not mp else tuple(way for way in WAYS if way != exactness.AFTER_PREEMPTION)
+        played["pressed"] = play_all_ways(llm, PROGRAMS, ways)
+        found = sources(llm)
+        if not mp:
+            (disk / FLAG).touch()
+            played["control"] = play(llm, PROGRAMS, seed=100)
+    model = reference(device)
+    off = {name: turns_off(stories, lambda story: off_by(story, model)) for name, stories in played.items()}
+    figures = {name: figures_of(turns) for name, turns in off.items()}
+    missing = [way for way in ways if not found[way]]
+    failed = [f"no prompt came by way of: {', '.join(missing)}"] if missing else []
+    failed += wrong(figures, EXACT[device] if dtype == "float32" else None)
+    return {"dtype": dtype, "mp": mp, "ways": dict(found), **figures, "failed": "; ".join(failed)}
+
+
+def over_mp(until: ExitStack, disk: Path, dtype: str, folder: Path) -> dict[str, Any]:
+    """A server of LMCache's of the same sizes, and the connector to it."""
+    gib = DRAM_CHUNKS * CHUNK * exactness.BYTES_PER_TOKEN[dtype] / 2**30
+    mp = until.enter_context(serve_mp(gib, disk, folder / "lmcache-tokens.log"))
+    ours = {
+        "kv_connector": "ContinuumLMCacheMPConnector",
+        "kv_connector_module_path": "connectors.lmcache_mp",
+    }
+    return {**mp.transfer_config, **ours}
+
+
+def turns_off(stories: Sequence[Story], off: Callable[[Story], list[float]]) -> list[list[float]]:
+    """By how much each turn's tokens are off."""
+    found = []
+    for story in stories:
+        tokens = off(story)
+        found += [tokens[at : at + OUTPUT_TOKENS] for at in range(0, len(tokens), OUTPUT_TOKENS)]
+    return found
+
+
+def figures_of(turns: Sequence[Sequence[float]]) -> dict[str, float]:
+    tokens = sorted(off for turn in turns for off in turn)
+    return {
+        "turns": len(turns),
+        "tokens": len(tokens),
+        "median": median(tokens),
+        "worst_token": tokens[-1],
+        "worst_turn": max(fmean(turn) for turn in turns),
+    }
+
+
+def wrong(figures: Mapping[str, Mapping[str, float]], exact: float | None) -> list[str]:
+    """What is not as it must be. `exact`: the bound of a token in float32; None: rounding is the measure."""
+    found, pressed, control = [], figures["pressed"], figures.get("control")
+    if exact is not None:
+        if pressed["worst_token"] >= exact:
+            found.append(f"a token is off by {pressed['worst_token']:.2g}, {exact:g} is rounding")
+        if control is not None and control["worst_token"] <= NOTICED:
+            found.append(f"the control is off by {control['worst_token']:.2g} at most: {BLIND}")
+        return found
+    bound = ROUNDING * figures["roomy"]["worst_turn"]
+    if pressed["worst_turn"] > bound:
+        mean = f"{pressed['worst_turn']:.2g}"
+        found.append(f"a turn's tokens are off by {mean} on average; twice what rounding does is {bound:.2g}")
+    if control is not None and control["worst_turn"] <= bound:
+        found.append(f"the control's worst turn is off by {control['worst_turn']:.2g}: {BLIND}")
+    return found

@@ -1,0 +1,228 @@
+"""A first look at a card, in nine minutes: does it run, are tokens right, what does it cost and gain?
+
+    python -m experiments.gpu_check --out gpu-check
+
+Stages, each in a process of its own with a time limit; what a stage found is in OUT as it ends, and the page
+(OUT/gpu-check.md) is written again each time, so that a run that is cut off keeps what it has:
+
+    versions   what is installed, and on which device
+    exact      token for token against plain PyTorch, float32, LMCache in this process: GPU, DRAM, disk,
+               recompute, after a preemption, a prompt that is cached whole; and a control that must fail
+    exact-mp   the same over LMCache's own server
+    rounding   bfloat16, as vLLM serves it: no further off than without any cache
+    profile    profiles/measure.py: prefill, steps by chunk and batch, copies, disk
+    programs   H1's programs at two loads: fcfs, continuum, program order, without LMCache and with it;
+               beside each what the lab predicts from that profile
+    cost       our scheduler's own time, beside the step's
+
+It runs on a machine without a GPU too, on the small model, to prove itself; its times say nothing then.
+Exit status 1 if a stage failed or did not finish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import typer
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
+
+from experiments.gpu.place import PLACES, Place, device_here, facts, model_for, settings
+
+ROOT = Path(__file__).parents[1]
+WORK = ROOT / ".work"
+LEAST_S = 10.0  # a stage that has less is not begun
+LAST_RUN_S = 25.0  # of `programs`: probing, predicting and stopping, after the last replay
+PROFILE_SHARE = 0.7  # of the profile's limit: the rest is the engine's start
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a stage is given."""
+
+    place: Place
+    out: Path
+    limit_s: float  # from its process's start
+
+    @property
+    def profile(self) -> Path:
+        """The measured one if there is one."""
+        found = self.out / "profile.yaml"
+        return found if found.exists() else ROOT / "profiles" / self.place.profile
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One part of the check. `limit_s` is for a GPU; a CPU is given as much as is left."""
+
+    run: Callable[[Job], dict[str, Any]]
+    limit_s: float
+
+
+def versions(job: Job) -> dict[str, Any]:
+    return facts(job.place.device) | {"failed": ""}
+
+
+def exact(job: Job) -> dict[str, Any]:
+    return tokens(job, "float32", mp=False)
+
+
+def exact_mp(job: Job) -> dict[str, Any]:
+    return tokens(job, "float32", mp=True)
+
+
+def rounding(job: Job) -> dict[str, Any]:
+    return tokens(job, "bfloat16", mp=False)
+
+
+def tokens(job: Job, dtype: str, mp: bool) -> dict[str, Any]:
+    from experiments.gpu.tokens import checked
+
+    return checked(job.place.device, dtype, mp, job.out)
+
+
+def profile(job: Job) -> dict[str, Any]:
+    """profiles.measure has a command line of its own; here its file is what counts."""
+    path = job.out / "profile.yaml"
+    command = [sys.executable, "-m", "profiles.measure", "--model", str(model_for(job.place, WORK))]
+    command += ["--out", str(path), "--force", "--budget-s", f"{PROFILE_SHARE * job.limit_s:.0f}"]
+    command += ["--load-format", "dummy"] if job.place.dummy_weights else []
+    command += [] if job.place.on_gpu else ["--quick"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    (job.out / "profile.log").write_text(ran.stdout + ran.stderr)
+    said = ran.stdout.strip().splitlines()
+    failed = "" if ran.returncode == 0 else f"profiles.measure ended with {ran.returncode}; see profile.log"
+    return {"said": said[-4:], "failed": failed}
+
+
+def programs(job: Job) -> dict[str, Any]:
+    from experiments.gpu.programs import measured
+
+    until_s = time.monotonic() + job.limit_s - LAST_RUN_S
+    model = model_for(job.place, WORK)
+    return measured(
+        job.place, model, job.profile, job.out, until_s, lambda found: save(job, "programs", found)
+    )
+
+
+def cost(job: Job) -> dict[str, Any]:  # noqa: ARG001 (every stage is given a job)
+    from experiments.gpu.cost import costs
+
+    return costs()
+
+
+def save(job: Job, stage: str, found: Mapping[str, Any]) -> None:
+    (job.out / f"{stage}.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+STAGES = {
+    "versions": Stage(versions, 20),
+    "exact": Stage(exact, 70),
+    "exact-mp": Stage(exact_mp, 60),
+    "rounding": Stage(rounding, 90),
+    "profile": Stage(profile, 150),
+    "programs": Stage(programs, 240),
+    "cost": Stage(cost, 30),
+}
+
+
+def run_stage(name: str, place: Place, out: Path, limit_s: float) -> dict[str, Any]:
+    """The stage in a process of its own; its limit ends it and all that it started. What it found."""
+    log, found = out / f"{name}.log", out / f"{name}.json"
+    found.unlink(missing_ok=True)
+    why = ""
+    command = [sys.executable, "-m", "experiments.gpu_check", "--out", str(out), "--only", name]
+    begun_s = time.monotonic()
+    with log.open("w") as lines:
+        process = subprocess.Popen(
+            [*command, "--stage-limit-s", str(limit_s), "--device", place.device],
+            stdout=lines,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+        )
+        try:
+            if process.wait(limit_s):
+                why = f"its process ended with {process.returncode}"
+        except subprocess.TimeoutExpired:
+            why = f"not done after {limit_s:.0f} s"
+        finally:
+            end(process)
+    row: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {}
+    if why or not row:
+        said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+        row["failed"] = f"{why}; {said[-1][:300] if said else f'see {log.name}'}"
+    row["seconds"] = round(time.monotonic() - begun_s, 1)
+    found.write_text(json.dumps(row, indent=1) + "\n")
+    return row
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a stage and all that it started: its servers are in sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.wait()
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Option(help="results, logs and the page")] = Path("gpu-check"),
+    only: Annotated[str, typer.Option(help=f"of {', '.join(STAGES)}; several with commas")] = "",
+    minutes: Annotated[float, typer.Option(min=0.5, help="for all stages")] = 9.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda; default: vLLM's build")] = "",
+    stage_limit_s: Annotated[float, typer.Option(hidden=True)] = 0.0,
+) -> None:
+    """Check this machine."""
+    place = PLACES.get(device or device_here())
+    chosen = only.split(",") if only else list(STAGES)
+    unknown = [name for name in chosen if name not in STAGES]
+    if place is None or unknown:
+        known = ", ".join(PLACES if place is None else STAGES)
+        raise typer.BadParameter(f"{device if place is None else unknown[0]!r} is not known; known: {known}")
+    out = out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    if stage_limit_s:  # this is a stage's own process
+        job = Job(place, out, stage_limit_s)
+        save(job, chosen[0], STAGES[chosen[0]].run(job))
+        return
+    raise typer.Exit(checked(place, chosen, 60 * minutes, out))
+
+
+def checked(place: Place, chosen: list[str], limit_s: float, out: Path) -> bool:
+    """Run the stages and write the page after each; whether anything failed."""
+    from experiments.gpu.page import write
+
+    console, end_s = Console(), time.monotonic() + limit_s
+    rows: dict[str, Mapping[str, Any]] = {}
+    for name in chosen:
+        left_s = end_s - time.monotonic()
+        mine_s = min(left_s, STAGES[name].limit_s) if place.on_gpu else left_s
+        if mine_s < LEAST_S:
+            rows[name] = {"failed": "no time was left", "seconds": 0.0}
+        else:
+            rows[name] = run_stage(name, place, out, mine_s)
+        row = rows[name]
+        console.print(f"{name}: {row['failed'] or 'ok'} ({row['seconds']:.0f} s)", markup=False)
+        write(rows, settings(place), out)
+    console.print(f"{out / 'gpu-check.md'}", markup=False)
+    return any(row["failed"] for row in rows.values())
+
+
+if __name__ == "__main__":
+    app()

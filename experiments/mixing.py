@@ -1,0 +1,54 @@
+"""Our in-process connector with wrong loads, on CPUs and GPUs alike: the control of token checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from connectors.lmcache import ContinuumLMCacheConnector
+
+SETTING = "lmcache.local_disk"  # the control's file lies there: workers may be processes of their own
+FLAG = "mixing"
+
+
+class MixingConnector(ContinuumLMCacheConnector):
+    """While the file FLAG lies on LMCache's disk, a load brings each chunk's predecessor in its place.
+
+    Everything is as always otherwise: what is not noticed with it could not be noticed without.
+    """
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._flag = Path(extra[SETTING].removeprefix("file://")) / FLAG
+        self._mixes = False
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if not self._mixes and self._flag.exists():
+            self._mixes = True
+            gpu = self._impl.lmcache_engine.gpu_connector
+            gpu.batched_to_gpu = mixing(gpu.batched_to_gpu)
+        super().start_load_kv(forward_context, **kwargs)
+
+
+def mixing(load: Any) -> Any:
+    """LMCache's batched_to_gpu; where a chunk belongs comes the one loaded before it, the same layout."""
+    before: Any = None
+
+    def mixed(memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> Any:
+        nonlocal before
+        mine = [memory.tensor.clone() for memory in memory_objs]
+        wrong = [before if before is not None else mine[-1], *mine[:-1]]
+        for memory, other in zip(memory_objs, wrong, strict=True):
+            memory.tensor.copy_(other)
+        loaded = load(memory_objs, starts, ends, **kwargs)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies are queued, and read the memory that is set right below
+        for memory, its_own in zip(memory_objs, mine, strict=True):
+            memory.tensor.copy_(its_own)
+        before = mine[-1]
+        return loaded
+
+    return mixed

@@ -1,0 +1,155 @@
+"""gpu_check proves itself without a card: what a stage finds is kept, whatever becomes of the next one."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import psutil
+import torch
+from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from experiments import gpu_check
+from experiments.gpu import page, place, programs, tokens
+from experiments.gpu_check import STAGES, app, run_stage
+from profiles.grids import CPU, GPU, QUICK, Grid
+
+
+def figures(worst_token: float, worst_turn: float) -> dict[str, float]:
+    return {"worst_token": worst_token, "worst_turn": worst_turn}
+
+
+def test_a_token_further_off_than_rounding_is_a_failure() -> None:
+    assert not tokens.wrong({"pressed": figures(9e-4, 1e-4), "control": figures(5, 1)}, 1e-3)
+    (said,) = tokens.wrong({"pressed": figures(2e-3, 1e-4), "control": figures(5, 1)}, 1e-3)
+    assert "off by 0.002" in said
+
+
+def test_a_control_that_nobody_notices_is_a_failure() -> None:
+    (said,) = tokens.wrong({"pressed": figures(1e-4, 1e-5), "control": figures(1e-4, 1e-5)}, 1e-3)
+    assert "would see no fault" in said
+    calm = {"roomy": figures(0.9, 0.2), "pressed": figures(0.9, 0.2), "control": figures(0.9, 0.3)}
+    (said,) = tokens.wrong(calm, None)
+    assert "would see no fault" in said
+
+
+def test_a_turn_twice_as_far_off_as_rounding_makes_it_is_a_failure() -> None:
+    found = {"roomy": figures(0.9, 0.2), "pressed": figures(0.9, 0.41), "control": figures(16, 7)}
+    (said,) = tokens.wrong(found, None)
+    assert "off by 0.41" in said
+
+
+def test_tokens_are_judged_turn_by_turn() -> None:
+    story = SimpleNamespace()
+    off = [0.0] * tokens.OUTPUT_TOKENS + [1.0] * tokens.OUTPUT_TOKENS
+    turns = tokens.turns_off([story], lambda _: off)
+    assert tokens.figures_of(turns) | {"median": 0} == {
+        "turns": 2,
+        "tokens": len(off),
+        "median": 0,
+        "worst_token": 1.0,
+        "worst_turn": 1.0,
+    }
+
+
+@pytest.mark.parametrize("grid", [QUICK, CPU, GPU], ids=["quick", "cpu", "gpu"])
+def test_a_grid_has_points_enough_for_a_steps_five_terms(grid: Grid) -> None:
+    alone = [n for n, _ in grid.prefills if n <= grid.largest_chunk]
+    steps = math.prod(map(len, (grid.step_chunks, grid.step_contexts, grid.step_batches)))
+    assert len(alone) + steps > 5
+    assert len(set(grid.step_batches)) > 1, "what a sequence costs is not told from what a step costs"
+
+
+def test_the_8b_shape_has_a_tokenizer_of_as_many_ids(tmp_path: Path) -> None:
+    folder = place.shape_only(tmp_path / "shape")
+    known = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    assert known.get_vocab_size() == config["vocab_size"] == 128256
+    assert known.decode([127_000]) == known.id_to_token(127_000) != ""
+
+
+def test_as_many_servers_start_together_as_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory(gb: float) -> None:
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gb * 1e9))
+        )
+
+    memory(85.0)
+    assert [len(group) for group in programs.groups(place.GPU)] == [2, 2, 2]
+    memory(24.0)
+    assert {len(group) for group in programs.groups(place.GPU)} == {1}
+    assert {len(group) for group in programs.groups(place.CPU)} == {1}
+
+
+def test_loads_are_set_by_what_the_machine_can_finish() -> None:
+    machine = programs.machine_of(Path("profiles/h100-llama-3.1-8b.yaml"), place.GPU)
+    jobs = programs.programs(place.GPU)
+    assert len(jobs) == place.GPU.programs
+    assert 1.0 < programs.capacity_jps(machine, jobs) < 10.0, "H1's author met 3 to 6 a second on an H100"
+
+
+def test_programs_come_back_from_the_trace_they_are_written_to(tmp_path: Path) -> None:
+    trace = programs.written(programs.programs(place.CPU), tmp_path / "programs.jsonl")
+    chosen = programs.selection(trace, place.CPU, 2.0).programs(print)
+    assert len(chosen) == place.CPU.programs
+    assert max(program.context_tokens for program in chosen) <= place.CPU.window_tokens
+
+
+def test_a_stage_that_outlives_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:
+    row = run_stage("exact", place.CPU, tmp_path, limit_s=1.5)
+    assert "not done after" in row["failed"]
+    assert json.loads((tmp_path / "exact.json").read_text()) == row
+
+
+def test_what_a_stage_started_ends_with_it() -> None:
+    """A server has a session of its own: killing the stage's group would leave it."""
+    code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"
+    stage = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    while not (started := psutil.Process(stage.pid).children()):
+        time.sleep(0.05)
+    gpu_check.end(stage)
+    assert stage.returncode is not None
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
+
+
+def test_a_stage_that_raises_leaves_its_error(tmp_path: Path) -> None:
+    (tmp_path / "profile.yaml").write_text("prefill: 1\n")  # which `programs` reads first
+    row = run_stage("programs", place.CPU, tmp_path, limit_s=60)
+    assert "ProfileError" in row["failed"] and "ended with 1" in row["failed"]
+
+
+def test_what_was_found_is_on_the_page_after_every_stage(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["--only", "versions", "--out", str(tmp_path)])
+    assert ran.exit_code == 0, ran.output
+    text = (tmp_path / "gpu-check.md").read_text()
+    assert "| versions |" in text and "lmcache" in text
+
+
+def test_an_unknown_stage_is_refused_by_name(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["--only", "exakt", "--out", str(tmp_path)])
+    assert ran.exit_code == 2 and "exakt" in ran.output and "rounding" in ran.output
+
+
+def test_the_page_shows_runs_beside_what_the_lab_expected(tmp_path: Path) -> None:
+    row = {"load": "below", "jps": 1.5, "label": "fcfs", "mean_s": 2.0, "p95_s": 3.0, "ttft_max_s": 0.5}
+    runs = [row | {"cut": 0, "errors": 0, "predicted": {"mean_s": 2.2}}]
+    page.write({"programs": {"rows": runs, "failed": "", "seconds": 9.0}}, {"device": "cpu"}, tmp_path)
+    text = (tmp_path / "gpu-check.md").read_text()
+    assert "| below | 1.50 | fcfs | 2.00 | 3.00 | 0.50 | 2.20 | 0 |" in text
+    assert "off by 10 %" in text and (tmp_path / "gpu-check.png").stat().st_size > 0
+
+
+def test_stages_fit_nine_minutes_on_a_card() -> None:
+    assert sum(stage.limit_s for stage in STAGES.values()) <= 9 * 60 + 120, "later ones get what is left"
+    assert min(stage.limit_s for stage in STAGES.values()) > gpu_check.LEAST_S
