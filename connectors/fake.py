@@ -11,22 +11,27 @@ and does what each step's metadata says. FakeConfig lists the settings.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
 )
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
 
 from connectors.fake_config import FakeConfig
 from connectors.fake_plan import FakeMetadata, Planner
 from connectors.fake_worker import Worker
 from connectors.shelf import Namer, chain
+from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.tiers import Holding, LoadRule, Transfer
 from continuum_lmcache.types import Tier
@@ -64,9 +69,11 @@ class FakeConnector(KVConnectorBase_V1):
     is_up = True
     namer: Namer = staticmethod(chain)
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any, *args: Any) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig, *args: Any
+    ) -> None:
         super().__init__(vllm_config, role, kv_cache_config, *args)
-        self.config = FakeConfig.load(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self.config = FakeConfig.load(transfer_config(vllm_config).kv_connector_extra_config)
         self._moved: list[Transfer] = []
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1:
@@ -110,16 +117,6 @@ class FakeConnector(KVConnectorBase_V1):
         sizes = {tier: min(shelf.capacity, ENDLESS) for tier, shelf in shelves.items() if shelf.capacity >= 1}
         return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
 
-    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0, salt: str = "") -> None:
-        """Drop this prompt's chunks behind its first `kept_tokens` from every tier."""
-        names = self.namer(token_ids, self.config.chunk_tokens, salt, ())
-        self.planner.store.forget(names[-(-kept_tokens // self.config.chunk_tokens) :])
-
-    def fetcher(self, token_ids: Sequence[int], salt: str = "") -> Callable[[], None]:
-        """What raises this prompt's chunks to DRAM (continuum_lmcache.tiers.Prefetching)."""
-        names, planner = self.namer(token_ids, self.config.chunk_tokens, salt, ()), self.planner
-        return lambda: planner.store.prefetch(planner.clock(), names)
-
     def store_from_now(self, wanted: bool) -> None:
         self.planner.storing = wanted
 
@@ -138,13 +135,15 @@ class FakeConnector(KVConnectorBase_V1):
         tokens = self.planner.offer(request, num_computed_tokens)
         return tokens, self.config.load_async and tokens > 0
 
-    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self.planner.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.planner.step(scheduler_output)
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, Moved):
             self._moved += connector_output.kv_connector_worker_meta.transfers
 

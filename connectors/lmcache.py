@@ -10,7 +10,6 @@ What it adds to vLLM's LMCacheConnectorV1, whose every call it passes on:
     lmcache_settings, lmcache_traps   refuse settings that fail silently, and set defaults that work
     lmcache_cpu                       the copy path where there is no GPU; on a GPU, nothing
     lmcache_disk                      disk loads that cannot hang or kill the engine
-    lmcache_prefetch                  disk reads before a load asks for them
     lmcache_worker, lmcache_probe     what its tiers admit and evict,
     lmcache_tiers                     mirrored where the scheduler decides
     lmcache_meter                     what loading and storing it really took
@@ -24,14 +23,21 @@ With `--scheduling-policy continuum` it stands for vLLM's own name, `{"kv_connec
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from lmcache.integration.vllm.utils import mla_enabled
 from lmcache.v1.token_database import ChunkedTokenDatabase
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from vllm.forward_context import ForwardContext
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from connectors.lmcache_cpu import BlockCopier, cpu_copy_path
 from connectors.lmcache_loads import (
@@ -47,6 +53,7 @@ from connectors.lmcache_start import machine, refuse_degraded, settle
 from connectors.lmcache_tiers import Tiers
 from connectors.lmcache_traps import GIB, settled
 from connectors.lmcache_worker import TierReport, WorkerSide
+from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.loads import offered
 from continuum_lmcache.tiers import Holding, LoadRule, Transfer
@@ -64,16 +71,18 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     copier: type[BlockCopier] = BlockCopier  # a test breaks it on purpose
 
     @classmethod
-    def check_settings(cls, vllm_config: Any) -> None:
+    def check_settings(cls, vllm_config: VllmConfig) -> None:
         """Raise ConfigError, one line, for LMCache settings that are unknown or known to fail."""
         if vllm_config.lora_config is not None:
             raise ConfigError(
                 "LMCache 0.5.6 in-process does not tell LoRA adapters apart: it would load one adapter's KV "
                 "for another; drop --enable-lora or the KV connector"
             )
-        settled(vllm_config.kv_transfer_config.kv_connector_extra_config, os.environ, machine(vllm_config))
+        settled(transfer_config(vllm_config).kv_connector_extra_config, os.environ, machine(vllm_config))
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         self.check_settings(vllm_config)  # under another policy nobody has
         settle(vllm_config, kv_cache_config, announce=role == KVConnectorRole.SCHEDULER)
         with cpu_copy_path(self.copier, vllm_config.cache_config.block_size):
@@ -82,13 +91,12 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         refuse_degraded(self._impl)
         # with MLA every rank would hold the same bytes, and LMCache lets rank 0 alone keep them
         ranks = 1 if mla_enabled(vllm_config.model_config) else vllm_config.parallel_config.world_size
-        self._addresses = addresses(vllm_config.kv_transfer_config.engine_id, ranks)
+        transfer = transfer_config(vllm_config)
+        self._addresses = addresses(str(transfer.engine_id), ranks)
         self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
         self._never_saves = bool(getattr(self._impl, "force_skip_save", False))  # its user's own wish
-        self._is_shared = is_shared(self._impl.config, vllm_config.kv_transfer_config.kv_role)
-        self._dead: list[int] = []  # chunks to be dropped, for the next step's metadata
-        self._wanted: list[list[int]] = []  # of prompts to be raised to DRAM, likewise
+        self._is_shared = is_shared(self._impl.config, str(transfer.kv_role))
         self._expected: list[ExpectedLoad] = []  # what vLLM takes for loaded by the next step
         self._check: LoadCheck | None = None
         self._worker: WorkerSide | None = None
@@ -135,14 +143,6 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         """Load no more of a prompt than `rule` says (continuum_lmcache.tiers.SelectiveLoader)."""
         self._rule = rule
 
-    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
-        """The workers drop these chunks with the next step that they are sent."""
-        self._dead += self.tiers.chunks(token_ids, kept_tokens)
-
-    def fetcher(self, token_ids: Sequence[int], salt: str = "") -> Callable[[], None]:  # noqa: ARG002
-        """The workers raise these chunks from the disk (continuum_lmcache.tiers.Prefetching)."""
-        return partial(self._wanted.append, self.tiers.chunks(token_ids))
-
     def store_from_now(self, wanted: bool) -> None:
         """For turns that start from now on (force_skip_save, vllm_v1_adapter.py:1633)."""
         self._impl.force_skip_save = self._never_saves or not wanted
@@ -168,7 +168,9 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     # ---- scheduler: vLLM's calls
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
             start = self._impl.load_specs[request.request_id].vllm_cached_tokens
@@ -176,17 +178,16 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             load = ExpectedLoad(request.request_id, start, start + num_external_tokens, list(block_ids))
             self._expected.append(load)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        meta = super().build_connector_meta(with_all_tokens(scheduler_output))
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        meta: Any = super().build_connector_meta(with_all_tokens(scheduler_output))
         trackers, block_tokens = self._impl._request_trackers, self._impl._block_size
         meta.written_blocks = written_blocks(scheduler_output, self._expected, trackers, block_tokens)
         meta.expected_loads, self._expected = self._expected, []
-        meta.dead_chunks, self._dead = self._dead, []
-        meta.wanted_chunks = list(self._wanted)
-        self._wanted.clear()  # fetchers hold the list
         return meta
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         spec = self._impl.load_specs.get(request.request_id)
         if found and spec is not None:
@@ -195,9 +196,11 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             found = min(found, spec.lmcache_cached_tokens - spec.vllm_cached_tokens)
             if found > 0 and self._rule is not None:
                 found = self._chosen(request, spec, found)
+        elif spec is not None and request.num_preemptions:  # less than min_retrieve_tokens
+            spec.lmcache_cached_tokens = min(spec.lmcache_cached_tokens, spec.vllm_cached_tokens)
         return found, is_async
 
-    def _chosen(self, request: Any, spec: Any, found: int) -> int:
+    def _chosen(self, request: Request, spec: Any, found: int) -> int:
         """How many of the `found` tokens to load, by the rule; LMCache's note of them is cut to fit.
 
         The note goes to the worker with the step in any case, and there every lookup's pins are
@@ -214,7 +217,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             spec.lmcache_cached_tokens = spec.vllm_cached_tokens + kept
         return min(wanted, found)
 
-    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource  # not in every supported version
 
         held = self.locate(request.all_token_ids)
@@ -225,36 +228,31 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         split = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: num_external_tokens - host_tokens}
         return {source: tokens for source, tokens in split.items() if tokens}
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         if isinstance(connector_output.kv_connector_worker_meta, TierReport):
             self.tiers.absorb(connector_output.kv_connector_worker_meta)
 
     # ---- worker: vLLM's calls
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.step_begins()
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(with_attn_metadata(forward_context), **kwargs)  # also in steps without work
         meta = self._get_connector_metadata()  # a warm-up step's has nothing of ours
         if self._check is not None:
             self._check.loaded(getattr(meta, "expected_loads", []), getattr(meta, "written_blocks", []))
-        if self._worker is None:
-            return
-        if dead := getattr(meta, "dead_chunks", []):
-            self._worker.forget(set(dead))
-        for chunks in getattr(meta, "wanted_chunks", []):
-            self._worker.prefetch(chunks)
 
     def wait_for_save(self) -> None:
         if self._check is not None:
-            for request in self._get_connector_metadata().requests:
+            meta: Any = self._get_connector_metadata()  # LMCache's, which has no types
+            for request in meta.requests:
                 if request.save_spec is not None and not self._check.is_whole(request.slot_mapping):
                     request.save_spec.can_save = False
-        super().wait_for_save()
+        super().wait_for_save()  # type: ignore[no-untyped-call]  # vLLM's
         if self._worker is not None:
             self._worker.step_ends()
 
@@ -262,7 +260,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         missing = self._check.missing_blocks() if self._check is not None else set()
         return super().get_block_ids_with_load_errors() | missing
 
-    def register_kv_caches(self, kv_caches: Any) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)  # LMCache builds its storage here
         refuse_degraded(self._impl)
         self._check = LoadCheck(self._impl.lmcache_engine, self._impl._block_size)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,24 +35,10 @@ class DiskReads:
         self._disk = disk
         self._sums = writes.sums
         self._losses = losses
-        self.lock = threading.Lock()  # one reader at a time
         disk.batched_get_blocking = self.read
 
     def read(self, keys: Sequence[Any]) -> list[Any]:
         """The chunks of `keys`, None from the first on that is not there or has no room to be staged."""
-        with self.lock:
-            return self._read(keys)
-
-    def one(self, key: Any) -> Any:
-        """A chunk that nobody waits for; None where it is not there, or DRAM has no room now."""
-        with self.lock:
-            with self._disk.disk_lock:
-                meta = self._disk.dict.get(key)
-            room = self._room(meta) if meta is not None else None
-            fits = room is not None and self._has_file(key, meta, room)
-            return self._load(key, meta, room) if fits else None
-
-    def _read(self, keys: Sequence[Any]) -> list[Any]:
         disk = self._disk
         with disk.disk_lock:
             metas = [disk.dict.get(key) for key in keys]

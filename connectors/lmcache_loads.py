@@ -17,7 +17,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from vllm.forward_context import ForwardContext
 from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = init_logger("vllm.continuum.lmcache")
 
@@ -32,7 +34,7 @@ class ExpectedLoad(NamedTuple):
 
 
 def written_blocks(
-    scheduler_output: Any, expected: Iterable[ExpectedLoad], trackers: Any, block_tokens: int
+    scheduler_output: SchedulerOutput, expected: Iterable[ExpectedLoad], trackers: Any, block_tokens: int
 ) -> set[int]:
     """The blocks that this step loads or computes from their first token on, by LMCache's RequestTrackers."""
     before = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
@@ -95,7 +97,7 @@ class LoadCheck:
         return {load.block_ids[token // self._block_tokens] for token in lost}
 
 
-def with_all_tokens(scheduler_output: Any) -> Any:
+def with_all_tokens(scheduler_output: SchedulerOutput) -> Any:
     """The step as LMCache should see it: a request's tokens are all that it has.
 
     For vLLM's V2 model runner a preempted request comes back as a new one. Of a new one LMCache takes the
@@ -112,7 +114,7 @@ def with_tokens(new: Any) -> Any:
     return replace(new, prompt_token_ids=list(new.prefill_token_ids)) if is_resumed else new
 
 
-def with_attn_metadata(forward_context: Any) -> Any:
+def with_attn_metadata(forward_context: ForwardContext) -> Any:
     """A context under which LMCache loads: it asks for no more than that there is attention metadata.
 
     vLLM's V2 model runner has none in the context of a step that replays a FULL CUDA graph, nor of one that

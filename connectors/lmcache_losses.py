@@ -47,4 +47,4 @@ def checksum(data: Any) -> int:
     words = np.frombuffer(data, np.uint8)
     whole = len(words) // (SECTOR_WORDS * 8) * SECTOR_WORDS * 8
     sectors = words[:whole].view(np.uint64).reshape(-1, SECTOR_WORDS).sum(axis=1, dtype=np.uint64)
-    return zlib.crc32(words[whole:], zlib.crc32(sectors))
+    return zlib.crc32(words[whole:].data, zlib.crc32(sectors.data))

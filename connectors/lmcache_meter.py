@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from prometheus_client import REGISTRY
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from connectors.lmcache_losses import CAUSES
@@ -116,7 +117,7 @@ class StepTimer:
     def _now(self) -> Any:
         if not self._on_gpu:
             return self._clock()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         event.record()
         return event
 
@@ -186,7 +187,7 @@ class TransferMetrics(KVConnectorPromMetrics):
     """The same sums as Prometheus counters: continuum_loaded_bytes_total{tier="dram"}, ..."""
 
     def __init__(
-        self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
+        self, vllm_config: VllmConfig, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         forget_earlier_engine()

@@ -15,13 +15,21 @@ With `--scheduling-policy continuum` it stands for LMCache's own name, `{"kv_con
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
 
 from connectors.lmcache_mp_leases import Leases
 from connectors.lmcache_mp_loads import MpReport
@@ -31,6 +39,7 @@ from connectors.lmcache_mp_tiers import Follower, MpTiers
 from connectors.lmcache_mp_wire import Ask
 from connectors.lmcache_mp_worker import MpWorkerSide
 from connectors.lmcache_start import machine
+from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.tiers import Holding, LoadRule, Transfer
 from continuum_lmcache.types import Residency, Tier, TurnId
@@ -45,16 +54,18 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     mode = "lmcache-mp"
 
     @classmethod
-    def check_settings(cls, vllm_config: Any) -> None:
+    def check_settings(cls, vllm_config: VllmConfig) -> None:
         """Raise ConfigError, one line, for settings that are unknown or known to fail."""
         if vllm_config.lora_config is not None:
             raise ConfigError(
                 "LMCache 0.5.6 does not tell LoRA adapters apart: it would load one adapter's KV for "
                 "another; drop --enable-lora or the KV connector"
             )
-        settled(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        settled(transfer_config(vllm_config).kv_connector_extra_config)
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
         self.check_settings(vllm_config)  # under another policy nobody has
         settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
         super().__init__(vllm_config, role, kv_cache_config)
@@ -121,7 +132,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     # ---- scheduler: vLLM's calls
 
-    def on_new_request(self, request: Any) -> None:
+    def on_new_request(self, request: Request) -> None:
         """With eager_prefetch the lookup is submitted here: its lease's age counts from now."""
         if self._eager_prefetch and not request.resumable:
             self._asks(request.request_id, self._get_or_create_request_tracker(request))
@@ -139,9 +150,14 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
         )
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
         tracker = self._get_or_create_request_tracker(request)
         if request.request_id in self._declined:
+            # LMCache counts on from what the GPU has when the request is placed, not when it was declined
+            align = self._hit_alignment_tokens
+            tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
             return 0, False
         if self._is_renewing(request.request_id, tracker):
             return None, True
@@ -168,27 +184,40 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         tracker.num_lmcache_hit_tokens = 0
         self._declined.add(request_id)
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         self._leases.used(request.request_id)
         self._declined.discard(request.request_id)
         if num_external_tokens:
             self._loading.add(request.request_id)
+        else:
+            self._count_what_came(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
+    def _count_what_came(self, request: Request) -> None:
+        """Of a load that failed LMCache takes for computed what it had found, and stores blocks before they
+        are, unless vLLM has nothing of the prompt: then it starts anew."""
+        tracker, computed = self.request_trackers[request.request_id], request.num_computed_tokens
+        if tracker.state == LMCacheMPRequestState.READY and computed < tracker.num_lmcache_hit_tokens - 1:
+            tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens = computed, 0
+            chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+            tracker.num_stored_tokens = computed // chunk * chunk
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         meta = super().build_connector_meta(scheduler_output)
         meta.server_is_up = self._follower.is_up  # the worker would find out by waiting
         meta.left_loading = self._left & scheduler_output.finished_req_ids
         self._left -= meta.left_loading
         return meta
 
-    def update_connector_output(self, connector_output: Any) -> None:
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         self._loading -= connector_output.finished_recving or set()
         if isinstance(connector_output.kv_connector_worker_meta, MpReport):
             self._tiers.absorb(connector_output.kv_connector_worker_meta)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # a request that ends before its load would keep its chunks locked until the lease ends;
         # one that never was first in line has no tracker, and no lookup
         if tracker := self.request_trackers.get(request.request_id):
@@ -200,7 +229,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._declined.discard(request.request_id)
         if request.request_id in self._loading:
             self._left.add(request.request_id)
-        return super().request_finished(request, block_ids)
+        told: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return told
 
     def _server_went_down(self) -> None:
         """Ask it nothing more until LMCache's heartbeat finds it again."""
@@ -209,22 +239,26 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     # ---- worker: vLLM's calls
 
-    def register_kv_caches(self, kv_caches: Any) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         adapter = self.worker_adapter
         ask = Ask(adapter.model_name, adapter.world_size)
+        asked_s = time.monotonic()
         told = first_answer(Follower(caller(adapter.req_client), ask))
+        has_one_clock = asked_s <= told.clock_s <= time.monotonic()
         rank = self._vllm_config.parallel_config.rank
-        self._worker = MpWorkerSide(adapter, rank, self._kv_bytes_per_token, told.read_lease_s)
+        self._worker = MpWorkerSide(
+            adapter, rank, self._kv_bytes_per_token, told.read_lease_s, has_one_clock=has_one_clock
+        )
 
-    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None and getattr(kv_connector_metadata, "need_flush_before_forward", False):
             self._worker.await_stores()
         super().handle_preemptions(kv_connector_metadata)
 
-    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and not connector_metadata.server_is_up:
+        if self._worker is not None and not cast(Any, connector_metadata).server_is_up:
             self._worker.server_is_down()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -233,12 +267,16 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         LMCache 0.5.6 tells it at once, as stored: vLLM frees blocks that are still written to, and stops at
         the second word of it (vllm/v1/core/sched/scheduler.py:3223, 3234).
         """
+        ended: tuple[set[str] | None, set[str] | None]
         if self._worker is None:
-            return super().get_finished(finished_req_ids)
-        self._worker.poll()
-        left_loading: set[str] = self._get_connector_metadata().left_loading
-        with self._worker.giving_up_only_what_is_over():
-            return super().get_finished(finished_req_ids - left_loading)
+            ended = super().get_finished(finished_req_ids)
+        else:
+            self._worker.poll()
+            left_loading: set[str] = self._get_connector_metadata().left_loading
+            with self._worker.giving_up_only_what_is_over():
+                stored, loaded = super().get_finished(finished_req_ids - left_loading)
+            ended = self._worker.stored(stored or set()), loaded
+        return ended
 
     def build_connector_worker_meta(self) -> MpReport | None:
         return self._worker.report() if self._worker is not None else None

@@ -15,7 +15,6 @@ and the private `_create_key` and `_finished_lookup_results`.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +29,6 @@ class Leases:
         self._young_s = lease_s * LEASE_SHARE
         self._asked_s: dict[str, float] = {}
         self._returning: dict[str, list[Any]] = {}  # request -> the server's acknowledgements
-        self.counts: Counter[str] = Counter()  # renewed, returned
 
     def asked(self, request_id: str) -> None:
         """The request's lookup was submitted, now or before."""
@@ -43,7 +41,6 @@ class Leases:
     def is_renewing(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> bool:
         """Whether the scheduler must ask again later: an old lease is on its way back to the server."""
         if request_id not in self._returning and self._is_old(request_id):
-            self.counts["renewed"] += 1
             self.give_back(request_id, token_ids, salt, configs)
             return True
         returned = all(reply.query() for reply in self._returning.get(request_id, ()))
@@ -64,7 +61,6 @@ class Leases:
         clients = self._adapter.req_clients.values()
         self._returning[request_id] = [c.free_lookup_locks(key, self._adapter.tp_size) for c in clients]
         self._adapter.cleanup_lookup_result(request_id)
-        self.counts["returned"] += 1
 
     def forget(self, request_id: str) -> None:
         """The request is over."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
@@ -18,6 +18,7 @@ from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
 
 MAX_ENTRIES = 10_000
+Entry = TypeVar("Entry")
 
 
 class TimedLoad(NamedTuple):
@@ -59,7 +60,7 @@ class LoadBook:
         return [transfer for transfers in moved for transfer in transfers]
 
 
-def keep(book: OrderedDict[str, object], request_id: str, entry: object) -> None:
+def keep(book: OrderedDict[str, Entry], request_id: str, entry: Entry) -> None:
     """Note it. The oldest goes: a lookup of another engine's, or a hit of which nothing was loaded."""
     book[request_id] = entry
     if len(book) > MAX_ENTRIES:

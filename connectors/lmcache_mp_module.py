@@ -14,6 +14,7 @@ StorageManager._l1_managers_by_id, since only L2 has a public way to register a 
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections import defaultdict, deque
 from typing import Any
@@ -23,6 +24,7 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
+from connectors.lmcache_mp_deadline import refuse_late_moves
 from connectors.lmcache_mp_lookups import LookupLog
 from connectors.lmcache_mp_wire import METHOD, Ask, Change, Told, chunk_name
 
@@ -169,6 +171,7 @@ class MpTierModule:
         for manager in storage._l1_managers_by_id.values():
             manager.register_listener(DramListener(self._log))
         storage.register_l2_listener(DiskListener(self._log))
+        refuse_late_moves(context)
         self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size)
         status = storage.report_status()
         evictions = status["l1_eviction_controllers"].values()
@@ -181,7 +184,7 @@ class MpTierModule:
     def close(self) -> None:
         """Nothing of its own is open."""
 
-    @server_module_handler(METHOD)
+    @server_module_handler(METHOD)  # type: ignore[untyped-decorator]  # LMCache's
     def tell(self, payload: bytes) -> bytes:
         """An Ask's Told, both as MessagePack. Raises msgspec.ValidationError, which LMCache passes on."""
         ask = msgspec.msgpack.decode(payload, type=Ask)
@@ -201,6 +204,7 @@ class MpTierModule:
                 dram_spare_share=self._spare_share,
                 read_lease_s=self._read_lease_s,
                 hash_algorithm=self.context.token_hasher.hash_algorithm_name,
+                clock_s=time.monotonic(),
             )
         return msgspec.msgpack.encode(told)
 

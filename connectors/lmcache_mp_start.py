@@ -9,11 +9,13 @@ import grpc
 import msgspec
 import zmq
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest, ServerModuleCallResponse
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
 from connectors.lmcache_mp_settings import settled
 from connectors.lmcache_mp_tiers import Call, Follower
 from connectors.lmcache_mp_wire import METHOD, MODULE, Told
+from connectors.transfer_config import transfer_config
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 
@@ -31,9 +33,9 @@ CALL_ERRORS = (
 FIRST_ANSWER_S = 30.0
 
 
-def settle(vllm_config: Any, announce: bool) -> None:
+def settle(vllm_config: VllmConfig, announce: bool) -> None:
     """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
-    transfer = vllm_config.kv_transfer_config
+    transfer = transfer_config(vllm_config)
     extra, ours = settled(transfer.kv_connector_extra_config)
     transfer.kv_connector_extra_config = extra
     fails = ContinuumConfig.load(extra, os.environ).fail_on_load_error

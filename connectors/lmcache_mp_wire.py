@@ -49,6 +49,7 @@ class Told(msgspec.Struct, frozen=True):
     dram_spare_share: float  # of L1 kept free by eviction: what L2 is read into
     read_lease_s: float  # a lookup's hold on what it found ends after this
     hash_algorithm: str
+    clock_s: float = 0.0  # of the server's machine, when it answered
 
 
 def chunk_name(chunk_hash: bytes, salt: str) -> bytes:

@@ -7,8 +7,9 @@ waits for STALL_S, once: then the server counts as dead until LMCache's own hear
 On a GPU the server itself reads and writes vLLM's blocks, some time after it was asked. One that does not
 answer may be busy and do so yet, so blocks are not given back before
 
-    the server's answer | its connection was closed | mq_timeout has passed since it fell silent
+    the server's answer | its connection was closed | mq_timeout has passed
 
+since it was asked, where the server keeps to that too (lmcache_mp_deadline), else since it fell silent.
 LMCache gives up all moves as soon as a heartbeat goes unanswered: what is written then is another request's.
 
 Seams of LMCacheMPWorkerAdapter, read in LMCache 0.5.6: submit_store_request and submit_retrieve_request
@@ -30,6 +31,7 @@ from typing import Any
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
 
+from connectors.lmcache_mp_deadline import with_deadline
 from connectors.lmcache_mp_leases import LEASE_SHARE
 from connectors.lmcache_mp_loads import MpReport, TimedLoad
 from connectors.lmcache_mp_watch import MoveWatch, Timing, WatchedFuture
@@ -51,7 +53,7 @@ class Move:
     start_s: float
     future: WatchedFuture
     timing: Timing
-    given_up_s: float = math.inf  # the server was silent meanwhile: from then on it counts as over
+    given_up_s: float = math.inf  # from then on it counts as over
 
 
 class MpWorkerSide:
@@ -63,13 +65,16 @@ class MpWorkerSide:
         rank: int,
         kv_bytes_per_token: int,
         lease_s: float,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
+        has_one_clock: bool = False,
     ) -> None:
         self._adapter, self._rank, self._clock = adapter, rank, clock
+        self._has_one_clock = has_one_clock  # with the server: it begins no move of which it is too late
         self._kv_bytes_per_token = kv_bytes_per_token
         self._longest_load_s = lease_s * LEASE_SHARE
         self._was_cut = threading.Event()  # the connection was closed: whoever was asked is gone
         self._running: list[Move] = []
+        self._told: set[str] = set()  # requests that LMCache takes for stored, and that still are being
         self.watch = MoveWatch(clock)
         self._fresh = MpReport()
         self._store, adapter.submit_store_request = adapter.submit_store_request, self.store
@@ -81,7 +86,7 @@ class MpWorkerSide:
         """submit_store_request. A server that does not answer costs the store, not the engine."""
         start_s = self._ready()
         try:
-            self._store(request_id, op, event, *args, **kwargs)
+            self._store(request_id, op, event, *args, **self._in_time(start_s, kwargs))
         except TimeoutError:
             self.server_is_down()
             return
@@ -90,14 +95,20 @@ class MpWorkerSide:
             self._began(request_id, False, op.end - op.start, start_s, watched, event)
 
     def retrieve(self, request_id: str, op: Any, event: Any, *args: Any, **kwargs: Any) -> None:
-        """submit_retrieve_request. If it fails, vLLM computes the tokens."""
+        """submit_retrieve_request. If it fails, vLLM computes the tokens.
+
+        Not those that it had: LMCache leaves them out, but would report their blocks, which others share.
+        """
         start_s = self._ready()
-        self._retrieve(request_id, op, event, *args, **kwargs)
+        self._retrieve(request_id, op, event, *args, **self._in_time(start_s, kwargs))
+        had = op.skip_first_n_tokens * len(op.flat_block_ids) // (op.end - op.start)  # in a chunk's beginning
         if running := self._adapter.retrieve_futures.get(request_id):
             watched = WatchedFuture(running[0])
-            self._adapter.retrieve_futures[request_id] = (watched, running[1])
+            self._adapter.retrieve_futures[request_id] = (watched, running[1][had:])
             tokens = op.end - op.start - op.skip_first_n_tokens
             self._began(request_id, True, tokens, start_s, watched, event)
+        else:
+            self._adapter.error_block_ids.difference_update(op.flat_block_ids[:had])
 
     def server_is_down(self) -> None:
         """Submit nothing more until LMCache's heartbeat finds the server again and registers with it."""
@@ -129,6 +140,16 @@ class MpWorkerSide:
             self._ended(move)
         self._give_up()
 
+    def stored(self, told: set[str]) -> set[str]:
+        """Of the requests told as stored, those of which no store is under way.
+
+        LMCache keeps one store a request, the last, and tells it as stored once any of them has ended
+        (LMCache/LMCache#5062): vLLM frees blocks that are still read.
+        """
+        told |= self._told
+        self._told = told & {move.request_id for move in self._running if not move.is_load}
+        return told - self._told
+
     @contextlib.contextmanager
     def giving_up_only_what_is_over(self) -> Iterator[None]:
         """Within: the adapter takes the server for healthy, so that its get_finished gives up no move.
@@ -146,8 +167,10 @@ class MpWorkerSide:
         """End the moves that no server will execute any more, as failed: vLLM computes their tokens."""
         now_s, was_cut = self._clock(), self._was_cut.is_set()
         self._was_cut.clear()
+        if was_cut:
+            self.server_is_down()  # another one may answer the next ping, and knows nothing of this worker
         for move in self._running:
-            if not self._adapter.is_healthy:
+            if not self._adapter.is_healthy:  # it may be silent, and get to it yet
                 move.given_up_s = min(move.given_up_s, now_s + self._adapter._mq_timeout)
         for move in [move for move in self._running if was_cut or now_s >= move.given_up_s]:
             self._running.remove(move)
@@ -170,11 +193,19 @@ class MpWorkerSide:
             context.engine_driven_context.mq_timeout = STALL_S
         return self._clock()
 
+    def _in_time(self, start_s: float, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A submit's arguments, with the move's deadline."""
+        if not self._has_one_clock:
+            return kwargs
+        configs = with_deadline(kwargs.get("request_configs"), start_s + self._adapter._mq_timeout)
+        return {**kwargs, "request_configs": configs}
+
     def _began(
         self, request_id: str, is_load: bool, tokens: int, start_s: float, future: WatchedFuture, event: Any
     ) -> None:
         timing = self.watch.add(tokens, future, event, start_s)
-        move = Move(request_id, is_load, tokens, start_s, future, timing)
+        end_s = start_s + self._adapter._mq_timeout if self._has_one_clock else math.inf
+        move = Move(request_id, is_load, tokens, start_s, future, timing, end_s)
         self._running.append(move)
         if move.future.query():  # on a CPU it has ended already: its time is now, not at the next poll
             self._running.pop()

@@ -7,11 +7,14 @@ from typing import Any
 
 from lmcache import torch_device_type
 from lmcache.integration.vllm.utils import calculate_draft_layers, mla_enabled
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_kv_cache_torch_dtype
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from connectors.lmcache_settings import unread
 from connectors.lmcache_traps import Machine, settled
+from connectors.transfer_config import transfer_config
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.costs import kv_bytes_per_token
 from continuum_lmcache.errors import ConfigError
@@ -19,7 +22,7 @@ from continuum_lmcache.errors import ConfigError
 logger = init_logger("vllm.continuum.lmcache")
 
 
-def machine(vllm_config: Any, kv_cache_config: Any = None) -> Machine:
+def machine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> Machine:
     """What LMCache's settings must fit. Before vLLM has laid out its KV cache, by the model's shape alone.
 
     The shape says nothing of an indexer's layers, nor of the scales in `fp8_ds_mla` (DeepSeek V3.2).
@@ -33,9 +36,9 @@ def machine(vllm_config: Any, kv_cache_config: Any = None) -> Machine:
     return Machine(torch_device_type == "cpu", cache.block_size, size_bytes, model.model)
 
 
-def settle(vllm_config: Any, kv_cache_config: Any, announce: bool) -> None:
+def settle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, announce: bool) -> None:
     """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
-    transfer = vllm_config.kv_transfer_config
+    transfer = transfer_config(vllm_config)
     fits = machine(vllm_config, kv_cache_config)
     extra, ours = settled(transfer.kv_connector_extra_config, os.environ, fits)
     transfer.kv_connector_extra_config = extra
@@ -49,7 +52,7 @@ def settle(vllm_config: Any, kv_cache_config: Any, announce: bool) -> None:
             logger.warning("LMCache 0.5.6 reads no %s: without effect here", ", ".join(names))
 
 
-def recomputes_rightly(vllm_config: Any) -> bool:
+def recomputes_rightly(vllm_config: VllmConfig) -> bool:
     """Whether a request whose load failed within a step gets the right tokens when it is computed again.
 
     Under this package's schedulers always. Under vLLM's own, up to 0.33, neither where steps run ahead

@@ -127,10 +127,6 @@ class Tiers:
         dram_chunks, ssd_chunks = self._mirror.plan(self._hashes.of(token_ids))
         return Holding(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 
-    def chunks(self, token_ids: Sequence[int], from_token: int = 0) -> list[int]:
-        """The hashes of the full chunks that begin at `from_token` or later."""
-        return list(self._hashes.of(token_ids))[-(-from_token // self._chunk_tokens) :]
-
     def doubt(self) -> None:
         """Ask the workers; a later `locate` takes their answer in."""
         self._probe.ask()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ from connectors.lmcache_disk import DiskReads, announce
 from connectors.lmcache_disk_writes import DiskWrites
 from connectors.lmcache_losses import Losses
 from connectors.lmcache_meter import TIERS, Meter, StepTimer, TransferStats
-from connectors.lmcache_prefetch import Raiser
 from connectors.lmcache_probe import ProbeServer, Snapshot
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
@@ -107,11 +105,9 @@ class WorkerSide:
         self._step = StepTimer(torch.cuda.is_available())
         self._step_s: float | None = None
         self._listen()
-        self._raiser: Raiser | None = None
         if disk := self._backends.get("LocalDiskBackend"):
             cpu = self._backends["LocalCPUBackend"]
-            reads = DiskReads(disk, DiskWrites(disk, self._losses), self._losses)
-            self._raiser = Raiser(disk, cpu, reads) if cpu.use_hot else None
+            DiskReads(disk, DiskWrites(disk, self._losses), self._losses)  # in the place of its own
             announce(disk, cpu.get_full_chunk_size_bytes())
         self._probe_server = ProbeServer(address, self.snapshot)
 
@@ -150,32 +146,8 @@ class WorkerSide:
                 ssd = [key.chunk_hash for key in disk.dict]
         return Snapshot(self._rank, last, dram, ssd, self._pending_writes())
 
-    def forget(self, chunks: Collection[int]) -> None:
-        """Drop these chunks from the local tiers, but for those that a lookup has pinned for a load.
-
-        As LMCache evicts, under its own lock: its forced remove would take a pin away (0.5.6,
-        local_cpu_backend.py:274), on disk the file under a reader (local_disk_backend.py:268). A disk
-        write that is on its way arrives later, and is evicted as any other.
-        """
-        cpu, disk = self._backends.get("LocalCPUBackend"), self._backends.get("LocalDiskBackend")
-        if cpu is not None:
-            with cpu.cpu_lock:
-                drop(cpu, cpu.hot_cache, chunks)
-        if disk is not None:
-            with disk.disk_lock:
-                before = disk.usage
-                drop(disk, disk.dict, chunks)
-                disk.current_cache_size -= before - disk.usage  # who evicts gives the room back (line 416)
-
-    def prefetch(self, chunks: Collection[int]) -> None:
-        """Raise these chunks from the disk to DRAM, in this order, while no load reads from it."""
-        if self._raiser is not None:
-            self._raiser.add(chunks)
-
     def close(self) -> None:
         self._probe_server.close()
-        if self._raiser is not None:
-            self._raiser.close()
 
     def _pending_writes(self) -> int:
         disk = self._backends.get("LocalDiskBackend")
@@ -186,10 +158,3 @@ class WorkerSide:
             if backend := self._backends.get(name):
                 stock = backend.batched_msg_sender
                 backend.batched_msg_sender = Sender(self._journal, tier is Tier.SSD, stock)
-
-
-def drop(backend: Any, held: Any, chunks: Collection[int]) -> None:
-    """Evict the unpinned ones of these chunks. The caller holds the backend's lock."""
-    for key in [k for k, kept in held.items() if k.chunk_hash in chunks and not kept.is_pinned]:
-        backend.remove(key, force=False)
-        backend.cache_policy.update_on_force_evict(key)

@@ -69,8 +69,6 @@ class TieredStore:
         self.pending: dict[ChunkName, float] = {}  # disk writes by when they end, soonest first
         self.up, self.down = Link(shape.load_gbps), Link(shape.store_gbps)
         self.disk_read, self.disk_write = Link(shape.ssd_load_gbps), Link(shape.ssd_store_gbps)
-        self.skipped_writes = 0  # the disk was too far behind
-        self.rising: deque[tuple[float, Sequence[ChunkName]]] = deque()  # since when, what
         self._transfers: deque[Transfer] = deque(maxlen=TRANSFERS_KEPT)
         self._gone: dict[ChunkName, None] = {}
 
@@ -135,12 +133,6 @@ class TieredStore:
             self.ssd.promised -= 1
             self.ssd.admit(name)
         self._record(Tier.SSD, "store", due, self.disk_write.seconds(self._size(due)))
-        self._raise(now_s)
-
-    def prefetch(self, now_s: float, names: Sequence[ChunkName]) -> None:
-        """Raise these chunks to DRAM, one by one, whenever nobody else wants the disk."""
-        self.settle(now_s)
-        self.rising.append((now_s, names))
 
     def touch(self, found: Found) -> None:
         """Make what was found the youngest, each tier's share tail first."""
@@ -195,21 +187,6 @@ class TieredStore:
         self.dram.admit(name)
         return True
 
-    def _raise(self, now_s: float) -> None:
-        """What has been read by now of what is to be prefetched. A load goes before a chunk that is not."""
-        while self.rising:
-            asked_s, names = self.rising[0]
-            name = next((n for n in names if n not in self.dram.names), None)
-            if name is not None and name in self.ssd.names:
-                begin_s = max(asked_s, self.disk_read.free_at_s)
-                if begin_s + self.disk_read.seconds(self.shape.chunk_bytes) > now_s:
-                    return
-                self.disk_read.reserve(begin_s, self.shape.chunk_bytes)
-                if self._admit(name, keep=set(names)):
-                    continue
-            self.dram.touch(names[: _leading(names, self.dram.names)])
-            self.rising.popleft()
-
     def _promote(self, names: Sequence[ChunkName], keep: Collection[ChunkName]) -> None:
         for name in names:
             if name not in self.dram.names and not self._admit(name, keep):
@@ -220,11 +197,9 @@ class TieredStore:
             self.ssd.touch((name,))
         elif name not in self.pending and self.ssd.capacity >= 1:
             if self.disk_write.lag_s(now_s) > self.shape.max_ssd_lag_s:
-                self.skipped_writes += 1
                 return
             gone = self.ssd.make_room()
             if gone is None:  # the whole disk is promised to writes on their way
-                self.skipped_writes += 1
                 return
             self._gone.update(dict.fromkeys(gone))
             self.ssd.promised += 1

@@ -1,38 +1,38 @@
 """Whose KV each slot of the GPU holds: a stand-in for the GPU that knows when a request reads another's KV.
 
 A slot holds the key of a prefix: the KV of its last token, computed from the KV of all tokens before it.
-Keys move as the real worker and LMCache move KV; vLLM's scheduler and its connector calls, LMCache's adapter
-and this package's connector are the real ones, LMCache's engine keeps keys in place of tensors. The model's
-next token is a function of the key. A step that reads a slot with another key than its request's computes
-garbage, and so does all that is built on it: a request that gets other tokens than its own prefix gives has
-read KV that was not its own.
+Keys move as the real worker and LMCache move KV; vLLM's scheduler, its connector calls, LMCache's adapters
+and this package's connectors are the real ones. In place of tensors LMCache's engine (kv_oracle_engine.py)
+or its MP server (kv_oracle_server.py) keeps keys; so does the lab's fake connector (kv_oracle_fake.py). The
+model's next token is a function of the key.
+
+    a step that reads a slot with another key than its request's computes garbage, and so does all that is
+    built on it; the first token that no right KV gives fails the bench, and so does
+    a chunk that LMCache keeps under the name of other KV, or a block of vLLM's prefix cache with other KV
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from bench import BLOCK, Bench, ModelRunnerOutput
 from lmcache.integration.vllm import vllm_v1_adapter
-from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import set_forward_context
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from connectors.lmcache import ContinuumLMCacheConnector
-from connectors.lmcache_loads import LoadCheck
-from continuum_lmcache.tiers import Holding
-
-CHUNK = 32  # tokens; two blocks
 VOCABULARY = 3000
+NO_DRAFT = -1  # vLLM's placeholder: the worker has drafted itself, or has nothing to draft from
 
 
 def key(before: int, token: int) -> int:
@@ -50,247 +50,236 @@ def answer(prefix: int) -> int:
     return 100 + prefix % VOCABULARY
 
 
-class SpanEngine:
-    """LMCache's engine, with keys in place of KV. The next `losing` loads bring their first chunk alone."""
-
-    def __init__(self, slots: list[int]) -> None:
-        self.slots = slots
-        self.chunks: dict[int, list[int]] = {}  # by the key of its last token, what was in its slots
-        self.losing = self.lost = self.loads = 0
-
-    def lookup(self, token_ids: list[int], **_: Any) -> int:
-        ends = keys(list(token_ids))[CHUNK - 1 :: CHUNK]
-        return CHUNK * len(list(itertools.takewhile(self.chunks.__contains__, ends)))
-
-    def retrieve(
-        self, tokens: list[int], mask: Any, slot_mapping: Any, vllm_cached_tokens: int, **_: Any
-    ) -> Any:
-        came = torch.zeros(len(tokens), dtype=torch.bool)
-        names, to = keys(tokens), slot_mapping.tolist()
-        first = int((~mask).sum())
-        starts = list(range(first, len(tokens) - CHUNK + 1, CHUNK))
-        self.loads += 1
-        if self.losing:
-            self.losing, self.lost, starts = self.losing - 1, self.lost + 1, starts[:1]
-        for start in starts:
-            held = self.chunks.get(names[start + CHUNK - 1])
-            if held is None:
-                break
-            for token in range(max(start, vllm_cached_tokens), start + CHUNK):
-                self.slots[to[token]] = held[token - start]
-            came[start : start + CHUNK] = True
-        return came
-
-    def store(self, tokens: list[int], mask: Any, slot_mapping: Any, **_: Any) -> None:
-        names, source = keys(tokens), slot_mapping.tolist()
-        for start in range(int((~mask).sum()), len(tokens) - CHUNK + 1, CHUNK):
-            held = [self.slots[slot] for slot in source[start : start + CHUNK]]
-            self.chunks.setdefault(names[start + CHUNK - 1], held)  # what is there is kept, as LMCache does
-
-    def lookup_unpin(self, *_: Any) -> None:
-        pass
-
-
-def adapter(connector: Any, engine: SpanEngine | None) -> LMCacheConnectorV1Impl:
-    """LMCache's own adapter without its services, for the scheduler's half and for the worker's."""
-    lookups = SimpleNamespace(
-        lookup_cache=lambda **_: -1,
-        lookup=lambda token_ids, **kwargs: connector.engine.lookup(token_ids, **kwargs),
-        clear_lookup_status=lambda _: None,
-    )
-    config = SimpleNamespace(
-        min_retrieve_tokens=0,
-        priority_limit=None,
-        save_decode_cache=True,
-        local_cpu=True,
-        max_local_cpu_size=1.0,
-        local_disk=None,
-        get_extra_config_value=lambda *args: args[-1],
-    )
-    counted = SimpleNamespace(
-        update_interval_vllm_hit_tokens=lambda _: None, update_interval_prompt_tokens=lambda _: None
-    )
-    impl = object.__new__(LMCacheConnectorV1Impl)
-    vars(impl).update(
-        _parent=connector,
-        _manager=SimpleNamespace(lookup_client=lookups, lmcache_engine=engine, lmcache_engine_metadata=None),
-        _stats_monitor=counted,
-        config=config,
-        kv_role="kv_both",
-        device="cpu",
-        kv_caches={"layer": torch.zeros(1)},
-        load_specs={},
-        _request_trackers={},
-        _unfinished_requests={},
-        _requests_priority={},
-        _invalid_block_ids=set(),
-        layerwise_retrievers=[],
-        current_layer=0,
-        skip_last_n_tokens=0,
-        _max_tokens_per_load=0,
-        _lmcache_chunk_size=CHUNK,
-        _block_size=BLOCK,
-        force_skip_save=False,
-        async_loading=False,
-        use_layerwise=False,
-        enable_blending=False,
-        _discard_partial_chunks=True,
-    )
-    return impl
-
-
-class OracleConnector(ContinuumLMCacheConnector):
-    """This package's connector over LMCache's adapter; `engine` is set by the worker."""
-
-    engine: SpanEngine
-
-    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
-        tiers = SimpleNamespace(
-            locate=lambda token_ids: Holding(self.engine.lookup(list(token_ids)), 0),
-            transfers=list,
-            step_s=lambda: None,
-            chunks=lambda *_: [],
-            doubt=lambda: None,
-            close=lambda: None,
-        )
-        self._furnish(None, tiers)
-
-    def _furnish(self, engine: SpanEngine | None, tiers: Any) -> None:
-        """What the constructors would, LMCache's services left out."""
-        self._impl = self._lmcache_engine = adapter(self, engine)
-        self._tiers, self._worker, self._rule, self._dead, self._wanted = tiers, None, None, [], []
-        self._never_saves, self._kv_bytes_per_token, self._kv_cache_events = False, 8, None
-        self._is_shared = False
-        self._expected, self._check = [], LoadCheck(engine, BLOCK) if engine is not None else None
-
-    def serve(self, engine: SpanEngine) -> OracleConnector:
-        """The worker's half of it."""
-        self.engine = engine
-        worker = object.__new__(OracleConnector)
-        vars(worker).update(_vllm_config=self._vllm_config, _role=KVConnectorRole.WORKER, engine=engine)
-        worker._connector_metadata = None
-        worker._furnish(engine, None)
-        return worker
-
-    def get_kv_connector_kv_cache_events(self) -> None:
-        return None
-
-
-ANY_CONFIG = functools.cache(VllmConfig)  # for forward contexts, which want one
+def drafted(prefix: int, number: int) -> list[int]:
+    """A drafter's next tokens, the first few of them right."""
+    found = []
+    for right in range(number):
+        found.append(answer(prefix) if right < prefix % (number + 1) else 7)
+        prefix = key(prefix, found[-1])
+    return found
 
 
 class Turn:
     """One request as the worker knows it."""
 
-    def __init__(self, tokens: list[int], blocks: list[int]) -> None:
-        self.tokens, self.blocks = tokens, blocks
+    def __init__(self, prompt_tokens: int, tokens: list[int], blocks: list[int], computed: int = 0) -> None:
+        self.prompt_tokens, self.tokens, self.blocks, self.computed = prompt_tokens, tokens, blocks, computed
         self.keys = keys(tokens)
+        self.drafts: list[int] = []
 
     def append(self, token: int) -> None:
         self.keys.append(key(self.keys[-1], token))
         self.tokens.append(token)
 
+    def cut(self, tokens: int) -> None:
+        del self.tokens[tokens:], self.keys[tokens:]
+
     def slot(self, position: int) -> int:
         return self.blocks[position // BLOCK] * BLOCK + position % BLOCK
 
 
-class Worker:
-    """A GPU worker as vLLM 0.32 has it: its V1 runner, or its V2 runner with FULL CUDA graphs for decodes."""
+ANY_CONFIG = functools.cache(VllmConfig)  # for forward contexts, which want one
+FULL_AND_PIECEWISE, FULL, PIECEWISE = "FULL_AND_PIECEWISE", "FULL", "PIECEWISE"
 
-    def __init__(self, connector: OracleConnector, is_v2: bool, blocks: int) -> None:
-        self.is_v2 = is_v2
-        self.slots = [0] * (blocks * BLOCK)
-        self.engine = SpanEngine(self.slots)
+
+class Worker:
+    """A GPU worker as vLLM 0.32 has it: its V1 runner, or its V2 runner with CUDA graphs.
+
+    `connector` is the worker's half; `meanwhile` is what goes on beside a step, at any time of it.
+    """
+
+    def __init__(self, slots: Any, is_v2: bool, graphs: str, drafts: int) -> None:
+        self.slots, self.is_v2, self.graphs, self.drafts = slots, is_v2, graphs, drafts
+        self.connector: Any = None
+        self.meanwhile: Callable[[], None] = lambda: None
         self.turns: dict[str, Turn] = {}
-        self.replays = 0  # FULL graphs in steps with loads
-        self.resumed = 0
+        self.replays = self.resumed = self.accepted = self.rejected = 0  # replays: FULL graphs beside loads
         self._garbage = itertools.count(-1, -1)
         self._vllm_config = ANY_CONFIG()
-        self._active = object.__new__(ActiveKVConnector)
-        vars(self._active).update(
-            vllm_config=self._vllm_config,
-            kv_connector=connector.serve(self.engine),
-            _pending_load_kwargs=None,
-            _disabled=False,
-        )
 
     def run(self, output: Any) -> tuple[list[list[int]], Any]:
         """One step: the tokens sampled, by request, and what the connector reports."""
         work = self._take(output)
-        batch = SimpleNamespace(
-            idx_mapping=None, req_ids=list(work), num_tokens=sum(n for _, n in work.values())
-        )
-        is_replay = self.is_v2 and all(new == 1 and computed for computed, new in work.values())
-        self.replays += bool(is_replay and output.has_sync_kv_loads)
-        metadata = {"layer": object()} if work else None
-        # a FULL graph is replayed outside of a forward context, and so is a step without work
-        context = nullcontext() if is_replay else set_forward_context(metadata, self._vllm_config)
-        with context:
-            self._active.pre_forward(output, batch, attn_metadata=metadata if is_replay else None)
+        step = self._v2_step if self.is_v2 else self._v1_step
+        with (
+            patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", self.connector),
+            patch.object(vllm_v1_adapter, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True)),
+            step(output, work) as moved,
+        ):
+            self.meanwhile()
             sampled = [self._forward(self.turns[turn], *numbers) for turn, numbers in work.items()]
-        self._active.finish_forward()
-        with patch.object(vllm_v1_adapter, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True)):
-            return sampled, self._active.post_forward(output.finished_req_ids)
+            self.meanwhile()
+        self.meanwhile()
+        return sampled, moved[0]
 
-    def _take(self, output: Any) -> dict[str, tuple[int, int]]:
-        """What the scheduler sent: by request, the tokens computed before and those to compute now."""
+    @contextmanager
+    def _v1_step(self, output: Any, work: dict[str, Any]) -> Iterator[list[Any]]:
+        self.connector.handle_preemptions(output.kv_connector_metadata)
+        moved: list[Any] = []
+        if not work:
+            yield moved
+            empty = KVConnectorModelRunnerMixin.kv_connector_no_forward(output, self._vllm_config)
+            moved.append(empty.kv_connector_output)
+            return
+        mixin, is_late = KVConnectorModelRunnerMixin, self.drafts > 0
+        with (
+            set_forward_context({"layer": object()}, self._vllm_config),
+            mixin.maybe_get_kv_connector_output(output, defer_finalize=is_late) as told,
+        ):
+            yield moved
+        if is_late:
+            mixin.finalize_kv_connector()  # once the drafter has run
+        moved.append(told)
+
+    @contextmanager
+    def _v2_step(self, output: Any, work: dict[str, Any]) -> Iterator[list[Any]]:
+        active = object.__new__(ActiveKVConnector)
+        vars(active).update(
+            vllm_config=self._vllm_config,
+            kv_connector=self.connector,
+            _pending_load_kwargs=None,
+            _disabled=False,
+        )
+        moved: list[Any] = []
+        if not work:
+            yield moved
+            moved.append(active.no_forward(output).kv_connector_output)
+            return
+        tokens = sum(new for _, new, _ in work.values())
+        batch = SimpleNamespace(idx_mapping=None, req_ids=list(work), num_tokens=tokens)
+        metadata, is_replay = {"layer": object()}, self._is_replay(work)
+        self.replays += bool(is_replay and output.has_sync_kv_loads)
+        # a FULL graph is replayed outside of a forward context
+        with nullcontext() if is_replay else set_forward_context(metadata, self._vllm_config):
+            active.pre_forward(output, batch, attn_metadata=metadata if is_replay else None)
+            yield moved
+        active.finish_forward()
+        moved.append(active.post_forward(output.finished_req_ids))
+
+    def _is_replay(self, work: dict[str, tuple[int, int, list[int]]]) -> bool:
+        """Decodes all of one length, among them prompts of which one token is left."""
+        are_decodes = all(computed and new - len(drafts) == 1 for computed, new, drafts in work.values())
+        is_uniform = len({new for _, new, _ in work.values()}) == 1
+        return self.graphs == FULL or (self.graphs == FULL_AND_PIECEWISE and are_decodes and is_uniform)
+
+    def _take(self, output: Any) -> dict[str, tuple[int, int, list[int]]]:
+        """What the scheduler sent: by request, the tokens computed before, those to compute, the drafts."""
         for turn in output.finished_req_ids:
             self.turns.pop(turn, None)
         computed = {}
         for new in output.scheduled_new_reqs:
-            tokens = new.prefill_token_ids if self.is_v2 else new.prompt_token_ids
-            self.resumed += len(tokens) > len(new.prompt_token_ids)
-            self.turns[new.req_id] = Turn(list(tokens), list(new.block_ids[0]))
-            computed[new.req_id] = new.num_computed_tokens
+            prompt = new.prompt_token_ids
+            tokens = new.prefill_token_ids if self.is_v2 else prompt
+            self.resumed += len(tokens) > len(prompt)
+            computed[new.req_id] = done = new.num_computed_tokens
+            self.turns[new.req_id] = Turn(len(prompt), list(tokens), list(new.block_ids[0]), done)
         cached = output.scheduled_cached_reqs
-        for turn, blocks, before in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        for turn_id, blocks, before, outputs in zip(
+            cached.req_ids,
+            cached.new_block_ids,
+            cached.num_computed_tokens,
+            cached.num_output_tokens,
+            strict=True,
         ):
-            if turn in cached.resumed_req_ids:
+            turn = self.turns[turn_id]
+            if turn_id in cached.resumed_req_ids:
                 self.resumed += 1
-                self.turns[turn] = Turn(list(cached.all_token_ids[turn]), [])
-            self.turns[turn].blocks += blocks[0] if blocks is not None else []
-            computed[turn] = before
-        return {turn: (computed[turn], new) for turn, new in output.num_scheduled_tokens.items()}
+                turn = self.turns[turn_id] = Turn(turn.prompt_tokens, list(cached.all_token_ids[turn_id]), [])
+            elif not self.is_v2:
+                turn.cut(turn.prompt_tokens + outputs)  # vLLM has dropped what came of a failed load
+            turn.blocks += blocks[0] if blocks is not None else []
+            computed[turn_id] = min(before, len(turn.tokens) - 1)  # of steps ahead: drafts were rejected
+            turn.computed = turn.computed if self.is_v2 else computed[turn_id]
+        drafts = output.scheduled_spec_decode_tokens
+        return {
+            turn: (computed[turn], new, list(drafts.get(turn, ())))
+            for turn, new in output.num_scheduled_tokens.items()
+        }
 
-    def _forward(self, turn: Turn, computed: int, new: int) -> list[int]:
+    def _forward(self, turn: Turn, computed: int, new: int, drafts: list[int]) -> list[int]:
         """Attend to all tokens before, write the new ones' KV, and sample if they are the last."""
-        own = (self.slots[turn.slot(p)] == turn.keys[p] for p in range(computed))
-        is_right = all(own)
-        for position in range(computed, computed + new):
-            self.slots[turn.slot(position)] = turn.keys[position] if is_right else next(self._garbage)
-        if computed + new < len(turn.tokens):
+        if NO_DRAFT in drafts and turn.drafts:
+            drafts = turn.drafts[: len(drafts)]
+        after = list(itertools.accumulate(drafts, key, initial=turn.keys[-1]))  # each draft, were it right
+        names, end = turn.keys + after[1:], computed + new
+        is_right = turn.computed == computed and self._holds(turn, computed)  # the V2 runner counts by itself
+        for position in range(computed, end):
+            self.slots[turn.slot(position)] = names[position] if is_right else next(self._garbage)
+        turn.computed = end
+        if end < len(names):
             return []
-        token = answer(turn.keys[-1]) if is_right else answer(next(self._garbage))
-        turn.append(token)
-        return [token]
+        sampled = [answer(after[0]) if is_right else answer(next(self._garbage))]
+        for draft, prefix in zip(drafts, after[1:], strict=True):
+            if not is_right or draft != sampled[-1]:
+                break
+            sampled.append(answer(prefix))
+        self.accepted += len(sampled) - 1
+        self.rejected += len(drafts) - len(sampled) + 1
+        for token in sampled:
+            turn.append(token)
+        turn.drafts, turn.computed = drafted(turn.keys[-1], self.drafts), len(turn.tokens) - 1
+        return sampled
+
+    def _holds(self, turn: Turn, computed: int) -> bool:
+        """Whether the slots of these tokens hold their KV, and not another's."""
+        for number, start in enumerate(range(0, computed, BLOCK)):
+            end, slot = min(start + BLOCK, computed), turn.blocks[number] * BLOCK
+            if list(self.slots[slot : slot + end - start]) != turn.keys[start:end]:
+                return False
+        return True
 
 
 class OracleBench(Bench):
     """The bench with that worker under it; it fails at the first token that no right KV gives."""
 
-    def __init__(self, scheduler_cls: Any, model: Path, is_v2: bool, blocks: int = 24, **more: Any) -> None:
-        transfer = {
-            "kv_connector": "OracleConnector",
-            "kv_connector_module_path": "kv_oracle",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-        }
-        super().__init__(scheduler_cls, model, blocks, transfer=transfer, **more)
+    def __init__(
+        self,
+        scheduler_cls: Any,
+        model: Path,
+        is_v2: bool,
+        blocks: int = 24,
+        graphs: str = FULL_AND_PIECEWISE,
+        drafts: int = 0,
+        failure_policy: str = "recompute",
+        **more: Any,
+    ) -> None:
+        self.slots = self.new_slots(blocks)
+        transfer = {"kv_role": "kv_both", "kv_load_failure_policy": failure_policy, **self.transfer()}
+        super().__init__(scheduler_cls, model, blocks, drafts=drafts, transfer=transfer, **more)
         self.scheduler.use_v2_model_runner = is_v2
-        self.worker = Worker(self.scheduler.connector, is_v2, blocks)
+        self.worker = Worker(self.slots, is_v2, graphs, drafts)
+        self.worker.connector = self.join()
         self._right: dict[str, Turn] = {}  # each request's tokens, as the model would have them
+        self._cached: dict[int, list[int]] = {}  # by block: of which tokens vLLM says that it has the KV
+        self._pool = self.scheduler.kv_cache_manager.block_pool
+        self._cache, self._pool.cache_full_blocks = self._pool.cache_full_blocks, self._note_cached
+
+    def new_slots(self, blocks: int) -> Any:
+        """The GPU's memory: names of KV by slot."""
+        return [0] * (blocks * BLOCK)
+
+    def transfer(self) -> dict[str, Any]:
+        """Of vLLM's --kv-transfer-config, which connector and its settings."""
+        raise NotImplementedError
+
+    def join(self) -> Any:
+        """The worker's half of the connector, once the scheduler's is there."""
+        raise NotImplementedError
+
+    def spoilt(self) -> list[str]:
+        """What LMCache keeps under a wrong name, in words."""
+        raise NotImplementedError
 
     def send(self, job: str | None, tokens: Any, /, *args: Any, **fields: Any) -> str:
         request_id = super().send(job, tokens, *args, **fields)
-        self._right[request_id] = Turn(list(tokens), [])
+        self._right[request_id] = Turn(len(tokens), list(tokens), [])
         return request_id
 
     def step(self, seconds: float | None = None) -> int:
         output = self.scheduler.schedule()
         requests = dict(self.scheduler.requests)
         ids = list(output.num_scheduled_tokens)
+        self.scheduled(output)
         sampled, moved = self.worker.run(output)
         runner = ModelRunnerOutput(
             req_ids=ids,
@@ -298,7 +287,6 @@ class OracleBench(Bench):
             sampled_token_ids=sampled,
             kv_connector_output=moved,
         )
-        self.scheduled(output)
         self._in_flight.append((output, runner))
         self.now_s += 0.1 if seconds is None else seconds
         while len(self._in_flight) > (self._ahead if ids else 0):
@@ -324,17 +312,46 @@ class OracleBench(Bench):
     def _deliver(self, output: Any, runner: ModelRunnerOutput) -> None:
         requests = dict(self.scheduler.requests)
         self.scheduler.update_from_output(output, runner)
+        if self.worker.drafts and not self._ahead:
+            ids = [i for i in runner.req_ids if i in self.worker.turns]
+            drafts = [list(self.worker.turns[i].drafts) for i in ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
         self.done |= {i: list(r.all_token_ids) for i, r in requests.items() if r.is_finished()}
 
+    def _note_cached(self, **call: Any) -> None:
+        """BlockPool.cache_full_blocks."""
+        self._cache(**call)
+        right = self._up_to(call["request"])
+        for number in range(call["num_cached_blocks"], call["num_full_blocks"]):
+            names = right.keys[number * BLOCK : (number + 1) * BLOCK]
+            self._cached[call["blocks"][number].block_id] = names
+
+    def _up_to(self, request: Any) -> Turn:
+        """The request's tokens as the model would have them, as many as it has."""
+        right = self._right[request.request_id]
+        while len(right.tokens) < request.num_tokens:
+            right.append(answer(right.keys[-1]))
+        return right
+
     def check(self, requests: dict[str, Any]) -> None:
-        """Every request's tokens are the model's answers to its own prefix."""
+        """Every request's tokens are the model's answers to its own prefix, and what is cached is whole."""
         for turn, request in requests.items():
-            right = self._right[turn]
-            while len(right.tokens) < request.num_tokens:
-                right.append(answer(right.keys[-1]))
-            got = list(request.all_token_ids)
-            at = next((i for i, token in enumerate(got) if token != right.tokens[i]), None)
-            assert at is None, (
+            right, got = self._up_to(request), list(request.all_token_ids)
+            if got == right.tokens[: len(got)]:
+                continue
+            at = next(i for i, token in enumerate(got) if token != right.tokens[i])
+            raise AssertionError(
                 f"{turn}, of {request.num_prompt_tokens} prompt tokens, got {got[at]} as its token {at}, "
                 f"right is {right.tokens[at]}: it has attended to KV of other tokens than its own"
             )
+        assert not self.spoilt(), f"LMCache keeps KV of other tokens than it says: {self.spoilt()}"
+        if any(
+            told and told.invalid_block_ids for told in (r.kv_connector_output for _, r in self._in_flight)
+        ):
+            return  # vLLM does not know yet
+        for block_id, names in list(self._cached.items()):
+            if self._pool.blocks[block_id].block_hash is None:
+                del self._cached[block_id]
+            else:
+                held = list(self.slots[block_id * BLOCK : (block_id + 1) * BLOCK])
+                assert held == names, f"vLLM's prefix cache has KV of other tokens in its block {block_id}"

@@ -9,9 +9,9 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
@@ -118,23 +118,22 @@ class Rig:
         return told
 
     def settle(self) -> None:
-        """Wait until no disk write is in flight and nothing is being raised, then end a step."""
+        """Wait until no disk write is in flight, then end a step."""
         end_s = time.monotonic() + 10
-        while self._is_moving() and time.monotonic() < end_s:
+        while self.disk.disk_worker.put_tasks and time.monotonic() < end_s:
             time.sleep(0.001)
         self.step()
 
-    def _is_moving(self) -> bool:
-        raiser = self.worker._raiser
-        return bool(self.disk.disk_worker.put_tasks) or (raiser is not None and raiser.is_busy)
-
     def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         self.settle()
-        self.worker.forget(set(self.tiers.chunks(token_ids, kept_tokens)))
+        chunks = {key.chunk_hash for key in self.keys(token_ids)[-(-kept_tokens // CHUNK) :]}
+        with self.cpu.cpu_lock:
+            evict(self.cpu, self.cpu.hot_cache, chunks)
+        with self.disk.disk_lock:
+            before = self.disk.usage
+            evict(self.disk, self.disk.dict, chunks)
+            self.disk.current_cache_size -= before - self.disk.usage  # who evicts gives the room back
         self.step()
-
-    def fetcher(self, token_ids: Sequence[int]) -> Callable[[], None]:
-        return partial(self.worker.prefetch, self.tiers.chunks(token_ids))
 
     def store_from_now(self, wanted: bool) -> None:
         """vLLM's side decides that: not in a rig without it."""
@@ -188,6 +187,13 @@ def rigs(directory: Path) -> Iterator[Callable[..., Rig]]:
     for each in made:
         each.check()
         each.close()
+
+
+def evict(backend: Any, held: Any, chunks: Collection[int]) -> None:
+    """As LMCache evicts, but these. The caller holds the backend's lock."""
+    for key in [key for key in held if key.chunk_hash in chunks]:
+        backend.remove(key, force=False)
+        backend.cache_policy.update_on_force_evict(key)
 
 
 def content(tokens: Sequence[int]) -> torch.Tensor:

@@ -26,6 +26,7 @@ from lmcache_mp_server import CHUNK, MpServer, wait_for
 from lmcache_rig import prompt
 
 from connectors import lmcache_mp_tiers
+from connectors.lmcache_mp_deadline import with_deadline
 from connectors.lmcache_mp_loads import LoadBook, TimedLoad
 from connectors.lmcache_mp_module import TierLog
 from connectors.lmcache_mp_settings import settled
@@ -304,7 +305,7 @@ def test_a_load_asked_of_a_server_known_to_be_down_fails_at_once(mp_rig: Make) -
     assert ended(rig) == (set(), {"load"}, {0, 1})
 
 
-def test_moves_of_a_server_whose_connection_is_closed_fail_at_once_and_those_after_do_not(
+def test_moves_of_a_server_whose_connection_is_closed_fail_at_once_and_so_do_those_after_until_a_ping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
@@ -313,9 +314,9 @@ def test_moves_of_a_server_whose_connection_is_closed_fail_at_once_and_those_aft
     rig.server.close()
     wait_for(rig.worker._was_cut.is_set)
     assert ended(rig, "store") == ({"store"}, {"load"}, {0, 1})
-    rig.worker.connection_closed()  # and a server is back before the next step
+    rig.worker.connection_closed()  # and a server is back before the next step, which does not know us
     rig.adapter.submit_retrieve_request("later", op(prompt(1, 2), 0, 2 * CHUNK), None)
-    assert ended(rig) == (set(), set(), set())
+    assert ended(rig) == (set(), {"later"}, {0, 1}) and not rig.adapter.is_healthy
     rig.adapter._mq_timeout = 0.1  # nobody answers that it leaves
     rig.close()
 
@@ -363,6 +364,21 @@ def test_a_store_that_nobody_answers_costs_the_store_and_not_the_worker(
     assert not rig.adapter.is_healthy
     assert rig.adapter.get_finished({"r"})[0] == {"r"}
     rig.scheduler.end_session("r")
+
+
+def test_the_server_leaves_out_a_store_that_comes_too_late(
+    mp_rig: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads then may be another request's."""
+    rig = mp_rig()
+    monkeypatch.setattr("connectors.lmcache_mp_worker.STALL_S", 0.5)
+    for end_s, stored in ((time.monotonic(), 0), (time.monotonic() + 60, 2)):
+        rig.adapter._health_event.set()
+        move, configs = op(prompt(1, 2), 0, 2 * CHUNK), with_deadline({"other": "thing"}, end_s)
+        rig.adapter.submit_store_request("r", move, None, request_configs=configs)
+        rig.scheduler.end_session("r")
+        rig.settle()
+        assert len(rig.server.held()[0]) == stored
 
 
 # ---- what loads took

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -84,29 +85,44 @@ def locked(rig: MpRig) -> int:
     return sum(entry.read_lock.is_locked() for entry in rig.server.l1._objects.values())
 
 
+def renewals(connector: Any) -> list[str]:
+    """The requests whose leases are given back from here on."""
+    given_back: list[str] = []
+    stock = connector._leases.give_back
+
+    def give_back(request_id: str, *args: Any) -> None:
+        given_back.append(request_id)
+        stock(request_id, *args)
+
+    connector._leases.give_back = give_back
+    return given_back
+
+
 def test_a_young_lease_is_used_and_an_old_one_is_looked_up_afresh(waiting: Waiting) -> None:
     rig, connector, request, clock = waiting
+    renewed = renewals(connector)
     assert look_up(connector, request) == 2 * CHUNK
     clock.now_s = 99.0
     assert connector.loads_beside_steps
     assert connector.get_num_new_matched_tokens(request, 0) == (2 * CHUNK, True)
-    assert connector._leases.counts["renewed"] == 0 and locked(rig) == 2
+    assert not renewed and locked(rig) == 2
     clock.now_s = 101.0
     assert connector.get_num_new_matched_tokens(request, 0) == (None, True)
     assert look_up(connector, request) == 2 * CHUNK
-    assert connector._leases.counts["renewed"] == 1
+    assert renewed == [request.request_id]
     connector.request_finished(request, [])
 
 
 def test_an_eager_lookups_lease_is_as_old_as_the_request(waiting: Waiting) -> None:
     """lmcache.mp.eager_prefetch locks what it finds when the request arrives, which may queue for minutes."""
     rig, connector, request, clock = waiting
+    renewed = renewals(connector)
     connector._eager_prefetch, request.resumable = True, False
     connector.on_new_request(request)
     wait_for(lambda: locked(rig) == 2)
     clock.now_s = 101.0
     assert look_up(connector, request) == 2 * CHUNK
-    assert connector._leases.counts["renewed"] == 1 and locked(rig) == 2
+    assert renewed == [request.request_id] and locked(rig) == 2
     connector.request_finished(request, [])
 
 

@@ -7,13 +7,13 @@ before it, and the worker asks whether it has ended once a step.
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("lmcache")
 
+from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
 from lmcache_mp_rig import Clock
 
 from connectors.lmcache_mp_watch import WatchedFuture
@@ -66,7 +66,7 @@ class Gpu:
         event = Done(self.clock, self.forward_ends_s)
         for tokens, submit in ((loads, self.worker.retrieve), (stores, self.worker.store)):
             if tokens:
-                submit(name, SimpleNamespace(start=0, end=tokens, skip_first_n_tokens=0), event)
+                submit(name, LoadStoreOp([], [[]], 0, tokens), event)
         self.worker.poll()
         told = self.worker.report()
         while self.clock.now_s < until_s:  # the watching thread looks each millisecond

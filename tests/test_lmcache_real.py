@@ -185,23 +185,6 @@ def test_eight_programs_at_once_reload_exactly_from_dram_and_then_from_disk(engi
     assert counted("continuum_loaded_tokens_total", tier="ssd") - before == 8 * 2 * CHUNK
 
 
-def test_what_is_prefetched_comes_from_dram_with_the_same_logprobs(engine):
-    p = prompt(3, 4)
-    engine.run(p)
-    own = engine.run(p)[0]
-    engine.run(prompt(97, DRAM_CHUNKS))
-    engine.forget_gpu()
-    assert engine.located(p) == Holding(0, 4 * CHUNK)
-    engine.connector.fetcher(p)()
-    end_s = time.monotonic() + 10
-    while engine.connector.locate(p) != Holding(4 * CHUNK, 0):
-        assert time.monotonic() < end_s, engine.connector.locate(p)
-        engine.run(prompt(4, 0))  # a step carries the wish, a later one the worker's report
-    before = counted("continuum_loaded_tokens_total", tier="dram")
-    assert engine.run(p)[0] == own
-    assert counted("continuum_loaded_tokens_total", tier="dram") - before == 4 * CHUNK
-
-
 def test_a_prefix_larger_than_the_dram_pool_is_loaded_in_part_and_does_not_hang(engine):
     p = prompt(2, DRAM_CHUNKS + 2)
     engine.run(p)

@@ -95,10 +95,6 @@ class FakeStore:
         names = chain(token_ids, self.chunk_tokens)
         self.planner.store.forget(names[-(-kept_tokens // self.chunk_tokens) :])
 
-    def fetcher(self, token_ids: Sequence[int]) -> Callable[[], None]:
-        names = chain(token_ids, self.chunk_tokens)
-        return lambda: self.planner.store.prefetch(self.now_s, names)
-
     def store_from_now(self, wanted: bool) -> None:
         self.planner.storing = wanted
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from contract.stores import STORES, StoreUnderTest
 
-from continuum_lmcache.tiers import Holding, Prefetching, Transfer
+from continuum_lmcache.tiers import Holding, Transfer
 from continuum_lmcache.types import Tier
 
 STEPS = 600
@@ -172,11 +172,6 @@ def two_prompts_for_one(store: StoreUnderTest) -> tuple[list[int], list[int]]:
     return first, second
 
 
-def must_prefetch(store: StoreUnderTest) -> None:
-    if not isinstance(store, Prefetching):
-        pytest.skip("this store cannot prefetch")
-
-
 def test_what_dram_lost_comes_from_the_disk_and_is_in_dram_then(make: Make) -> None:
     store = make(3, 12)
     first, _ = two_prompts_for_one(store)
@@ -184,45 +179,6 @@ def test_what_dram_lost_comes_from_the_disk_and_is_in_dram_then(make: Make) -> N
     assert store.run(first) == Holding(0, 3 * store.chunk_tokens)
     store.settle()
     assert store.locate(first) == Holding(3 * store.chunk_tokens, 0)
-
-
-def test_what_is_prefetched_is_in_dram_before_it_is_asked_for(make: Make) -> None:
-    store = make(3, 12)
-    must_prefetch(store)
-    first, second = two_prompts_for_one(store)
-    fetch = store.fetcher(first)
-    assert store.locate(first) == Holding(0, 3 * store.chunk_tokens), "it waits for its call"
-    fetch()
-    store.settle()
-    assert store.locate(first) == Holding(3 * store.chunk_tokens, 0)
-    assert store.locate(second) == Holding(0, 3 * store.chunk_tokens), "the disk has it still"
-    assert store.run(first) == Holding(3 * store.chunk_tokens, 0)
-
-
-def test_to_prefetch_what_is_nowhere_does_nothing(make: Make) -> None:
-    store = make(3, 12)
-    must_prefetch(store)
-    kept = list(range(2 * store.chunk_tokens + 1))
-    store.run(kept)
-    store.settle()
-    store.fetcher(list(range(50_000, 50_000 + 3 * store.chunk_tokens)))()
-    store.settle()
-    assert store.locate(kept) == Holding(2 * store.chunk_tokens, 0)
-
-
-def test_under_prefetches_too_a_load_brings_what_locate_says(make: Make) -> None:
-    store = make(12, 20)
-    must_prefetch(store)
-    programs = Programs(store.chunk_tokens, seed=5)
-    for _ in range(200):
-        store.run(programs.next_turn())
-        store.settle()
-        store.fetcher(programs.any_prompt())()
-        store.settle()
-        prompt = programs.any_prompt()
-        located = store.locate(prompt)
-        assert store.run(prompt) == located
-        store.check()
 
 
 def test_transfers_add_up_to_what_was_loaded_and_are_told_once(make: Make) -> None:

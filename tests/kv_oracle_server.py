@@ -1,0 +1,342 @@
+"""LMCache's MP mode on the oracle's GPU: its real connector and adapters, over a server that keeps keys.
+
+The server answers as LMCache 0.5.6's does, some time after it was asked, and reads and writes vLLM's blocks
+as it gets to it. Nobody waits in real time: threads do not start, and who waits lets virtual time pass.
+
+    up         answers each message `lag` ticks after it came; a step of the worker has three
+    silent     answers nothing until `silent_until_s`, then all
+    gone       was killed: forgets what it held and was asked for; back at `gone_until_s`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from bench import BLOCK
+from kv_oracle import OracleBench, keys
+from lmcache.integration.vllm import vllm_multi_process_adapter as adapters
+from lmcache.v1.multiprocess.futures import MessagingFuture
+from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
+from lmcache.v1.multiprocess.transfer_context import worker_transfer
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from connectors import lmcache_mp, lmcache_mp_watch
+from connectors.lmcache_mp_deadline import is_late
+from connectors.lmcache_mp_tiers import ANSWER_S, POLL_S, Follower
+from connectors.lmcache_mp_wire import Told
+
+CHUNK = 256  # tokens, LMCache's default and a GPU's
+LEASE_S = 300.0
+
+
+class Reply(MessagingFuture[Any]):
+    """What the server will answer. Waiting for it lets virtual time pass."""
+
+    def __init__(self, server: SpanServer) -> None:
+        super().__init__()
+        self._server = server
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._server.wait_for(self, timeout)
+
+    def to_device_future(self, **_: Any) -> Reply:
+        return self
+
+
+class Message(NamedTuple):
+    due: int  # tick
+    reply: Reply
+    action: Callable[[], Any]
+    configs: dict[str, Any] | None  # of a move's key
+
+
+class Lookup:
+    """What one request's lookup found: locked until it is loaded or freed, or the lease ends."""
+
+    def __init__(self, found: list[int], at_s: float) -> None:
+        self.found, self.at_s, self.locked = found, at_s, set(found)
+
+
+class Client:
+    """LMCache's RequestClient, of the scheduler's half or of the worker's."""
+
+    def __init__(self, server: SpanServer) -> None:
+        self.server = server
+        self._message_queue_client = SimpleNamespace(cancel_streams=lambda: None)
+        server.clients.append(self)
+
+    def __getattr__(self, operation: str) -> Callable[..., Reply]:
+        return partial(self.server.asked, operation)
+
+    def close(self) -> None:
+        pass
+
+
+class SpanServer:
+    """LMCache's MP server. The next `losing` loads bring their first chunk alone, and fail."""
+
+    def __init__(self, chunk: int) -> None:
+        self.chunk, self.now_s = chunk, 1000.0
+        self.slots: list[int] = []
+        self.chunks: dict[int, list[int]] = {}  # by the key of its last token, what was in its slots
+        self.spoilt: list[str] = []
+        self.clients: list[Client] = []
+        self.heartbeats: list[Any] = []
+        self.lag = self.losing = self.lost = self.loads = 0
+        self.silent_until_s = self.gone_until_s = 0.0
+        self._is_waited_for = True
+        self._tick = 0
+        self._lanes: tuple[deque[Message], deque[Message]] = (deque(), deque())  # moves, and all else
+        self._forget()
+
+    def _forget(self) -> None:
+        self.chunks.clear()
+        for lane in self._lanes:
+            lane.clear()
+        self._registered: set[int] = set()
+        self._lookups: dict[str, Lookup] = {}
+        self._jobs: dict[str, int] = {}  # lookups of which nobody has asked yet what they found
+
+    # ---- as it is reached
+
+    def asked(self, operation: str, *args: Any, **kwargs: Any) -> Reply:
+        reply = Reply(self)
+        is_move = operation in ("store", "retrieve")
+        action = partial(getattr(self, "_" + operation, self._nothing), *args, **kwargs)
+        configs = args[0].request_configs if is_move else None
+        self._lanes[not is_move].append(Message(self._tick + self.lag, reply, action, configs))
+        return reply
+
+    @property
+    def stands_still(self) -> bool:
+        return self.now_s < max(self.silent_until_s, self.gone_until_s)
+
+    def work(self) -> None:
+        """One tick: what is due is done, in the order of its coming."""
+        if self.stands_still:
+            return
+        self._tick += 1
+        for lane in self._lanes:
+            while lane and lane[0].due <= self._tick:
+                message = lane.popleft()
+                if not is_late(message.configs, self.now_s):
+                    message.reply.set_result(message.action())
+
+    def wait_for(self, reply: Reply, timeout_s: float | None) -> bool:
+        end_s = self.now_s + (60.0 if timeout_s is None else timeout_s)
+        while not reply.query() and self.now_s < end_s and (self._is_waited_for or not self.stands_still):
+            self.now_s = end_s if self.stands_still else self.now_s + 0.001
+            self.work()
+        return reply.query()
+
+    @contextlib.contextmanager
+    def not_waited_for(self) -> Iterator[None]:
+        """Within: who waits for it does so in a thread of its own, beside the steps."""
+        self._is_waited_for = False
+        yield
+        self._is_waited_for = True
+
+    def kill(self, seconds: float) -> None:
+        """And start it again so much later."""
+        self._forget()
+        self.gone_until_s = self.now_s + seconds
+        for client in self.clients:
+            client._message_queue_client.cancel_streams()
+
+    def evict(self, every: int) -> None:
+        """What no lookup holds, or not all of it."""
+        held: set[int] = set()
+        for lookup in self._lookups.values():
+            held |= lookup.locked if self.now_s < lookup.at_s + LEASE_S else set()
+        for name in [name for name in self.chunks if name not in held][::every]:
+            del self.chunks[name]
+
+    # ---- its operations
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    def _get_chunk_size(self) -> int:
+        return self.chunk
+
+    def _get_experimental(self) -> list[str]:
+        return []
+
+    def _ping(self, _: int | None) -> bool:
+        return True
+
+    def _register_kv_cache(self, instance: int, *_: Any) -> None:
+        self._registered.add(instance)
+
+    def _clear(self, **_: Any) -> None:
+        self.evict(1)
+
+    def _server_module_call(self, _: Any) -> ServerModuleCallResponse:
+        told = Told("epoch", 0, False, [], [], 1 << 40, None, 1.0, LEASE_S, "blake3", self.now_s)
+        return ServerModuleCallResponse(True, msgspec.msgpack.encode(told), "")
+
+    def _names(self, key: Any, start: int, end: int) -> list[int]:
+        return keys(list(key.token_ids[:end]))[start + self.chunk - 1 :: self.chunk]
+
+    def _lookup(self, key: Any, _: int) -> None:
+        found = list(itertools.takewhile(self.chunks.__contains__, self._names(key, 0, key.end)))
+        self._lookups[key.request_id] = Lookup(found, self.now_s)
+        self._jobs[key.request_id] = len(found)
+
+    def _query_prefetch_status(self, request_id: str) -> int:
+        return self._jobs.pop(request_id, 0)
+
+    def _free_lookup_locks(self, key: Any, _: int) -> None:
+        if lookup := self._lookups.get(key.request_id):
+            lookup.locked -= set(lookup.found[key.start // self.chunk : key.end // self.chunk])
+
+    def _end_session(self, request_id: str) -> None:
+        if lookup := self._lookups.pop(request_id, None):  # what it had locked stays so until the lease ends
+            self._lookups[f"{request_id} at {self._tick}"] = lookup
+
+    def _retrieve(self, key: Any, instance: int, blocks: Any, _: bytes, skip: int) -> bool:
+        names = self._names(key, key.start, key.end)
+        lookup = self._lookups.get(key.request_id)
+        if lookup is not None:
+            lookup.locked -= set(names)
+        if instance not in self._registered or not all(name in self.chunks for name in names):
+            return False
+        self.loads += 1
+        losing, self.losing = bool(self.losing), max(self.losing - 1, 0)
+        self.lost += losing
+        (group,) = blocks
+        for number, name in enumerate(names[:1] if losing else names):
+            for token, held in enumerate(self.chunks[name], number * self.chunk):
+                if token >= skip:
+                    self.slots[group[token // BLOCK] * BLOCK + token % BLOCK] = held
+        return not losing
+
+    def _store(self, key: Any, instance: int, blocks: Any, _: bytes) -> bool:
+        if instance not in self._registered:
+            return False
+        (group,) = blocks
+        all_names = keys(list(key.token_ids[: key.end]))
+        for start in range(key.start, key.end, self.chunk):
+            held = []
+            for block in group[(start - key.start) // BLOCK :][: self.chunk // BLOCK]:
+                held += self.slots[block * BLOCK : (block + 1) * BLOCK]
+            end = start + self.chunk
+            if self.chunks.setdefault(all_names[end - 1], held) is held and held != all_names[start:end]:
+                self.spoilt.append(f"tokens [{start}, {end}) of {key.request_id}")  # what is there is kept
+        return True
+
+
+class ServerBench(OracleBench):
+    """The oracle with an MP server. Within `in_one_process`. `settings` are LMCache's."""
+
+    connector, module = "ContinuumLMCacheMPConnector", "connectors.lmcache_mp"
+    ping_s = 5.0
+    newest: SpanServer
+
+    def __init__(self, *args: Any, chunk: int = CHUNK, settings: Any = None, **more: Any) -> None:
+        self.lmcache = ServerBench.newest = SpanServer(chunk)
+        self._settings = {"lmcache.mp.mp_transfer_mode": "lmcache_driven", **(settings or {})}
+        self._poll_at_s = self._ping_at_s = self.lmcache.now_s
+        super().__init__(*args, **more)
+
+    @property
+    def now_s(self) -> float:  # type: ignore[override]
+        """The server's clock is the bench's."""
+        return self.lmcache.now_s
+
+    @now_s.setter
+    def now_s(self, now_s: float) -> None:
+        self.lmcache.now_s = now_s
+
+    def transfer(self) -> dict[str, Any]:
+        return {
+            "kv_connector": self.connector,
+            "kv_connector_module_path": self.module,
+            "kv_connector_extra_config": self._settings,
+        }
+
+    def join(self) -> Any:
+        self.lmcache.slots = self.slots
+        scheduler, connector = self.scheduler, self.scheduler.connector
+        config, caches = scheduler.vllm_config, scheduler.kv_cache_config
+        config.cache_config.kv_cache_layout = "LBHNC"
+        with set_current_vllm_config(config):
+            worker = type(connector)(config, KVConnectorRole.WORKER, caches)
+            worker.register_kv_caches({"layer": torch.zeros(len(self.slots) // BLOCK, 1, BLOCK, 2)})
+        self._follower = getattr(connector, "_follower", None)
+        if self._follower is not None:
+            connector._leases._clock = self._follower._clock = lambda: self.now_s
+            worker._worker._clock = worker._worker.watch._clock = lambda: self.now_s
+        self.worker.meanwhile = self.lmcache.work
+        return worker
+
+    def spoilt(self) -> list[str]:
+        return self.lmcache.spoilt
+
+    def step(self, seconds: float | None = None) -> int:
+        with self.lmcache.not_waited_for():
+            self._background()
+        return super().step(seconds)
+
+    def _background(self) -> None:
+        """What the threads beside the scheduler and the worker do."""
+        now_s, silent_s = self.now_s, 0.0
+        if self.lmcache.stands_still:
+            silent_s = now_s - self._heard_s
+        else:
+            self._heard_s = now_s
+        if self._follower is not None and now_s >= self._poll_at_s and not 0 < silent_s < ANSWER_S:
+            self._poll_at_s = now_s + POLL_S
+            self._follower.try_poll()
+        if now_s >= self._ping_at_s and not 0 < silent_s < self.ping_s:
+            self._ping_at_s = now_s + self.ping_s
+            for heartbeat in self.lmcache.heartbeats:
+                heartbeat._execute()
+
+    _heard_s = 0.0
+
+
+class StockServerBench(ServerBench):
+    """LMCache's own connector."""
+
+    connector, module = "LMCacheMPConnector", "lmcache.integration.vllm.lmcache_mp_connector"
+    ping_s = 10.0
+
+
+def in_one_process(patched: pytest.MonkeyPatch) -> None:
+    """LMCache without sockets, threads and CUDA events."""
+    clock = SimpleNamespace(monotonic=lambda: ServerBench.newest.now_s)
+    patched.setattr(adapters, "time", clock)
+    patched.setattr(lmcache_mp, "time", clock)
+    create = lambda *_, **__: Client(ServerBench.newest)  # noqa: E731
+    patched.setattr(adapters.RequestClientFactory, "create", create)
+    patched.setattr(adapters.HeartbeatThread, "start", lambda it: it._req_client.server.heartbeats.append(it))
+    patched.setattr(Follower, "start", lambda _: None)
+    patched.setattr(Follower, "close", lambda _: None)
+    patched.setattr(lmcache_mp_watch.MoveWatch, "_watch", lambda _: None)
+    event = SimpleNamespace(query=lambda: True)
+    events = SimpleNamespace(
+        check_event_support=lambda _: None,
+        create_event=lambda _: event,
+        record_event=lambda *_: None,
+        export_event=lambda *_: b"",
+    )
+    patched.setattr(worker_transfer, "get_event_ipc_backend", lambda _: events)
+    patched.setattr(worker_transfer, "wrap_kv_caches", lambda caches: caches)
+    patched.setattr(worker_transfer, "torch_dev", SimpleNamespace(current_stream=lambda: None))
+    patched.setattr(
+        worker_transfer,
+        "create_transfer_context",
+        lambda *_, **kw: worker_transfer.LMCacheDrivenTransferContext(kw["instance_id"], kw["req_client"]),
+    )
+    patched.setattr(adapters, "create_transfer_context", worker_transfer.create_transfer_context)

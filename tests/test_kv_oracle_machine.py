@@ -1,0 +1,269 @@
+"""Whatever happens, in any order: no request attends to KV that is not its own (kv_oracle.py).
+
+    ORACLE_STEPS=1000000 ORACLE_SEED=7 python -m pytest -s tests/test_kv_oracle_machine.py
+    ORACLE_STOCK=1 ...      # vLLM's own scheduler and LMCache's own connectors: it finds what it finds
+
+LMCache in-process and its MP mode, and the lab's fake connector; vLLM's V1 and V2 model runners; one and two
+steps in flight; with and without drafts; chunks of 32 tokens, and of 256 as on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("lmcache")
+
+from bench import BLOCK, prompt
+from bench import settings as settings_of  # noqa: F401
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+from kv_oracle import FULL, FULL_AND_PIECEWISE, PIECEWISE
+from kv_oracle_engine import EngineBench, StockEngineBench
+from kv_oracle_fake import FakeBench
+from kv_oracle_server import ServerBench, StockServerBench, in_one_process
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+
+STEPS = int(os.environ.get("ORACLE_STEPS", "3000"))
+SEED = int(os.environ.get("ORACLE_SEED", "0"))
+IS_STOCK = bool(os.environ.get("ORACLE_STOCK"))
+ADAPTERS = {
+    "in-process": StockEngineBench if IS_STOCK else EngineBench,
+    "MP": StockServerBench if IS_STOCK else ServerBench,
+    "fake": FakeBench,
+}
+MIX = ["MP", "MP", "MP", "in-process", "in-process", "fake"]
+SCHEDULERS = (Scheduler, AsyncScheduler) if IS_STOCK else (ContinuumScheduler, ContinuumAsyncScheduler)
+SMALL, AS_ON_GPUS = (32, 18, 64), (256, 72, 256)  # tokens of a chunk, blocks, tokens of a step
+TURN = st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.integers(1, 20))
+SERVER_TROUBLE = st.sampled_from(["slow", "slow", "silent", "silent", "killed"])
+RARELY = st.sampled_from([False, False, False, True])
+MOST = st.sampled_from([True, True, False])
+taken: Counter[str] = Counter()
+
+
+class Machine(RuleBasedStateMachine):
+    """One engine whose memory is too small for its programs. Rules are what may happen between steps."""
+
+    model: ClassVar[Path]
+
+    @initialize(
+        adapter=st.deferred(lambda: st.sampled_from(MIX)),
+        sizes=st.sampled_from([SMALL, SMALL, AS_ON_GPUS]),
+        is_async=MOST,
+        is_v2=MOST,
+        drafts=st.sampled_from([0, 0, 2]),
+        graphs=st.sampled_from([FULL_AND_PIECEWISE, FULL_AND_PIECEWISE, FULL, PIECEWISE]),
+        is_eager=st.booleans(),
+        fails=RARELY,
+        cap=st.sampled_from([0, 0, 2]),
+        least=st.sampled_from([0, 0, 40]),
+        lag=st.sampled_from([0, 4, 16, 60]),
+    )
+    def start(
+        self,
+        adapter: str,
+        sizes: tuple[int, int, int],
+        is_async: bool,
+        is_v2: bool,
+        drafts: int,
+        graphs: str,
+        is_eager: bool,
+        fails: bool,
+        cap: int,
+        least: int,
+        lag: int,
+    ) -> None:
+        """`cap`: chunks of a load at most; `least`: tokens of one at least; `lag`: ticks of the server."""
+        self.chunk, blocks, budget_tokens = sizes
+        self.context_tokens = blocks * BLOCK * 3 // 4  # of one turn, at most
+        self.adapter = adapter
+        self.bench = ADAPTERS[adapter](
+            SCHEDULERS[is_async],
+            self.model,
+            is_v2,
+            blocks,
+            budget_tokens=budget_tokens,
+            chunk=self.chunk,
+            drafts=drafts,
+            graphs=graphs,
+            failure_policy="fail" if fails or IS_STOCK else "recompute",
+            settings={
+                "MP": {"lmcache.mp.eager_prefetch": is_eager, "continuum.fail_on_load_error": fails},
+                "in-process": {"max_tokens_per_load": cap * self.chunk, "min_retrieve_tokens": least},
+                "fake": {"fake.async": is_eager},
+            }[adapter],
+        )
+        self.bench.lmcache.lag = lag
+        self.last: dict[str, str] = {}  # a program's last request
+        self.stories = itertools.count()
+
+    @rule(turns=st.lists(TURN, min_size=1, max_size=4), steps=st.integers(0, 20))
+    def arrive(self, turns: list[tuple[str, int, int]], steps: int) -> None:
+        """Turns that begin with what their programs' last ones had, as far as those have come."""
+        for job, new, out in turns:
+            story = next(self.stories)
+            tokens = prompt(new * self.chunk // 32 + story % 16, story)
+            history = self.bench.tokens_of(self.last[job]) if job in self.last else []
+            if len(history) + len(tokens) + out <= self.context_tokens:
+                tokens = history + tokens
+            self.last[job] = self.bench.send(job, tokens, out)
+        self.run(steps)
+
+    @rule(turns=st.lists(TURN, min_size=1, max_size=4), steps=st.integers(0, 20))
+    def arrive_after_others(self, turns: list[tuple[str, int, int]], steps: int) -> None:
+        """When the GPU has served others, and has none of it any more."""
+        self.run(20)
+        self.bench.scheduler.reset_prefix_cache()
+        self.arrive(turns, steps)
+
+    @rule(program=st.sampled_from("abcd"), rest=st.integers(0, 1), out=st.integers(1, 9))
+    def ask_again(self, program: str, rest: int, out: int) -> None:
+        """What a tier holds, or one token more, on an engine that does nothing else and has lost it."""
+        tokens = self.bench.tokens_of(self.last[program]) if program in self.last else []
+        if len(tokens) > self.chunk:
+            self.run(20)
+            self.bench.scheduler.reset_prefix_cache()
+            whole = min(len(tokens), self.context_tokens) // self.chunk * self.chunk
+            self.last[program] = self.bench.send(program, tokens[: whole + rest], out)
+
+    @rule(steps=st.integers(1, 20), seconds=st.sampled_from([0.05, 0.5]))
+    def run(self, steps: int, seconds: float = 0.05) -> None:
+        for _ in range(steps):
+            if not self.bench.scheduler.requests and not self.bench._in_flight:
+                break  # the engine sleeps
+            taken["steps"] += 1
+            self.bench.step(seconds)
+
+    @rule(state=st.integers(0, 5), which=st.integers(0, 5), is_within=st.booleans())
+    def abort(self, state: int, which: int, is_within: bool) -> None:
+        """One of those in one of the states that there are, between two steps or within one."""
+        if is_within and self.bench.scheduler.requests:
+            self.bench.scheduled = lambda _: self.leave(state, which)
+            self.run(1)
+            self.bench.scheduled = lambda _: None
+        else:
+            self.leave(state, which)
+
+    def leave(self, state: int, which: int) -> None:
+        live: dict[str, list[str]] = {}
+        for request_id, request in self.bench.scheduler.requests.items():
+            if not request.is_finished():
+                live.setdefault(request.status.name, []).append(request_id)
+        if live:
+            name = sorted(live)[state % len(live)]
+            taken[f"aborted, {name}"] += 1
+            request_id = live[name][which % len(live[name])]
+            self.bench.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @rule(what=st.sampled_from(["losing", "evict", "preempt", "reset", "clear"]), number=st.integers(1, 3))
+    def trouble(self, what: str, number: int) -> None:
+        """Loads bring less than was found; LMCache evicts; the GPU's cache is lost, or the requests too."""
+        if what == "losing":
+            self.bench.lmcache.losing += number
+        elif what == "evict":
+            self.bench.lmcache.evict(number)
+        elif what == "preempt":
+            self.preempt_all()
+        else:
+            self.bench.scheduler.reset_prefix_cache(reset_connector=what == "clear")
+
+    @rule(what=SERVER_TROUBLE, seconds=st.sampled_from([0.0, 0.2, 1.0, 3.0, 12.0, 60.0]))
+    def server_trouble(self, what: str, seconds: float) -> None:
+        """It answers some ticks later, or not for so long, or is started again after so long."""
+        if self.adapter != "MP":
+            return
+        taken[what] += 1
+        server = self.bench.lmcache
+        if what == "slow":
+            server.lag = int(min(seconds, 12) * 8)
+        elif what == "silent":
+            server.silent_until_s = server.now_s + seconds
+        else:
+            server.kill(seconds)
+
+    @rule(seconds=st.sampled_from([1.0, 6.0, 20.0, 400.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.bench.now_s += seconds
+
+    @rule(way=st.sampled_from(["load", "load", "load", "partial", "recompute"]))
+    def choose(self, way: str) -> None:
+        """How much of what is found is worth its load, from now on."""
+        connector = self.bench.scheduler.connector
+        if IS_STOCK:
+            return
+        judged = self.judged = getattr(self, "judged", None) or self.bench.keeper.judge.tokens
+        allowed = {"load": 1 << 30, "recompute": 0}
+        connector.load_by(lambda turn, where: min(judged(turn, where), allowed.get(way, where.dram_tokens)))
+
+    def preempt_all(self) -> None:
+        """vLLM does not support it beside a load, ended or not."""
+        self.bench.drain()
+        running = {request.request_id for request in self.bench.scheduler.running}
+        (manager,) = self.bench.scheduler.kv_cache_manager.coordinator.single_type_managers
+        if {i for i, blocks in manager.req_to_blocks.items() if blocks} <= running:
+            self.bench.preempt_all()
+
+    def teardown(self) -> None:
+        """Once nothing more comes all end, and all memory is back."""
+        if not hasattr(self, "bench"):
+            return
+        bench = self.bench
+        for _ in range(3000):
+            if not bench.scheduler.requests and not bench._in_flight:
+                break
+            self.run(1)
+        assert not bench.scheduler.requests, f"still here: {list(bench.scheduler.requests.values())}"
+        bench.now_s += 10_000
+        bench.step()
+        assert bench.used_blocks == 0
+        loads, lost = f"loads, {self.adapter}", f"short loads, {self.adapter}"
+        taken.update({loads: bench.lmcache.loads, lost: bench.lmcache.lost})
+        worker = bench.worker
+        taken.update({"replays": worker.replays, "resumed": worker.resumed})
+        taken.update({"drafts right": worker.accepted, "drafts wrong": worker.rejected})
+        bench.scheduler.shutdown()
+
+
+@pytest.mark.timeout(max(300, STEPS // 50))
+def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
+    model: Path,
+    settings_of: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings_of(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
+    in_one_process(monkeypatch)
+    Machine.model = model
+    logging.disable(logging.CRITICAL)
+    try:
+        for number in itertools.count():
+            if taken["steps"] >= STEPS:
+                break
+            seed(SEED + number)(Machine)
+            run_state_machine_as_test(
+                Machine,
+                settings=settings(
+                    max_examples=max(2, min(10, STEPS // 1000)),
+                    stateful_step_count=40,
+                    deadline=None,
+                    database=None,
+                    phases=[Phase.generate],
+                    suppress_health_check=list(HealthCheck),
+                ),
+            )
+    finally:
+        logging.disable(logging.NOTSET)
+        print(dict(taken))
+    common = ("loads, in-process", "loads, MP", "short loads, in-process", "replays", "resumed")
+    assert all(taken[event] for event in common), taken

@@ -1,0 +1,89 @@
+"""A connector that does not say where KV lies, behind vLLM's own scheduler: priced as no tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+
+from continuum_lmcache.vllm_plugin import setup
+from continuum_lmcache.vllm_plugin.metrics import detach
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+
+COMPUTE_S, LOAD_S = 1e-3, 1e-4  # a token
+TRANSFER = {
+    "kv_connector": "StockConnector",
+    "kv_connector_module_path": "stock_connector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"stock.share": 0.5},
+}
+
+
+def seconds_of(bench: Bench, load_s: float = LOAD_S) -> Callable[[Any], float]:
+    """A step takes its tokens' time, and that of what the connector brings with it."""
+
+    def seconds(output: Any) -> float:
+        loaded = sum(bench.keeper.turns[new.req_id].loaded_tokens for new in output.scheduled_new_reqs)
+        return COMPUTE_S * output.total_num_scheduled_tokens + load_s * loaded
+
+    return seconds
+
+
+@pytest.fixture
+def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
+    settings(policy="program-fcfs", run_output_dir=tmp_path)
+    made = Bench(ContinuumScheduler, model, blocks=60, transfer=TRANSFER)
+    made.step_seconds = seconds_of(made)
+    return made
+
+
+def returns(bench: Bench, rounds: int) -> None:
+    """Two programs in turn, of which the GPU holds one: each return finds half of its context outside."""
+    stories = {name: prompt(40 * BLOCK, i) for i, name in enumerate("ab", 1)}
+    for number in range(rounds):
+        bench.turn(None, prompt(20 * BLOCK, 20 + number))  # something that nobody has seen
+        for name, tokens in stories.items():
+            stories[name] = bench.turn(name, tokens) + prompt(BLOCK, 9)
+
+
+def test_what_it_may_hold_does_not_cheapen_a_reload(bench: Bench) -> None:
+    returns(bench, 12)
+    last = departures(bench)[-1]
+    lost_s = last["context_tokens"] * COMPUTE_S
+    assert last["retention"]["reload_s"] == pytest.approx(lost_s, rel=0.25)
+
+
+def test_a_step_that_may_wait_for_its_loads_teaches_nothing_of_the_prefill(bench: Bench) -> None:
+    bench.step_seconds = seconds_of(bench, load_s=100 * COMPUTE_S)
+    returns(bench, 12)
+    rates = bench.keeper.appraiser.rates
+    assert rates.costs.prefill_s(400) == pytest.approx(400 * COMPUTE_S, rel=0.25)
+    assert rates.samples["prefill"] > 0 and rates.samples["dram"] == 0
+
+
+def test_its_kind_is_in_the_metrics(bench: Bench) -> None:
+    returns(bench, 1)
+    bench.step()
+    modes = [detach(stats).get("store_mode") for stats in bench.stats]
+    assert {"unknown": 1.0} in modes
+
+
+def test_one_warning_says_so_at_the_start(
+    model: Path,
+    settings: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(setup.logger, "warning", lambda text, *args: said.append(text % args))
+    settings(policy="program-fcfs")
+    Bench(ContinuumScheduler, model, blocks=60, transfer=TRANSFER)
+    assert [text for text in said if "StockConnector does not say where KV lies" in text] == said[-1:]
+
+
+def departures(bench: Bench) -> list[dict[str, Any]]:
+    events = [event for told in bench.keeper.recorder.snapshot().values() for event in told]
+    found = [event for event in events if "Request_departure_time" in event]
+    return sorted(found, key=lambda event: event["Request_departure_time"])
