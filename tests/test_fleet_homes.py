@@ -1,0 +1,75 @@
+"""Homes: a program's turns go where its first one went."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from continuum_lmcache.fleet.homes import Homes, hashed
+from continuum_lmcache.types import ProgramId
+
+KEY = b"of this server"
+
+
+def names(count: int) -> list[ProgramId]:
+    return [ProgramId(f"run-{i}") for i in range(count)]
+
+
+def test_a_program_stays_where_it_settled_until_it_is_over() -> None:
+    homes = Homes(10)
+    assert homes.of(ProgramId("a")) is None
+    homes.settles(ProgramId("a"), 2)
+    assert homes.of(ProgramId("a")) == 2
+    homes.leaves(ProgramId("a"))
+    assert homes.of(ProgramId("a")) is None
+
+
+def test_of_too_many_programs_those_unheard_of_for_longest_are_forgotten() -> None:
+    homes = Homes(2)
+    for number, name in enumerate("abc"):
+        homes.settles(ProgramId(name), number)
+        homes.of(ProgramId("a"))  # is heard of all the time
+    assert [homes.of(ProgramId(name)) for name in "abc"] == [0, None, 2]
+
+
+def test_the_hash_spreads_programs_evenly() -> None:
+    counts = Counter(hashed(name, 4, KEY) for name in names(4000))
+    assert set(counts) == {0, 1, 2, 3}
+    assert max(counts.values()) < 1.15 * min(counts.values())
+
+
+def test_one_replica_more_moves_only_the_programs_that_it_takes() -> None:
+    moved = [name for name in names(2000) if hashed(name, 4, KEY) != hashed(name, 5, KEY)]
+    assert all(hashed(name, 5, KEY) == 4 for name in moved)
+    assert 300 < len(moved) < 500
+
+
+def test_who_lacks_the_key_cannot_tell_the_replica() -> None:
+    agree = [hashed(name, 4, KEY) == hashed(name, 4, b"another") for name in names(2000)]
+    assert 0.2 < sum(agree) / len(agree) < 0.3
+
+
+@given(st.text(), st.integers(1, 64))
+def test_any_name_has_a_replica_that_is_there(name: str, replicas: int) -> None:
+    assert 0 <= hashed(ProgramId(name), replicas, KEY) < replicas
+
+
+@given(st.lists(st.tuples(st.sampled_from("solf"), st.integers(0, 9), st.integers(0, 3))), st.integers(1, 5))
+def test_the_table_holds_what_was_told_last(steps: list[tuple[str, int, int]], most: int) -> None:
+    homes = Homes(most)
+    told: dict[ProgramId, int] = {}
+    for what, number, replica in steps:
+        name = ProgramId(str(number))
+        if what == "s":
+            homes.settles(name, replica)
+            told[name] = replica
+        elif what == "l":
+            homes.leaves(name)
+            told.pop(name, None)
+        else:
+            assert homes.of(name) in (None, told.get(name))
+        homes.check()
+    if len(told) <= most and all(what != "s" for what, *_ in steps[:-1]):
+        assert {name: homes.of(name) for name in told} == told
