@@ -6,6 +6,7 @@ which tool it will call (`this_func_call`) and which one it has just called (`la
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -15,8 +16,13 @@ from continuum_lmcache.toolcalls import declared
 from continuum_lmcache.types import ProgramId, ToolKey
 
 FIELDS = ("job_id", "is_last_step", "this_func_call", "last_func_call")
-OWNER_FIELD = "continuum_owner"  # set by the API server, never taken from a client
+OWNER_FIELD = "continuum_owner"  # these are set by the API server, never taken from a client
+HINT_FIELD = "continuum_hint"
+UNUSED_FIELD = "continuum_unused"  # names of fields whose values are bad
+TOOLS_FIELD = "continuum_tools"  # a digest of the names of the tools that are offered
+SERVER_FIELDS = (OWNER_FIELD, HINT_FIELD, UNUSED_FIELD, TOOLS_FIELD)
 MAX_CHARS = 256
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 YES = ("true", "1", "yes")
 NO = ("false", "0", "no", "")
 
@@ -30,6 +36,8 @@ class Identity:
     this_tool: ToolKey = ()
     last_tool: ToolKey = ()
     owner: str = ""  # a hash of the API key; "": there are none
+    hint: str = ""  # which its program may share with others; "": none
+    tools: str = ""  # a digest of the tools that are offered; "": none
 
 
 def parse(fields: Mapping[str, object]) -> Identity:
@@ -40,6 +48,8 @@ def parse(fields: Mapping[str, object]) -> Identity:
         this_tool=tool("this_func_call", fields.get("this_func_call")),
         last_tool=tool("last_func_call", fields.get("last_func_call")),
         owner=name(OWNER_FIELD, fields.get(OWNER_FIELD)) or "",
+        hint=name(HINT_FIELD, fields.get(HINT_FIELD)) or "",
+        tools=name(TOOLS_FIELD, fields.get(TOOLS_FIELD)) or "",
     )
 
 
@@ -60,7 +70,7 @@ def program_id(job_id: str, tenant: str | None) -> ProgramId:
 
 
 def name(field: str, value: object) -> str | None:
-    """Text of 1 to MAX_CHARS characters, or a whole number; null is no name."""
+    """Text of 1 to MAX_CHARS characters without control characters, or a whole number; null is no name."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -70,6 +80,8 @@ def name(field: str, value: object) -> str | None:
     text = str(value)
     if not 1 <= len(text) <= MAX_CHARS:
         raise RequestError(f"{field} has {len(text)} characters; it must have 1 to {MAX_CHARS}")
+    if CONTROL.search(text):
+        raise RequestError(f"{field} has a control character; send printable text such as 'run-42'")
     return text
 
 

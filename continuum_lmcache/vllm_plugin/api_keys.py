@@ -45,7 +45,12 @@ def share_secret() -> None:
     os.environ.setdefault(SECRET, secrets.token_hex(32))
 
 
+def secret() -> bytes:
+    """What all API servers of this one start share, and no client knows; 64 bytes."""
+    return os.environ[SECRET].encode()
+
+
 def owner_of(authorization: str) -> str:
     """The keyed hash of a bearer token, 32 characters."""
     _, _, token = authorization.partition(" ")
-    return hmac.new(os.environ[SECRET].encode(), token.encode(), sha256).hexdigest()[:32]
+    return hmac.new(secret(), token.encode(), sha256).hexdigest()[:32]

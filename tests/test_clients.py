@@ -1,0 +1,254 @@
+"""The agents that people run, as they are: whose turn is each request of theirs? (docs/clients.md)"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from bench import BLOCK, Bench, settings  # noqa: F401
+from client_requests import CHILD, CLIENTS, ENDS, PARENT, Client, Turn, codex
+from entry_points import app, send
+
+from continuum_lmcache.conventions import LABELS
+from continuum_lmcache.errors import RequestError
+from continuum_lmcache.identity import FIELDS, HINT_FIELD, MAX_CHARS, TOOLS_FIELD, UNUSED_FIELD
+from continuum_lmcache.types import Outcome
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+
+NAMED = [name for name, client in CLIENTS.items() if not client.hints]
+HINTING = [name for name, client in CLIENTS.items() if client.hints]
+EVERY = pytest.mark.parametrize("client", CLIENTS.values(), ids=CLIENTS)
+
+
+@pytest.fixture
+def bench(model: Path, settings: Any) -> Bench:  # noqa: F811
+    settings(policy="static-ttl")
+    return Bench(ContinuumScheduler, model, blocks=60)
+
+
+def sent(turn: Turn) -> dict[str, Any]:
+    """What the API server says of the turn's program."""
+    return dict(send(app([]), turn.path, turn.headers, turn.body)["extra_args"])
+
+
+def tokens(turn: Turn) -> list[int]:
+    """The turn's texts, a token a character; of a client that sends nonces, without them."""
+    body = turn.body
+    texts = [body.get("instructions"), body.get("system"), body.get("messages"), body.get("input")]
+    spoken = [text for part in texts for text in spoken_in(part) if "billing" not in text]
+    return [100 + ord(character) for character in "".join(spoken)]
+
+
+def spoken_in(part: Any) -> list[str]:
+    if isinstance(part, str):
+        return [part]
+    if isinstance(part, list):
+        return [text for item in part for text in spoken_in(item)]
+    return spoken_in(part.get("text", part.get("content"))) if isinstance(part, dict) else []
+
+
+def names_of(client: Client) -> dict[str, set[Any]]:
+    """Programs' names by agent."""
+    found: dict[str, set[Any]] = {}
+    for turn in client.turns:
+        found.setdefault(turn.agent, set()).add(sent(turn).get("job_id"))
+    return found
+
+
+# whose turn it is ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_all_turns_of_an_agent_are_one_program_and_a_subagents_are_another(name: str) -> None:
+    names = names_of(CLIENTS[name])
+    assert all(len(found) == 1 and None not in found for found in names.values()), names
+    assert names.get(CHILD) != names[PARENT]
+
+
+@pytest.mark.parametrize("name", HINTING)
+def test_a_name_that_subagents_share_is_a_hint_and_names_no_program(name: str) -> None:
+    for turn in CLIENTS[name].turns:
+        assert "job_id" not in sent(turn) and sent(turn)[HINT_FIELD]
+
+
+@pytest.mark.parametrize("name", sorted(ENDS))
+def test_a_client_that_knows_its_last_request_says_so_there_and_nowhere_else(name: str) -> None:
+    said = [sent(turn).get("is_last_step", False) for turn in CLIENTS[name].turns]
+    assert said == [False, False, False, True, False]
+
+
+def test_a_stored_response_goes_on_in_the_program_that_it_ended() -> None:
+    first = codex(PARENT, 1)
+    answered = send(app([]), first.path, first.headers, first.body)
+    body = {"model": "m", "input": "go on", "previous_response_id": answered["id"]}
+    second = send(app([]), "/v1/responses", {}, body)
+    assert second["extra_args"]["job_id"] == answered["extra_args"]["job_id"]
+    third = send(app([]), "/v1/responses", {}, body | {"previous_response_id": second["id"]})
+    assert third["extra_args"]["job_id"] == answered["extra_args"]["job_id"]
+    unknown = send(app([]), "/v1/responses", {}, body | {"previous_response_id": "resp_elsewhere"})
+    fourth = send(app([]), "/v1/responses", {}, body | {"previous_response_id": unknown["id"]})
+    assert unknown["extra_args"] == fourth["extra_args"] == {"job_id": "resp_elsewhere"}
+
+
+# what becomes of it ----------------------------------------------------------
+
+
+@EVERY
+def test_a_parents_pin_outlives_its_subagents_traffic_and_is_reused(bench: Bench, client: Client) -> None:
+    """What the subagent computes is more than the cache holds beside the pin."""
+    for number, turn in enumerate(client.turns):
+        said, before = sent(turn), bench.keeper.supply.prompt_tokens["gpu"]
+        big = list(range(1000, 1000 + 25 * BLOCK)) if turn.agent == CHILD else []
+        bench.turn(said.pop("job_id", None), big + tokens(turn), **said)
+        if number == 2:
+            bench.turn(None, list(range(2000, 2000 + 30 * BLOCK)))
+        bench.now_s += 0.5
+    found = bench.keeper.supply.prompt_tokens["gpu"] - before
+    assert found == len(tokens(client.turns[1])) // BLOCK * BLOCK, "all of the parent's turn before"
+    outcomes = bench.keeper.ledger.outcomes
+    assert outcomes[Outcome.REUSED] >= 1 and outcomes[Outcome.DIVERGED] == outcomes[Outcome.EXPIRED] == 0
+
+
+def test_under_one_name_a_subagent_takes_its_parents_pin(bench: Bench) -> None:
+    """What the agents' ids are good for."""
+    for turn in CLIENTS["Claude Code"].turns:
+        session = Turn(turn.agent, turn.path, {**turn.headers, "x-claude-code-agent-id": ""}, turn.body)
+        bench.turn(sent(session)["job_id"], tokens(turn))
+    assert bench.keeper.ledger.outcomes[Outcome.DIVERGED] == 2, "where the subagent begins, and after it"
+
+
+def test_a_hint_settles_which_of_two_equal_first_prompts_goes_on(bench: Bench) -> None:
+    prompt = tokens(codex(PARENT, 1))
+    for key in ("a", "b"):
+        bench.turn(None, prompt, **{HINT_FIELD: key})
+    bench.turn(None, [*prompt, *range(3000, 3040)])
+    assert not bench.keeper.ledger.programs, "without a hint nobody knows whose it is"
+    bench.turn(None, [*prompt, *range(3100, 3140)], **{HINT_FIELD: "b"})
+    assert list(bench.keeper.ledger.programs) == ["~None-2"]
+
+
+def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None:
+    """Several sessions may share a key: term-llm and pi have done so."""
+    head = list(range(500, 660))
+    for story in range(4):
+        bench.turn(None, [*head, *[story] * 40], **{HINT_FIELD: "one key for all"})
+    assert not bench.keeper.ledger.programs
+    bench.turn(None, [*head, *[2] * 40, 7, 9, 9], **{HINT_FIELD: "one key for all"})
+    assert list(bench.keeper.ledger.programs) == ["~None-3"]
+
+
+def test_hints_without_end_fill_no_table(bench: Bench) -> None:
+    bench.keeper._lineage._max_hashes = 20
+    for i in range(100):
+        bench.turn(None, [*range(i, i + 40)], **{HINT_FIELD: f"key {i}"})
+    assert len(bench.keeper._lineage._hinted) <= 20
+
+
+# what is not touched ---------------------------------------------------------
+
+
+@EVERY
+def test_nothing_else_of_a_request_changes_and_nothing_but_names_is_added(client: Client) -> None:
+    for turn in client.turns:
+        with_names = send(app([]), turn.path, turn.headers, turn.body)
+        names = {"agent_hint", "conversation", "prompt_cache_key", "metadata", "vllm_xargs"}
+        plain_body = {field: value for field, value in turn.body.items() if field not in names}
+        plain = send(app([]), turn.path, {"authorization": turn.headers["authorization"]}, plain_body)
+        assert plain["extra_args"].keys() <= {TOOLS_FIELD}
+        assert (with_names["params"], with_names["messages"]) == (plain["params"], plain["messages"])
+        added = with_names["extra_args"].keys() - turn.body.get("vllm_xargs", {}).keys()
+        assert added <= {"job_id", "is_last_step", HINT_FIELD, TOOLS_FIELD}
+        assert "sk-not-for-the-engine" not in json.dumps(with_names["extra_args"])
+
+
+def test_a_client_cannot_set_the_fields_that_are_the_servers_own() -> None:
+    forged = {HINT_FIELD: "stolen", UNUSED_FIELD: ["job_id"]}
+    body = {"model": "m", "prompt": "hi", "vllm_xargs": {HINT_FIELD: "stolen"}, **forged}
+    assert send(app([]), "/v1/completions", {}, body)["extra_args"] == {}
+
+
+# bad values ------------------------------------------------------------------
+
+LONG = "x" * (MAX_CHARS + 1)
+BAD_HEADERS = {  # header, value, what it is counted by
+    "a session's id that is too long": ({"x-claude-code-session-id": LONG}, "x-claude-code-session-id"),
+    "an agent's id that is too long": (
+        {"x-claude-code-session-id": "s", "x-claude-code-agent-id": LONG},
+        "x-claude-code-session-id",
+    ),
+    "both together too long": (
+        {"x-claude-code-session-id": LONG[:200], "x-claude-code-agent-id": LONG[:200]},
+        "x-claude-code-session-id",
+    ),
+    "a control character": ({"thread-id": "a\tb"}, "thread-id"),
+    "a session's end that is no flag": ({"x-dynamo-session-final": "perhaps"}, "x-dynamo-session-final"),
+}
+BAD_FIELDS = {
+    "no JSON": ({"vllm_xargs": {"agentic_context": "{"}}, "agentic_context"),
+    "too much JSON": ({"vllm_xargs": {"agentic_context": f'{{"a": "{"x" * 20_000}"}}'}}, "agentic_context"),
+    "deep JSON": ({"vllm_xargs": {"agentic_context": "[" * 9_000}}, "agentic_context"),
+    "a number for an object": ({"vllm_xargs": {"agentic_context": 7}}, "agentic_context"),
+    "a list for a name": ({"vllm_xargs": {"agentic_context": '{"program_id": ["a"]}'}}, "agentic_context"),
+    "text for a flag": ({"agent_hint": {"session_id": "s", "expected_resume": "maybe"}}, "agent_hint"),
+    "a control character": ({"prompt_cache_key": "a\x00b"}, "prompt_cache_key"),
+    "a key that is too long": ({"prompt_cache_key": LONG}, "prompt_cache_key"),
+    "an object for a key": ({"prompt_cache_key": {"a": 1}}, "prompt_cache_key"),
+    "text for metadata": ({"metadata": "user"}, "metadata"),
+    "a session of nothing": ({"metadata": {"user_id": '{"session_id": ""}'}}, "metadata"),
+    "a list for a conversation": ({"conversation": ["c"]}, "conversation"),
+}
+
+
+def without(headers: dict[str, str], fields: dict[str, Any]) -> dict[str, Any]:
+    body = {"model": "m", "prompt": "hi", **fields}
+    found: dict[str, Any] = send(app([]), "/v1/completions", headers, body)["extra_args"]
+    return {field: value for field, value in found.items() if field not in fields.get("vllm_xargs", {})}
+
+
+@pytest.mark.parametrize(("headers", "label"), BAD_HEADERS.values(), ids=BAD_HEADERS)
+def test_a_bad_header_is_passed_over_and_counted_and_the_request_served(
+    bench: Bench, headers: dict[str, str], label: str
+) -> None:
+    found = without(headers, {})
+    assert found == {UNUSED_FIELD: [label]} and label in LABELS
+    bench.turn(None, list(range(40)), **found)
+    assert bench.keeper.ignored == {label: 1}
+
+
+@pytest.mark.parametrize(("fields", "label"), BAD_FIELDS.values(), ids=BAD_FIELDS)
+def test_a_bad_field_of_another_convention_is_too(fields: dict[str, Any], label: str) -> None:
+    found = without({}, fields)
+    assert found.pop(UNUSED_FIELD) == [label]
+    assert found in ({}, {"job_id": "s"}), "what beside it is good still counts"
+
+
+def test_the_next_place_is_asked_where_one_is_bad_but_a_subagent_is_never_taken_for_its_parent() -> None:
+    headers = {"x-claude-code-session-id": "s", "x-claude-code-agent-id": LONG, "x-session-id": "generic"}
+    assert without(headers, {})["job_id"] == "generic"
+    body = {"prompt_cache_key": "k"}
+    assert without({"x-claude-code-session-id": LONG}, body)[HINT_FIELD] == "k"
+
+
+@pytest.mark.parametrize("field", ["job_id", "this_func_call"])
+def test_a_control_character_in_a_field_of_ours_is_a_clients_mistake(field: str) -> None:
+    with pytest.raises(RequestError, match=f"{field} has a control character"):
+        send(app([]), "/v1/completions", {}, {"model": "m", "prompt": "hi", field: "a\nb"})
+
+
+def test_the_own_fields_win_over_every_convention_and_a_body_over_headers() -> None:
+    headers = {"x-claude-code-session-id": "h", "thread-id": "t", "x-session-id": "x"}
+    headers["x-dynamo-session-id"] = "d"
+    context = {"vllm_xargs": {"agentic_context": '{"program_id": "p"}'}}
+    assert without(headers, {"job_id": "j", **context})["job_id"] == "j"
+    assert without(headers, context)["job_id"] == "p"
+    assert without(headers, {"session_id": "s"})["job_id"] == "s"
+    order = ["d", "h", "t", "x"]
+    for header in ("x-dynamo-session-id", "x-claude-code-session-id", "thread-id", "x-session-id"):
+        assert without(headers, {})["job_id"] == order.pop(0)
+        del headers[header]
+    assert set(FIELDS) & set(without({}, {})) == set()
