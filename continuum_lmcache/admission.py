@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from continuum_lmcache.comebacks import Comebacks
+from continuum_lmcache.commons import Commons, Head, HeadsInUse
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.growth import Growth
 from continuum_lmcache.types import ProgramId, Tier
+from continuum_lmcache.working_set import Sums
 
-SETTLING_S = 30.0  # active programs come and go within seconds; the limit looks at about this much past
+BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
 TIER_SHARE = 0.9  # of the tier: an LRU that is quite full drops what is next
 
 
@@ -43,16 +45,26 @@ def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> Room:
 class Started:
     """A program inside."""
 
-    context_tokens: int
+    context_tokens: int  # with the head that it shares
+    head: Head = Head()
     turns: int = 0  # finished
     live: int = 0  # turns that are queued, loading or running
     ended_tokens: int = 0  # the last finished turn's context
-    first_tokens: int = 0  # the first prompt; 0: not known
+    first_tokens: int = 0  # the first prompt without the head; 0: not known
     paused_s: float | None = None  # when its first pause began
     late: bool = False  # longer in its first pause than others
     forecast_tokens: float = 0.0  # what it counts for among the started
     active_tokens: float = 0.0  # and among the active
     unproven_tokens: float = 0.0  # and among those that may never return
+
+    @property
+    def own_tokens(self) -> int:
+        """Of its context, what nobody else begins with."""
+        return max(0, self.context_tokens - self.head.tokens)
+
+    @property
+    def counted_tokens(self) -> tuple[float, float, float]:
+        return self.forecast_tokens, self.active_tokens, self.unproven_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +77,7 @@ class Knock:
     arrival_s: float
     turns: int = 1  # that stand here; the program leaves with the last of them
     line_s: float = 0.0  # for how long whoever was here longest had waited when it came
-
-
-@dataclass(slots=True)
-class Sums:
-    """Tokens spoken for by the programs inside, whatever their priority."""
-
-    started: float = 0.0
-    active: float = 0.0
-    unproven: float = 0.0  # of the started ones, those in their first pause
-    usually_active: float = 0.0  # exponentially weighted over SETTLING_S
-    at_s: float = 0.0
-
-    def add(self, now_s: float, started: float, active: float, unproven: float) -> None:
-        left = math.exp(-max(0.0, now_s - self.at_s) / SETTLING_S)
-        self.usually_active = self.usually_active * left + self.active * (1.0 - left)
-        self.at_s = now_s
-        self.started += started
-        self.active += active
-        self.unproven += unproven
+    hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
 
 
 Order = Callable[[Knock, Growth], float]
@@ -98,13 +92,15 @@ class Door:
     order: Order = lambda knock, _growth: knock.arrival_s
     growth: Growth = field(default_factory=Growth)
     comebacks: Comebacks = field(default_factory=Comebacks)
+    commons: Commons = field(default_factory=lambda: Commons(block_tokens=16))
     inside: dict[ProgramId, Started] = field(default_factory=dict)
     outside: dict[ProgramId, Knock] = field(default_factory=dict)
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
     _first_pauses: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap: late from then on
     _sums: Sums = field(default_factory=Sums)
-    _context_tokens: int = 0  # of everybody, inside and outside
+    _heads: HeadsInUse = field(default_factory=HeadsInUse)  # by the programs inside
+    _context_tokens: int = 0  # of everybody, inside and outside, without the heads in use
     _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
     _first_since_s: float = 0.0
 
@@ -116,9 +112,11 @@ class Door:
         priority: int = 0,
         turns: int = 0,
         passes: bool = False,
+        hashes: Sequence[Hashable] = (),
     ) -> bool:
         """A turn of `program`, which has finished `turns`, has come. Whether it may queue now; if not,
-        `opens` will name the program. One under way never waits, nor does one that `passes`.
+        `opens` will name the program. One under way never waits, nor does one that `passes`. `hashes`: of
+        its prompt's whole blocks.
         """
         if (knock := self.outside.get(program)) is not None:
             self._knocks_again(knock, prompt_tokens)
@@ -126,21 +124,32 @@ class Door:
         seen = self.inside.get(program)
         if seen is None and not passes and not turns:
             line_s = now_s - next(iter(self.outside.values())).arrival_s if self.outside else 0.0
-            knock = self.outside[program] = Knock(program, prompt_tokens, priority, now_s, line_s=line_s)
+            knock = Knock(program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes)
+            self.outside[program] = knock
             heapq.heappush(self._line, (priority, self.order(knock, self.growth), now_s, program))
             self._context_tokens += prompt_tokens
-            self.growth.first(prompt_tokens)
+            self.growth.first(max(0, prompt_tokens - self.commons.head(hashes).tokens))
             return False
         if seen is None:
             seen = self._enters(program, turns)
         if seen.turns == 1 and not seen.live and seen.paused_s is not None:
             self.comebacks.back(now_s - seen.paused_s, seen.late)
         seen.live += 1
-        self._counts(now_s, seen, max(seen.context_tokens, prompt_tokens))
+        self._counts(now_s, seen, max(seen.context_tokens, prompt_tokens), self.commons.head(hashes))
         return True
 
-    def opens(self, now_s: float, idle: bool) -> list[ProgramId]:
-        """Who may start now, first in line first. `idle`: without a new program the GPU has no work."""
+    def finds(self, now_s: float, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
+        """The program's first turn found so much of its prompt: somebody else's head."""
+        self.commons.found(hashes, tokens)
+        if (seen := self.inside.get(program)) is not None:
+            self._counts(now_s, seen, seen.context_tokens, self.commons.head(hashes))
+
+    def opens(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
+        """Who may start now, first in line first. `idle`: without a new program the GPU has no work.
+
+        `prompt_share`: of the latest time, that for prompts. While it leaves time, one program at a time
+        starts without room: what it evicts is computed again in time that nobody else needs.
+        """
         self._give_up(now_s)
         found: list[ProgramId] = []
         while (knock := self._next()) is not None:
@@ -148,23 +157,24 @@ class Door:
             if first != self._first:
                 self._first, self._first_since_s = first, now_s
             waited_s = now_s - self._first_since_s
-            if not (idle or waited_s >= self.max_wait_s or self._fits(now_s, knock)):
+            is_let_in = idle or prompt_share < BUSY_SHARE or waited_s >= self.max_wait_s
+            if not (is_let_in or self._fits(now_s, knock)):
                 break
             heapq.heappop(self._line)
             del self.outside[knock.program]
             self._context_tokens -= knock.prompt_tokens
             seen = self._enters(knock.program, 0)
-            seen.live, seen.first_tokens = knock.turns, knock.prompt_tokens
-            self._counts(now_s, seen, knock.prompt_tokens)
+            head = self.commons.head(knock.hashes)
+            seen.live, seen.first_tokens = knock.turns, max(0, knock.prompt_tokens - head.tokens)
+            self._counts(now_s, seen, knock.prompt_tokens, head)
             found.append(knock.program)
-            idle = False
+            idle, prompt_share = False, 1.0
         return found
 
     def pauses(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
         """A turn ended in a tool call that should be over within `expected_s`; after that the program
         is not counted until it comes back."""
-        seen = self.inside.get(program)
-        if seen is None:
+        if (seen := self.inside.get(program)) is None:
             return
         seen.live = max(0, seen.live - 1)
         seen.turns += 1
@@ -191,23 +201,23 @@ class Door:
         """The program is over, after so many turns, or nobody waits for it any more (0)."""
         seen = self.inside.pop(program, None)
         if finished_turns:
-            sizes = (seen.first_tokens, seen.context_tokens) if seen else ()
+            sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
             self.growth.program(finished_turns, *sizes)
         if (knock := self.outside.pop(program, None)) is not None:
             self._context_tokens -= knock.prompt_tokens
         if seen is not None:
-            self._context_tokens -= seen.context_tokens
-            counted = (seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens)
-            self._sums.add(now_s, *(-tokens for tokens in counted))
+            self._context_tokens -= seen.own_tokens
+            self._heads.give_back(seen.head)
+            self._sums.add(now_s, *(-tokens for tokens in seen.counted_tokens))
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of everybody who is here, inside and outside, as they are now."""
-        return self._context_tokens
+        """Tokens of everybody who is here, inside and outside, as they are now; a head in use counts once."""
+        return self._context_tokens + self._heads.tokens
 
     def check(self) -> None:
         """Raise InvariantError unless the sums are those of the programs."""
-        held = sum(s.context_tokens for s in self.inside.values())
+        held = sum(s.own_tokens for s in self.inside.values())
         held += sum(k.prompt_tokens for k in self.outside.values())
         if held != self._context_tokens:
             raise InvariantError(f"context tokens({self._context_tokens}) != sum of programs({held})")
@@ -237,7 +247,10 @@ class Door:
 
     def _fits(self, now_s: float, knock: Knock) -> bool:
         """Whether there is room beside all that are inside."""
-        need = self.growth.forecast_tokens(knock.prompt_tokens, 0, knock.prompt_tokens)
+        head = self.commons.head(knock.hashes)
+        own_tokens = max(0, knock.prompt_tokens - head.tokens)
+        need = self.growth.forecast_tokens(own_tokens, 0)
+        need += self._heads.tokens if head in self._heads else self._heads.tokens + head.tokens
         self._sums.add(now_s, 0.0, 0.0, 0.0)
         active = max(self._sums.active, self._sums.usually_active)
         started = self._sums.started - (1.0 - self.comebacks.belief) * self._sums.unproven
@@ -245,20 +258,27 @@ class Door:
         return active + need <= fits and started + need <= max(fits, self.room.tier_tokens)
 
     def _enters(self, program: ProgramId, turns: int) -> Started:
-        seen = self.inside[program] = Started(0, turns)
+        seen = self.inside[program] = Started(0, turns=turns)
+        self._heads.take(seen.head)
         return seen
 
-    def _counts(self, now_s: float, seen: Started, context_tokens: int) -> None:
-        """The program's context has grown, or a turn of it came or went."""
-        forecast = self.growth.forecast_tokens(context_tokens, seen.turns, seen.first_tokens)
+    def _counts(self, now_s: float, seen: Started, context_tokens: int, head: Head | None = None) -> None:
+        """The program's context has grown, or a turn of it came or went. `head`: the one it shares, where
+        that is looked up anew."""
+        own_tokens = seen.own_tokens
+        seen.context_tokens = context_tokens
+        if head is not None:
+            self._heads.take(head)
+            self._heads.give_back(seen.head)
+            seen.head = head
+        self._context_tokens += seen.own_tokens - own_tokens
+        forecast = self.growth.forecast_tokens(seen.own_tokens, seen.turns)
         active = forecast if seen.live else 0.0
         unproven = forecast if seen.turns == 1 and not seen.live else 0.0
-        counted = (seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens)
+        counted = seen.counted_tokens
         grown = (new - old for new, old in zip((forecast, active, unproven), counted, strict=True))
         self._sums.add(now_s, *grown)
-        self._context_tokens += context_tokens - seen.context_tokens
-        seen.context_tokens, seen.forecast_tokens = context_tokens, forecast
-        seen.active_tokens, seen.unproven_tokens = active, unproven
+        seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens = forecast, active, unproven
 
     def _give_up(self, now_s: float) -> None:
         """Programs that should have come back by now count no longer."""

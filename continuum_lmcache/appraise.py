@@ -13,7 +13,7 @@ from continuum_lmcache.gaps import Gaps
 from continuum_lmcache.growth import Growth
 from continuum_lmcache.history import History
 from continuum_lmcache.observed import Observed
-from continuum_lmcache.orders import at_the_door, by_turn
+from continuum_lmcache.orders import at_the_door
 from continuum_lmcache.policies import policy_named
 from continuum_lmcache.rates import Rates, Survival
 from continuum_lmcache.scarcity import FULL_PRICE, price
@@ -77,11 +77,6 @@ class Appraiser:
         dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
         return self._policy.beyond and self.config.priced_pins and reload_s >= dear_s
 
-    @property
-    def prefetches(self) -> bool:
-        """Whether what lies on a disk is raised to DRAM before its program is expected back."""
-        return self._policy.beyond and self.config.prefetch
-
     def memory(self, turn: TurnId, refused: bool) -> None:
         """A waiting turn was refused its memory; or not, or is gone."""
         (self.short.add if refused else self.short.discard)(turn)
@@ -114,10 +109,8 @@ class Appraiser:
         wait_s = self.config.max_wait_s
         return at_the_door(knock.arrival_s, tokens, usual, work_s, growth.trust, wait_s, knock.line_s)
 
-    def order(self, standing: Standing, crowded: bool = True) -> tuple[float, ...]:
-        """Where a waiting turn stands: smallest first. Without competition for memory, as vLLM has it."""
-        if not crowded and self._policy.beyond and self.config.no_loss_guard:
-            return (standing.priority, *by_turn(standing))
+    def order(self, standing: Standing) -> tuple[float, ...]:
+        """Where a waiting turn stands: smallest first."""
         return self._policy.order(standing)
 
     def retain(self, now_s: float, turn: Turn, load: Load) -> Retention:
@@ -135,10 +128,8 @@ class Appraiser:
         load = replace(
             load,
             queue_delay_s=self.history.queue_delay_s,
-            queue_delay_samples=self.history.queue_delay_samples,
             eta=self.history.eta,
-            eta_samples=self.history.eta_samples,
-            survival=survival,
+            reload_s=reload_s,
             price=price(bool(self.short)) if priced else FULL_PRICE,
         )
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
@@ -173,6 +164,5 @@ class Appraiser:
     def moved(self, now_s: float, transfers: Iterable[Transfer]) -> None:
         """What the tiers really moved: it corrects their rates, and tells how fast they fill."""
         for transfer in transfers:
-            self.observed.moved(transfer)
             self.rates.observe(transfer)
             self.survival.observe(transfer, now_s)

@@ -60,7 +60,7 @@ def infercept(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     return explained(seen, best, min(discard_s, swap_s), "min-waste", config)
 
 
-def three_way(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
+def three_way(turn: Turn, gaps: Gaps, _costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
     """ContextServe's three ways to know a gap: a rule, a posterior of the key's own, the CDF.
 
     A tool known to be FAST is pinned for 2 s and a SLOW one is not. Else eq. 2 is solved: with the
@@ -70,7 +70,7 @@ def three_way(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     if program and program[0] in FAST_TOOLS | SLOW_TOOLS:
         ttl_s = FAST_TTL_S if program[0] in FAST_TOOLS else 0.0
         return Retention(ttl_s, config.policy, "rule", cost_s=ttl_s, level="rule")
-    benefit_s = load.queue_delay_s * load.eta + costs.reload_s(turn.residency, load.survival)
+    benefit_s = load.queue_delay_s * load.eta + load.reload_s
     own = gaps.own(most_specific(turn.tool, gaps))
     if len(own.samples_s) >= POSTERIOR_SAMPLES:
         best = best_ttl(as_posterior(own), benefit_s, config.max_ttl_s)

@@ -34,10 +34,8 @@ class ContinuumConfig:
     admission: bool = True  # new programs wait while the started ones fill the KV cache
     honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
     first_prompt_order: bool = True  # at the door, a small first prompt goes before a large one
-    no_loss_guard: bool = True  # vLLM's own order while all fit half of the KV cache and nobody is held
     drop_dead: bool = True  # the KV of a program that is over is the first to go
     stop_stores: bool = False  # do not store while that holds steps up and nothing repays it
-    prefetch: bool = True  # where steps wait for loads, raise KV from disk to DRAM before a tool returns
     priced_pins: bool = True  # a pin costs only while a turn waits for memory, and is looked at again
     measured_chunk: bool = True  # decodes before prompts, in chunks as small as the profile's step times say
     learn_matches: bool = True  # of a turn, pin only what the next prompt is expected to repeat
@@ -48,6 +46,7 @@ class ContinuumConfig:
     run_output_dir: str = ""  # where the recorder writes; empty: RUN_OUTPUT_DIR, else nowhere
     stream_recording: bool = False  # also write each event at once, as a line of JSON
     hash_ids: bool = False  # recordings hold hashes of the programs' ids
+    divergence_texts: bool = False  # recordings hold what stood where a prompt left its last turn, cut
 
     def __post_init__(self) -> None:
         for name in ("static_ttl_s", "max_ttl_s", "max_wait_s", "program_idle_s"):
@@ -69,6 +68,7 @@ class ContinuumConfig:
 
 
 KEYS: dict[str, str] = {f.name: str(f.type) for f in fields(ContinuumConfig)}
+REMOVED = ("no_loss_guard", "prefetch")  # settings of earlier versions (CHANGELOG.md)
 
 
 def refuse_unknown(
@@ -78,6 +78,10 @@ def refuse_unknown(
     known = sorted(known)
     for name in given:
         if name not in known:
+            if prefix in (PREFIX, ENV_PREFIX) and name in REMOVED:
+                raise ConfigError(
+                    f"{prefix}{spell(name)} in {where} was removed and does nothing any more; delete it"
+                )
             near = difflib.get_close_matches(name, known, n=1)
             known_names = "Known: " + ", ".join(map(spell, known))
             hint = f"did you mean {prefix}{spell(near[0])!s}?" if near else known_names

@@ -1,8 +1,7 @@
 """What is wrong with a running server, from what it tells of a stretch of time.
 
-Values in, findings out: `continuum-lmcache status` fills a Window from two scrapes of /metrics, an
-engine's log can fill it from its own counts. What was not told is None, and the rules that would need
-it say so (`untold`) instead of guessing.
+Values in, findings out: `continuum-lmcache status` fills a Window from two scrapes of /metrics. What was
+not told is None, and the rules that would need it say so (`untold`) instead of guessing.
 """
 
 from __future__ import annotations
@@ -40,6 +39,9 @@ class Window:
     load_decisions: Mapping[str, float] = field(default_factory=dict)
     rate_samples: Mapping[str, float] = field(default_factory=dict)
     tier_store_up: float | None = None  # 1: the tier store answers
+    lost_s: Mapping[str, float] = field(default_factory=dict)  # prefill, by why returns need it again
+    lost_returns: Mapping[str, float] = field(default_factory=dict)
+    lost_at_token: Mapping[str, float] = field(default_factory=dict)  # of the latest
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Targets:
     store_share: float = 0.05  # of the time, that steps wait for stores
     tier_hit_share: float = 0.5  # of what the GPU lost, that the tiers bring back
     least_tokens: float = 1000.0  # fewer say nothing
+    lost_share: float = 0.02  # of the time, that is prefill which a client could have spared
 
 
 def low_batch(seen: Window, targets: Targets) -> Iterator[Finding]:
@@ -182,6 +185,32 @@ def guessed_rates(seen: Window, targets: Targets) -> Iterator[Finding]:  # noqa:
         )
 
 
+MENDED = {  # causes in divergence.py that somebody can do away with
+    "nonce": "something new stands in each prompt there: take it out, or send it last "
+    "(Claude Code: CLAUDE_CODE_ATTRIBUTION_HEADER=0)",
+    "tools": "a client changes its list of tools within a session: keep one list, in one order",
+    "salt": "programs go on under another cache_salt or adapter: keep one for each",
+    "thoughts": "the chat template leaves out what the model thought: where the model allows it, serve with "
+    "a template that keeps it",
+    "answer": "a client or the chat template writes answers anew: send them back as they came",
+}
+
+
+def parted(seen: Window, targets: Targets) -> Iterator[Finding]:
+    """Prompts part from the turns before them, and prefill is done again for that."""
+    for cause, remedy in MENDED.items():
+        lost_s = seen.lost_s.get(cause, 0.0)
+        if lost_s > targets.lost_share * seen.seconds:
+            at_token = seen.lost_at_token.get(cause)
+            at = f", the latest at token {at_token:,.0f}" if at_token is not None else ""
+            returns = f"{seen.lost_returns.get(cause, 0.0):.0f} returns in {seen.seconds:.0f} s"
+            yield warning(
+                f"lost-to-{cause}",
+                f"{returns} need {lost_s:.2f} s of prefill again: prompts part from the turn before{at}",
+                remedy,
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One check, and what a window must tell for it."""
@@ -199,6 +228,7 @@ RULES: dict[str, Rule] = {
     "reload slower than recompute": Rule(slow_reload, ("prefill_s", "computed_tokens", "loaded_tokens")),
     "store stalls": Rule(store_stalls, ("store_s",)),
     "tier store up": Rule(store_down, ("tier_store_up",)),
+    "prompts go on from the turn before": Rule(parted, ("lost_s",)),
     "rates measured": Rule(guessed_rates, ("rate_samples",)),
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, compress
+from operator import mul
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +27,6 @@ class Distribution:
         at = bisect_right(self.samples_s, ttl_s)
         return self.cdf[at - 1] if at else 0.0
 
-    def within_s(self, share: float) -> float:
-        """The least gap that this share of them, in (0, 1), does not exceed; math.inf if that is unknown."""
-        at = bisect_left(self.cdf, share)
-        return self.samples_s[at] if at < len(self.samples_s) else math.inf
-
     def after(self, elapsed_s: float) -> Distribution:
         """What is left of a gap that has lasted `elapsed_s` already. Exp(1), while cold, has no memory."""
         if self.level == "cold" or elapsed_s <= 0.0:
@@ -43,6 +41,12 @@ class Distribution:
         return sum(self.samples_s) / len(self.samples_s) if self.samples_s else None
 
 
+@functools.lru_cache(maxsize=2)
+def equal_steps(n: int) -> tuple[float, ...]:
+    """1/n, 2/n, ... 1. Of a full window it is always the same."""
+    return tuple(i / n for i in range(1, n + 1))
+
+
 def kaplan_meier(ended_s: Sequence[float], censored_s: Sequence[float]) -> tuple[float, ...]:
     """P(gap <= ended_s[i]) with right-censored observations, both ascending; Kaplan & Meier 1958.
 
@@ -51,10 +55,10 @@ def kaplan_meier(ended_s: Sequence[float], censored_s: Sequence[float]) -> tuple
     """
     n = len(ended_s)
     if not censored_s:
-        return tuple((i + 1) / n for i in range(n))
-    left, cdf = 1.0, []
-    for i, at_s in enumerate(ended_s):
-        at_risk = n - i + len(censored_s) - bisect_left(censored_s, at_s)
-        left *= 1.0 - 1.0 / at_risk
-        cdf.append(1.0 - left)
-    return tuple(cdf)
+        return equal_steps(n)
+    ends = bytearray(b"\1" * (n + len(censored_s)))  # of all observations in their order; 0: it was lost
+    for before, at_s in enumerate(censored_s):
+        ends[before + bisect_right(ended_s, at_s)] = 0
+    at_risk = compress(range(len(ends), 0, -1), ends)
+    left = accumulate([1.0 - 1.0 / many for many in at_risk], mul)
+    return tuple([1.0 - share for share in left])

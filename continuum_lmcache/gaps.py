@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, insort
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,12 +61,10 @@ class Window:
 class Gaps:
     """Tool gaps in seconds, from the end of a turn to the program's next request."""
 
-    refused: Counter[str] = field(default_factory=Counter)  # why an observation was not taken
-    forgotten: int = 0  # keys dropped beyond MAX_KEYS
     _windows: OrderedDict[ToolKey, Window] = field(default_factory=OrderedDict)  # idle longest first
 
     def observe(self, tool: ToolKey, gap_s: float) -> bool:
-        """The program came back after `gap_s`. False, and counted, if that cannot be a gap."""
+        """The program came back after `gap_s`. False if that cannot be a gap."""
         return self._add(tool, gap_s, ended=True)
 
     def censor(self, tool: ToolKey, waited_s: float) -> bool:
@@ -144,8 +142,6 @@ class Gaps:
 
     def _add(self, tool: ToolKey, gap_s: float, ended: bool) -> bool:
         if not 0.0 <= gap_s <= MAX_GAP_S:  # false for nan too
-            why = "negative" if gap_s < 0 else "too-long" if gap_s > MAX_GAP_S else "not-a-number"
-            self.refused[why] += 1
             return False
         for key in reversed(suffixes(tool)):
             self._window(key).add(max(gap_s, SHORTEST_GAP_S), ended)
@@ -159,7 +155,6 @@ class Gaps:
         self._windows.move_to_end(key)
         if len(self._windows) > MAX_KEYS:
             self._windows.popitem(last=False)
-            self.forgotten += 1
         return window
 
     def _expected_s(self, tool: ToolKey) -> float:

@@ -14,9 +14,6 @@ PRIOR_GROWTH_SHARE = 0.25  # of the usual first prompt, a turn: what a tool answ
 PRIOR_GROWTHS = 4
 PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
-MOST_GROWTH = 8.0  # times, while no more is known of its like; a flood of tiny programs would seem to
-LIKE_WINDOW = 32  # ended programs with first prompts of about one size; this and the next two are not tuned
-KNOWN_LIKE = 4  # of them, before their ends are believed
 LEAST_FILL = 0.5  # of the cache, however unlike the programs are
 UNIFORM = 1 / math.sqrt(12)  # the standard deviation of what is spread evenly, in widths
 TRUST_PROGRAMS = 8  # known ones at which a first prompt is trusted by half
@@ -31,7 +28,6 @@ class Growth:
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _sizes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
-    _like: dict[int, deque[int]] = field(default_factory=dict)  # last contexts, by the first prompt's bits
     _spread: float = 0.0  # standard deviation of the last contexts' logarithms
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
 
@@ -61,8 +57,6 @@ class Growth:
             # statistics.pstdev is exact, and takes the engine's loop 0.16 ms at 256 programs; this 0.02
             n, mean = len(self._sizes), math.fsum(final for _, final in self._sizes) / len(self._sizes)
             self._spread = math.sqrt(math.fsum((final - mean) ** 2 for _, final in self._sizes) / n)
-            like = self._like.setdefault(first_tokens.bit_length(), deque(maxlen=LIKE_WINDOW))
-            like.append(final_tokens)
 
     @property
     def trust(self) -> float:
@@ -99,19 +93,9 @@ class Growth:
         """The usual context at a program's end."""
         return self.first_tokens + self.turn_tokens * self.turns_left(0)
 
-    def forecast_tokens(self, context_tokens: int, turns: int, first_tokens: int = 0) -> float:
-        """The context half-way from now to the program's end: what it holds on average until then.
-
-        At most MOST_GROWTH times what it has: who sends next to nothing must not speak for much. Unless
-        programs with such a first prompt (0: not known) have ended larger.
-        """
-        grown_tokens = context_tokens + self.turn_tokens * max(1.0, self.turns_left(turns) / 2)
-        return min(grown_tokens, max(MOST_GROWTH * context_tokens, self._usual_end(first_tokens)))
-
-    def _usual_end(self, first_tokens: int) -> float:
-        """The mean last context of programs with about such a first prompt; 0 where too few are known."""
-        like = self._like.get(first_tokens.bit_length(), ())
-        return sum(like) / len(like) if len(like) >= KNOWN_LIKE else 0.0
+    def forecast_tokens(self, own_tokens: int, turns: int) -> float:
+        """The context half-way from now to the program's end, without its head: what it holds on average."""
+        return own_tokens + self.turn_tokens * max(1.0, self.turns_left(turns) / 2)
 
     def forecasts_that_fit(self, gpu_tokens: int) -> float:
         """What forecasts may add up to, tokens, if the contexts behind them are to fit `gpu_tokens`.

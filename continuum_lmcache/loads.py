@@ -114,9 +114,10 @@ class LoadJudge:
     def __init__(self, rates: Rates, others: Callable[[], Others] = nobody, weighs: bool = True) -> None:
         self.counts: Counter[str] = Counter()
         self.is_asked = False  # whether a connector loads as this says
-        self._rates, self._others, self._weighs = rates, others, weighs
+        self.rates, self._others, self._weighs = rates, others, weighs
         self._open: dict[TurnId, Verdict] = {}
         self._failed: set[TurnId] = set()
+        self._declined: set[TurnId] = set()  # of what a tier had, not all was loaded: computing is cheaper
         self._credit_s = 0.0
 
     def tokens(self, turn: TurnId, where: Residency) -> int:
@@ -125,7 +126,7 @@ class LoadJudge:
             return 0
         if not self._weighs:
             return where.dram_tokens + where.ssd_tokens
-        found = verdict(self._rates.costs, where, self._others())
+        found = verdict(self.rates.costs, where, self._others())
         if 0.0 < found.excess_s <= self._credit_s:
             everything = where.dram_tokens + where.ssd_tokens
             found = Verdict(Decision.TRIAL, everything, found.chosen_s, found.excess_s)
@@ -138,10 +139,16 @@ class LoadJudge:
         if found is None:
             return
         self.counts[found.decision.value] += 1
+        if found.decision in (Decision.PARTIAL, Decision.RECOMPUTE):
+            self._declined.add(turn)
         if found.decision is Decision.TRIAL:
             self._credit_s -= found.excess_s
         elif found.excess_s:
             self._credit_s += TRIAL_SHARE * found.chosen_s
+
+    def has_declined(self, turn: TurnId) -> bool:
+        """Whether a tier had more of the turn's prompt than pays to load."""
+        return turn in self._declined
 
     def failed(self, turn: TurnId) -> None:
         """The turn's load failed: it is not tried again."""
@@ -151,3 +158,4 @@ class LoadJudge:
         """The turn ended, perhaps without having been placed."""
         self._open.pop(turn, None)
         self._failed.discard(turn)
+        self._declined.discard(turn)

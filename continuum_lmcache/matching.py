@@ -93,7 +93,7 @@ class Matching:
         """The blocks at which the next prompt will be compared (Left.probes)."""
         whole = min(context_tokens // self.block_tokens, len(hashes))
         places = probed(min(prompt_tokens // self.block_tokens, whole), whole)
-        return tuple((blocks, hashes[blocks - 1]) for blocks in places)
+        return tuple([(blocks, hashes[blocks - 1]) for blocks in places])
 
     def back(self, program: ProgramId, hashes: Sequence[Hashable]) -> int | None:
         """The program's next prompt has come: how many of its tokens repeat the turn before, at most.

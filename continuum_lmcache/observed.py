@@ -1,4 +1,4 @@
-"""What an engine saw since it last told: the samples of its histograms, and what its diagnosis adds up.
+"""What an engine saw since it last told: the samples of its histograms.
 
 No clock, and bounded whether anybody asks or not.
 """
@@ -6,11 +6,10 @@ No clock, and bounded whether anybody asks or not.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from continuum_lmcache.returns import Reloaded
-from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Retention, ToolKey
 
 MOST_SAMPLES = 2_000  # kept until they are told; a step ends far fewer turns
@@ -34,7 +33,10 @@ class ToolNames:
 
     def of(self, tool: ToolKey) -> str:
         """The label of what a turn called: the program that a shell ran, else the tool."""
-        name = UNSAFE.sub("_", tool[-2:][0])[:MAX_LABEL_CHARS] if tool else UNKNOWN
+        given = tool[-2:][0] if tool else UNKNOWN
+        if given in self._named:
+            return given
+        name = UNSAFE.sub("_", given)[:MAX_LABEL_CHARS]
         if name in self._named or name in (OTHER, UNKNOWN):
             return name
         if len(self._named) >= self._most:
@@ -50,10 +52,9 @@ class ToolNames:
 
 @dataclass(slots=True)
 class Observed:
-    """Samples by metric (metrics.py names them), and sums of work by what it was."""
+    """Samples by metric (metrics.py names them)."""
 
     tools: ToolNames = field(default_factory=ToolNames)
-    work: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # "load_s/dram", ...
     decisions: Counter[str] = field(default_factory=Counter)  # why a TTL is what it is, since the start
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
 
@@ -75,19 +76,6 @@ class Observed:
         self._add("reload_foretold", "", found.foretold_s)
         self._add("reload", "", found.took_s)
 
-    def moved(self, transfer: Transfer) -> None:
-        """KV was loaded from a tier, or stored below the GPU."""
-        if transfer.direction == "load":
-            self.work[f"loaded_tokens/{transfer.tier.value}"] += transfer.tokens
-            self.work[f"load_s/{transfer.tier.value}"] += transfer.duration_s
-        elif transfer.in_step:
-            self.work["store_s"] += transfer.duration_s
-
-    def prefilled(self, seconds: float, tokens: int) -> None:
-        """A step was prefill for a good part: so long without its loads, so many tokens of prompts."""
-        self.work["prefill_s"] += seconds
-        self.work["prefill_tokens"] += tokens
-
     def take_samples(self) -> dict[str, Samples]:
         """The samples since the last call, by metric and label."""
         found: dict[str, Samples] = {}
@@ -95,11 +83,6 @@ class Observed:
             for label, value in samples:
                 found.setdefault(metric, {}).setdefault(label, []).append(value)
         self._samples.clear()
-        return found
-
-    def take_work(self) -> dict[str, float]:
-        """The sums since the last call."""
-        found, self.work = dict(self.work), defaultdict(float)
         return found
 
     def _add(self, metric: str, label: str, value: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from continuum_lmcache.baselines import drop, infercept, mean_threshold, static_ttl, three_way
 from continuum_lmcache.config import ContinuumConfig
@@ -31,7 +31,7 @@ class Policy:
     beyond: bool = False  # may do what its paper does not know: admission, dead KV (config has a switch each)
 
 
-def continuum(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
+def continuum(turn: Turn, gaps: Gaps, _costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
     """Eq. 2 (arXiv 2511.02230 §4), with PrefillReload from where the prefix really lies.
 
     A return in time saves T * eta of queueing and the reload. A negative eta (programs that went
@@ -40,11 +40,9 @@ def continuum(turn: Turn, gaps: Gaps, costs: Costs, load: Load, config: Continuu
     """
     seen = gaps.distribution(turn.tool).after(load.away_s)
     cold = seen.level == "cold"
-    reload_s = costs.reload_s(turn.residency, load.survival)
-    benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + reload_s
+    benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + load.reload_s
     best = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
-    keep = explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config)
-    return replace(keep, cost_s=load.price * best.ttl_s)
+    return explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config, load.price)
 
 
 POLICIES: dict[str, Policy] = {

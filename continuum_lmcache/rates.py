@@ -51,7 +51,7 @@ class Drift:
             error = max(-cut, min(cut, errors[-1]))
             found = self.log_slower + max(LEAST_GAIN, 1.0 / (self.loads + self.prior)) * error
         most = math.log(MOST_DRIFT)
-        return replace(self, log_slower=max(-most, min(most, found)), loads=self.loads + 1, latest=latest)
+        return Drift(max(-most, min(most, found)), self.loads + 1, self.prior, latest)
 
     def of(self, rate: Rate) -> Rate:
         """The profile's rate, corrected. Its samples are the profile's and the loads since."""
@@ -86,7 +86,6 @@ class Rates:
         self.drifts = {Tier.DRAM: Drift(prior=prior(costs.dram)), Tier.SSD: Drift(prior=prior(costs.ssd))}
         self.pace = Drift(prior=prior(costs.prefill))
         self.stall = Drift(prior=NO_PRIOR)
-        self.refused = 0  # transfers that cannot be: no bytes, no time, or an unknown tier
 
     def observe(self, moved: Transfer) -> None:
         """Learn from one movement: a load, or a store that a step waited for."""
@@ -94,7 +93,6 @@ class Rates:
             self._stored(moved)
             return
         if not believable(moved) or moved.tier not in self.drifts:
-            self.refused += 1
             return
         said_s = self._rate(moved.tier).seconds(moved.size_bytes)
         log_slower = math.log(self._own_s(moved)) - math.log(said_s)
@@ -104,7 +102,6 @@ class Rates:
     def computed(self, took_s: float, said_s: float) -> None:
         """Learn from one step: its seconds without loads and stores, and what `costs` said of its tokens."""
         if not (0.0 < took_s < math.inf and 0.0 < said_s < math.inf):
-            self.refused += 1
             return
         self.pace = self.pace.toward(self.pace.log_slower + math.log(took_s) - math.log(said_s))
         self.costs = replace(self.costs, prefill=self.pace.of_curve(self._profile.prefill))
@@ -118,10 +115,7 @@ class Rates:
 
     def _stored(self, moved: Transfer) -> None:
         """A disk's own writes hold no step up; a store to DRAM is told with the tier DRAM."""
-        if not moved.in_step or moved.tier is not Tier.DRAM:
-            return
-        if not believable(moved):
-            self.refused += 1
+        if not moved.in_step or moved.tier is not Tier.DRAM or not believable(moved):
             return
         said_s = self._profile.dram.seconds(moved.size_bytes)
         self.stall = self.stall.toward(math.log(moved.duration_s) - math.log(said_s))
@@ -218,11 +212,6 @@ class Survival:
         for tier in FILLS.get((moved.tier, moved.direction), ()):
             if tier in self.fills:
                 self.fills[tier] = self.fills[tier].after(moved.tokens, now_s)
-
-    def residence_s(self, tier: Tier, now_s: float) -> float:
-        """For how long the tier keeps what nobody asks for; infinite while nothing comes in."""
-        rate = self.fills[tier].tokens_per_s(now_s)
-        return self.capacity_tokens[tier] / rate if rate > 0 else math.inf
 
     def chances(self, prefix_tokens: int, after_s: float, now_s: float) -> dict[Tier, float]:
         """By tier, 0 to 1, what Costs.reload_s weighs: that the prefix is all there `after_s` from now."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any, Protocol
 
+from continuum_lmcache.divergence import Loss
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.returns import Reloaded
 from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, ToolKey, TurnId
@@ -150,6 +151,27 @@ class Recorder:
             computed_tokens=found.computed_tokens,
         )
 
+    def lost(
+        self, now_s: float, program: ProgramId, turn: TurnId, loss: Loss, texts: Sequence[str] = ()
+    ) -> None:
+        """A program came back to less than it left. What stood on both sides is a salted hash, and its text
+        only if given.
+        """
+        sides = {"left_side": loss.left_side, "now_side": loss.now_side} if loss.now_side else {}
+        self._add(
+            now_s,
+            program,
+            "lost_time",
+            turn,
+            cause=loss.cause.value,
+            at_token=loss.at_token,
+            left_tokens=loss.left_tokens,
+            lost_tokens=loss.tokens,
+            prefill_s=plain(loss.seconds),
+            **{name: digest(str(tokens), self.salt) for name, tokens in sides.items()},
+            **dict(zip(("left_text", "now_text"), texts if sides else (), strict=False)),
+        )
+
     def pinned(self, now_s: float, pin: Pin) -> None:
         """A finished turn's blocks stay on the GPU."""
         deadline = plain(self._wall_s(pin.deadline_s))
@@ -232,6 +254,16 @@ class Recorder:
 
     def _wall_s(self, now_s: float) -> float:
         return round(now_s + self.epoch_s, 6)
+
+
+class Unrecorded(Recorder):
+    """The recorder of a run that nobody asked to record: nothing is held, so nothing is made."""
+
+    def _ignored(self, *_: Any, **__: Any) -> None:
+        """An event."""
+
+    arrived = started = preempted = finished = reloaded = _ignored
+    lost = pinned = renewed = unpinned = ended = _ignored
 
 
 def without_argument(tool: ToolKey, hashed: Callable[[str], str]) -> ToolKey:

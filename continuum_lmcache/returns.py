@@ -75,9 +75,13 @@ class Watch:
 
 
 class Returns:
-    """Forecasts of programs that are away, and watches of turns that are coming back."""
+    """Forecasts of programs that are away, and watches of turns that are coming back.
 
-    def __init__(self) -> None:
+    Who lost no more than `slack_tokens`, a partial block say, lost nothing.
+    """
+
+    def __init__(self, slack_tokens: int = 0) -> None:
+        self._slack_tokens = slack_tokens
         self._away: dict[ProgramId, Forecast] = {}
         self._watches: dict[TurnId, Watch] = {}
         self._leaving: set[TurnId] = set()
@@ -99,7 +103,7 @@ class Returns:
         if forecast is None:
             return
         context_tokens = min(forecast.context_tokens, prompt_tokens)
-        if gpu_tokens < context_tokens:
+        if gpu_tokens + self._slack_tokens < context_tokens:
             self._watches[turn] = Watch(
                 program, forecast, gpu_tokens, loaded_tokens, context_tokens, prompt_tokens
             )

@@ -10,11 +10,14 @@ A second of pin costs a second: the paper's MemUsage(r) / M stands on both sides
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.distributions import Distribution
 from continuum_lmcache.types import Retention
+
+PART = 32  # gaps, about the square root of a full window
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +29,30 @@ class Best:
 
 
 def best_ttl(seen: Distribution, benefit_s: float, max_ttl_s: float, price: float = 1.0) -> Best:
-    """tau* within [0, max_ttl_s], in one pass over the ascending gaps; the shortest of equals.
+    """tau* within [0, max_ttl_s]; the shortest of equals.
 
     P is a staircase, so between two recorded gaps only the cost grows: no tau in between can be
     better. The ceiling bounds the candidates rather than the answer, since the best TTL below it
-    need not be the ceiling itself.
+    need not be the ceiling itself. Of PART gaps none gains more than the last one's P at the first one's
+    cost: parts that cannot hold the best are not looked into.
     """
     if seen.level == "cold":
         return best_cold_ttl(benefit_s / price, max_ttl_s)
+    if benefit_s <= 0.0:
+        return Best(0.0, 0.0)
+    gaps_s, cdf = seen.samples_s, seen.cdf
+    allowed = bisect_right(gaps_s, max_ttl_s)
+    parts = range(0, allowed, PART)
+    reached_s = max([cdf[at] * benefit_s - price * gaps_s[at] for at in parts], default=0.0)
     best, best_gain_s = (0.0, 0.0), 0.0
-    for ttl_s, probability in zip(seen.samples_s, seen.cdf, strict=True):
-        if ttl_s > max_ttl_s or benefit_s - price * ttl_s < best_gain_s:
-            break  # no later one can be better: P is at most 1
-        gain_s = probability * benefit_s - price * ttl_s
-        if gain_s > best_gain_s:
-            best, best_gain_s = (ttl_s, probability), gain_s
+    for begin in parts:
+        end = min(begin + PART, allowed)
+        if cdf[end - 1] * benefit_s - price * gaps_s[begin] < reached_s:
+            continue
+        for ttl_s, probability in zip(gaps_s[begin:end], cdf[begin:end], strict=True):
+            gain_s = probability * benefit_s - price * ttl_s
+            if gain_s > best_gain_s:
+                best, best_gain_s = (ttl_s, probability), gain_s
     return Best(*best)
 
 
@@ -59,7 +71,12 @@ def best_cold_ttl(benefit_s: float, max_ttl_s: float) -> Best:
 
 
 def explained(
-    seen: Distribution, best: Best, benefit_s: float, reason: str, config: ContinuumConfig
+    seen: Distribution,
+    best: Best,
+    benefit_s: float,
+    reason: str,
+    config: ContinuumConfig,
+    price: float = 1.0,
 ) -> Retention:
     """A decision, with what it rests on."""
     return Retention(
@@ -68,7 +85,7 @@ def explained(
         reason=reason,
         probability=best.probability,
         benefit_s=benefit_s,
-        cost_s=best.ttl_s,
+        cost_s=price * best.ttl_s,
         samples=seen.n,
         level=seen.level,
     )

@@ -67,26 +67,6 @@ class TierStore(Protocol):
 
 
 @runtime_checkable
-class Forgetful(Protocol):
-    """A store that can drop what nobody will ask for."""
-
-    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
-        """Nobody will ask for this prompt's KV behind its first `kept_tokens`: drop it when it suits."""
-
-
-@runtime_checkable
-class Prefetching(Protocol):
-    """A store that can raise KV from its disk to its DRAM before it is asked for."""
-
-    def fetcher(self, token_ids: Sequence[int], salt: str = "") -> Callable[[], None]:
-        """What starts that for this prompt, when it is called some time later.
-
-        The store reads when nobody else wants its disk, keeps the disk's copy, and stops where DRAM has no
-        room. Made while the prompt is at hand: its caller need not keep the token ids.
-        """
-
-
-@runtime_checkable
 class StoreSwitch(Protocol):
     """A store that need not store all that is computed. It starts by storing."""
 

@@ -115,7 +115,7 @@ def mistral(text: str) -> Iterator[ToolKey]:
 
 def addressed(text: str) -> Iterator[ToolKey]:
     """to=functions.name ...{...} (gpt-oss), and <|tool_call_begin|>functions.name:0...{...} (Kimi)."""
-    for block in ADDRESS.split(text)[1:]:
+    for block in ADDRESS.split(text)[1:] if "functions." in text else ():
         if name := NAME.match(block):
             yield from call(name[1], block[max(block.find("{"), 0) :])
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
 
@@ -17,6 +16,8 @@ ToolKey = tuple[str, ...]
 class Tier(Enum):
     """Where a prefix lies."""
 
+    __hash__ = object.__hash__  # Enum's own is Python code, and tables are asked by it all the time
+
     GPU = "gpu"
     DRAM = "dram"
     SSD = "ssd"
@@ -25,6 +26,8 @@ class Tier(Enum):
 
 class Outcome(Enum):
     """How a pin ended. Low cardinality: these are metric labels."""
+
+    __hash__ = object.__hash__
 
     REUSED = "reused"  # the program came back and took its blocks over
     DIVERGED = "diverged"  # the program came back with another prompt
@@ -40,7 +43,7 @@ class Residency:
     """Where the first `total_tokens` of a prompt could come from, as consecutive stretches.
 
     [0, gpu) is in vLLM's prefix cache, the next `dram_tokens` are in LMCache's DRAM, the next
-    `ssd_tokens` on its disk, and the rest must be computed (docs: design.md, PrefillReload).
+    `ssd_tokens` on its disk, and the rest must be computed (costs.py: PrefillReload).
     """
 
     gpu_tokens: int
@@ -73,12 +76,9 @@ class Load:
     total_blocks: int  # GPU KV blocks in all
     free_blocks: int  # neither running nor pinned
     pinned_blocks: int
-    waiting_turns: int
     queue_delay_s: float = 0.0  # T: mean queueing delay of turns whose KV had been evicted
-    queue_delay_samples: int = 0
     eta: float = 1.0  # -Corr(turns done, turns left), in [-1, 1]
-    eta_samples: int = 0
-    survival: Mapping[Tier, float] = field(default_factory=dict)  # chance that a tier still holds the prefix
+    reload_s: float = 0.0  # PrefillReload of the turn's context, if the GPU's copy is lost
     price: float = 1.0  # seconds that a second of pin is charged with
     away_s: float = 0.0  # for how long the program has been in its tool call
 
@@ -107,7 +107,7 @@ class Pin:
     taken_s: float
     deadline_s: float
     retention: Retention
-    turn: Turn | None = None  # that ended; None in records
+    turn: Turn  # that ended
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,28 +1,17 @@
 """The Grafana dashboard of one server on one screen, from one list of panels.
 
-    python -m experiments.dashboard write                          # docs/grafana/continuum.json
-    python -m experiments.dashboard watch --model MODEL            # a real server under a real Prometheus
-
-Grafana itself is not needed here: `watch` runs every panel's queries through Prometheus' own HTTP API
-and draws what came back.
+python -m experiments.dashboard        # writes docs/grafana/continuum.json
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "docs" / "grafana" / "continuum.json"
-PICTURE = ROOT / "docs" / "grafana" / "dashboard.png"
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 RANGE = "$__rate_interval"
 COLUMNS, PANEL_HEIGHT, STAT_HEIGHT = 24, 7, 3
@@ -36,11 +25,6 @@ class Panel:
     unit: str  # Grafana's name of it
     queries: dict[str, str]
     text: str = ""
-    may_be_empty: bool = False  # where nothing of the kind needs to have happened
-
-    def queries_over(self, interval: str) -> dict[str, str]:
-        """The queries as Prometheus takes them."""
-        return {legend: query.replace(RANGE, interval) for legend, query in self.queries.items()}
 
 
 def rate(counter: str, by: str = "") -> str:
@@ -61,7 +45,6 @@ STATS = (
     Panel("programs known", "short", {"": "sum(continuum_programs)"}),
     Panel("at the door", "short", {"": "sum(continuum_programs_outside)"}, "wait for room to start"),
     Panel("pins held", "short", {"": "sum(continuum_pins_held)"}),
-    Panel("crowded", "short", {"": "max(continuum_crowded)"}, "1: contexts compete for the GPU"),
     Panel("storing", "short", {"": "min(continuum_storing)"}, "0: it does not pay"),
     Panel("store up", "short", {"": "min(continuum_tier_store_up)"}),
     Panel("fewest samples of a rate", "short", {"{{rate}}": "min by (rate) (continuum_rate_samples)"}),
@@ -124,7 +107,6 @@ PANELS = (
         "A lost context's reload, mean",
         "s",
         {"foretold": mean("continuum_reload_predicted_seconds"), "took": mean("continuum_reload_seconds")},
-        may_be_empty=True,
     ),
     Panel(
         "Why so",
@@ -210,32 +192,5 @@ def text() -> str:
     return json.dumps(dashboard(), indent=1) + "\n"
 
 
-app = typer.Typer(add_completion=False, help=__doc__)
-
-
-@app.command()
-def write() -> None:
-    """Write the dashboard's JSON."""
-    DASHBOARD.parent.mkdir(parents=True, exist_ok=True)
-    DASHBOARD.write_text(text())
-    Console().print(DASHBOARD.relative_to(ROOT))
-
-
-@app.command()
-def watch(
-    model: Annotated[Path, typer.Option(help="A folder with the small model.")],
-    seconds: Annotated[float, typer.Option(help="How long programs run meanwhile, about.")] = 90.0,
-    picture: Annotated[Path, typer.Option(help="Where the picture goes.")] = PICTURE,
-) -> None:
-    """Serve, scrape, query every panel, draw. Exit status 1 if a panel that should has no data."""
-    from experiments.scraping import draw, empty_panels, observed  # it needs the panels above
-
-    found = observed(model, seconds)
-    draw(found, picture)
-    empty = empty_panels(found)
-    Console().print("\n".join(empty) or f"All {len(STATS + PANELS)} panels have data.")
-    raise typer.Exit(code=1 if empty else 0)
-
-
 if __name__ == "__main__":
-    app()
+    DASHBOARD.write_text(text())

@@ -16,7 +16,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,20 +29,42 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from experiments.server import CPU_ENV
+from experiments.server import CPU_ENV, GPU_ENV
 from experiments.tiny_model import make_model
 
 ROOT = Path(__file__).parents[1]
-CHUNK, BLOCKS = 256, 28  # LMCache's chunk in tokens; the GPU's cache in blocks of 128
-CHUNK_BYTES = CHUNK * 16384  # float32
+CHUNK, KV_TOKENS = 256, 28 * 128  # LMCache's chunk; what the GPU's cache holds
+BYTES_PER_TOKEN = {"float32": 16384, "bfloat16": 8192}
 DRAM_CHUNKS = 16
 FIRST_TOKENS, OUTPUT_TOKENS = 2 * CHUNK + 118, 40  # an output needs a block that the prompt did not
+WHOLE_TOKENS = 2 * CHUNK
 TURNS = 3
 MOST_AT_TOOLS = 2
+AFTER_PREEMPTION = "loaded after preemption"
+WAYS = ("gpu", "dram", "ssd", "preemptions", AFTER_PREEMPTION)
+RETRIED = 3  # every so many programs, one whose first prompt fills chunks is asked again, word by word
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What an engine is like on one kind of device."""
+
+    device: str  # as torch names it
+    block_tokens: int
+    options: Mapping[str, Any]  # of vllm.LLM
+    env: Mapping[str, str]
+
+
+CPU = Kind(
+    "cpu",
+    128,
+    {"enforce_eager": True, "distributed_executor_backend": "mp"},
+    {**CPU_ENV, "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
+)
+GPU = Kind("cuda", 16, {"gpu_memory_utilization": 0.3}, GPU_ENV)
+KINDS = {kind.device: kind for kind in (CPU, GPU)}
 SETTINGS = {
-    **CPU_ENV,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     "CONTINUUM_POLICY": "static-ttl",
     "CONTINUUM_STATIC_TTL_S": "1",
     "CONTINUUM_LOAD_OR_RECOMPUTE": "false",  # whatever a load costs, it is loads that are judged here
@@ -58,33 +80,44 @@ class Story:
     turns: int = 0
 
 
-def engine(disk: Path, connector: dict[str, str]) -> Any:
-    """An LLM over `disk`. The caller has put SETTINGS into the environment."""
+def in_process(disk: Path, dtype: str) -> dict[str, Any]:
+    """LMCache's settings: DRAM and `disk` too small for all programs, so that both take part."""
+    return {
+        "lmcache.max_local_cpu_size": DRAM_CHUNKS * CHUNK * BYTES_PER_TOKEN[dtype] / 2**30,
+        "lmcache.local_disk": f"file://{disk}/",
+        "lmcache.max_local_disk_size": 2,
+        "continuum.run_output_dir": f"{disk}/run",
+    }
+
+
+def engine(
+    connector: Mapping[str, Any] | None, kind: Kind = CPU, dtype: str = "float32", kv_tokens: int = KV_TOKENS
+) -> Any:
+    """An LLM with a KV connector, or none. The environment has SETTINGS and the kind's own."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    extra = {
-        "lmcache.max_local_cpu_size": DRAM_CHUNKS * CHUNK_BYTES / 2**30,
-        "lmcache.local_disk": f"file://{disk}/",
-        "lmcache.max_local_disk_size": 2,
-    }
+    both = {"kv_role": "kv_both"}
     return LLM(
         str(make_model(ROOT / ".work" / "tiny-model")),
         scheduling_policy="continuum",
-        enforce_eager=True,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=2048,
-        num_gpu_blocks_override=BLOCKS,
-        distributed_executor_backend="mp",
+        num_gpu_blocks_override=kv_tokens // kind.block_tokens,
         disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(**connector, kv_role="kv_both", kv_connector_extra_config=extra),
+        kv_transfer_config=None if connector is None else KVTransferConfig(**(both | connector)),
+        **kind.options,
     )
 
 
 def play(llm: Any, programs: int, seed: int) -> list[Story]:
-    """All programs at once. Of those at a tool, more than MOST_AT_TOOLS or all that are left, any returns."""
+    """All programs at once. Of those at a tool, more than MOST_AT_TOOLS or all that are left, any returns.
+
+    Some are asked their first question again, by a program of its own: their prompt is found whole, and
+    one token of it is computed.
+    """
     draw = random.Random(seed)
-    stories = {f"{seed}-{i}": Story(drawn(draw, FIRST_TOKENS)) for i in range(programs)}
+    stories = {f"{seed}-{i}": Story(drawn(draw, first_tokens(i))) for i in range(programs)}
     names = {send(llm, name, story): name for name, story in stories.items()}
     at_tool: list[str] = []
     while at_tool or llm.llm_engine.has_unfinished_requests():
@@ -93,6 +126,9 @@ def play(llm: Any, programs: int, seed: int) -> list[Story]:
                 continue
             name = names[out.request_id]
             story = stories[name]
+            if story.turns == 0 and len(story.tokens) == WHOLE_TOKENS:
+                stories[f"{name}-again"] = Story(list(story.tokens), turns=TURNS - 1)
+                at_tool.append(f"{name}-again")
             hear(story, out.outputs[0])
             if story.turns < TURNS:
                 story.tokens += drawn(draw, CHUNK - OUTPUT_TOKENS)
@@ -101,6 +137,20 @@ def play(llm: Any, programs: int, seed: int) -> list[Story]:
             name = at_tool.pop(draw.randrange(len(at_tool)))
             names[send(llm, name, stories[name])] = name
     return list(stories.values())
+
+
+def play_all_ways(llm: Any, programs: int, ways: Collection[str], most_rounds: int = 8) -> list[Story]:
+    """Rounds with other seeds until prompts have come in all `ways` (sources), or `most_rounds` are over."""
+    stories: list[Story] = []
+    for seed in range(most_rounds):
+        stories += play(llm, programs, seed)
+        if all(sources(llm)[way] for way in ways):
+            break
+    return stories
+
+
+def first_tokens(number: int) -> int:
+    return FIRST_TOKENS if number % RETRIED else WHOLE_TOKENS
 
 
 def drawn(draw: random.Random, tokens: int) -> list[int]:
@@ -129,18 +179,19 @@ def hear(story: Story, output: Any) -> None:
     story.turns += 1
 
 
-def reference() -> Any:
+def reference(device: str = "cpu") -> Any:
     """The same weights in float32, without vLLM."""
     from transformers import AutoModelForCausalLM
 
     model = make_model(ROOT / ".work" / "tiny-model")
-    return AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval().to(device)
 
 
 @torch.inference_mode()
 def off_by(story: Story, model: Any) -> list[float]:
-    """By how much each generated token's log probability differs from the reference's."""
-    scores = torch.log_softmax(model(torch.tensor([story.tokens])).logits[0], dim=-1)
+    """By how much each generated token's log probability differs from the reference's, in their order."""
+    logits = model(torch.tensor([story.tokens], device=model.device)).logits[0]
+    scores = torch.log_softmax(logits, dim=-1).cpu()
     return [abs(scores[at - 1, story.tokens[at]].item() - said) for at, said in story.logprobs.items()]
 
 
@@ -151,7 +202,7 @@ def sources(llm: Any) -> Counter[str]:
     for event in itertools.chain.from_iterable(keeper.recorder.snapshot().values()):
         found["preemptions"] += "Request_evicted_from_running_queue_time" in event
         if "evicted_to_running" in event:
-            found["loaded after preemption"] += event["dram_tokens"] + event["ssd_tokens"]
+            found[AFTER_PREEMPTION] += event["dram_tokens"] + event["ssd_tokens"]
     return found
 
 
@@ -165,9 +216,10 @@ def main(
     programs: Annotated[int, typer.Option(help="at once")] = 8,
 ) -> None:
     """Run, compare, print; exit 1 if a token is off by 0.001 or more."""
-    os.environ.update(SETTINGS)
+    os.environ.update(SETTINGS | dict(CPU.env))
     with TemporaryDirectory() as disk:
-        llm = engine(Path(disk), {"kv_connector": "LMCacheConnectorV1"})
+        extra = in_process(Path(disk), "float32")
+        llm = engine({"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra})
         stories = [story for seed in range(rounds) for story in play(llm, programs, seed)]
         found, model = sources(llm), reference()
         llm.llm_engine.engine_core.shutdown()

@@ -75,7 +75,7 @@ def page(words: str, plans: dict[str, Found], unfinished: Sequence[str]) -> str:
         if is_simulated(pairs)
         for line in losses(name, PLANS[name], pairs)
     ]
-    parts = [words.strip(), "## Where continuum loses, ours and as published", markdown([head, *lost])]
+    parts = [words.strip(), "## Where continuum is slower by 1 % or more, simulated", markdown([head, *lost])]
     parts += [section(name, PLANS[name], pairs) for name, pairs in plans.items()]
     if unfinished:
         parts.append(f"Not run at this size: {', '.join(unfinished)}.")

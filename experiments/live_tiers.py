@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 from continuum_lmcache.errors import ContinuumError
 from continuum_lmcache.records.recordings import Recording, load
 from experiments.client import ServerUnusable
-from experiments.live_tables import is_cold
 from experiments.replay import Job, replay
 from experiments.selection import Selection
 from experiments.server import ServerError, serve
@@ -100,7 +99,7 @@ def decisions(run: Recording) -> Decisions:
         (program.id, number): turn.retention
         for program in run.programs
         for number, turn in enumerate(program.turns, 1)
-        if turn.retention is not None and not is_cold(turn)
+        if turn.retention is not None and turn.retention["level"] != "cold"
     }
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from experiments.server import CPU_ENV, ServerError, reserved_port, stop, tail
+from experiments.server import CPU_ENV, ServerError, reserved_port, script, stop, tail
 
 ROOT = Path(__file__).resolve().parent.parent
 HITS = {"lmcache_mp_lookup_hit_l1_tokens_total": "dram", "lmcache_mp_lookup_hit_l2_tokens_total": "ssd"}
@@ -72,7 +71,7 @@ class MpProcess:
         tuned = ("--supported-transfer-mode", "auto", "--shm-name", self.shm_name)
         tuned += ("--l2-prefetch-policy", "retain")
         return [
-            *(str(Path(sys.executable).with_name("lmcache")), "server", "--host", "127.0.0.1"),
+            *(*script("lmcache", "lmcache.cli.main"), "server", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--http-host", "127.0.0.1", "--http-port", str(self.http_port)),
             *("--chunk-size", "256", "--l1-size-gb", str(self.l1_gb), "--eviction-policy", "LRU"),
             *("--l2-adapter", json.dumps(l2), *(tuned if self.tuned else ()), *module, *self.more),

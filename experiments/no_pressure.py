@@ -256,9 +256,8 @@ def check(sides: dict[str, Side], console: Console) -> None:
         computed[side.name] = sum(turn.prompt_tokens - (turn.cached_tokens or 0) for turn in turns)
         side.thaw()
         preempted = side.counted("vllm:num_preemptions_total")
-        crowded = side.counted("continuum_crowded")
         side.freeze()
-        if preempted or crowded:
+        if preempted:
             raise ServersDiffer(f"{side.name}: memory was short ({preempted:.0f} preemptions)")
     console.print(f"prompt tokens computed: {computed}")
 

@@ -9,11 +9,10 @@
     python -m experiments.offload_sweep pressure --engine live --jps 3     on a machine that 1 does not press
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
-fig15 ablation, h1 h2 h3 a published sweep, overhead (real time, one contender after the other; to compare
-them: experiments.overhead), whatif; --engine live has fig8, fig9, fig10, fig14 and fig15, at a small
-machine's size (sweep/live_plans.py). `goals` is the table of what the policy should reach, with seeds it
-was not tuned on (--full: all of them; --regimes: some). `traces` is the table on real agents' traces,
-which lie outside the project (sim/trace_programs.py). Rows are appended to OUT/offload_sweep.csv, and
+fig15 ablation, h1 h2 h3 a published sweep, whatif; --engine live has fig8, fig9, fig10, fig14 and fig15,
+at a small machine's size (sweep/live_plans.py). `goals` is the table of what the policy should reach, with
+seeds it was not tuned on (--full: all of them; --regimes: some). `traces` is the table on real agents'
+traces, which lie outside the project (sim/trace_programs.py). Rows are appended to OUT/offload_sweep.csv, and
 finished ones are skipped: stop it and start it again as you like.
 """
 
@@ -33,7 +32,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import TraceError
-from experiments.sim.trace_programs import HALVES, traces_folder
+from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
 from experiments.sweep import goals, trace_goals
 from experiments.sweep.cases import Case, SweepError
 from experiments.sweep.grids import Size
@@ -132,9 +131,10 @@ def replay_traces(
     size: Size, seeds: Sequence[int], half: str, machines: str, parts: str, jobs: int, out: Path
 ) -> None:
     """Run what is missing of the traces' rows, or of those with `parts` in their names; then print them."""
-    traces_folder()  # raises before anything runs
-    if half not in HALVES:
-        raise SweepError(f"--half is {half!r}; known: {', '.join(HALVES)}")
+    if half not in (*HALVES, FITTED):
+        raise SweepError(f"--half is {half!r}; known: {', '.join(HALVES)}, {FITTED}")
+    if half != FITTED:
+        traces_folder()  # raises before anything runs
     rows = Rows(out / "offload_sweep.csv")
     every = trace_goals.points(size, half, seeds, machines.split(","))
     cases = [point for point in every if goals.is_wanted(trace_goals.name_of(point), parts)]
@@ -159,7 +159,7 @@ def main(
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     jps: Annotated[float | None, typer.Option(help="--engine live: arrivals a second", min=1e-6)] = None,
     regimes: Annotated[str, typer.Option(help="goals, traces: parts of names, between semicolons")] = "",
-    half: Annotated[str, typer.Option(help="traces: report, or tune")] = "report",
+    half: Annotated[str, typer.Option(help="traces: report, tune, or fitted (needs no trace)")] = "report",
     machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,
 ) -> None:

@@ -9,7 +9,8 @@ connector of no size.
 
 The steps are decode steps. A turn is its arrival, a step with its prompt, one decode step, and the step
 without tokens in which vLLM tells its worker that it is over; between turns the engine is idle. Its tool is
-named by the client, or read off the answer's last 512 tokens.
+named by the client, or read off the answer's last 512 tokens. No gap of the tool is known at first, or as
+many as are ever remembered.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from experiments.sweep.cases import ON_DEMAND, STOCK, Bench
-from experiments.sweep.timed import WARM_UP_ROUNDS, StepCost, no_collections, rigs, shared_clock
+from continuum_lmcache.gaps import WINDOW
+from experiments.sweep.cases import ON_DEMAND, STOCK
+from experiments.sweep.timed import WARM_UP_ROUNDS, Bench, StepCost, no_collections, rigs, shared_clock
 from experiments.sweep.timed_turn import TurnRig
 
 PARTS = ("whole_us", "schedule_us", "update_us", "stats_us")
@@ -57,7 +59,7 @@ def contenders(running: int, waiting: int, pinned: int, rounds: int) -> dict[str
     cases = {"stock": (STOCK, 0), "stock again": (STOCK, 0), "continuum": ("continuum", 0)}
     if pinned:
         cases[f"continuum, {pinned} pins"] = (ON_DEMAND, pinned)
-    return {name: Bench(policy, running, waiting, pins, rounds, 1) for name, (policy, pins) in cases.items()}
+    return {name: Bench(policy, running, waiting, pins, rounds) for name, (policy, pins) in cases.items()}
 
 
 def measured(benches: Mapping[str, Bench], rounds: int, repeats: int) -> Iterator[Costs]:
@@ -105,13 +107,14 @@ def more_ms(repeats: Sequence[Costs], name: str, part: str) -> Spread:
 def turn_costs_ms(rounds: int, repeats: int) -> Iterator[dict[str, float]]:
     """Of each repeat, the median of a finished turn's CPU time by contender."""
     cases = {
-        "stock": (STOCK, True),
-        "stock again": (STOCK, True),
-        "continuum, tool named": ("continuum", True),
-        "continuum, tool read off the text": ("continuum", False),
+        "stock": (STOCK, True, 0),
+        "stock again": (STOCK, True, 0),
+        "continuum, tool named": ("continuum", True, 0),
+        "continuum, tool read off the text": ("continuum", False, 0),
+        f"the same, {WINDOW:,} gaps known": ("continuum", False, WINDOW),
     }
     with shared_clock() as (clock, until), no_collections():
-        found = {name: TurnRig(policy, named, clock, until) for name, (policy, named) in cases.items()}
+        found = {name: TurnRig(policy, named, clock, until, n) for name, (policy, named, n) in cases.items()}
         for rig in found.values():
             for _ in range(WARM_UP_ROUNDS):
                 rig.turn()

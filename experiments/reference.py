@@ -1,14 +1,15 @@
 """Writes the tables that the code itself is the source of.    python -m experiments.reference
 
-docs/metrics.md: every metric, its type, labels and meaning. README.md, between marks: every setting, and
-the table of docs/versions.md (experiments/trust/version_matrix.py). A test holds that both are up to date.
+docs/metrics.md: every metric, its type, labels and meaning. Between marks: every setting in docs/settings.md,
+and those that a user chooses in README.md. A test holds that all are up to date.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from dataclasses import MISSING, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import typer
@@ -23,9 +24,20 @@ from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS
 ROOT = Path(__file__).parents[1]
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
 README = ROOT / "README.md"
-VERSIONS = ROOT / "docs" / "versions.md"
+SETTINGS_PAGE = ROOT / "docs" / "settings.md"
+CHOSEN = (  # by a user; the others are switches for experiments, or seldom needed
+    "policy",
+    "profile",
+    "gaps_file",
+    "run_output_dir",
+    "max_ttl_s",
+    "max_pinned_share",
+    "max_tenant_share",
+    "max_wait_s",
+    "honor_priority",
+    "fail_on_load_error",
+)
 SETTINGS_MARKS = ("<!-- settings: python -m experiments.reference -->", "<!-- /settings -->")
-VERSIONS_MARKS = ("<!-- versions: python -m experiments.reference -->", "<!-- /versions -->")
 INTRODUCTION = """\
 # Metrics
 
@@ -44,10 +56,7 @@ busy the figures are up to half a second old.
 
 [docs/grafana/continuum.json](grafana/continuum.json) is a dashboard of one server on one screen: import it in
 Grafana and choose the Prometheus. It was not seen in a Grafana: its queries were run by a real Prometheus
-over a real server, and matplotlib drew what came back (`python -m experiments.dashboard watch`, the demo's
-programs on two CPU cores):
-
-![what the panels show](grafana/dashboard.png)
+over a real server. [docs/grafana/alerts.yaml](grafana/alerts.yaml) has rules for alerts.
 
 | metric | type | labels | |
 |---|---|---|---|
@@ -73,14 +82,14 @@ def metrics_page() -> str:
     )
 
 
-def settings_table() -> str:
-    """The README's table: key, default, and the comment beside it in config.py."""
-    said = comments()
+def settings_table(names: Sequence[str]) -> str:
+    """Key, default, and the comment beside it in config.py."""
+    said, defaults = comments(), {field.name: field.default for field in fields(ContinuumConfig)}
     rows = ["| key | default | |", "|---|---|---|"]
-    for field in fields(ContinuumConfig):
-        assert field.default is not MISSING
-        shown = str(field.default).lower() if isinstance(field.default, bool) else f"{field.default}"
-        rows.append(f"| `{field.name}` | {f'`{shown}`' if shown else ''} | {said[field.name]} |")
+    for name in names:
+        default = defaults[name]
+        shown = str(default).lower() if isinstance(default, bool) else f"{default}"
+        rows.append(f"| `{name}` | {f'`{shown}`' if shown else ''} | {said[name]} |")
     return "\n".join(rows)
 
 
@@ -96,15 +105,15 @@ def comments() -> dict[str, str]:
     return found
 
 
-def versions_table() -> str:
-    """The table of docs/versions.md."""
-    return "\n".join(line for line in VERSIONS.read_text().splitlines() if line.startswith("|"))
-
-
 def readme() -> str:
-    """README.md with both tables as they should be."""
-    page = between(README.read_text(), SETTINGS_MARKS, settings_table())
-    return between(page, VERSIONS_MARKS, versions_table())
+    """README.md with the settings that a user chooses."""
+    return between(README.read_text(), SETTINGS_MARKS, settings_table(CHOSEN))
+
+
+def settings_page() -> str:
+    """docs/settings.md with all of them."""
+    every = [field.name for field in fields(ContinuumConfig)]
+    return between(SETTINGS_PAGE.read_text(), SETTINGS_MARKS, settings_table(every))
 
 
 def between(page: str, marks: tuple[str, str], table: str) -> str:
@@ -115,8 +124,9 @@ def between(page: str, marks: tuple[str, str], table: str) -> str:
 
 
 def main() -> None:
-    """Write docs/metrics.md and README's tables."""
+    """Write docs/metrics.md and the tables of settings."""
     METRICS_PAGE.write_text(metrics_page())
+    SETTINGS_PAGE.write_text(settings_page())
     README.write_text(readme())
 
 

@@ -29,6 +29,8 @@ CPU_ENV = {
     "HF_HUB_OFFLINE": "1",
 }
 CPU_ARGS = ("--enforce-eager", "--dtype", "bfloat16", "--seed", "0")
+GPU_ENV = {name: value for name, value in CPU_ENV.items() if "CPU" not in name}
+GPU_ARGS = ("--dtype", "bfloat16", "--seed", "0")
 
 _RESERVED: list[socket.socket] = []  # bound and not listened on; a server may come back to its place
 
@@ -69,15 +71,18 @@ def serve(
     env: Mapping[str, str] | None = None,
     name: str = "tiny",
     start_s: float = 240.0,
+    on_gpu: bool = False,
 ) -> Iterator[str]:
     """Serve `model` as `name` and yield the base URL (without /v1) once it is healthy.
 
+    `on_gpu`: with vLLM's own compilation and CUDA graphs, which a CPU server here goes without.
     Raises ServerError with the log's tail if it exits first or is not up within `start_s`.
     """
     unwind_on_sigterm()
     port = reserved_port()
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", name]
-    command += ["--host", "127.0.0.1", "--port", str(port), *CPU_ARGS, *args]
+    always, settings = (GPU_ARGS, GPU_ENV) if on_gpu else (CPU_ARGS, CPU_ENV)
+    command = [*script("vllm", "vllm.entrypoints.cli.main"), "serve", str(model), "--served-model-name", name]
+    command += ["--host", "127.0.0.1", "--port", str(port), *always, *args]
     inherited = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}  # not ours to add to
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
@@ -85,7 +90,7 @@ def serve(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**inherited, **CPU_ENV, **(env or {})},
+            env={**inherited, **settings, **(env or {})},
             start_new_session=True,  # its workers die with it, by process group
         )
     try:
@@ -94,6 +99,12 @@ def serve(
         yield url
     finally:
         stop(process)
+
+
+def script(name: str, module: str) -> list[str]:
+    """The command `name` of this Python's environment. Unpacked wheels have none: then its module, run."""
+    installed = Path(sys.executable).with_name(name)
+    return [str(installed)] if installed.exists() else [sys.executable, "-m", module]
 
 
 def processes(url: str) -> list[psutil.Process]:

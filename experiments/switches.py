@@ -2,11 +2,11 @@
 
     python -m experiments.switches priced_pins --regimes "no offloading; DRAM 20 GB alone"
     python -m experiments.switches load_or_recompute --regimes "slow disk" --ssd-gbps 0.2
-    python -m experiments.switches prefetch --regimes "slow disk" --ssd-gbps 0.2 --blocking
     python -m experiments.switches learn_matches --regimes "fig8" --thoughts 4
     python -m experiments.switches                  # each switch in each regime: about an hour of a core
 
-In the lab: an assumed A100 unless the regime says otherwise, decode steps merged. The ratio is that of mean
+measured_chunk is tried with measured step times, infer_programs with clients that name no program. In the
+lab: an assumed A100 unless the regime says otherwise, decode steps merged. The ratio is that of mean
 job times, off / on: above 1 the switch is worth having. Rows are printed as they end.
 """
 
@@ -35,8 +35,8 @@ from experiments.sweep.goals import is_wanted, papers, swe
 from experiments.sweep.simulated import programs_of, setup_of
 
 SWITCHES = (
-    *("admission", "first_prompt_order", "no_loss_guard", "drop_dead", "priced_pins"),
-    *("learn_matches", "load_or_recompute", "stop_stores", "prefetch"),
+    *("admission", "first_prompt_order", "drop_dead", "priced_pins"),
+    *("learn_matches", "load_or_recompute", "stop_stores", "measured_chunk", "infer_programs"),
 )
 
 
@@ -62,7 +62,9 @@ def with_switch(point: Point, switch: str, is_on: bool, thoughts: float = 0.0) -
     programs = programs_of(point)
     if thoughts:
         programs = with_thoughts(programs, thoughts)
-    setup = setup_of(point, programs)
+    if switch == "infer_programs":
+        programs = tuple(replace(program, source="unnamed") for program in programs)
+    setup = replace(setup_of(point, programs), steps_known=switch == "measured_chunk")
     return simulate(programs, replace(setup, continuum={**setup.continuum, switch: is_on}))
 
 

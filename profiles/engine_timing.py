@@ -44,7 +44,15 @@ class KvShape:
 class Engine:
     """A vLLM engine that is asked to compute exactly this many tokens after that many."""
 
-    def __init__(self, model: Path, longest_tokens: int, chunk_tokens: int, batch: int, timer: Timer) -> None:
+    def __init__(
+        self,
+        model: Path,
+        longest_tokens: int,
+        chunk_tokens: int,
+        batch: int,
+        timer: Timer,
+        load_format: str = "auto",
+    ) -> None:
         from vllm import LLM
         from vllm.platforms import current_platform
 
@@ -54,6 +62,7 @@ class Engine:
             torch.set_num_threads(CPU_THREADS)
         llm = LLM(
             str(model),
+            load_format=load_format,
             dtype="bfloat16",
             enforce_eager=on_cpu,
             max_model_len=longest_tokens,

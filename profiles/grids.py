@@ -34,7 +34,7 @@ class Grid:
         return max(prefill, max(self.step_contexts) + self.largest_chunk) + 1024
 
 
-QUICK = Grid((128, 256, 512), (0, 512), (0, 128), (256,), (2,), (1, 4, 16), 2, 45.0)
+QUICK = Grid((128, 256, 512), (0, 512), (0, 128, 512), (256,), (1, 4), (1, 4, 16), 2, 45.0)
 CPU = Grid(
     prefill_tokens=(128, 256, 512, 1024, 2048),
     prefill_contexts=(0, 1024, 4096),

@@ -36,10 +36,11 @@ Tick = Callable[[], None]
 
 
 def measure(
-    model: Path, disk_dir: Path, grid: Grid, device: str, timer: Timer
+    model: Path, disk_dir: Path, grid: Grid, device: str, timer: Timer, load_format: str = "auto"
 ) -> tuple[Measured, dict[str, Any]]:
     """Every timing of this machine, and what is to be known about them."""
-    engine = Engine(model, grid.longest_tokens, grid.largest_chunk, max(grid.step_batches), timer)
+    batch = max(grid.step_batches)
+    engine = Engine(model, grid.longest_tokens, grid.largest_chunk, batch, timer, load_format)
     budget = Budget(grid.budget_s, grid.repetitions)
     total = (grid.repetitions + 1) * (len(grid.prefills) + step_count(grid) + 4 * len(grid.load_chunks))
     with tqdm(total=total, unit="timing", desc="measuring") as bar:
@@ -105,6 +106,7 @@ def main(
         Path | None, typer.Option(help="A folder on LMCache's disk.", show_default="a temporary one")
     ] = None,
     budget_s: Annotated[float | None, typer.Option(help="Seconds after the engine's start.", min=1)] = None,
+    load_format: Annotated[str, typer.Option(help="As vLLM's; dummy: a shape without weights.")] = "auto",
 ) -> None:
     """Measure this machine with one model and write its profile."""
     before = load_average()
@@ -115,7 +117,7 @@ def main(
         grid = QUICK if quick else CPU if device == "cpu" else GPU
         grid = replace(grid, budget_s=budget_s or grid.budget_s)
         folder = disk_dir or Path(tempfile.gettempdir())
-        measured, facts = measure(model, folder, grid, device, Timer())
+        measured, facts = measure(model, folder, grid, device, Timer(), load_format)
         profile = profile_of(measured, clock, force)
     except ProfileError as error:
         typer.echo(f"error: {error}", err=True)
@@ -124,6 +126,7 @@ def main(
         "date": today(),
         "command": command(model, out, clock, quick, force, budget_s),
         "model": model.name,
+        "load_format": load_format,
         **machine(device),
         "load_average": {"before": before, "after": load_average()},
         "repetitions": grid.repetitions,

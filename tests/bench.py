@@ -23,6 +23,7 @@ from vllm.config import (  # noqa: E402
     KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
+    SpeculativeConfig,
     VllmConfig,
 )
 from vllm.sampling_params import SamplingParams  # noqa: E402
@@ -57,6 +58,7 @@ class Bench:
         log_stats: bool = True,
         chunked: bool = True,
         spec: Any = None,
+        drafts: int = 0,
     ) -> None:
         init_none_hash(sha256)
         is_async = "Async" in scheduler_cls.__name__
@@ -75,6 +77,10 @@ class Bench:
         )
         config.scheduler_config.async_scheduling = is_async  # the CPU platform turns it off
         config.cache_config.num_gpu_blocks = blocks
+        if drafts:  # set late: vLLM refuses n-grams beside async scheduling, which other drafters may have
+            config.speculative_config = SpeculativeConfig(
+                method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2, prompt_lookup_min=1
+            )
         spec = spec or FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.now_s = 1000.0

@@ -7,7 +7,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from continuum_lmcache.recorder import Recorder
-from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, TurnId
+from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, Turn, TurnId
 from continuum_lmcache.vllm_plugin.recording import Recording
 from experiments.analyze import app
 
@@ -54,7 +54,8 @@ class Run:
         keep = more.get("keep", DROP)
         self.recorder.finished(finish_s, program, turn_id, tool, prompt_tokens + 10, 10, False, keep)
         if keep.ttl_s > 0:
-            self.recorder.pinned(finish_s, Pin(program, 7, finish_s, finish_s + keep.ttl_s, keep))
+            ended = Turn(program, 1, tool, prompt_tokens + 10, 7, served)
+            self.recorder.pinned(finish_s, Pin(program, 7, finish_s, finish_s + keep.ttl_s, keep, ended))
 
     def unpinned(self, at_s: float, job: str, outcome: Outcome) -> None:
         self.recorder.unpinned(at_s, ProgramId(job), outcome)

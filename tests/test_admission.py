@@ -7,13 +7,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from continuum_lmcache.admission import Door, Room, room_of
-from continuum_lmcache.commons import Commons
+from continuum_lmcache.admission import BUSY_SHARE, Door, Room, room_of
+from continuum_lmcache.commons import MOST_HEADS, Commons, Head
 from continuum_lmcache.endings import LEAST_ENDINGS, Ending, Endings
 from continuum_lmcache.growth import PRIOR_TURNS, Growth
-from continuum_lmcache.guard import Guard
 from continuum_lmcache.orders import at_the_door
 from continuum_lmcache.types import ProgramId, Tier
+from continuum_lmcache.working_set import PromptTime
 
 A, B, C = (ProgramId(name) for name in "abc")
 MAX_WAIT_S = 60.0
@@ -157,6 +157,50 @@ def test_a_program_stands_at_the_door_until_the_last_of_its_turns_has_left() -> 
     assert not at.outside
 
 
+def sharing(at: Door, blocks: int = 10) -> list[str]:
+    """Hashes of a prompt whose first blocks of 4,000 tokens somebody else's prompt began with, too."""
+    at.commons = Commons(block_tokens=4000)
+    at.commons.found([f"head {i}" for i in range(blocks)], 4000 * blocks)
+    return [*(f"head {i}" for i in range(blocks)), "own"]
+
+
+def test_a_head_that_many_programs_share_takes_room_once() -> None:
+    at = door(active_tokens=100_000)
+    hashes = sharing(at)
+    for i in range(4):
+        at.arrives(0.0, ProgramId(f"p{i}"), 44_000, hashes=hashes)
+    assert len(admitted(at)) == 4, "40,000 in common and 4,000 of each one's own"
+    assert at.context_tokens == 40_000 + 4 * 4_000
+    at.arrives(0.0, A, 60_000)
+    assert admitted(at) == [], "one that shares nothing needs all that it sends"
+
+
+def test_a_shared_head_takes_room_until_the_last_program_that_uses_it_has_left() -> None:
+    at = door(active_tokens=100_000)
+    hashes = sharing(at)
+    for program in (A, B):
+        at.arrives(0.0, program, 44_000, hashes=hashes)
+    assert admitted(at) == [A, B]
+    at.arrives(1.0, C, 70_000)
+    at.leaves(2.0, A)
+    assert at.context_tokens == 44_000 + 70_000 and admitted(at, 40.0) == []
+    at.leaves(41.0, B)
+    assert at.context_tokens == 70_000 and admitted(at, 80.0) == [C]
+
+
+def test_a_program_at_the_door_is_judged_by_its_own_tokens_once_its_head_is_known() -> None:
+    at = door(active_tokens=110_000, started_tokens=110_000)
+    hashes = [f"head {i}" for i in range(11)]
+    at.commons = Commons(block_tokens=4000)
+    for program in (A, B, C):
+        at.arrives(0.0, program, 44_000, hashes=hashes)
+    assert admitted(at) == [A, B], "nobody knows yet that they have 40,000 in common"
+    at.finds(1.0, B, hashes, 40_000)
+    assert admitted(at, 1.0) == [C]
+    assert at.arrives(2.0, A, 44_000, hashes=hashes)
+    assert at.context_tokens == 40_000 + 3 * 4_000, "the first one too, from its next turn on"
+
+
 def test_the_limits_follow_the_largest_tier() -> None:
     assert room_of(1000, {}) == Room(1000, 0.0)
     assert room_of(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
@@ -170,12 +214,40 @@ def test_who_comes_is_told_for_how_long_the_line_has_stood() -> None:
     assert [at.outside[program].line_s for program in (B, C)] == [0.0, 30.0]
 
 
+def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is_no_room() -> None:
+    at = door()
+    at.arrives(0.0, A, 90_000, passes=True)
+    for program in (B, C):
+        at.arrives(0.0, program, 90_000)
+    assert at.opens(0.0, idle=False, prompt_share=BUSY_SHARE) == []
+    assert at.opens(1.0, idle=False, prompt_share=0.2) == [B]
+    assert at.opens(2.0, idle=False, prompt_share=0.2) == [C]
+
+
+def test_the_share_of_time_for_prompts_follows_half_a_minute_of_steps() -> None:
+    prompts = PromptTime()
+    for second in range(1000, 1060):
+        prompts.stepped(float(second), prompts_s=0.9 if second % 2 else 0.0)
+    assert prompts.now(1059.0) == pytest.approx(0.45, abs=0.1)
+    assert prompts.now(1089.0) == pytest.approx(0.45 / 2.718, abs=0.05), "an engine that rests"
+
+
+def test_an_engine_that_computes_prompts_all_the_time_is_busy_and_one_that_wakes_up_is_not() -> None:
+    prompts = PromptTime()
+    prompts.stepped(5000.0, prompts_s=1.0)
+    assert prompts.now(5000.0) < 0.01
+    for second in range(5001, 5100):
+        prompts.stepped(float(second), prompts_s=1.0)
+    assert prompts.now(5099.0) > 0.95
+
+
 class Doors(RuleBasedStateMachine):
     """Programs come, pause, return, end and vanish in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.at = door(started_tokens=200_000)
+        self.at.commons = Commons(block_tokens=1000)
         self.now_s, self.count = 0.0, 0
         self.first_since_s: dict[ProgramId, float] = {}
 
@@ -183,10 +255,24 @@ class Doors(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
 
-    @rule(tokens=st.integers(1, 150_000), priority=st.integers(-1, 1), passes=st.booleans())
-    def a_program_comes(self, tokens: int, priority: int, passes: bool) -> None:
+    @rule(
+        tokens=st.integers(1, 150_000),
+        priority=st.integers(-1, 1),
+        passes=st.booleans(),
+        head=st.sampled_from("abc"),
+    )
+    def a_program_comes(self, tokens: int, priority: int, passes: bool, head: str) -> None:
         self.count += 1
-        self.at.arrives(self.now_s, ProgramId(f"p{self.count}"), tokens, priority, passes=passes)
+        hashes = [(head, i) for i in range(tokens // 1000)]
+        program = ProgramId(f"p{self.count}")
+        self.at.arrives(self.now_s, program, tokens, priority, passes=passes, hashes=hashes)
+
+    @precondition(lambda self: self.at.inside)
+    @rule(data=st.data(), blocks=st.integers(0, 30), head=st.sampled_from("abc"))
+    def a_first_turn_finds_a_head(self, data: st.DataObject, blocks: int, head: str) -> None:
+        program = data.draw(st.sampled_from(sorted(self.at.inside)))
+        hashes = [(head, i) for i in range(self.at.inside[program].context_tokens // 1000)]
+        self.at.finds(self.now_s, program, hashes, min(blocks, len(hashes)) * 1000)
 
     @precondition(lambda self: self.at.outside)
     @rule(data=st.data(), tokens=st.integers(1, 150_000))
@@ -297,13 +383,10 @@ def programs(growth: Growth, firsts: range, final_tokens: int, turns: int = 10) 
     return growth
 
 
-def test_a_tiny_first_prompt_speaks_for_much_once_its_like_have_ended_large() -> None:
-    unknown, known = programs(Growth(), range(3000, 3032), 13_000), programs(Growth(), range(90, 122), 13_000)
-    assert unknown.forecast_tokens(91, 0, 91) == 8 * 91, (
-        "nobody knows: a flood of them must not fill the door"
-    )
-    assert 5_000 < known.forecast_tokens(91, 0, 91) < 8_000, "half-way to 13,000"
-    assert known.forecast_tokens(4, 0, 4) == 8 * 4, "of these none has ended"
+def test_a_tiny_first_prompt_speaks_for_as_much_growth_as_any() -> None:
+    growth = programs(Growth(), range(90, 122), 13_000)
+    assert growth.forecast_tokens(4, 0) == pytest.approx(growth.forecast_tokens(1004, 0) - 1000)
+    assert 5_000 < growth.forecast_tokens(91, 0) < 8_000, "half-way to 13,000"
 
 
 def test_the_forecasts_of_many_programs_may_fill_the_cache_and_those_of_few_leave_room() -> None:
@@ -326,27 +409,22 @@ def test_programs_unlike_each_other_leave_more_room() -> None:
     assert 0.6 < ratio < 0.9
 
 
-def test_while_somebody_is_held_at_the_door_memory_is_short() -> None:
-    guard = Guard(1000)
-    seen = [(guard.looks(100, held), guard.crowded) for held in (False, True, True, False)]
-    assert seen == [(False, False), (True, True), (False, True), (True, False)]
-
-
-def test_the_guard_changes_its_mind_late_both_ways() -> None:
-    guard = Guard(1000)
-    seen = [(guard.looks(tokens), guard.crowded) for tokens in (480, 520, 480, 380, 480)]
-    assert seen == [(False, False), (True, True), (False, True), (True, False), (False, False)]
-
-
 def test_a_head_is_shared_once_another_program_found_it() -> None:
-    commons = Commons()
-    assert commons.shared_blocks("abcde") == 0
-    commons.found("abxyz", 2)
-    assert commons.shared_blocks("abcde") == 2 and commons.shared_blocks("qbcde") == 2
-    commons.found("qrs", 0)
-    assert commons.shared_blocks("qrs") == 0
-    commons.found("qxy", 1)
-    assert commons.shared_blocks("qrs") == 1
+    commons = Commons(block_tokens=10)
+    assert commons.head("abcde").tokens == 0
+    commons.found("abxyz", 20)
+    assert commons.head("abcde") == commons.head("qbcde") == Head("b", 20)
+    commons.found("qrs", 9)
+    assert commons.head("qrs").tokens == 0
+    commons.found("qxy", 10)
+    assert commons.head("qrs").tokens == 10
+
+
+def test_the_heads_that_were_not_found_for_longest_are_forgotten() -> None:
+    commons = Commons(block_tokens=1)
+    for name in range(MOST_HEADS + 1):
+        commons.found([name, name], 1 + name % 2)
+    assert commons.head([0]).tokens == 0 and commons.head([0, 1]).tokens == 2
 
 
 def test_clients_are_believed_until_too_many_ended_programs_come_back() -> None:

@@ -1,8 +1,8 @@
 """A real mini-swe-agent, unmodified, with real bash, against the real server.
 
 The random model is made to answer with a valid bash block by a structured-output regex over a few
-fast and slow commands. Two sets of programs: some name themselves by job_id, as that agent's
-clients do (`model_kwargs`), some name nothing.
+fast and slow commands. Some programs name themselves by job_id, as that agent's clients do
+(`model_kwargs`), some by a header that other agents send, some name nothing.
 """
 
 from __future__ import annotations
@@ -75,8 +75,11 @@ def run_agent(url: str, folder: Path, number: int) -> str:
 
     commands = "|".join(map(re.escape, COMMANDS))
     body: dict[str, Any] = {"structured_outputs": {"regex": f"```mswea_bash_command\n({commands})\n```"}}
-    if number % 2 == 0:
+    headers: dict[str, str] = {}
+    if number % 4 == 0:
         body["job_id"] = f"agent-{number}"
+    elif number % 2 == 0:
+        headers["thread-id"] = f"agent-{number}"  # as Codex names its programs
     workspace = folder / f"work-{number}"
     workspace.mkdir()
     model = LitellmTextbasedModel(
@@ -87,6 +90,7 @@ def run_agent(url: str, folder: Path, number: int) -> str:
             "temperature": 1.0,
             "max_tokens": 60,
             "extra_body": body,
+            "extra_headers": headers,
         },
         cost_tracking="ignore_errors",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -13,28 +12,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import httpx
 from bench import Bench, prompt, settings  # noqa: F401
-from fastapi import FastAPI, Request
-from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from entry_points import BODIES, app, post
 
 from continuum_lmcache.identity import OWNER_FIELD
-from continuum_lmcache.vllm_plugin import api_keys, protocol
+from continuum_lmcache.vllm_plugin import api_keys
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 KEYS = ["key-of-ann", "key-of-bob"]
-MESSAGES = [{"role": "user", "content": "hello"}]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/completions": {"prompt": "hello"},
-    "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/responses": {"input": "hello"},
-    "/v1/messages": {"messages": MESSAGES, "max_tokens": 4},
-}
 
 
 @pytest.fixture
@@ -44,63 +29,6 @@ def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:  # noq
     yield made
     made.scheduler.shutdown()
     assert made.used_blocks == 0
-
-
-def app(keys: list[str]) -> FastAPI:
-    """vLLM's request classes behind vLLM's authentication; answers with what a request's extra_args are."""
-    protocol.install()
-    served = FastAPI()
-
-    def extra_args(request: Any) -> dict[str, Any]:
-        params = request.to_sampling_params(16, {})
-        return dict(params.extra_args or {})
-
-    @served.post("/v1/completions")
-    async def completions(request: CompletionRequest) -> dict[str, Any]:
-        return extra_args(request)
-
-    @served.post("/v1/chat/completions")
-    async def chat(request: ChatCompletionRequest) -> dict[str, Any]:
-        return extra_args(request)
-
-    @served.post("/v1/responses")
-    async def responses(request: ResponsesRequest) -> dict[str, Any]:
-        return extra_args(request)
-
-    @served.post("/v1/messages")
-    async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> dict[str, Any]:
-        class Serving(AnthropicServingMessages):
-            def __init__(self) -> None:
-                """Only what turns a message into a chat completion."""
-                self._merge_inline_system = False
-
-            async def create_chat_completion(self, request: Any, *_: Any) -> Any:
-                raise Sent(extra_args(request))
-
-        try:
-            await Serving().create_messages(request, raw_request)
-        except Sent as sent:
-            return sent.args[0]
-        raise AssertionError("create_messages answered without a chat completion")
-
-    if keys:
-        served.add_middleware(AuthenticationMiddleware, tokens=keys)
-    return served
-
-
-class Sent(Exception):
-    """Carries what would have been sent to the engine."""
-
-
-def post(served: FastAPI, path: str, key: str | None = None, **fields: Any) -> dict[str, Any]:
-    async def send() -> dict[str, Any]:
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://t") as client:
-            response = await client.post(path, json={"model": "m", **BODIES[path], **fields}, headers=headers)
-        assert response.status_code == 200, response.text
-        return dict(response.json())
-
-    return asyncio.run(send())
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.costs import Costs, PrefillCurve, Rate
@@ -18,7 +20,7 @@ COSTS = Costs(
     chunk_tokens=256,
 )
 IN_DRAM = Turn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, CONTEXT, 0, CONTEXT))
-LOAD = Load(total_blocks=2000, free_blocks=100, pinned_blocks=0, waiting_turns=3)
+LOAD = Load(total_blocks=2000, free_blocks=100, pinned_blocks=0)
 
 
 def appraiser(capacity_tokens: int) -> Appraiser:
@@ -58,6 +60,15 @@ def test_a_store_that_holds_it_surely_and_brings_it_fast_needs_no_long_pin() -> 
     nowhere = Turn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, 0, 0, CONTEXT))
     made = appraiser(10_000_000)
     assert ttl_s(made, 0.0) < made.retain(0.0, nowhere, LOAD).ttl_s
+
+
+def test_prefill_reload_is_computed_once_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Residency] = []
+    stock = Costs.reload_s
+    monkeypatch.setattr(Costs, "reload_s", lambda *args: asked.append(args[1]) or stock(*args))
+    keep = appraiser(10_000_000).retain(0.0, IN_DRAM, LOAD)
+    assert asked == [IN_DRAM.residency]
+    assert keep.benefit_s == pytest.approx(keep.reload_s), "T is 0: the reload is all that a pin saves"
 
 
 def test_the_ceiling_holds_whatever_the_policy_says() -> None:

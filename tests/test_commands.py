@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "profiles" / "README.md"]
+EXPERIMENTS = ROOT / "experiments" / "README.md"
+PAGES = [README, EXPERIMENTS, *sorted((ROOT / "docs").rglob("*.md")), ROOT / "profiles" / "README.md"]
 OURS = re.compile(r"(python (-m )?(experiments|profiles)\b|continuum-lmcache )")
 RUNNER = ROOT / "tests" / "commands_in_one_process.py"
 
@@ -37,9 +38,10 @@ def by_path(command: list[str]) -> list[str]:
 
 
 def all_of_them() -> list[list[str]]:
-    """README's with each set of options, and every script that any page names once by its path."""
+    """README's and the experiments' with each set of options; every script that a page names, by its path."""
     shown = {page: [asked_for_help(c) for c in commands(page) if OURS.match(c)] for page in PAGES}
-    distinct = {(*c[:4], *sorted(word for word in c if word.startswith("-"))): c for c in shown[README]}
+    firsts = shown[README] + shown[EXPERIMENTS]
+    distinct = {(*c[:4], *sorted(word for word in c if word.startswith("-"))): c for c in firsts}
     modules = {c[2]: c[:3] for page in PAGES for c in shown[page] if c[:2] == ["python", "-m"]}
     return [*distinct.values(), *(by_path([*c, "--help"]) for c in modules.values())]
 

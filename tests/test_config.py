@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.config import REMOVED, ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 
 
@@ -14,6 +14,14 @@ def test_keys_beside_lmcaches_own_are_read_and_the_environment_wins() -> None:
     extra = {"lmcache.chunk_size": 256, "continuum.max_ttl_s": 8, "continuum.policy": "static-ttl"}
     config = ContinuumConfig.load(extra, {"CONTINUUM_MAX_TTL_S": "4.5", "HOME": "/"})
     assert (config.max_ttl_s, config.policy) == (4.5, "static-ttl")
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^continuum\.{name} in kv_connector_extra_config was removed"):
+        ContinuumConfig.load({f"continuum.{name}": True}, {})
+    with pytest.raises(ConfigError, match=rf"^CONTINUUM_{name.upper()} in the environment was removed"):
+        ContinuumConfig.load({}, {f"CONTINUUM_{name.upper()}": "1"})
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:

@@ -1,4 +1,4 @@
-"""Admission, dead KV and the guard on vLLM's own scheduler, step by step. Blocks hold 16 tokens."""
+"""Admission and dead KV on vLLM's own scheduler, step by step. Blocks hold 16 tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 from continuum_lmcache.chunks import Chunks
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from continuum_lmcache.vllm_plugin.totals import totals_of
+from continuum_lmcache.working_set import PromptTime
 from experiments.trust.soak_scheduler import tables
 
 Make = Callable[..., Bench]
@@ -57,6 +58,30 @@ def test_programs_beyond_the_room_wait_and_all_of_them_are_served(make: Make) ->
     assert sorted(bench.done) == sorted(sent)
 
 
+def test_a_common_head_counts_once_and_programs_that_fit_are_not_held(make: Make) -> None:
+    bench = make(blocks=200)  # 199 of them: 3,184 tokens
+    for i in range(2):  # the second one finds what the first one, in its tool call, has left
+        bench.turn(f"first {i}", prompt(480) + prompt(16, 50 + i))
+    for i in range(8):
+        bench.send(f"p{i}", prompt(480) + prompt(16, 1 + i), out=4)
+    bench.step()
+    assert held(bench) == [], "480 tokens in common, and 128 of their own"
+
+
+def test_a_held_program_starts_once_steps_of_decodes_have_left_time_for_its_prompt(make: Make) -> None:
+    bench = make(blocks=60)
+    for i in range(4):
+        bench.send(f"p{i}", prompt(400, i), out=200)
+    for _ in range(40):  # prompts, and nothing else
+        bench.step(0.1)
+        bench.send(None, prompt(150, 99))
+    waiting = len(held(bench))
+    assert waiting > 0
+    for _ in range(3):
+        bench.step(10.0)
+    assert len(held(bench)) < waiting
+
+
 def test_without_admission_nobody_waits_at_the_door(make: Make) -> None:
     bench = make(blocks=20, admission="false")
     crowd_in(bench, 8)
@@ -91,6 +116,7 @@ def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(ma
     bench.step()
     waiting = held(bench)
     urgent = bench.send("urgent", prompt(100, 78), priority=-1)
+    bench.keeper.witness.prompt_time = PromptTime(1.0, bench.now_s)  # prompts leave no time for another
     bench.step()
     assert waiting and urgent in held(bench)
     bench.run_until_idle()
@@ -218,37 +244,6 @@ def test_a_program_that_was_said_to_be_over_keeps_its_place_when_it_comes_back(m
     assert bench.keeper.crowd.endings.wrong == 1
 
 
-# the guard --------------------------------------------------------------------
-
-
-def test_while_all_contexts_fit_turns_go_as_they_came_and_programs_keep_their_place_when_they_do_not(
-    make: Make,
-) -> None:
-    def order_of(blocks: int) -> list[str]:
-        bench = make(blocks=blocks, budget_tokens=64, max_ttl_s=0, admission="false")
-        bench.turn("old", prompt(32, 1))
-        busy = bench.send("busy", prompt(300, 2), out=8)
-        bench.step()
-        later, back = bench.send("new", prompt(150, 3)), bench.send("old", prompt(40, 1))
-        bench.run_until_idle()
-        names = {busy: "busy", later: "new", back: "old"}
-        return [names[i] for i in bench.order if i in names]
-
-    assert order_of(blocks=100) == ["busy", "new", "old"]
-    assert order_of(blocks=33) == ["busy", "old", "new"]
-
-
-def test_the_guard_can_be_switched_off(make: Make) -> None:
-    bench = make(blocks=100, no_loss_guard="false", budget_tokens=64, max_ttl_s=0)
-    bench.turn("old", prompt(32, 1))
-    bench.send("busy", prompt(300, 2), out=8)
-    bench.step()
-    bench.send("new", prompt(150, 3))
-    back = bench.send("old", prompt(40, 1))
-    bench.run_until_idle()
-    assert bench.order.index(back) < len(bench.order) - 1
-
-
 # the chunk budget -------------------------------------------------------------
 
 
@@ -314,7 +309,7 @@ def test_an_older_programs_prompt_leaves_younger_decodes_their_place_in_a_chosen
 @pytest.mark.parametrize("tokens", [110, 112])
 def test_where_memory_may_run_short_the_newest_program_is_still_the_victim(make: Make, tokens: int) -> None:
     """The older one's prompt is half-way when the younger one's decode takes the last block."""
-    bench = make(blocks=34, budget_tokens=128, no_loss_guard=False)
+    bench = make(blocks=34, budget_tokens=128)
     bench.scheduler._chunks = Chunks(SMALL_CHUNKS_PAY, 128)
     bench.turn("old", prompt(16, 1))
     young = bench.send("young", prompt(16, 2), out=400)

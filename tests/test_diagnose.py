@@ -34,6 +34,9 @@ HEALTHY = Window(
     load_decisions={"load": 5.0},
     rate_samples={"dram": 1},
     tier_store_up=1,
+    lost_s={"nonce": 0.2, "tools": 0.2, "compaction": 9.0},
+    lost_returns={"nonce": 3, "tools": 1, "compaction": 1},
+    lost_at_token={"nonce": 41},
 )
 CASES: dict[str, Any] = {
     "low-batch-memory-full": {"running_turns": 7.9, "waiting_turns": 1},
@@ -45,6 +48,11 @@ CASES: dict[str, Any] = {
     "store-stalls": {"store_s": 0.51},
     "tier-store-down": {"tier_store_up": 0},
     "guessed-rates": {"rate_samples": {"dram": 0}},
+    "lost-to-nonce": {"lost_s": {"nonce": 0.21}},
+    "lost-to-tools": {"lost_s": {"tools": 0.21}},
+    "lost-to-salt": {"lost_s": {"salt": 0.21}},
+    "lost-to-thoughts": {"lost_s": {"thoughts": 0.21}},
+    "lost-to-answer": {"lost_s": {"answer": 0.21}},
 }
 
 
@@ -69,6 +77,11 @@ def test_a_dead_tier_store_is_the_gravest() -> None:
 def test_memory_full_of_pins_is_said_to_be() -> None:
     (found,) = diagnose(replace(HEALTHY, running_turns=2, waiting_turns=9))
     assert "30% of it by pins" in found.figure
+
+
+def test_a_finding_on_prompts_says_where_the_latest_parted() -> None:
+    (found,) = diagnose(replace(HEALTHY, lost_s={"nonce": 2.5}))
+    assert "3 returns in 10 s need 2.50 s" in found.figure and "at token 41" in found.figure
 
 
 def test_a_full_server_with_a_large_batch_or_an_empty_queue_is_only_busy() -> None:

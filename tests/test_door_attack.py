@@ -34,10 +34,13 @@ def order(knock: Knock, growth: Growth) -> float:
     return at_the_door(knock.arrival_s, knock.prompt_tokens, usual, 3.0, trust, MAX_WAIT_S, knock.line_s)
 
 
-def victims_wait_s(says_the_truth: bool, per_s: int = 60, lasts_s: int = 60) -> float:
+def victims_wait_s(
+    says_the_truth: bool, prompt_share: float = 1.0, per_s: int = 60, lasts_s: int = 60
+) -> float:
     """P95 of what a victim (one every two seconds) waits beside so many programs of four tokens a second.
 
-    Each of these is over after its one turn. The attacker does not say so.
+    Each of these is over after its one turn. The attacker does not say so. Prompts of four tokens take no
+    time by themselves: `prompt_share` is that of others.
     """
     door = Door(room_of(72 * 128, {}), MAX_WAIT_S, order, learned())
     came: dict[ProgramId, float] = {}
@@ -72,7 +75,7 @@ def victims_wait_s(says_the_truth: bool, per_s: int = 60, lasts_s: int = 60) -> 
         while later and later[0][0] <= now_s:
             at_s, _, action = heapq.heappop(later)
             action(at_s)
-        for program in door.opens(now_s, idle=False):
+        for program in door.opens(now_s, idle=False, prompt_share=prompt_share):
             starts(now_s, program)
         door.check()
     waits_s += [lasts_s - arrived_s for arrived_s in came.values()]
@@ -83,8 +86,10 @@ def test_tiny_programs_that_say_they_end_keep_nobody_waiting() -> None:
     assert victims_wait_s(says_the_truth=True) < 1.0
 
 
-def test_tiny_programs_that_never_say_they_end_keep_nobody_waiting() -> None:
-    assert victims_wait_s(says_the_truth=False) < 1.0
+def test_tiny_programs_that_never_say_they_end_keep_nobody_waiting_for_long() -> None:
+    assert victims_wait_s(says_the_truth=False, prompt_share=0.1) < 2.0
+    assert victims_wait_s(says_the_truth=False) < 10.0, "an engine that others keep busy, in the first minute"
+    assert victims_wait_s(says_the_truth=False, lasts_s=240) < 1.0, "they are found out"
 
 
 def test_programs_that_return_are_believed_also_when_their_tool_turns_slow() -> None:

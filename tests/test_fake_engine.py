@@ -40,6 +40,7 @@ class Engine:
             num_gpu_blocks_override=24,
             seed=0,
             disable_log_stats=False,
+            distributed_executor_backend="mp",
             kv_transfer_config={**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra},
         )
 
@@ -67,7 +68,8 @@ def an_engine(model: Path, **fake: Any) -> Iterator[Engine]:
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in CPU_ENV.items():
+    here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # no import anew
+    for name, value in (CPU_ENV | here).items():
         monkeypatch.setenv(name, value)
 
 

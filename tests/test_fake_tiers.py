@@ -40,7 +40,6 @@ def test_a_write_to_the_disk_is_not_there_before_it_ends() -> None:
 def test_a_disk_too_far_behind_is_given_no_more() -> None:
     store = a_store(10, 10, ssd_store_gbps=SLOW, max_ssd_lag_s=2.0)
     store.store(0.0, "abcdef")
-    assert store.skipped_writes == 3
     store.settle(9.0)
     assert list(store.ssd.names) == list("abc")
 

@@ -24,7 +24,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import BLOCK, Answer, Server, ids
 
 from continuum_lmcache.console.report import write_report
-from experiments.forced_calls import forced
 from experiments.server import processes, serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -258,7 +257,13 @@ def test_ids_and_tools_of_the_clients_own_leave_no_metric_of_their_own(server: F
 def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(server: Faulty) -> None:
     call = f"```bash\npytest tests/{CANARY} && cat {CANARY}.txt\n```"
     message = {"role": "user", "content": f"the secret is {CANARY}"}
-    body = {"model": "tiny", "messages": [message], "job_id": f"{CANARY}-1", **forced(call)}
+    body = {
+        "model": "tiny",
+        "messages": [message],
+        "job_id": f"{CANARY}-1",
+        "structured_outputs": {"choice": [call]},
+        "max_tokens": len(call) + 8,
+    }
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
     assert CANARY in answer["choices"][0]["message"]["content"]
     for process in server.processes:

@@ -24,6 +24,7 @@ from continuum_lmcache.vllm_plugin.gaps_file import load_gaps, save_gaps
 PYTEST = ("pytest tests", "pytest", "bash")
 MAKE = ("make all", "make", "bash")
 GAPS_S = st.floats(0.0, 1e5)
+TIMES_S = st.integers(1, 9).map(float) | GAPS_S  # so that many are equal
 TOOLS = st.sampled_from([PYTEST, MAKE, ("bash",), ("read",), ()])
 EVENTS = st.lists(st.tuples(TOOLS, GAPS_S, st.booleans()), max_size=60)
 
@@ -88,6 +89,16 @@ def test_an_abandoned_call_is_not_a_short_one():
     assert kaplan_meier((1.0, 2.0, 3.0), [2.5]) == pytest.approx((1 / 4, 1 / 2, 1.0))
 
 
+@given(st.lists(TIMES_S).map(sorted), st.lists(TIMES_S).map(sorted))
+def test_of_those_at_risk_at_each_gap_one_is_gone(ended_s, lost_s):
+    left, expected = 1.0, []
+    for number, at_s in enumerate(ended_s):
+        at_risk = len(ended_s[number:]) + sum(lost >= at_s for lost in lost_s)
+        left *= 1 - 1 / at_risk
+        expected.append(1 - left)
+    assert kaplan_meier(ended_s, lost_s) == pytest.approx(expected)
+
+
 def test_a_tool_that_never_returns_is_never_believed_to():
     gaps = learned((MAKE, [1.0] * 200))
     for _ in range(101):
@@ -96,12 +107,11 @@ def test_a_tool_that_never_returns_is_never_believed_to():
     assert (seen.level, seen.n, seen.samples_s, seen.probability(1e5)) == ("tool:1", 101, (), 0.0)
 
 
-def test_a_gap_that_cannot_be_is_refused_and_counted():
+def test_a_gap_that_cannot_be_is_refused():
     gaps = Gaps()
     for gap_s in (-0.001, math.nan, math.inf, -math.inf, MAX_GAP_S * 2):
         assert not gaps.observe(PYTEST, gap_s)
         assert not gaps.censor(PYTEST, gap_s)
-    assert gaps.refused == {"negative": 4, "too-long": 4, "not-a-number": 2}
     assert gaps.distribution(PYTEST).n == 0
 
 
@@ -134,7 +144,6 @@ def test_the_key_not_heard_of_for_longest_is_forgotten():
     assert gaps.own(("tool0",)).n == 0
     assert gaps.own((f"tool{MAX_KEYS + 49}",)).n == 1
     assert gaps.own(("read",)).n == MAX_KEYS + 50
-    assert gaps.forgotten == 52
     assert gaps.distribution(()).n == WINDOW
 
 

@@ -14,8 +14,6 @@ pytest.importorskip("vllm")
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 
 from continuum_lmcache.observed import MOST_SAMPLES, Observed, ToolNames
-from continuum_lmcache.tiers import Transfer
-from continuum_lmcache.types import Tier
 from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
@@ -74,12 +72,21 @@ def test_an_engine_to_which_nothing_happens_tells_nothing_but_the_first_time(mak
     assert heard[1:] == [{}] * 4
 
 
+def test_a_step_that_ends_an_engines_idleness_waits_for_no_figures(make: Make) -> None:
+    bench = make(blocks=40)
+    for story in range(3):
+        bench.turn(f"p{story}", prompt(64, story), out=2)
+        bench.now_s += 1.0
+    told_at = [at for at, stats in enumerate(bench.stats) if stats.kv_connector_stats]
+    assert told_at == [2, 5, 8], "of each turn's three steps the last"
+
+
 def test_a_busy_engine_tells_every_half_second_and_the_rest_in_its_last_step(make: Make) -> None:
     bench = make(blocks=40)
     bench.send("p", prompt(64), out=33)
     bench.run_until_idle()
     told_at = [at for at, stats in enumerate(bench.stats) if stats.kv_connector_stats]
-    assert told_at == [0, 5, 10, 15, 20, 25, 30, len(bench.stats) - 1], "a step takes 0.1 s"
+    assert told_at == [4, 9, 14, 19, 24, 29, len(bench.stats) - 1], "a step takes 0.1 s"
     last = heard_by_front_ends(bench)[-1]
     assert last["pinned_blocks"] == {"": bench.keeper.ledger.pinned_blocks} == {"": 6}
     assert last["pins"] == {"taken": 1}, "the turn's end is told before the engine idles"
@@ -91,6 +98,14 @@ def test_a_return_is_told_with_where_its_context_was(make: Make) -> None:
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
     told = bench.keeper.supply.returned_tokens
     assert told == {"gpu": 5 * BLOCK, "dram": 0, "ssd": 0, "none": len(first) - 5 * BLOCK}
+
+
+def test_a_return_to_a_context_that_stayed_but_for_its_last_block_is_no_reload(make: Make) -> None:
+    bench = make(blocks=40)
+    first = bench.turn("p", prompt(64), out=17)
+    bench.turn("p", first + prompt(80, 9), is_last_step=True)
+    assert bench.keeper.supply.returned_tokens["gpu"] == 5 * BLOCK < len(first)
+    assert not [told for told in heard_by_front_ends(bench) if "reload" in told]
 
 
 def test_stats_without_our_news_are_left_alone() -> None:
@@ -130,7 +145,5 @@ def test_what_nobody_takes_is_bounded() -> None:
     seen = Observed()
     for i in range(2 * MOST_SAMPLES):
         seen.gap(("ls",), float(i))
-        seen.moved(Transfer(Tier.SSD, "load", 10, 100, 0.5))
     assert sum(map(len, seen.take_samples()["tool_gap"].values())) == MOST_SAMPLES
     assert seen.take_samples() == {}
-    assert seen.take_work() == {"loaded_tokens/ssd": 20 * MOST_SAMPLES, "load_s/ssd": 1.0 * MOST_SAMPLES}

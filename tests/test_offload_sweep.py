@@ -15,14 +15,14 @@ from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.policies import POLICIES, Policy
 from continuum_lmcache.types import Retention, Standing
 from experiments.offload_sweep import Engine, at_rate, main, plans_named, seeds_of
-from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Bench, Live, Point, SweepError
+from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live import run as run_live
 from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS
 from experiments.sweep.readout import capacity, caption, found, ratios, table
 from experiments.sweep.rows import COLUMNS, Rows, key
-from experiments.sweep.runner import complete, measured
+from experiments.sweep.runner import complete
 from experiments.sweep.simulated import run
 
 SMALL = Point(STOCK, programs=12, jps=0.1, seed=1)
@@ -134,7 +134,7 @@ def test_every_input_is_in_the_key() -> None:
         replace(SMALL, **{name: other.get(name, 7)})  # type: ignore[arg-type]
         for name in SMALL.__dataclass_fields__
     ]
-    assert len({key(case) for case in [SMALL, *changed, Bench(STOCK, 1, 1, 1, 1, 1)]}) == len(changed) + 2
+    assert len({key(case) for case in [SMALL, *changed]}) == len(changed) + 1
 
 
 def test_rows_of_other_code_stay_in_the_file_and_are_not_read(tmp_path: Path) -> None:
@@ -255,13 +255,6 @@ def test_a_figure_says_its_size_rate_seeds_and_that_nothing_was_measured(rows: R
     assert [line[1] for line in table(plan, pairs)[1:]] == ["fcfs", "continuum"]
     png, svg = draw(plan, pairs, tmp_path / "figure")
     assert png.stat().st_size > 10_000 and "<svg" in svg.read_text()
-
-
-def test_schedule_is_timed_with_the_counts_that_were_asked_for() -> None:
-    [(_, figures)] = measured([Bench("static-ttl", 4, 8, 3, rounds=5, repeat=1)], jobs=1)
-    assert 0 < figures["schedule_median_us"] <= figures["schedule_p95_us"]
-    with pytest.raises(SweepError, match="program-fcfs holds 0 pins where 3"):
-        list(measured([Bench("program-fcfs", 4, 8, 3, rounds=5, repeat=1)], jobs=1))
 
 
 def test_the_command_lists_its_figures() -> None:

@@ -21,7 +21,7 @@ A_SECOND_A_TOKEN = Costs(
     kv_bytes_per_token=1,
     chunk_tokens=1,
 )
-IDLE = Load(total_blocks=100, free_blocks=60, pinned_blocks=10, waiting_turns=0)
+IDLE = Load(total_blocks=100, free_blocks=60, pinned_blocks=10)
 
 
 def turn(reload_s, tool=MAKE, **residency):
@@ -40,6 +40,7 @@ def learned(tool=MAKE):
 
 def decide(policy, turn, gaps=None, load=IDLE, costs=A_SECOND_A_TOKEN, **settings):
     config = ContinuumConfig(policy=policy, **settings)
+    load = replace(load, reload_s=costs.reload_s(turn.residency))
     return policy_named(policy).retain(turn, gaps or Gaps(), costs, load, config)
 
 

@@ -9,7 +9,8 @@ from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
 from continuum_lmcache.distributions import Distribution, kaplan_meier
 from continuum_lmcache.gaps import SHORTEST_GAP_S
 from continuum_lmcache.policies import POLICIES
-from continuum_lmcache.solver import best_ttl
+from continuum_lmcache.scarcity import FREE_PRICE, FULL_PRICE
+from continuum_lmcache.solver import PART, Best, best_ttl
 from continuum_lmcache.types import Standing
 
 # Small whole numbers beside any, so that near ties and the edges of eq. 2 come up often.
@@ -41,6 +42,24 @@ def test_no_other_ttl_beats_the_chosen_one(seen, benefit_s, ceiling_s, shares):
     others = [*(t for t in seen.samples_s if t <= ceiling_s), *(s * ceiling_s for s in shares), ceiling_s]
     achieved = gain_s(seen, benefit_s, best.ttl_s)
     assert achieved >= max(gain_s(seen, benefit_s, t) for t in others) - SLACK * (1 + abs(benefit_s))
+
+
+@given(
+    st.lists(st.integers(1, 60).map(float) | st.floats(0.001, 60.0), max_size=5 * PART).map(sorted),
+    GAPS_S,
+    BENEFITS_S,
+    CEILINGS_S,
+    st.sampled_from((FREE_PRICE, FULL_PRICE)),
+)
+def test_the_chosen_ttl_is_the_one_that_a_look_at_every_gap_finds(
+    ended_s, lost_s, benefit_s, ceiling_s, price
+):
+    seen = Distribution("all", tuple(ended_s), kaplan_meier(ended_s, lost_s), len(ended_s) + len(lost_s))
+    allowed = [
+        (p * benefit_s - price * t, -t, p) for t, p in zip(ended_s, seen.cdf, strict=True) if t <= ceiling_s
+    ]
+    gained_s, negative_s, probability = max([(0.0, -0.0, 0.0), *allowed])
+    assert best_ttl(seen, benefit_s, ceiling_s, price) == Best(-negative_s, probability)
 
 
 @given(distributions(), BENEFITS_S, st.floats(0.0, 1000.0), CEILINGS_S)

@@ -47,13 +47,6 @@ class Queues(RuleBasedStateMachine):
         self.model.remove(entry)
         self.model.append((rank, self.count, entry[2]))
 
-    @rule()
-    def all_are_rekeyed(self) -> None:
-        self.queue.rekey_all()
-        numbered = sorted(self.model, key=lambda e: int(e[2].request_id))
-        self.model = [(e[2].rank, self.count + i, e[2]) for i, e in enumerate(numbered, 1)]
-        self.count += len(self.model)
-
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def rank_changes_behind_the_queues_back(self, data: st.DataObject) -> None:

@@ -9,7 +9,6 @@ pytest.importorskip("vllm")
 from prometheus_client import REGISTRY
 
 from continuum_lmcache.costs import UNMEASURED
-from continuum_lmcache.hearsay import Hearsay
 from continuum_lmcache.rates import Rates
 from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import Tier
@@ -27,7 +26,7 @@ def told(name: str, **labels: str) -> float:
 
 def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None:
     rates = Rates(UNMEASURED)
-    exporter().observe(rate_totals(rates, None), ENGINE)
+    exporter().observe(rate_totals(rates), ENGINE)
     assert [told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")] == [0] * 4
     assert told("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
     assert told("continuum_store_stall_seconds_per_byte") == 0
@@ -40,10 +39,8 @@ def test_measurements_move_the_rates_and_their_samples_together() -> None:
         rates.observe(Transfer(Tier.SSD, "load", 1000, 10**9, 10.0))
         rates.observe(Transfer(Tier.DRAM, "store", 1000, 10**9, 0.5))
     rates.computed(took_s=1.0, said_s=0.5)
-    exporter().observe(rate_totals(rates, Hearsay(share=0.25, returns=7)), ENGINE)
-    samples = {
-        r: told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store", "hit_share")
-    }
-    assert samples == {"prefill": 1, "dram": 0, "ssd": 5, "store": 5, "hit_share": 7}
+    exporter().observe(rate_totals(rates), ENGINE)
+    samples = {r: told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")}
+    assert samples == {"prefill": 1, "dram": 0, "ssd": 5, "store": 5}
     assert told("continuum_tier_bytes_per_second", tier="ssd") == pytest.approx(1e8, rel=0.3)
     assert told("continuum_store_stall_seconds_per_byte") == pytest.approx(0.5e-9, rel=0.1)

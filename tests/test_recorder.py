@@ -4,6 +4,7 @@ import json
 import math
 import tracemalloc
 from collections import Counter
+from inspect import isfunction, signature
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.ledger import Ledger
-from continuum_lmcache.recorder import MAX_NAME_CHARS, META, Event, Recorder, digest
+from continuum_lmcache.recorder import MAX_NAME_CHARS, META, Event, Recorder, Unrecorded, digest
 from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, Turn, TurnId
 
 A, B = ProgramId("job-a"), ProgramId("job-b")
 EPOCH_S = 1_000_000.0
 KEEP = Retention(3.0, "continuum", "cdf", 0.75, benefit_s=8.0, cost_s=3.0, samples=120, level="tool")
+
+ENDED = Turn(A, 1, ("pytest",), 1050, 66, Residency(0, 0, 0, 1050))
 
 
 def run_turn(recorder: Recorder, program: ProgramId, turn: str, at_s: float, last: bool = False) -> None:
@@ -31,7 +34,7 @@ def run_turn(recorder: Recorder, program: ProgramId, turn: str, at_s: float, las
 def test_a_turn_is_told_under_the_prototypes_names_with_what_they_lacked() -> None:
     recorder = Recorder(EPOCH_S)
     run_turn(recorder, A, "t1", 10.0)
-    recorder.pinned(12.5, Pin(A, 66, 12.5, 15.5, KEEP))
+    recorder.pinned(12.5, Pin(A, 66, 12.5, 15.5, KEEP, ENDED))
     recorder.unpinned(14.0, A, Outcome.REUSED)
     recorder.ended(20.0, A)
     assert recorder.snapshot()[A] == [
@@ -100,7 +103,7 @@ def test_numbers_that_json_lacks_become_null() -> None:
     forever = Retention(math.inf, "static-ttl", "", benefit_s=math.nan)
     recorder.arrived(0.0, A, TurnId("t"), 1)
     recorder.finished(1.0, A, TurnId("t"), (), 1, 0, False, forever)
-    recorder.pinned(1.0, Pin(A, 1, 1.0, math.inf, forever))
+    recorder.pinned(1.0, Pin(A, 1, 1.0, math.inf, forever, ENDED))
     text = json.dumps(recorder.snapshot(), allow_nan=False)
     assert '"ttl_s": null' in text and '"benefit_s": null' in text and '"deadline": null' in text
 
@@ -219,6 +222,14 @@ def test_any_id_is_safe_in_json_bounded_and_its_own(ids: list[str], hash_ids: bo
     assert found.pop(META)[0]["format"] == 1
     assert [events[0]["prompt_length"] for events in found.values()] == list(range(len(ids)))
     assert all(len(name) <= MAX_NAME_CHARS + 17 for name in found)
+
+
+def test_an_unrecorded_run_makes_no_event_of_any_kind() -> None:
+    given = {name: signature(f).parameters for name, f in vars(Recorder).items() if isfunction(f)}
+    kinds = {name for name, parameters in given.items() if "now_s" in parameters and name[0] != "_"}
+    assert {"arrived", "lost", "ended"} <= kinds
+    ignored = {name for name, f in vars(Unrecorded).items() if f is Unrecorded._ignored}
+    assert kinds == ignored - {"_ignored"}
 
 
 def test_hashed_ids_do_not_tell_the_name_and_agree_under_one_salt() -> None:

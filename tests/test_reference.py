@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
@@ -21,11 +22,21 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, exporter
 from experiments import dashboard, reference
 
+ROOT = Path(__file__).parents[1]
+ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+ALERTS = dashboard.DASHBOARD.with_name("alerts.yaml")
+
 
 def asked() -> list[str]:
     """Every query of the dashboard's file."""
     page = json.loads(dashboard.DASHBOARD.read_text())
     return [target["expr"] for panel in page["panels"] for target in panel["targets"]]
+
+
+def alerts() -> dict[str, str]:
+    """The rules' expressions by their names."""
+    (group,) = yaml.safe_load(ALERTS.read_text())["groups"]
+    return {rule["alert"]: rule["expr"] for rule in group["rules"]}
 
 
 def names(query: str) -> set[str]:
@@ -36,21 +47,37 @@ def test_the_files_are_as_the_code_has_them() -> None:
     write = "run python -m experiments.reference"
     assert reference.METRICS_PAGE.read_text() == reference.metrics_page(), write
     assert reference.README.read_text() == reference.readme(), write
-    assert dashboard.DASHBOARD.read_text() == dashboard.text(), "run python -m experiments.dashboard write"
+    assert reference.SETTINGS_PAGE.read_text() == reference.settings_page(), write
+    assert dashboard.DASHBOARD.read_text() == dashboard.text(), "run python -m experiments.dashboard"
 
 
-def test_the_readme_names_every_setting_once() -> None:
-    page = reference.README.read_text()
+def test_the_readme_is_read_in_one_sitting() -> None:
+    assert len(reference.README.read_text().splitlines()) <= 200
+
+
+def test_the_page_of_settings_names_every_one_once() -> None:
+    page = reference.SETTINGS_PAGE.read_text()
     for field in fields(ContinuumConfig):
         assert len(re.findall(rf"^\| `{field.name}` \|", page, re.MULTILINE)) == 1, field.name
         assert reference.comments()[field.name], f"config.py says nothing beside {field.name}"
 
 
 def test_links_in_the_readme_and_the_docs_lead_somewhere() -> None:
-    pages = [reference.README, *reference.METRICS_PAGE.parent.rglob("*.md")]
+    docs = reference.METRICS_PAGE.parent.rglob("*.md")
+    pages = [reference.README, ARCHITECTURE, ROOT / "experiments" / "README.md", *docs]
     for page in pages:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_architecture_fits_two_screens_and_names_what_there_is() -> None:
+    text = ARCHITECTURE.read_text()
+    assert len(text.splitlines()) <= 100
+    sources = "".join(path.read_text() for path in sorted(ROOT.glob("c*/**/*.py")))
+    for owner, member in re.findall(r"`([A-Z]\w+)\.(\w+)`", text):
+        assert f"class {owner}" in sources and re.search(rf"\b{member}\b", sources), f"{owner}.{member}"
+    for name in re.findall(r"`([A-Z][a-z]\w+)`", text):
+        assert re.search(rf"class {name}\b", sources), name
 
 
 def test_the_page_lists_what_is_exported_with_its_type() -> None:
@@ -77,7 +104,7 @@ def test_each_query_asks_for_metrics_that_there_are() -> None:
     there = set(OF_VLLM)
     for name, kind, _, _ in reference.metric_rows():
         there |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
-    for query in asked():
+    for query in [*asked(), *alerts().values()]:
         assert names(query) and names(query) <= there, query
 
 
@@ -87,7 +114,7 @@ def test_a_real_prometheus_parses_each_query(tmp_path: Path) -> None:
         pytest.skip("no promtool: apt-get install prometheus")
     rules = [
         {"record": f"panel:query:{i}", "expr": query.replace(dashboard.RANGE, "1m")}
-        for i, query in enumerate(asked())
+        for i, query in enumerate([*asked(), *alerts().values()])
     ]
     path = tmp_path / "rules.json"  # JSON is YAML
     path.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))

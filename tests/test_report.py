@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from recorded import KEEP, PROTOTYPE, Run, saved, told
 
 from continuum_lmcache.costs import UNMEASURED
+from continuum_lmcache.divergence import Cause, Loss
 from continuum_lmcache.records.recordings import load
 from continuum_lmcache.records.timeline import Span, spans
-from continuum_lmcache.types import Outcome
+from continuum_lmcache.types import Outcome, ProgramId, TurnId
 
 HOSTILE = "</script><script>document.title='taken'</script><b>"
 FIGURES = ("timeline-A", "distributions", "ttl", "gaps", "tiers", "outcomes", "promises")
@@ -38,6 +39,8 @@ def story(name: str = "a") -> Run:
     run.turn(name, "a2", (6, 6.5, 10), prompt_tokens=200, served=(90, 30, 20), tool=(HOSTILE, "bash"))
     run.unpinned(8, "b", Outcome.EXPIRED)
     run.turn(HOSTILE, "c1", (2, 3, 4))
+    loss = Loss(Cause.NONCE, 41, 120, 70, 0.0625, (1, 2), (3, 4))
+    run.recorder.lost(6.5, ProgramId(name), TurnId("a2"), loss, (HOSTILE, "cch=0aaa9"))
     return run
 
 
@@ -159,6 +162,15 @@ def test_two_runs_stand_side_by_side_in_the_table(page: Path) -> None:
 
 def test_what_a_recording_does_not_tell_is_said(page: Path) -> None:
     assert "missing retention: no TTLs, no calibration" in page.read_text()
+
+
+def test_what_returns_computed_again_is_listed_by_cause_and_one_by_one(page: Path) -> None:
+    text = page.read_text()
+    (table,) = re.findall(r"<details id='losses'>.*?</details>", text)
+    cells = re.findall(r"<tr>(.*?)</tr>", table)
+    assert re.findall(r"<td>(.*?)</td>", cells[1]) == ["nonce", "1", "70", "0.0625", "41"]
+    assert re.findall(r"<td>(.*?)</td>", cells[3])[:7] == ["a", "2", "nonce", "41", "120", "70", "0.0625"]
+    assert "cch=0aaa9" in cells[3]
 
 
 def test_no_client_can_write_into_the_page(page: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from continuum_lmcache.costs import PrefillCurve
-from continuum_lmcache.hearsay import Hearsay
 from continuum_lmcache.returns import Forecast, Returns, Step
-from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.tiers import Transfer
 from continuum_lmcache.types import ProgramId, Tier, TurnId
 
 CURVE = PrefillCurve(fixed_s=0.5, per_token_s=1e-3, per_pair_s=0.0, samples=9)
@@ -93,19 +92,3 @@ def test_a_forecast_is_settled_once_and_ends_with_its_program():
     returns.over(P)
     returns.placed(OTHER, P, 0, 0, 1000)
     assert not returns.watching
-
-
-def test_hearsay_learns_the_share_that_is_brought_back():
-    heard = Hearsay()
-    assert heard.holding(1000) == Holding(0, 0)
-    for _ in range(100):
-        heard.returned(context_tokens=1000, gpu_tokens=250, brought_tokens=500)
-    assert heard.holding(2000) == Holding(1500, 0)
-    assert heard.returns == 100
-
-
-def test_hearsay_follows_a_connector_that_begins_to_forget():
-    heard = Hearsay()
-    for brought in [1000] * 100 + [0] * 80:
-        heard.returned(1000, 0, brought)
-    assert heard.share < 0.02

@@ -84,13 +84,13 @@ def test_who_got_its_memory_waits_no_longer():
     made = Appraiser(ContinuumConfig(priced_pins=True), A_SECOND_A_TOKEN, learned())
     made.memory(SOMEBODY, refused=True)
     made.memory(SOMEBODY, refused=False)
-    assert made.retain(0.0, turn(16), replace(IDLE, waiting_turns=3)).ttl_s == 30.0
+    assert made.retain(0.0, turn(16), IDLE).ttl_s == 30.0
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any) -> Bench:  # noqa: F811
+def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
     """An engine that has learned the gaps above, with p's 17 tokens pinned 10 s ago."""
-    settings(policy="continuum", priced_pins=True, admission=False)
+    settings(policy="continuum", priced_pins=True, admission=False, run_output_dir=tmp_path)
     made = Bench(ContinuumScheduler, model, blocks=20)
     made.keeper.appraiser.rates, made.keeper.appraiser.gaps = Rates(A_SECOND_A_TOKEN), learned()
     made.turn("p", prompt(BLOCK))

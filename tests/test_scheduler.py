@@ -15,6 +15,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
+from continuum_lmcache.recorder import META
 from continuum_lmcache.types import Outcome
 from continuum_lmcache.vllm_plugin.metrics import detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
@@ -43,7 +44,7 @@ def make(request: Any, model: Path, settings: Any) -> Iterator[Make]:  # noqa: F
         bench.keeper.ledger.check()
         assert bench.used_blocks == 0, "blocks leaked"
         assert len(bench.keeper.pins) == 0
-        assert not bench.keeper.turns and bench.keeper.waiting_turns == 0
+        assert not bench.keeper.turns
 
 
 def outcomes(bench: Bench) -> dict[str, int]:
@@ -221,7 +222,7 @@ def test_an_older_program_that_runs_again_after_a_preemption_is_not_the_next_vic
     bench.step()
     young = bench.send("young", prompt(5 * BLOCK - 4, 2), out=60)
     bench.step()
-    bench.scheduler._compute_again(bench.scheduler.requests[old], set())  # as after a failed load
+    bench.scheduler._compute_again(bench.scheduler.requests[old])  # as after a failed load
     bench.run_until_idle()
     assert set(bench.preempted) == {young} and {old, young} == set(bench.done)
 
@@ -569,8 +570,15 @@ def test_two_strangers_with_one_system_prompt_are_not_linked(make: Make) -> None
     assert not bench.keeper.ledger.programs
 
 
-def test_preemption_and_resumption_are_recorded(make: Make) -> None:
-    bench = make(blocks=12)
+def test_nothing_is_held_of_a_run_that_nobody_records(make: Make) -> None:
+    bench = make()
+    bench.turn("p", prompt(64))
+    bench.turn("p", prompt(96), is_last_step=True)
+    assert list(bench.keeper.recorder.snapshot()) == [META]
+
+
+def test_preemption_and_resumption_are_recorded(make: Make, tmp_path: Path) -> None:
+    bench = make(blocks=12, run_output_dir=tmp_path)
     bench.send("old", prompt(5 * BLOCK - 4, 1), out=30)
     bench.step()
     bench.send("young", prompt(5 * BLOCK - 4, 2), out=30)
@@ -580,8 +588,8 @@ def test_preemption_and_resumption_are_recorded(make: Make) -> None:
     assert "Request_evicted_from_running_queue_time" in names and "evicted_to_running" in names
 
 
-def test_an_aborted_turn_is_recorded_as_gone(make: Make) -> None:
-    bench = make()
+def test_an_aborted_turn_is_recorded_as_gone(make: Make, tmp_path: Path) -> None:
+    bench = make(run_output_dir=tmp_path)
     gone = bench.send("p", prompt(64), out=50)
     bench.step()
     bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)

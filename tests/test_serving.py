@@ -225,6 +225,69 @@ def test_anthropic_clients_name_their_program(continuum: Server, identity: dict[
     took_a_pin(continuum, before)
 
 
+def test_claude_codes_subagent_leaves_its_parents_pin_alone(continuum: Server) -> None:
+    """The anthropic client streams with the headers that Claude Code sends; nothing else names a program."""
+    client = anthropic.Anthropic(base_url=continuum.url, api_key="none", max_retries=0)
+    continuum.usage_becomes(0.0, within_s=TTL_S + 10)
+
+    def turn(said: list[str], **names: str) -> str:
+        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+        headers = {"x-claude-code-session-id": "a-session", **names}
+        with client.messages.stream(
+            model="tiny", messages=messages, max_tokens=4, extra_headers=headers
+        ) as stream:
+            return stream.get_final_text()
+
+    taken, diverged = continuum.pins("taken"), continuum.pins("diverged")
+    reused, programs = continuum.pins("reused"), continuum.metric("continuum_programs")
+    agent = {"x-claude-code-agent-id": "a1", "x-claude-code-parent-agent-id": "main"}
+    parent, child = [WORDS + "g"], ["h " + WORDS]
+    parent += [turn(parent), "tool"]
+    child += [turn(child, **agent), "tool"]
+    took_a_pin(continuum, taken + 1)
+    turn(child, **agent)
+    turn(parent)
+    took_a_pin(continuum, taken + 3)
+    assert (continuum.pins("reused"), continuum.pins("diverged")) == (reused + 2, diverged)
+    assert continuum.metric("continuum_programs") == programs + 2
+
+
+def test_a_nonce_and_a_compaction_are_told_by_cause_and_token(
+    continuum: Server, client: openai.OpenAI
+) -> None:
+    """Claude Code's, joined by a proxy; vLLM itself drops a billing header that begins a message."""
+
+    def lost() -> list[float]:
+        return [continuum.metric("continuum_lost_returns_total", cause=c) for c in ("nonce", "compaction")]
+
+    def become(wanted: list[float]) -> None:
+        """The count follows the answer by a moment."""
+        for _ in range(50):
+            if lost() == wanted:
+                return
+            time.sleep(0.1)
+        assert lost() == wanted
+
+    def turn(nonce: str, *said: str) -> None:
+        billing = f"x-anthropic-billing-header: cc_version=2.1.268.a1b; cc_entrypoint=cli; cch={nonce};"
+        messages = [{"role": "system", "content": f"You are an agent. {billing} {WORDS * 3}"}]
+        messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+        client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=4, extra_headers={"thread-id": "divergent"}
+        )
+
+    nonces, compactions = lost()
+    turn("36ee5", WORDS * 5, "looked", "go on")
+    turn("0aaa9", WORDS * 5, "looked", "go on", "looked again", "and on")
+    become([nonces + 1, compactions])
+    at_token = continuum.metric("continuum_lost_at_token", cause="nonce")
+    assert 0 < at_token < BLOCK, "where cch stands"
+    assert continuum.metric("continuum_lost_prefill_seconds_total", cause="nonce") > 0
+    turn("0aaa9", "what we did so far: nothing. " * 20)
+    become([nonces + 1, compactions + 1])
+    assert continuum.metric("continuum_lost_at_token", cause="compaction") > 3 * BLOCK / 2
+
+
 def test_is_last_step_takes_no_pin_on_any_endpoint(continuum: Server, client: openai.OpenAI) -> None:
     before = continuum.pins("taken")
     last = {"extra_body": {"job_id": "c9", "is_last_step": True}}

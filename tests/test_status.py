@@ -46,6 +46,10 @@ BUSY = {
     "continuum_store_seconds_total": 1.0,
     'continuum_rate_samples{tier="dram"}': 0,
     "continuum_tier_store_up": 0,
+    'continuum_lost_prefill_seconds_total{cause="nonce"}': 10,
+    'continuum_lost_prefill_seconds_total{cause="compaction"}': 0,
+    'continuum_lost_returns_total{cause="nonce"}': 5,
+    'continuum_lost_at_token{cause="nonce"}': 41,
 }
 LATER = BUSY | {
     "vllm:num_preemptions_total": 43,
@@ -58,6 +62,8 @@ LATER = BUSY | {
     'continuum_load_seconds_total{tier="ssd"}': 10.5,
     "vllm:external_prefix_cache_queries_total": 72_000,
     "continuum_store_seconds_total": 1.9,
+    'continuum_lost_prefill_seconds_total{cause="nonce"}': 12.5,
+    'continuum_lost_returns_total{cause="nonce"}': 9,
 }
 
 
@@ -75,7 +81,9 @@ def test_everything_wrong_with_a_server_is_told_with_its_figure(command: Command
         "store-stalls",
         "tier-store-down",
         "guessed-rates",
+        "lost-to-nonce",
     }
+    assert "4 returns" in found["lost-to-nonce"] and "need 2.50 s" in found["lost-to-nonce"]
     assert "3 preemptions for 5 finished turns" in found["preemptions"]
     assert "12.0 s" in found["queue-over-target"]  # 60 s for 5 turns
     assert "2,000 of 22,000" in found["tier-misses"]
@@ -90,6 +98,7 @@ def test_the_screen_shows_figures_and_remedies(command: Command) -> None:
     for words in (
         "running turns",
         "99%",
+        "4 returns, 2.50 s of prefill, the latest at token 41",
         "WARNING queue-over-target",
         "add a replica",
         "Something is wrong.",

@@ -9,8 +9,9 @@ from pathlib import Path
 from continuum_lmcache.console.machines import machine
 from continuum_lmcache.costs import Costs
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.records.measures import measure
+from continuum_lmcache.records.measures import losses, losses_by_cause, measure, percentile
 from continuum_lmcache.records.recordings import Recording, load
+from continuum_lmcache.records.stories import Loss
 
 try:
     from plotly.graph_objects import Figure
@@ -32,6 +33,17 @@ td:first-child { text-align: left }
 .pair { display: grid; grid-template-columns: 1fr 1fr } .pair > div { min-width: 0; overflow: hidden }
 li, .small { color: #555; font-size: .9em }
 """
+MOST_LOSSES = 50
+LOSS_HEADS = (
+    "program",
+    "turn",
+    "cause",
+    "at token",
+    "of",
+    "tokens again",
+    "prefill [s]",
+    "then / now (text, else hashes)",
+)
 CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True, "doubleClick": "reset"}
 
 
@@ -55,6 +67,7 @@ def page(runs: Sequence[Recording], costs: Costs | None) -> str:
             pair(div(charts.ttl_against_gap(runs), "ttl"), div(charts.gaps_by_tool(runs), "gaps")),
             pair(div(charts.tier_split(runs), "tiers"), div(charts.pin_outcomes(runs), "outcomes")),
             div(charts.promises(runs), "promises"),
+            *map(lost, runs),
             notes(runs),
         ]
     )
@@ -102,6 +115,50 @@ def table(runs: Sequence[Recording]) -> str:
         rows.append(f"<tr><td>{html.escape(label)}</td>{cells}</tr>")
     figures = f"<details><summary>Figures</summary><table>{''.join(rows)}</table></details>"
     return f"<p>{'<br>'.join(names)}</p>{figures}"
+
+
+def lost(run: Recording) -> str:
+    """What returns of a run had to compute again: a row a cause, and the dearest one by one."""
+    causes = losses_by_cause(run)
+    if not causes:
+        return ""
+    summary = [
+        (cause, len(found), *sums(found), percentile([loss.at_token for loss in found], 50))
+        for cause, found in causes.items()
+    ]
+    single = [
+        (
+            p.id,
+            p.turns.index(turn) + 1,
+            loss.cause,
+            loss.at_token,
+            loss.left_tokens,
+            loss.tokens,
+            loss.prefill_s,
+        )
+        + (" / ".join(loss.sides),)
+        for p, turn, loss in losses(run)[:MOST_LOSSES]
+    ]
+    return (
+        f"<details id='losses'><summary>{html.escape(run.name)}: what returns computed again</summary>"
+        + rows(("cause", "returns", "tokens", "prefill [s]", "at token, median"), summary)
+        + rows(LOSS_HEADS, single)
+        + "</details>"
+    )
+
+
+def sums(found: Sequence[Loss]) -> tuple[int, float]:
+    """Tokens and seconds."""
+    return sum(loss.tokens for loss in found), sum(loss.prefill_s for loss in found)
+
+
+def rows(heads: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
+    """A table; text is escaped."""
+    lines = ["".join(f"<th>{head}</th>" for head in heads)]
+    for line in cells:
+        texts = (html.escape(cell) if isinstance(cell, str) else shown(cell) for cell in line)  # type: ignore[arg-type]
+        lines.append("".join(f"<td>{text}</td>" for text in texts))
+    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def shown(value: float | None) -> str:

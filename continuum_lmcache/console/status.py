@@ -65,6 +65,8 @@ def show(url: str, seen: Window, targets: Targets, console: Console) -> None:
         table.add_row(label, "not told" if value is None else form.format(value))
     for tier, tokens in seen.loaded_tokens.items():
         table.add_row(f"loaded from {tier}", f"{tokens:,.0f} tokens in {seen.load_s.get(tier, 0.0):.2f} s")
+    for cause in (cause for cause, returns in seen.lost_returns.items() if returns):
+        table.add_row(f"lost to {cause}", lost(seen, cause))
     if seen.load_decisions:
         table.add_row("load decisions", listed(seen.load_decisions))
     console.print(table)
@@ -74,6 +76,13 @@ def show(url: str, seen: Window, targets: Targets, console: Console) -> None:
         names = ", ".join(METRICS[name] for name in fields)
         console.print(Text(f"not checked: {rule} (no {names} in these {seen.seconds:.0f} s)", style="dim"))
     console.print(Text("\nSomething is wrong." if wrong(found) else "\nNothing is wrong.", style="bold"))
+
+
+def lost(seen: Window, cause: str) -> str:
+    """What returns lost by one cause. With several engines the token is no one's."""
+    returns, at = seen.lost_returns[cause], seen.lost_at_token.get(cause)
+    found = f"{returns:,.0f} returns, {seen.lost_s.get(cause, 0.0):.2f} s of prefill"
+    return found if at is None else f"{found}, the latest at token {at:,.0f}"
 
 
 def listed(counts: Mapping[str, float]) -> str:

@@ -30,6 +30,9 @@ METRICS = {  # which metrics a window's field is read from
     "load_decisions": "continuum_load_decisions_total",
     "rate_samples": "continuum_rate_samples",
     "tier_store_up": "continuum_tier_store_up",
+    "lost_s": "continuum_lost_prefill_seconds_total",
+    "lost_returns": "continuum_lost_returns_total",
+    "lost_at_token": "continuum_lost_at_token",
 }
 
 
@@ -92,6 +95,9 @@ def window(before: Page, after: Page, seconds: float) -> Window:
         load_decisions=pair.grown_by(METRICS["load_decisions"], "decision"),
         rate_samples=samples(after),
         tier_store_up=after.least(METRICS["tier_store_up"]),
+        lost_s=pair.grown_by(METRICS["lost_s"], "cause"),
+        lost_returns=pair.grown_by(METRICS["lost_returns"], "cause"),
+        lost_at_token=after.by(METRICS["lost_at_token"], "cause"),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from continuum_lmcache.records.recordings import Recording
-from continuum_lmcache.records.stories import Pin, Program, Reload, Turn
+from continuum_lmcache.records.stories import Loss, Pin, Program, Reload, Turn
 
 TIERS = ("gpu", "dram", "ssd")
 BINS = 10
@@ -133,6 +133,20 @@ def outcomes(run: Recording) -> dict[str, list[float]]:
         how = "open" if pin.ended_s is None else pin.outcome or "not recorded"
         found[how].append(held_s(pin, run.end_s))
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def losses(run: Recording) -> list[tuple[Program, Turn, Loss]]:
+    """What returns had to compute again, the dearest first."""
+    found = [(p, turn, loss) for p in run.programs for turn in p.turns for loss in turn.losses]
+    return sorted(found, key=lambda item: -item[2].prefill_s)
+
+
+def losses_by_cause(run: Recording) -> dict[str, list[Loss]]:
+    """The same by cause, the dearest first."""
+    found = defaultdict(list)
+    for _, _, loss in losses(run):
+        found[loss.cause].append(loss)
+    return dict(sorted(found.items(), key=lambda item: -sum(loss.prefill_s for loss in item[1])))
 
 
 def tools(run: Recording) -> dict[str, list[Turn]]:

@@ -48,6 +48,8 @@ ANYTHING = ("anything", lambda _: True)
 SHAPES = {  # fields that are computed with; others may hold anything
     **dict.fromkeys((*KINDS, *TOKENS, "blocks", "events_dropped"), ("a number", number)),
     **dict.fromkeys(("foretold_s", "took_s", "load_s", "loaded_tokens"), ("a number", number)),
+    **dict.fromkeys(("at_token", "left_tokens", "lost_tokens", "prefill_s"), ("a number", number)),
+    "cause": ("text", lambda value: isinstance(value, str)),
     "queue_delay_s": ("a number of seconds or null", lambda value: value is None or number(value)),
     "turn": ("text", lambda value: isinstance(value, str)),
     "outcome": ("text", lambda value: isinstance(value, str)),

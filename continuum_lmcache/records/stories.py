@@ -38,6 +38,18 @@ class Reload:
         return abs(self.foretold_s - self.took_s) / self.took_s
 
 
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a turn had to compute again of what its program had left, and why (divergence.py)."""
+
+    cause: str
+    at_token: int
+    left_tokens: int  # of the turn before
+    tokens: int
+    prefill_s: float
+    sides: tuple[str, ...] = ()  # what stood there and stands there now: text, else hashes
+
+
 @dataclass(slots=True)
 class Turn:
     """One turn. Times on the wall clock; None: it did not happen, or the recording does not say."""
@@ -56,6 +68,7 @@ class Turn:
     retention: Mapping[str, Any] | None = None
     preemptions: int = 0
     reload: Reload | None = None  # its context had left the GPU
+    losses: list[Loss] = field(default_factory=list)
     pin: Pin | None = None
     went_idle: bool = False  # the program had no other turn when this one departed
     gap_s: float | None = None  # from there to the program's next turn
@@ -126,6 +139,17 @@ class Program:
         if turn is not None and None not in numbers:
             turn.reload = Reload(*numbers, event.get("load_s"))  # type: ignore[arg-type, call-arg]
 
+    def lost(self, event: Event, time_s: float) -> None:  # noqa: ARG002
+        turn = self._by_id.get(event.get("turn", ""))
+        numbers = [event.get(key) for key in ("at_token", "left_tokens", "lost_tokens", "prefill_s")]
+        if turn is None or None in (*numbers, event.get("cause")):
+            self.strays["lost_time"] += 1
+            return
+        kind = "text" if "now_text" in event else "side"
+        sides = [event.get(f"{which}_{kind}") for which in ("left", "now")]
+        shown = tuple(str(side) for side in sides if side is not None)
+        turn.losses.append(Loss(event["cause"], *numbers, shown))  # type: ignore[arg-type, call-arg]
+
     def pinned(self, event: Event, time_s: float) -> None:
         pin = Pin(time_s, blocks=event.get("blocks"))
         self.pins.append(pin)
@@ -157,6 +181,7 @@ KINDS = {
     "evicted_to_running": Program.resumed,
     "Request_departure_time": Program.departed,
     "reloaded_time": Program.reloaded,
+    "lost_time": Program.lost,
     "pinned_time": Program.pinned,
     "unpinned_time": Program.unpinned,
     "ended_time": Program.ended,

@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.policies import policy_named
-from continuum_lmcache.vllm_plugin import metrics, protocol
+from continuum_lmcache.vllm_plugin import metrics, protocol, ranks
 
 logger = init_logger("vllm.continuum_lmcache")
 POLICY = "continuum"
@@ -43,8 +43,12 @@ def install() -> None:
     if getattr(EngineArgs, "_continuum", False):
         return
     EngineArgs._continuum = True  # type: ignore[attr-defined]
-    EngineArgs.add_cli_args = staticmethod(with_continuum(EngineArgs.add_cli_args))
-    EngineArgs.create_engine_config = with_scheduler(EngineArgs.create_engine_config)
+    EngineArgs.add_cli_args = staticmethod(  # type: ignore[method-assign]
+        with_continuum(EngineArgs.add_cli_args)
+    )
+    EngineArgs.create_engine_config = with_scheduler(  # type: ignore[method-assign]
+        EngineArgs.create_engine_config
+    )
 
 
 def with_continuum(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,11 +97,11 @@ def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
         if self.scheduling_policy != POLICY:
             return stock(self, *args, **kwargs)
         refuse(self.scheduler_cls is not None, "--scheduler-cls is given too; drop one of the two")
-        self.scheduling_policy = "fcfs"  # type: ignore[assignment]
+        self.scheduling_policy = "fcfs"
         try:
             config = stock(self, *args, **kwargs)
         finally:
-            self.scheduling_policy = POLICY  # type: ignore[assignment]
+            self.scheduling_policy = POLICY
         prepare_connector(config)
         adopt(config)
         return config
@@ -124,6 +128,7 @@ def adopt(config: VllmConfig) -> None:
         config.shutdown_timeout = FILES_TIMEOUT_S  # at 0 vLLM kills the engine before it can write
     protocol.install()
     metrics.install()
+    ranks.install(SCHEDULERS)
     found = version("vllm")
     refuse(is_too_old(found), f"on vLLM {found} requests whose loads fail may wait for ever; {SUPPORTED}")
     if note := version_note(found):

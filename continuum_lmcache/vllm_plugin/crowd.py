@@ -1,6 +1,6 @@
 """What programs do to each other: who waits at the door, in which order, and what dies with one.
 
-From vLLM's requests to the core's Door, Guard, Commons and Endings.
+From vLLM's requests to the core's Door and Endings.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from continuum_lmcache.admission import Door, room_of
 from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.commons import Commons
 from continuum_lmcache.endings import Ending, Endings
-from continuum_lmcache.guard import Guard
 from continuum_lmcache.ledger import Program
-from continuum_lmcache.stores import Stores
 from continuum_lmcache.types import ProgramId, ToolKey
 from continuum_lmcache.vllm_plugin.supply import Supply
 from continuum_lmcache.vllm_plugin.turns import LiveTurn
@@ -25,74 +23,69 @@ logger = init_logger("vllm.continuum_lmcache")
 class Crowd:
     """All programs of one engine, and the plain requests among them."""
 
-    def __init__(self, appraiser: Appraiser, gpu_tokens: int, hash_block_tokens: int, stores: Stores) -> None:
+    def __init__(self, appraiser: Appraiser, gpu_tokens: int, hash_block_tokens: int, supply: Supply) -> None:
         self._appraiser = appraiser
-        self._hash_block_tokens = hash_block_tokens
-        self._commons = Commons()
         self.endings = Endings()
-        self.guard = Guard(gpu_tokens)
+        self.gpu_tokens = gpu_tokens
         self._rooms = {False: room_of(gpu_tokens, {}), True: room_of(gpu_tokens, appraiser.cheap_tiers())}
-        self.stores = stores
+        self.stores = supply.stores()
+        self._supply = supply
         self.storing = True
-        self.door = Door(self._rooms[True], appraiser.config.max_wait_s, appraiser.door_order)
+        order, commons = appraiser.door_order, Commons(hash_block_tokens)
+        self.door = Door(self._rooms[True], appraiser.config.max_wait_s, order, commons=commons)
 
     def visits(self, now_s: float, request: Request) -> None:
         """A request without a program comes: it never waits at the door, and takes room."""
-        self.door.arrives(now_s, alone(request), request.num_prompt_tokens, passes=True)
+        sizes = (request.num_prompt_tokens, 0, 0, True)
+        self.door.arrives(now_s, alone(request), *sizes, hashes=request.block_hashes)
 
     def gone(self, now_s: float, request: Request) -> None:
         """Such a request has ended."""
         self.door.leaves(now_s, alone(request))
 
-    def arrives(self, turn: LiveTurn, prompt_tokens: int, program: ProgramId, turns: int) -> bool:
+    def arrives(self, turn: LiveTurn, request: Request, program: ProgramId, turns: int) -> bool:
         """A turn of a program that has finished `turns` comes. Whether it may queue."""
-        passes = not self._appraiser.admits
-        return self.door.arrives(turn.arrival_s, program, prompt_tokens, turn.priority, turns, passes)
+        how = (request.num_prompt_tokens, turn.priority, turns, not self._appraiser.admits)
+        return self.door.arrives(turn.arrival_s, program, *how, hashes=request.block_hashes)
 
-    def opens(self, now_s: float, idle: bool) -> list[ProgramId]:
+    def opens(self, now_s: float, idle: bool, prompt_share: float) -> list[ProgramId]:
         """Who may come in now."""
-        return self.door.opens(now_s, idle)
+        return self.door.opens(now_s, idle, prompt_share)
 
-    def looks(self) -> bool:
-        """Whether it has become crowded, or is no longer: then every key is another."""
-        return self.guard.looks(self.door.context_tokens, bool(self.door.outside))
-
-    def weighs_stores(self, supply: Supply) -> None:
+    def weighs_stores(self) -> None:
         """Say whether to go on storing. What is not stored has no room in the tiers."""
         before = self.storing
         if self._appraiser.stops_stores:
             self.storing = self.stores.wanted(self._appraiser.rates.costs)
         if self.storing != before:
             self.door.room = self._rooms[self.storing]
-            supply.store_from_now(self.storing)
+            self._supply.store_from_now(self.storing)
             logger.info("storing is %s: see continuum.stop_stores", "on" if self.storing else "off")
 
     def totals(self) -> dict[str, dict[str, float]]:
         """For the metrics."""
         return {
             "outside": {"": len(self.door.outside)},
-            "crowded": {"": float(self.guard.crowded)},
             "storing": {"": float(self.storing)},
             "working_set": {"": self.door.context_tokens},
-            "gpu_capacity": {"": self.guard.gpu_tokens},
+            "gpu_capacity": {"": self.gpu_tokens},
         }
 
-    def finds(self, request: Request, tokens: int) -> None:
+    def finds(self, now_s: float, request: Request, program: ProgramId, tokens: int) -> None:
         """A program's first turn found so much of its prompt: somebody else's head."""
-        self._commons.found(request.block_hashes, tokens // self._hash_block_tokens)
+        self.door.finds(now_s, program, request.block_hashes, tokens)
 
     def pauses(self, now_s: float, context_tokens: int, program: ProgramId, tool: ToolKey) -> None:
         """A turn ended in a call of `tool`; of its context so much may be asked for again."""
         self.door.pauses(now_s, program, context_tokens, self._appraiser.expected_s(tool))
 
-    def ends(self, now_s: float, request: Request, entry: Program) -> int | None:
+    def ends(self, request: Request, entry: Program) -> int | None:
         """The program is said to be over. Behind which token nobody will ask for its context; None: who
         knows."""
-        self.door.leaves(now_s, entry.id, entry.turns + 1)
-        self.endings.over(entry.id, Ending(entry.arrival_s, entry.turns + 1))
+        self.endings.over(entry.id, Ending(entry.arrival_s, entry.turns))
         if not (self._appraiser.drops_dead and self.endings.believed):
             return None
-        return self._commons.shared_blocks(request.block_hashes) * self._hash_block_tokens
+        return self.door.commons.head(request.block_hashes).tokens
 
 
 def alone(request: Request) -> ProgramId:

@@ -9,22 +9,27 @@ from collections import Counter
 from collections.abc import Container, Mapping
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.identity import program_id
-from continuum_lmcache.ledger import Ledger
+from continuum_lmcache.ledger import Ledger, Program
 from continuum_lmcache.loads import LoadJudge, Others, nobody
 from continuum_lmcache.matching import Matching, manner
 from continuum_lmcache.recorder import Recorder
-from continuum_lmcache.types import Load, Outcome, ProgramId, Turn, TurnId
+from continuum_lmcache.types import Load, Outcome, Pin, ProgramId, Retention, ToolKey, Turn, TurnId
 from continuum_lmcache.vllm_plugin.crowd import Crowd, alone
 from continuum_lmcache.vllm_plugin.lineage import Lineage
+from continuum_lmcache.vllm_plugin.losses import Losses
 from continuum_lmcache.vllm_plugin.pins import BlockPins
 from continuum_lmcache.vllm_plugin.supply import Supply
 from continuum_lmcache.vllm_plugin.turns import LiveTurn, is_end_of_turn, live_turn, tail_text
 from continuum_lmcache.vllm_plugin.witness import Witness
+
+FORGET_EVERY_S = 10.0
 
 
 class Keeper:
@@ -35,7 +40,7 @@ class Keeper:
         config: ContinuumConfig,
         appraiser: Appraiser,
         recorder: Recorder,
-        kv_cache_manager: Any,
+        kv_cache_manager: KVCacheManager,
         hash_block_tokens: int,
         block_tokens: int,
         tokenizer: Any,
@@ -48,37 +53,37 @@ class Keeper:
         kv_tokens = pool_blocks * block_tokens
         others = (lambda: Others(len(self.turns) - 1, kv_tokens)) if supply.loads_beside_steps else nobody
         self.judge = LoadJudge(appraiser.rates, others, config.load_or_recompute)
-        self.witness = Witness(appraiser, recorder, supply)
+        self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
+        self.witness = Witness(appraiser, recorder, supply, self._slack_tokens)
         tenant_blocks = int(budget * config.max_tenant_share)
         self.ledger = Ledger(budget, tenant_blocks, config.max_programs, config.max_ttl_s)
         self.turns: dict[TurnId, LiveTurn] = {}
-        self.waiting_turns = 0
         self.moved: set[TurnId] = set()  # waiting turns whose key is stale
         self._preempted: set[TurnId] = set()  # turns that ran, and do not now
         self.ignored: Counter[str] = Counter()
         self._lineage = Lineage(config.max_programs, hash_block_tokens)
         self.matching = Matching(hash_block_tokens, appraiser.learns_matches)
-        self.crowd = Crowd(appraiser, kv_tokens, hash_block_tokens, self.supply.stores())
-        self.reordered = False  # every waiting turn's key is stale
+        self.crowd = Crowd(appraiser, kv_tokens, hash_block_tokens, supply)
+        self.losses = Losses(recorder, self.judge, hash_block_tokens, tokenizer, config.divergence_texts)
         self.pool_blocks = pool_blocks
-        self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
         self._tokenizer = tokenizer
+        self._forget_at_s = 0.0
 
     # a turn's life ---------------------------------------------------------
 
     def arrived(self, now_s: float, request: Request) -> None:
         """A request joins the queue: whose turn is it, and what did its tool gap teach?"""
         turn, ignored = live_turn(now_s, request, self.config.honor_priority)
-        self.ignored.update(ignored)
+        for field in ignored:
+            self.ignored[field] += 1
         if turn.says.job_id is not None:
             self._joins(turn, request, program_id(turn.says.job_id, turn.tenant), None)
-        elif self.config.infer_programs and (link := self._lineage.ancestor(request, turn.says.owner)):
+        elif self.config.infer_programs and (link := self._lineage.ancestor(request, turn.says)):
             turn.linked_tokens = link.tokens
             self._joins(turn, request, link.program, link.arrival_s)
         else:
             self.crowd.visits(now_s, request)
         self.turns[turn.id] = turn
-        self.waiting_turns += 1
 
     def _joins(self, turn: LiveTurn, request: Request, program: ProgramId, since_s: float | None) -> None:
         """The turn is one of this program's."""
@@ -89,22 +94,21 @@ class Keeper:
         if back is not None:
             self.appraiser.came_back(turn.says.last_tool or back.tool, back.gap_s)
         turn.program, turn.repeats_tokens = program, self.matching.back(program, request.block_hashes)
+        self.losses.back(turn, request)
         entry = self.ledger.programs[program]
         turn.program_arrival_s = entry.arrival_s
         entry.turns = before.turns if before else entry.turns
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
-        turn.held = not self.crowd.arrives(turn, request.num_prompt_tokens, program, turns)
+        turn.held = not self.crowd.arrives(turn, request, program, turns)
         self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
 
-    def placed(
-        self, now_s: float, request: Request, gpu_tokens: int, loaded_tokens: int, loads_async: bool
-    ) -> None:
+    def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
         """A waiting request got its blocks: this much of its prompt was found, and where."""
         turn = self.turns.get(TurnId(request.request_id))
         if turn is not None:
             turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
             self.judge.placed(turn.id)
-            self.witness.placed(now_s, turn, request.num_prompt_tokens, loads_async)
+            self.witness.placed(turn, request.num_prompt_tokens)
 
     def loaded(self, request: Request) -> None:
         """An asynchronous load has ended; of what was found, as much as is computed now came."""
@@ -119,7 +123,7 @@ class Keeper:
         if turn is None or turn.started_s is not None:
             return
         turn.started_s = now_s
-        self.waiting_turns -= 1
+        self.witness.starts(turn)
         served = self.supply.of(request, turn)
         self.supply.count(served)
         if turn.program is None:  # of what the GPU lost, only what a tier brought back is known
@@ -127,7 +131,7 @@ class Keeper:
             return
         self.ledger.started(turn.id, turn.program)
         if not self.ledger.programs[turn.program].turns:
-            self.crowd.finds(request, turn.gpu_tokens + turn.loaded_tokens)
+            self.crowd.finds(now_s, request, turn.program, turn.gpu_tokens + turn.loaded_tokens)
         context_tokens = min(self.ledger.programs[turn.program].context_tokens, request.num_prompt_tokens)
         if turn.repeats_tokens is not None:  # what is not asked for was not lost
             context_tokens = min(context_tokens, turn.repeats_tokens)
@@ -135,10 +139,9 @@ class Keeper:
         lost_tokens = context_tokens - turn.gpu_tokens
         self.crowd.stores.turn(now_s, served.recompute_tokens, max(0, lost_tokens))
         evicted = lost_tokens > self._slack_tokens
-        if evicted:
-            self.witness.started(now_s, turn, context_tokens)
         self.appraiser.placed(now_s - turn.arrival_s, evicted)
         self.recorder.started(now_s, turn.program, turn.id, served, now_s - turn.arrival_s, evicted)
+        self.losses.started(now_s, turn)
         if turn.program in self.ledger.pinned:
             is_reused = self.pins.is_reused(turn.program, request.request_id)
             self.release(now_s, turn.program, Outcome.REUSED if is_reused else Outcome.DIVERGED)
@@ -156,6 +159,7 @@ class Keeper:
         for turn_id in [t for t in self._preempted if t in scheduled]:
             self._preempted.discard(turn_id)
             turn, request = self.turns[turn_id], requests[turn_id]
+            self.witness.starts(turn)
             assert turn.program is not None
             served = self.supply.of(request, turn)
             self.recorder.started(now_s, turn.program, turn_id, served, now_s - turn.arrival_s, False)
@@ -169,13 +173,11 @@ class Keeper:
         self.appraiser.memory(turn.id, refused=False)
         self.judge.gone(turn.id)
         self.witness.gone(turn.id)
-        if turn.started_s is None:
-            self.waiting_turns -= 1
         ended = is_end_of_turn(request)
         if turn.program is None:
             self.crowd.gone(now_s, request)
             if ended and self.config.infer_programs and not turn.says.is_last_step:
-                self._lineage.finished(request, alone(request), turn.arrival_s, owner=turn.says.owner)
+                self._lineage.finished(request, alone(request), turn.arrival_s, says=turn.says)
             return
         computed_tokens = request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
         self.ledger.programs[turn.program].attained_tokens += computed_tokens
@@ -190,30 +192,47 @@ class Keeper:
 
     # a pin's life ----------------------------------------------------------
 
+    def _take(self, now_s: float, pin: Pin, blocks: list[KVCacheBlock]) -> None:
+        """Begin a pin: the only way that one begins. Its program's waiting turns take their place with it."""
+        self.pins.take(pin.program, blocks)
+        self.recorder.pinned(now_s, pin)
+        self._pin_changed(pin.program)
+
     def release(self, now_s: float, program: ProgramId, outcome: Outcome) -> None:
-        """End a pin, if there is one, and give its blocks back."""
+        """End a pin, if there is one: the only way that one ends. Its program's waiting turns take their
+        place without it."""
         if self.ledger.release(program, outcome) is None:
             return
         self.pins.give_back(program)
-        self.closed(now_s, program, outcome)
-
-    def closed(self, now_s: float, program: ProgramId, outcome: Outcome) -> None:
-        """A pin is gone: say so, and let the program's waiting turns take their place without it."""
         self.recorder.unpinned(now_s, program, outcome)
         self._pin_changed(program)
 
-    def open_door(self, now_s: float, idle: bool) -> None:
-        """Let programs in for which there is room: their turns take their place in the queue."""
-        for program in self.crowd.opens(now_s, idle):
+    def open_door(self, now_s: float, is_running: bool, is_queued: bool) -> None:
+        """Let programs in for which there is room: their turns take their place in the queue. Whether a turn
+        runs, and whether one waits that is not held."""
+        idle, prompt_share = not (is_running or is_queued), self.witness.prompt_time.now(now_s)
+        for program in self.crowd.opens(now_s, idle, 1.0 if is_queued else prompt_share):
             for turn_id in self.ledger.programs[program].live:
                 self.turns[turn_id].held = False
                 self.moved.add(turn_id)
-        self.reordered |= self.crowd.looks()
 
     def expire(self, now_s: float) -> None:
         """Release every pin whose TTL has run out, unless its program's next turn is here."""
         for program in self.ledger.due(now_s):
             self.release(now_s, program, Outcome.EXPIRED)
+
+    def forget_idle(self, now_s: float) -> None:
+        """Every FORGET_EVERY_S: give up programs not heard of for `program_idle_s`.
+
+        What such a program's last tool took, at least, is still worth knowing.
+        """
+        if now_s < self._forget_at_s:
+            return
+        self._forget_at_s = now_s + FORGET_EVERY_S
+        for program in self.ledger.forgettable(now_s, self.config.program_idle_s):
+            entry = self._over(now_s, program)
+            if entry is not None and entry.finished_s is not None:
+                self.appraiser.never_came(entry.tool, now_s - entry.finished_s)
 
     def release_all(self, now_s: float) -> None:
         """Before a cache reset, sleep or shutdown."""
@@ -230,14 +249,14 @@ class Keeper:
     def load(self, away_s: float = 0.0) -> Load:
         """How busy the engine is, for a program that has been away so long."""
         free, pinned = self.pins.free_blocks(), self.ledger.pinned_blocks
-        return Load(self.pool_blocks, free, pinned, self.waiting_turns, away_s=away_s)
+        return Load(self.pool_blocks, free, pinned, away_s=away_s)
 
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue: those that hold memory first, others wait for it."""
         turn = self.turns[TurnId(request.request_id)]
         preempted = request.num_preemptions > 0  # its status tells no more while its KV is loaded back
         standing = self.ledger.standing(turn.program, turn.arrival_s, turn.priority, preempted)
-        order = self.appraiser.order(standing, self.crowd.guard.crowded)
+        order = self.appraiser.order(standing)
         holds = request.num_computed_tokens > 0 or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         return (turn.held, not holds, *order, turn.arrival_s, turn.id)
 
@@ -249,18 +268,29 @@ class Keeper:
         self.release(now_s, turn.program, Outcome.ENDED)
         self.ledger.left(now_s, turn.id, turn.program)
         self._record_finish(now_s, turn, request, (), None)
-        entry = self.ledger.ended(turn.program)
-        self.witness.returns.over(turn.program)
-        self.matching.over(turn.program)
+        entry = self._over(now_s, turn.program, own_turns=1)
         if entry is None:
             self.crowd.door.loses(now_s, turn.program)
             return
-        self.appraiser.program_over(entry.turns + 1)
-        self.recorder.ended(now_s, turn.program)
-        kept_tokens = self.crowd.ends(now_s, request, entry)
+        kept_tokens = self.crowd.ends(request, entry)
         if kept_tokens is not None:
             self.pins.bury(request.request_id, kept_tokens)
-            self.supply.forget(request, kept_tokens)
+
+    def _over(self, now_s: float, program: ProgramId, own_turns: int = 0) -> Program | None:
+        """Drop what is known of a program that has ended or was given up, unless another turn of it is live.
+
+        `own_turns`: those that ended with it, and are not counted yet.
+        """
+        entry = self.ledger.ended(program)
+        self.witness.returns.over(program)
+        self.matching.over(program)
+        self.losses.departures.over(program)
+        if entry is not None:
+            entry.turns += own_turns
+            self.appraiser.program_over(entry.turns)
+            self.crowd.door.leaves(now_s, program, entry.turns)
+            self.recorder.ended(now_s, program)
+        return entry
 
     def _pause(self, now_s: float, turn: LiveTurn, request: Request) -> None:
         """A turn that ends in a tool call: for how long does its KV stay?"""
@@ -271,8 +301,6 @@ class Keeper:
         sizes = (request.num_prompt_tokens, request.num_tokens)
         kind = (turn.tenant, manner(text))
         tokens = self.matching.left(program, kind, *sizes, request.block_hashes)
-        if tokens < request.num_tokens:
-            self.supply.forget(request, max(tokens, request.num_prompt_tokens))  # others may share a prompt
         blocks = self.pins.keepable(request.request_id, tokens)
         number, tiers = self.ledger.programs[program].turns + 1, self.supply.if_given_up(request, tokens)
         ended = Turn(program, number, tool, tokens, len(blocks), tiers)
@@ -281,20 +309,20 @@ class Keeper:
         pin = self.ledger.finished(now_s, turn.id, ended, keep)
         self.witness.finished(program, tokens, keep.reload_s)
         self.crowd.pauses(now_s, tokens, program, tool)
+        self.losses.paused(turn, request, kind[1] == "thought", tiers)
         self._record_finish(now_s, turn, request, tool, keep)
         if pin is not None:
-            self.pins.take(program, blocks)
-            self.recorder.pinned(now_s, pin)
-            self._pin_changed(program)
+            self._take(now_s, pin, blocks)
         if turn.says.job_id is None:
-            began_s = turn.program_arrival_s
-            self._lineage.finished(request, program, began_s, turn.linked_tokens, turn.says.owner)
+            self._lineage.finished(request, program, turn.program_arrival_s, turn.linked_tokens, turn.says)
 
     def _pin_changed(self, program: ProgramId) -> None:
         """The program's waiting turns have another place in the queue now, preempted ones too."""
         self.moved |= self.ledger.programs[program].live
 
-    def _record_finish(self, now_s: float, turn: LiveTurn, request: Request, tool: Any, keep: Any) -> None:
+    def _record_finish(
+        self, now_s: float, turn: LiveTurn, request: Request, tool: ToolKey, keep: Retention | None
+    ) -> None:
         assert turn.program is not None
         sizes, last = (request.num_tokens, request.num_output_tokens), turn.says.is_last_step
         self.recorder.finished(now_s, turn.program, turn.id, tool, *sizes, last, keep)

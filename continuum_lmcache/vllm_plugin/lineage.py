@@ -8,20 +8,29 @@ output may come back changed, encoded anew or without its thoughts. The prompt b
 it was, but for its last tokens: a chat template may open the answer with `<think>`, which no history
 repeats. So a third memory ends a little before the prompt does, and never where another program's
 prompt may go on too.
+
+Where that leaves a doubt, as of two equal first prompts, a hint settles it: a name that a client gives to
+some of its programs. It links a prompt that goes on where one turn of that hint ended, and no other.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.v1.request import Request
+
+from continuum_lmcache.identity import Identity
 from continuum_lmcache.types import ProgramId
 
 MAX_TAILS = 64  # of turns that differ only behind a common hash, such as a system prompt's
 SUFFIX_TOKENS = 4  # the longest opening of an answer: an empty thought, two tags and two line breaks
 LOST_TOKENS = 64  # of what a known program has added to its history
+MAX_HINTED = 16  # turns of one hint: a session and its subagents
+
+NOBODY = Identity()
 
 Key = tuple[Any, tuple[int, ...]]  # the hash and whose it is, the tail
 
@@ -34,7 +43,9 @@ class Ancestor:
     arrival_s: float  # the program's
     prompt_tokens: int
     context_tokens: int
+    ends: tuple[int, ...]  # the tokens of each key
     keys: tuple[Key, ...]  # the shortest first
+    hint: tuple[str, str]  # and whose it is; the hint "" is none
 
     def repeated_tokens(self, next_prompt_tokens: int) -> int:
         """What a next prompt of that length may repeat of it: all, or of a shortened history the prompt."""
@@ -57,18 +68,32 @@ class Lineage:
         self._max_hashes = max_turns
         self._block_tokens = block_tokens  # that one hash adds
         self._turns: OrderedDict[Any, dict[tuple[int, ...], Ancestor | None]] = OrderedDict()
+        self._hinted: OrderedDict[tuple[str, str], deque[Ancestor]] = OrderedDict()  # by hint and owner
 
     def finished(
-        self, request: Any, program: ProgramId, arrival_s: float, linked_tokens: int = 0, owner: str = ""
+        self,
+        request: Request,
+        program: ProgramId,
+        arrival_s: float,
+        linked_tokens: int = 0,
+        says: Identity = NOBODY,
     ) -> None:
         """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
 
         `linked_tokens`: what its Link said, 0 if there was none.
         """
         prompt_tokens = request.num_prompt_tokens
-        ends = {prompt_tokens - lost(prompt_tokens, linked_tokens), prompt_tokens, len(request.all_token_ids)}
-        keys = tuple(self._key(request, end, owner) for end in sorted(ends) if end >= self._block_tokens)
-        ancestor = Ancestor(program, arrival_s, prompt_tokens, len(request.all_token_ids), keys)
+        least = prompt_tokens - lost(prompt_tokens, linked_tokens)
+        all_ends = sorted({least, prompt_tokens, len(request.all_token_ids)})
+        ends = tuple(end for end in all_ends if end >= self._block_tokens)
+        keys = tuple(self._key(request, end, says.owner) for end in ends)
+        context_tokens, hint = len(request.all_token_ids), (says.hint, says.owner)
+        ancestor = Ancestor(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint)
+        if says.hint and keys:
+            self._hinted.setdefault(hint, deque(maxlen=MAX_HINTED)).append(ancestor)
+            self._hinted.move_to_end(hint)
+            if len(self._hinted) > self._max_hashes:
+                self._hinted.popitem(last=False)
         equal = self._doubt(keys)
         for at, (block_hash, tail) in enumerate(keys):
             tails = self._turns.setdefault(block_hash, {})
@@ -79,11 +104,19 @@ class Lineage:
         while len(self._turns) > self._max_hashes:
             self._turns.popitem(last=False)
 
-    def ancestor(self, request: Any, owner: str = "") -> Link | None:
+    def ancestor(self, request: Request, says: Identity = NOBODY) -> Link | None:
         """The longest finished turn that this prompt extends; a prompt that is sent again extends nothing.
 
         A turn is continued once: forks start anew.
         """
+        found = self._extended(request, says.owner) or self._of_hint(request, (says.hint, says.owner))
+        if found is None:
+            return None
+        self._forget(found)
+        return Link(found.program, found.arrival_s, found.repeated_tokens(len(request.all_token_ids)))
+
+    def _extended(self, request: Request, owner: str) -> Ancestor | None:
+        """The longest turn that this prompt alone tells."""
         for blocks in range(len(request.block_hashes), 0, -1):
             tails = self._turns.get((request.block_hashes[blocks - 1], owner))
             if tails is not None:
@@ -91,11 +124,26 @@ class Lineage:
                 tail = longest(tails, request.all_token_ids, at)
                 found = tails[tail] if tail is not None else None
                 if found is not None and found.prompt_tokens < len(request.all_token_ids):
-                    self._forget(found)
-                    return Link(
-                        found.program, found.arrival_s, found.repeated_tokens(len(request.all_token_ids))
-                    )
+                    return found
         return None
+
+    def _of_hint(self, request: Request, hint: tuple[str, str]) -> Ancestor | None:
+        """The hint's turn that this prompt extends furthest; None also where two are equal."""
+        tokens, best, reached = request.all_token_ids, None, 0
+        for ancestor in self._hinted.get(hint, ()):
+            keys = zip(ancestor.ends, ancestor.keys, strict=True)
+            repeats = [end for end, key in keys if self._stands(request, end, key)]
+            if repeats and ancestor.prompt_tokens < len(tokens) and repeats[-1] >= reached:
+                best, reached = (ancestor if repeats[-1] > reached else None), repeats[-1]
+        return best
+
+    def _stands(self, request: Request, end: int, key: Key) -> bool:
+        """Whether the request's first `end` tokens, and what is behind them, are a turn's."""
+        (block_hash, _), tail = key
+        blocks = (end - len(tail)) // self._block_tokens
+        if blocks > len(request.block_hashes) or request.block_hashes[blocks - 1] != block_hash:
+            return False
+        return tuple(request.all_token_ids[end - len(tail) : end]) == tail
 
     def _doubt(self, keys: Sequence[Key]) -> int:
         """How many of a turn's keys, shortest first, do not tell it from another turn, nor that from it."""
@@ -109,7 +157,7 @@ class Lineage:
                         self._turns.get(shorter, {})[its_tail] = None
         return equal
 
-    def _key(self, request: Any, end: int, owner: str) -> Key:
+    def _key(self, request: Request, end: int, owner: str) -> Key:
         blocks = min(end // self._block_tokens, len(request.block_hashes))
         tail = tuple(request.all_token_ids[blocks * self._block_tokens : end])
         return (request.block_hashes[blocks - 1], owner), tail
@@ -121,6 +169,10 @@ class Lineage:
                 del tails[tail]
             if not tails:
                 self._turns.pop(block_hash, None)
+        if (hinted := self._hinted.get(ancestor.hint)) and ancestor in hinted:
+            hinted.remove(ancestor)
+            if not hinted:
+                del self._hinted[ancestor.hint]
 
     def __len__(self) -> int:
         return len(self._turns)

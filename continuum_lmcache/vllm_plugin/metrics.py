@@ -9,9 +9,11 @@ tells what is new since the last (totals.py), so the counts of several front-end
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
+from vllm.v1.metrics.stats import SchedulerStats
 
 from continuum_lmcache.vllm_plugin import hooks
 
@@ -34,7 +36,8 @@ COUNTERS = {  # by key of what is told: name, help, label
     "ttl_decisions": ("continuum_ttl_decisions", "Finished turns by why their TTL is what it is", "reason"),
     "ignored": ("continuum_ignored_fields", "Requests by a field of theirs that was not used", "field"),
     "unrecorded": ("continuum_unrecorded", "Events or snapshots that reached no file", "kind"),
-    "prefetches": ("continuum_prefetches", "Contexts that a store was told to raise from disk to DRAM", ""),
+    "lost_returns": ("continuum_lost_returns", "Returns of programs to less than they left", "cause"),
+    "lost_seconds": ("continuum_lost_prefill_seconds", "Prefill that they need again, as measured", "cause"),
     "load_decisions": ("continuum_load_decisions", "Turns that a tier had KV for, as placed", "decision"),
 }
 GAUGES = {  # the label's name last; "" where there is none
@@ -62,10 +65,8 @@ GAUGES = {  # the label's name last; "" where there is none
     "working_set": ("continuum_working_set_tokens", "Contexts of all programs that are counted on", ""),
     "gpu_capacity": ("continuum_gpu_capacity_tokens", "Tokens whose KV the GPU has room for", ""),
     "store_stall": ("continuum_store_stall_seconds_per_byte", "How long a step waits for its stores", ""),
-    "residency": ("continuum_residency_source", "1 for how it is known where KV lies", "source"),
-    "hit_share": ("continuum_learned_hit_share", "Of lost context, brought back by a connector", ""),
     "outside": ("continuum_programs_outside", "Programs that wait until there is room to start", ""),
-    "crowded": ("continuum_crowded", "1 while contexts compete for the GPU's KV cache, else 0", ""),
+    "lost_at_token": ("continuum_lost_at_token", "From which token on the latest return lost", "cause"),
     "storing": ("continuum_storing", "1 while KV is stored to the tiers, 0 while that does not pay", ""),
 }
 HISTOGRAMS = {  # the last: upper bounds of the buckets, seconds
@@ -87,16 +88,16 @@ HISTOGRAMS = {  # the last: upper bounds of the buckets, seconds
 }
 
 
-def attach(stats: Any, told: Told) -> Any:
+def attach(stats: SchedulerStats, told: Told) -> SchedulerStats:
     """The scheduler's stats with our news aboard."""
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: told}
     return stats
 
 
-def detach(stats: Any) -> Told:
+def detach(stats: SchedulerStats | None) -> Told:
     """Take our news out again and leave the field as vLLM expects it."""
-    aboard = getattr(stats, "kv_connector_stats", None)
-    if not aboard or KEY not in aboard:
+    aboard = stats.kv_connector_stats if stats is not None else None
+    if stats is None or not aboard or KEY not in aboard:
         return {}
     rest = {k: v for k, v in aboard.items() if k != KEY}
     stats.kv_connector_stats = rest or None
@@ -114,20 +115,24 @@ class Exporter:
         self._histograms = {
             key: Histogram(*declared(*spec), buckets=buckets) for key, (*spec, buckets) in HISTOGRAMS.items()
         }
+        self._taker = functools.cache(self._taker_of)  # prometheus_client looks labels up under a lock
 
     def observe(self, told: Told, engine: int) -> None:
         """Advance the counters, set the gauges, add the samples."""
         for key, figures in told.items():
             for label, figure in figures.items():
-                labels = [*([label] if label else []), str(engine)]
-                if key in self._counters:
-                    self._counters[key].labels(*labels).inc(figure)
-                elif key in self._gauges:
-                    self._gauges[key].labels(*labels).set(figure)
-                else:
-                    child = self._histograms[key].labels(*labels)
-                    for value in figure:
-                        child.observe(value)
+                take = self._taker(key, label, engine)
+                for value in figure if key in HISTOGRAMS else (figure,):
+                    take(value)
+
+    def _taker_of(self, key: str, label: str, engine: int) -> Callable[[float], None]:
+        """What one figure of one engine is given to."""
+        labels = [*([label] if label else []), str(engine)]
+        if key in self._counters:
+            return self._counters[key].labels(*labels).inc
+        if key in self._gauges:
+            return self._gauges[key].labels(*labels).set
+        return self._histograms[key].labels(*labels).observe
 
 
 def declared(name: str, text: str, label: str) -> tuple[str, str, list[str]]:

@@ -1,7 +1,7 @@
 """The waiting queue: a heap whose keys are snapshots, so that no later change can corrupt it.
 
 add, pop, peek, remove and rekey are O(log n) amortised. Stands in for vLLM's own queues
-(RequestQueue, unchanged from vLLM 0.26 to 0.33).
+(RequestQueue, unchanged from vLLM 0.30 to 0.33).
 """
 
 from __future__ import annotations
@@ -38,12 +38,6 @@ class ProgramQueue(RequestQueue):
 
     rekey = add_request
     prepend_request = add_request  # the order is the key's alone
-
-    def rekey_all(self) -> None:
-        """Every key has changed, perhaps its shape too: old ones must not meet new ones."""
-        self._heap.clear()
-        for _, request in list(self._live.values()):
-            self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -17,11 +17,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.types import Outcome, Pin, TurnId
 from continuum_lmcache.vllm_plugin.keeper import Keeper
+
+Allocate = Callable[..., KVCacheBlocks | None]
 
 
 class Reclaimer:
@@ -33,7 +37,7 @@ class Reclaimer:
     single_type_managers and their max_admission_blocks_per_request (unchanged from vLLM 0.30 to 0.33).
     """
 
-    def __init__(self, scheduler: Any, keeper: Keeper, clock: Callable[[], float]) -> None:
+    def __init__(self, scheduler: Scheduler, keeper: Keeper, clock: Callable[[], float]) -> None:
         self._scheduler = scheduler
         self._keeper = keeper
         self._clock = clock
@@ -54,7 +58,7 @@ class Reclaimer:
         """
         self._in_step, self._stock = True, self._manager.allocate_slots
         if self._keeper.ledger.pinned and self.may_run_short():
-            self._manager.allocate_slots = self.allocate_slots
+            self._stand_in(self.allocate_slots)
 
     def may_run_short(self) -> bool:
         """Whether the running requests could ask for more blocks than are free.
@@ -73,14 +77,19 @@ class Reclaimer:
     def step_ends(self) -> None:
         """Leave the place as it was."""
         self._in_step = False
-        self._manager.allocate_slots = self._stock
+        self._stand_in(self._stock)
 
     def waiting_asked(self) -> None:
         """The waiting requests' turn has come: each of their allocations is looked at."""
         if self._in_step:
-            self._manager.allocate_slots = self.allocate_slots
+            self._stand_in(self.allocate_slots)
 
-    def allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+    def _stand_in(self, allocate_slots: Allocate) -> None:
+        self._manager.allocate_slots = allocate_slots  # type: ignore[method-assign]
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
         """vLLM's own answer, after giving up pins if that is allowed and helps."""
         blocks = self._stock(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._keeper.ledger.pinned:
@@ -89,7 +98,7 @@ class Reclaimer:
             self._note(request, blocks, kwargs)
         return blocks
 
-    def _note(self, request: Request, blocks: Any, kwargs: Any) -> None:
+    def _note(self, request: Request, blocks: KVCacheBlocks | None, kwargs: dict[str, Any]) -> None:
         """A waiting request got its blocks, or was refused."""
         self._keeper.appraiser.memory(TurnId(request.request_id), refused=blocks is None)
         if blocks is not None:
@@ -98,10 +107,11 @@ class Reclaimer:
             else:
                 hits = kwargs.get("num_new_computed_tokens", 0)
                 loads = kwargs.get("num_external_computed_tokens", 0)
-                beside = kwargs.get("delay_cache_blocks", False)
-                self._keeper.placed(self._clock(), request, hits, loads, beside)
+                self._keeper.placed(request, hits, loads)
 
-    def _reclaim(self, request: Request, num_new_tokens: int, args: Any, kwargs: Any) -> Any:
+    def _reclaim(
+        self, request: Request, num_new_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> KVCacheBlocks | None:
         now_s = self._clock()
         any_pin = self._may_reclaim(now_s, request)
         victims = self._victims(request) if any_pin else self._behind(request)
@@ -115,21 +125,23 @@ class Reclaimer:
             return None
         return self._lend(now_s, victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs))
 
-    def _lend(self, now_s: float, victims: list[Pin], need: int, allocate: Callable[[], Any]) -> Any:
+    def _lend(
+        self, now_s: float, victims: list[Pin], need: int, allocate: Callable[[], KVCacheBlocks | None]
+    ) -> KVCacheBlocks | None:
         """Give up pins one by one until the request fits; all or nothing."""
-        keeper, lent = self._keeper, []
+        pins, lent = self._keeper.pins, []
         for victim in victims:
-            lent.append((victim.program, keeper.pins.give_back(victim.program)))
-            if keeper.pins.free_blocks() < need:
+            pins.lend(victim.program)
+            lent.append(victim.program)
+            if pins.free_blocks() < need:
                 continue
             blocks = allocate()
             if blocks is not None:
-                for program, _ in lent:
-                    keeper.ledger.release(program, Outcome.RECLAIMED)
-                    keeper.closed(now_s, program, Outcome.RECLAIMED)
+                for program in lent:
+                    self._keeper.release(now_s, program, Outcome.RECLAIMED)
                 return blocks
-        for program, held in reversed(lent):
-            keeper.pins.take(program, held)
+        for program in reversed(lent):
+            pins.recall(program)
         return None
 
     def _may_reclaim(self, now_s: float, request: Request) -> bool:
@@ -177,7 +189,7 @@ class Reclaimer:
         )
         return [pin for pin in later if any(map(keeper.waits, programs[pin.program].live))]
 
-    def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: Any) -> int:
+    def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
         """At least so many free blocks are needed: what the request lacks, its prefix hits aside.
 
         Where no layer keeps all tokens (windows, states), older ones give their blocks back on the way: then
@@ -185,8 +197,8 @@ class Reclaimer:
         """
         if not self._keeps_all_tokens:
             return max(1, num_new_tokens // self._block_size)
-        found = kwargs.get("num_new_computed_tokens", 0)
-        tokens = request.num_computed_tokens + found + num_new_tokens
+        found: int = kwargs.get("num_new_computed_tokens", 0)
+        tokens: int = request.num_computed_tokens + found + num_new_tokens
         tokens += kwargs.get("num_external_computed_tokens", 0)
         if kwargs.get("full_sequence_must_fit"):
             tokens = max(tokens, request.num_tokens)

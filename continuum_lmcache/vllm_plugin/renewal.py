@@ -51,14 +51,12 @@ class Renewal:
 
     def _is_renewable(self, pin: Pin) -> bool:
         """Whether what the pin is worth depends on the memory now, and its program is away."""
-        assert pin.turn is not None
         is_priced = self.keeper.appraiser.prices(pin.turn.context_tokens, pin.retention.reload_s)
         return is_priced and not self.keeper.ledger.programs[pin.program].live
 
     def _renew(self, now_s: float, pin: Pin) -> None:
         """The pin's deadline as if it were taken now, by a program that has been away so long."""
         keeper, turn = self.keeper, pin.turn
-        assert turn is not None
         away_s = now_s - pin.taken_s
         keep = keeper.appraiser.judged(now_s, turn, keeper.load(away_s))
         ttl_s = max(keep.ttl_s, EVERY_S) if keep.ttl_s > 0 else 0.0

@@ -12,11 +12,10 @@ Replaced after __init__: every RequestQueue attribute.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -24,21 +23,20 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin import metrics, wakeup
-from continuum_lmcache.vllm_plugin.forgetting import Forgetting
 from continuum_lmcache.vllm_plugin.keeper import Keeper
-from continuum_lmcache.vllm_plugin.prefetcher import Prefetcher
 from continuum_lmcache.vllm_plugin.queue import Key, ProgramQueue
 from continuum_lmcache.vllm_plugin.reclaim import Reclaimer
 from continuum_lmcache.vllm_plugin.renewal import Renewal
 from continuum_lmcache.vllm_plugin.setup import Room, furnish
+from continuum_lmcache.vllm_plugin.spoilt import SpoiltBlocks
 from continuum_lmcache.vllm_plugin.totals import Teller
 from continuum_lmcache.vllm_plugin.wakeup import Alarm
-from continuum_lmcache.vllm_plugin.watchman import Watchman
 
 TELL_EVERY_S = 0.5  # more often than anybody scrapes; gathering and sending the news costs 0.1 ms
 
@@ -58,7 +56,6 @@ class ContinuumMixin(Scheduler):
         self._keeper: Keeper = self._room.keeper
         self._teller = Teller(self._room.totals, self._keeper.appraiser.observed)
         self._tell_at_s = -math.inf
-        self._watchman = Watchman(self._keeper)
         self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
         if not self._may_cut_anywhere():
             self._chunks.smallest = None
@@ -66,11 +63,10 @@ class ContinuumMixin(Scheduler):
         self._prompts_last = False  # of the running ones, in this step
         self._had_prompts = False  # the last step; without them nobody need be asked
         self._alarm: Alarm | None = None
-        self._forgetting = Forgetting(self._keeper)
         self._renewal = Renewal(self._keeper)
-        self._prefetcher = Prefetcher(self._keeper, self.connector)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
+        self._spoilt = SpoiltBlocks(self.kv_cache_manager, 1 + self.parallel_config.pipeline_parallel_size)
         self._reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
         self._queues = {
             n: ProgramQueue(self._key, self._reclaimer.waiting_asked)
@@ -87,10 +83,9 @@ class ContinuumMixin(Scheduler):
         self._renewal.look(now_s)
         if self._keeper.ledger.pinned:
             self._keeper.expire(now_s)
-        self._forgetting.look(now_s)
-        self._prefetcher.look(now_s)
-        self._keeper.crowd.weighs_stores(self._keeper.supply)
-        self._keeper.open_door(now_s, idle=not self.running and not any(self._queues.values()))
+        self._keeper.forget_idle(now_s)
+        self._keeper.crowd.weighs_stores()
+        self._keeper.open_door(now_s, bool(self.running), any(self._queues.values()))
         self._choose_chunk()
         self._reorder()
         self._reclaimer.step_begins()
@@ -101,11 +96,6 @@ class ContinuumMixin(Scheduler):
 
     def _reorder(self) -> None:
         """Turns whose place changed move; the newest program's request becomes vLLM's victim."""
-        if self._keeper.reordered:
-            for queue in self._queues.values():
-                queue.rekey_all()
-            self._keeper.reordered = False
-            self._keeper.moved.clear()
         for turn_id in self._keeper.moved:
             request = self.requests.get(turn_id)
             for queue in self._queues.values():
@@ -146,38 +136,43 @@ class ContinuumMixin(Scheduler):
             self._running_changed = True
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._running_changed = True
-        work = self._keeper.appraiser.observed.work
         for turn_id in scheduler_output.preempted_req_ids or ():
-            work["preemptions"] += 1
             self._keeper.preempted(now_s, TurnId(turn_id))
         self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         self._keeper.witness.scheduled(now_s, scheduler_output)
-        tokens = scheduler_output.num_scheduled_tokens
-        self._had_prompts = scheduler_output.total_num_scheduled_tokens > len(tokens)
+        tokens, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
+        self._had_prompts = total > len(tokens)
         if self._chunks.smallest is not None:
-            scheduled = ((n, self.requests[i]) for i, n in tokens.items())
-            decodes = sum(n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens)
-            self._chunks.saw(scheduler_output.total_num_scheduled_tokens - decodes, decodes)
+            decodes = self._decoded(tokens) if self._had_prompts else total
+            self._chunks.saw(total - decodes, decodes)
         super()._update_after_schedule(scheduler_output)
+
+    def _decoded(self, tokens: Mapping[str, int]) -> int:
+        """How many of a step's tokens are no prompt's."""
+        scheduled = ((n, self.requests[i]) for i, n in tokens.items())
+        return sum(n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         now_s = self.clock()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        self._spoilt.step_ended()
         self._keeper.witness.stepped(now_s, scheduler_output)  # after: the step's transfers are known now
         return outputs
 
     # a request's life -------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
+        now_s = self.clock()
+        if not self.requests:  # the first step after idleness has nothing new to tell
+            self._tell_at_s = now_s + TELL_EVERY_S
         if request.request_id not in self.requests:  # else: one more piece of a streamed input
-            self._keeper.arrived(self.clock(), request)
+            self._keeper.arrived(now_s, request)
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        now_s, turn = self.clock(), self._keeper.turns.get(TurnId(request.request_id))
-        self._keeper.finished(now_s, request)
-        self._prefetcher.paused(now_s, request, turn.program if turn is not None else None)
-        self._keeper.appraiser.observed.work["finished_turns"] += 1
+        if request.status == RequestStatus.FINISHED_ABORTED and self.connector is not None:
+            self._spoilt.client_left(request.request_id)
+        self._keeper.finished(self.clock(), request)
         return super()._free_request(request, *args, **kwargs)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
@@ -199,25 +194,26 @@ class ContinuumMixin(Scheduler):
         failed load, and on GPUs the newer runner reads the wrong ones (vllm-project/vllm#49250).
         """
         failed = super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)
-        if self.recompute_kv_load_failures and self._keeper.judge.is_asked:
-            for request in [r for r in self.running if r.request_id in failed]:
-                self._compute_again(request, invalid_block_ids)
+        running = [request for request in self.running if request.request_id in failed]
+        if self.recompute_kv_load_failures and not self._keeper.judge.is_asked:
+            running = []  # they would load again: vLLM computes into the same blocks
+        self._spoilt.strike(invalid_block_ids, [request.request_id for request in running])
+        if self.recompute_kv_load_failures:
+            for request in running:
+                self._compute_again(request)
         return failed
 
-    def _compute_again(self, request: Request, invalid_block_ids: set[int]) -> None:
-        """As vLLM resets a running request; nobody may hit its blocks from the first invalid one on."""
-        (blocks,) = self.kv_cache_manager.get_block_ids(request.request_id)
-        spoilt = itertools.dropwhile(lambda block: block not in invalid_block_ids, blocks)
+    def _compute_again(self, request: Request) -> None:
+        """As vLLM resets a running request."""
         self._keeper.judge.failed(TurnId(request.request_id))
         self.running.remove(request)
         self._preempt_request(request, self.clock(), drop_stale_output=True)
         self.prev_step_scheduled_req_ids.discard(request.request_id)
-        self.kv_cache_manager.evict_blocks(set(spoilt))
 
     # the engine around it ---------------------------------------------------
 
     def has_requests(self) -> bool:
-        """True also when a pin or a fetch is due: one step without tokens sees to it and reports."""
+        """True also when a pin is due: one step without tokens releases it and reports."""
         if super().has_requests():
             return True
         due_s = self.next_due_s()
@@ -233,23 +229,19 @@ class ContinuumMixin(Scheduler):
         self._alarm.set(self.next_due_s())
 
     def next_due_s(self) -> float | None:
-        """When a pin runs out or a fetch is to begin, though nothing may run then; None: never."""
-        times_s = (self._keeper.ledger.next_deadline_s(), self._prefetcher.next_s())
-        return min((at_s for at_s in times_s if at_s is not None), default=None)
+        """When a pin runs out, though nothing may run then; None: never."""
+        return self._keeper.ledger.next_deadline_s()
 
-    def make_stats(self, *args: Any, **kwargs: Any) -> Any:
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's, with our news aboard: every TELL_EVERY_S of a busy engine, and in its last step."""
         stats = super().make_stats(*args, **kwargs)
         if stats is None:
             return None
-        self._watchman.step(stats)
         now_s = self.clock()
         if now_s < self._tell_at_s and (self.running or super().has_requests()):
             return stats
         self._tell_at_s = now_s + TELL_EVERY_S
-        told = self._teller.told()
-        self._watchman.told(now_s, told)
-        return metrics.attach(stats, told)
+        return metrics.attach(stats, self._teller.told())
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._keeper.ledger.pinned)
@@ -268,7 +260,7 @@ class ContinuumMixin(Scheduler):
     def _key(self, request: Request) -> Key:
         return self._keeper.key(request)
 
-    def _running_rank(self, request: Request) -> Any:
+    def _running_rank(self, request: Request) -> tuple[bool, int, float, float]:
         return self._keeper.turns[TurnId(request.request_id)].running_rank
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:

@@ -14,19 +14,19 @@ from typing import Any
 
 import yaml
 from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from continuum_lmcache.appraise import Appraiser
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.costs import UNMEASURED, Costs, kv_bytes_per_token
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.gaps import Gaps
-from continuum_lmcache.hearsay import Hearsay
-from continuum_lmcache.recorder import Recorder
-from continuum_lmcache.tiers import SelectiveLoader, TierStore
+from continuum_lmcache.recorder import Recorder, Unrecorded
+from continuum_lmcache.tiers import SelectiveLoader
 from continuum_lmcache.vllm_plugin.gaps_file import load_gaps, save_gaps
 from continuum_lmcache.vllm_plugin.keeper import Keeper
 from continuum_lmcache.vllm_plugin.recording import JOIN_S, Recording
-from continuum_lmcache.vllm_plugin.supply import Supply, mode_of
+from continuum_lmcache.vllm_plugin.supply import Supply
 from continuum_lmcache.vllm_plugin.totals import Totals, totals_of
 
 logger = init_logger("vllm.continuum_lmcache")
@@ -108,18 +108,20 @@ class Saver:
             self._room.save()
 
 
-def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
+def furnish(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> Room:
     """Build the parts for one scheduler. Raises ConfigError or ProfileError."""
     rank = scheduler.parallel_config.data_parallel_index
     gaps_path = ranked(Path(config.gaps_file), rank) if config.gaps_file else None
-    store = store_of(scheduler.connector)
+    supply = Supply(scheduler.connector)
     appraiser = Appraiser(
         config,
         costs_of(config, kv_bytes_per_token(scheduler.kv_cache_config)),
         load_gaps(gaps_path) if gaps_path else Gaps(),
-        store.capacity_tokens() if store is not None else {},
+        supply.capacity_tokens(),
     )
-    recorder = Recorder(time.time() - now_s, hash_ids=config.hash_ids)
+    folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
+    recorder = (Recorder if folder else Unrecorded)(time.time() - now_s, hash_ids=config.hash_ids)
+    recording = Recording(Path(folder), recorder, rank, config.stream_recording) if folder else None
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # decodes in half of the wrapper's time
     keeper = Keeper(
@@ -130,14 +132,18 @@ def furnish(scheduler: Any, config: ContinuumConfig, now_s: float) -> Room:
         scheduler.hash_block_size,
         scheduler.block_size,
         tokenizer,
-        Supply(store, hearsay_of(scheduler.connector)),
+        supply,
     )
-    keeper.supply.mode = mode_of(scheduler.connector)  # also of one that is no TierStore
-    logger.info("KV below the GPU: %s", keeper.supply.mode)
+    logger.info("KV below the GPU: %s", supply.mode)
+    if not supply.times_loads:
+        logger.warning(
+            "the KV connector %s does not say where KV lies: TTLs are set as if it kept none",
+            type(scheduler.connector).__name__,
+        )
     if isinstance(scheduler.connector, SelectiveLoader):
         scheduler.connector.load_by(keeper.judge.tokens)
         keeper.judge.is_asked = True
-    room = Room(keeper, gaps_path, recording_of(config, recorder, rank))
+    room = Room(keeper, gaps_path, recording)
     if room.writes_files:
         room.saver = Saver(room)
         if owns_process():
@@ -167,12 +173,6 @@ def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> Costs:
     return costs
 
 
-def recording_of(config: ContinuumConfig, recorder: Recorder, rank: int) -> Recording | None:
-    """Files for the recorder, if asked for."""
-    folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
-    return Recording(Path(folder), recorder, rank, stream=config.stream_recording) if folder else None
-
-
 def owns_process() -> bool:
     """Whether this is an engine's own process: an application's signals are its own (in-process `LLM`).
 
@@ -198,23 +198,6 @@ def save_on_signals(room: Room, saver: Saver) -> None:
         stock(number, frame)
 
     signal.signal(signal.SIGTERM, save_then_stop)
-
-
-def store_of(connector: Any) -> TierStore | None:
-    """The connector as a TierStore, if it is one."""
-    return connector if isinstance(connector, TierStore) else None
-
-
-def hearsay_of(connector: Any) -> Hearsay | None:
-    """What to go by with a connector that is no TierStore."""
-    if connector is None or isinstance(connector, TierStore):
-        return None
-    logger.warning(
-        "the KV connector %s does not say where KV lies: hit share and load rate are learned from what it "
-        "brings at each return, for all programs together; TTLs cannot tell its tiers apart",
-        type(connector).__name__,
-    )
-    return Hearsay()
 
 
 def ranked(path: Path, rank: int) -> Path:

@@ -1,19 +1,19 @@
 """Where a prompt's tokens come from, now or if they were given up: vLLM's cache and the tiers together.
 
-A connector that does not say where KV lies is known by hearsay only (hearsay.py).
+A connector that does not say where KV lies is priced as no tier: what the GPU loses is to be computed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from continuum_lmcache.hearsay import Hearsay
 from continuum_lmcache.stores import Stores
 from continuum_lmcache.tiers import (
-    Forgetful,
     Holding,
     Remembering,
     Reporting,
@@ -23,7 +23,7 @@ from continuum_lmcache.tiers import (
     TierStore,
     Transfer,
 )
-from continuum_lmcache.types import Residency
+from continuum_lmcache.types import Residency, Tier
 from continuum_lmcache.vllm_plugin.turns import LiveTurn
 
 NOTHING = Holding(0, 0)
@@ -32,16 +32,16 @@ NOTHING = Holding(0, 0)
 class Supply:
     """Asks the tier store, where there is one, and counts what prompts were made of."""
 
-    def __init__(self, store: TierStore | None, hearsay: Hearsay | None = None) -> None:
+    def __init__(self, connector: Any) -> None:
+        store = connector if isinstance(connector, TierStore) else None
         self._store = store
         # asked here, once: Python takes 10 us to find out whether an object follows a protocol
         self._reporting = store if isinstance(store, Reporting) else None
         self._remembering = store if isinstance(store, Remembering) else None
         self._timing = store if isinstance(store, StepTiming) else None
         self.loads_beside_steps = isinstance(store, SelectiveLoader) and store.loads_beside_steps
-        self.mode = mode_of(store)
-        self.hearsay = hearsay
-        self.prefetches = 0
+        self.mode = mode_of(connector)
+        self.times_loads = store is not None or connector is None
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
         self.returned_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
 
@@ -52,7 +52,7 @@ class Supply:
 
     def if_given_up(self, request: Request, tokens: int) -> Residency:
         """Where the context's first `tokens` would come from once the GPU's copy is lost."""
-        held = self._holding(request, tokens) if self.hearsay is None else self.hearsay.holding(tokens)
+        held = self._holding(request, tokens)
         return Residency(0, held.dram_tokens, held.ssd_tokens, tokens)
 
     def of(self, request: Request, turn: LiveTurn) -> Residency:
@@ -64,11 +64,15 @@ class Supply:
         dram = max(0, min(in_dram - gpu, loaded))
         return Residency(gpu, dram, loaded - dram, total)
 
+    def capacity_tokens(self) -> Mapping[Tier, int]:
+        """How many tokens' KV each tier has room for."""
+        return self._store.capacity_tokens() if self._store is not None else {}
+
     def transfers(self) -> list[Transfer]:
         """What the tiers moved since the last call."""
         return self._store.transfers() if self._store is not None else []
 
-    def waits(self, output: Any) -> bool:
+    def waits(self, output: SchedulerOutput) -> bool:
         """Whether the step waits for its transfers, as far as the store says so."""
         return self._timing is not None and self._timing.waits(output.kv_connector_metadata)
 
@@ -77,16 +81,8 @@ class Supply:
         return None if self._timing is None else self._timing.step_s()
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """For the metrics: what prompts were made of, and how it is known where KV lies."""
-        told, heard = self._store is not None, self.hearsay
-        source = "store" if told else "learned" if heard is not None else "none"
-        found: dict[str, dict[str, float]] = {
-            "prompt_tokens": dict(self.prompt_tokens),
-            "prefetches": {"": self.prefetches},
-            "returned_tokens": dict(self.returned_tokens),
-            "residency": {name: float(name == source) for name in ("store", "learned", "none")},
-        }
-        return found if heard is None else found | {"hit_share": {"": heard.share}}
+        """For the metrics: what prompts were made of."""
+        return {"prompt_tokens": dict(self.prompt_tokens), "returned_tokens": dict(self.returned_tokens)}
 
     def stores(self) -> Stores:
         """What says whether storing pays; without a switch nothing is to be stopped."""
@@ -96,11 +92,6 @@ class Supply:
         """Store what is computed from now on, or do not."""
         if isinstance(self._store, StoreSwitch):
             self._store.store_from_now(wanted)
-
-    def forget(self, request: Request, kept_tokens: int) -> None:
-        """Drop what the tiers hold of the request behind its first `kept_tokens`, where they can."""
-        if isinstance(self._store, Forgetful):
-            self._store.forget(request.all_token_ids, kept_tokens)
 
     def count(self, served: Residency) -> None:
         """Add one prompt to the counts."""

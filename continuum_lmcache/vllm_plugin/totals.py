@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from continuum_lmcache.hearsay import Hearsay
 from continuum_lmcache.history import History
 from continuum_lmcache.observed import Observed
 from continuum_lmcache.rates import Rates
@@ -68,19 +67,19 @@ def totals_of(keeper: Keeper) -> Totals:
         "policy": {appraiser.config.policy: 1.0},
         "tier_capacity": {t.value: n for t, n in appraiser.survival.capacity_tokens.items()},
         **supply.totals(),
-        **rate_totals(appraiser.rates, supply.hearsay),
+        **rate_totals(appraiser.rates),
         **formula_totals(appraiser.history),
         **keeper.crowd.totals(),
+        **keeper.losses.departures.totals(),
     }
 
 
-def rate_totals(rates: Rates, heard: Hearsay | None) -> Totals:
+def rate_totals(rates: Rates) -> Totals:
     """Every rate now in use, and how many measurements stand behind it."""
-    learned = {} if heard is None else {"hit_share": heard.returns}
     costs = rates.costs
     curve, tiers = costs.prefill, {"dram": costs.dram, "ssd": costs.ssd}
     return {
-        "rate_samples": {name: float(n) for name, n in (rates.samples | learned).items()},
+        "rate_samples": {name: float(n) for name, n in rates.samples.items()},
         "tier_rate": {tier: rate.bytes_per_s for tier, rate in tiers.items()},
         "tier_fixed": {tier: rate.fixed_s for tier, rate in tiers.items()},
         "prefill_fixed": {"": curve.fixed_s},

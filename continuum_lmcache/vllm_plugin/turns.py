@@ -1,7 +1,7 @@
 """From vLLM's Request to this package's values, and back to nothing else.
 
-Touches, on vLLM 0.26 to 0.33: Request.sampling_params.extra_args, .cache_salt, .block_hashes,
-.output_token_ids, .status, .priority; Request.session_id from 0.30.
+Touches, on vLLM 0.30 to 0.33: Request.sampling_params.extra_args, .cache_salt, .block_hashes,
+.output_token_ids, .status, .priority, .session_id.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.conventions import unused_fields
+from continuum_lmcache.divergence import Parting
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.identity import Identity, name, parse, tenant_of
 from continuum_lmcache.toolcalls import TAIL_TOKENS
@@ -46,6 +48,7 @@ class LiveTurn:
     loaded_tokens: int = 0  # of the prompt, brought by the connector
     repeats_tokens: int | None = None  # of the program's last turn; None: not known
     linked_tokens: int = 0  # of the prompt, taken for those of the turn that it was found to continue
+    parted: Parting | None = None  # how far it follows its program's last turn; None: not known
 
     @property
     def running_rank(self) -> tuple[bool, int, float, float]:
@@ -56,7 +59,7 @@ class LiveTurn:
 def live_turn(now_s: float, request: Request, honor_priority: bool) -> tuple[LiveTurn, list[str]]:
     """The request as a turn whose program is yet to be found, and the names of fields that are ignored."""
     says, bad = identity(request)
-    ignored = [bad] if bad else []
+    ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]
     priority = request.priority
     if priority and not honor_priority:
         logger.warning_once("A request's priority is ignored: see continuum.honor_priority (said once)")
@@ -71,20 +74,24 @@ def identity(request: Request) -> tuple[Identity, str]:
     API servers have refused bad fields already. What comes by other ways (LLM.generate, a
     session id) must not harm the engine: it is ignored, and counted by the caller.
     """
-    params = request.sampling_params
-    fields = dict((params.extra_args if params is not None else None) or {})
-    bad = ""
+    fields, bad = extra_args(request), ""
     try:
         says = parse(fields)
     except RequestError as error:
         says, bad = Identity(), str(error).split()[0]
     if says.job_id is None and not bad:
         try:
-            session = name("session_id", getattr(request, "session_id", None) or None)
+            session = name("session_id", request.session_id or None)
         except RequestError:
             session, bad = None, "session_id"
         says = replace(says, job_id=session)
     return says, bad
+
+
+def extra_args(request: Request) -> dict[str, Any]:
+    """What the API server, or the caller of LLM.generate, sent along."""
+    params = request.sampling_params
+    return (params.extra_args if params is not None else None) or {}
 
 
 def is_end_of_turn(request: Request) -> bool:
@@ -106,7 +113,7 @@ def tail_text(request: Request, tokenizer: Any, ignored: Counter[str]) -> str:
     A model's padded vocabulary has tokens that its tokenizer does not know. Hugging Face's tokenizers skip
     them; Mistral's raise KeyError (tekken) or IndexError (sentencepiece).
     """
-    ids: Sequence[int] = list(request.output_token_ids)[-TAIL_TOKENS:]
+    ids: Sequence[int] = request.output_token_ids[-TAIL_TOKENS:]
     if tokenizer is None or not ids:
         return ""
     try:

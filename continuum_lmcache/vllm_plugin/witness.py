@@ -7,20 +7,21 @@ schedules ahead. Reads, on vLLM 0.30 to 0.33: SchedulerOutput.num_scheduled_toke
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from continuum_lmcache.appraise import Appraiser
-from continuum_lmcache.loads import LEAST_SAMPLES
 from continuum_lmcache.recorder import Recorder
 from continuum_lmcache.returns import Forecast, Returns, Step, waited_s
 from continuum_lmcache.tiers import Transfer
-from continuum_lmcache.types import ProgramId, Tier, TurnId
+from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.supply import Supply
 from continuum_lmcache.vllm_plugin.turns import LiveTurn
+from continuum_lmcache.working_set import PromptTime
 
 LEAST_PREFILL_TOKENS = 128  # a step with fewer says little of the prefill curve
 LEAST_PREFILL_SHARE = 0.9  # of a step's tokens: decoding is bound by other things
-LEAST_LOAD_SHARE = 0.05  # of a step that hides a load: below this it cannot be told from the computing
 
 
 class Launch(NamedTuple):
@@ -34,35 +35,24 @@ class Launch(NamedTuple):
 class Witness:
     """Times steps, learns from what moved in them, and settles returns."""
 
-    def __init__(self, appraiser: Appraiser, recorder: Recorder, supply: Supply) -> None:
-        self.returns = Returns()
+    def __init__(self, appraiser: Appraiser, recorder: Recorder, supply: Supply, slack_tokens: int) -> None:
+        self.returns, self.prompt_time = Returns(slack_tokens), PromptTime()
         self._appraiser, self._recorder, self._supply = appraiser, recorder, supply
         self._flight: dict[int, Launch] = {}  # by id of the step's output
         self._last_s = 0.0
-        self._hidden: dict[TurnId, int] = {}  # tokens whose load a coming step will hide
-        self._flying: dict[TurnId, tuple[float, int]] = {}  # since when, tokens: loads beside the steps
-        self._overheard: list[Transfer] = []
+        self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for a load that nobody times
 
     # a turn ------------------------------------------------------------------
 
-    def placed(self, now_s: float, turn: LiveTurn, prompt_tokens: int, loads_async: bool) -> None:
+    def placed(self, turn: LiveTurn, prompt_tokens: int) -> None:
         """A turn got its blocks; its gpu_tokens and loaded_tokens are known."""
         if turn.program is not None:
             self.returns.placed(turn.id, turn.program, turn.gpu_tokens, turn.loaded_tokens, prompt_tokens)
-        if self._supply.hearsay is not None and turn.loaded_tokens:
-            if loads_async:
-                self._flying[turn.id] = (now_s, turn.loaded_tokens)
-            else:
-                self._hidden[turn.id] = turn.loaded_tokens
 
-    def started(self, now_s: float, turn: LiveTurn, context_tokens: int) -> None:
-        """A turn runs whose program's context the GPU had no more, or only the head of it."""
-        if self._supply.hearsay is None:
-            return
-        self._supply.hearsay.returned(context_tokens, turn.gpu_tokens, turn.loaded_tokens)
-        if flight := self._flying.pop(turn.id, None):
-            since_s, tokens = flight
-            self._overheard.append(self._load(turn.id, tokens, now_s - since_s, in_step=False))
+    def starts(self, turn: LiveTurn) -> None:
+        """A turn is in the step that was just scheduled, for the first time or again."""
+        if turn.loaded_tokens and not self._supply.times_loads:
+            self._untimed.add(turn.id)
 
     def finished(self, program: ProgramId, context_tokens: int, reload_s: float) -> None:
         """A turn finished with this forecast of its return."""
@@ -71,30 +61,30 @@ class Witness:
     def gone(self, turn: TurnId) -> None:
         """A turn ended or was preempted; the step it was last in may not be reported yet."""
         self.returns.gone(turn)
-        self._flying.pop(turn, None)
 
     # a step ------------------------------------------------------------------
 
-    def scheduled(self, now_s: float, output: Any) -> None:
+    def scheduled(self, now_s: float, output: SchedulerOutput) -> None:
         """A step was scheduled and is about to run."""
         self._flight[id(output)] = Launch(now_s, self._supply.waits(output), bool(self._flight))
 
-    def stepped(self, now_s: float, output: Any) -> None:
+    def stepped(self, now_s: float, output: SchedulerOutput) -> None:
         """Its output is here."""
-        launch = self._flight.pop(id(output), Launch(now_s, False, False))
+        launch = self._flight.pop(id(output), None) or Launch(now_s, False, False)
         took_s, is_own = self._took_s(now_s, launch)
         self._last_s = now_s
         new_tokens = output.total_num_scheduled_tokens
-        moved, self._overheard = self._supply.transfers() + self._overheard, []
+        moved = self._supply.transfers()
+        untimed = {turn for turn in self._untimed if turn in output.num_scheduled_tokens}
+        self._untimed -= untimed
         prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
-        if prefills or self._hidden or self.returns.watching:
+        self.prompt_time.stepped(now_s, took_s if prefills else 0.0)
+        if prefills or self.returns.watching:
             step = Step(took_s, work_of(output))
-            hidden = self._uncovered(step)
-            moved += hidden
             for done in self.returns.stepped(step, moved, self._appraiser.rates.costs.prefill):
                 self._recorder.reloaded(now_s, done)
                 self._appraiser.observed.reloaded(done)
-            if prefills and is_own and not hidden:
+            if prefills and is_own and not untimed:
                 self._learn_pace(step, moved)
         self._appraiser.moved(now_s, moved)
 
@@ -117,31 +107,12 @@ class Witness:
         curve = self._appraiser.rates.costs.prefill
         in_step_s = waited_s(moved)
         prefill_tokens = sum(new for new, _ in step.work.values() if new > 1)
-        self._appraiser.observed.prefilled(step.seconds - in_step_s, prefill_tokens)
         if prefill_tokens >= LEAST_PREFILL_SHARE * step.new_tokens and in_step_s < step.seconds / 2:
             said_s = curve.fixed_s + sum(step.weights(curve).values())
             self._appraiser.rates.computed(step.seconds - in_step_s, said_s)
 
-    def _uncovered(self, step: Step) -> list[Transfer]:
-        """Loads that this step hid, by what it took longer than its tokens do."""
-        turns = self._hidden.keys() & step.work.keys()
-        if not turns:
-            return []
-        tokens = {turn: self._hidden.pop(turn) for turn in turns}
-        curve = self._appraiser.rates.costs.prefill
-        if curve.samples < LEAST_SAMPLES:
-            return []
-        rest_s = step.seconds - curve.fixed_s - sum(step.weights(curve).values())
-        load_s = max(rest_s, LEAST_LOAD_SHARE * step.seconds)
-        whole = sum(tokens.values())
-        return [self._load(turn, n, load_s * n / whole, in_step=True) for turn, n in tokens.items()]
 
-    def _load(self, turn: TurnId, tokens: int, seconds: float, in_step: bool) -> Transfer:
-        size_bytes = tokens * self._appraiser.rates.costs.kv_bytes_per_token
-        return Transfer(Tier.DRAM, "load", tokens, size_bytes, seconds, turn, in_step)
-
-
-def work_of(output: Any) -> dict[TurnId, tuple[int, int]]:
+def work_of(output: SchedulerOutput) -> dict[TurnId, tuple[int, int]]:
     """A step's tokens by turn: new ones, and those before them."""
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs

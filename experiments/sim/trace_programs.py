@@ -17,6 +17,7 @@ from zlib import crc32
 import numpy as np
 
 from continuum_lmcache.errors import TraceError
+from experiments.sim.fitted_programs import pool, shapes
 from experiments.sim.step_time import Machine
 from experiments.workload import (
     GAPS,
@@ -35,6 +36,7 @@ LONGEST_GAP_S = 600.0  # a longer one is a user who went away; it is cut to this
 CHUNK_TOKENS = 2048  # the prefill chunk that `work_s` reckons with,
 DECODE_BATCH = 8  # and the turns that decode together
 HALVES = ("tune", "report")
+FITTED = "fitted"  # stands where a half does: programs drawn from what `tune` was fitted to
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +72,17 @@ def half_of(program_id: str) -> str:
 
 @cache
 def half(name: str, part: str) -> tuple[Program, ...]:
-    """One half of a trace's programs, each within WINDOW_TOKENS, every gap known. Raises TraceError."""
-    if name not in SOURCES or part not in HALVES:
-        raise TraceError(
-            f"trace is {name!r}, half {part!r}; known: {', '.join(SOURCES)}; {', '.join(HALVES)}"
-        )
+    """One half of a trace's programs, each within WINDOW_TOKENS, every gap known. Raises TraceError.
+
+    For FITTED those of sim/fitted_programs.py, which need no trace.
+    """
+    parts = (*HALVES, FITTED)
+    if name not in SOURCES or part not in parts:
+        raise TraceError(f"trace is {name!r}, half {part!r}; known: {', '.join(SOURCES)}; {', '.join(parts)}")
+    if part == FITTED:
+        if name not in shapes():
+            raise TraceError(f"no generator was fitted to {name!r}; there is one for {', '.join(shapes())}")
+        return pool(name)
     wanted = [p for p in _chosen(name) if half_of(p.program_id) == part]
     # one factor shrinks all: what is twice too long for the window is left out, or the rest would be tiny
     fitting = [p for p in wanted if p.context_tokens <= 2 * WINDOW_TOKENS]

@@ -1,4 +1,4 @@
-"""What a row of the sweep is about: a simulated run (Point), a run on a server (Live), a timing (Bench).
+"""What a row of the sweep is about: a simulated run (Point), a run on a server (Live).
 
 A case is a frozen value of plain fields. All that its row depends on is in it, or in the code.
 """
@@ -78,23 +78,7 @@ class Live:
         return f"{self.contender}{'+LMCache' if self.dram_gb > 0 else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class Bench:
-    """schedule() of a real scheduler, timed while so many turns run, wait and lie pinned."""
-
-    contender: str
-    running_turns: int
-    waiting_turns: int
-    pinned_programs: int
-    rounds: int
-    repeat: int  # of the same measurement
-
-    @property
-    def label(self) -> str:
-        return self.contender
-
-
-Case = Point | Live | Bench
+Case = Point | Live
 
 
 def inputs(case: Case) -> dict[str, Any]:

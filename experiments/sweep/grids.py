@@ -12,7 +12,7 @@ from dataclasses import replace
 from enum import Enum
 from itertools import product
 
-from experiments.sweep.cases import ENDLESS, ON_DEMAND, ORACLE, STOCK, Bench, Case, Point
+from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Case, Point
 
 
 class Size(Enum):
@@ -24,15 +24,12 @@ class Size(Enum):
 
 
 CONTENDERS = (
-    *(STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl"),
+    *(STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl", "three-way"),
     *("continuum-published", "continuum"),
     *(ORACLE, ENDLESS),
 )
 FEW = (STOCK, "program-fcfs", "infercept", "continuum-published", "continuum")
 LADDER = (STOCK, "program-fcfs", "static-ttl", "continuum-published", "continuum")  # one rung each
-TIMED = (STOCK, "program-fcfs", "static-ttl", ON_DEMAND)
-PINNING = ("static-ttl", ON_DEMAND)
-LOADED = (256, 1000)  # running and waiting: the goal's case, with 200 pins and, for those without, none
 DRAM_GB = 100.0  # the paper's, for an A100
 SLOW_DRAM_GB = 20.0  # in front of a disk
 PUBLISHED_SEED = 42
@@ -117,20 +114,6 @@ def published(machine: str, dram_gb: float) -> Cases:
         return [replace(point, contender=name) for point, name in pairs]
 
     return cases
-
-
-def by_load(size: Size, seeds: Sequence[int]) -> list[Case]:
-    """One of running, waiting and pinned raised at a time. Seeds are repetitions: two, unless in full."""
-    seeds = seeds if size is Size.FULL else seeds[:2]
-    rounds = 30 if size is Size.QUICK else 200
-    few = [(16, 0, 0), (16, 64, 0), (16, 64, 64)]
-    counts = few if size is Size.QUICK else [*few, (64, 0, 0), (256, 0, 0), (16, 256, 0), (16, 64, 256)]
-    counts += [] if size is Size.QUICK else [(*LOADED, 0), (*LOADED, 200)]
-    return [
-        Bench(name, running, waiting, pinned, rounds, seed)
-        for seed, (running, waiting, pinned), name in product(seeds, sorted(counts), TIMED)
-        if not pinned or name in PINNING
-    ]
 
 
 def by_memory(size: Size, seeds: Sequence[int]) -> list[Case]:

@@ -25,9 +25,9 @@ def knowing(programs: Sequence[Program]) -> Policy:
     """
     gaps_s = {(p.program_id, i): turn.gap_s for p in programs for i, turn in enumerate(p.turns, 1)}
 
-    def retain(turn: Turn, _gaps: Gaps, costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
+    def retain(turn: Turn, _gaps: Gaps, _costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
         gap_s = gaps_s[str(turn.program), turn.number]
-        benefit_s = load.queue_delay_s * load.eta + costs.reload_s(turn.residency, load.survival)
+        benefit_s = load.queue_delay_s * load.eta + load.reload_s
         pays = gap_s is not None and benefit_s > gap_s
         ttl_s = gap_s + SLACK_S if pays and gap_s is not None else 0.0
         return Retention(ttl_s, config.policy, "oracle", 1.0, benefit_s, ttl_s)

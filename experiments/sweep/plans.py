@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from experiments.sweep.cases import STOCK, Bench, Case, Point
+from experiments.sweep.cases import STOCK, Case, Point
 from experiments.sweep.grids import (
     DRAM_GB,
     SLOW_DRAM_GB,
     Cases,
     by_batch,
-    by_load,
     by_memory,
     by_rate,
     by_ssd,
@@ -25,7 +24,6 @@ WORDS = {
     "job_p90_s": "P90 of the job times, s",
     "job_p95_s": "P95 of the job times, s",
     "ttft_max_s": "longest wait for a first token, s",
-    "schedule_median_us": "schedule(), median us",
 }
 
 
@@ -43,7 +41,6 @@ class Plan:
 
 
 def rate(case: Case) -> str:
-    assert not isinstance(case, Bench)
     return f"{case.jps:g} programs/s"
 
 
@@ -58,7 +55,6 @@ def batch(case: Case) -> str:
 
 
 def tiers(case: Case) -> str:
-    assert not isinstance(case, Bench)
     if not case.dram_gb and not case.ssd_gb:
         return "no offloading"
     return f"DRAM {case.dram_gb:g} GB" + (f", disk {case.ssd_gb:g} GB" if case.ssd_gb else "")
@@ -70,11 +66,6 @@ def bare_name(case: Case) -> str:
 
 def with_tiers(case: Case) -> str:
     return f"{case.contender}, {tiers(case)}"
-
-
-def counts(case: Case) -> str:
-    assert isinstance(case, Bench)
-    return f"{case.running_turns} running, {case.waiting_turns} waiting, {case.pinned_programs} pinned"
 
 
 LMCACHE = f"{STOCK}+LMCache"
@@ -132,7 +123,6 @@ PLANS: dict[str, Plan] = {
     "h1": of_survey("h1", "h200", 400.0),
     "h2": of_survey("h2", "h100", 400.0),
     "h3": of_survey("h3", "h200", 64.0),
-    "overhead": Plan("schedule() of a decode step", by_load, counts, shows=("schedule_median_us",)),
     "whatif": Plan(
         "What a machine holds", by_memory, rate, with_tiers, f"{STOCK}, no offloading", ("job_p95_s",)
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.sweep.cases import Bench, Case, Live, Point, inputs
+from experiments.sweep.cases import Case, Live, Point, inputs
 from experiments.sweep.plans import WORDS, Plan
 from experiments.sweep.rows import Row, Rows
 from experiments.tables import shown, spread
@@ -25,7 +25,7 @@ def panels(plan: Plan, pairs: Found, figure: str) -> Panels:
     laid: Panels = {}
     for case, row in pairs:
         by_seed = laid.setdefault(plan.panel(case), {}).setdefault(plan.label(case), {})
-        by_seed[case.repeat if isinstance(case, Bench) else case.seed] = float(row[figure])
+        by_seed[case.seed] = float(row[figure])
     return laid
 
 
@@ -52,9 +52,6 @@ def table(plan: Plan, pairs: Found) -> list[list[str]]:
 def caption(pairs: Found) -> str:
     """What was run: sizes, rates, seeds, machine, and whether its numbers were measured."""
     cases = [case for case, _ in pairs]
-    if any(isinstance(case, Bench) for case in cases):
-        rounds = _values(cases, "rounds")
-        return f"real time on this machine, median of {rounds} steps, repetitions {_values(cases, 'repeat')}"
     jobs = _ranged({int(row["jobs"]) for _, row in pairs})
     measured = {row["measured"] for _, row in pairs} == {"True"}
     if any(isinstance(case, Live) for case in cases):
@@ -93,7 +90,6 @@ def holds(plan: Plan, pairs: Found, bound_s: float) -> list[list[str]]:
     """
     by_label: dict[str, dict[float, list[float]]] = {}
     for case, row in pairs:
-        assert not isinstance(case, Bench)
         by_label.setdefault(plan.label(case), {}).setdefault(case.jps, []).append(float(row["job_p95_s"]))
     lines = [["", f"programs/s at a P95 of {bound_s:g} s"]]
     for label, by_rate in by_label.items():

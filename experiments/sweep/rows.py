@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from experiments.sweep.cases import Bench, Case, Live, Point, SweepError, inputs
+from experiments.sweep.cases import Case, Live, Point, SweepError, inputs
 
 SCHEMA = 3  # raise it when a column changes its meaning
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,7 +25,7 @@ LAB = (
     *COMMON,
     "connectors/[!l]*.py",  # all but LMCache's adapters, which the lab does not run
     "experiments/sim/*.py",
-    *(f"experiments/sweep/{name}.py" for name in ("cases", "oracle", "simulated", "timed")),
+    *(f"experiments/sweep/{name}.py" for name in ("cases", "oracle", "simulated")),
 )
 SERVERS = (
     *COMMON,
@@ -34,15 +34,15 @@ SERVERS = (
     *(f"experiments/{name}.py" for name in ("server", "tiny_model", "replay", "driver", "client", "summary")),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "live")),
 )
-CODE = {"point": LAB, "bench": LAB, "live": SERVERS}  # what a row's figures depend on
+CODE = {"point": LAB, "live": SERVERS}  # what a row's figures depend on
 FIGURES = (
     *("job_mean_s", "job_mean_cold_s", "job_mean_warm_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
     *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),
     *("gpu_tokens", "dram_tokens", "ssd_tokens", "offload_tokens", "computed_tokens", "scheduled_tokens"),
     *("steps", "preemptions", "pins_taken", "pins_reused", "pins_expired", "pins_reclaimed"),
-    *("schedule_median_us", "schedule_p95_us", "measured"),
+    "measured",
 )
-INPUTS = ("kind", *dict.fromkeys(f.name for case in (Point, Live, Bench) for f in fields(case)))
+INPUTS = ("kind", *dict.fromkeys(f.name for case in (Point, Live) for f in fields(case)))
 COLUMNS = ("key", "code", *INPUTS, *FIGURES)
 Row = Mapping[str, str]
 

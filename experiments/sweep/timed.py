@@ -7,7 +7,6 @@ compared by `experiments.overhead`, which keeps them all in one process and lets
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,7 +25,7 @@ from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.serving import Setup, build_scheduler
 from experiments.sim.step_time import MACHINES
 from experiments.sim.streams import block_hasher
-from experiments.sweep.cases import ON_DEMAND, Bench, SweepError
+from experiments.sweep.cases import ON_DEMAND, SweepError
 from experiments.sweep.simulated import policy_of
 
 PROMPT_TOKENS = 4096  # of turns that run or lie pinned
@@ -35,6 +34,17 @@ MAX_MODEL_LEN = 50_000
 BLOCK_TOKENS = 16  # vLLM's default
 OUTPUT_TOKENS = 4096  # more than the rounds
 WARM_UP_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """schedule() of a real scheduler, timed while so many turns run, wait and lie pinned."""
+
+    contender: str
+    running_turns: int
+    waiting_turns: int
+    pinned_programs: int
+    rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +99,6 @@ def no_collections() -> Iterator[None]:
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def measure(bench: Bench) -> dict[str, Any]:
-    """Median and 95th percentile of a decode step's schedule(), in microseconds."""
-    with rigs(bench) as (rig,), no_collections():
-        costs = [rig.step() for _ in range(bench.rounds + WARM_UP_ROUNDS)][WARM_UP_ROUNDS:]
-    ordered = sorted(cost.schedule_us for cost in costs)
-    return {
-        "schedule_median_us": statistics.median(ordered),
-        "schedule_p95_us": ordered[int(0.95 * (len(ordered) - 1))],
-        "measured": True,
-    }
 
 
 class Rig:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -27,14 +27,25 @@ from experiments.sweep.timed import BLOCK_TOKENS, MAX_MODEL_LEN, timed_us
 PROGRAM_TURNS = 8
 FIRST_TOKENS, NEW_TOKENS = 2000, 200
 TEXT = "I shall run the tests again, with more output. " * 12 + "\n```bash\npython -m pytest -q tests\n```"
+TOOL = ("pytest tests", "pytest", "bash")  # what TEXT calls
 LETTERS = {letter: at for at, letter in enumerate(sorted(ByteLevel.alphabet()))}
 ANSWER = [LETTERS[{" ": "\u0120", "\n": "\u010a"}.get(letter, letter)] for letter in TEXT]
+
+STEPS = (  # what the model says in each, and whether that is timed
+    (ANSWER[:1], True),
+    (ANSWER[1:-2], False),
+    (ANSWER[-2:-1], False),
+    (ANSWER[-1:], True),
+    ([], True),
+)
 
 
 class TurnRig:
     """An idle scheduler that serves one program after the other, a turn at a call."""
 
-    def __init__(self, policy: str, tool_named: bool, clock: VirtualClock, until: ExitStack) -> None:
+    def __init__(
+        self, policy: str, tool_named: bool, clock: VirtualClock, until: ExitStack, gaps_known: int = 0
+    ) -> None:
         init_none_hash(sha256)
         self.clock, self._tool_named = clock, tool_named
         machine = replace(MACHINES["h200"], kv_tokens=2_000_000)
@@ -51,12 +62,17 @@ class TurnRig:
         until.callback(self.scheduler.shutdown)
         if (keeper := getattr(self.scheduler, "_keeper", None)) is not None:
             keeper._tokenizer = byte_tokenizer()
+            for gap_s in lognormal_s(gaps_known):
+                keeper.appraiser.gaps.observe(TOOL, gap_s)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._turns = 0
         self._history: list[int] = []
 
     def turn(self) -> float:
-        """CPU us of one turn, from its arrival until the engine is idle; then half a second of tool."""
+        """CPU us of one turn, from its arrival until the engine is idle; then half a second of tool.
+
+        Of its decode steps all but the last are not timed: nearly all of the answer comes at once there.
+        """
         program, number = divmod(self._turns, PROGRAM_TURNS)
         if not number:
             self._history = [program] * FIRST_TOKENS
@@ -64,21 +80,22 @@ class TurnRig:
         request = self._request(f"program-{program}", number == PROGRAM_TURNS - 1)
         self._turns += 1
         took_us, _ = timed_us(lambda: self.scheduler.add_request(request))
-        steps = iter((ANSWER[:-1], ANSWER[-1:], []))
+        steps = iter(STEPS)
         while True:
             check_us, is_busy = timed_us(self.scheduler.has_requests)
             took_us += check_us
             if not is_busy:
                 break
             schedule_us, output = timed_us(self.scheduler.schedule)
+            said, is_timed = next(steps)
             answer = ModelRunnerOutput(
                 list(output.num_scheduled_tokens),
                 {request.request_id: 0},
-                [next(steps)] if output.num_scheduled_tokens else [],
+                [said] if output.num_scheduled_tokens else [],
             )
             self.clock.advance_to(self.clock.now_s + 0.01)
             update_us, _ = timed_us(partial(self.scheduler.update_from_output, output, answer))
-            took_us += schedule_us + update_us
+            took_us += is_timed * (schedule_us + update_us)
         self._history += ANSWER
         self.clock.advance_to(self.clock.now_s + 0.5)
         return took_us
@@ -99,8 +116,14 @@ class TurnRig:
         )
 
 
-def byte_tokenizer() -> Any:
-    """A tokenizer of which each token is a byte."""
+def lognormal_s(gaps: int) -> list[float]:
+    """So many tool gaps, in no order, with a median of a second."""
+    draws = Random(1)
+    return [draws.lognormvariate(0.0, 1.0) for _ in range(gaps)]
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer of which each token is a byte, without the wrapper that the plugin does not ask either."""
     found = Tokenizer(BPE(LETTERS, []))
     found.decoder = ByteLevelDecoder()
-    return PreTrainedTokenizerFast(tokenizer_object=found)
+    return found

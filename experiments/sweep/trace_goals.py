@@ -1,7 +1,8 @@
 """Real agents' traces in the lab: ours against what else there is, and what there was to gain.
 
 A row is a trace, what stands behind the GPU, and a load; its KV cache holds KV_CONTEXTS mean final contexts.
-The programs are those of one half of a trace: tune on the half "tune", report "report".
+The programs are those of one half of a trace: tune on the half "tune", report "report". "fitted" stands for
+the half that programs were fitted to, where there is no trace; chat has no such programs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import replace
 from itertools import product
 from statistics import mean
 
+from experiments.sim.trace_programs import FITTED
 from experiments.sweep.cases import ENDLESS, STOCK, Point
 from experiments.sweep.goals import ORDER, OURS, PAPER, row_of, with_error
 from experiments.sweep.grids import Size
@@ -37,9 +39,8 @@ def points(size: Size, part: str, seeds: Sequence[int], machines: Sequence[str])
     ]
     tiered = [replace(p, dram_kv=dram, ssd_kv=ssd) for p in settings for dram, ssd in TIERS.values()]
     chat = replace(settings[0], workload=f"trace:{CONTROL}:{part}", programs=4 * PROGRAMS[size], load=1.0)
-    return [
-        replace(p, seed=seed, contender=name) for seed, p, name in product(seeds, [*tiered, chat], CONTENDERS)
-    ]
+    every = tiered if part == FITTED else [*tiered, chat]
+    return [replace(p, seed=seed, contender=name) for seed, p, name in product(seeds, every, CONTENDERS)]
 
 
 def name_of(point: Point) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import matplotlib
@@ -45,7 +46,7 @@ SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; what holds no more cannot be told from noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
     ".crowd.endings._ended": REMEMBERED,
-    ".crowd._commons._heads": MOST_HEADS,
+    ".crowd.door.commons._heads": MOST_HEADS,
     ".appraiser.history._delays_s": QUEUE_WINDOW,
 }
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
@@ -61,7 +62,7 @@ SHOWN = {
     "not back yet (heap)": ".crowd.door._absent",
     "finished turns by hash (lineage)": "._lineage._turns",
     "ended programs remembered": ".crowd.endings._ended",
-    "shared heads": ".crowd._commons._heads",
+    "shared heads": ".crowd.door.commons._heads",
 }
 SETUP = Setup(
     policy="continuum",
@@ -144,6 +145,8 @@ def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
     load = programs(seconds, every_s)
     clock = VirtualClock()
     with ExitStack() as until, virtual_time(clock):
+        folder = until.enter_context(TemporaryDirectory())
+        setup = replace(setup, continuum={**setup.continuum, "run_output_dir": folder})
         longest = max(p.context_tokens for p in load)
         scheduler: Any = build_scheduler(setup, clock, longest + 1, until)
         scheduler._keeper.recorder.max_events = RECORDED_EVENTS
