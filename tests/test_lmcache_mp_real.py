@@ -111,19 +111,28 @@ def test_the_mode_is_in_the_log_and_in_the_metrics(pair: Pair) -> None:
 
 
 def test_a_client_that_gives_up_in_the_queue_costs_nobody_else_anything(pair: Pair) -> None:
-    first = threading.Thread(target=lambda: pair.vllm.complete(prompt(7), out=400))
+    assert any(gives_up_behind(pair, out) for out in (400, 1200, 2400)), "it never queued for so long"
+    assert pair.ask(prompt(9)).output
+    pair.vllm.usage_becomes(0.0, within_s=20)
+
+
+def gives_up_behind(pair: Pair, out: int) -> bool:
+    """Whether a client gives up while a turn of `out` tokens runs; a fast machine may serve both in time."""
+    first = threading.Thread(target=lambda: pair.vllm.complete(prompt(7), out=out))
+    before = pair.vllm.metric("vllm:prompt_tokens_total")
     first.start()
     end_s = time.monotonic() + 60
-    while pair.vllm.metric("vllm:num_requests_running") != 1:
+    while pair.vllm.metric("vllm:prompt_tokens_total") == before:
         assert time.monotonic() < end_s
         time.sleep(0.05)
     body = {"model": "tiny", "prompt": prompt(8), "max_tokens": 8}
-    with pytest.raises(httpx.ReadTimeout):
+    try:
         httpx.post(f"{pair.vllm.url}/v1/completions", json=body, timeout=0.5)
-    assert first.is_alive(), "it did not queue"
-    first.join()
-    assert pair.ask(prompt(9)).output
-    pair.vllm.usage_becomes(0.0, within_s=20)
+        return False
+    except httpx.ReadTimeout:
+        return first.is_alive()
+    finally:
+        first.join()
 
 
 def test_noise_in_l1_is_noticed(pair: Pair) -> None:

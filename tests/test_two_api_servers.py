@@ -116,14 +116,21 @@ def test_sigterm_under_load_leaves_no_process_and_loses_nothing_that_was_streame
         with contextlib.suppress(httpx.TransportError):
             server.complete(ids(BLOCK, 2000 + i), out=400, job_id=f"last-{i}")
 
+    def arrived() -> float:
+        return server.metric("vllm:prompt_tokens_total")
+
+    before, stories = arrived(), []
     with ThreadPoolExecutor(8) as pool:
-        for i in range(8):
-            pool.submit(story, i)
-        while server.metric("vllm:num_requests_running") < 8:
-            time.sleep(0.1)
+        while server.metric("vllm:num_requests_running") < 4:
+            assert all(story.exception() is None for story in stories if story.done())
+            assert len(stories) < 200, "four requests were never seen to run at once"
+            stories += [pool.submit(story, len(stories) + i) for i in range(8)]
+            while arrived() < before + len(stories) * BLOCK:  # after the signal it would be refused
+                time.sleep(0.01)
         all_of_it[0].send_signal(signal.SIGTERM)
     _, alive = psutil.wait_procs(all_of_it, timeout=60)
     assert not alive
     (stream,) = (server.folder / "run").glob("*.jsonl")
     events = [json.loads(line) for line in stream.read_text().splitlines()]
-    assert len({event["job_id"] for event in events if "job_id" in event}) == PROGRAMS + SHARED + 8
+    seen = {event["job_id"] for event in events if "job_id" in event}
+    assert len(seen) == PROGRAMS + SHARED + len(stories)
