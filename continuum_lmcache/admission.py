@@ -150,7 +150,7 @@ class Door:
         `prompt_share`: of the latest time, that for prompts. While it leaves time, one program at a time
         starts without room: what it evicts is computed again in time that nobody else needs.
         """
-        self._give_up(now_s)
+        self.gives_up(now_s)
         found: list[ProgramId] = []
         while (knock := self._next()) is not None:
             first = (knock.program, knock.arrival_s)  # one that left and came back is another
@@ -158,18 +158,22 @@ class Door:
                 self._first, self._first_since_s = first, now_s
             waited_s = now_s - self._first_since_s
             is_let_in = idle or prompt_share < BUSY_SHARE or waited_s >= self.max_wait_s
-            if not (is_let_in or self._fits(now_s, knock)):
+            if not (is_let_in or self.fits(now_s, knock.prompt_tokens, hashes=knock.hashes)):
                 break
             heapq.heappop(self._line)
             del self.outside[knock.program]
             self._context_tokens -= knock.prompt_tokens
-            seen = self._enters(knock.program, 0)
-            head = self.commons.head(knock.hashes)
-            seen.live, seen.first_tokens = knock.turns, max(0, knock.prompt_tokens - head.tokens)
-            self._counts(now_s, seen, knock.prompt_tokens, head)
+            self.starts(now_s, knock)
             found.append(knock.program)
             idle, prompt_share = False, 1.0
         return found
+
+    def starts(self, now_s: float, knock: Knock) -> None:
+        """A new program comes in that is not in this line: one before several replicas has let it."""
+        seen = self._enters(knock.program, 0)
+        head = self.commons.head(knock.hashes)
+        seen.live, seen.first_tokens = knock.turns, max(0, knock.prompt_tokens - head.tokens)
+        self._counts(now_s, seen, knock.prompt_tokens, head)
 
     def pauses(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
         """A turn ended in a tool call that should be over within `expected_s`; after that the program
@@ -210,6 +214,40 @@ class Door:
             self._heads.give_back(seen.head)
             self._sums.add(now_s, *(-tokens for tokens in seen.counted_tokens))
 
+    def gives_up(self, now_s: float) -> None:
+        """Programs that should have come back by now count no longer."""
+        while self._first_pauses and self._first_pauses[0][0] <= now_s:
+            _, program = heapq.heappop(self._first_pauses)
+            seen = self.inside.get(program)
+            if seen is not None and seen.turns == 1 and not (seen.live or seen.late):
+                seen.late = True
+                self.comebacks.late()
+        while self._absent and self._absent[0][0] <= now_s:
+            _, program, turns = heapq.heappop(self._absent)
+            seen = self.inside.get(program)
+            if seen is not None and seen.turns == turns and not seen.live:
+                self.leaves(now_s, program)
+
+    def fits(
+        self, now_s: float, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()
+    ) -> bool:
+        """Whether there is room beside all that are inside for a program that has finished `turns`."""
+        head = self.commons.head(hashes)
+        need = self.growth.forecast_tokens(max(0, prompt_tokens - head.tokens), turns)
+        need += 0 if head in self._heads else head.tokens
+        self._sums.add(now_s, 0.0, 0.0, 0.0)
+        return need <= self.headroom_tokens
+
+    @property
+    def headroom_tokens(self) -> float:
+        """For how large a forecast there is room beside all that are inside; below 0 where there are too
+        many of them."""
+        active = max(self._sums.active, self._sums.usually_active)
+        started = self._sums.started - (1.0 - self.comebacks.belief) * self._sums.unproven
+        fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
+        room = min(fits - active, max(fits, self.room.tier_tokens) - started)
+        return room - self._heads.tokens
+
     @property
     def context_tokens(self) -> int:
         """Tokens of everybody who is here, inside and outside, as they are now; a head in use counts once."""
@@ -245,18 +283,6 @@ class Door:
         self._context_tokens += longest_tokens - knock.prompt_tokens
         self.outside[knock.program] = replace(knock, prompt_tokens=longest_tokens, turns=knock.turns + 1)
 
-    def _fits(self, now_s: float, knock: Knock) -> bool:
-        """Whether there is room beside all that are inside."""
-        head = self.commons.head(knock.hashes)
-        own_tokens = max(0, knock.prompt_tokens - head.tokens)
-        need = self.growth.forecast_tokens(own_tokens, 0)
-        need += self._heads.tokens if head in self._heads else self._heads.tokens + head.tokens
-        self._sums.add(now_s, 0.0, 0.0, 0.0)
-        active = max(self._sums.active, self._sums.usually_active)
-        started = self._sums.started - (1.0 - self.comebacks.belief) * self._sums.unproven
-        fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
-        return active + need <= fits and started + need <= max(fits, self.room.tier_tokens)
-
     def _enters(self, program: ProgramId, turns: int) -> Started:
         seen = self.inside[program] = Started(0, turns=turns)
         self._heads.take(seen.head)
@@ -279,17 +305,3 @@ class Door:
         grown = (new - old for new, old in zip((forecast, active, unproven), counted, strict=True))
         self._sums.add(now_s, *grown)
         seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens = forecast, active, unproven
-
-    def _give_up(self, now_s: float) -> None:
-        """Programs that should have come back by now count no longer."""
-        while self._first_pauses and self._first_pauses[0][0] <= now_s:
-            _, program = heapq.heappop(self._first_pauses)
-            seen = self.inside.get(program)
-            if seen is not None and seen.turns == 1 and not (seen.live or seen.late):
-                seen.late = True
-                self.comebacks.late()
-        while self._absent and self._absent[0][0] <= now_s:
-            _, program, turns = heapq.heappop(self._absent)
-            seen = self.inside.get(program)
-            if seen is not None and seen.turns == turns and not seen.live:
-                self.leaves(now_s, program)

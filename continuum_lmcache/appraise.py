@@ -97,8 +97,7 @@ class Appraiser:
 
     def expected_s(self, tool: ToolKey) -> float:
         """For how long a program in a tool call is still counted upon."""
-        mean_s = self.gaps.distribution(tool).mean_s or COLD_GAP_S
-        return max(LEAST_EXPECTED_S, EXPECTED_GAPS * mean_s)
+        return expected_s(self.gaps, tool)
 
     def door_order(self, knock: Knock, growth: Growth) -> float:
         """Where a new program stands at the door: smallest first."""
@@ -166,3 +165,9 @@ class Appraiser:
         for transfer in transfers:
             self.rates.observe(transfer)
             self.survival.observe(transfer, now_s)
+
+
+def expected_s(gaps: Gaps, tool: ToolKey) -> float:
+    """For how long a program in a call of `tool` is still counted upon, by the gaps that were seen."""
+    mean_s = gaps.distribution(tool).mean_s or COLD_GAP_S
+    return max(LEAST_EXPECTED_S, EXPECTED_GAPS * mean_s)

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = sorted((ROOT / "continuum_lmcache").glob("*.py"))
+FLEET = sorted((ROOT / "continuum_lmcache" / "fleet").glob("*.py"))
+CORE = [*sorted((ROOT / "continuum_lmcache").glob("*.py")), *FLEET]
 PLUGIN = sorted((ROOT / "continuum_lmcache" / "vllm_plugin").glob("*.py"))
 RECORDS = sorted((ROOT / "continuum_lmcache" / "records").glob("*.py"))
 CONSOLE = sorted((ROOT / "continuum_lmcache" / "console").glob("*.py"))

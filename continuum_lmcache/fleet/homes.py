@@ -1,56 +1,79 @@
 """Which replica a program's turns go to, so that they find the KV its last turn left there.
 
-A program's home is the replica of its first turn. Who places first turns itself keeps a table (Homes);
-several routers that share no more than a key agree by a hash of the program's name (hashed).
+A program's home is the replica of its first turn. Who places first turns keeps a table (Homes); who shares
+no more than a key with the others, or has lost the table, agrees with them by a hash (hashed).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from hashlib import blake2b
+from typing import Generic, TypeVar
 
 from continuum_lmcache.types import ProgramId
 
+Replica = TypeVar("Replica", bound=int | str)
+NAME_BYTES = 16  # of a program in the table
 
-def hashed(program: ProgramId, replicas: int, key: bytes) -> int:
-    """The program's replica, of `replicas` >= 1, by rendezvous hashing.
+
+def hashed(program: ProgramId, replicas: Iterable[Replica], key: bytes) -> Replica:
+    """The program's replica, of one or more, by rendezvous hashing.
 
     The same wherever `key` (1 to 64 bytes) is: who does not know it cannot choose names for one replica. One
-    replica more takes its share of the programs and moves no other.
+    replica more takes its share of the programs and moves no other; one less gives its own to the others.
+    Raises ValueError where there is no replica.
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
     """
-    name = program.encode("utf-8", "surrogatepass")
+    name = digest(program, key)
 
-    def weight(replica: int) -> bytes:
-        return blake2b(name, digest_size=8, key=key, salt=replica.to_bytes(8, "little")).digest()
+    def weight(replica: Replica) -> tuple[bytes, str]:
+        text = str(replica)
+        return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=name).digest(), text
 
-    return max(range(replicas), key=weight)
+    return max(replicas, key=weight)
 
 
-class Homes:
-    """The homes of at most `most` programs; of more, those unheard of for longest are forgotten."""
+def digest(program: ProgramId, key: bytes) -> bytes:
+    """A program's name, of NAME_BYTES. A ProgramId names its tenant too (identity.program_id)."""
+    return blake2b(program.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES, key=key).digest()
 
-    def __init__(self, most: int) -> None:
+
+class Homes(Generic[Replica]):
+    """The homes of at most `most` programs; of more, those unheard of for longest are forgotten.
+
+    `key`: 1 to 64 bytes, as for `hashed`; the table holds no name that a client chose.
+    """
+
+    def __init__(self, most: int, key: bytes) -> None:
         self.most = most
-        self._replicas: OrderedDict[ProgramId, int] = OrderedDict()
+        self._key = key
+        self._replicas: OrderedDict[bytes, Replica] = OrderedDict()
 
-    def of(self, program: ProgramId) -> int | None:
+    def of(self, program: ProgramId) -> Replica | None:
         """Its replica; None: it has none yet."""
-        found = self._replicas.get(program)
+        name = digest(program, self._key)
+        found = self._replicas.get(name)
         if found is not None:
-            self._replicas.move_to_end(program)
+            self._replicas.move_to_end(name)
         return found
 
-    def settles(self, program: ProgramId, replica: int) -> None:
+    def among(self, program: ProgramId, replicas: Iterable[Replica]) -> Replica:
+        """Its replica if that is one of these, else the hash's choice of them. Raises ValueError for none."""
+        home, there = self.of(program), list(replicas)
+        return home if home is not None and home in there else hashed(program, there, self._key)
+
+    def settles(self, program: ProgramId, replica: Replica) -> None:
         """A turn of the program went there, and the next one will."""
-        self._replicas[program] = replica
-        self._replicas.move_to_end(program)
+        name = digest(program, self._key)
+        self._replicas[name] = replica
+        self._replicas.move_to_end(name)
         if len(self._replicas) > self.most:
             self._replicas.popitem(last=False)
 
     def leaves(self, program: ProgramId) -> None:
         """The program is over."""
-        self._replicas.pop(program, None)
+        self._replicas.pop(digest(program, self._key), None)
 
     def __len__(self) -> int:
         return len(self._replicas)
@@ -58,4 +81,4 @@ class Homes:
     def check(self) -> None:
         """Raise AssertionError if the table is not as it must be."""
         assert len(self._replicas) <= self.most, f"{len(self._replicas)} homes, {self.most} at most"
-        assert all(replica >= 0 for replica in self._replicas.values()), "a replica has no number"
+        assert all(len(name) == NAME_BYTES for name in self._replicas), "a name is no digest"

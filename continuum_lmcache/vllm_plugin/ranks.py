@@ -42,8 +42,8 @@ def install(schedulers: str) -> None:
         if program is None or request.request_id in self.reqs_in_flight:
             return stock(self, request)
         if not hasattr(self, TABLE):
-            setattr(self, TABLE, Homes(MOST_PROGRAMS))
-        homes: Homes = getattr(self, TABLE)
+            setattr(self, TABLE, Homes[int](MOST_PROGRAMS, api_keys.secret()))
+        homes: Homes[int] = getattr(self, TABLE)
         if request.data_parallel_rank is None:
             request.data_parallel_rank = rank_of(program, homes, len(self.core_engines), self.client_count)
         engine = stock(self, request)
@@ -63,9 +63,9 @@ def program_of(says: Identity, request: Any) -> ProgramId | None:
     return program_id(says.job_id, tenant_of(request.cache_salt, says.owner))
 
 
-def rank_of(program: ProgramId, homes: Homes, ranks: int, api_servers: int) -> int | None:
+def rank_of(program: ProgramId, homes: Homes[int], ranks: int, api_servers: int) -> int | None:
     """Where the turn goes; None: where vLLM says. A home that is gone (vLLM can scale down) is none."""
     if api_servers > 1:
-        return hashed(program, ranks, api_keys.secret())
+        return hashed(program, range(ranks), api_keys.secret())
     home = homes.of(program)
     return home if home is not None and home < ranks else None

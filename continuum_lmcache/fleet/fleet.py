@@ -1,0 +1,590 @@
+"""A fleet of replicas: where each turn goes, when a new program starts, what moves. The owner of that state.
+
+No clock, no I/O, no engine: every event brings its time, every answer is a value. A host (an actor of Ray
+Serve, the simulator) tells it what happens and does what it answers.
+
+    joined(now_s, report)                a replica is there
+    reported(now_s, report)              its news; those of an unknown replica are passed over
+    left(replica)                        it drains: nothing goes there any more, what runs there ends there
+    died(now_s, replica)                 it is gone, and the turns that were there
+    restores(now_s, replica, programs)   after a restart of the fleet: what the replica remembers
+
+    arrived(now_s, turn, program, prompt_tokens)   -> Route | Held | Refused
+    admits(now_s)                                  -> Routes of turns that were Held
+    first_token(turn)                    its prompt is computed
+    paused(now_s, turn, context_tokens)  it ended in a tool call
+    ended(now_s, turn)                   it was the program's last
+    lost(now_s, turn)                    it failed, or the client left, also out of the line
+
+Call `admits` after whatever may have made room, and at each report. A host that cannot be called back may
+ask `arrived` again for a turn that is Held: it gets its Route when its program is first in line and fits. A
+turn that has its Route gets the same one again.
+
+`program` is identity.program_id(job_id, tenant): ids of two tenants never meet. None: a request of no
+program, which never waits. `prompt_tokens` may be an estimate; `paused` says what it really was. `said_turns`
+and `said_age_s` are what the request says of a program that is unknown here: hand in only what you believe,
+for who says it passes the line (docs/settings.md, continuum.honor_program_age). A Route carries the same two
+figures for the engine, `program_turns` and `program_age_s`: hand them on with each turn.
+
+Where a turn goes:
+    of no program                      to the replica with the fewest requests
+    of a program with a home           home; elsewhere, if it is between turns and a mover says so (moves.py)
+    of a program that lost its home    from the line, before all new ones; it waits max_rehome_s at most
+    of a new program                   from the line (places.py); Refused with a time if max_line stand there
+    of one said to be under way, but   to the replica that a keyed hash names (homes.py)
+      unknown here
+
+Old reports: where one is older than move_age_s, nothing moves from or to that replica; where it is older than
+first_turn_age_s, no first turn goes there; later turns go home as ever. Where no replica's report is new
+enough, the hash names it for first turns too: a fleet without news is a hash ring, not an outage.
+
+Memory: max_programs, of which those unheard of for longest and without a turn here are forgotten; max_line;
+and the turns in flight, which the host bounds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+from continuum_lmcache.appraise import expected_s
+from continuum_lmcache.config import parsed, refuse_unknown
+from continuum_lmcache.costs import Costs, Rate
+from continuum_lmcache.errors import ConfigError, InvariantError
+from continuum_lmcache.fleet.homes import hashed
+from continuum_lmcache.fleet.moves import MOVERS, Case, Limits, Move, Side, Stay, decide
+from continuum_lmcache.fleet.places import Pending, Place, Places
+from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.types import ProgramId, Residency, ToolKey, TurnId
+
+PREFIX = "fleet."
+SUBSTRATES = ("none", "shared", "peer")
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Settings of a fleet. Times in seconds."""
+
+    mover: str = "cost"  # a name of moves.MOVERS
+    cooldown_s: float = 30.0  # moves.Limits has these four
+    cost_factor: float = 2.0
+    margin_s: float = 2.0
+    hot_tokens: int = 20_000
+    substrate: str = (
+        "none"  # what a target can have of a program's KV: "none", "shared" (one pool), "peer" (a link)
+    )
+    peer_bytes_per_s: float = 1.25e9  # of that link: 10 Gbit/s
+    peer_fixed_s: float = 0.005  # once a transfer
+    max_line: int = 1000  # new programs that wait; more are refused
+    max_wait_s: float = 120.0  # for how long the first in line waits, at most, while it fits nowhere
+    max_rehome_s: float = 5.0  # for how long a program does that lost its replica
+    move_age_s: float = 1.5  # three periods of half a second: nothing moves by older reports
+    first_turn_age_s: float = 30.0  # and no first turn goes where the report is older than this
+    max_programs: int = 100_000
+    program_idle_s: float = 3600.0
+
+    def __post_init__(self) -> None:
+        for name, known in (("mover", MOVERS), ("substrate", SUBSTRATES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be one of {', '.join(known)}")
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if not isinstance(value, str) and not (0 <= value < math.inf):
+                raise ConfigError(f"{PREFIX}{each.name} is {value!r}; it must be a number >= 0")
+        for name in ("peer_bytes_per_s", "max_programs"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{PREFIX}{name} is {getattr(self, name)!r}; it must be at least 1")
+
+    @classmethod
+    def load(cls, given: Mapping[str, Any]) -> FleetConfig:
+        """From a mapping of names without a prefix. Raises ConfigError."""
+        kinds = {each.name: str(each.type) for each in fields(cls)}
+        refuse_unknown(given, kinds, PREFIX, "the fleet's settings")
+        return cls(**{name: parsed(name, value, kinds[name]) for name, value in given.items()})
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.cooldown_s, self.cost_factor, self.margin_s, self.hot_tokens)
+
+
+class Why(Enum):
+    """Why a turn goes where it goes. Low cardinality: these are metric labels."""
+
+    HOME = "home"
+    FIRST = "first"  # its program starts there
+    LET_IN = "let in"  # so it does, though its forecast does not fit
+    MOVED = "moved"
+    REHOMED = "rehomed"  # its program had lost its replica
+    HASHED = "hashed"  # nothing else is known
+    ALONE = "alone"  # a request of no program
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Send the turn there now."""
+
+    turn: TurnId
+    replica: ReplicaId
+    why: Why
+    moved_from: ReplicaId | None = None
+    program_turns: int = 0  # finished: what the engine is to be told
+    program_age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The turn's program waits for room."""
+
+    turn: TurnId
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Too many wait: come again."""
+
+    turn: TurnId
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A program as a replica remembers it."""
+
+    program: ProgramId
+    turns: int  # finished
+    context_tokens: int  # of the last finished turn
+    age_s: float  # since it arrived
+    live: tuple[TurnId, ...] = ()
+
+
+@dataclass(slots=True)
+class Program:
+    """One that the fleet knows."""
+
+    id: ProgramId
+    arrival_s: float
+    seen_s: float
+    turns: int = 0  # finished
+    context_tokens: int = 0  # of the last finished turn
+    home: ReplicaId | None = None  # None: it has none yet, or has lost it
+    live: set[TurnId] = field(default_factory=set)  # sent to a replica
+    has_started: bool = False  # a turn of it was sent
+    moved_s: float = -math.inf
+    paused_s: float | None = None  # while nothing has come back
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A turn that was sent."""
+
+    program: ProgramId  # of a request of no program a name of its own
+    route: Route
+
+
+class Fleet:
+    """Replicas, programs and turns. `key`: 1 to 64 bytes, the same wherever the hash must agree."""
+
+    def __init__(self, config: FleetConfig, key: bytes) -> None:
+        self.config, self._key, self._limits = config, key, config.limits
+        self.places = Places(config.max_wait_s, config.max_rehome_s, config.first_turn_age_s)
+        self.programs: OrderedDict[ProgramId, Program] = OrderedDict()  # unheard of for longest first
+        self.turns: dict[TurnId, Live] = {}
+        self.waiting: dict[TurnId, ProgramId] = {}  # turns in the line
+        self.gaps = Gaps()
+        self.routes: Counter[Why] = Counter()
+        self.stays: Counter[str] = Counter()  # later turns that might have moved, by why they did not
+        self.refused = 0
+        self.forgotten = 0
+        self.thrash = 0  # moves within cooldown_s of the program's last one; must stay 0
+
+    # replicas --------------------------------------------------------------
+
+    def joined(self, now_s: float, report: ReplicaReport) -> None:
+        """A replica is there. It gets first turns, and no program that has a home; one that is known is only
+        heard."""
+        if report.replica in self.places.places:
+            self.reported(now_s, report)
+        else:
+            place = self.places.joins(report)
+            place.turns |= {t for t, live in self.turns.items() if live.route.replica == report.replica}
+
+    def reported(self, now_s: float, report: ReplicaReport) -> None:
+        """A replica's news, unless newer ones are here."""
+        place = self.places.places.get(report.replica)
+        if place is not None and report.at_s >= place.report.at_s:
+            place.reported(report)
+        self._forget_idle(now_s)
+
+    def left(self, replica: ReplicaId) -> None:
+        """It drains: its programs have no home any more; turns that run there may end."""
+        if self.places.places.pop(replica, None) is None:
+            return
+        for program in self.programs.values():
+            if program.home == replica:
+                program.home = None
+
+    def died(self, now_s: float, replica: ReplicaId) -> None:
+        """It is gone, and so are the turns that were sent there. Programs of theirs keep their age."""
+        self.left(replica)
+        for turn in [turn for turn, live in self.turns.items() if live.route.replica == replica]:
+            self._gone(now_s, turn)
+
+    def restores(self, now_s: float, replica: ReplicaId, programs: Iterable[Known]) -> None:
+        """What a replica remembers is news to a fleet that has just started. Of a program that two know, the
+        one that knows more turns is its home."""
+        place = self.places.places.get(replica)
+        if place is None:
+            return
+        for known in programs:
+            entry = self.programs.get(known.program)
+            if entry is not None and (known.turns, len(known.live)) <= (entry.turns, len(entry.live)):
+                continue
+            if entry is not None and entry.home in self.places.places:
+                self.places.places[entry.home].door.leaves(now_s, known.program)
+            if entry is None:
+                entry = self._meets(now_s, known.program, known.age_s)
+            entry.turns, entry.context_tokens, entry.home = known.turns, known.context_tokens, replica
+            for turn in known.live:
+                if turn not in self.turns and turn not in self.waiting:
+                    self._send(now_s, entry, turn, known.context_tokens, Why.HOME)
+                    place.first_token(turn)
+
+    # turns -----------------------------------------------------------------
+
+    def arrived(
+        self,
+        now_s: float,
+        turn: TurnId,
+        program: ProgramId | None,
+        prompt_tokens: int,
+        said_turns: int = 0,
+        said_age_s: float = 0.0,
+    ) -> Route | Held | Refused:
+        """A turn came: where it goes, or that it waits. It may be asked again for a turn that is here."""
+        if (live := self.turns.get(turn)) is not None:
+            return live.route
+        if turn in self.waiting:
+            return self._asked_again(now_s, turn)
+        if program is None:
+            return self._visits(now_s, turn, prompt_tokens)
+        entry = self.programs.get(program)
+        if entry is None:
+            if not said_turns and self._is_full():
+                self.refused += 1
+                return Refused(turn, self.places.retry_after_s(now_s))
+            entry = self._meets(now_s, program, said_age_s, said_turns)
+            if said_turns and self.places.places:
+                entry.home = hashed(program, self.places.places, self._key)
+                return self._send(now_s, entry, turn, prompt_tokens, Why.HASHED)
+        self._seen(now_s, entry)
+        if entry.home is not None:
+            return self._later(now_s, entry, turn, prompt_tokens)
+        age_s = now_s - entry.arrival_s
+        done = max(entry.turns, int(entry.has_started))
+        self.places.waits(now_s, program, turn, prompt_tokens, age_s, done)
+        self.waiting[turn] = program
+        return self._asked_again(now_s, turn)
+
+    def admits(self, now_s: float) -> tuple[Route, ...]:
+        """Start programs of the line for which there is room, first in line first: all their turns."""
+        found: list[Route] = []
+        while (started := self._starts(now_s)) is not None:
+            found += started
+        return tuple(found)
+
+    def first_token(self, turn: TurnId) -> None:
+        """The turn's prompt is computed."""
+        if (live := self.turns.get(turn)) is not None and (place := self._place(live)) is not None:
+            place.first_token(turn)
+
+    def paused(self, now_s: float, turn: TurnId, context_tokens: int, tool: ToolKey = ()) -> None:
+        """The turn ended in a call of `tool`, with a context of so many tokens, prompt and output."""
+        if (live := self._gone(now_s, turn)) is None:
+            return
+        entry, place = self.programs.get(live.program), self._place(live)
+        if entry is None:
+            if place is not None:
+                place.door.leaves(now_s, live.program)
+            return
+        entry.turns += 1
+        entry.context_tokens = context_tokens
+        if not entry.live:
+            entry.paused_s = now_s
+        if place is not None and entry.home == live.route.replica:
+            place.door.pauses(now_s, entry.id, context_tokens, expected_s(self.gaps, tool))
+
+    def ended(self, now_s: float, turn: TurnId) -> None:
+        """The turn ended, and was its program's last. One that has other turns goes on."""
+        if (live := self._gone(now_s, turn)) is None:
+            return
+        entry, place = self.programs.get(live.program), self._place(live)
+        if entry is not None:
+            entry.turns += 1
+            if entry.live or entry.id in self.places.line:
+                if place is not None:
+                    place.door.loses(now_s, entry.id)
+                return
+            self._forget(now_s, entry, entry.turns)
+        elif place is not None:
+            place.door.leaves(now_s, live.program)
+
+    def lost(self, now_s: float, turn: TurnId) -> None:
+        """The turn is gone, unfinished. Its program may go on."""
+        if (program := self.waiting.pop(turn, None)) is not None:
+            self.places.leaves(program, turn)
+            self._forget_if_nothing(now_s, program)
+        elif (live := self._gone(now_s, turn)) is not None:
+            if (place := self._place(live)) is not None:
+                place.door.loses(now_s, live.program)
+            self._forget_if_nothing(now_s, live.program)
+
+    # answers ---------------------------------------------------------------
+
+    def home(self, program: ProgramId) -> ReplicaId | None:
+        """Where the program's turns go; None: it has no home, or is not known."""
+        entry = self.programs.get(program)
+        return entry.home if entry is not None else None
+
+    def line_wait_s(self, now_s: float) -> float:
+        """For how long the first in line has waited; 0: there is none."""
+        head = self.places.head()
+        return now_s - head.since_s if head is not None else 0.0
+
+    def check(self) -> None:
+        """Raise InvariantError unless the books balance."""
+        self.places.check()
+        there = self.places.places
+        sent = Counter(live.route.replica for live in self.turns.values())
+        for replica, place in there.items():
+            if sent[replica] != len(place.turns) or not place.turns <= self.turns.keys():
+                raise InvariantError(
+                    f"turns at {replica!r}({len(place.turns)}) != those sent({sent[replica]})"
+                )
+            inside = {p for p in place.door.inside if p in self.programs}
+            if wrong := [p for p in inside if self.programs[p].home != replica]:
+                raise InvariantError(f"programs {wrong!r} count at {replica!r}, which is not their home")
+        for entry in self.programs.values():
+            if entry.home is not None and entry.home not in there:
+                raise InvariantError(f"program {entry.id!r} is at home on {entry.home!r}, which is gone")
+            if entry.home is None and not (entry.has_started or entry.turns or entry.id in self.places.line):
+                raise InvariantError(f"program {entry.id!r} is nowhere")
+        live = {turn for entry in self.programs.values() for turn in entry.live}
+        if not live <= self.turns.keys():
+            raise InvariantError(f"live turns of programs({len(live)}) are not all sent")
+        queued = {turn: w.program for w in self.places.line.values() for turn in w.turns}
+        if queued != self.waiting or queued.keys() & self.turns.keys():
+            raise InvariantError(f"turns in line({len(queued)}) != turns that wait({len(self.waiting)})")
+        if self.places.new > self.config.max_line:
+            raise InvariantError(f"line({self.places.new}) > max_line({self.config.max_line})")
+        if self.thrash:
+            raise InvariantError(f"thrash({self.thrash}) != 0")
+
+    # -----------------------------------------------------------------------
+
+    def _is_full(self) -> bool:
+        """Whether no new program may join the line."""
+        return self.places.new >= self.config.max_line
+
+    def _visits(self, now_s: float, turn: TurnId, prompt_tokens: int) -> Route | Refused:
+        """A request of no program."""
+        if not self.places.places:
+            self.refused += 1
+            return Refused(turn, self.places.retry_after_s(now_s))
+        replica = self.places.fewest(self.places.places.values())
+        alone = ProgramId(f"~{turn}")
+        self.places.places[replica].door.arrives(now_s, alone, prompt_tokens, passes=True)
+        return self._sent(turn, alone, Route(turn, replica, Why.ALONE), prompt_tokens, 0)
+
+    def _later(self, now_s: float, entry: Program, turn: TurnId, prompt_tokens: int) -> Route:
+        """A turn of a program with a home."""
+        if entry.paused_s is not None:
+            self.gaps.observe((), now_s - entry.paused_s)
+            entry.paused_s = None
+        home = entry.home
+        assert home is not None
+        if len(self.places.places) > 1 and not entry.live:
+            answer = self._weighs(now_s, entry, prompt_tokens)
+            if isinstance(answer, Move):
+                return self._moves(now_s, entry, turn, prompt_tokens, answer.to)
+            self.stays[answer.reason] += 1
+        return self._send(now_s, entry, turn, prompt_tokens, Why.HOME)
+
+    def _weighs(self, now_s: float, entry: Program, prompt_tokens: int) -> Move | Stay:
+        """Shall the program, which is between turns, move?"""
+        there = self.places.places
+        assert entry.home is not None
+        home = self._side(now_s, entry, there[entry.home], prompt_tokens, is_home=True)
+        if not home.wait_s and not home.pending_tokens:
+            return Stay("cool")
+        sides = [self._side(now_s, entry, p, prompt_tokens) for r, p in there.items() if r != entry.home]
+        return decide(self.config.mover, Case(home, sides, now_s - entry.moved_s), self._limits)
+
+    def _side(
+        self, now_s: float, entry: Program, place: Place, prompt_tokens: int, is_home: bool = False
+    ) -> Side:
+        """A replica as the program's next turn would meet it."""
+        is_fresh = place.age_s(now_s) <= self.config.move_age_s
+        return Side(
+            place.report.replica,
+            place.wait_s(is_fresh),
+            place.pending_tokens,
+            0.0 if is_home else self._bring_s(place.report.costs, entry.context_tokens),
+            is_home or (is_fresh and place.fits(now_s, prompt_tokens, max(1, entry.turns))),
+            is_fresh,
+        )
+
+    def _bring_s(self, costs: Costs, context_tokens: int) -> float:
+        """What a context's KV costs a replica that it was never on."""
+        if self.config.substrate == "none":
+            return costs.prefill_s(context_tokens)
+        if self.config.substrate == "peer":
+            link = self.config.peer_bytes_per_s, self.config.peer_fixed_s
+            into, size_bytes = costs.dram, context_tokens * costs.kv_bytes_per_token
+            over_s = Rate(*link, samples=0).seconds(size_bytes) + into.seconds(size_bytes)
+            return min(over_s, costs.prefill_s(context_tokens))
+        return costs.reload_s(Residency(0, context_tokens, 0, context_tokens))
+
+    def _moves(self, now_s: float, entry: Program, turn: TurnId, prompt_tokens: int, to: ReplicaId) -> Route:
+        """The program leaves its home for another one, with this turn."""
+        old = entry.home
+        assert old is not None
+        self.places.places[old].door.leaves(now_s, entry.id)
+        self.thrash += now_s - entry.moved_s < self.config.cooldown_s
+        entry.home, entry.moved_s = to, now_s
+        self.places.places[to].promises(now_s, prompt_tokens, max(1, entry.turns))
+        return self._send(now_s, entry, turn, prompt_tokens, Why.MOVED, old)
+
+    def _asked_again(self, now_s: float, turn: TurnId) -> Route | Held:
+        """A turn in the line: its program starts, if it is first and there is room."""
+        waiting = self.places.line[self.waiting[turn]]
+        if self.places.head() is waiting:
+            self._starts(now_s)
+        live = self.turns.get(turn)
+        return live.route if live is not None else Held(turn, waiting.since_s)
+
+    def _starts(self, now_s: float) -> list[Route] | None:
+        """The first in line starts, with all its turns; None: nobody does."""
+        waiting = self.places.head()
+        there = self.places.places
+        if waiting is None or not there:
+            return None
+        for place in there.values():
+            place.door.gives_up(now_s)
+        choice = self.places.choice(now_s, waiting)
+        why = Why.REHOMED if waiting.finished else Why.FIRST
+        if choice is None:
+            if any(p.age_s(now_s) <= self.config.first_turn_age_s for p in there.values()):
+                return None
+            choice, why = (hashed(waiting.program, there, self._key), False), Why.HASHED
+        replica, fits = choice
+        if why is Why.FIRST and not fits:
+            why = Why.LET_IN
+        self.places.starts(now_s, waiting, replica, fits)
+        entry = self.programs[waiting.program]
+        entry.home = replica
+        found = []
+        for turn, prompt_tokens in waiting.turns.items():
+            del self.waiting[turn]
+            found.append(self._sent(turn, entry.id, self._route(now_s, entry, turn, why), prompt_tokens, 0))
+            entry.live.add(turn)
+        entry.has_started = True
+        return found
+
+    def _send(
+        self,
+        now_s: float,
+        entry: Program,
+        turn: TurnId,
+        prompt_tokens: int,
+        why: Why,
+        moved_from: ReplicaId | None = None,
+    ) -> Route:
+        """The turn goes to its program's home."""
+        assert entry.home is not None
+        door = self.places.places[entry.home].door
+        door.arrives(now_s, entry.id, prompt_tokens, turns=max(1, entry.turns))
+        held_tokens = entry.context_tokens if why is Why.HOME else 0
+        entry.live.add(turn)
+        entry.has_started = True
+        route = replace(self._route(now_s, entry, turn, why), moved_from=moved_from)
+        return self._sent(turn, entry.id, route, prompt_tokens, held_tokens)
+
+    def _route(self, now_s: float, entry: Program, turn: TurnId, why: Why) -> Route:
+        assert entry.home is not None
+        age_s = now_s - entry.arrival_s
+        return Route(turn, entry.home, why, program_turns=entry.turns, program_age_s=age_s)
+
+    def _sent(
+        self, turn: TurnId, program: ProgramId, route: Route, prompt_tokens: int, held_tokens: int
+    ) -> Route:
+        """The turn is on its way. Of its prompt the replica is taken to hold `held_tokens`."""
+        place = self.places.places[route.replica]
+        there_tokens = min(held_tokens, prompt_tokens)
+        tokens = prompt_tokens - there_tokens
+        seconds = place.report.costs.prefill_s(tokens, there_tokens)
+        place.sends(turn, Pending(tokens, seconds, is_first=not route.program_turns))
+        self.turns[turn] = Live(program, route)
+        self.routes[route.why] += 1
+        return route
+
+    def _gone(self, now_s: float, turn: TurnId) -> Live | None:
+        """A turn that was sent is over."""
+        live = self.turns.pop(turn, None)
+        if live is None:
+            return None
+        if (place := self._place(live)) is not None:
+            place.gone(turn)
+        if (entry := self.programs.get(live.program)) is not None:
+            entry.live.discard(turn)
+            self._seen(now_s, entry)
+        return live
+
+    def _place(self, live: Live) -> Place | None:
+        """The replica that the turn was sent to, if it is there."""
+        return self.places.places.get(live.route.replica)
+
+    def _meets(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> Program:
+        """A program that is not known. Beyond max_programs those make room that were unheard of for longest
+        and have no turn here."""
+        surplus = len(self.programs) + 1 - self.config.max_programs
+        if surplus > 0:
+            idle = (p for p in self.programs.values() if not (p.live or p.id in self.places.line))
+            for entry in list(itertools.islice(idle, surplus)):
+                self.forgotten += 1
+                self._forget(now_s, entry, 0)
+        entry = self.programs[program] = Program(program, now_s - age_s, now_s, turns)
+        return entry
+
+    def _seen(self, now_s: float, entry: Program) -> None:
+        entry.seen_s = now_s
+        self.programs.move_to_end(entry.id)
+
+    def _forget_if_nothing(self, now_s: float, program: ProgramId) -> None:
+        """A program that never finished a turn and has none any more is as good as new."""
+        entry = self.programs.get(program)
+        if entry is not None and not (entry.live or entry.turns or program in self.places.line):
+            self._forget(now_s, entry, 0)
+
+    def _forget(self, now_s: float, entry: Program, finished_turns: int) -> None:
+        del self.programs[entry.id]
+        if entry.home is not None:
+            self.places.places[entry.home].door.leaves(now_s, entry.id, finished_turns)
+
+    def _forget_idle(self, now_s: float) -> None:
+        while self.programs:
+            entry = next(iter(self.programs.values()))
+            if (
+                now_s - entry.seen_s < self.config.program_idle_s
+                or entry.live
+                or entry.id in self.places.line
+            ):
+                return
+            self._forget(now_s, entry, 0)

@@ -1,0 +1,117 @@
+"""Shall a program's next turn go to another replica than its home? Pure functions of one case.
+
+A move saves waiting at home and costs the context's KV, which the target must load or compute. It is
+weighed as a turn arrives, between turns only. Two rules stand before every mover: nothing moves by old
+reports, and no program moves twice within `cooldown_s`, so that thrash (several moves within it) cannot be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from continuum_lmcache.fleet.report import ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a mover may be told by an operator."""
+
+    cooldown_s: float = 30.0  # from a program's move to its next, at least
+    cost_factor: float = 2.0  # by_cost: the wait saved must be so many times the extra cost of the KV
+    margin_s: float = 2.0  # by_cost: and so much more; the hysteresis
+    hot_tokens: int = 20_000  # by_pending: of prompts that wait at home, from which on a turn leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One replica, as a program's next turn would meet it."""
+
+    replica: ReplicaId
+    wait_s: float  # before its prompt is computed
+    pending_tokens: int  # of prompts that wait there or are being computed
+    bring_s: float  # to have its context's KV there: PrefillReload, 0 at home
+    has_room: bool = True  # for its forecast, beside all that is spoken for
+    is_fresh: bool = True  # whether its report is new enough to move by
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A turn has arrived of a program that has a home and no other live turn."""
+
+    home: Side
+    others: Sequence[Side]
+    since_move_s: float  # since the program's last move; inf: it never moved
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Go there."""
+
+    to: ReplicaId
+    saved_s: float  # of waiting
+    extra_s: float  # for the KV
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Go home. Low cardinality: `reason` is a metric's label."""
+
+    reason: str  # "never", "stale", "cooldown", "room", "cost", "cool"
+
+
+Mover = Callable[[Case, Limits], Move | Stay]
+
+
+def never(_case: Case, _limits: Limits) -> Move | Stay:
+    """Affinity alone."""
+    return Stay("never")
+
+
+def by_cost(case: Case, limits: Limits) -> Move | Stay:
+    """Where the wait saved most exceeds what the KV costs, if it does by `cost_factor` and `margin_s`."""
+    targets = eligible(case)
+    if not targets:
+        return Stay("room")
+    best = max(targets, key=lambda side: gain_s(case, side, limits))
+    if gain_s(case, best, limits) <= limits.margin_s:
+        return Stay("cost")
+    return moved(case, best)
+
+
+def by_pending(case: Case, limits: Limits) -> Move | Stay:
+    """EAR's rule: home has more than `hot_tokens` pending; the target has the least, and less than home."""
+    if case.home.pending_tokens <= limits.hot_tokens:
+        return Stay("cool")
+    colder = [side for side in eligible(case) if side.pending_tokens < case.home.pending_tokens]
+    if not colder:
+        return Stay("room")
+    return moved(case, min(colder, key=lambda side: side.pending_tokens))
+
+
+MOVERS: dict[str, Mover] = {"never": never, "cost": by_cost, "pending": by_pending}
+
+
+def decide(mover: str, case: Case, limits: Limits) -> Move | Stay:
+    """What `mover`, a name of MOVERS, says, where the two rules let it. Raises KeyError for another name."""
+    if not case.home.is_fresh:
+        return Stay("stale")
+    if case.since_move_s < limits.cooldown_s:
+        return Stay("cooldown")
+    return MOVERS[mover](case, limits)
+
+
+def eligible(case: Case) -> list[Side]:
+    """The replicas that a move could go to."""
+    return [side for side in case.others if side.has_room and side.is_fresh]
+
+
+def gain_s(case: Case, side: Side, limits: Limits) -> float:
+    """The wait that a move there saves, less what its KV costs, weighed."""
+    move = moved(case, side)
+    return move.saved_s - limits.cost_factor * move.extra_s
+
+
+def moved(case: Case, side: Side) -> Move:
+    extra_s = max(0.0, side.bring_s - case.home.bring_s)
+    return Move(side.replica, case.home.wait_s - side.wait_s, extra_s)

@@ -1,0 +1,278 @@
+"""Where new programs start, and when: one line before all replicas.
+
+A program starts where its forecast fits beside all that is spoken for there, on the replica with the fewest
+requests of those; while it fits nowhere, it waits, and costs nobody anything. The arithmetic is the engine's
+own (admission.py), one account for each replica, with one Growth and one Comebacks for all: a replica that
+has just joined knows what the others have learned. Where the engine reports its headroom, that is taken for
+the account's: it knows shared heads and requests that came another way.
+
+Programs under way that lost their replica stand in the same line, before all new ones, oldest first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from continuum_lmcache.admission import BUSY_SHARE, Door, Knock, Room
+from continuum_lmcache.comebacks import Comebacks
+from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.growth import Growth
+from continuum_lmcache.types import ProgramId, TurnId
+
+RATE_STARTS = 64  # latest starts from the line that its speed is taken from
+LEAST_RETRY_S = 1.0
+MOST_PROMISES = 1024  # since one report, whose period is half a second
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A turn without its first token."""
+
+    tokens: int  # to be computed, as far as is known
+    seconds: float  # that they take on an idle replica
+    is_first: bool  # of its program
+
+
+@dataclass(slots=True)
+class Place:
+    """One replica: what it said last, and what was sent there since."""
+
+    report: ReplicaReport
+    door: Door
+    turns: set[TurnId] = field(default_factory=set)  # live
+    pending: dict[TurnId, Pending] = field(default_factory=dict)  # of these
+    pending_tokens: int = 0
+    later_s: float = 0.0  # seconds pending of later turns
+    first_s: float = 0.0  # and of first ones
+    promised: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_PROMISES))
+    let_in_s: float = -math.inf  # when a program last started here without room
+
+    @property
+    def requests(self) -> int:
+        """Live ones: those sent there or those it reports, whichever are more (as vLLM's balancer counts)."""
+        return max(len(self.turns), self.report.requests)
+
+    def age_s(self, now_s: float) -> float:
+        """How old the report is."""
+        return max(0.0, now_s - self.report.at_s)
+
+    def wait_s(self, is_fresh: bool) -> float:
+        """What a later turn would wait there before its prompt is computed, seconds.
+
+        What is known to be pending before it; or what such a turn does wait there now, if that is more: then
+        the replica is slower than it says, or short of memory.
+        """
+        known_s = self.later_s + (0.0 if self.report.returning_first else self.first_s)
+        return max(known_s, self.report.oldest_returning_wait_s if is_fresh else 0.0)
+
+    def reported(self, report: ReplicaReport) -> None:
+        """A newer report."""
+        self.report = report
+        self.door.room = Room(report.gpu_tokens, report.tier_tokens)
+        while self.promised and self.promised[0][0] <= report.at_s:
+            self.promised.popleft()
+
+    def promises(self, now_s: float, prompt_tokens: int, turns: int) -> None:
+        """A program that has finished `turns` goes there: the next report will count it."""
+        self.promised.append((now_s, self.door.growth.forecast_tokens(prompt_tokens, turns)))
+
+    def headroom_tokens(self) -> float:
+        """For how large a forecast there is room."""
+        if self.report.headroom_tokens is None:
+            return self.door.headroom_tokens
+        return self.report.headroom_tokens - sum(tokens for _, tokens in self.promised)
+
+    def fits(self, now_s: float, prompt_tokens: int, turns: int) -> bool:
+        """Whether a program that has finished `turns` has room, and nobody waits here for room already."""
+        if self.report.headroom_tokens is None:
+            return self.door.fits(now_s, prompt_tokens, turns)
+        need = self.door.growth.forecast_tokens(prompt_tokens, turns)
+        return not self.report.programs_outside and need <= self.headroom_tokens()
+
+    def has_spare_time(self) -> bool:
+        """Whether a program may start without room, as the engine's admission lets one: nothing runs here, or
+        prompts leave time. One a report: what it changes is not known before."""
+        if self.let_in_s >= self.report.at_s:
+            return False
+        return not self.requests or self.report.prompt_time_share < BUSY_SHARE
+
+    def sends(self, turn: TurnId, pending: Pending) -> None:
+        """A turn goes there."""
+        self.turns.add(turn)
+        self.pending[turn] = pending
+        self._adds(pending, 1)
+
+    def first_token(self, turn: TurnId) -> None:
+        """Its prompt is computed."""
+        if (pending := self.pending.pop(turn, None)) is not None:
+            self._adds(pending, -1)
+
+    def gone(self, turn: TurnId) -> None:
+        """It is over."""
+        self.first_token(turn)
+        self.turns.discard(turn)
+
+    def _adds(self, pending: Pending, sign: int) -> None:
+        self.pending_tokens += sign * pending.tokens
+        if pending.is_first:
+            self.first_s += sign * pending.seconds
+        else:
+            self.later_s += sign * pending.seconds
+        if not self.pending:  # no rounding stays behind
+            self.first_s = self.later_s = 0.0
+
+    def check(self) -> None:
+        """Raise InvariantError unless the sums are those of the turns."""
+        self.door.check()
+        tokens = sum(one.tokens for one in self.pending.values())
+        if tokens != self.pending_tokens or not self.pending.keys() <= self.turns:
+            raise InvariantError(f"pending tokens({self.pending_tokens}) != sum of turns({tokens})")
+        for is_first, summed in ((True, self.first_s), (False, self.later_s)):
+            seconds = sum(one.seconds for one in self.pending.values() if one.is_first is is_first)
+            if not math.isclose(summed, seconds, rel_tol=1e-6, abs_tol=1e-6):
+                raise InvariantError(f"pending seconds({summed}) != sum of turns({seconds})")
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A program in the line."""
+
+    program: ProgramId
+    since_s: float
+    turns: dict[TurnId, int]  # that wait, with the tokens of their prompts
+    finished: int = 0  # turns; more than 0: it is under way, and lost its replica
+    number: int = 0  # of the entry: one that left and came back is another
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of its longest turn here."""
+        return max(self.turns.values())
+
+
+@dataclass(slots=True)
+class Places:
+    """The replicas, and the one line before them. `max_wait_s`: for how long the first in line waits, at
+    most, while it fits nowhere; `max_rehome_s`: for how long a program under way does."""
+
+    max_wait_s: float
+    max_rehome_s: float
+    first_turn_age_s: float  # no first turn goes where the report is older
+    growth: Growth = field(default_factory=Growth)
+    comebacks: Comebacks = field(default_factory=Comebacks)
+    places: dict[ReplicaId, Place] = field(default_factory=dict)
+    line: dict[ProgramId, Waiting] = field(default_factory=dict)
+    new: int = 0  # programs in the line that have no turn behind them
+    _order: list[tuple[bool, float, int, ProgramId]] = field(default_factory=list)  # heap, stale ones skipped
+    _numbers: int = 0
+    _first: int = 0  # the entry that is first in line, and since when
+    _first_since_s: float = 0.0
+    _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_STARTS))
+
+    def joins(self, report: ReplicaReport) -> Place:
+        """One replica more."""
+        room = Room(report.gpu_tokens, report.tier_tokens)
+        door = Door(room, self.max_wait_s, growth=self.growth, comebacks=self.comebacks)
+        place = self.places[report.replica] = Place(report, door)
+        return place
+
+    def waits(
+        self, now_s: float, program: ProgramId, turn: TurnId, tokens: int, age_s: float, done: int
+    ) -> None:
+        """A turn of a program without a home joins the line, or its program's place there. `age_s`: since the
+        program arrived; `done`: turns it has finished."""
+        if (waiting := self.line.get(program)) is not None:
+            waiting.turns[turn] = tokens
+            return
+        self._numbers += 1
+        self.line[program] = Waiting(program, now_s, {turn: tokens}, done, self._numbers)
+        heapq.heappush(self._order, (not done, now_s - age_s, self._numbers, program))
+        if not done:
+            self.new += 1
+            self.growth.first(tokens)
+
+    def leaves(self, program: ProgramId, turn: TurnId) -> None:
+        """A turn that waits is given up."""
+        if (waiting := self.line.get(program)) is not None:
+            waiting.turns.pop(turn, None)
+            if not waiting.turns:
+                self._drop(waiting)
+
+    def head(self) -> Waiting | None:
+        """The first in line."""
+        while self._order:
+            _, _, number, program = self._order[0]
+            waiting = self.line.get(program)
+            if waiting is not None and waiting.number == number:
+                return waiting
+            heapq.heappop(self._order)
+        return None
+
+    def choice(self, now_s: float, waiting: Waiting) -> tuple[ReplicaId, bool] | None:
+        """Where the first in line may start now, and whether it fits there; None: it waits on."""
+        if waiting.number != self._first:
+            self._first, self._first_since_s = waiting.number, now_s
+        tokens, done = waiting.prompt_tokens, waiting.finished
+        heard = [p for p in self.places.values() if p.age_s(now_s) <= self.first_turn_age_s]
+        fitting = [p for p in heard if p.fits(now_s, tokens, done)]
+        if fitting:
+            return self.fewest(fitting), True
+        spare = [p for p in heard if p.has_spare_time()]
+        if spare:
+            return self.fewest(spare), False
+        over = now_s - waiting.since_s >= self.max_rehome_s if done else False
+        if heard and (over or now_s - self._first_since_s >= self.max_wait_s):
+            return self.fewest(heard), False
+        return None
+
+    def starts(self, now_s: float, waiting: Waiting, replica: ReplicaId, fits: bool) -> None:
+        """The program leaves the line for this replica, with all its turns."""
+        self._drop(waiting)
+        self._starts.append(now_s)
+        place = self.places[replica]
+        tokens, done = waiting.prompt_tokens, waiting.finished
+        if not fits:
+            place.let_in_s = now_s
+        place.promises(now_s, tokens, done)
+        if done:
+            for prompt_tokens in waiting.turns.values():
+                place.door.arrives(now_s, waiting.program, prompt_tokens, turns=done)
+        else:
+            knock = Knock(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
+            place.door.starts(now_s, knock)
+
+    def fewest(self, places: Iterable[Place]) -> ReplicaId:
+        """Of these, one or more, the replica with the fewest requests; of equals the one with most room."""
+        best = min(places, key=lambda p: (p.requests, -p.headroom_tokens(), p.report.replica))
+        return best.report.replica
+
+    def retry_after_s(self, now_s: float) -> float:
+        """How long the line as it stands takes at its latest speed: 1 s to max_wait_s."""
+        if len(self._starts) < 2 or now_s <= self._starts[0]:
+            return max(LEAST_RETRY_S, self.max_wait_s)
+        a_start_s = (now_s - self._starts[0]) / len(self._starts)
+        return max(LEAST_RETRY_S, min(self.max_wait_s, len(self.line) * a_start_s))
+
+    def check(self) -> None:
+        """Raise InvariantError unless the line is that of its programs."""
+        for place in self.places.values():
+            place.check()
+        new = sum(not waiting.finished for waiting in self.line.values())
+        if new != self.new:
+            raise InvariantError(f"new programs in line({self.new}) != those without a turn({new})")
+        listed = {(number, program) for _, _, number, program in self._order}
+        for program, waiting in self.line.items():
+            if not waiting.turns or (waiting.number, program) not in listed:
+                raise InvariantError(f"program {program!r} is in the line without a turn or a place")
+
+    def _drop(self, waiting: Waiting) -> None:
+        del self.line[waiting.program]
+        self.new -= not waiting.finished
+        if len(self._order) > 64 and len(self._order) > 2 * len(self.line):  # those who left stay in the heap
+            alive = {w.number for w in self.line.values()}
+            self._order = [entry for entry in self._order if entry[2] in alive]
+            heapq.heapify(self._order)
