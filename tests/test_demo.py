@@ -236,8 +236,18 @@ def test_the_readme_takes_the_page_between_its_marks_and_keeps_the_rest():
         demo_report.filled("nothing", "new\n")
 
 
-def test_the_readme_has_the_demos_marks():
-    assert demo_report.filled((Path(__file__).parents[1] / "README.md").read_text(), "")
+def test_the_readme_shows_the_chief_rows_of_the_demos_page_unedited():
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "demo" / "comparison.md").read_text().partition("\n![figure]")[0]
+    readme = (root / "README.md").read_text()
+    assert demo_report.filled(readme, demo_report.excerpt(page)) == readme
+
+
+def test_a_pressure_that_did_not_hold_is_said_in_the_readme_too():
+    failed = "**The pressure did not hold**, by what fcfs met: ...\n\n- arrivals: 1.0 (**not 2**)\n"
+    page = f"caption\n\n|  | a |\n|---|---:|\n| job time mean, s | 1 |\n| pins taken | 2 |\n\n{failed}"
+    shown = demo_report.excerpt(page)
+    assert failed in shown and "job time mean" in shown and "pins taken" not in shown
 
 
 def test_too_little_room_for_lmcaches_tiers_is_an_error_that_says_what_to_do(tmp_path):
