@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def test_every_gap_is_known_and_none_is_longer_than_a_user_waits() -> None:
     for name in SOURCES:
         gaps_s = [turn.gap_s for p in half(name, "report") for turn in p.turns[:-1]]
         assert set(gaps_s) <= {3.0, LONGEST_GAP_S}
+
+
+@pytest.mark.usefixtures("small")
+def test_an_answer_that_was_broken_off_before_it_began_has_one_token() -> None:
+    path = Path(os.environ["TRACES_DIR"]) / SOURCES["chat"].file
+    path.write_text(path.read_text().replace('"output_tokens": 50, "gap_s": null', '"output_tokens": 0'))
+    assert {p.turns[-1].output_tokens for part in HALVES for p in half("chat", part)} == {1}
 
 
 @pytest.mark.usefixtures("small")

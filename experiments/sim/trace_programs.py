@@ -86,7 +86,7 @@ def half(name: str, part: str) -> tuple[Program, ...]:
     wanted = [p for p in _chosen(name) if half_of(p.program_id) == part]
     # one factor shrinks all: what is twice too long for the window is left out, or the rest would be tiny
     fitting = [p for p in wanted if p.context_tokens <= 2 * WINDOW_TOKENS]
-    return scaled(_with_gaps(fitting, name), WINDOW_TOKENS)
+    return scaled(tuple(map(_answered, _with_gaps(fitting, name))), WINDOW_TOKENS)
 
 
 def _chosen(name: str) -> tuple[Program, ...]:
@@ -107,6 +107,12 @@ def _with_gaps(programs: Sequence[Program], name: str) -> tuple[Program, ...]:
     return tuple(
         replace(p, turns=(*map(known, p.turns[:-1]), replace(p.turns[-1], gap_s=None))) for p in programs
     )
+
+
+def _answered(program: Program) -> Program:
+    """An answer that was broken off before it began has one token: no engine can be asked for none."""
+    turns = (replace(turn, output_tokens=max(1, turn.output_tokens)) for turn in program.turns)
+    return replace(program, turns=tuple(turns))
 
 
 def _gaps_s(name: str) -> list[float]:
