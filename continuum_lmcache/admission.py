@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from continuum_lmcache.comebacks import Comebacks
 from continuum_lmcache.commons import Commons, Head, HeadsInUse
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.growth import Growth
@@ -51,20 +50,13 @@ class Started:
     live: int = 0  # turns that are queued, loading or running
     ended_tokens: int = 0  # the last finished turn's context
     first_tokens: int = 0  # the first prompt without the head; 0: not known
-    paused_s: float | None = None  # when its first pause began
-    late: bool = False  # longer in its first pause than others
     forecast_tokens: float = 0.0  # what it counts for among the started
     active_tokens: float = 0.0  # and among the active
-    unproven_tokens: float = 0.0  # and among those that may never return
 
     @property
     def own_tokens(self) -> int:
         """Of its context, what nobody else begins with."""
         return max(0, self.context_tokens - self.head.tokens)
-
-    @property
-    def counted_tokens(self) -> tuple[float, float, float]:
-        return self.forecast_tokens, self.active_tokens, self.unproven_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +83,11 @@ class Door:
     max_wait_s: float
     order: Order = lambda knock, _growth: knock.arrival_s
     growth: Growth = field(default_factory=Growth)
-    comebacks: Comebacks = field(default_factory=Comebacks)
     commons: Commons = field(default_factory=lambda: Commons(block_tokens=16))
     inside: dict[ProgramId, Started] = field(default_factory=dict)
     outside: dict[ProgramId, Knock] = field(default_factory=dict)
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
-    _first_pauses: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap: late from then on
     _sums: Sums = field(default_factory=Sums)
     _heads: HeadsInUse = field(default_factory=HeadsInUse)  # by the programs inside
     _context_tokens: int = 0  # of everybody, inside and outside, without the heads in use
@@ -132,8 +122,6 @@ class Door:
             return False
         if seen is None:
             seen = self._enters(program, turns)
-        if seen.turns == 1 and not seen.live and seen.paused_s is not None:
-            self.comebacks.back(now_s - seen.paused_s, seen.late)
         seen.live += 1
         self._counts(now_s, seen, max(seen.context_tokens, prompt_tokens), self.commons.head(hashes))
         return True
@@ -186,9 +174,6 @@ class Door:
             self.growth.turn(context_tokens - seen.ended_tokens)
         seen.ended_tokens = context_tokens
         self._counts(now_s, seen, context_tokens)
-        if seen.turns == 1 and not seen.live:
-            seen.paused_s = now_s
-            heapq.heappush(self._first_pauses, (now_s + self.comebacks.late_s, program))
         heapq.heappush(self._absent, (now_s + expected_s, program, seen.turns))
 
     def loses(self, now_s: float, program: ProgramId) -> None:
@@ -212,30 +197,22 @@ class Door:
         if seen is not None:
             self._context_tokens -= seen.own_tokens
             self._heads.give_back(seen.head)
-            self._sums.add(now_s, *(-tokens for tokens in seen.counted_tokens))
+            self._sums.add(now_s, -seen.forecast_tokens, -seen.active_tokens)
 
     def gives_up(self, now_s: float) -> None:
         """Programs that should have come back by now count no longer."""
-        while self._first_pauses and self._first_pauses[0][0] <= now_s:
-            _, program = heapq.heappop(self._first_pauses)
-            seen = self.inside.get(program)
-            if seen is not None and seen.turns == 1 and not (seen.live or seen.late):
-                seen.late = True
-                self.comebacks.late()
         while self._absent and self._absent[0][0] <= now_s:
             _, program, turns = heapq.heappop(self._absent)
             seen = self.inside.get(program)
             if seen is not None and seen.turns == turns and not seen.live:
                 self.leaves(now_s, program)
 
-    def fits(
-        self, now_s: float, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()
-    ) -> bool:
+    def fits(self, now_s: float, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()) -> bool:
         """Whether there is room beside all that are inside for a program that has finished `turns`."""
         head = self.commons.head(hashes)
         need = self.growth.forecast_tokens(max(0, prompt_tokens - head.tokens), turns)
         need += 0 if head in self._heads else head.tokens
-        self._sums.add(now_s, 0.0, 0.0, 0.0)
+        self._sums.add(now_s, 0.0, 0.0)
         return need <= self.headroom_tokens
 
     @property
@@ -243,9 +220,8 @@ class Door:
         """For how large a forecast there is room beside all that are inside; below 0 where there are too
         many of them."""
         active = max(self._sums.active, self._sums.usually_active)
-        started = self._sums.started - (1.0 - self.comebacks.belief) * self._sums.unproven
         fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
-        room = min(fits - active, max(fits, self.room.tier_tokens) - started)
+        room = min(fits - active, max(fits, self.room.tier_tokens) - self._sums.started)
         return room - self._heads.tokens
 
     @property
@@ -259,9 +235,8 @@ class Door:
         held += sum(k.prompt_tokens for k in self.outside.values())
         if held != self._context_tokens:
             raise InvariantError(f"context tokens({self._context_tokens}) != sum of programs({held})")
-        for name in ("started", "active", "unproven"):
+        for name, of in (("started", "forecast_tokens"), ("active", "active_tokens")):
             summed = getattr(self._sums, name)
-            of = "forecast_tokens" if name == "started" else f"{name}_tokens"
             counted = sum(getattr(seen, of) for seen in self.inside.values())
             if not math.isclose(summed, counted, rel_tol=1e-6, abs_tol=1.0):
                 raise InvariantError(f"{name} tokens({summed:.1f}) != sum of programs({counted:.1f})")
@@ -298,10 +273,9 @@ class Door:
             self._heads.give_back(seen.head)
             seen.head = head
         self._context_tokens += seen.own_tokens - own_tokens
-        forecast = self.growth.forecast_tokens(seen.own_tokens, seen.turns)
+        # in its first pause a program has not shown that it ever comes back: it counts for what it holds
+        grows = seen.live or seen.turns != 1
+        forecast = self.growth.forecast_tokens(seen.own_tokens, seen.turns) if grows else seen.own_tokens
         active = forecast if seen.live else 0.0
-        unproven = forecast if seen.turns == 1 and not seen.live else 0.0
-        counted = seen.counted_tokens
-        grown = (new - old for new, old in zip((forecast, active, unproven), counted, strict=True))
-        self._sums.add(now_s, *grown)
-        seen.forecast_tokens, seen.active_tokens, seen.unproven_tokens = forecast, active, unproven
+        self._sums.add(now_s, forecast - seen.forecast_tokens, active - seen.active_tokens)
+        seen.forecast_tokens, seen.active_tokens = forecast, active

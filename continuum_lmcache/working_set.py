@@ -14,17 +14,15 @@ class Sums:
 
     started: float = 0.0
     active: float = 0.0
-    unproven: float = 0.0  # of the started ones, those in their first pause
     usually_active: float = 0.0  # exponentially weighted over SETTLING_S
     at_s: float = 0.0
 
-    def add(self, now_s: float, started: float, active: float, unproven: float) -> None:
+    def add(self, now_s: float, started: float, active: float) -> None:
         left = math.exp(-max(0.0, now_s - self.at_s) / SETTLING_S)
         self.usually_active = self.usually_active * left + self.active * (1.0 - left)
         self.at_s = now_s
         self.started += started
         self.active += active
-        self.unproven += unproven
 
 
 @dataclass(slots=True)

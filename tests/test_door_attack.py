@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 
 from continuum_lmcache.admission import Door, Knock, room_of
-from continuum_lmcache.comebacks import Comebacks
 from continuum_lmcache.growth import Growth
 from continuum_lmcache.orders import at_the_door
 from continuum_lmcache.types import ProgramId
@@ -86,28 +85,6 @@ def test_tiny_programs_that_say_they_end_keep_nobody_waiting() -> None:
     assert victims_wait_s(says_the_truth=True) < 1.0
 
 
-def test_tiny_programs_that_never_say_they_end_keep_nobody_waiting_for_long() -> None:
-    assert victims_wait_s(says_the_truth=False, prompt_share=0.1) < 2.0
-    assert victims_wait_s(says_the_truth=False) < 10.0, "an engine that others keep busy, in the first minute"
-    assert victims_wait_s(says_the_truth=False, lasts_s=240) < 1.0, "they are found out"
-
-
-def test_programs_that_return_are_believed_also_when_their_tool_turns_slow() -> None:
-    seen, beliefs = Comebacks(), []
-    for gap_s in [0.5] * 100 + [20.0] * 200:
-        late = gap_s > seen.late_s
-        if late:
-            seen.late()
-        seen.back(gap_s, late)
-        beliefs.append(seen.belief)
-    assert set(beliefs) == {1.0}
-
-
-def test_programs_that_never_return_are_believed_no_more_and_those_after_them_are_again() -> None:
-    seen = Comebacks()
-    for _ in range(100):
-        seen.late()
-    assert seen.belief < 0.1
-    for _ in range(30):
-        seen.back(0.5, was_late=False)
-    assert seen.belief == 1.0
+def test_tiny_programs_that_never_say_they_end_keep_nobody_waiting() -> None:
+    assert victims_wait_s(says_the_truth=False, prompt_share=0.1) < 1.0
+    assert victims_wait_s(says_the_truth=False) < 1.0, "an engine that others keep busy"

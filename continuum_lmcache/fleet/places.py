@@ -2,7 +2,7 @@
 
 A program starts where its forecast fits beside all that is spoken for there, on the replica with the fewest
 requests of those; while it fits nowhere, it waits, and costs nobody anything. The arithmetic is the engine's
-own (admission.py), one account for each replica, with one Growth and one Comebacks for all: a replica that
+own (admission.py), one account for each replica, with one Growth for all: a replica that
 has just joined knows what the others have learned. Where the engine reports its headroom, that is taken for
 the account's: it knows shared heads and requests that came another way.
 
@@ -18,7 +18,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from continuum_lmcache.admission import BUSY_SHARE, Door, Knock, Room
-from continuum_lmcache.comebacks import Comebacks
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.growth import Growth
@@ -163,7 +162,6 @@ class Places:
     max_rehome_s: float
     first_turn_age_s: float  # no first turn goes where the report is older
     growth: Growth = field(default_factory=Growth)
-    comebacks: Comebacks = field(default_factory=Comebacks)
     places: dict[ReplicaId, Place] = field(default_factory=dict)
     line: dict[ProgramId, Waiting] = field(default_factory=dict)
     new: int = 0  # programs in the line that have no turn behind them
@@ -176,7 +174,7 @@ class Places:
     def joins(self, report: ReplicaReport) -> Place:
         """One replica more."""
         room = Room(report.gpu_tokens, report.tier_tokens)
-        door = Door(room, self.max_wait_s, growth=self.growth, comebacks=self.comebacks)
+        door = Door(room, self.max_wait_s, growth=self.growth)
         place = self.places[report.replica] = Place(report, door)
         return place
 
