@@ -238,20 +238,21 @@ class Fleet:
             self._gone(now_s, turn)
 
     def restores(self, now_s: float, replica: ReplicaId, programs: Iterable[Known]) -> None:
-        """What a replica remembers is news to a fleet that has just started. Of a program that two know, the
-        one that knows more turns is its home."""
+        """What a replica remembers is news to a fleet that has just started. Of two that know a program its
+        home is the one where a turn of it is, else the one that knows more turns."""
         place = self.places.places.get(replica)
         if place is None:
             return
         for known in programs:
             entry = self.programs.get(known.program)
-            if entry is not None and (known.turns, len(known.live)) <= (entry.turns, len(entry.live)):
+            if entry is not None and (bool(known.live), known.turns) <= (bool(entry.live), entry.turns):
                 continue
             if entry is not None and entry.home in self.places.places:
                 self.places.places[entry.home].door.leaves(now_s, known.program)
             if entry is None:
                 entry = self._meets(now_s, known.program, known.age_s)
             entry.turns, entry.context_tokens, entry.home = known.turns, known.context_tokens, replica
+            entry.moved_s = now_s  # it may have moved just before
             for turn in known.live:
                 if turn not in self.turns and turn not in self.waiting:
                     self._send(now_s, entry, turn, known.context_tokens, Why.HOME)
@@ -552,14 +553,8 @@ class Fleet:
         return self.places.places.get(live.route.replica)
 
     def _meets(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> Program:
-        """A program that is not known. Beyond max_programs those make room that were unheard of for longest
-        and have no turn here."""
-        surplus = len(self.programs) + 1 - self.config.max_programs
-        if surplus > 0:
-            idle = (p for p in self.programs.values() if not (p.live or p.id in self.places.line))
-            for entry in list(itertools.islice(idle, surplus)):
-                self.forgotten += 1
-                self._forget(now_s, entry, 0)
+        """A program that is not known."""
+        self._forget_surplus(now_s, self.config.max_programs - 1)
         entry = self.programs[program] = Program(program, now_s - age_s, now_s, turns)
         return entry
 
@@ -578,7 +573,17 @@ class Fleet:
         if entry.home is not None:
             self.places.places[entry.home].door.leaves(now_s, entry.id, finished_turns)
 
+    def _forget_surplus(self, now_s: float, most: int) -> None:
+        """Of more programs those go that were unheard of for longest and have no turn here."""
+        surplus = len(self.programs) - most
+        if surplus > 0:
+            idle = (p for p in self.programs.values() if not (p.live or p.id in self.places.line))
+            for entry in list(itertools.islice(idle, surplus)):
+                self.forgotten += 1
+                self._forget(now_s, entry, 0)
+
     def _forget_idle(self, now_s: float) -> None:
+        self._forget_surplus(now_s, self.config.max_programs)
         while self.programs:
             entry = next(iter(self.programs.values()))
             if (
