@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -170,8 +171,9 @@ class MpRig(MpEngine):
         super().__init__(MpServer(directory, dram_chunks, ssd_chunks, *more))
 
     def close(self) -> None:
+        """The server's loops look once a second whether they are to end: nobody waits for that."""
         super().close()
-        self.server.close()
+        threading.Thread(target=self.server.close).start()
 
 
 def op(token_ids: Sequence[int], start: int, end: int) -> LoadStoreOp:
