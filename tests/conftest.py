@@ -44,6 +44,14 @@ def _no_settings_of_an_earlier_test() -> Iterator[None]:
         utils._config_instance = None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _servers_end_before_the_log_does() -> Iterator[None]:
+    yield
+    if (rigs := sys.modules.get("lmcache_mp_rig")) is not None:
+        for ending in rigs.ENDING:
+            ending.join()
+
+
 @pytest.fixture(scope="session")
 def model() -> Path:
     """The small model's directory, made once, by whichever worker comes first."""

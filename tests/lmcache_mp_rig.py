@@ -36,6 +36,7 @@ from continuum_lmcache.types import Tier
 
 LAYERS, HEADS, HEAD = 2, 1, 8
 SLOTS = 64  # vLLM blocks
+ENDING: list[threading.Thread] = []  # servers that are about to end; the session waits for them
 
 
 class MpEngine:
@@ -173,7 +174,8 @@ class MpRig(MpEngine):
     def close(self) -> None:
         """The server's loops look once a second whether they are to end: nobody waits for that."""
         super().close()
-        threading.Thread(target=self.server.close).start()
+        ENDING.append(threading.Thread(target=self.server.close))
+        ENDING[-1].start()
 
 
 def op(token_ids: Sequence[int], start: int, end: int) -> LoadStoreOp:
