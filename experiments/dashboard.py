@@ -1,4 +1,4 @@
-"""The Grafana dashboard of one server on one screen, from one list of panels.
+"""The Grafana dashboard of one server on one screen, and a row for a fleet, from one list of panels.
 
 python -m experiments.dashboard        # writes docs/grafana/continuum.json
 """
@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 DASHBOARD = ROOT / "docs" / "grafana" / "continuum.json"
 SOURCE = {"type": "prometheus", "uid": "${source}"}
 RANGE = "$__rate_interval"
+TTFT = "vllm:time_to_first_token_seconds"
 COLUMNS, PANEL_HEIGHT, STAT_HEIGHT = 24, 7, 3
 
 
@@ -135,10 +136,40 @@ PANELS = (
         "First token, and preemptions",
         "s",
         {
-            "TTFT P50": quantile(0.5, "vllm:time_to_first_token_seconds"),
-            "TTFT P95": quantile(0.95, "vllm:time_to_first_token_seconds"),
+            "TTFT P50": quantile(0.5, TTFT),
+            "TTFT P95": quantile(0.95, TTFT),
             "preemptions a second": rate("vllm:num_preemptions_total"),
         },
+    ),
+    Panel(
+        "Fleet: replicas' first tokens",
+        "s",
+        {
+            f"{name} of the replicas' P90": f"quantile({q}, {quantile(0.9, TTFT, 'replica')})"
+            for q, name in ((0.5, "median"), (1, "largest"))
+        },
+        "one replica that is far above the median is overloaded (docs/ray.md has the label replica)",
+    ),
+    Panel(
+        "Fleet: room for new programs",
+        "short",
+        {"replica {{replica}}": "continuum_fleet_replica_headroom_tokens"},
+        "tokens",
+    ),
+    Panel(
+        "Fleet: the line of new programs",
+        "short",
+        {
+            "programs in it": "continuum_fleet_line",
+            "seconds the first has waited": "continuum_fleet_line_wait_seconds",
+            "refused a second": rate("continuum_fleet_refused_total"),
+        },
+    ),
+    Panel(
+        "Fleet: where turns went",
+        "ops",
+        {"{{why}}": rate("continuum_fleet_turns_total", "why")},
+        "moved and rehomed: a program left its replica",
     ),
 )
 

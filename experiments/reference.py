@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 import connectors.lmcache_meter as meter
 from continuum_lmcache import config
 from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.serve.state import COUNTS, OF_A_REPLICA
+from continuum_lmcache.serve.state import GAUGES as OF_THE_FLEET
 from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +56,9 @@ Each event is told once, to whichever of vLLM's API servers gets the step's stat
 `--api-server-count` above 1 Prometheus' sums over their processes are right. While the engine is
 busy the figures are up to half a second old.
 
+`continuum_fleet_*` is told by a fleet on Ray Serve alone, at `/fleet/metrics` ([ray.md](ray.md)); what a
+replica has of the rest is at `/metrics?replica=N`.
+
 [docs/grafana/continuum.json](grafana/continuum.json) is a dashboard of one server on one screen: import it in
 Grafana and choose the Prometheus. It was not seen in a Grafana: its queries were run by a real Prometheus
 over a real server. [docs/grafana/alerts.yaml](grafana/alerts.yaml) has rules for alerts.
@@ -71,6 +76,13 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     for name, text in meter.COUNTERS.items():
         label = meter.LABELS.get(name, "")
         rows.append((f"continuum_{name}_total", "counter", label, text.removesuffix(".")))
+    rows += [
+        (f"continuum_fleet_{name}_total", "counter", label, text) for name, (label, text) in COUNTS.items()
+    ]
+    rows += [(f"continuum_fleet_{name}", "gauge", "", text) for name, text in OF_THE_FLEET.items()]
+    rows += [
+        (f"continuum_fleet_replica_{name}", "gauge", "replica", text) for name, text in OF_A_REPLICA.items()
+    ]
     return sorted(rows)
 
 

@@ -1,4 +1,4 @@
-"""Who may import whom: experiments -> connectors -> core <- vllm_plugin, console. Held by a test."""
+"""Who may import whom: experiments -> connectors -> core <- vllm_plugin, console, serve. Held by a test."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ CORE = [*sorted((ROOT / "continuum_lmcache").glob("*.py")), *FLEET]
 PLUGIN = sorted((ROOT / "continuum_lmcache" / "vllm_plugin").glob("*.py"))
 RECORDS = sorted((ROOT / "continuum_lmcache" / "records").glob("*.py"))
 CONSOLE = sorted((ROOT / "continuum_lmcache" / "console").glob("*.py"))
+SERVE = sorted((ROOT / "continuum_lmcache" / "serve").glob("*.py"))
 CONSOLE_LIBRARIES = {"typer", "httpx", "yaml", "plotly", "rich", "prometheus_client"}
 CONNECTORS = sorted((ROOT / "connectors").glob("*.py"))
 
@@ -51,6 +52,17 @@ def test_only_the_plugin_and_the_connectors_import_vllm_and_only_connectors_lmca
         assert not any("vllm_plugin" in name for name in names), path
         assert not tops(path) & {"experiments"}, path
         assert "lmcache" not in tops(path) or path.name.startswith("lmcache"), path
+
+
+def test_only_serve_imports_ray_and_only_its_engine_vllm() -> None:
+    for path in [*CORE, *PLUGIN, *RECORDS, *CONSOLE, *CONNECTORS]:
+        assert not any(
+            name == "ray" or name.startswith(("ray.", "continuum_lmcache.serve")) for name in imported(path)
+        ), path
+    for path in SERVE:
+        assert not tops(path) & {"lmcache", "connectors", "experiments"}, path
+        assert not any("vllm_plugin" in name or "console" in name for name in imported(path)), path
+        assert "vllm" not in tops(path) or path.name == "engine.py", path
 
 
 def test_records_are_read_with_the_standard_library_and_the_core() -> None:

@@ -64,6 +64,7 @@ GAUGES = {  # the label's name last; "" where there is none
     "pins_held": ("continuum_pins_held", "Programs that hold a pin now", ""),
     "working_set": ("continuum_working_set_tokens", "Contexts of all programs that are counted on", ""),
     "gpu_capacity": ("continuum_gpu_capacity_tokens", "Tokens whose KV the GPU has room for", ""),
+    "kv_token": ("continuum_kv_bytes_per_token", "What one token's KV takes, over all layers", ""),
     "store_stall": ("continuum_store_stall_seconds_per_byte", "How long a step waits for its stores", ""),
     "outside": ("continuum_programs_outside", "Programs that wait until there is room to start", ""),
     "lost_at_token": ("continuum_lost_at_token", "From which token on the latest return lost", "cause"),

@@ -85,6 +85,7 @@ def rate_totals(rates: Rates) -> Totals:
         "prefill_fixed": {"": curve.fixed_s},
         "prefill_token": {"": curve.per_token_s},
         "prefill_pair": {"": curve.per_pair_s},
+        "kv_token": {"": float(costs.kv_bytes_per_token)},
         "store_stall": {"": 1.0 / costs.store.bytes_per_s},
     }
 

@@ -1,0 +1,86 @@
+"""`serve run continuum_lmcache.serve.app:build model=NAME key=value ...`, or a Serve config file's
+import_path.
+
+settings.py has the keys. What is Ray Serve's (autoscaling, resources, limits) is set in its config file, by
+the deployment's name `vllm`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import ray
+from ray import serve
+from ray._private import ray_constants
+from ray.serve.config import BackpressureConfig, DeploymentActorConfig, RequestRouterConfig
+
+from continuum_lmcache.serve import substrate
+from continuum_lmcache.serve.names import HEADER
+from continuum_lmcache.serve.replica import STATE, Replica
+from continuum_lmcache.serve.settings import ServeSettings
+from continuum_lmcache.serve.state import FleetState
+
+ENVIRONMENT = {  # of Ray's proxies: they name each turn's program
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
+    "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
+}
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on 127.0.0.1 alone
+ONGOING = 4096  # requests of one replica: vLLM's queue is the one that orders them
+CALLS = 1000  # that the state may have in hand beside those that wait in its line
+ANSWER_SLACK_S = 30.0
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application. Raises ConfigError."""
+    settings = ServeSettings.of(args)
+    if not ray.is_initialized():
+        prepare()
+    below = [substrate.deployment(settings).bind(settings)] if settings.lmcache_gb else []
+    return deployment(settings).bind(settings, *below)
+
+
+def prepare() -> None:
+    """Set what a Ray that is started here reads from the environment: `serve run` starts one after this.
+
+    A Ray that runs already has its own (docs/ray.md). Ray 2.60 has read LOOPBACK when it was imported.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if "RAY_ADDRESS" not in os.environ and os.environ.setdefault(LOOPBACK, "0") == "0":
+        ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def deployment(settings: ServeSettings) -> serve.Deployment:
+    """The replicas, their router and their state."""
+    key = secrets.token_bytes(32)
+    return serve.deployment(
+        Replica,
+        name="vllm",
+        num_replicas=settings.replicas,
+        ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
+        max_ongoing_requests=ONGOING,
+        max_queued_requests=ONGOING + settings.fleet.max_line,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.fleet.max_wait_s),
+        request_router_config=RequestRouterConfig(
+            request_router_class="continuum_lmcache.serve.router:ProgramRouter",
+            request_router_kwargs={"answer_s": answer_s(settings), "key": key.hex()},
+        ),
+        deployment_actors=[
+            DeploymentActorConfig(
+                name=STATE,
+                actor_class=ray.remote(FleetState),
+                init_kwargs={"config": settings.fleet, "key": key},
+                actor_options={"num_cpus": 0, "max_concurrency": settings.fleet.max_line + CALLS},
+            )
+        ],
+        health_check_period_s=2,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=20,
+    )
+
+
+def answer_s(settings: ServeSettings) -> float:
+    """Longer than any first turn waits in the line, each of whose places may wait max_wait_s."""
+    return (settings.fleet.max_line + 1) * settings.fleet.max_wait_s + ANSWER_SLACK_S

@@ -1,0 +1,103 @@
+"""What one replica knows of the programs that it serves: for the state, which may have to learn it anew."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from continuum_lmcache.fleet.fleet import Known
+from continuum_lmcache.types import ProgramId, TurnId
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A turn has its first token: its prompt is known and computed."""
+
+    turn: TurnId
+    prompt_tokens: int
+    body_bytes: int  # of the request; 0: not known
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """A turn is over. `context_tokens` 0: it came to nothing, its client left or it failed."""
+
+    turn: TurnId
+    context_tokens: int
+    is_last: bool
+
+
+News = FirstToken | TurnEnd
+
+
+@dataclass(slots=True)
+class _Program:
+    first_s: float
+    turns: int  # finished
+    context_tokens: int = 0  # of the last one
+    live: set[TurnId] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Turn:
+    program: ProgramId
+    running: int = 0  # generations: a request may bring several prompts
+    context_tokens: int = 0  # of the longest that finished; 0: none did
+    told: bool = False  # that it has its first token
+
+
+@dataclass(slots=True)
+class Books:
+    """The programs of this replica, `most` at most (those unheard of for longest are forgotten); the news."""
+
+    most: int
+    news: list[News] = field(default_factory=list)
+    _programs: OrderedDict[ProgramId, _Program] = field(default_factory=OrderedDict)
+    _turns: dict[TurnId, _Turn] = field(default_factory=dict)
+
+    def starts(self, now_s: float, turn: TurnId, program: ProgramId, turns: int, age_s: float) -> None:
+        """A prompt of a turn goes into the engine; the program had finished `turns` when it came here."""
+        seen = self._programs.get(program)
+        if seen is None:
+            seen = self._programs[program] = _Program(now_s - age_s, turns)
+            if len(self._programs) > self.most:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(program)
+        live = self._turns.setdefault(turn, _Turn(program))
+        live.running += 1
+        seen.live.add(turn)
+
+    def first_token(self, turn: TurnId, prompt_tokens: int, body_bytes: int) -> None:
+        """The prompt is computed."""
+        live = self._turns[turn]
+        if not live.told:
+            live.told = True
+            self.news.append(FirstToken(turn, prompt_tokens, body_bytes))
+
+    def stops(self, turn: TurnId, context_tokens: int, is_last: bool) -> None:
+        """The prompt's generation is over, with a context of so many tokens; 0: it did not finish."""
+        live = self._turns[turn]
+        live.running -= 1
+        live.context_tokens = max(live.context_tokens, context_tokens)
+        if live.running:
+            return
+        del self._turns[turn]
+        self.news.append(TurnEnd(turn, live.context_tokens, is_last))
+        seen = self._programs.get(live.program)
+        if seen is None:
+            return
+        seen.live.discard(turn)
+        if live.context_tokens:
+            seen.turns, seen.context_tokens = seen.turns + 1, live.context_tokens
+        if is_last and not seen.live:
+            del self._programs[live.program]
+
+    def known(self, now_s: float) -> list[Known]:
+        """Every program here, those unheard of for longest first."""
+        return [
+            Known(name, p.turns, p.context_tokens, now_s - p.first_s, tuple(p.live))
+            for name, p in self._programs.items()
+        ]
+
+    def __len__(self) -> int:
+        return len(self._programs)

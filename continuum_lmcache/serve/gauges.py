@@ -1,0 +1,72 @@
+"""A replica's report, from the metrics that vLLM and this package keep in its process (docs/metrics.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from prometheus_client import REGISTRY
+
+from continuum_lmcache.costs import UNMEASURED, Costs, PrefillCurve, Rate
+from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+
+REQUESTS = ("vllm:num_requests_waiting", "vllm:num_requests_running")
+CAPACITY, OUTSIDE = "continuum_gpu_capacity_tokens", "continuum_programs_outside"
+HEADROOM, WAIT = "continuum_admission_headroom_tokens", "continuum_oldest_returning_wait_seconds"
+TIER, TIER_RATE, TIER_FIXED = (
+    "continuum_tier_capacity_tokens",
+    "continuum_tier_bytes_per_second",
+    "continuum_tier_fixed_seconds",
+)
+SAMPLES, KV_BYTES = "continuum_rate_samples", "continuum_kv_bytes_per_token"
+CURVE = (
+    "continuum_prefill_fixed_seconds",
+    "continuum_prefill_seconds_per_token",
+    "continuum_prefill_seconds_per_token_pair",
+)
+NAMES = (*REQUESTS, CAPACITY, OUTSIDE, HEADROOM, WAIT, TIER, TIER_RATE, TIER_FIXED, SAMPLES, KV_BYTES, *CURVE)
+OF_THE_PROCESS = {"engine", "model_name"}  # labels that tell nothing here: there is one engine
+Figures = Mapping[tuple[str, str], float]
+"""By name, and the value of the label that is the metric's own; "" where it has none."""
+
+
+def figures() -> Figures:
+    """The gauges of this process; one that is not told is not there."""
+    found: dict[tuple[str, str], float] = {}
+    for family in REGISTRY.restricted_registry(NAMES).collect():
+        for sample in family.samples:
+            label = next((v for k, v in sample.labels.items() if k not in OF_THE_PROCESS), "")
+            found[sample.name, label] = sample.value
+    return found
+
+
+def report(replica: str, gpu_tokens: int, seen: Figures) -> ReplicaReport:
+    """What the replica says of itself; the state adds the time. `gpu_tokens`: as vLLM's start found."""
+    is_continuum = (CAPACITY, "") in seen
+    return ReplicaReport(
+        ReplicaId(replica),
+        at_s=0.0,
+        gpu_tokens=int(seen.get((CAPACITY, ""), gpu_tokens)),
+        requests=int(sum(seen.get((each, ""), 0.0) for each in REQUESTS)),
+        tier_tokens=max((tokens for (name, _), tokens in seen.items() if name == TIER), default=0.0),
+        headroom_tokens=seen.get((HEADROOM, "")),
+        programs_outside=int(seen.get((OUTSIDE, ""), 0.0)),
+        oldest_returning_wait_s=seen.get((WAIT, ""), 0.0),
+        returning_first=is_continuum,
+        costs=costs(seen),
+    )
+
+
+def costs(seen: Figures) -> Costs:
+    """The rates as the engine has measured or assumed them; of an engine that tells none what is assumed."""
+    told = [seen.get((name, "")) for name in (*CURVE, KV_BYTES)]
+    if any(value is None for value in told):
+        return UNMEASURED
+    fixed_s, token_s, pair_s, kv_bytes = (value or 0.0 for value in told)
+    tiers = {}
+    for tier in ("dram", "ssd"):
+        bytes_per_s, once_s = seen.get((TIER_RATE, tier)), seen.get((TIER_FIXED, tier))
+        samples = int(seen.get((SAMPLES, tier), 0))
+        assumed = getattr(UNMEASURED, tier)
+        tiers[tier] = Rate(bytes_per_s, once_s, samples) if bytes_per_s and once_s is not None else assumed
+    curve = PrefillCurve(fixed_s, token_s, pair_s, int(seen.get((SAMPLES, "prefill"), 0)))
+    return Costs(curve, tiers["dram"], tiers["ssd"], int(kv_bytes), UNMEASURED.chunk_tokens)

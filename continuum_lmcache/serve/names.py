@@ -1,0 +1,150 @@
+"""Whose turn a request is, for a router that sees no bodies.
+
+Ray's proxy hands its router a request's headers and leaves the body to the replica; most clients name their
+program in the body. So this middleware runs in the proxy, reads the body, and says in one header what the
+router must know. The header is Ray's session id, so Ray's own routers work by it too. What a client sends
+under that name is dropped. A request that says nothing goes where fewest requests are.
+
+Seam, read on Ray 2.60.0: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names `middlewares`, which each proxy
+calls once; RAY_SERVE_SESSION_ID_HEADER_KEY names the header. app.py sets both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote
+
+from starlette.middleware import Middleware
+
+from continuum_lmcache.conventions import BODY_FIELDS, HEADERS, Sent, stated
+from continuum_lmcache.errors import RequestError
+from continuum_lmcache.identity import flag, name, program_id, tenant_of
+
+HEADER = "x-continuum-turn"
+PLACES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+MOST_BYTES = 32 << 20  # of a body that is read here; a longer one goes unnamed
+WRITTEN = re.compile(r"([^;]*);(\d+);([01]);(\d*);(\d+);(\d+\.\d+)")
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Any, Receive, Send], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnName:
+    """What the router knows of a request. As text it is a header's value."""
+
+    program: str = ""  # identity.program_id of its tenant; "": the request names none
+    body_bytes: int = 0  # of its body; 0: not known
+    is_last: bool = False
+    rank: int | None = None  # not a turn: a question to the replica of this rank
+    turns: int = 0  # that the program has finished; the router adds these two
+    age_s: float = 0.0  # since its first turn came
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else str(self.rank)
+        name = quote(self.program, safe="", errors="surrogatepass")
+        return f"{name};{self.body_bytes};{int(self.is_last)};{rank};{self.turns};{self.age_s:.3f}"
+
+    @classmethod
+    def read(cls, text: str) -> TurnName:
+        """What __str__ wrote; other text is a program's own name, as X-Session-ID has it."""
+        if (written := WRITTEN.fullmatch(text)) is None:
+            return cls(program=text)
+        name, body_bytes, last, rank, turns, age_s = written.groups()
+        asked = int(rank) if rank else None
+        program = unquote(name, errors="surrogatepass")
+        return cls(program, int(body_bytes), last == "1", asked, int(turns), float(age_s))
+
+
+def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
+    """What body and headers (names in lower case) say. Bad fields name nothing: vLLM refuses them."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError):
+        return TurnName()
+    if not isinstance(fields, dict):
+        return TurnName()
+    xargs = fields.get("vllm_xargs")
+    known = {field: fields[field] for field in BODY_FIELDS if fields.get(field) is not None}
+    found = {field: value for field, value in headers.items() if field in HEADERS}
+    try:
+        said = stated(Sent(known, xargs if isinstance(xargs, dict) else {}, found))
+        job = name("job_id", said.get("job_id"))
+        is_last = flag("is_last_step", said.get("is_last_step"))
+    except RequestError:
+        return TurnName(body_bytes=len(body))
+    if job is None:
+        return TurnName(body_bytes=len(body))
+    salt = fields.get("cache_salt")
+    tenant = tenant_of(salt if isinstance(salt, str) else None, owner_of(headers.get("authorization", "")))
+    return TurnName(program_id(job, tenant), len(body), is_last)
+
+
+def owner_of(authorization: str) -> str:
+    """A hash of the credentials, 32 characters; "": none were sent. Who may do what is vLLM's to check."""
+    return sha256(authorization.encode("utf-8", "surrogatepass")).hexdigest()[:32] if authorization else ""
+
+
+class NameTurns:
+    """ASGI middleware of Ray's proxy."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = [(key, value) for key, value in scope["headers"] if plain(key) != plain(HEADER.encode())]
+        said = TurnName()
+        if scope["method"] == "POST" and scope["path"].endswith(PLACES):
+            body, receive = await read_body(receive)
+            texts = {key.decode("latin-1").lower(): value.decode("latin-1").strip() for key, value in headers}
+            said = turn_name(body, texts) if body is not None else said
+        elif (rank := rank_asked(scope)) is not None:
+            said = TurnName(rank=rank)
+        headers.append((HEADER.encode(), str(said).encode()))
+        return await self._app({**scope, "headers": headers}, receive, send)
+
+
+def plain(key: bytes) -> bytes:
+    """A header's name as Ray compares it: proxies between may write _ for -."""
+    return key.lower().replace(b"_", b"-")
+
+
+def rank_asked(scope: Any) -> int | None:
+    """The replica that a GET with `?replica=N` is for; None: any."""
+    if scope["method"] != "GET":
+        return None
+    asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("replica", [""])[0]
+    return int(asked) if asked.isdecimal() and len(asked) < 9 else None
+
+
+async def read_body(receive: Receive) -> tuple[bytes | None, Receive]:
+    """The whole body, and a receive that tells it again; None: too long, or its client left."""
+    parts: list[Message] = []
+    size = 0
+    while True:
+        message = await receive()
+        parts.append(message)
+        size += len(message.get("body", b""))
+        if message["type"] != "http.request" or size > MOST_BYTES or not message.get("more_body", False):
+            break
+    kept = iter(parts)
+
+    async def again() -> Message:
+        told = next(kept, None)
+        return told if told is not None else await receive()
+
+    whole = parts[-1]["type"] == "http.request" and size <= MOST_BYTES
+    return b"".join(part.get("body", b"") for part in parts) if whole else None, again
+
+
+def middlewares() -> list[Middleware]:
+    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names."""
+    return [Middleware(NameTurns)]

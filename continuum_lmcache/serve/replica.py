@@ -1,0 +1,121 @@
+"""One replica of the deployment: vLLM's server in Ray's process, which tells the fleet's state what happens.
+
+Seams, read and run on Ray 2.60.0: serve.ingress() with __serve_build_asgi_app__, check_health,
+record_replica_metadata, serve.get_replica_context, serve.get_deployment_actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from ray import serve
+from ray.exceptions import RayError
+
+from continuum_lmcache.serve.books import Books, TurnEnd
+from continuum_lmcache.serve.gauges import figures, report
+from continuum_lmcache.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+logger = logging.getLogger("ray.serve")
+STATE = "fleet"  # the deployment actor's name
+MOST_PROGRAMS = 100_000
+ANSWERS_S = 5.0  # the state, at most
+AWAY = (RayError, ValueError, TimeoutError)  # Ray says ValueError where no actor has the name
+LOOKS_S = 0.05  # between two looks whether a turn has ended, which is told at once
+
+
+def away(error: BaseException) -> Response:
+    """Ray starts another state; it has answered within seconds."""
+    return PlainTextResponse(f"The fleet's state does not answer: {error}", 503, {"Retry-After": "2"})
+
+
+@serve.ingress()
+class Replica:
+    """The deployment's class. Ray makes one in each replica's process."""
+
+    def __init__(self, settings: ServeSettings, below: Any = None) -> None:
+        """`below`: a handle of the LMCache servers; None: there are none of ours."""
+        self._settings, self._below = settings, below
+        self._books = Books(MOST_PROGRAMS)
+        self._name = str(serve.get_replica_context().replica_id.unique_id)
+        self._engine: Any = None
+        self._gpu_tokens = 0
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """Start the engine; vLLM's app around it, with two paths more."""
+        from continuum_lmcache.serve import engine  # imports vllm, which only a replica needs
+
+        if self._below is not None:
+            await self._below.ready.remote()
+        self._engine, app = await engine.started(self._settings.vllm_args, self._books)
+        self._gpu_tokens = engine.gpu_tokens(self._engine)
+        app.add_api_route("/fleet", self.fleet, methods=["GET"])
+        app.add_api_route("/fleet/metrics", self.fleet_metrics, methods=["GET"])
+        self._reporting = asyncio.create_task(self._report())
+        return app
+
+    async def fleet(self) -> Response:
+        """GET /fleet: the state, as it tells itself."""
+        try:
+            return JSONResponse(await self._ask("told"))
+        except AWAY as error:
+            return away(error)
+
+    async def fleet_metrics(self) -> Response:
+        """GET /fleet/metrics: its figures in Prometheus' text format."""
+        try:
+            return PlainTextResponse(await self._ask("metrics"))
+        except AWAY as error:
+            return away(error)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What routers know of a replica: `?replica=N` asks the one of rank N."""
+        return {"rank": self.rank}
+
+    async def check_health(self) -> None:
+        """Ray asks each few seconds; an exception makes it replace the replica."""
+        if self._engine is not None:
+            await self._engine.check_health()
+        if self._reporting is not None and self._reporting.done():
+            self._reporting.result()  # raises what ended it
+
+    def __del__(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    @property
+    def rank(self) -> int:
+        return int(serve.get_replica_context().rank.rank)
+
+    async def _ask(self, method: str, *words: object) -> Any:
+        """Ask the state. Its handle is looked up each time: it may be another actor now."""
+        state = serve.get_deployment_actor(STATE)
+        return await asyncio.wait_for(getattr(state, method).remote(*words), ANSWERS_S)
+
+    async def _report(self) -> None:
+        """Tell the state how full this replica is, each report_s and as soon as a turn has ended."""
+        known_to, books = "", self._books
+        about = {"rank": self.rank, "pid": os.getpid(), "node": os.uname().nodename}
+        while True:
+            news, books.news = books.news, []
+            try:
+                says = report(self._name, self._gpu_tokens, figures())
+                answer = await self._ask("hears", self._name, about, says, news)
+                if answer != known_to:  # it is new, and knows nobody
+                    await self._ask("learns", self._name, books.known(time.monotonic()))
+                    known_to = answer
+            except AWAY as error:
+                if known_to:  # said once, not each half second
+                    logger.warning("The fleet's state does not answer (%s); the next is told all", error)
+                known_to = ""
+            due_s = time.monotonic() + self._settings.report_s
+            while time.monotonic() < due_s and not any(isinstance(one, TurnEnd) for one in books.news):
+                await asyncio.sleep(min(LOOKS_S, self._settings.report_s))

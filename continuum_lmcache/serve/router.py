@@ -1,0 +1,158 @@
+"""Ray's router, in each proxy: the fleet's state says where a turn goes, and a hash ring where it does not
+answer.
+
+A turn is routed in its own coroutine, as Ray's CapacityQueueRouter does: Ray's routing tasks are two a
+replica, and first turns that wait for room would keep those from turns that need not. Without the state a
+program goes on where this router last sent it, and otherwise where Ray's ring has it.
+
+Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
+.update_replicas, .on_replica_actor_died, .on_request_completed, ._replicas, ._backoff;
+ConsistentHashRouter.choose_replicas, whose ranks have one element each, and ._routing_key;
+PendingRequest.metadata.session_id, .internal_request_id; the name of a deployment actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
+from ray.serve.exceptions import BackPressureError
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
+
+from continuum_lmcache.fleet.fleet import Refused
+from continuum_lmcache.fleet.homes import Homes
+from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.types import ProgramId
+
+logger = logging.getLogger("ray.serve")
+LOOKS_AGAIN_S = 1.0  # for a state that did not answer; until then nobody waits for it
+SOON_S = 10.0  # for an answer on a turn that need not wait for room, longer than a program without a home may
+SEES_S = 2.0  # for how long a replica may be known to the state and not yet here
+AGAIN = 3  # the backoff's step before a turn that a replica was too full for is sent there again: 0.2 s
+MOST_PROGRAMS = 100_000
+
+
+class ProgramRouter(ConsistentHashRouter):
+    """One in each proxy, and in each handle of the deployment."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """`answer_s`: for how long an answer is waited for, longer than any first turn stands in line.
+        `key`: of the table of homes, hexadecimal, the same in all routers."""
+        self._answer_s, key = float(kwargs.pop("answer_s")), bytes.fromhex(kwargs.pop("key"))
+        super().initialize_state(**kwargs)
+        self._homes: Homes[str] = Homes(MOST_PROGRAMS, key)
+        self._state: Any = None
+        self._looks_at_s = 0.0
+        self._by_name: dict[str, RunningReplica] = {}
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Ray's controller says who there is."""
+        super().update_replicas(replicas)
+        before, self._by_name = self._by_name, {r.replica_id.unique_id: r for r in replicas}
+        for name in before.keys() - self._by_name.keys():
+            self._tell("gone", name, False)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """A request found it dead, before the controller did."""
+        super().on_replica_actor_died(replica_id)
+        self._by_name.pop(replica_id.unique_id, None)
+        self._tell("gone", replica_id.unique_id, True)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """A request is over, however it ended."""
+        super().on_request_completed(replica_id, internal_request_id)
+        self._tell("over", internal_request_id)
+
+    def _routing_key(self, pending_request: PendingRequest | None) -> str | None:
+        """What the ring hashes: the program."""
+        if pending_request is None:
+            return None
+        about = pending_request.metadata
+        return TurnName.read(about.session_id).program or str(about.internal_request_id)
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Where the request goes. Raises BackPressureError where the line of new programs is full."""
+        turn = TurnName.read(pending_request.metadata.session_id)
+        if turn.rank is not None:
+            return await self._of_rank(pending_request, turn.rank)
+        if not turn.body_bytes and not turn.program:  # no turn at all: a look at /health, /v1/models, /fleet
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        if is_retry:
+            await self._backoff(AGAIN)
+        chosen = await self._told(pending_request, turn, is_retry)
+        if chosen is None and (home := self._homes.of(ProgramId(turn.program))) is not None:
+            chosen = self._by_name.get(home)
+        if chosen is None:
+            chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        if turn.program:
+            self._homes.settles(ProgramId(turn.program), chosen.replica_id.unique_id)
+        return chosen
+
+    async def _of_rank(self, pending_request: PendingRequest, rank: int) -> RunningReplica:
+        """The replica that was asked for; if there is none of this rank, any: its answer says which it is."""
+        for replica in self._by_name.values():
+            if replica.replica_metadata.get("rank") == rank:
+                return replica
+        return await super()._choose_replica_for_request(pending_request)
+
+    async def _told(
+        self, pending_request: PendingRequest, turn: TurnName, again: bool
+    ) -> RunningReplica | None:
+        """Where the state says. None: it does not answer, or names a replica that does not appear here."""
+        state = self._find()
+        if state is None:
+            return None
+        key = pending_request.metadata.internal_request_id
+        never_waits = not turn.program or self._homes.of(ProgramId(turn.program)) is not None
+        try:
+            answer_s = SOON_S if never_waits else self._answer_s
+            answer = await asyncio.wait_for(
+                state.arrives.remote(key, turn, again, tuple(self._by_name)), answer_s
+            )
+        except asyncio.CancelledError:
+            self._tell("withdraws", key)
+            raise
+        except (RayError, TimeoutError) as error:
+            logger.warning("The fleet's state does not answer (%s): turns go by this router's table", error)
+            self._lost(state)
+            return None
+        if isinstance(answer, Refused) and not turn.program:
+            return None  # there is no replica yet: Ray waits for one
+        if isinstance(answer, Refused):
+            raise BackPressureError(1, 0, status_code=429, retry_after_s=answer.retry_after_s)
+        said = replace(turn, turns=answer.program_turns, age_s=answer.program_age_s)
+        pending_request.metadata.session_id = str(said)
+        until_s = asyncio.get_running_loop().time() + SEES_S
+        while answer.replica not in self._by_name and asyncio.get_running_loop().time() < until_s:
+            await self._backoff(0)
+        return self._by_name.get(answer.replica)
+
+    def _tell(self, method: str, *words: object) -> None:
+        """One way. A state that is away learns from its replicas."""
+        if self._state is not None:
+            getattr(self._state, method).remote(*words)
+
+    def _lost(self, state: Any) -> None:
+        if self._state is state:
+            self._state = None
+            self._looks_at_s = asyncio.get_running_loop().time() + LOOKS_AGAIN_S
+
+    def _find(self) -> Any:
+        """The state's actor; None: it is not there just now."""
+        now_s = asyncio.get_running_loop().time()
+        if self._state is None and now_s >= self._looks_at_s:
+            self._looks_at_s = now_s + LOOKS_AGAIN_S
+            ours = f"{self._deployment_id.app_name}::{self._deployment_id.name}::"
+            start = SERVE_DEPLOYMENT_ACTOR_PREFIX + ours
+            for named in ray.util.list_named_actors(all_namespaces=True):
+                if named["namespace"] == SERVE_NAMESPACE and named["name"].startswith(start):
+                    self._state = ray.get_actor(named["name"], namespace=SERVE_NAMESPACE)
+        return self._state

@@ -1,0 +1,67 @@
+"""What `serve run continuum_lmcache.serve.app:build key=value ...` takes. An unknown key is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from continuum_lmcache.config import parsed, refuse_unknown
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.fleet.fleet import PREFIX, FleetConfig
+
+LEAST = {"replicas": 1, "gpus": 0, "cpus": 0, "lmcache_gb": 0, "lmcache_port": 1, "nodes": 1}
+LEAST_REPORT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """One fleet of replicas that are alike."""
+
+    model: str  # as after `vllm serve`
+    replicas: int = 1
+    vllm: str = "--scheduling-policy continuum"  # more of `vllm serve`'s options, as on its command line
+    gpus: float = 1.0  # of a replica; 0: a CPU
+    cpus: float = 1.0  # of a replica
+    lmcache_gb: float = 0.0  # L1 of one LMCache server a node, started here; 0: none is
+    lmcache_disk: str = ""  # the directory of its L2; empty: no L2
+    lmcache_port: int = 5555  # on 127.0.0.1; the next one is its HTTP
+    nodes: int = 1  # with replicas
+    report_s: float = 0.5  # between a replica's reports
+    fleet: FleetConfig = field(default_factory=FleetConfig)  # keys `fleet.NAME`: fleet/fleet.py has them
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
+        if not self.report_s >= LEAST_REPORT_S:
+            raise ConfigError(f"report_s is {self.report_s!r}; it must be at least {LEAST_REPORT_S}")
+
+    @property
+    def vllm_args(self) -> list[str]:
+        """The words after `vllm serve`: with our LMCache server, its connector unless one is named."""
+        words = [self.model, *shlex.split(self.vllm)]
+        if self.lmcache_gb and not any(word.startswith("--kv-transfer-config") for word in words):
+            words += ["--kv-transfer-config", CONNECTOR % self.lmcache_port]
+        return words
+
+    @classmethod
+    def of(cls, args: Mapping[str, object]) -> ServeSettings:
+        """From text on a command line or values in YAML. Raises ConfigError with what is wrong."""
+        kinds = {each.name: str(each.type) for each in dataclasses.fields(cls) if each.name != "fleet"}
+        own = {name: value for name, value in args.items() if not name.startswith(PREFIX)}
+        refuse_unknown(own, kinds, "", "the arguments")
+        if not own.get("model"):
+            raise ConfigError("model is missing; say model=NAME_OR_PATH")
+        given = {name.removeprefix(PREFIX): args[name] for name in args.keys() - own.keys()}
+        if own.get("lmcache_gb") and str(own.get("nodes", 1)) == "1":
+            given.setdefault("substrate", "shared")
+        fleet = FleetConfig.load(given)
+        return cls(**{name: parsed(name, value, kinds[name]) for name, value in own.items()}, fleet=fleet)
+
+
+CONNECTOR = (
+    '{"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": '
+    '{"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": %d}}'
+)

@@ -1,0 +1,264 @@
+"""The fleet's state in a deployment actor: one for all proxies and replicas, kept alive by Ray's controller.
+
+It decides nothing: continuum_lmcache.fleet does. Here are its clock, its callers and those who wait in its
+line. When the actor is lost, Ray starts another, which knows nobody; each replica's next report brings what
+it remembers.
+
+Callers: a router asks `arrives` and says `withdraws`, `over`, `gone`; a replica says `hears` and `learns`;
+people ask `told` and `metrics`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route
+from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.serve.books import FirstToken, News
+from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.types import ProgramId, TurnId
+
+FIRST_BYTES_PER_TOKEN = 4.0  # of a request's body, until prompts have told
+SETTLES_S = 3.0  # for how long a turn's end may be on its way after its answer has reached the client
+MOST_GONE = 1000
+BEGINS_S = 5.0  # ten periods of a replica's reports
+LOOKS_S = 0.02
+
+
+class FleetState:
+    """The actor's class. Its methods run in one event loop; times are this process's."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        key: bytes,
+        sweep_s: float = 0.5,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.now_s = now_s
+        self.name = secrets.token_hex(8)  # another one after each restart
+        self.fleet = Fleet(config, key)
+        self._sweep_s = sweep_s
+        self._begins_s = self.now_s() + BEGINS_S
+        self._learnt: set[str] = set()
+        self._about: dict[ReplicaId, Mapping[str, Any]] = {}
+        self._gone: OrderedDict[ReplicaId, None] = OrderedDict()  # they may still report while they drain
+        self._waiting: dict[TurnId, asyncio.Future[Route]] = {}
+        self._body_bytes, self._tokens = FIRST_BYTES_PER_TOKEN, 1.0
+        self._sweeping: asyncio.Task[None] | None = None
+
+    # a router's -------------------------------------------------------------
+
+    async def arrives(
+        self, key: str, named: TurnName, again: bool, there: Collection[str]
+    ) -> Route | Refused:
+        """Where the turn goes. A first turn may wait. `again`: the last answer's replica did not take it.
+        `there`: the replicas that the router sees."""
+        await self._begins(there)
+        turn, now_s = TurnId(key), self.now_s()
+        live = self.fleet.turns.get(turn)
+        if again and live is not None and live.route.replica not in self.fleet.places.places:
+            self.fleet.lost(now_s, turn)
+        program = ProgramId(named.program) if named.program else None
+        answer = self.fleet.arrived(now_s, turn, program, self.tokens_of(named.body_bytes))
+        if not isinstance(answer, Held):
+            return answer
+        self._keep_sweeping()
+        waits = self._waiting[turn] = asyncio.get_running_loop().create_future()
+        try:
+            route: Route = await waits
+            return route
+        finally:
+            self._waiting.pop(turn, None)
+
+    async def withdraws(self, key: str) -> None:
+        """The client left, maybe out of the line."""
+        self._lost(TurnId(key))
+
+    async def over(self, key: str) -> None:
+        """The answer is with the client. Its replica tells how it ended; one that died never does."""
+        if TurnId(key) in self.fleet.turns:
+            asyncio.get_running_loop().call_later(SETTLES_S, self._lost, TurnId(key))
+
+    async def gone(self, replica: str, died: bool) -> None:
+        """The router was told that the replica is no more (`died`: with all its turns), or that it drains."""
+        name, now_s = ReplicaId(replica), self.now_s()
+        self._gone[name] = None
+        if len(self._gone) > MOST_GONE:
+            self._gone.popitem(last=False)
+        self._about.pop(name, None)
+        if died:
+            self.fleet.died(now_s, name)
+        else:
+            self.fleet.left(name)
+        self._admit()
+
+    # a replica's ------------------------------------------------------------
+
+    async def hears(
+        self, replica: str, about: Mapping[str, Any], report: ReplicaReport, news: Iterable[News]
+    ) -> str:
+        """What happened at a replica and how full it is. Answers with this state's name: a new name has to be
+        told everything (`learns`)."""
+        name, now_s = ReplicaId(replica), self.now_s()
+        if name not in self._gone:
+            self._about[name] = about
+            self.fleet.joined(now_s, replace(report, at_s=now_s))
+        for one in news:
+            self._happened(now_s, one)
+        self._admit()
+        return self.name
+
+    async def learns(self, replica: str, held: Iterable[Known]) -> None:
+        """All that a replica remembers."""
+        if ReplicaId(replica) not in self._gone:
+            self.fleet.restores(self.now_s(), ReplicaId(replica), held)
+            self._learnt.add(replica)
+
+    # people's ---------------------------------------------------------------
+
+    async def told(self) -> dict[str, Any]:
+        """The state for GET /fleet: JSON's own types. No program's name is in it."""
+        now_s, fleet = self.now_s(), self.fleet
+        at_home: dict[ReplicaId, int] = {}
+        for program in fleet.programs.values():
+            if program.home is not None:
+                at_home[program.home] = at_home.get(program.home, 0) + 1
+        replicas = [
+            {
+                "replica": name,
+                **self._about.get(name, {}),
+                "report_age_seconds": round(place.age_s(now_s), 3),
+                "programs": at_home.get(name, 0),
+                "turns": len(place.turns),
+                "requests": place.requests,
+                "headroom_tokens": round(place.headroom_tokens()),
+                "gpu_tokens": place.report.gpu_tokens,
+                "pending_tokens": place.pending_tokens,
+            }
+            for name, place in fleet.places.places.items()
+        ]
+        return {
+            "schema": 1,
+            "state": self.name,
+            "replicas": sorted(replicas, key=lambda row: str(row.get("rank"))),
+            "programs": len(fleet.programs),
+            "line": len(fleet.places.line),
+            "line_wait_seconds": round(fleet.line_wait_s(now_s), 3),
+            "turns": {why.value: n for why, n in fleet.routes.items()},
+            "stays": dict(fleet.stays),
+            "refused": fleet.refused,
+            "thrash": fleet.thrash,
+            "config": asdict(fleet.config),
+        }
+
+    async def homes(self) -> dict[str, str]:
+        """Each program's replica: for tests of a fleet of one's own. No HTTP path leads here."""
+        return {str(p.id): str(p.home) for p in self.fleet.programs.values() if p.home is not None}
+
+    async def metrics(self) -> str:
+        """The same figures in Prometheus' text format (docs/metrics.md)."""
+        registry = CollectorRegistry()
+        registry.register(_Figures(await self.told()))
+        return generate_latest(registry).decode()
+
+    async def check(self) -> None:
+        """Raise InvariantError unless the books balance."""
+        self.fleet.check()
+
+    # ------------------------------------------------------------------------
+
+    def tokens_of(self, body_bytes: int) -> int:
+        """About how many tokens a request's prompt has, by what prompts have had so far; 1 or more."""
+        return max(1, round(body_bytes * self._tokens / self._body_bytes))
+
+    async def _begins(self, there: Collection[str]) -> None:
+        """A new state answers nobody before it has learnt from those replicas what they remember: it would
+        take a program under way for a new one. One that says nothing is waited for BEGINS_S at most."""
+        while self.now_s() < self._begins_s and not self._learnt.issuperset(there):
+            await asyncio.sleep(LOOKS_S)
+
+    def _happened(self, now_s: float, one: News) -> None:
+        if isinstance(one, FirstToken):
+            if one.body_bytes:
+                self._body_bytes += one.body_bytes
+                self._tokens += one.prompt_tokens
+            self.fleet.first_token(one.turn)
+        elif not one.context_tokens:
+            self.fleet.lost(now_s, one.turn)
+        elif one.is_last:
+            self.fleet.ended(now_s, one.turn)
+        else:
+            self.fleet.paused(now_s, one.turn, one.context_tokens)
+
+    def _lost(self, turn: TurnId) -> None:
+        self.fleet.lost(self.now_s(), turn)
+        self._admit()
+
+    def _admit(self) -> None:
+        """Those in the line for whom there is room now are told."""
+        for route in self.fleet.admits(self.now_s()):
+            waits = self._waiting.get(route.turn)
+            if waits is not None and not waits.done():
+                waits.set_result(route)
+
+    def _keep_sweeping(self) -> None:
+        """While somebody waits, time alone can let him in."""
+        if self._sweeping is None or self._sweeping.done():
+            self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        while self.fleet.waiting:
+            self._admit()
+            await asyncio.sleep(self._sweep_s)
+
+
+class _Figures(Collector):
+    """GET /fleet as Prometheus has it."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self._told = told
+
+    def collect(self) -> Iterable[Metric]:
+        for field, (label, text) in COUNTS.items():
+            counts = self._told[field] if label else {"": self._told[field]}
+            count = CounterMetricFamily(f"continuum_fleet_{field}", text, labels=[label] if label else [])
+            for value, n in counts.items():
+                count.add_metric([value] if label else [], n)
+            yield count
+        for field, text in GAUGES.items():
+            yield GaugeMetricFamily(f"continuum_fleet_{field}", text, value=self._told[field])
+        for field, text in OF_A_REPLICA.items():
+            gauge = GaugeMetricFamily(f"continuum_fleet_replica_{field}", text, labels=["replica"])
+            for row in self._told["replicas"]:
+                gauge.add_metric([str(row.get("rank", row["replica"]))], row[field])
+            yield gauge
+
+
+COUNTS = {  # by field of `told`: label, help
+    "turns": ("why", "Turns by why they went where they went"),
+    "stays": ("reason", "Later turns that might have moved, by why they did not"),
+    "refused": ("", "New programs that got 429"),
+    "thrash": ("", "Moves of a program within the cooldown; must stay 0"),
+}
+GAUGES = {
+    "line": "Programs that wait for room",
+    "line_wait_seconds": "For how long the first in line has waited",
+    "programs": "Programs that the fleet knows",
+}
+OF_A_REPLICA = {
+    "report_age_seconds": "How old the replica's last report is",
+    "headroom_tokens": "For how large a forecast the replica has room",
+    "programs": "Programs at home on the replica",
+    "requests": "Requests at the replica",
+}

@@ -1,0 +1,95 @@
+"""One LMCache MP server a node, kept alive by Ray: a deployment whose replica is that server's parent.
+
+What it does is LMCache's; the options are docs/mp.md's. A server that already answers at the place is taken
+as it is: one that somebody else runs, or one that outlived this actor. It listens on 127.0.0.1, so each node
+needs its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+from ray import serve
+
+from continuum_lmcache.errors import ServerError
+from continuum_lmcache.serve.settings import ServeSettings
+
+HOST = "127.0.0.1"
+START_S = 180.0
+MODULE = {"module_path": "connectors.lmcache_mp_module"}
+
+
+def command(settings: ServeSettings) -> list[str]:
+    """The command line of docs/mp.md, at the settings' place and of their size."""
+    words = [sys.executable, "-m", "lmcache.cli.main", "server"]
+    words += ["--host", HOST, "--port", str(settings.lmcache_port)]
+    words += ["--http-host", HOST, "--http-port", str(settings.lmcache_port + 1)]
+    words += ["--chunk-size", "256"]
+    words += ["--l1-size-gb", str(settings.lmcache_gb), "--eviction-policy", "LRU"]
+    words += ["--supported-transfer-mode", "auto", "--shm-name", f"continuum-{settings.lmcache_port}"]
+    words += ["--server-module", json.dumps(MODULE)]
+    if settings.lmcache_disk:
+        l2 = {"type": "fs_native", "base_path": settings.lmcache_disk, "use_odirect": True}
+        words += ["--l2-adapter", json.dumps(l2), "--l2-prefetch-policy", "retain"]
+    return words
+
+
+def left_behind(settings: ServeSettings) -> Path:
+    """L1's shared memory: a server that was killed leaves it, and nobody answers at its place now."""
+    return Path("/dev/shm", f"lmcache_l1_pool_continuum-{settings.lmcache_port}")
+
+
+class Substrate:
+    """The deployment's class: the parent of one `lmcache server`."""
+
+    def __init__(self, settings: ServeSettings) -> None:
+        self._url = f"http://{HOST}:{settings.lmcache_port + 1}/healthcheck"
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._answers():
+            return
+        if settings.lmcache_disk:
+            Path(settings.lmcache_disk).mkdir(parents=True, exist_ok=True)
+        left_behind(settings).unlink(missing_ok=True)
+        self._process = subprocess.Popen(command(settings))
+        end_s = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > end_s:
+                raise ServerError(f"lmcache server did not start: {' '.join(self._process.args)}")  # type: ignore[arg-type]
+            time.sleep(0.25)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(self._url, timeout=5).is_success
+        return False
+
+    async def ready(self) -> None:
+        """Returns at once: a replica that can be asked has a server that answered."""
+
+    async def check_health(self) -> None:
+        """Ray asks each few seconds; an exception makes it start another."""
+        if not await asyncio.to_thread(self._answers):
+            raise ServerError(f"lmcache server does not answer at {self._url}")
+
+    def __del__(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+
+
+def deployment(settings: ServeSettings) -> serve.Deployment:
+    """One on each node that has replicas."""
+    return serve.deployment(
+        Substrate,
+        name="lmcache",
+        num_replicas=settings.nodes,
+        max_replicas_per_node=1,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=2,
+        health_check_timeout_s=10,
+    )

@@ -1,0 +1,326 @@
+"""The fleet's state in its actor: the line, a restart, replicas that die. Virtual time; no ray, no engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from virtual_loop import run_virtually
+
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.fleet.fleet import FleetConfig, Known, Refused, Route, Why
+from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.serve.books import Books, FirstToken, TurnEnd
+from continuum_lmcache.serve.gauges import costs, report
+from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.settings import ServeSettings
+from continuum_lmcache.serve.state import BEGINS_S, SETTLES_S, FleetState
+from continuum_lmcache.types import ProgramId, TurnId
+
+GPU_TOKENS = 1000
+BYTES = 4  # a token, before anything is learnt
+
+
+class Host:
+    """A state, its replicas and a router."""
+
+    def __init__(self, replicas: str = "ab", **settings: Any) -> None:
+        clock = asyncio.get_running_loop().time
+        self.state = FleetState(FleetConfig(**settings), b"key", now_s=clock)
+        self.replicas = list(replicas)
+        self.numbers = 0
+
+    async def hears(self, *names: str, **figures: Any) -> None:
+        for name in names or self.replicas:
+            says = ReplicaReport(ReplicaId(name), 0.0, GPU_TOKENS, **figures)
+            await self.state.hears(name, {"rank": self.replicas.index(name)}, says, [])
+            await self.state.learns(name, [])
+
+    def sends(self, program: str, tokens: int = 100) -> asyncio.Task[Route | Refused]:
+        self.numbers += 1
+        named = TurnName(program, tokens * BYTES)
+        asked = self.state.arrives(f"t{self.numbers}", named, False, tuple(self.replicas))
+        return asyncio.get_running_loop().create_task(asked)
+
+    async def runs(self, program: str, tokens: int = 100) -> Route:
+        """A whole turn."""
+        route = await self.sends(program, tokens)
+        assert isinstance(route, Route)
+        await self.ends(route, tokens)
+        return route
+
+    async def ends(self, route: Route, tokens: int, is_last: bool = False) -> None:
+        says = ReplicaReport(route.replica, 0.0, GPU_TOKENS)
+        news = [FirstToken(route.turn, tokens, tokens * BYTES), TurnEnd(route.turn, tokens, is_last)]
+        about = {"rank": self.replicas.index(route.replica)}
+        await self.state.hears(route.replica, about, says, news)
+        await self.state.check()
+
+
+async def started(**settings: Any) -> Host:
+    host = Host(**settings)
+    await host.hears()
+    return host
+
+
+def test_a_programs_turns_go_to_one_replica_and_programs_are_spread() -> None:
+    async def go() -> None:
+        host = await started()
+        first = {p: (await host.sends(p)) for p in "pqrs"}
+        at = {p: r.replica for p, r in first.items() if isinstance(r, Route)}
+        assert sorted(at.values()) == ["a", "a", "b", "b"]
+        for route in first.values():
+            assert isinstance(route, Route)
+            await host.ends(route, 100)
+        for program, replica in at.items():
+            again = await host.runs(program)
+            assert (again.replica, again.why, again.program_turns) == (replica, Why.HOME, 1)
+
+    run_virtually(go())
+
+
+def test_a_program_that_finds_no_room_waits_until_another_ends() -> None:
+    async def go() -> None:
+        host = await started(max_wait_s=1000.0)
+        inside = [await host.sends(f"big-{i}", 900) for i in range(2)]
+        waits = host.sends("late", 900)
+        await asyncio.sleep(30)
+        assert not waits.done() and (await host.state.told())["line"] == 1
+        assert isinstance(inside[0], Route)
+        await host.ends(inside[0], 900, is_last=True)
+        route = await waits
+        assert isinstance(route, Route) and route.replica == inside[0].replica
+
+    run_virtually(go())
+
+
+def test_nobody_waits_longer_in_the_line_than_the_setting_says_though_no_news_come() -> None:
+    async def go() -> None:
+        host = await started(max_wait_s=20.0)
+        for i in range(2):
+            await host.sends(f"big-{i}", 900)
+        start_s = asyncio.get_running_loop().time()
+        route = await host.sends("late", 900)
+        assert isinstance(route, Route) and route.why is Why.LET_IN
+        assert asyncio.get_running_loop().time() - start_s <= 21.0
+
+    run_virtually(go())
+
+
+def test_a_full_line_refuses_new_programs_with_a_time_and_nobody_elses_turn() -> None:
+    async def go() -> None:
+        host = await started(max_line=1, max_wait_s=1000.0)
+        known = await host.runs("known", 900)
+        assert isinstance(await host.sends("other", 900), Route)
+        back = await host.sends("known", 900)
+        assert isinstance(back, Route) and back.replica == known.replica
+        waits = host.sends("third", 900)
+        await asyncio.sleep(1)
+        refused = await host.sends("fourth", 900)
+        assert isinstance(refused, Refused) and refused.retry_after_s >= 1 and not waits.done()
+        await host.state.withdraws("t4")  # the third's client leaves
+        waits.cancel()
+        assert not isinstance(await asyncio.wait_for(asyncio.shield(host.sends("x", 1)), 1000), Refused)
+
+    run_virtually(go())
+
+
+def test_a_client_that_leaves_the_line_is_not_sent_anywhere_later() -> None:
+    async def go() -> None:
+        host = await started(max_wait_s=1000.0)
+        inside = [await host.sends(f"big-{i}", 900) for i in range(2)]
+        waits = host.sends("late", 900)
+        await asyncio.sleep(1)
+        waits.cancel()
+        await host.state.withdraws("t3")
+        assert isinstance(inside[0], Route)
+        await host.ends(inside[0], 900, is_last=True)
+        await asyncio.sleep(10)
+        told = await host.state.told()
+        assert told["line"] == 0 and sum(row["turns"] for row in told["replicas"]) == 1
+        await host.state.check()
+
+    run_virtually(go())
+
+
+def test_programs_of_a_dead_replica_go_to_the_others_and_the_engine_is_told_that_they_are_under_way() -> None:
+    async def go() -> None:
+        host = await started()
+        routes = {p: await host.runs(p) for p in "pqrs"}
+        await host.state.gone("a", died=True)
+        await host.hears("a")  # its last words come late: it stays gone
+        for program, before in routes.items():
+            after = await host.runs(program)
+            assert (after.replica, after.program_turns) == ("b", 1)
+            assert after.why is (Why.REHOMED if before.replica == "a" else Why.HOME)
+        assert [row["replica"] for row in (await host.state.told())["replicas"]] == ["b"]
+
+    run_virtually(go())
+
+
+def test_a_turn_whose_replica_died_under_it_is_sent_to_another_when_it_is_asked_again() -> None:
+    async def go() -> None:
+        host = await started()
+        route = await host.sends("p")
+        assert isinstance(route, Route) and route.replica == "a"
+        await host.state.gone("a", died=False)  # the controller said so; nobody knows yet that it died
+        named = TurnName("p", 400)
+        again = await host.state.arrives(route.turn, named, True, ("b",))
+        assert isinstance(again, Route) and again.replica == "b"
+        await host.state.check()
+
+    run_virtually(go())
+
+
+def test_a_turn_of_whose_end_no_replica_tells_is_not_counted_for_ever() -> None:
+    async def go() -> None:
+        host = await started()
+        route = await host.sends("p")
+        assert isinstance(route, Route)
+        await host.state.over(route.turn)
+        assert route.turn in host.state.fleet.turns, "the replica's news may be on their way"
+        await asyncio.sleep(SETTLES_S + 0.1)
+        assert route.turn not in host.state.fleet.turns
+        await host.state.check()
+
+    run_virtually(go())
+
+
+def test_a_new_state_sends_nobody_away_from_home_before_the_replicas_have_told_what_they_remember() -> None:
+    async def go() -> None:
+        first = await started()
+        homes = {p: (await first.runs(p)).replica for p in "pqrs"}
+        books: dict[str, list[Known]] = {name: [] for name in "ab"}
+        for program, replica in homes.items():
+            books[replica].append(Known(ProgramId(program), 1, 100, 5.0))
+        second = Host()
+        turns = [second.sends(program) for program in homes]
+        await asyncio.sleep(0.4)
+        assert not any(turn.done() for turn in turns)
+        for name, known in books.items():
+            says = ReplicaReport(ReplicaId(name), 0.0, GPU_TOKENS)
+            assert await second.state.hears(name, {}, says, []) != first.state.name, "told apart by its name"
+            await second.state.learns(name, known)
+        routes = [await turn for turn in turns]
+        found = {p: r.replica for p, r in zip(homes, routes, strict=True) if isinstance(r, Route)}
+        assert found == homes
+
+    run_virtually(go())
+
+
+def test_a_replica_that_says_nothing_holds_a_new_state_up_for_a_moment_only() -> None:
+    async def go() -> None:
+        host = Host()
+        await host.hears("a")
+        route = await host.sends("p")
+        assert isinstance(route, Route) and route.replica == "a"
+        assert asyncio.get_running_loop().time() <= BEGINS_S + 0.1
+
+    run_virtually(go())
+
+
+def test_a_replica_that_has_long_said_nothing_gets_no_first_turn_and_its_programs_still_come_home() -> None:
+    async def go() -> None:
+        host = await started(first_turn_age_s=30.0)
+        silent = await host.runs("p")
+        for _ in range(80):
+            await asyncio.sleep(0.5)
+            await host.hears("b" if silent.replica == "a" else "a")
+        for i in range(4):
+            assert (await host.runs(f"new-{i}")).replica != silent.replica
+        assert (await host.runs("p")).replica == silent.replica
+
+    run_virtually(go())
+
+
+def test_a_prompts_size_is_told_from_its_bytes_by_what_prompts_had() -> None:
+    async def go() -> None:
+        host = await started()
+        assert host.state.tokens_of(4000) == 1000
+        says = ReplicaReport(ReplicaId("a"), 0.0, GPU_TOKENS)
+        await host.state.hears("a", {}, says, [FirstToken(TurnId("x"), 1000, 20_000)])
+        assert 190 <= host.state.tokens_of(4000) <= 210 and host.state.tokens_of(0) == 1
+
+    run_virtually(go())
+
+
+def test_the_state_tells_people_its_figures_and_no_programs_name() -> None:
+    async def go() -> None:
+        host = await started()
+        await host.runs("secret-program")
+        told, text = await host.state.told(), await host.state.metrics()
+        assert "secret" not in str(told) + text
+        assert [row["rank"] for row in told["replicas"]] == [0, 1]
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        assert families["continuum_fleet_turns"].samples[0].value == 1
+        assert {s.labels["replica"] for s in families["continuum_fleet_replica_programs"].samples} == {
+            "0",
+            "1",
+        }
+
+    run_virtually(go())
+
+
+def test_books_tell_a_turn_once_however_many_prompts_it_brought() -> None:
+    books = Books(most=10)
+    for _ in range(2):
+        books.starts(0.0, TurnId("t"), ProgramId("p"), 3, 7.0)
+    for tokens in (50, 80):
+        books.first_token(TurnId("t"), tokens - 10, 400)
+    books.stops(TurnId("t"), 50, is_last=False)
+    assert books.known(1.0) == [Known(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))]
+    books.stops(TurnId("t"), 80, is_last=False)
+    assert books.news == [FirstToken(TurnId("t"), 40, 400), TurnEnd(TurnId("t"), 80, False)]
+    assert books.known(2.0) == [Known(ProgramId("p"), 4, 80, 9.0, ())]
+
+
+def test_books_forget_a_program_with_its_last_turn_and_of_too_many_the_oldest() -> None:
+    books = Books(most=2)
+    for name in ("p", "q", "r"):
+        books.starts(0.0, TurnId(name), ProgramId(name), 0, 0.0)
+        books.stops(TurnId(name), 10, is_last=name == "r")
+    assert [known.program for known in books.known(1.0)] == ["q"]
+    books.starts(2.0, TurnId("gone"), ProgramId("q"), 0, 0.0)
+    books.stops(TurnId("gone"), 0, is_last=False)  # it came to nothing
+    assert [(k.program, k.turns, k.context_tokens) for k in books.known(3.0)] == [("q", 1, 10)]
+
+
+def test_a_report_takes_the_engines_figures_and_what_stock_vllm_does_not_tell_is_not_there() -> None:
+    stock = report(
+        "a", 5000, {("vllm:num_requests_waiting", ""): 2.0, ("vllm:num_requests_running", ""): 3.0}
+    )
+    assert (stock.requests, stock.gpu_tokens, stock.headroom_tokens) == (5, 5000, None)
+    assert not stock.returning_first
+    told = {
+        ("continuum_gpu_capacity_tokens", ""): 8192.0,
+        ("continuum_admission_headroom_tokens", ""): -5.0,
+        ("continuum_tier_capacity_tokens", "dram"): 9000.0,
+        ("continuum_prefill_fixed_seconds", ""): 0.1,
+        ("continuum_prefill_seconds_per_token", ""): 0.01,
+        ("continuum_prefill_seconds_per_token_pair", ""): 0.0,
+        ("continuum_kv_bytes_per_token", ""): 8192.0,
+    }
+    ours = report("a", 5000, told)
+    assert (ours.gpu_tokens, ours.headroom_tokens, ours.tier_tokens) == (8192, -5.0, 9000.0)
+    assert ours.returning_first and costs(told).prefill_s(100) == pytest.approx(1.1)
+
+
+def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() -> None:
+    text = {"model": "m", "replicas": "2", "gpus": "0", "lmcache_gb": "1", "fleet.max_line": "7"}
+    settings = ServeSettings.of(text)
+    assert (settings.replicas, settings.gpus, settings.fleet.max_line) == (2, 0.0, 7)
+    assert settings.fleet.substrate == "shared", "one node, one LMCache server below all its replicas"
+    assert settings.vllm_args[0] == "m" and "--kv-transfer-config" in settings.vllm_args
+    assert ServeSettings.of({"model": "m"}).fleet.substrate == "none"
+    for wrong in (
+        {"model": ""},
+        {},
+        {"replica": 2},
+        {"replicas": 0},
+        {"replicas": "x"},
+        {"fleet.movr": "cost"},
+    ):
+        with pytest.raises(ConfigError):
+            ServeSettings.of({"model": "m", **wrong} if wrong and "model" not in wrong else wrong)
