@@ -24,7 +24,7 @@ class Tier(Enum):
     NONE = "none"
 
 
-class Outcome(Enum):
+class PinEnd(Enum):
     """How a pin ended. Low cardinality: these are metric labels."""
 
     __hash__ = object.__hash__
@@ -43,7 +43,7 @@ class Residency:
     """Where the first `total_tokens` of a prompt could come from, as consecutive stretches.
 
     [0, gpu) is in vLLM's prefix cache, the next `dram_tokens` are in LMCache's DRAM, the next
-    `ssd_tokens` on its disk, and the rest must be computed (costs.py: PrefillReload).
+    `ssd_tokens` on its disk, and the rest must be computed (cost_model.py: PrefillReload).
     """
 
     gpu_tokens: int
@@ -58,7 +58,7 @@ class Residency:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class FinishedTurn:
     """One finished turn of one program, as the scheduler saw it."""
 
     program: ProgramId
@@ -70,7 +70,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """How busy the engine is at the moment of a decision."""
 
     total_blocks: int  # GPU KV blocks in all
@@ -107,11 +107,11 @@ class Pin:
     taken_s: float
     deadline_s: float
     retention: Retention
-    turn: Turn  # that ended
+    turn: FinishedTurn  # that ended
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class QueueEntry:
     """What the order of the waiting queue may depend on. Times on the engine's clock."""
 
     preempted: bool

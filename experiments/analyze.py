@@ -26,8 +26,8 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import TraceError
-from continuum_lmcache.records.measures import (
-    Bin,
+from continuum_lmcache.recordings.metrics import (
+    CalibrationBin,
     calibration,
     forecast_errors,
     jct_s,
@@ -38,7 +38,7 @@ from continuum_lmcache.records.measures import (
     tools,
     waits_s,
 )
-from continuum_lmcache.records.recordings import Recording, load, to_trace
+from continuum_lmcache.recordings.reader import Recording, load, to_trace
 
 matplotlib.use("Agg")  # no display
 matplotlib.rcParams["svg.hashsalt"] = "continuum"  # the same recording gives the same file
@@ -239,7 +239,7 @@ def draw_stacks(axes: Axes, title: str, runs: Sequence[Mapping[str, int]]) -> No
     legend(axes, loc="upper center", ncols=2)
 
 
-def draw_calibration(axes: Axes, runs: Sequence[Sequence[Bin]]) -> None:
+def draw_calibration(axes: Axes, runs: Sequence[Sequence[CalibrationBin]]) -> None:
     """Realised over promised P(tau); on the diagonal it is honest. A mark grows with its promises."""
     axes.fill_between((0, 1), (-0.1, 0.9), (0.1, 1.1), color="0.9", label="within 0.1")
     axes.plot((0, 1), (0, 1), color="0.6", linewidth=1)

@@ -197,9 +197,9 @@ def off_by(story: Story, model: Any) -> list[float]:
 
 def sources(llm: Any) -> Counter[str]:
     """Where prompts came from: tokens by tier, preemptions, and what was loaded again after one."""
-    keeper = llm.llm_engine.engine_core.engine_core.scheduler._keeper
-    found = Counter(keeper.supply.prompt_tokens)
-    for event in itertools.chain.from_iterable(keeper.recorder.snapshot().values()):
+    lifecycle = llm.llm_engine.engine_core.engine_core.scheduler._lifecycle
+    found = Counter(lifecycle.supply.prompt_tokens)
+    for event in itertools.chain.from_iterable(lifecycle.recorder.snapshot().values()):
         found["preemptions"] += "Request_evicted_from_running_queue_time" in event
         if "evicted_to_running" in event:
             found[AFTER_PREEMPTION] += event["dram_tokens"] + event["ssd_tokens"]

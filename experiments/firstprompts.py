@@ -3,7 +3,7 @@
 Table 1's generator decides two things that a scheduler can use: how a first prompt goes with the
 program's whole work, and turns with its size. Here they are in the generator and in real traces:
 correlations of logarithms over programs of two turns or more, work being all tokens that must be computed
-once (new prompt tokens and outputs), and the exponent that admission.py learns as `trust`.
+once (new prompt tokens and outputs), and the exponent that controller.py learns as `trust`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.growth import Growth
+from continuum_lmcache.admission.context_growth import ContextGrowth
 from experiments.table1 import GENERATORS, generate
 from experiments.toolkeys import TRACES
 from experiments.workload import Program, load_trace
@@ -35,7 +35,7 @@ def told(name: str, programs: Sequence[Program]) -> list[str]:
     work = [sum(t.new_tokens + t.output_tokens for t in p.turns) for p in longer]
     turns = [len(p.turns) for p in longer]
     final = [p.turns[-1].context_tokens for p in longer]
-    growth = Growth()
+    growth = ContextGrowth()
     for program, size in zip(longer, final, strict=True):
         growth.program(len(program.turns), program.turns[0].input_tokens, size)
     medians = (f"{np.median(column):,.0f}" for column in (first, final, turns))

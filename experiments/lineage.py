@@ -32,8 +32,8 @@ from vllm.v1.request import Request
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
+from continuum_lmcache.programs.prompt_linker import PromptLinker
 from continuum_lmcache.types import ProgramId
-from continuum_lmcache.vllm_plugin.lineage import Lineage
 from experiments.driver import Plan, next_prompt, random_tokens
 from experiments.selection import Selection
 from experiments.toolkeys import TRACES
@@ -75,7 +75,7 @@ class Replay:
     """Programs in virtual time, and what became of their links."""
 
     plan: Plan
-    lineage: Lineage = field(default_factory=lambda: Lineage(MOST_TURNS, BLOCK_TOKENS))
+    prompt_linker: PromptLinker = field(default_factory=lambda: PromptLinker(MOST_TURNS, BLOCK_TOKENS))
     counts: Counter[str] = field(default_factory=Counter)
     events: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
     numbers: Iterator[int] = field(default_factory=count)
@@ -111,7 +111,7 @@ class Replay:
 
     def judges(self, branch: Branch, request: Request) -> int:
         """Count the link of a turn that has come. How much of its prompt is taken for the turn before."""
-        link = self.lineage.ancestor(request)
+        link = self.prompt_linker.ancestor(request)
         if link is None:
             unlinked = "begun anew" if branch.number == 1 or branch.again else "unlinked"
             self.counts["forks" if branch.again and branch.number > 1 else unlinked] += 1
@@ -129,7 +129,7 @@ class Replay:
         answer = random_tokens(self.plan, (ANSWER, branch.drawn, branch.number, draw), turn.output_tokens)
         request.append_output_token_ids(answer)
         name = f"{branch.tenant} {branch.program.program_id}/{branch.number}/{draw}"
-        self.lineage.finished(request, ProgramId(name), now_s, linked_tokens)
+        self.prompt_linker.finished(request, ProgramId(name), now_s, linked_tokens)
         if not goes_on or branch.number == len(branch.program.turns):
             return
         later = replace(

@@ -29,7 +29,7 @@ from scipy import stats
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import ContinuumError
-from continuum_lmcache.records.recordings import Recording, load
+from continuum_lmcache.recordings.reader import Recording, load
 from experiments.client import ServerUnusable
 from experiments.replay import Job, replay
 from experiments.selection import Selection

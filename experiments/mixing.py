@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from connectors.lmcache import ContinuumLMCacheConnector
+from connectors.lmcache.connector import ContinuumLMCacheConnector
 
 SETTING = "lmcache.local_disk"  # the control's file lies there: workers may be processes of their own
 FLAG = "mixing"

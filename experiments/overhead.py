@@ -28,7 +28,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.gaps import WINDOW
+from continuum_lmcache.tools.durations import WINDOW
 from experiments.sweep.cases import ON_DEMAND, STOCK
 from experiments.sweep.timed import WARM_UP_ROUNDS, Bench, StepCost, no_collections, rigs, shared_clock
 from experiments.sweep.timed_turn import TurnRig

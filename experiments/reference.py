@@ -16,12 +16,12 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-import connectors.lmcache_meter as meter
+import connectors.lmcache.transfer_timer as meter
 from continuum_lmcache import config
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.serve.state import COUNTS, OF_A_REPLICA
 from continuum_lmcache.serve.state import GAUGES as OF_THE_FLEET
-from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS
+from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, GAUGES, HISTOGRAMS
 
 ROOT = Path(__file__).parents[1]
 METRICS_PAGE = ROOT / "docs" / "metrics.md"

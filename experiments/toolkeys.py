@@ -4,7 +4,7 @@ Log-loss of each gap's logarithm, in nats, under what was seen of the other prog
 one program out), for keys of growing detail, by K. The density is a Gaussian kernel estimate in log
 gap: gaps span six decades and have two modes, so neither seconds nor one normal would do; a uniform
 share keeps a gap that nobody saw from costing infinitely much. A key falls back to its coarser
-levels as `Gaps.distribution` does, at K samples or fewer. Lower is better; 0.1 nats less means that
+levels as `ToolDurations.distribution` does, at K samples or fewer. Lower is better; 0.1 nats less means that
 the density at what happened is 10 % higher, in the geometric mean. Before a slash all gaps count,
 after it those of shell commands.
 
@@ -27,8 +27,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.commands import command_key
-from continuum_lmcache.gaps import suffixes
+from continuum_lmcache.tools.durations import suffixes
+from continuum_lmcache.tools.shell_key import command_key
 from continuum_lmcache.types import ToolKey
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"  # beside the checkout

@@ -29,7 +29,7 @@ class Files:
 
     def __init__(self, folder: Path, chunk_bytes: int, count: int) -> None:
         # LMCache brings numba, which vLLM's CPU worker must not find when an engine starts (vLLM 0.32)
-        from connectors.lmcache_disk import takes_odirect
+        from connectors.lmcache.disk.reads import takes_odirect
 
         self.folder, self.chunk_bytes, self.count = folder, chunk_bytes, count
         self.direct = chunk_bytes % ALIGNMENT_BYTES == 0 and takes_odirect(folder)

@@ -1,7 +1,7 @@
 """Curves through timings: least squares of the relative error, with no coefficient below zero.
 
 Relative, so that a short prefill counts as much as a long one; not below zero, since a machine that
-gains time with size has been measured wrongly and `Costs` refuses it.
+gains time with size has been measured wrongly and `CostModel` refuses it.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.costs import Costs
 from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.reload.cost_model import CostModel
 from profiles.copy_timing import CudaMover, mover_for, time_copies, while_computing
 from profiles.disk_timing import answered_by, chunk_files, file_system, time_disk
 from profiles.engine_timing import Engine
@@ -132,7 +132,7 @@ def main(
         "repetitions": grid.repetitions,
         **facts,
     }
-    Costs.from_mapping(profile, str(out))  # what is written can be read
+    CostModel.from_mapping(profile, str(out))  # what is written can be read
     out.write_text(yaml.safe_dump(profile, sort_keys=False, width=110))
     typer.echo(verdict(profile))
 

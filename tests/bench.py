@@ -104,9 +104,9 @@ class Bench:
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
     @property
-    def keeper(self) -> Any:
+    def lifecycle(self) -> Any:
         """None under vLLM's own scheduler."""
-        return getattr(self.scheduler, "_keeper", None)
+        return getattr(self.scheduler, "_lifecycle", None)
 
     def send(
         self, job: str | None, tokens: Sequence[int], /, out: int = 1, salt: str | None = None, **fields: Any
@@ -148,8 +148,8 @@ class Bench:
         self.now_s += self.step_seconds(output) if seconds is None else seconds
         while len(self._in_flight) > (self._ahead if ids else 0):
             self._deliver(*self._in_flight.popleft())
-        if self.keeper is not None:
-            self.keeper.ledger.check()
+        if self.lifecycle is not None:
+            self.lifecycle.ledger.check()
         return sum(output.num_scheduled_tokens.values())
 
     def scheduled(self, output: Any) -> None:

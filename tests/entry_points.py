@@ -19,7 +19,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
-from continuum_lmcache.vllm_plugin import protocol
+from continuum_lmcache.vllm_plugin.hooks import request_fields
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 def app(keys: list[str]) -> FastAPI:
     """vLLM's request classes behind vLLM's authentication; answers with what would go to the engine."""
-    protocol.install()
+    request_fields.install()
     return plain_app(keys)
 
 

@@ -13,9 +13,9 @@ from lmcache.integration.vllm.vllm_v1_adapter import LMCacheConnectorV1Impl
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 
-from connectors.lmcache import ContinuumLMCacheConnector
-from connectors.lmcache_loads import LoadCheck
-from continuum_lmcache.tiers import Holding
+from connectors.lmcache.connector import ContinuumLMCacheConnector
+from connectors.lmcache.load_check import LoadCheck
+from continuum_lmcache.reload.tier_store import TierHit
 
 CHUNK = 32  # tokens; two blocks
 KNOWN: dict[str, Any] = {
@@ -166,10 +166,10 @@ class OracleConnector(StockConnector, ContinuumLMCacheConnector):
         self._never_saves, self._is_shared, self._kv_bytes_per_token = False, False, 8
         self._expected, self._check = [], LoadCheck(engine, BLOCK) if engine is not None else None
 
-    def _located(self, token_ids: Any) -> Holding:
+    def _located(self, token_ids: Any) -> TierHit:
         """The first half of the chunks is in DRAM."""
         chunks = self.engine.lookup(list(token_ids)) // self.chunk
-        return Holding(-(-chunks // 2) * self.chunk, chunks // 2 * self.chunk)
+        return TierHit(-(-chunks // 2) * self.chunk, chunks // 2 * self.chunk)
 
 
 class EngineBench(OracleBench):

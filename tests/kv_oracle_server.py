@@ -30,10 +30,10 @@ from lmcache.v1.multiprocess.transfer_context import worker_transfer
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connectors import lmcache_mp, lmcache_mp_watch
-from connectors.lmcache_mp_deadline import is_late
-from connectors.lmcache_mp_tiers import ANSWER_S, POLL_S, Follower
-from connectors.lmcache_mp_wire import Told
+from connectors.lmcache_mp import connector, transfer_watch
+from connectors.lmcache_mp.server.deadline import is_late
+from connectors.lmcache_mp.tier_mirror import ANSWER_S, POLL_S, TierPoller
+from connectors.lmcache_mp.wire import ChangesReply
 
 CHUNK = 256  # tokens, LMCache's default and a GPU's
 LEASE_S = 300.0
@@ -182,7 +182,7 @@ class SpanServer:
         self.evict(1)
 
     def _server_module_call(self, _: Any) -> ServerModuleCallResponse:
-        told = Told("epoch", 0, False, [], [], 1 << 40, None, 1.0, LEASE_S, "blake3", self.now_s)
+        told = ChangesReply("epoch", 0, False, [], [], 1 << 40, None, 1.0, LEASE_S, "blake3", self.now_s)
         return ServerModuleCallResponse(True, msgspec.msgpack.encode(told), "")
 
     def _names(self, key: Any, start: int, end: int) -> list[int]:
@@ -317,13 +317,13 @@ def in_one_process(patched: pytest.MonkeyPatch) -> None:
     """LMCache without sockets, threads and CUDA events."""
     clock = SimpleNamespace(monotonic=lambda: ServerBench.newest.now_s)
     patched.setattr(adapters, "time", clock)
-    patched.setattr(lmcache_mp, "time", clock)
+    patched.setattr(connector, "time", clock)
     create = lambda *_, **__: Client(ServerBench.newest)  # noqa: E731
     patched.setattr(adapters.RequestClientFactory, "create", create)
     patched.setattr(adapters.HeartbeatThread, "start", lambda it: it._req_client.server.heartbeats.append(it))
-    patched.setattr(Follower, "start", lambda _: None)
-    patched.setattr(Follower, "close", lambda _: None)
-    patched.setattr(lmcache_mp_watch.MoveWatch, "_watch", lambda _: None)
+    patched.setattr(TierPoller, "start", lambda _: None)
+    patched.setattr(TierPoller, "close", lambda _: None)
+    patched.setattr(transfer_watch.TransferWatch, "_watch", lambda _: None)
     event = SimpleNamespace(query=lambda: True)
     events = SimpleNamespace(
         check_event_support=lambda _: None,

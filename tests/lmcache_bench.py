@@ -22,8 +22,8 @@ from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
-from connectors.lmcache import ContinuumLMCacheConnector
-from connectors.lmcache_mp import ContinuumLMCacheMPConnector
+from connectors.lmcache.connector import ContinuumLMCacheConnector
+from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 
 LAYERS, HEADS, HEAD = 8, 4, 64  # of the small model
 CHUNK_BYTES = BLOCK * LAYERS * HEADS * 2 * HEAD * 2

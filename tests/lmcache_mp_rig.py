@@ -26,12 +26,12 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache_mp_server import CHUNK, MODEL, MpServer, wait_for
 from lmcache_rig import content
 
-from connectors.lmcache_mp_loads import MpReport
-from connectors.lmcache_mp_start import caller, first_answer
-from connectors.lmcache_mp_tiers import Follower, MpTiers
-from connectors.lmcache_mp_wire import Ask
-from connectors.lmcache_mp_worker import MpWorkerSide
-from continuum_lmcache.tiers import Holding, Transfer
+from connectors.lmcache_mp.load_join import MpReport
+from connectors.lmcache_mp.startup import caller, first_answer
+from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
+from connectors.lmcache_mp.wire import ChangesRequest
+from connectors.lmcache_mp.worker import MpWorkerSide
+from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 LAYERS, HEADS, HEAD = 2, 1, 8
@@ -58,14 +58,14 @@ class MpEngine:
         groups = [EngineGroupInfo(0, tuple(range(LAYERS)), CHUNK)]
         self.adapter.register_kv_caches(self.kv, groups, {"kv_layout": "HND"})
         (client,) = self.scheduler.req_clients.values()
-        self.follower = Follower(caller(client), Ask(MODEL, 1))
+        self.follower = TierPoller(caller(client), ChangesRequest(MODEL, 1))
         told = first_answer(self.follower)
         self.tiers = MpTiers(
             self.follower, told, TokenHasher(CHUNK, told.hash_algorithm), self.bytes_per_token
         )
         self.worker = MpWorkerSide(self.adapter, 0, self.bytes_per_token, told.read_lease_s)
         self._ids = (f"{id(self):x}-{number}" for number in itertools.count())
-        self._told: list[Transfer] = []
+        self._told: list[KVTransfer] = []
 
     # ---- what vLLM does
 
@@ -109,24 +109,24 @@ class MpEngine:
 
     # ---- a store under test
 
-    def run(self, token_ids: Sequence[int]) -> Holding:
+    def run(self, token_ids: Sequence[int]) -> TierHit:
         request_id = next(self._ids)
         self._take()
         hit_tokens = self.lookup(request_id, token_ids)
         came = self.load(request_id, token_ids, hit_tokens)
         assert came == hit_tokens
-        loads: list[Transfer] = []
+        loads: list[KVTransfer] = []
         if hit_tokens:
             wait_for(lambda: loads.extend(self._take()) or any(t.direction == "load" for t in loads))
         self.store(request_id, token_ids, came)
         by_tier = {load.tier: load.tokens for load in loads if load.direction == "load"}
         assert sum(by_tier.values()) == came
-        return Holding(by_tier.get(Tier.DRAM, 0), by_tier.get(Tier.SSD, 0))
+        return TierHit(by_tier.get(Tier.DRAM, 0), by_tier.get(Tier.SSD, 0))
 
-    def locate(self, token_ids: Sequence[int]) -> Holding:
+    def locate(self, token_ids: Sequence[int]) -> TierHit:
         return self.tiers.locate(token_ids, "")
 
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[KVTransfer]:
         self._take()
         told, self._told = self._told, []
         return told
@@ -156,7 +156,7 @@ class MpEngine:
         self.adapter.shutdown()
         self.scheduler.shutdown()
 
-    def _take(self) -> list[Transfer]:
+    def _take(self) -> list[KVTransfer]:
         """What has been timed since, with what the server told of it."""
         self.follower.poll()
         self.tiers.absorb(self.worker.report() or MpReport())

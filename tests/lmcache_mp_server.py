@@ -16,7 +16,7 @@ from typing import Any
 from lmcache.v1.multiprocess import server as mp_server
 from lmcache.v1.multiprocess.cache_control.key_resolver import resolve_object_keys
 
-from connectors.lmcache_mp_wire import MODULE
+from connectors.lmcache_mp.wire import MODULE
 from experiments.server import reserved_port
 
 MODEL = "m"

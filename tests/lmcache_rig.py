@@ -19,11 +19,11 @@ from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
 
-from connectors.lmcache_cpu import BlockCopier
-from connectors.lmcache_probe import addresses
-from connectors.lmcache_tiers import Tiers
-from connectors.lmcache_worker import WorkerSide
-from continuum_lmcache.tiers import Holding, Transfer
+from connectors.lmcache.cpu_copy import BlockCopier
+from connectors.lmcache.snapshot_rpc import addresses
+from connectors.lmcache.tier_mirror import LMCacheTiers
+from connectors.lmcache.worker import LMCacheWorkerSide
+from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 CHUNK = 16  # tokens, one vLLM block
@@ -57,13 +57,13 @@ class Rig:
         self.engine.post_init()
         self.kv = [torch.zeros(SLOTS, HEADS, CHUNK, 2 * HEAD, dtype=torch.bfloat16) for _ in range(LAYERS)]
         sockets = addresses(str(directory), 1)
-        self.worker = WorkerSide(self.engine, 0, sockets[0])
+        self.worker = LMCacheWorkerSide(self.engine, 0, sockets[0])
         self.database = ChunkedTokenDatabase(config, metadata)
-        self.tiers = Tiers(self.database, CHUNK, sockets)
+        self.tiers = LMCacheTiers(self.database, CHUNK, sockets)
         backends = self.engine.storage_manager.storage_backends
         self.cpu, self.disk = backends["LocalCPUBackend"], backends["LocalDiskBackend"]
         self._ids = map(str, itertools.count())
-        self._told: list[Transfer] = []
+        self._told: list[KVTransfer] = []
         self.lost: Counter[str] = Counter()
 
     # ---- what vLLM does with the worker
@@ -95,7 +95,7 @@ class Rig:
 
     # ---- a store under test
 
-    def run(self, token_ids: Sequence[int]) -> Holding:
+    def run(self, token_ids: Sequence[int]) -> TierHit:
         request = next(self._ids)
         hit = self.engine.lookup(list(token_ids), lookup_id=request, pin=True)
         self.step()
@@ -108,12 +108,12 @@ class Rig:
         self.store(token_ids, skip_chunks=came // CHUNK)
         by_tier = {load.tier: load.tokens for load in loads}
         assert sum(by_tier.values()) == came
-        return Holding(by_tier.get(Tier.DRAM, 0), by_tier.get(Tier.SSD, 0))
+        return TierHit(by_tier.get(Tier.DRAM, 0), by_tier.get(Tier.SSD, 0))
 
-    def locate(self, token_ids: Sequence[int]) -> Holding:
+    def locate(self, token_ids: Sequence[int]) -> TierHit:
         return self.tiers.locate(token_ids)
 
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[KVTransfer]:
         told, self._told = self._told + self.tiers.transfers(), []
         return told
 

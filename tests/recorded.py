@@ -6,9 +6,9 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from continuum_lmcache.recorder import Recorder
-from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, Turn, TurnId
-from continuum_lmcache.vllm_plugin.recording import Recording
+from continuum_lmcache.telemetry.recorder import EventRecorder
+from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Residency, Retention, TurnId
+from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
 from experiments.analyze import app
 
 EPOCH_S = 1_790_000_000.0
@@ -17,9 +17,9 @@ DROP = Retention(0.0, "continuum", "cdf")
 SERVICE_S = 0.25
 
 
-def told(tmp_path: Path, recorder: Recorder) -> Path:
+def told(tmp_path: Path, recorder: EventRecorder) -> Path:
     """The recorder's snapshot in a file."""
-    recording = Recording(tmp_path, recorder)
+    recording = RecordingWriter(tmp_path, recorder)
     assert recording.flush()
     return recording.path
 
@@ -40,7 +40,7 @@ class Run:
     """A recorder driven by hand."""
 
     def __init__(self) -> None:
-        self.recorder = Recorder(EPOCH_S, max_events_per_program=100_000)
+        self.recorder = EventRecorder(EPOCH_S, max_events_per_program=100_000)
 
     def turn(self, job: str, turn: str, times_s: tuple[float, float, float], **more: Any) -> None:
         """Arrival, start, finish; more: prompt_tokens, served (gpu, dram, ssd), keep, tool."""
@@ -54,10 +54,10 @@ class Run:
         keep = more.get("keep", DROP)
         self.recorder.finished(finish_s, program, turn_id, tool, prompt_tokens + 10, 10, False, keep)
         if keep.ttl_s > 0:
-            ended = Turn(program, 1, tool, prompt_tokens + 10, 7, served)
+            ended = FinishedTurn(program, 1, tool, prompt_tokens + 10, 7, served)
             self.recorder.pinned(finish_s, Pin(program, 7, finish_s, finish_s + keep.ttl_s, keep, ended))
 
-    def unpinned(self, at_s: float, job: str, outcome: Outcome) -> None:
+    def unpinned(self, at_s: float, job: str, outcome: PinEnd) -> None:
         self.recorder.unpinned(at_s, ProgramId(job), outcome)
 
 

@@ -7,42 +7,42 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from continuum_lmcache.admission import BUSY_SHARE, Door, Room, room_of
-from continuum_lmcache.commons import MOST_HEADS, Commons, Head
-from continuum_lmcache.endings import LEAST_ENDINGS, Ending, Endings
-from continuum_lmcache.growth import PRIOR_TURNS, Growth
-from continuum_lmcache.orders import at_the_door
+from continuum_lmcache.admission.context_growth import PRIOR_TURNS, ContextGrowth
+from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity, room_of
+from continuum_lmcache.admission.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
+from continuum_lmcache.admission.working_set import PrefillShare
+from continuum_lmcache.programs.end_claims import LEAST_ENDINGS, EndClaim, EndClaims
+from continuum_lmcache.retention.queue_order import at_the_door
 from continuum_lmcache.types import ProgramId, Tier
-from continuum_lmcache.working_set import PromptTime
 
 A, B, C = (ProgramId(name) for name in "abc")
 MAX_WAIT_S = 60.0
 
 
-class AsTold(Growth):
+class AsTold(ContextGrowth):
     """Forecasts may add up to what the GPU holds: the limit is the test's own number."""
 
     def forecasts_that_fit(self, gpu_tokens: int) -> float:
         return float(gpu_tokens)
 
 
-def door(active_tokens: int = 100_000, started_tokens: float = 100_000) -> Door:
+def admission(active_tokens: int = 100_000, started_tokens: float = 100_000) -> AdmissionController:
     """One that has seen programs of 9 turns, each 1,000 tokens longer than the last."""
     growth = AsTold()
     for _ in range(500):
         growth.turn(1000)
         growth.program(9)
-    return Door(Room(active_tokens, started_tokens), MAX_WAIT_S, growth=growth)
+    return AdmissionController(KVCapacity(active_tokens, started_tokens), MAX_WAIT_S, growth=growth)
 
 
-def admitted(at: Door, now_s: float = 0.0, idle: bool = False) -> list[ProgramId]:
+def admitted(at: AdmissionController, now_s: float = 0.0, idle: bool = False) -> list[ProgramId]:
     found = at.opens(now_s, idle)
     at.check()
     return found
 
 
 def test_a_program_starts_at_once_while_there_is_room_and_waits_when_there_is_none() -> None:
-    at = door()
+    at = admission()
     assert not at.arrives(0.0, A, 60_000) and admitted(at) == [A]
     assert not at.arrives(1.0, B, 60_000) and admitted(at, 1.0) == []
     at.leaves(50.0, A, finished_turns=3)
@@ -50,7 +50,7 @@ def test_a_program_starts_at_once_while_there_is_room_and_waits_when_there_is_no
 
 
 def test_a_program_under_way_never_waits() -> None:
-    at = door()
+    at = admission()
     at.arrives(0.0, A, 90_000)
     assert admitted(at, idle=True) == [A]
     at.pauses(1.0, A, 95_000, expected_s=10.0)
@@ -59,7 +59,7 @@ def test_a_program_under_way_never_waits() -> None:
 
 
 def test_a_request_that_passes_takes_room_and_waits_for_none() -> None:
-    at = door()
+    at = admission()
     assert at.arrives(0.0, A, 99_000, passes=True)
     at.arrives(0.0, B, 10_000)
     assert admitted(at) == []
@@ -68,7 +68,7 @@ def test_a_request_that_passes_takes_room_and_waits_for_none() -> None:
 
 
 def test_an_idle_gpu_gets_one_program_whatever_its_size() -> None:
-    at = door()
+    at = admission()
     at.arrives(0.0, A, 900_000)
     at.arrives(0.0, B, 900_000)
     assert admitted(at, idle=False) == []
@@ -76,7 +76,7 @@ def test_an_idle_gpu_gets_one_program_whatever_its_size() -> None:
 
 
 def test_the_first_in_line_waits_no_longer_than_max_wait_s_under_any_load() -> None:
-    at = door()
+    at = admission()
     at.arrives(0.0, A, 90_000, passes=True)
     at.arrives(0.0, B, 90_000)
     at.arrives(0.0, C, 90_000)
@@ -86,7 +86,7 @@ def test_the_first_in_line_waits_no_longer_than_max_wait_s_under_any_load() -> N
 
 
 def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:
-    at = door()
+    at = admission()
     at.arrives(0.0, A, 90_000, passes=True)
     at.arrives(0.0, B, 90_000)
     assert admitted(at, 0.0) == []
@@ -97,7 +97,7 @@ def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:
 
 
 def test_programs_in_a_tool_call_count_against_the_tiers_and_not_against_the_gpu() -> None:
-    at = door(active_tokens=100_000, started_tokens=300_000)
+    at = admission(active_tokens=100_000, started_tokens=300_000)
     at.arrives(0.0, A, 70_000)
     assert admitted(at) == [A]
     at.pauses(0.1, A, 70_000, expected_s=1e6)
@@ -106,7 +106,7 @@ def test_programs_in_a_tool_call_count_against_the_tiers_and_not_against_the_gpu
 
 
 def test_the_active_ones_are_judged_by_the_last_half_minute_not_by_the_moment() -> None:
-    at = door(started_tokens=1e9)
+    at = admission(started_tokens=1e9)
     at.arrives(0.0, A, 90_000, passes=True)
     at.pauses(300.0, A, 90_000, expected_s=1e6)
     at.arrives(300.5, B, 70_000)
@@ -115,7 +115,7 @@ def test_the_active_ones_are_judged_by_the_last_half_minute_not_by_the_moment() 
 
 
 def test_a_program_that_does_not_come_back_in_time_is_counted_no_longer() -> None:
-    at = door()
+    at = admission()
     at.arrives(0.0, A, 90_000, passes=True)
     at.pauses(1.0, A, 90_000, expected_s=10.0)
     at.arrives(2.0, B, 90_000)
@@ -125,7 +125,7 @@ def test_a_program_that_does_not_come_back_in_time_is_counted_no_longer() -> Non
 
 
 def test_an_urgent_program_is_first_in_line_and_all_under_way_count_for_it() -> None:
-    at = door()
+    at = admission()
     at.arrives(0.0, A, 90_000, priority=0, passes=True)
     at.arrives(1.0, B, 90_000, priority=0)
     at.arrives(2.0, C, 90_000, priority=-1)
@@ -135,7 +135,7 @@ def test_an_urgent_program_is_first_in_line_and_all_under_way_count_for_it() -> 
 
 
 def test_who_leaves_before_starting_frees_the_way() -> None:
-    at = door()
+    at = admission()
     at.arrives(0.0, A, 90_000, passes=True)
     at.arrives(1.0, B, 90_000)
     at.arrives(1.0, C, 10_000)
@@ -146,7 +146,7 @@ def test_who_leaves_before_starting_frees_the_way() -> None:
 
 
 def test_a_program_stands_at_the_door_until_the_last_of_its_turns_has_left() -> None:
-    at = door()
+    at = admission()
     assert not at.arrives(0.0, A, 10_000) and not at.arrives(0.1, A, 12_000)
     at.loses(1.0, A)
     assert A in at.outside
@@ -157,15 +157,15 @@ def test_a_program_stands_at_the_door_until_the_last_of_its_turns_has_left() -> 
     assert not at.outside
 
 
-def sharing(at: Door, blocks: int = 10) -> list[str]:
+def sharing(at: AdmissionController, blocks: int = 10) -> list[str]:
     """Hashes of a prompt whose first blocks of 4,000 tokens somebody else's prompt began with, too."""
-    at.commons = Commons(block_tokens=4000)
+    at.commons = SharedPrefixIndex(block_tokens=4000)
     at.commons.found([f"head {i}" for i in range(blocks)], 4000 * blocks)
     return [*(f"head {i}" for i in range(blocks)), "own"]
 
 
 def test_a_head_that_many_programs_share_takes_room_once() -> None:
-    at = door(active_tokens=100_000)
+    at = admission(active_tokens=100_000)
     hashes = sharing(at)
     for i in range(4):
         at.arrives(0.0, ProgramId(f"p{i}"), 44_000, hashes=hashes)
@@ -176,7 +176,7 @@ def test_a_head_that_many_programs_share_takes_room_once() -> None:
 
 
 def test_a_shared_head_takes_room_until_the_last_program_that_uses_it_has_left() -> None:
-    at = door(active_tokens=100_000)
+    at = admission(active_tokens=100_000)
     hashes = sharing(at)
     for program in (A, B):
         at.arrives(0.0, program, 44_000, hashes=hashes)
@@ -189,9 +189,9 @@ def test_a_shared_head_takes_room_until_the_last_program_that_uses_it_has_left()
 
 
 def test_a_program_at_the_door_is_judged_by_its_own_tokens_once_its_head_is_known() -> None:
-    at = door(active_tokens=110_000, started_tokens=110_000)
+    at = admission(active_tokens=110_000, started_tokens=110_000)
     hashes = [f"head {i}" for i in range(11)]
-    at.commons = Commons(block_tokens=4000)
+    at.commons = SharedPrefixIndex(block_tokens=4000)
     for program in (A, B, C):
         at.arrives(0.0, program, 44_000, hashes=hashes)
     assert admitted(at) == [A, B], "nobody knows yet that they have 40,000 in common"
@@ -202,12 +202,12 @@ def test_a_program_at_the_door_is_judged_by_its_own_tokens_once_its_head_is_know
 
 
 def test_the_limits_follow_the_largest_tier() -> None:
-    assert room_of(1000, {}) == Room(1000, 0.0)
+    assert room_of(1000, {}) == KVCapacity(1000, 0.0)
     assert room_of(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
 
 
 def test_who_comes_is_told_for_how_long_the_line_has_stood() -> None:
-    at = door()
+    at = admission()
     at.arrives(0.0, A, 99_000, passes=True)
     at.arrives(1.0, B, 90_000)
     at.arrives(31.0, C, 90_000)
@@ -215,7 +215,7 @@ def test_who_comes_is_told_for_how_long_the_line_has_stood() -> None:
 
 
 def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is_no_room() -> None:
-    at = door()
+    at = admission()
     at.arrives(0.0, A, 90_000, passes=True)
     for program in (B, C):
         at.arrives(0.0, program, 90_000)
@@ -225,7 +225,7 @@ def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is
 
 
 def test_the_share_of_time_for_prompts_follows_half_a_minute_of_steps() -> None:
-    prompts = PromptTime()
+    prompts = PrefillShare()
     for second in range(1000, 1060):
         prompts.stepped(float(second), prompts_s=0.9 if second % 2 else 0.0)
     assert prompts.now(1059.0) == pytest.approx(0.45, abs=0.1)
@@ -233,7 +233,7 @@ def test_the_share_of_time_for_prompts_follows_half_a_minute_of_steps() -> None:
 
 
 def test_an_engine_that_computes_prompts_all_the_time_is_busy_and_one_that_wakes_up_is_not() -> None:
-    prompts = PromptTime()
+    prompts = PrefillShare()
     prompts.stepped(5000.0, prompts_s=1.0)
     assert prompts.now(5000.0) < 0.01
     for second in range(5001, 5100):
@@ -246,8 +246,8 @@ class Doors(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.at = door(started_tokens=200_000)
-        self.at.commons = Commons(block_tokens=1000)
+        self.at = admission(started_tokens=200_000)
+        self.at.commons = SharedPrefixIndex(block_tokens=1000)
         self.now_s, self.count = 0.0, 0
         self.first_since_s: dict[ProgramId, float] = {}
 
@@ -329,7 +329,7 @@ TestDoors = Doors.TestCase
 
 
 def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:
-    growth = Growth()
+    growth = ContextGrowth()
     assert growth.turns_left(0) == PRIOR_TURNS
     growth.first(20_000)
     assert growth.turn_tokens == 5_000
@@ -343,7 +343,7 @@ def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:
 
 
 def test_a_first_prompt_is_trusted_as_far_as_it_told_of_the_end() -> None:
-    telling, silent = Growth(), Growth()
+    telling, silent = ContextGrowth(), ContextGrowth()
     assert telling.trust == 0.0
     for i in range(1, 101):
         telling.program(5, i * 100, i * 300)
@@ -373,7 +373,7 @@ def test_where_the_line_has_waited_long_a_first_prompt_moves_a_program_further()
     assert later > slowest, "a line of one length: none is passed by what comes later than that"
 
 
-def programs(growth: Growth, firsts: range, final_tokens: int, turns: int = 10) -> Growth:
+def programs(growth: ContextGrowth, firsts: range, final_tokens: int, turns: int = 10) -> ContextGrowth:
     """One that has seen such programs, each growing in equal steps."""
     for first in firsts:
         growth.first(first)
@@ -384,15 +384,15 @@ def programs(growth: Growth, firsts: range, final_tokens: int, turns: int = 10) 
 
 
 def test_a_tiny_first_prompt_speaks_for_as_much_growth_as_any() -> None:
-    growth = programs(Growth(), range(90, 122), 13_000)
+    growth = programs(ContextGrowth(), range(90, 122), 13_000)
     assert growth.forecast_tokens(4, 0) == pytest.approx(growth.forecast_tokens(1004, 0) - 1000)
     assert 5_000 < growth.forecast_tokens(91, 0) < 8_000, "half-way to 13,000"
 
 
 def test_the_forecasts_of_many_programs_may_fill_the_cache_and_those_of_few_leave_room() -> None:
-    from_nothing = programs(Growth(), range(90, 122), 13_000)
-    unchanging = programs(Growth(), range(1000, 1032), 1032)
-    assert Growth().forecasts_that_fit(1000) == 1000.0
+    from_nothing = programs(ContextGrowth(), range(90, 122), 13_000)
+    unchanging = programs(ContextGrowth(), range(1000, 1032), 1032)
+    assert ContextGrowth().forecasts_that_fit(1000) == 1000.0
     assert 1.40 < from_nothing.forecasts_that_fit(868_000) / 868_000 < 1.45, "131 of them fit"
     assert 1.19 < from_nothing.forecasts_that_fit(66_000) / 66_000 < 1.25, "10 of them fit"
     assert from_nothing.forecasts_that_fit(100) / 100 == pytest.approx(0.75, rel=0.1), "not even one does"
@@ -401,8 +401,8 @@ def test_the_forecasts_of_many_programs_may_fill_the_cache_and_those_of_few_leav
 
 def test_programs_unlike_each_other_leave_more_room() -> None:
     alike, unlike = (
-        programs(Growth(), range(1000, 1032), 13_000),
-        programs(Growth(), range(1000, 1016), 2_000),
+        programs(ContextGrowth(), range(1000, 1032), 13_000),
+        programs(ContextGrowth(), range(1000, 1016), 2_000),
     )
     programs(unlike, range(1016, 1032), 24_000)
     ratio = unlike.forecasts_that_fit(100_000) / alike.forecasts_that_fit(100_000)
@@ -410,10 +410,10 @@ def test_programs_unlike_each_other_leave_more_room() -> None:
 
 
 def test_a_head_is_shared_once_another_program_found_it() -> None:
-    commons = Commons(block_tokens=10)
+    commons = SharedPrefixIndex(block_tokens=10)
     assert commons.head("abcde").tokens == 0
     commons.found("abxyz", 20)
-    assert commons.head("abcde") == commons.head("qbcde") == Head("b", 20)
+    assert commons.head("abcde") == commons.head("qbcde") == SharedPrefix("b", 20)
     commons.found("qrs", 9)
     assert commons.head("qrs").tokens == 0
     commons.found("qxy", 10)
@@ -421,17 +421,17 @@ def test_a_head_is_shared_once_another_program_found_it() -> None:
 
 
 def test_the_heads_that_were_not_found_for_longest_are_forgotten() -> None:
-    commons = Commons(block_tokens=1)
+    commons = SharedPrefixIndex(block_tokens=1)
     for name in range(MOST_HEADS + 1):
         commons.found([name, name], 1 + name % 2)
     assert commons.head([0]).tokens == 0 and commons.head([0, 1]).tokens == 2
 
 
 def test_clients_are_believed_until_too_many_ended_programs_come_back() -> None:
-    endings = Endings()
+    endings = EndClaims()
     for i in range(2 * LEAST_ENDINGS):
-        endings.over(ProgramId(f"p{i}"), Ending(float(i), 3))
-    assert endings.back(ProgramId("p7")) == Ending(7.0, 3) and endings.back(ProgramId("p7")) is None
+        endings.over(ProgramId(f"p{i}"), EndClaim(float(i), 3))
+    assert endings.back(ProgramId("p7")) == EndClaim(7.0, 3) and endings.back(ProgramId("p7")) is None
     assert endings.believed
     for i in range(20, 24):
         endings.back(ProgramId(f"p{i}"))

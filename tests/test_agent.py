@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.tools.durations import ToolDurations
 from experiments.server import serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
@@ -49,7 +49,7 @@ def recording(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         on_demand(folder / "run" / "scheduler_timestamps")
     assert set(ends) == {"LimitsExceeded"}, "an agent ended otherwise than by its step limit"
     yield json.loads((folder / "run" / "scheduler_timestamps").read_text())
-    learned = Gaps.loads((folder / "gaps.json").read_text())
+    learned = ToolDurations.loads((folder / "gaps.json").read_text())
     assert learned.own(("bash",)).n > 50, "durations survive a restart"
 
 

@@ -6,27 +6,27 @@ import pytest
 from matplotlib import image
 from recorded import KEEP, PROTOTYPE, Run, printed, saved, told
 
-from continuum_lmcache.recorder import META, Recorder
-from continuum_lmcache.records.measures import forecast_errors, measure, outcomes
-from continuum_lmcache.records.recordings import load
-from continuum_lmcache.returns import Reloaded
-from continuum_lmcache.types import Outcome, ProgramId, TurnId
+from continuum_lmcache.recordings.metrics import forecast_errors, measure, outcomes
+from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
+from continuum_lmcache.telemetry.recorder import META, EventRecorder
+from continuum_lmcache.types import PinEnd, ProgramId, TurnId
 
 
 @pytest.fixture
-def two_programs() -> Recorder:
+def two_programs() -> EventRecorder:
     """Job a: 0 to 10 s, two turns, a pin reused after 2 s. Job b: 1 to 5 s, one turn, a pin that expires."""
     run = Run()
     run.turn("a", "a1", (0, 1, 4), prompt_tokens=100, keep=KEEP)
     run.turn("b", "b1", (1, 3, 5), prompt_tokens=200, keep=KEEP)
-    run.unpinned(6, "a", Outcome.REUSED)
+    run.unpinned(6, "a", PinEnd.REUSED)
     run.turn("a", "a2", (6, 6, 10), prompt_tokens=200, served=(90, 30, 20), tool=("pytest", "bash"))
-    run.unpinned(8, "b", Outcome.EXPIRED)
+    run.unpinned(8, "b", PinEnd.EXPIRED)
     return run.recorder
 
 
 def test_the_figures_of_a_small_run_are_those_computed_by_hand(
-    tmp_path: Path, two_programs: Recorder
+    tmp_path: Path, two_programs: EventRecorder
 ) -> None:
     """JCT 10 and 4 s: mean 7, median 7, P95 = 4 + 0.95 * 6 = 9.7. Prompts 100 + 200 + 200, hits 140.
 
@@ -66,21 +66,21 @@ def test_the_figures_of_a_small_run_are_those_computed_by_hand(
     assert outcomes(load(told(tmp_path, two_programs))) == {"reused": [2], "expired": [3]}
 
 
-def test_the_prototypes_readers_find_lists_of_events_everywhere(two_programs: Recorder) -> None:
+def test_the_prototypes_readers_find_lists_of_events_everywhere(two_programs: EventRecorder) -> None:
     """They iterate over all entries and look for names in every event."""
     for history in two_programs.snapshot().values():
         assert all(isinstance(event, dict) for event in history)
     assert all("Request_arrival_time" not in event for event in two_programs.snapshot()[META])
 
 
-def test_the_report_prints_every_table(tmp_path: Path, two_programs: Recorder) -> None:
+def test_the_report_prints_every_table(tmp_path: Path, two_programs: EventRecorder) -> None:
     text = printed("report", told(tmp_path, two_programs))
     for word in ("JCT, P99 [s]", "cache hit ratio", "reused", "expired", "pytest", "promised P(tau)"):
         assert word in text, word
     assert "missing" not in text
 
 
-def test_two_runs_stand_side_by_side(tmp_path: Path, two_programs: Recorder) -> None:
+def test_two_runs_stand_side_by_side(tmp_path: Path, two_programs: EventRecorder) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
     first = told(tmp_path / "x", two_programs)
@@ -92,7 +92,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, two_programs: Recorder) -> 
 
 
 def test_the_figure_needs_no_colour_and_is_the_same_every_time(
-    tmp_path: Path, two_programs: Recorder
+    tmp_path: Path, two_programs: EventRecorder
 ) -> None:
     path = told(tmp_path, two_programs)
     for name in ("one", "two.v2"):
@@ -120,7 +120,7 @@ def test_forecasts_of_the_reload_stand_beside_what_it_took(tmp_path: Path) -> No
     for number in range(61):
         run.turn("a", f"a{number}", (number, number, number + 0.5))
         foretold_s, loaded = (2.0 if number < 50 else 1.1), (0 if number == 60 else 300)
-        found = Reloaded(TurnId(f"a{number}"), ProgramId("a"), foretold_s, 0.75, 0.25, loaded, 40)
+        found = ReloadOutcome(TurnId(f"a{number}"), ProgramId("a"), foretold_s, 0.75, 0.25, loaded, 40)
         run.recorder.reloaded(number + 0.5, found)
     path = told(tmp_path, run.recorder)
     errors = forecast_errors(load(path))

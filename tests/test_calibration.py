@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import KEEP, Run, told
 
-from continuum_lmcache.recorder import Recorder
-from continuum_lmcache.records.measures import Watch, calibration, realised
-from continuum_lmcache.records.recordings import load
-from continuum_lmcache.types import Outcome, ProgramId, Retention
+from continuum_lmcache.recordings.metrics import ReturnPromise, calibration, realised
+from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.telemetry.recorder import EventRecorder
+from continuum_lmcache.types import PinEnd, ProgramId, Retention
 
 
 def test_kaplan_meier_by_hand() -> None:
@@ -21,20 +21,20 @@ def test_kaplan_meier_by_hand() -> None:
     the censored one it would be 2/3.
     """
     seen = [(1.0, True), (2.0, False), (3.0, True), (9.0, True)]
-    assert realised([Watch(0.5, 4.0, at_s, back) for at_s, back in seen]) == pytest.approx(0.625)
+    assert realised([ReturnPromise(0.5, 4.0, at_s, back) for at_s, back in seen]) == pytest.approx(0.625)
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.floats(0.1, 10))
 def test_without_censoring_the_realised_share_is_a_plain_count(gaps_s: list[float], ttl_s: float) -> None:
-    found = realised([Watch(0.5, ttl_s, gap_s, True) for gap_s in gaps_s])
+    found = realised([ReturnPromise(0.5, ttl_s, gap_s, True) for gap_s in gaps_s])
     assert found == pytest.approx(sum(gap_s <= ttl_s + 2e-6 for gap_s in gaps_s) / len(gaps_s))
 
 
 def test_only_censored_promises_tell_nothing() -> None:
-    assert realised([Watch(0.5, 4.0, 1.0, False)]) is None
+    assert realised([ReturnPromise(0.5, 4.0, 1.0, False)]) is None
 
 
-def promises(reclaimed_share: float, seed: int = 7, turns: int = 3_000) -> Recorder:
+def promises(reclaimed_share: float, seed: int = 7, turns: int = 3_000) -> EventRecorder:
     """Tools of 1 to 11 s, uniform; each TTL drawn, promised truly; some pins reclaimed meanwhile."""
     draw = random.Random(seed)
     run, now_s = Run(), 0.0
@@ -42,10 +42,10 @@ def promises(reclaimed_share: float, seed: int = 7, turns: int = 3_000) -> Recor
         ttl_s, gap_s = draw.uniform(1.5, 10.5), draw.uniform(1, 11)
         keep = Retention(ttl_s, "continuum", "cdf", probability=(ttl_s - 1) / 10)
         run.turn("job", f"t{number}", (now_s, now_s, now_s + 1), keep=keep)
-        until_s, outcome = min((gap_s, Outcome.REUSED), (ttl_s, Outcome.EXPIRED), key=lambda end: end[0])
+        until_s, outcome = min((gap_s, PinEnd.REUSED), (ttl_s, PinEnd.EXPIRED), key=lambda end: end[0])
         taken_s = draw.uniform(0, 11)
         if draw.random() < reclaimed_share and taken_s < until_s:
-            until_s, outcome = taken_s, Outcome.RECLAIMED
+            until_s, outcome = taken_s, PinEnd.RECLAIMED
         run.unpinned(now_s + 1 + until_s, "job", outcome)
         now_s += 1 + gap_s
     return run.recorder

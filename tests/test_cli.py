@@ -17,7 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.vllm_plugin import register
-from continuum_lmcache.vllm_plugin.cli import SCHEDULERS, adopt
+from continuum_lmcache.vllm_plugin.hooks.engine_args import SCHEDULERS, adopt
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,10 +14,10 @@ from bench import BLOCK, Bench, settings  # noqa: F401
 from client_requests import CHILD, CLIENTS, ENDS, PARENT, Client, Turn, codex
 from entry_points import app, send
 
-from continuum_lmcache.conventions import LABELS
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.identity import FIELDS, HINT_FIELD, MAX_CHARS, TOOLS_FIELD, UNUSED_FIELD
-from continuum_lmcache.types import Outcome
+from continuum_lmcache.programs.identity import FIELDS, HINT_FIELD, MAX_CHARS, TOOLS_FIELD, UNUSED_FIELD
+from continuum_lmcache.programs.session_fields import LABELS
+from continuum_lmcache.types import PinEnd
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 NAMED = [name for name, client in CLIENTS.items() if not client.hints]
@@ -102,16 +102,16 @@ def test_a_stored_response_goes_on_in_the_program_that_it_ended() -> None:
 def test_a_parents_pin_outlives_its_subagents_traffic_and_is_reused(bench: Bench, client: Client) -> None:
     """What the subagent computes is more than the cache holds beside the pin."""
     for number, turn in enumerate(client.turns):
-        said, before = sent(turn), bench.keeper.supply.prompt_tokens["gpu"]
+        said, before = sent(turn), bench.lifecycle.supply.prompt_tokens["gpu"]
         big = list(range(1000, 1000 + 25 * BLOCK)) if turn.agent == CHILD else []
         bench.turn(said.pop("job_id", None), big + tokens(turn), **said)
         if number == 2:
             bench.turn(None, list(range(2000, 2000 + 30 * BLOCK)))
         bench.now_s += 0.5
-    found = bench.keeper.supply.prompt_tokens["gpu"] - before
+    found = bench.lifecycle.supply.prompt_tokens["gpu"] - before
     assert found == len(tokens(client.turns[1])) // BLOCK * BLOCK, "all of the parent's turn before"
-    outcomes = bench.keeper.ledger.outcomes
-    assert outcomes[Outcome.REUSED] >= 1 and outcomes[Outcome.DIVERGED] == outcomes[Outcome.EXPIRED] == 0
+    outcomes = bench.lifecycle.ledger.outcomes
+    assert outcomes[PinEnd.REUSED] >= 1 and outcomes[PinEnd.DIVERGED] == outcomes[PinEnd.EXPIRED] == 0
 
 
 def test_under_one_name_a_subagent_takes_its_parents_pin(bench: Bench) -> None:
@@ -119,7 +119,7 @@ def test_under_one_name_a_subagent_takes_its_parents_pin(bench: Bench) -> None:
     for turn in CLIENTS["Claude Code"].turns:
         session = Turn(turn.agent, turn.path, {**turn.headers, "x-claude-code-agent-id": ""}, turn.body)
         bench.turn(sent(session)["job_id"], tokens(turn))
-    assert bench.keeper.ledger.outcomes[Outcome.DIVERGED] == 2, "where the subagent begins, and after it"
+    assert bench.lifecycle.ledger.outcomes[PinEnd.DIVERGED] == 2, "where the subagent begins, and after it"
 
 
 def test_a_hint_settles_which_of_two_equal_first_prompts_goes_on(bench: Bench) -> None:
@@ -127,9 +127,9 @@ def test_a_hint_settles_which_of_two_equal_first_prompts_goes_on(bench: Bench) -
     for key in ("a", "b"):
         bench.turn(None, prompt, **{HINT_FIELD: key})
     bench.turn(None, [*prompt, *range(3000, 3040)])
-    assert not bench.keeper.ledger.programs, "without a hint nobody knows whose it is"
+    assert not bench.lifecycle.ledger.programs, "without a hint nobody knows whose it is"
     bench.turn(None, [*prompt, *range(3100, 3140)], **{HINT_FIELD: "b"})
-    assert list(bench.keeper.ledger.programs) == ["~None-2"]
+    assert list(bench.lifecycle.ledger.programs) == ["~None-2"]
 
 
 def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None:
@@ -137,16 +137,16 @@ def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None
     head = list(range(500, 660))
     for story in range(4):
         bench.turn(None, [*head, *[story] * 40], **{HINT_FIELD: "one key for all"})
-    assert not bench.keeper.ledger.programs
+    assert not bench.lifecycle.ledger.programs
     bench.turn(None, [*head, *[2] * 40, 7, 9, 9], **{HINT_FIELD: "one key for all"})
-    assert list(bench.keeper.ledger.programs) == ["~None-3"]
+    assert list(bench.lifecycle.ledger.programs) == ["~None-3"]
 
 
 def test_hints_without_end_fill_no_table(bench: Bench) -> None:
-    bench.keeper._lineage._max_hashes = 20
+    bench.lifecycle._prompt_linker._max_hashes = 20
     for i in range(100):
         bench.turn(None, [*range(i, i + 40)], **{HINT_FIELD: f"key {i}"})
-    assert len(bench.keeper._lineage._hinted) <= 20
+    assert len(bench.lifecycle._prompt_linker._hinted) <= 20
 
 
 # what is not touched ---------------------------------------------------------
@@ -217,7 +217,7 @@ def test_a_bad_header_is_passed_over_and_counted_and_the_request_served(
     found = without(headers, {})
     assert found == {UNUSED_FIELD: [label]} and label in LABELS
     bench.turn(None, list(range(40)), **found)
-    assert bench.keeper.ignored == {label: 1}
+    assert bench.lifecycle.ignored == {label: 1}
 
 
 @pytest.mark.parametrize(("fields", "label"), BAD_FIELDS.values(), ids=BAD_FIELDS)

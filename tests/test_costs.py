@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.costs import UNMEASURED, Costs, PrefillCurve, Rate
 from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.types import Residency, Tier
 
 PROFILE = {
@@ -18,10 +18,10 @@ PROFILE = {
     "chunk_tokens": 256,
     "provenance": {"device": "made up"},
 }
-SLOW_GPU = Costs(
+SLOW_GPU = CostModel(
     prefill=PrefillCurve(fixed_s=0.0, per_token_s=1.0, per_pair_s=0.01, samples=1),
-    dram=Rate(bytes_per_s=10.0, fixed_s=0.5, samples=1),
-    ssd=Rate(bytes_per_s=2.0, fixed_s=1.0, samples=1),
+    dram=TransferRate(bytes_per_s=10.0, fixed_s=0.5, samples=1),
+    ssd=TransferRate(bytes_per_s=2.0, fixed_s=1.0, samples=1),
     kv_bytes_per_token=1,
     chunk_tokens=10,
 )
@@ -51,7 +51,7 @@ def test_each_stretch_costs_what_its_tier_costs():
 
 
 def test_a_load_that_is_dearer_than_computing_is_not_made():
-    crawling = replace(SLOW_GPU, dram=Rate(bytes_per_s=0.1, fixed_s=0.0, samples=1))
+    crawling = replace(SLOW_GPU, dram=TransferRate(bytes_per_s=0.1, fixed_s=0.0, samples=1))
     where = Residency(20, 30, 0, 50)
     cost = crawling.reload(where)
     assert (cost.loaded_tokens, cost.dram_s, cost.prefill_s) == (0, 0.0, crawling.prefill_s(30, 20))
@@ -108,15 +108,15 @@ def test_a_slower_tier_never_makes_a_reload_cheaper(where, times):
 
 
 def test_a_profile_becomes_costs():
-    costs = Costs.from_mapping(PROFILE)
-    assert costs.dram == Rate(bytes_per_s=1000, fixed_s=0.5, samples=20)
+    costs = CostModel.from_mapping(PROFILE)
+    assert costs.dram == TransferRate(bytes_per_s=1000, fixed_s=0.5, samples=20)
     assert costs.prefill_s(1000) == pytest.approx(1.1)
     assert costs.measured
 
 
 def test_what_nobody_measured_says_so():
     assert not UNMEASURED.measured
-    assert not Costs.from_mapping(PROFILE | {"ssd": PROFILE["ssd"] | {"samples": 0}}).measured
+    assert not CostModel.from_mapping(PROFILE | {"ssd": PROFILE["ssd"] | {"samples": 0}}).measured
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,10 @@ def test_what_nobody_measured_says_so():
 )
 def test_a_profile_that_cannot_be_believed_is_refused_by_name_and_place(changes, says):
     with pytest.raises(ProfileError, match=says):
-        Costs.from_mapping(PROFILE | changes, "h200.yaml")
+        CostModel.from_mapping(PROFILE | changes, "h200.yaml")
 
 
 @pytest.mark.parametrize("given_profile", [None, [], "text"])
 def test_a_profile_that_is_no_mapping_is_refused(given_profile):
     with pytest.raises(ProfileError, match="must be a mapping"):
-        Costs.from_mapping(given_profile)
+        CostModel.from_mapping(given_profile)

@@ -1,6 +1,6 @@
 """`--data-parallel-size 2` on a real server: a program finds on its return what its last turn left.
 
-Two engines of one core each behind one API server. Several API servers: tests/test_ranks.py.
+Two engines of one core each behind one API server. Several API servers: tests/test_data_parallel_routing.py.
 """
 
 from __future__ import annotations

@@ -13,19 +13,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.costs import PrefillCurve
-from continuum_lmcache.departures import KEPT_TURNS, MOST_TOKENS, Departures
-from continuum_lmcache.divergence import (
+from continuum_lmcache.programs.divergence import (
     EMPTY_THOUGHT_TOKENS,
     SIDE_TOKENS,
-    Cause,
-    Departure,
-    Edit,
-    Evidence,
+    EndedTurn,
+    LossCause,
+    LossEvidence,
+    PromptEdit,
     cause_of,
     edited,
     same_blocks,
 )
+from continuum_lmcache.programs.ended_turns import KEPT_TURNS, MOST_TOKENS, EndedTurns
+from continuum_lmcache.reload.cost_model import PrefillCurve
 from continuum_lmcache.types import ProgramId
 
 BLOCK = 16
@@ -40,17 +40,17 @@ def hashes(tokens: list[int], salt: str = "") -> list[int]:
     return [hash((salt, *tokens[: end + BLOCK])) for end in range(0, len(tokens) - BLOCK + 1, BLOCK)]
 
 
-def departure(tokens: list[int], prompt_tokens: int, **more: Any) -> Departure:
+def departure(tokens: list[int], prompt_tokens: int, **more: Any) -> EndedTurn:
     salt = more.pop("salt", "")
     fields = {"name": "p", "tools": "", "thought": False, **more}
-    return Departure(tokens=tokens, hashes=hashes(tokens, salt), prompt_tokens=prompt_tokens, **fields)
+    return EndedTurn(tokens=tokens, hashes=hashes(tokens, salt), prompt_tokens=prompt_tokens, **fields)
 
 
 def returned(
-    left: Departure, now: list[int], tools: str = "", salt: str = "", found: int | None = None
+    left: EndedTurn, now: list[int], tools: str = "", salt: str = "", found: int | None = None
 ) -> Any:
     """The losses of one return; all that both have in common is found, unless so much is said."""
-    departures = Departures(BLOCK)
+    departures = EndedTurns(BLOCK)
     departures.left(P, left)
     parted = departures.back(P, "p", now, hashes(now, salt), tools)
     assert parted is not None
@@ -76,7 +76,7 @@ def test_a_nonce_is_found_at_its_token_and_costs_all_that_is_behind(at: int, siz
     last = LAST[:at] + list(range(8000, 8000 + taken)) + LAST[at:]
     now = LAST[:at] + list(range(9000, 9000 + put)) + AGAIN[at:]
     (loss,) = returned(departure(last, len(last) - len(ANSWER)), now)
-    assert (loss.cause, loss.at_token, loss.tokens) == (Cause.NONCE, at, len(LAST) - at)
+    assert (loss.cause, loss.at_token, loss.tokens) == (LossCause.NONCE, at, len(LAST) - at)
     assert (
         loss.left_side == tuple(last[at : at + SIDE_TOKENS])
         and loss.now_side[:put] == tuple(now[at : at + put])[:16]
@@ -87,47 +87,49 @@ def test_a_nonce_is_found_at_its_token_and_costs_all_that_is_behind(at: int, siz
 def test_a_thought_that_the_template_leaves_out_is_found_in_the_last_answer_and_in_older_ones() -> None:
     last = departure(HEAD + THOUGHT + ANSWER, len(HEAD), thought=True)
     (loss,) = returned(last, HEAD + ANSWER + TOOL)
-    assert (loss.cause, loss.at_token, loss.tokens) == (Cause.THOUGHTS, len(HEAD), len(ANSWER))
+    assert (loss.cause, loss.at_token, loss.tokens) == (LossCause.THOUGHTS, len(HEAD), len(ANSWER))
     (loss,) = returned(replace(last, thought=False), HEAD + ANSWER + TOOL)
-    assert loss.cause is Cause.THOUGHTS, "it is seen in the tokens too"
+    assert loss.cause is LossCause.THOUGHTS, "it is seen in the tokens too"
     older = departure(HEAD + THOUGHT + ANSWER + ASK + ANSWER, len(HEAD + THOUGHT + ANSWER + ASK))
     for empty in (0, 4, EMPTY_THOUGHT_TOKENS):
         (loss,) = returned(older, HEAD + list(range(empty)) + ANSWER + ASK + ANSWER + TOOL)
-        assert (loss.cause, loss.at_token) == (Cause.THOUGHTS, len(HEAD))
+        assert (loss.cause, loss.at_token) == (LossCause.THOUGHTS, len(HEAD))
 
 
 def test_an_answer_that_comes_back_changed_is_told_from_one_without_its_thought() -> None:
     (loss,) = returned(departure(HEAD + THOUGHT, len(HEAD)), HEAD + THOUGHT[:50] + TOOL)
-    assert (loss.cause, loss.at_token) == (Cause.ANSWER, len(HEAD) + 50)
+    assert (loss.cause, loss.at_token) == (LossCause.ANSWER, len(HEAD) + 50)
 
 
 def test_other_tools_are_told_from_a_nonce_by_what_was_offered() -> None:
     now = HEAD[:40] + list(range(9000, 9003)) + HEAD[43:] + ASK + ANSWER + TOOL
     left = departure(LAST, len(HEAD + ASK), tools="a")
-    assert returned(left, now, tools="b")[0].cause is Cause.TOOLS
-    assert returned(left, now, tools="a")[0].cause is Cause.NONCE
-    assert returned(left, now, tools="")[0].cause is Cause.NONCE, "a request without tools is no other list"
+    assert returned(left, now, tools="b")[0].cause is LossCause.TOOLS
+    assert returned(left, now, tools="a")[0].cause is LossCause.NONCE
+    assert returned(left, now, tools="")[0].cause is LossCause.NONCE, (
+        "a request without tools is no other list"
+    )
 
 
 def test_a_history_that_was_made_shorter_is_told_from_another_prompt() -> None:
     last = departure(HEAD + ASK + THOUGHT * 3 + ANSWER, len(HEAD + ASK + THOUGHT * 3))
     summary = list(range(7000, 7100))
     (loss,) = returned(last, HEAD + summary + TOOL)
-    assert (loss.cause, loss.at_token, loss.tokens) == (Cause.COMPACTION, len(HEAD), len(summary + TOOL))
-    assert returned(last, HEAD[:3] + summary + TOOL)[0].cause is Cause.OTHER
-    assert returned(last, HEAD + list(range(6000, 7500)))[0].cause is Cause.OTHER
+    assert (loss.cause, loss.at_token, loss.tokens) == (LossCause.COMPACTION, len(HEAD), len(summary + TOOL))
+    assert returned(last, HEAD[:3] + summary + TOOL)[0].cause is LossCause.OTHER
+    assert returned(last, HEAD + list(range(6000, 7500)))[0].cause is LossCause.OTHER
 
 
 def test_the_same_tokens_under_another_salt_are_told_by_their_hashes() -> None:
     (loss,) = returned(departure(LAST, len(HEAD + ASK), salt="a"), AGAIN, salt="b")
-    assert (loss.cause, loss.at_token, loss.tokens) == (Cause.SALT, 0, len(LAST))
+    assert (loss.cause, loss.at_token, loss.tokens) == (LossCause.SALT, 0, len(LAST))
 
 
 @pytest.mark.parametrize(
-    ("tier_tokens", "cause"), [(0, Cause.EVICTED), (48, Cause.EVICTED), (320, Cause.TIER_MISS)]
+    ("tier_tokens", "cause"), [(0, LossCause.EVICTED), (48, LossCause.EVICTED), (320, LossCause.TIER_MISS)]
 )
 def test_what_neither_the_gpu_nor_a_tier_has_any_more_is_charged_to_who_had_it(
-    tier_tokens: int, cause: Cause
+    tier_tokens: int, cause: LossCause
 ) -> None:
     (loss,) = returned(departure(LAST, len(HEAD + ASK), tier_tokens=tier_tokens), AGAIN, found=32)
     whole = len(LAST) // BLOCK * BLOCK
@@ -135,30 +137,33 @@ def test_what_neither_the_gpu_nor_a_tier_has_any_more_is_charged_to_who_had_it(
 
 
 def test_what_is_computed_because_that_is_cheaper_is_no_tier_miss() -> None:
-    departures = Departures(BLOCK)
+    departures = EndedTurns(BLOCK)
     departures.left(P, departure(LAST, len(HEAD + ASK), tier_tokens=320))
     parted = departures.back(P, "p", AGAIN, hashes(AGAIN), "")
-    assert [loss.cause for loss in departures.found(parted, 0, True, CURVE)] == [Cause.EVICTED]
+    assert [loss.cause for loss in departures.found(parted, 0, True, CURVE)] == [LossCause.EVICTED]
 
 
 def test_one_return_may_lose_by_its_prompt_and_by_the_cache() -> None:
     now = HEAD[:150] + list(range(9000, 9003)) + HEAD[153:] + ASK + ANSWER + TOOL
     losses = returned(departure(LAST, len(HEAD + ASK)), now, found=0)
-    assert [(loss.cause, loss.at_token) for loss in losses] == [(Cause.NONCE, 150), (Cause.EVICTED, 0)]
+    assert [(loss.cause, loss.at_token) for loss in losses] == [
+        (LossCause.NONCE, 150),
+        (LossCause.EVICTED, 0),
+    ]
 
 
 @given(
     st.builds(
-        Evidence,
+        LossEvidence,
         *[st.integers(0, 10_000)] * 4,
         st.booleans(),
         st.booleans(),
         st.booleans(),
-        st.none() | st.builds(Edit, st.integers(0, 9999), st.integers(0, 99)),
+        st.none() | st.builds(PromptEdit, st.integers(0, 9999), st.integers(0, 99)),
     )
 )
-def test_whatever_was_seen_there_is_one_cause_that_a_prompt_can_have(seen: Evidence) -> None:
-    assert cause_of(seen) not in (Cause.EVICTED, Cause.TIER_MISS)
+def test_whatever_was_seen_there_is_one_cause_that_a_prompt_can_have(seen: LossEvidence) -> None:
+    assert cause_of(seen) not in (LossCause.EVICTED, LossCause.TIER_MISS)
 
 
 # the search -----------------------------------------------------------------
@@ -196,24 +201,24 @@ def test_text_that_repeats_itself_costs_no_more_than_a_few_milliseconds(now: lis
 
 
 def test_a_title_in_between_hides_nothing_of_the_turn_before() -> None:
-    departures = Departures(BLOCK)
+    departures = EndedTurns(BLOCK)
     departures.left(P, departure(LAST, len(HEAD + ASK)))
     title = HEAD[:5] + list(range(6000, 6100))
-    assert departures.back(P, "p", title, hashes(title), "").cause is Cause.OTHER  # type: ignore[union-attr]
+    assert departures.back(P, "p", title, hashes(title), "").cause is LossCause.OTHER  # type: ignore[union-attr]
     departures.left(P, departure(title, len(title) - 4))
     parted = departures.back(P, "p", AGAIN, hashes(AGAIN), "")
     assert parted is not None and parted.cause is None
 
 
 def test_turns_are_kept_within_bounds_and_dropped_with_their_programs() -> None:
-    departures = Departures(BLOCK)
+    departures = EndedTurns(BLOCK)
     tokens = [1] * 50_000
     for i in range(100):
-        departures.left(ProgramId(f"p{i}"), Departure(f"n{i}", tokens, [], 0, "", False))
+        departures.left(ProgramId(f"p{i}"), EndedTurn(f"n{i}", tokens, [], 0, "", False))
         assert departures._tokens <= MOST_TOKENS
     assert len(departures._left) == MOST_TOKENS // len(tokens) == len(departures._latest)
     for _ in range(5):
-        departures.left(ProgramId("p99"), Departure("n99", tokens, [], 0, "", False))
+        departures.left(ProgramId("p99"), EndedTurn("n99", tokens, [], 0, "", False))
     assert len(departures._left[ProgramId("p99")]) == KEPT_TURNS
     for i in range(100):
         departures.over(ProgramId(f"p{i}"))
@@ -221,7 +226,7 @@ def test_turns_are_kept_within_bounds_and_dropped_with_their_programs() -> None:
 
 
 def test_another_tenants_program_of_the_same_name_is_not_taken_for_this_one() -> None:
-    departures = Departures(BLOCK)
+    departures = EndedTurns(BLOCK)
     departures.left(ProgramId("p@a"), departure(LAST, len(HEAD + ASK), salt="a"))
     assert departures.back(ProgramId("p@b"), "p", TOOL, hashes(TOOL, "b"), "") is None
     departures.left(ProgramId("p@b"), departure(AGAIN, len(AGAIN) - 4, salt="b"))
@@ -234,9 +239,9 @@ def test_another_tenants_program_of_the_same_name_is_not_taken_for_this_one() ->
 pytest.importorskip("vllm")
 from bench import Bench, prompt, settings  # noqa: E402, F401
 
-from continuum_lmcache.identity import TOOLS_FIELD  # noqa: E402
+from continuum_lmcache.programs.identity import TOOLS_FIELD  # noqa: E402
+from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of  # noqa: E402
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler  # noqa: E402
-from continuum_lmcache.vllm_plugin.totals import totals_of  # noqa: E402
 
 DRAM = {
     "kv_connector": "FakeConnector",
@@ -291,7 +296,7 @@ def test_each_planted_cause_is_found_at_its_token(make: Make, tmp_path: Path) ->
     assert at == {"nonce": 40, "tools": 25, "thoughts": len(HEAD), "compaction": len(HEAD), "salt": 0}
     assert all(log[0]["prefill_s"] > 0 and log[0]["lost_tokens"] > 32 for log in found.values())
     assert all("left_text" not in log[0] and len(log[0]["now_side"]) == 16 for log in found.values())
-    told = totals_of(bench.keeper)
+    told = totals_of(bench.lifecycle)
     assert {cause for cause, n in told["lost_returns"].items() if n} == set(found)
     assert told["lost_at_token"] == at
     assert {cause for cause, s in told["lost_seconds"].items() if s} == set(found)
@@ -323,15 +328,15 @@ def test_texts_are_recorded_only_where_they_are_asked_for(make: Make, tmp_path: 
     bench.turn("p", HEAD + ASK)
     bench.turn("p", HEAD[:40] + [77] * 5 + HEAD[45:] + ASK + TOOL)
     (lost,) = losses(bench, tmp_path)["p"]
-    tokenizer = bench.keeper.losses._tokenizer
+    tokenizer = bench.lifecycle.losses._tokenizer
     assert lost["now_text"] == str(tokenizer.decode([77] * 5 + HEAD[45:56]))[:80] != lost["left_text"]
 
 
 def test_a_return_is_looked_at_in_a_fraction_of_a_millisecond_whatever_its_context() -> None:
     tokens = [i * 31 % 50_000 for i in range(100_000)]
     chain = [i.to_bytes(32, "big") for i in range(len(tokens) // BLOCK)]
-    left = Departure("p", tokens, chain, 99_000, "", False)
-    now, departures = tokens + TOOL, Departures(BLOCK)
+    left = EndedTurn("p", tokens, chain, 99_000, "", False)
+    now, departures = tokens + TOOL, EndedTurns(BLOCK)
     start_s = time.thread_time()
     for _ in range(1000):
         departures.left(P, left)

@@ -13,8 +13,8 @@ from console import Command, metrics_server
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from continuum_lmcache.console.connector import Worker, checked
-from continuum_lmcache.console.shapes import shape_of
+from continuum_lmcache.console.lmcache_check import RankWorker, checked
+from continuum_lmcache.console.model_shapes import shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.types import Tier
 from experiments.tiny_model import CONFIG
@@ -326,7 +326,7 @@ SETTINGS = [
 
 def judged(extra: dict[str, Any]) -> None:
     """The doctor has findings on these settings, and not more than one tier of each kind."""
-    worker = Worker(False, 16, 131_072, "m")
+    worker = RankWorker(False, 16, 131_072, "m")
     config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     found = checked(config, worker, lora=False)
     assert found.tiers(131_072).keys() <= {Tier.DRAM, Tier.SSD}
@@ -349,7 +349,7 @@ def test_whatever_an_lmcache_json_holds_it_is_judged(extra: dict[str, Any]) -> N
 @example({"lmcache.local_disk": "/d", "lmcache.extra_config": 1})
 def test_whatever_an_lmcache_json_holds_it_is_judged_without_lmcache_too(extra: dict[str, Any]) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "connectors.lmcache_settings", None)
+        patch.setitem(sys.modules, "connectors.lmcache.settings", None)
         judged(extra)
 
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from connectors.fake_config import FakeConfig
-from connectors.fake_plan import Planner
-from connectors.shelf import chain
+from connectors.fake.config import FakeConfig
+from connectors.fake.scheduler_side import FakeSchedulerSide
+from connectors.tier_model.lru_tier import chain
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.types import Residency
 
 BYTES = 250  # a token
 
 
-def a_planner(**config: Any) -> Planner:
+def a_planner(**config: Any) -> FakeSchedulerSide:
     chosen = {"dram_gb": 1.0, "chunk_tokens": 8, **config}
-    return Planner(FakeConfig(**chosen), BYTES, block_tokens=4, clock=lambda: 0.0)
+    return FakeSchedulerSide(FakeConfig(**chosen), BYTES, block_tokens=4, clock=lambda: 0.0)
 
 
 def a_request(request_id: str, tokens: int, first: int = 0) -> Any:
@@ -132,7 +132,7 @@ def test_an_offer_that_is_asked_for_again_and_again_changes_nothing() -> None:
     assert not planner.tracked
 
 
-def held_in_parts() -> Planner:
+def held_in_parts() -> FakeSchedulerSide:
     """Four chunks on the disk, of which the first two are in DRAM too."""
     planner = a_planner(ssd_gb=1.0)
     names = chain(range(32), 8)

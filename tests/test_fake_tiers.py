@@ -9,32 +9,32 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from connectors.links import Link
-from connectors.shape import TierShape
-from connectors.shelf import chain
-from connectors.tiered import TieredStore
-from continuum_lmcache.tiers import Holding
+from connectors.tier_model.bandwidth_link import BandwidthLink
+from connectors.tier_model.lru_tier import chain
+from connectors.tier_model.tier_spec import TierSpec
+from connectors.tier_model.two_tier_cache import TwoTierCache
+from continuum_lmcache.reload.tier_store import TierHit
 from continuum_lmcache.types import Tier
 
 CHUNK, BYTES = 4, 250  # a chunk is 1,000 bytes: a rate of 1e-6 GB/s moves one in a second
 SLOW = 1e-6
 
 
-def a_store(dram_chunks: float, ssd_chunks: float = 0, **rates: float) -> TieredStore:
+def a_store(dram_chunks: float, ssd_chunks: float = 0, **rates: float) -> TwoTierCache:
     size = {"dram_bytes": dram_chunks * CHUNK * BYTES, "ssd_bytes": ssd_chunks * CHUNK * BYTES}
-    return TieredStore(TierShape(BYTES, CHUNK, **size, **rates), namer=list)  # chunks name themselves
+    return TwoTierCache(TierSpec(BYTES, CHUNK, **size, **rates), namer=list)  # chunks name themselves
 
 
 def test_a_write_to_the_disk_is_not_there_before_it_ends() -> None:
     store = a_store(2, 10, ssd_store_gbps=SLOW)
     store.store(0.0, "abcd")  # DRAM has room for a and b; the disk takes 4 s
-    assert store.locate("abcd") == Holding(2 * CHUNK, 0)
+    assert store.locate("abcd") == TierHit(2 * CHUNK, 0)
     store.settle(2.9)
-    assert store.locate("abcd") == Holding(2 * CHUNK, 0)
+    assert store.locate("abcd") == TierHit(2 * CHUNK, 0)
     store.settle(3.0)
-    assert store.locate("abcd") == Holding(2 * CHUNK, CHUNK)
+    assert store.locate("abcd") == TierHit(2 * CHUNK, CHUNK)
     store.settle(4.0)
-    assert store.locate("abcd") == Holding(2 * CHUNK, 2 * CHUNK)
+    assert store.locate("abcd") == TierHit(2 * CHUNK, 2 * CHUNK)
 
 
 def test_a_disk_too_far_behind_is_given_no_more() -> None:
@@ -61,18 +61,18 @@ def test_the_disk_serves_only_what_follows_the_run_in_dram() -> None:
     store = a_store(4, 10)
     store.store(0.0, "abcdef"[:4])
     store.store(0.0, "xy")  # pushes a and b out of DRAM
-    assert store.locate("abcd") == Holding(0, 4 * CHUNK)
+    assert store.locate("abcd") == TierHit(0, 4 * CHUNK)
     store.ssd.forget("c")
-    assert store.locate("abcd") == Holding(0, 2 * CHUNK)
+    assert store.locate("abcd") == TierHit(0, 2 * CHUNK)
 
 
 def test_neither_a_store_nor_a_load_pushes_its_own_head_out_of_dram() -> None:
     store = a_store(3, 10)
     store.store(0.0, "abcd")
     store.settle(0.0)
-    assert store.locate("abcd") == Holding(3 * CHUNK, CHUNK)
+    assert store.locate("abcd") == TierHit(3 * CHUNK, CHUNK)
     assert store.load(0.0, "abcd").ssd == "d"
-    assert store.locate("abcd") == Holding(3 * CHUNK, CHUNK)
+    assert store.locate("abcd") == TierHit(3 * CHUNK, CHUNK)
 
 
 def test_loads_queue_on_their_links_and_stores_have_their_own() -> None:
@@ -83,7 +83,7 @@ def test_loads_queue_on_their_links_and_stores_have_their_own() -> None:
     assert store.load(9.0, "abc", gpu_tokens=2 * CHUNK).done_s == 10.5
     assert store.dram.forget("b") and store.dram.forget("c")
     assert store.load(20.0, "abc").done_s == 20.0 + 2 * 2 + 3 + 0.5  # the disk, then one copy of all
-    assert store.locate("abc") == Holding(3 * CHUNK, 0)
+    assert store.locate("abc") == TierHit(3 * CHUNK, 0)
 
 
 def test_a_transfer_says_how_long_the_bytes_took_without_the_queue() -> None:
@@ -99,7 +99,7 @@ def test_a_transfer_says_how_long_the_bytes_took_without_the_queue() -> None:
 
 
 def test_a_link_is_free_again_after_a_pause() -> None:
-    link = Link(gbps=1.0)
+    link = BandwidthLink(gbps=1.0)
     assert link.reserve(0.0, 2 * 10**9) == 2.0
     assert link.lag_s(0.5) == 1.5
     assert link.reserve(10.0, 10**9) == 11.0
@@ -138,7 +138,7 @@ class Tiers(RuleBasedStateMachine):
         total = located.dram_tokens + located.ssd_tokens
         brought = self.store.run(prompt, gpu_tokens)
         dram = max(0, located.dram_tokens - gpu_tokens)
-        assert brought == Holding(dram, max(0, total - gpu_tokens) - dram)
+        assert brought == TierHit(dram, max(0, total - gpu_tokens) - dram)
 
     @rule(seconds=st.floats(0, 20))
     def wait(self, seconds: float) -> None:
@@ -147,7 +147,7 @@ class Tiers(RuleBasedStateMachine):
     @rule(which=st.integers(0, 2))
     def forget(self, which: int) -> None:
         self.store.forget(self.prompts[which])
-        assert self.store.locate(self.prompts[which]) == Holding(0, 0)
+        assert self.store.locate(self.prompts[which]) == TierHit(0, 0)
 
     @invariant()
     def books_balance(self) -> None:

@@ -23,7 +23,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import BLOCK, Answer, Server, ids
 
-from continuum_lmcache.console.report import write_report
+from continuum_lmcache.report.page import write_report
 from experiments.server import processes, serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.vllm_plugin import metrics, protocol, wakeup
+from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, request_fields
 
 Install = Callable[[], None]
 SEAMS = [  # module, class, method, what wraps it
@@ -19,13 +19,18 @@ SEAMS = [  # module, class, method, what wraps it
         "vllm.entrypoints.openai.chat_completion.protocol",
         "ChatCompletionRequest",
         "to_sampling_params",
-        protocol,
+        request_fields,
     ),
-    ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", "to_sampling_params", protocol),
-    ("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest", "to_sampling_params", protocol),
-    ("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages", "create_messages", protocol),
-    ("vllm.v1.metrics.loggers", "StatLoggerManager", "record", metrics),
-    ("vllm.v1.engine.core", "EngineCoreProc", "_process_input_queue", wakeup),
+    (
+        "vllm.entrypoints.openai.completion.protocol",
+        "CompletionRequest",
+        "to_sampling_params",
+        request_fields,
+    ),
+    ("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest", "to_sampling_params", request_fields),
+    ("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages", "create_messages", request_fields),
+    ("vllm.v1.metrics.loggers", "StatLoggerManager", "record", prometheus),
+    ("vllm.v1.engine.core", "EngineCoreProc", "_process_input_queue", idle_timer),
 ]
 
 

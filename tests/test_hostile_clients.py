@@ -10,14 +10,14 @@ from bench import Bench, prompt, settings  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.gaps import MAX_KEYS, MAX_LEVELS, WINDOW, Gaps
-from continuum_lmcache.identity import FIELDS, program_id
-from continuum_lmcache.ledger import Ledger
-from continuum_lmcache.recorder import Recorder
+from continuum_lmcache.programs.identity import FIELDS, program_id
+from continuum_lmcache.programs.prompt_linker import MAX_TAILS
+from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.telemetry.recorder import EventRecorder
+from continuum_lmcache.tools.durations import MAX_KEYS, MAX_LEVELS, WINDOW, ToolDurations
 from continuum_lmcache.types import ProgramId, TurnId
-from continuum_lmcache.vllm_plugin.lineage import MAX_TAILS
+from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
-from continuum_lmcache.vllm_plugin.totals import totals_of
 from experiments.trust.hostile import ATTACKS, verdict
 
 LABELS = {*FIELDS, "session_id"}
@@ -31,8 +31,8 @@ def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
 
 
 def test_a_hundred_thousand_ids_leave_a_table_of_its_bound() -> None:
-    ledger = Ledger(100, 100, max_programs=1000)
-    recorder = Recorder(0.0, max_programs=1000)
+    ledger = ProgramTable(100, 100, max_programs=1000)
+    recorder = EventRecorder(0.0, max_programs=1000)
     for i in range(100_000):
         program, turn = ProgramId(f"job-{i}"), TurnId(f"turn-{i}")
         ledger.arrived(float(i), turn, program, f"salt-{i}")
@@ -50,17 +50,17 @@ def test_ids_that_come_once_and_never_end_fill_no_table(bench: Bench) -> None:
     for i in range(400):
         bench.turn(f"job-{i}", prompt(20, i), this_func_call=f"tool-{i} x{i}")
         bench.now_s += 1
-    keeper = bench.keeper
-    assert len(keeper.ledger.programs) <= 50 + 11  # looked at every 10 s
-    assert not keeper.turns and not keeper.moved
-    assert len(keeper._lineage._turns) <= 50 and all(
-        len(tails) <= MAX_TAILS for tails in keeper._lineage._turns.values()
+    lifecycle = bench.lifecycle
+    assert len(lifecycle.ledger.programs) <= 50 + 11  # looked at every 10 s
+    assert not lifecycle.turns and not lifecycle.moved
+    assert len(lifecycle._prompt_linker._turns) <= 50 and all(
+        len(tails) <= MAX_TAILS for tails in lifecycle._prompt_linker._turns.values()
     )
-    assert len(keeper.ledger._deadlines) <= 61
+    assert len(lifecycle.ledger._deadlines) <= 61
 
 
 def test_tools_without_end_are_forgotten_beyond_the_bound() -> None:
-    gaps = Gaps()
+    gaps = ToolDurations()
     for i in range(3 * MAX_KEYS):
         gaps.observe((f"a{i}", f"b{i}", f"c{i}", f"d{i}"), 1.0)
     assert len(gaps._windows) == MAX_KEYS and all(len(key) <= MAX_LEVELS for key in gaps._windows)
@@ -72,10 +72,10 @@ def test_tools_without_end_are_forgotten_beyond_the_bound() -> None:
 def test_one_client_cannot_pin_more_than_its_share(bench: Bench) -> None:
     for i in range(12):
         bench.turn(f"greedy-{i}", prompt(64, i), salt="greedy")
-    assert bench.keeper.ledger.pinned_blocks <= bench.keeper.ledger.max_tenant_blocks
-    assert bench.keeper.ledger.refused["tenant"] > 0
+    assert bench.lifecycle.ledger.pinned_blocks <= bench.lifecycle.ledger.max_tenant_blocks
+    assert bench.lifecycle.ledger.refused["tenant"] > 0
     bench.turn("victim", prompt(64, 99), salt="victim")
-    assert ProgramId(program_id("victim", "victim")) in bench.keeper.ledger.pinned
+    assert ProgramId(program_id("victim", "victim")) in bench.lifecycle.ledger.pinned
 
 
 def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
@@ -87,7 +87,7 @@ def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
     for i in range(150):  # past the cold start
         bench.turn("liar", prompt(64, i), this_func_call="bash sleep")
         bench.now_s += 29
-    pins = bench.keeper.ledger.pinned.values()
+    pins = bench.lifecycle.ledger.pinned.values()
     assert all(pin.deadline_s - pin.taken_s <= 30 for pin in pins)
     bench.advance(31)
     assert bench.used_blocks == 0
@@ -96,15 +96,15 @@ def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
 @pytest.mark.parametrize("field", ["job_id", "this_func_call", "last_func_call"])
 def test_a_field_of_a_megabyte_is_ignored_and_counted(bench: Bench, field: str) -> None:
     bench.turn(None, prompt(40), **{field: "x" * 2**20})
-    assert bench.keeper.ignored == {field: 1} and not bench.keeper.ledger.programs
+    assert bench.lifecycle.ignored == {field: 1} and not bench.lifecycle.ledger.programs
 
 
 @pytest.mark.parametrize("name", NASTY)
 def test_a_nasty_name_makes_neither_a_label_nor_a_file(bench: Bench, tmp_path: Path, name: str) -> None:
     bench.turn(name, prompt(40), salt=None, this_func_call=name[:40], out=2)
     bench.turn(None, prompt(40, 2), is_last_step=name)
-    labels = {label for metric in totals_of(bench.keeper).values() for label in metric}
-    assert name not in labels and set(bench.keeper.ignored) <= LABELS
+    labels = {label for metric in totals_of(bench.lifecycle).values() for label in metric}
+    assert name not in labels and set(bench.lifecycle.ignored) <= LABELS
     bench.scheduler.shutdown()
     files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {"scheduler_timestamps"}
@@ -128,14 +128,14 @@ def test_two_programs_have_one_name_only_if_they_are_one(a: tuple[str, str], b: 
 def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_elses(bench: Bench) -> None:
     bench.turn("victim", prompt(64, 99))
     bench.turn("liar", prompt(40, 1), is_last_step=True)
-    arrival_s = bench.keeper.crowd.endings._ended[ProgramId("liar")].arrival_s
+    arrival_s = bench.lifecycle.crowd.endings._ended[ProgramId("liar")].arrival_s
     for turn in range(2, 30):
         bench.turn("liar", prompt(40 + turn, 1), is_last_step=True)
-    keeper = bench.keeper
-    assert list(keeper.ledger.pinned) == [ProgramId("victim")] == list(keeper.ledger.programs)
-    assert keeper.crowd.endings._ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
-    assert not keeper.crowd.endings.believed, "its word is not taken any more, nor is its KV dropped"
-    assert set(keeper.crowd.door.inside) == {ProgramId("victim")}
+    lifecycle = bench.lifecycle
+    assert list(lifecycle.ledger.pinned) == [ProgramId("victim")] == list(lifecycle.ledger.programs)
+    assert lifecycle.crowd.endings._ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
+    assert not lifecycle.crowd.endings.believed, "its word is not taken any more, nor is its KV dropped"
+    assert set(lifecycle.crowd.admission.inside) == {ProgramId("victim")}
 
 
 @pytest.mark.parametrize("lie", ["never-last", "always-last"])

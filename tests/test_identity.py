@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.identity import FIELDS, MAX_CHARS, Identity, parse, program_id
+from continuum_lmcache.programs.identity import FIELDS, MAX_CHARS, ProgramFields, parse, program_id
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -19,7 +19,7 @@ JSON = st.recursive(
 def test_a_program_is_named_by_text_or_number_and_null_is_nobody() -> None:
     assert parse({"job_id": "run-1"}).job_id == "run-1"
     assert parse({"job_id": 42}).job_id == "42"
-    assert parse({"job_id": None}) == parse({}) == Identity()
+    assert parse({"job_id": None}) == parse({}) == ProgramFields()
 
 
 @pytest.mark.parametrize("value", [True, 1, "true", "True", "1", " yes "])

@@ -24,8 +24,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-import connectors.lmcache
-from connectors.lmcache_loads import LoadCheck
+import connectors.lmcache.connector
+from connectors.lmcache.load_check import LoadCheck
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
 Make = Callable[..., EngineBench]

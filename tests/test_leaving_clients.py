@@ -71,7 +71,7 @@ def settle(bench: Bench) -> None:
     bench.run_until_idle()
     bench.advance(1000.0)
     check_books(bench)
-    assert bench.used_blocks == 0 and not bench.scheduler.requests and not bench.keeper.turns
+    assert bench.used_blocks == 0 and not bench.scheduler.requests and not bench.lifecycle.turns
     bench.scheduler.reset_prefix_cache()
 
 
@@ -109,7 +109,7 @@ def held(bench: Bench) -> None:
     for i in range(60):
         bench.send(f"p{i}", prompt(100, i), out=4)
     bench.step()
-    leave(bench, next(turn.id for turn in bench.keeper.turns.values() if turn.held))
+    leave(bench, next(turn.id for turn in bench.lifecycle.turns.values() if turn.held))
 
 
 def waiting(bench: Bench) -> None:

@@ -22,13 +22,13 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connectors.lmcache_settings import ENV_FAMILIES, NAMES, given, unread
-from connectors.lmcache_traps import GIB, Machine, pool_chunks, settled
-from continuum_lmcache.costs import kv_bytes_per_token
+from connectors.lmcache.known_issues import GIB, WorkerSpec, pool_chunks, settled
+from connectors.lmcache.settings import ENV_FAMILIES, NAMES, given, unread
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 
-CPU = Machine(on_cpu=True, block_tokens=128, kv_bytes_per_token=8192, model="tiny")
-GPU = Machine(on_cpu=False, block_tokens=16, kv_bytes_per_token=131072, model="tiny")
+CPU = WorkerSpec(on_cpu=True, block_tokens=128, kv_bytes_per_token=8192, model="tiny")
+GPU = WorkerSpec(on_cpu=False, block_tokens=16, kv_bytes_per_token=131072, model="tiny")
 SHIPPED = Path(__file__).parent.parent / "lmcache.json"
 
 
@@ -231,7 +231,7 @@ def test_one_load_never_takes_more_than_the_dram_pool(dram_gib, chunk_tokens):
 
 
 def test_a_pool_is_counted_in_aligned_chunks():
-    odd = Machine(on_cpu=False, block_tokens=1, kv_bytes_per_token=4097, model="tiny")
+    odd = WorkerSpec(on_cpu=False, block_tokens=1, kv_bytes_per_token=4097, model="tiny")
     settings = {"chunk_size": 1, "max_local_cpu_size": 16384 / GIB}
     assert pool_chunks(settings, odd) == 2
 
@@ -271,7 +271,7 @@ def test_settings_that_are_known_to_fail_are_refused_with_the_reason(extra, reas
 
 
 def test_a_model_path_too_long_for_a_file_name_is_refused_with_a_disk():
-    deep = Machine(True, 128, 8192, "/models/" + "x" * 240)
+    deep = WorkerSpec(True, 128, 8192, "/models/" + "x" * 240)
     disk = {"lmcache.local_disk": "/d", "lmcache.max_local_disk_size": 1}
     assert "shorter path" in refusal(disk, machine=deep)
     settled({}, {}, deep)
@@ -341,7 +341,7 @@ def test_the_shipped_file_names_only_what_lmcache_knows_and_passes():
 def test_lora_is_refused_since_lmcache_would_mix_the_adapters() -> None:
     from types import SimpleNamespace
 
-    from connectors.lmcache import ContinuumLMCacheConnector
+    from connectors.lmcache.connector import ContinuumLMCacheConnector
 
     with pytest.raises(ConfigError, match="does not tell LoRA adapters apart.*drop --enable-lora"):
         ContinuumLMCacheConnector.check_settings(SimpleNamespace(lora_config=object()))
@@ -362,7 +362,7 @@ def test_a_failed_load_is_computed_again_only_where_that_gives_the_right_tokens(
 ) -> None:
     from types import SimpleNamespace
 
-    from connectors.lmcache_start import recomputes_rightly
+    from connectors.lmcache.startup import recomputes_rightly
 
     steps = SimpleNamespace(scheduler_cls=scheduler, async_scheduling=runs_ahead)
     config = SimpleNamespace(scheduler_config=steps, use_v2_model_runner=newer_runner)

@@ -8,8 +8,8 @@ pytest.importorskip("lmcache")
 
 from lmcache_rig import CHUNK, prompt
 
-from connectors.lmcache_disk import is_whole, takes_odirect
-from continuum_lmcache.tiers import Holding
+from connectors.lmcache.disk.reads import is_whole, takes_odirect
+from continuum_lmcache.reload.tier_store import TierHit
 
 
 @pytest.mark.parametrize("lost", [[0], [2], [1, 3]])
@@ -22,7 +22,7 @@ def test_lost_chunk_files_end_the_load_before_them(rig, lost):
         r.file_of(tokens, chunk).unlink()
     assert r.load(tokens) == lost[0] * CHUNK
     r.step()
-    assert r.tiers.locate(tokens) == Holding(0, lost[0] * CHUNK)
+    assert r.tiers.locate(tokens) == TierHit(0, lost[0] * CHUNK)
 
 
 def test_the_only_chunk_lost_is_no_load_and_no_crash(rig):
@@ -64,7 +64,7 @@ def test_a_disk_load_larger_than_the_dram_pool_brings_what_fits(rig):
     for chunk in range(9):  # as a prompt grows over turns: DRAM never holds all of it
         r.store(prompt(1, chunk + 1), skip_chunks=chunk)
         r.evict_from_dram()
-    assert r.tiers.locate(tokens) == Holding(0, 9 * CHUNK)
+    assert r.tiers.locate(tokens) == TierHit(0, 9 * CHUNK)
     assert 0 < r.load(tokens) <= 4 * CHUNK
 
 

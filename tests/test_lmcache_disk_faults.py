@@ -21,10 +21,10 @@ pytest.importorskip("lmcache")
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache_rig import CHUNK, prompt, rigs
 
-from connectors.lmcache_disk import is_whole, takes_odirect
-from connectors.lmcache_disk_writes import DiskWrites
-from connectors.lmcache_losses import Losses, checksum
-from continuum_lmcache.tiers import Holding
+from connectors.lmcache.disk.lost_chunks import LostChunks, checksum
+from connectors.lmcache.disk.reads import is_whole, takes_odirect
+from connectors.lmcache.disk.writes import DiskWrites
+from continuum_lmcache.reload.tier_store import TierHit
 
 
 def full(path: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_chunk_that_the_disk_refuses_stays_in_dram_and_leaves_no_trace_in_the_
         r.store(prompt(1, 1))
         r.settle()
         assert r.load(prompt(1, 1)) == CHUNK
-        assert r.tiers.locate(prompt(1, 1)) == Holding(CHUNK, 0)
+        assert r.tiers.locate(prompt(1, 1)) == TierHit(CHUNK, 0)
         assert (r.disk.current_cache_size, r.disk.usage) == before
         assert not r.disk.disk_worker.put_tasks
         r.cpu.clear()
@@ -110,7 +110,7 @@ def test_evicting_a_file_that_is_gone_already_is_an_eviction(rig):
     r.lose_files()
     r.store(prompt(2, 4))
     r.evict_from_dram()
-    assert r.tiers.locate(prompt(1, 4)) == Holding(0, 0)
+    assert r.tiers.locate(prompt(1, 4)) == TierHit(0, 0)
     assert r.load(prompt(2, 4)) == 4 * CHUNK
 
 
@@ -143,7 +143,7 @@ def test_a_chunk_whose_bytes_have_changed_is_lost_not_loaded(rig, change):
     assert r.load(prompt(1, 4)) == 2 * CHUNK
     assert lost(r) == {"corrupt": 1}
     r.step()
-    assert r.tiers.locate(prompt(1, 4)) == Holding(0, 2 * CHUNK)
+    assert r.tiers.locate(prompt(1, 4)) == TierHit(0, 2 * CHUNK)
     assert r.load(prompt(2, 4)) == 4 * CHUNK
 
 
@@ -205,7 +205,7 @@ def test_stock_lmcache_takes_a_write_cut_short_by_a_full_disk_for_whole_and_ours
     stock = a_disk(use_odirect=True)
     assert on_a_disk_with_4096_bytes_left(lambda: LocalDiskBackend.write_file(stock, mine, path)) == "done"
     assert Path(path).stat().st_size == 4096
-    ours = DiskWrites(a_disk(use_odirect=True, async_save_bytes_to_disk=None, remove=None), Losses())
+    ours = DiskWrites(a_disk(use_odirect=True, async_save_bytes_to_disk=None, remove=None), LostChunks())
     assert on_a_disk_with_4096_bytes_left(lambda: ours.write(mine, path)) == "File too large"
     ours.write(mine, path)
     assert Path(path).read_bytes() == bytes(mine)

@@ -25,16 +25,16 @@ from lmcache_mp_rig import Clock, MpEngine, MpRig, op
 from lmcache_mp_server import CHUNK, MpServer, wait_for
 from lmcache_rig import prompt
 
-from connectors import lmcache_mp_tiers
-from connectors.lmcache_mp_deadline import with_deadline
-from connectors.lmcache_mp_loads import LoadBook, TimedLoad
-from connectors.lmcache_mp_module import TierLog
-from connectors.lmcache_mp_settings import settled
-from connectors.lmcache_mp_start import caller
-from connectors.lmcache_mp_tiers import MAX_AGE_S, POLL_S, Follower, MpMirror, MpTiers
-from connectors.lmcache_mp_wire import Ask, Lookup, Told
+from connectors.lmcache_mp import tier_mirror
+from connectors.lmcache_mp.load_join import LoadLookupJoin, TimedLoad
+from connectors.lmcache_mp.server.deadline import with_deadline
+from connectors.lmcache_mp.server.module import TierChangeLog
+from connectors.lmcache_mp.settings import settled
+from connectors.lmcache_mp.startup import caller
+from connectors.lmcache_mp.tier_mirror import MAX_AGE_S, POLL_S, MpTierMirror, MpTiers, TierPoller
+from connectors.lmcache_mp.wire import ChangesReply, ChangesRequest, LookupResult
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 Make = Callable[..., MpRig]
@@ -46,16 +46,16 @@ Make = Callable[..., MpRig]
 def test_what_the_server_has_not_told_yet_counts_as_not_there(mp_rig: Make) -> None:
     rig = mp_rig()
     rig.store("r", prompt(1, 2), 0)
-    assert rig.locate(prompt(1, 2)) == Holding(0, 0)
+    assert rig.locate(prompt(1, 2)) == TierHit(0, 0)
     rig.settle()
-    assert rig.locate(prompt(1, 2)) == Holding(2 * CHUNK, 0)
+    assert rig.locate(prompt(1, 2)) == TierHit(2 * CHUNK, 0)
 
 
 def test_tenants_with_other_salts_find_nothing_of_each_others(mp_rig: Make) -> None:
     rig = mp_rig()
     rig.run(prompt(1, 2))
     rig.settle()
-    assert rig.tiers.locate(prompt(1, 2), "another") == Holding(0, 0)
+    assert rig.tiers.locate(prompt(1, 2), "another") == TierHit(0, 0)
 
 
 def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_evicts(mp_rig: Make) -> None:
@@ -93,7 +93,7 @@ def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_e
     engines[1].close()
 
 
-def total(held: Holding) -> int:
+def total(held: TierHit) -> int:
     return held.dram_tokens + held.ssd_tokens
 
 
@@ -119,7 +119,7 @@ def in_threads(*works: Callable[[], None]) -> list[Exception]:
 def test_a_mirror_that_asks_now_and_then_holds_what_lies_whole_in_each_tier(data: st.DataObject) -> None:
     """Chunks of two ranks' pieces come and go, and so do the server's memory of changes and the server."""
     registry = SimpleNamespace(find_attn_desc=lambda *_: SimpleNamespace(num_object_groups=1))
-    log, mirror = TierLog(registry, max_changes=5), MpMirror()
+    log, mirror = TierChangeLog(registry, max_changes=5), MpTierMirror()
     pieces: set[tuple[bool, int, int]] = set()
     for _ in range(data.draw(st.integers(1, 60))):
         ssd, chunk, rank = data.draw(st.tuples(st.booleans(), st.integers(0, 3), st.integers(0, 1)))
@@ -132,7 +132,7 @@ def test_a_mirror_that_asks_now_and_then_holds_what_lies_whole_in_each_tier(data
             log.drop(ssd, [key])
             pieces.discard((ssd, chunk, rank))
         elif what == "restart":
-            log, pieces = TierLog(registry, max_changes=5), set()
+            log, pieces = TierChangeLog(registry, max_changes=5), set()
         mirror.absorb(told(log, mirror)) if what in ("ask", "restart") else None
     mirror.absorb(told(log, mirror))
     for ssd in (False, True):
@@ -140,11 +140,11 @@ def test_a_mirror_that_asks_now_and_then_holds_what_lies_whole_in_each_tier(data
         assert mirror._held[ssd] == whole
 
 
-def told(log: TierLog, mirror: MpMirror) -> Told:
+def told(log: TierChangeLog, mirror: MpTierMirror) -> ChangesReply:
     """The module's answer to a mirror."""
     known = mirror.epoch == log.epoch and log.reaches(mirror.number)
     changes = log.since(("m", 2), mirror.number) if known else log.snapshot(("m", 2))
-    return Told(log.epoch, log.number, not known, changes, [], 1, None, 0.2, 300.0, "blake3")
+    return ChangesReply(log.epoch, log.number, not known, changes, [], 1, None, 0.2, 300.0, "blake3")
 
 
 class Heard:
@@ -165,7 +165,7 @@ def test_a_silent_server_gets_one_warning_and_its_tiers_count_as_empty(
 ) -> None:
     rig, clock, downs = mp_rig(), Clock(), []
     log = Heard()
-    monkeypatch.setattr(lmcache_mp_tiers, "logger", log)
+    monkeypatch.setattr(tier_mirror, "logger", log)
     answers = True
 
     def call(payload: bytes, timeout_s: float) -> bytes:
@@ -173,20 +173,20 @@ def test_a_silent_server_gets_one_warning_and_its_tiers_count_as_empty(
             raise TimeoutError("no answer")
         return rig.follower._call(payload, timeout_s)
 
-    follower = Follower(call, Ask("m", 1), lambda: downs.append(1), clock)
+    follower = TierPoller(call, ChangesRequest("m", 1), lambda: downs.append(1), clock)
     tiers = MpTiers(follower, rig.follower.poll(), rig.tiers._hasher, rig.bytes_per_token)
     rig.run(prompt(1, 2))
     follower.try_poll()
-    assert tiers.locate(prompt(1, 2), "") == Holding(2 * CHUNK, 0)
+    assert tiers.locate(prompt(1, 2), "") == TierHit(2 * CHUNK, 0)
     answers = False
     for _ in range(3):
         clock.now_s += MAX_AGE_S
         follower.try_poll()
-    assert (follower.is_up, tiers.locate(prompt(1, 2), ""), downs) == (False, Holding(0, 0), [1])
+    assert (follower.is_up, tiers.locate(prompt(1, 2), ""), downs) == (False, TierHit(0, 0), [1])
     assert len(log.warnings) == 1 and "not answer" in log.warnings[0]
     answers = True
     follower.try_poll()
-    assert (follower.is_up, tiers.locate(prompt(1, 2), "")) == (True, Holding(2 * CHUNK, 0))
+    assert (follower.is_up, tiers.locate(prompt(1, 2), "")) == (True, TierHit(2 * CHUNK, 0))
 
 
 def answering(response: object) -> MessagingFuture:
@@ -211,14 +211,14 @@ def test_a_bad_answer_counts_as_silence_and_the_follower_goes_on(
     mp_rig: Make, monkeypatch: pytest.MonkeyPatch, bad: object
 ) -> None:
     rig, log, downs, answers = mp_rig(), Heard(), [], ["right"]
-    monkeypatch.setattr(lmcache_mp_tiers, "logger", log)
+    monkeypatch.setattr(tier_mirror, "logger", log)
     (client,) = rig.scheduler.req_clients.values()
 
     def ask(request: object) -> MessagingFuture:
         return client.server_module_call(request) if answers[-1] == "right" else answering(bad)
 
     call = caller(SimpleNamespace(server_module_call=ask))
-    follower = Follower(call, Ask("m", 1), lambda: downs.append(1))
+    follower = TierPoller(call, ChangesRequest("m", 1), lambda: downs.append(1))
     follower.poll()
     follower.start()
     answers.append("bad")
@@ -358,7 +358,7 @@ def test_a_store_that_nobody_answers_costs_the_store_and_not_the_worker(
     mp_rig: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = mp_rig()
-    monkeypatch.setattr("connectors.lmcache_mp_worker.STALL_S", 0.05)
+    monkeypatch.setattr("connectors.lmcache_mp.worker.STALL_S", 0.05)
     monkeypatch.setattr(rig.adapter.transfer_ctx, "_instance_id", -1)  # the server knows no such worker
     rig.adapter.submit_store_request("r", op(prompt(1, 2), 0, 2 * CHUNK), None)
     assert not rig.adapter.is_healthy
@@ -371,7 +371,7 @@ def test_the_server_leaves_out_a_store_that_comes_too_late(
 ) -> None:
     """What it reads then may be another request's."""
     rig = mp_rig()
-    monkeypatch.setattr("connectors.lmcache_mp_worker.STALL_S", 0.5)
+    monkeypatch.setattr("connectors.lmcache_mp.worker.STALL_S", 0.5)
     for end_s, stored in ((time.monotonic(), 0), (time.monotonic() + 60, 2)):
         rig.adapter._health_event.set()
         move, configs = op(prompt(1, 2), 0, 2 * CHUNK), with_deadline({"other": "thing"}, end_s)
@@ -385,13 +385,13 @@ def test_the_server_leaves_out_a_store_that_comes_too_late(
 
 
 def test_a_load_is_told_by_tier_when_both_sides_have_spoken() -> None:
-    load, lookup = TimedLoad("r", 400, 4000, 0.4), Lookup(1, "r", 100, 300, 0.9)
+    load, lookup = TimedLoad("r", 400, 4000, 0.4), LookupResult(1, "r", 100, 300, 0.9)
     expected = [
-        Transfer(Tier.DRAM, "load", 100, 1000, 0.1, "r", in_step=False),
-        Transfer(Tier.SSD, "load", 300, 3000, 1.2, "r", in_step=False),
+        KVTransfer(Tier.DRAM, "load", 100, 1000, 0.1, "r", in_step=False),
+        KVTransfer(Tier.SSD, "load", 300, 3000, 1.2, "r", in_step=False),
     ]
     for loads, lookups in ([load], []), ([], [lookup]):
-        book = LoadBook()
+        book = LoadLookupJoin()
         assert book.join(loads, lookups) == []
         moved = book.join([load][len(loads) :], [lookup][len(lookups) :])
         assert [replace(t, duration_s=0) for t in moved] == [replace(t, duration_s=0) for t in expected]
@@ -406,7 +406,7 @@ def test_reading_l2_is_timed_and_counted_as_the_disks(mp_rig: Make) -> None:
     rig.run(prompt(2, 2))
     rig.settle()
     rig.transfers()
-    assert rig.run(prompt(1, 2)) == Holding(0, 2 * CHUNK)
+    assert rig.run(prompt(1, 2)) == TierHit(0, 2 * CHUNK)
     (load,) = [t for t in rig.transfers() if t.direction == "load"]
     assert load.tier is Tier.SSD and load.tokens == 2 * CHUNK and load.duration_s > 0
 

@@ -19,8 +19,8 @@ from lmcache_mp_server import CHUNK, wait_for
 from lmcache_rig import prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from connectors.lmcache_mp import ContinuumLMCacheMPConnector
-from connectors.lmcache_mp_leases import Leases
+from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
+from connectors.lmcache_mp.read_leases import ReadLeases
 from continuum_lmcache.types import Residency
 
 Make = Callable[..., MpRig]
@@ -59,7 +59,7 @@ def waiting(mp_rig: Make) -> Waiting:
         _loading=set(),
         _left=set(),
         _found={},
-        _leases=Leases(rig.scheduler, 300.0, clock),
+        _leases=ReadLeases(rig.scheduler, 300.0, clock),
         _rule=None,
         _declined=set(),
     )

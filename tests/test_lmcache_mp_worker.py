@@ -16,8 +16,8 @@ pytest.importorskip("lmcache")
 from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
 from lmcache_mp_rig import Clock
 
-from connectors.lmcache_mp_watch import WatchedFuture
-from connectors.lmcache_mp_worker import MpWorkerSide
+from connectors.lmcache_mp.transfer_watch import WatchedFuture
+from connectors.lmcache_mp.worker import MpWorkerSide
 
 KV_BYTES = 131072  # a token
 LINK_BYTES_PER_S = 25e9

@@ -18,11 +18,11 @@ pytest.importorskip("lmcache")
 
 from prometheus_client import REGISTRY
 
-from connectors.lmcache import ContinuumLMCacheConnector
-from connectors.lmcache_cpu import BlockCopier
-from connectors.lmcache_start import settle
+from connectors.lmcache.connector import ContinuumLMCacheConnector
+from connectors.lmcache.cpu_copy import BlockCopier
+from connectors.lmcache.startup import settle
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.tiers import Holding
+from continuum_lmcache.reload.tier_store import TierHit
 from experiments.server import CPU_ENV
 from experiments.tiny_model import make_model
 
@@ -94,7 +94,7 @@ class Engine:
     def forget_gpu(self) -> None:
         self.llm.reset_prefix_cache()
 
-    def located(self, prompt) -> Holding:
+    def located(self, prompt) -> TierHit:
         """What the tiers hold once the writes to disk have ended."""
         end_s = time.monotonic() + 10
         self.connector.locate(prompt)
@@ -149,7 +149,7 @@ def test_a_reload_from_dram_gives_the_same_logprobs_as_vllms_own_prefix_hit(engi
     cold, own = engine.run(p)[0], engine.run(p)[0]
     assert (cold[0], own[0]) == (0, 3 * CHUNK)
     engine.forget_gpu()
-    assert engine.connector.locate(p) == Holding(3 * CHUNK, 0)
+    assert engine.connector.locate(p) == TierHit(3 * CHUNK, 0)
     before = counted("continuum_loaded_tokens_total", tier="dram")
     assert engine.run(p)[0] == own
     assert counted("continuum_loaded_tokens_total", tier="dram") - before == 3 * CHUNK
@@ -175,11 +175,11 @@ def test_eight_programs_at_once_reload_exactly_from_dram_and_then_from_disk(engi
     own = engine.run(*prompts)
     assert [reused for reused, _ in own] == [2 * CHUNK] * 8
     engine.forget_gpu()
-    assert {engine.located(p) for p in prompts} == {Holding(2 * CHUNK, 0)}
+    assert {engine.located(p) for p in prompts} == {TierHit(2 * CHUNK, 0)}
     assert engine.run(*prompts) == own
     engine.run(prompt(99, DRAM_CHUNKS))  # takes all of DRAM
     engine.forget_gpu()
-    assert {engine.located(p) for p in prompts} == {Holding(0, 2 * CHUNK)}
+    assert {engine.located(p) for p in prompts} == {TierHit(0, 2 * CHUNK)}
     before = counted("continuum_loaded_tokens_total", tier="ssd")
     assert engine.run(*prompts) == own
     assert counted("continuum_loaded_tokens_total", tier="ssd") - before == 8 * 2 * CHUNK
@@ -212,7 +212,7 @@ def test_chunk_files_that_are_gone_are_computed_again(engine, chunks, lost):
     written = sorted(set(engine.disk.glob("*.pt")) - before, key=lambda path: path.stat().st_mtime_ns)
     engine.run(prompt(98, DRAM_CHUNKS))
     engine.forget_gpu()
-    assert engine.located(p) == Holding(0, chunks * CHUNK)
+    assert engine.located(p) == TierHit(0, chunks * CHUNK)
     for path in written[:lost]:
         path.unlink()
     (_, steps), *_ = engine.run(p)
@@ -282,7 +282,7 @@ def test_a_declined_load_is_computed_exactly_and_leaves_no_pin_behind(engine, ru
     rule(lambda _, where: asked.append(where) or 0)
     for _ in range(2):
         engine.forget_gpu()
-        assert engine.located(p) == Holding(3 * CHUNK, 0)
+        assert engine.located(p) == TierHit(3 * CHUNK, 0)
         assert engine.run(p)[0] == cold
         assert asked[-1].dram_tokens == 3 * CHUNK
         assert engine.llm.collective_rpc(pinned_chunks) == [0]
@@ -296,15 +296,15 @@ def test_the_disks_part_is_computed_where_only_drams_is_wanted_and_is_in_dram_th
     engine.run(p)
     engine.run(prompt(97, DRAM_CHUNKS))  # takes all of DRAM
     engine.forget_gpu()
-    assert engine.located(p) == Holding(0, 3 * CHUNK)
+    assert engine.located(p) == TierHit(0, 3 * CHUNK)
     engine.run(p[: CHUNK + 64])  # brings its first chunk back from the disk
     engine.forget_gpu()
-    assert engine.located(p) == Holding(CHUNK, 2 * CHUNK)
+    assert engine.located(p) == TierHit(CHUNK, 2 * CHUNK)
     rule(lambda _, where: where.dram_tokens)
     reused, steps = engine.run(p)[0]
     assert reused == CHUNK and len(steps) == 8
     assert engine.llm.collective_rpc(pinned_chunks) == [0]
-    assert engine.located(p) == Holding(3 * CHUNK, 0)
+    assert engine.located(p) == TierHit(3 * CHUNK, 0)
 
 
 def test_a_copy_that_brings_nothing_is_noticed(engine):
@@ -314,7 +314,7 @@ def test_a_copy_that_brings_nothing_is_noticed(engine):
     engine.forget_gpu()
     for other in (prompt(2, DRAM_CHUNKS + 2), prompt(98, DRAM_CHUNKS)):  # both fill every GPU block
         engine.run(other)
-    assert engine.located(p) != Holding(0, 0)
+    assert engine.located(p) != TierHit(0, 0)
     (engine.disk / "broken").touch()
     reused, steps = engine.run(p)[0]
     (engine.disk / "broken").unlink()

@@ -18,8 +18,8 @@ from lmcache_bench import InProcessBench, one_rank
 from lmcache_mp_rig import Clock
 from lmcache_mp_server import wait_for
 
-from connectors.lmcache import is_shared
-from continuum_lmcache.tiers import Transfer
+from connectors.lmcache.connector import is_shared
+from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
@@ -44,13 +44,13 @@ def make(model: Path, monkeypatch: pytest.MonkeyPatch, settings: Any) -> Iterato
 
 def test_a_remote_backend_is_always_stored_to_and_its_time_is_no_tiers(make: Make, tmp_path: Path) -> None:
     bench = make(**{"lmcache.remote_url": f"fs://localhost:0{tmp_path}"})
-    assert not bench.keeper.crowd.stores.stalls
+    assert not bench.lifecycle.crowd.stores.stalls
     bench.turn("p", prompt(100))
     wait_for(lambda: len(list(tmp_path.glob("*.data"))) == 6)
     forget_but(bench, 3)
     clock, told = slow_remote(bench)
     bench.turn("q", prompt(100))
-    assert bench.keeper.supply.prompt_tokens["none"] == 104, "the second prompt was loaded"
+    assert bench.lifecycle.supply.prompt_tokens["none"] == 104, "the second prompt was loaded"
     loads = [each for each in told if each.direction == "load"]
     assert [(load.tier, load.tokens, load.duration_s) for load in loads] == [(Tier.DRAM, 3 * BLOCK, 0.0)]
     assert clock.now_s == 10.0
@@ -66,12 +66,12 @@ def forget_but(bench: InProcessBench, chunks: int) -> None:
     bench.scheduler.reset_prefix_cache()
 
 
-def slow_remote(bench: InProcessBench) -> tuple[Clock, list[Transfer]]:
+def slow_remote(bench: InProcessBench) -> tuple[Clock, list[KVTransfer]]:
     """Time stands still but for reads of the remote backend; and what the meter then tells."""
     clock, told, meter = Clock(), [], bench.worker._worker._meter
     get, take, meter._clock = meter._get, meter.take, clock
 
-    def taken() -> list[Transfer]:
+    def taken() -> list[KVTransfer]:
         told.extend(found := take())
         return found
 

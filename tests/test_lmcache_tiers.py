@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from lmcache_mp_rig import Clock
 from lmcache_rig import CHUNK, prompt
 
-from connectors import lmcache_probe
-from connectors.lmcache_probe import ANSWER_S, Probe, ProbeServer, Snapshot, addresses
-from connectors.lmcache_tiers import ChunkHashes, Mirror, Tiers
-from connectors.lmcache_worker import Change, RankReport
-from continuum_lmcache.tiers import Holding
+from connectors.lmcache import snapshot_rpc
+from connectors.lmcache.snapshot_rpc import ANSWER_S, Snapshot, SnapshotClient, SnapshotServer, addresses
+from connectors.lmcache.tier_mirror import ChunkHashes, LMCacheTiers, TierMirror
+from connectors.lmcache.worker import RankReport, TierChange
+from continuum_lmcache.reload.tier_store import TierHit
 from continuum_lmcache.types import Tier
 
 
@@ -28,10 +28,10 @@ def test_what_was_stored_is_in_dram_and_on_disk_once_it_is_written(rig):
     r = rig()
     r.store(prompt(1, 5))
     r.settle()
-    assert r.tiers.locate(prompt(1, 8)) == Holding(5 * CHUNK, 0)
+    assert r.tiers.locate(prompt(1, 8)) == TierHit(5 * CHUNK, 0)
     r.evict_from_dram()
-    assert r.tiers.locate(prompt(1, 8)) == Holding(0, 5 * CHUNK)
-    assert r.tiers.locate(prompt(2, 8)) == Holding(0, 0)
+    assert r.tiers.locate(prompt(1, 8)) == TierHit(0, 5 * CHUNK)
+    assert r.tiers.locate(prompt(2, 8)) == TierHit(0, 0)
 
 
 def test_a_prefix_partly_in_dram_is_continued_on_disk(rig):
@@ -42,7 +42,7 @@ def test_a_prefix_partly_in_dram_is_continued_on_disk(rig):
     for key in r.keys(tokens)[2:]:
         r.cpu.remove(key)
     r.step()
-    assert r.tiers.locate(tokens) == Holding(2 * CHUNK, 4 * CHUNK)
+    assert r.tiers.locate(tokens) == TierHit(2 * CHUNK, 4 * CHUNK)
 
 
 def test_a_head_on_disk_hides_a_tail_in_dram_as_it_does_from_lmcache(rig):
@@ -52,7 +52,7 @@ def test_a_head_on_disk_hides_a_tail_in_dram_as_it_does_from_lmcache(rig):
     r.settle()
     r.cpu.remove(r.keys(tokens)[0])
     r.step()
-    assert r.tiers.locate(tokens) == Holding(0, 6 * CHUNK)
+    assert r.tiers.locate(tokens) == TierHit(0, 6 * CHUNK)
     r.load(tokens)
     assert [t.tier for t in r.worker._meter.take() if t.direction == "load"] == [Tier.SSD]
 
@@ -66,10 +66,10 @@ def test_a_disk_write_in_flight_is_not_there_yet(rig):
     for key in r.keys(tokens):
         r.cpu.remove(key)
     r.step()
-    assert r.tiers.locate(tokens) == Holding(0, 0)
+    assert r.tiers.locate(tokens) == TierHit(0, 0)
     gate.set()
     r.settle()
-    assert r.tiers.locate(tokens) == Holding(0, 3 * CHUNK)
+    assert r.tiers.locate(tokens) == TierHit(0, 3 * CHUNK)
 
 
 def answered_at_start(r) -> None:
@@ -88,9 +88,9 @@ def test_an_idle_engine_is_asked_and_answers_without_a_step(rig):
     r.disk.disk_worker.remove_put_task("still writing")
     r.store(prompt(1, 3))  # nobody reports this
     end_s = time.monotonic() + 5
-    while r.tiers.locate(prompt(1, 3)) == Holding(0, 0) and time.monotonic() < end_s:
+    while r.tiers.locate(prompt(1, 3)) == TierHit(0, 0) and time.monotonic() < end_s:
         time.sleep(0.005)
-    assert r.tiers.locate(prompt(1, 3)) == Holding(3 * CHUNK, 0)
+    assert r.tiers.locate(prompt(1, 3)) == TierHit(3 * CHUNK, 0)
 
 
 def test_asking_changes_nothing_in_lmcache(rig):
@@ -136,7 +136,7 @@ def test_the_mirrors_hashes_are_lmcaches(rig):
     assert list(hashes.of(tokens)) == theirs == list(hashes.of(tokens))
 
 
-def report(number: int, changes: list[Change], pending_writes: int = 0) -> RankReport:
+def report(number: int, changes: list[TierChange], pending_writes: int = 0) -> RankReport:
     return RankReport(number, changes, pending_writes, [])
 
 
@@ -149,9 +149,9 @@ def test_reports_and_snapshots_give_the_truth_in_whatever_overlap_they_come(ops,
     changes, states = [], [(set(), set())]
     for number, (ssd, admitted, chunk) in enumerate(ops, 1):
         (truth[ssd].add if admitted else truth[ssd].discard)(chunk)
-        changes.append(Change(number, ssd, admitted, chunk))
+        changes.append(TierChange(number, ssd, admitted, chunk))
         states.append((set(truth[0]), set(truth[1])))
-    mirror, told = Mirror(1), 0
+    mirror, told = TierMirror(1), 0
     while told < len(ops):
         if data.draw(st.booleans()):  # a snapshot is numbered before it looks
             looked = data.draw(st.integers(0, len(ops)))
@@ -164,7 +164,7 @@ def test_reports_and_snapshots_give_the_truth_in_whatever_overlap_they_come(ops,
 
 
 def test_an_old_snapshot_does_not_hide_that_a_write_was_in_flight():
-    mirror = Mirror(1)
+    mirror = TierMirror(1)
     mirror.apply(0, report(5, [], pending_writes=1))
     mirror.replace(Snapshot(0, 4, [], [], 0))
     assert mirror.is_behind
@@ -173,15 +173,21 @@ def test_an_old_snapshot_does_not_hide_that_a_write_was_in_flight():
 
 
 def test_a_chunk_counts_only_if_every_rank_holds_it():
-    mirror = Mirror(2)
+    mirror = TierMirror(2)
     mirror.apply(
-        0, report(4, [Change(1, False, True, 7), Change(2, False, True, 8), Change(3, True, True, 9)])
+        0,
+        report(
+            4, [TierChange(1, False, True, 7), TierChange(2, False, True, 8), TierChange(3, True, True, 9)]
+        ),
     )
     mirror.apply(
-        1, report(4, [Change(1, False, True, 7), Change(2, True, True, 8), Change(3, True, True, 9)])
+        1,
+        report(
+            4, [TierChange(1, False, True, 7), TierChange(2, True, True, 8), TierChange(3, True, True, 9)]
+        ),
     )
     assert mirror.plan([7, 8, 9]) == (1, 0)
-    mirror.apply(0, report(6, [Change(5, True, True, 8)]))
+    mirror.apply(0, report(6, [TierChange(5, True, True, 8)]))
     assert mirror.plan([7, 8, 9]) == (1, 2)
 
 
@@ -189,18 +195,18 @@ def test_locating_8k_tokens_from_the_mirror_is_quick(rig, record_property):
     """Prints the figure; the bound is loose because the machine is shared (goal: 0.1 ms)."""
     r = rig()
     tokens = [random.Random(1).randrange(32_000) for _ in range(8192)]
-    store = Tiers(r.database, 256, [])
+    store = LMCacheTiers(r.database, 256, [])
     hashes = ChunkHashes(r.database, 256)
-    store._mirror = Mirror(1)
+    store._mirror = TierMirror(1)
     store._hashes = hashes
-    changes = [Change(i, False, True, h) for i, h in enumerate(hashes.of(tokens), 1)]
+    changes = [TierChange(i, False, True, h) for i, h in enumerate(hashes.of(tokens), 1)]
     store._mirror.apply(0, report(len(changes) + 1, changes))
     spent_s = []
     for _ in range(200):
         start_s = time.perf_counter()
         held = store.locate(tokens)
         spent_s.append(time.perf_counter() - start_s)
-    assert held == Holding(8192, 0)
+    assert held == TierHit(8192, 0)
     median_ms = sorted(spent_s)[100] * 1e3
     record_property("locate_8k_tokens_p50_ms", median_ms)
     print(f"locate, 8192 tokens, p50 of 200: {median_ms:.3f} ms")
@@ -213,22 +219,22 @@ def test_a_report_that_is_lost_is_noticed_by_the_next_one_and_asked_for(rig):
     r.settle()
     r.store(prompt(2, 2))
     assert r.worker.report() is not None  # and nobody absorbs it
-    assert r.tiers.locate(prompt(2, 2)) == Holding(0, 0)
+    assert r.tiers.locate(prompt(2, 2)) == TierHit(0, 0)
     r.store(prompt(3, 1))
     r.step()
     end_s = time.monotonic() + 5  # its writes to the disk may be told of before the answer is there
-    while r.tiers.locate(prompt(2, 2)) != Holding(2 * CHUNK, 0) and time.monotonic() < end_s:
+    while r.tiers.locate(prompt(2, 2)) != TierHit(2 * CHUNK, 0) and time.monotonic() < end_s:
         time.sleep(0.005)
-    assert r.tiers.locate(prompt(2, 2)) == Holding(2 * CHUNK, 0)
+    assert r.tiers.locate(prompt(2, 2)) == TierHit(2 * CHUNK, 0)
 
 
 def test_a_rank_that_does_not_answer_is_named_once_and_the_others_are_asked_again(tmp_path, monkeypatch):
     warnings, clock = [], Clock()
     log = SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
-    monkeypatch.setattr(lmcache_probe, "logger", log)
+    monkeypatch.setattr(snapshot_rpc, "logger", log)
     here, elsewhere = addresses(str(tmp_path), 2)
-    server = ProbeServer(here, lambda: Snapshot(0, 1, [], [], 0))
-    probe = Probe([here, elsewhere], clock)
+    server = SnapshotServer(here, lambda: Snapshot(0, 1, [], [], 0))
+    probe = SnapshotClient([here, elsewhere], clock)
     for _ in range(2):
         probe.ask()
         assert [snapshot.rank for snapshot in answered(probe)] == [0]
@@ -254,7 +260,7 @@ def test_pending_disk_writes_are_asked_after_once_a_second_and_not_at_every_look
     """An answer names every chunk: 7 ms of the scheduler's thread for 100k of them."""
     r, clock, asked = rig(), Clock(), []
     r.tiers.close()
-    r.tiers = Tiers(r.database, CHUNK, r.tiers._probe._addresses, clock)
+    r.tiers = LMCacheTiers(r.database, CHUNK, r.tiers._probe._addresses, clock)
     answered_at_start(r)
     r.tiers._mirror._pending[0] = 1
     r.tiers._probe.ask = lambda: asked.append(clock.now_s)

@@ -146,8 +146,8 @@ def test_a_preempted_request_is_brought_back_the_cheaper_way(
 
 @pytest.mark.parametrize("beside", [False, True], ids=["in the step", "beside the steps"])
 def test_stores_that_hold_no_step_up_teach_no_stall(tmp_path: Path, beside: bool) -> None:
-    keeper = keeper_after(engine({**DISK_ONLY, "dram_gb": 200.0, "async": beside}, a_profile(tmp_path)))
-    assert (keeper.appraiser.rates.samples["store"] == 0) is beside
+    lifecycle = keeper_after(engine({**DISK_ONLY, "dram_gb": 200.0, "async": beside}, a_profile(tmp_path)))
+    assert (lifecycle.advisor.rates.samples["store"] == 0) is beside
 
 
 def counts(setup: Setup, programs: Sequence[Program] = ()) -> Counter[str]:
@@ -163,4 +163,4 @@ def keeper_after(setup: Setup, programs: Sequence[Program] = ()) -> Any:
         scheduler: Any = build_scheduler(setup, clock, 10_000, until)
         until.callback(scheduler.shutdown)
         Simulation(programs or rotation(), setup, scheduler, clock).run()
-        return scheduler._keeper
+        return scheduler._lifecycle

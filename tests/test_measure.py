@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 pytest.importorskip("scipy")
 pytest.importorskip("torch")
 
-from continuum_lmcache.costs import Costs  # noqa: E402
 from continuum_lmcache.errors import ProfileError  # noqa: E402
+from continuum_lmcache.reload.cost_model import CostModel  # noqa: E402
 from profiles import disk_timing  # noqa: E402
 from profiles.engine_timing import KvShape  # noqa: E402
 from profiles.fit import fit_decode, fit_load, fit_prefill, fit_step, refuse_poor  # noqa: E402
@@ -180,7 +180,7 @@ def test_a_summary_shows_the_spread_by_the_profiles_clock_and_the_wall_beside_it
 
 @pytest.mark.parametrize(("which", "times"), [(Which.CPU, 1), (Which.WALL, 2)])
 def test_a_report_holds_the_curves_that_were_measured(which, times):
-    costs = Costs.from_mapping(profile_of(measured(), which))
+    costs = CostModel.from_mapping(profile_of(measured(), which))
     assert costs.prefill_s(4096, 1024) == pytest.approx(times * prefill_s(4096, 1024), rel=1e-3)
     assert costs.dram.bytes_per_s == pytest.approx(1e9 / times, rel=1e-3)
     assert costs.dram.fixed_s == pytest.approx(0.001 * times, rel=1e-2)
@@ -192,11 +192,11 @@ def test_a_report_holds_the_curves_that_were_measured(which, times):
 def test_a_report_survives_yaml_and_shows_every_point():
     profile = yaml.safe_load(yaml.safe_dump(profile_of(measured(noise=0.02), Which.CPU)))
     origin = profile["provenance"]
-    assert Costs.from_mapping(profile).measured
+    assert CostModel.from_mapping(profile).measured
     assert len(origin["prefill_fit"]["points"]) == len(origin["prefill_fit"]["relative_residuals"]) == 12
     assert profile["dram_store"]["bytes_per_s"] == pytest.approx(5e8, rel=0.05)
     assert len(origin["steps"]["points"]) == 8
-    assert Costs.from_mapping(profile).step_s == pytest.approx({0: 0.011, 128: 0.0238}, rel=0.03)
+    assert CostModel.from_mapping(profile).step_s == pytest.approx({0: 0.011, 128: 0.0238}, rel=0.03)
     assert origin["steps"]["decode_fit"]["r2"] > 0.9
 
 

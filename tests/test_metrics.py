@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 
-from continuum_lmcache.observed import MOST_SAMPLES, Observed, ToolNames
-from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, detach
+from continuum_lmcache.telemetry.samples import MOST_SAMPLES, MetricSamples, ToolLabels
+from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, GAUGES, HISTOGRAMS, detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 Make = Callable[..., Bench]
@@ -88,7 +88,7 @@ def test_a_busy_engine_tells_every_half_second_and_the_rest_in_its_last_step(mak
     told_at = [at for at, stats in enumerate(bench.stats) if stats.kv_connector_stats]
     assert told_at == [4, 9, 14, 19, 24, 29, len(bench.stats) - 1], "a step takes 0.1 s"
     last = heard_by_front_ends(bench)[-1]
-    assert last["pinned_blocks"] == {"": bench.keeper.ledger.pinned_blocks} == {"": 6}
+    assert last["pinned_blocks"] == {"": bench.lifecycle.ledger.pinned_blocks} == {"": 6}
     assert last["pins"] == {"taken": 1}, "the turn's end is told before the engine idles"
 
 
@@ -96,7 +96,7 @@ def test_a_return_is_told_with_where_its_context_was(make: Make) -> None:
     bench = make(blocks=20)
     first = bench.turn("p", prompt(64), out=17)
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
-    told = bench.keeper.supply.returned_tokens
+    told = bench.lifecycle.supply.returned_tokens
     assert told == {"gpu": 5 * BLOCK, "dram": 0, "ssd": 0, "none": len(first) - 5 * BLOCK}
 
 
@@ -104,7 +104,7 @@ def test_a_return_to_a_context_that_stayed_but_for_its_last_block_is_no_reload(m
     bench = make(blocks=40)
     first = bench.turn("p", prompt(64), out=17)
     bench.turn("p", first + prompt(80, 9), is_last_step=True)
-    assert bench.keeper.supply.returned_tokens["gpu"] == 5 * BLOCK < len(first)
+    assert bench.lifecycle.supply.returned_tokens["gpu"] == 5 * BLOCK < len(first)
     assert not [told for told in heard_by_front_ends(bench) if "reload" in told]
 
 
@@ -120,7 +120,7 @@ def test_stats_without_our_news_are_left_alone() -> None:
 
 
 def test_tools_called_often_have_a_label_and_the_rest_are_other() -> None:
-    names = ToolNames(most=2, after=2)
+    names = ToolLabels(most=2, after=2)
     assert [names.of(("ls -l", "ls", "bash")) for _ in range(3)] == ["other", "ls", "ls"]
     assert [names.of(("read",)) for _ in range(2)] == ["other", "read"]
     assert [names.of(("grep",)) for _ in range(5)] == ["other"] * 5
@@ -128,7 +128,7 @@ def test_tools_called_often_have_a_label_and_the_rest_are_other() -> None:
 
 
 def test_clients_that_make_names_up_cannot_add_series() -> None:
-    names = ToolNames()
+    names = ToolLabels()
     labels = {names.of((f"tool{i % 700}-{'x' * 100}",)) for i in range(10_000)}
     labels |= {names.of((f"other{i}",)) for i in range(10_000)}
     assert len(labels) <= 21
@@ -136,13 +136,13 @@ def test_clients_that_make_names_up_cannot_add_series() -> None:
 
 @pytest.mark.parametrize("name", ['a"b', "a\nb", "a{b}", "\ud800", "é" * 99, 'x="1"} 5\n'])
 def test_labels_are_plain_whatever_a_client_calls_its_tool(name: str) -> None:
-    label = ToolNames(after=1).of((name,))
+    label = ToolLabels(after=1).of((name,))
     assert label.isascii() and label.isprintable() and len(label) <= 40
     assert not set(label) & set('"\\{}\n ')
 
 
 def test_what_nobody_takes_is_bounded() -> None:
-    seen = Observed()
+    seen = MetricSamples()
     for i in range(2 * MOST_SAMPLES):
         seen.gap(("ls",), float(i))
     assert sum(map(len, seen.take_samples()["tool_gap"].values())) == MOST_SAMPLES

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from continuum_lmcache.baselines import drop
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.policies import POLICIES, Policy
-from continuum_lmcache.types import Retention, Standing
+from continuum_lmcache.retention.baselines import drop
+from continuum_lmcache.retention.policies import POLICIES, Policy
+from continuum_lmcache.types import QueueEntry, Retention
 from experiments.offload_sweep import Engine, at_rate, main, plans_named, seeds_of
 from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
@@ -83,7 +83,7 @@ def test_a_time_to_live_of_nothing_shows_in_the_figure(
 def test_a_broken_order_shows_in_the_figure(rows: Rows, policy: Callable[[str, Policy], Point]) -> None:
     """The newest program first, where the oldest should be."""
 
-    def backwards(standing: Standing) -> tuple[float, ...]:
+    def backwards(standing: QueueEntry) -> tuple[float, ...]:
         return (not standing.preempted, -standing.program_arrival_s, -standing.turn_arrival_s)
 
     order = replace(SMALL, contender="program-fcfs")

@@ -5,34 +5,34 @@ from dataclasses import replace
 
 import pytest
 
-from continuum_lmcache.baselines import as_posterior
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.costs import Costs, PrefillCurve, Rate
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.gaps import Gaps
-from continuum_lmcache.policies import POLICIES, policy_named
-from continuum_lmcache.types import Load, ProgramId, Residency, Standing, Turn
+from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.retention.baselines import as_posterior
+from continuum_lmcache.retention.policies import POLICIES, policy_named
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, QueueEntry, Residency
 
 MAKE = ("make all", "make", "bash")
-A_SECOND_A_TOKEN = Costs(
+A_SECOND_A_TOKEN = CostModel(
     prefill=PrefillCurve(fixed_s=0.0, per_token_s=1.0, per_pair_s=0.0, samples=1),
-    dram=Rate(bytes_per_s=10.0, fixed_s=0.0, samples=1),
-    ssd=Rate(bytes_per_s=1.0, fixed_s=0.0, samples=1),
+    dram=TransferRate(bytes_per_s=10.0, fixed_s=0.0, samples=1),
+    ssd=TransferRate(bytes_per_s=1.0, fixed_s=0.0, samples=1),
     kv_bytes_per_token=1,
     chunk_tokens=1,
 )
-IDLE = Load(total_blocks=100, free_blocks=60, pinned_blocks=10)
+IDLE = EngineLoad(total_blocks=100, free_blocks=60, pinned_blocks=10)
 
 
 def turn(reload_s, tool=MAKE, **residency):
     """A turn of 10 blocks whose context costs `reload_s` to compute again, if it lies nowhere."""
     where = replace(Residency(0, 0, 0, total_tokens=reload_s), **residency)
-    return Turn(ProgramId("p"), 1, tool, where.total_tokens, 10, where)
+    return FinishedTurn(ProgramId("p"), 1, tool, where.total_tokens, 10, where)
 
 
 def learned(tool=MAKE):
     """110 gaps: 60 of 1 s, 30 of 4 s, 20 of 30 s."""
-    gaps = Gaps()
+    gaps = ToolDurations()
     for gap_s in [1.0] * 60 + [4.0] * 30 + [30.0] * 20:
         gaps.observe(tool, gap_s)
     return gaps
@@ -41,11 +41,11 @@ def learned(tool=MAKE):
 def decide(policy, turn, gaps=None, load=IDLE, costs=A_SECOND_A_TOKEN, **settings):
     config = ContinuumConfig(policy=policy, **settings)
     load = replace(load, reload_s=costs.reload_s(turn.residency))
-    return policy_named(policy).retain(turn, gaps or Gaps(), costs, load, config)
+    return policy_named(policy).retain(turn, gaps or ToolDurations(), costs, load, config)
 
 
 def standing(**changes):
-    base = Standing(
+    base = QueueEntry(
         preempted=False,
         pinned=False,
         priority=0,
@@ -103,7 +103,7 @@ def test_continuum_looks_for_the_best_ttl_below_the_ceiling():
 
 def test_of_two_ttls_that_pay_the_same_the_shorter_one_is_taken():
     """55 gaps of 1 s and 55 of 2 s, benefit 2: tau 1 gains 2 / 2 - 1, tau 2 gains 2 - 2: nothing."""
-    gaps = Gaps()
+    gaps = ToolDurations()
     for gap_s in [1.0, 2.0] * 55:
         gaps.observe(MAKE, gap_s)
     assert decide("continuum", turn(2), gaps).ttl_s == 0.0
@@ -111,7 +111,7 @@ def test_of_two_ttls_that_pay_the_same_the_shorter_one_is_taken():
 
 def test_continuum_does_not_pin_a_tool_that_rarely_comes_back():
     """Of 160 calls 60 ended at 1 s and 100 never did: P(1) = 60/160. A benefit of 2 s gains -0.25."""
-    gaps = Gaps()
+    gaps = ToolDurations()
     for _ in range(60):
         gaps.observe(MAKE, 1.0)
     for _ in range(100):
@@ -145,7 +145,7 @@ def test_static_ttl_is_the_users_number_for_everyone():
 
 
 def test_mean_threshold_pins_two_seconds_for_a_command_that_takes_two_on_average():
-    gaps = Gaps()
+    gaps = ToolDurations()
     assert decide("mean-threshold", turn(5), gaps).ttl_s == 2.0
     gaps.observe(("make test", "make", "bash"), 1.0)
     gaps.observe(MAKE, 3.0)
@@ -172,7 +172,7 @@ def test_three_way_pins_fast_tools_by_rule_and_slow_ones_not():
 
 
 def test_three_way_believes_a_keys_own_few_gaps_and_else_everybodys():
-    gaps = Gaps()
+    gaps = ToolDurations()
     tool = ("train.sh", "bash")
     assert decide("three-way", turn(100, tool), gaps).reason == "cdf"
     for gap_s in (4.0, 5.0, 6.0):
@@ -185,7 +185,7 @@ def test_three_way_believes_a_keys_own_few_gaps_and_else_everybodys():
 def test_the_posteriors_normal_stands_in_for_students_t():
     """Normal-Inverse-Gamma with prior (0, 1, 2, 2): t with 4 + n degrees of freedom."""
     scipy_stats = pytest.importorskip("scipy.stats")
-    gaps = Gaps()
+    gaps = ToolDurations()
     gaps_s = [0.5, 1.0, 2.0, 8.0]
     for gap_s in gaps_s:
         gaps.observe(MAKE, gap_s)
@@ -242,7 +242,7 @@ def test_plas_lets_no_turn_starve():
 def test_every_policy_answers_whatever_it_is_asked(name):
     for reload_s in (0, 1, 10**6):
         for tool in ((), MAKE, ("Read",)):
-            for gaps in (Gaps(), learned(tool)):
+            for gaps in (ToolDurations(), learned(tool)):
                 keep = decide(name, turn(reload_s, tool), gaps)
                 assert 0.0 <= keep.ttl_s < math.inf
                 assert 0.0 <= keep.probability <= 1.0

@@ -6,12 +6,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
 
-from continuum_lmcache.distributions import Distribution, kaplan_meier
-from continuum_lmcache.gaps import SHORTEST_GAP_S
-from continuum_lmcache.policies import POLICIES
-from continuum_lmcache.scarcity import FREE_PRICE, FULL_PRICE
-from continuum_lmcache.solver import PART, Best, best_ttl
-from continuum_lmcache.types import Standing
+from continuum_lmcache.retention.memory_pressure import FREE_PRICE, FULL_PRICE
+from continuum_lmcache.retention.policies import POLICIES
+from continuum_lmcache.retention.ttl_solver import PART, TtlChoice, best_ttl
+from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
+from continuum_lmcache.tools.durations import SHORTEST_GAP_S
+from continuum_lmcache.types import QueueEntry
 
 # Small whole numbers beside any, so that near ties and the edges of eq. 2 come up often.
 GAPS_S = st.lists(st.integers(1, 20).map(float) | st.floats(SHORTEST_GAP_S, 1000.0), max_size=40).map(sorted)
@@ -25,8 +25,10 @@ def distributions(draw):
     ended_s, lost_s = draw(GAPS_S), draw(GAPS_S)
     cold = draw(st.booleans())
     if cold:
-        return Distribution("cold", (), (), 0)
-    return Distribution("all", tuple(ended_s), kaplan_meier(ended_s, lost_s), len(ended_s) + len(lost_s))
+        return DurationDistribution("cold", (), (), 0)
+    return DurationDistribution(
+        "all", tuple(ended_s), kaplan_meier(ended_s, lost_s), len(ended_s) + len(lost_s)
+    )
 
 
 def gain_s(seen, benefit_s, ttl_s):
@@ -54,12 +56,14 @@ def test_no_other_ttl_beats_the_chosen_one(seen, benefit_s, ceiling_s, shares):
 def test_the_chosen_ttl_is_the_one_that_a_look_at_every_gap_finds(
     ended_s, lost_s, benefit_s, ceiling_s, price
 ):
-    seen = Distribution("all", tuple(ended_s), kaplan_meier(ended_s, lost_s), len(ended_s) + len(lost_s))
+    seen = DurationDistribution(
+        "all", tuple(ended_s), kaplan_meier(ended_s, lost_s), len(ended_s) + len(lost_s)
+    )
     allowed = [
         (p * benefit_s - price * t, -t, p) for t, p in zip(ended_s, seen.cdf, strict=True) if t <= ceiling_s
     ]
     gained_s, negative_s, probability = max([(0.0, -0.0, 0.0), *allowed])
-    assert best_ttl(seen, benefit_s, ceiling_s, price) == Best(-negative_s, probability)
+    assert best_ttl(seen, benefit_s, ceiling_s, price) == TtlChoice(-negative_s, probability)
 
 
 @given(distributions(), BENEFITS_S, st.floats(0.0, 1000.0), CEILINGS_S)
@@ -102,7 +106,7 @@ def test_what_lies_in_a_tier_is_never_pinned_longer_than_what_lies_nowhere(dram_
 
 
 STANDINGS = st.builds(
-    Standing,
+    QueueEntry,
     preempted=st.booleans(),
     pinned=st.booleans(),
     priority=st.integers(-3, 3),

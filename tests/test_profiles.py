@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from continuum_lmcache.costs import Costs
+from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.types import Residency
 from profiles.datasheets import CARDS, derived, path_of
 
@@ -21,7 +21,7 @@ def test_there_are_profiles():
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
 def test_a_profile_can_be_read_and_says_whether_it_was_measured(path):
     profile = yaml.safe_load(path.read_text())
-    assert Costs.from_mapping(profile, path.name).measured is profile["provenance"]["measured"]
+    assert CostModel.from_mapping(profile, path.name).measured is profile["provenance"]["measured"]
     if profile["provenance"]["measured"]:
         assert set(profile["provenance"]) >= ORIGIN
         assert profile["provenance"]["prefill_fit"]["r2"] >= 0.98
@@ -42,12 +42,14 @@ def test_a_derived_profile_is_what_its_data_sheet_gives(name):
 @pytest.mark.parametrize(("name", "from_disk"), [(name, name != "b200") for name in CARDS])
 def test_every_card_gains_by_dram_and_all_but_the_fastest_by_a_disk(name, from_disk):
     """32,000 tokens of Llama 3.1 8B are 4.2 GB: 0.84 s from a disk of 5 GB/s; a B200 computes them sooner."""
-    costs = Costs.from_mapping(derived(name))
+    costs = CostModel.from_mapping(derived(name))
     assert costs.reload(Residency(0, 32_000, 0, 32_000)).loaded_tokens == 32_000
     assert bool(costs.reload(Residency(0, 0, 32_000, 32_000)).loaded_tokens) is from_disk
 
 
 def test_newer_cards_compute_faster():
-    seconds = [Costs.from_mapping(derived(name)).prefill_s(8192) for name in ("a100-80gb", "h100", "b200")]
+    seconds = [
+        CostModel.from_mapping(derived(name)).prefill_s(8192) for name in ("a100-80gb", "h100", "b200")
+    ]
     assert seconds == sorted(seconds, reverse=True)
     assert derived("h100")["prefill"] == derived("h200")["prefill"]

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.vllm_plugin.queue import ProgramQueue  # noqa: E402
+from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue  # noqa: E402
 
 HELD = 5  # requests of this rank are held back
 

@@ -8,12 +8,12 @@ pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
 
-from continuum_lmcache.costs import UNMEASURED
-from continuum_lmcache.rates import Rates
-from continuum_lmcache.tiers import Transfer
+from continuum_lmcache.reload.cost_model import UNMEASURED
+from continuum_lmcache.reload.rate_calibration import CalibratedCosts
+from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
-from continuum_lmcache.vllm_plugin.metrics import exporter
-from continuum_lmcache.vllm_plugin.totals import rate_totals
+from continuum_lmcache.vllm_plugin.hooks.metrics_delta import rate_totals
+from continuum_lmcache.vllm_plugin.hooks.prometheus import exporter
 
 ENGINE = 97  # nobody else's
 
@@ -25,7 +25,7 @@ def told(name: str, **labels: str) -> float:
 
 
 def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None:
-    rates = Rates(UNMEASURED)
+    rates = CalibratedCosts(UNMEASURED)
     exporter().observe(rate_totals(rates), ENGINE)
     assert [told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")] == [0] * 4
     assert told("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
@@ -34,10 +34,10 @@ def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None
 
 
 def test_measurements_move_the_rates_and_their_samples_together() -> None:
-    rates = Rates(UNMEASURED)
+    rates = CalibratedCosts(UNMEASURED)
     for _ in range(5):
-        rates.observe(Transfer(Tier.SSD, "load", 1000, 10**9, 10.0))
-        rates.observe(Transfer(Tier.DRAM, "store", 1000, 10**9, 0.5))
+        rates.observe(KVTransfer(Tier.SSD, "load", 1000, 10**9, 10.0))
+        rates.observe(KVTransfer(Tier.DRAM, "store", 1000, 10**9, 0.5))
     rates.computed(took_s=1.0, said_s=0.5)
     exporter().observe(rate_totals(rates), ENGINE)
     samples = {r: told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")}

@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from recorded import EPOCH_S, KEEP, PROTOTYPE, Run, printed, saved, told
 
 from continuum_lmcache.errors import TraceError
-from continuum_lmcache.recorder import META, Event, Recorder
-from continuum_lmcache.records.measures import measure, watches
-from continuum_lmcache.records.recordings import SHAPES, load, to_trace
-from continuum_lmcache.records.stories import KINDS
+from continuum_lmcache.recordings.metrics import measure, watches
+from continuum_lmcache.recordings.program_history import KINDS
+from continuum_lmcache.recordings.reader import SHAPES, load, to_trace
+from continuum_lmcache.telemetry.recorder import META, Event, EventRecorder
 from continuum_lmcache.types import ProgramId, Residency, TurnId
-from continuum_lmcache.vllm_plugin.recording import Recording
+from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
 
 
 def test_a_stream_and_a_directory_tell_the_same_as_the_file(tmp_path: Path) -> None:
     run = Run()
-    recording = Recording(tmp_path, run.recorder, stream=True)
+    recording = RecordingWriter(tmp_path, run.recorder, stream=True)
     run.turn("a", "a1", (0, 1, 4), keep=KEEP)
     run.turn("a", "a2", (6, 6, 10))
     recording.close()
@@ -33,7 +33,7 @@ def test_ranks_of_one_run_are_read_together(tmp_path: Path) -> None:
     """The program's second turn went to the other engine."""
     for rank, starts_s in ((0, (0, 10)), (1, (4,))):
         run = Run()
-        recording = Recording(tmp_path, run.recorder, rank=rank)
+        recording = RecordingWriter(tmp_path, run.recorder, rank=rank)
         for at_s in starts_s:
             run.turn("a", f"t{at_s}", (at_s, at_s, at_s + 1))
         recording.close()
@@ -43,7 +43,7 @@ def test_ranks_of_one_run_are_read_together(tmp_path: Path) -> None:
 
 def test_turns_of_one_program_may_overlap_and_finish_out_of_order(tmp_path: Path) -> None:
     """a1 runs 0 to 5, a2 inside it from 1 to 3; then nothing until a3 at 9: one gap, of 4 s, after a1."""
-    recorder = Recorder(EPOCH_S)
+    recorder = EventRecorder(EPOCH_S)
     a = ProgramId("a")
     for at_s, turn in ((0.0, "a1"), (1.0, "a2")):
         recorder.arrived(at_s, a, TurnId(turn), 100 if turn == "a1" else 50)
@@ -60,7 +60,7 @@ def test_turns_of_one_program_may_overlap_and_finish_out_of_order(tmp_path: Path
 
 
 def test_a_turn_that_arrives_while_another_runs_ends_no_gap(tmp_path: Path) -> None:
-    recorder, a = Recorder(EPOCH_S), ProgramId("a")
+    recorder, a = EventRecorder(EPOCH_S), ProgramId("a")
     recorder.arrived(0.0, a, TurnId("long"), 1)
     recorder.arrived(1.0, a, TurnId("short"), 1)
     recorder.finished(2.0, a, TurnId("short"), (), 1, 1, False, None)
@@ -69,7 +69,7 @@ def test_a_turn_that_arrives_while_another_runs_ends_no_gap(tmp_path: Path) -> N
 
 
 def test_unfinished_and_cut_programs_do_not_count_as_fast_ones(tmp_path: Path) -> None:
-    recorder = Recorder(EPOCH_S, max_events_per_program=3)
+    recorder = EventRecorder(EPOCH_S, max_events_per_program=3)
     for at_s in (0.0, 100.0):
         recorder.arrived(at_s, ProgramId("cut"), TurnId(f"t{at_s}"), 1)
         recorder.finished(at_s + 1, ProgramId("cut"), TurnId(f"t{at_s}"), (), 1, 1, False, None)

@@ -9,15 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import EPOCH_S, KEEP, SERVICE_S, Run, printed, told
 
-from continuum_lmcache.recorder import Recorder
-from continuum_lmcache.records.recordings import load, to_trace
+from continuum_lmcache.recordings.reader import load, to_trace
+from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.types import ProgramId, Residency, TurnId
 from experiments.workload import Program, TurnSpec, load_trace
 
 
-def played(programs: Iterable[Program]) -> Recorder:
+def played(programs: Iterable[Program]) -> EventRecorder:
     """The programs served on virtual time by an engine without a queue."""
-    recorder = Recorder(EPOCH_S, max_programs=100_000, max_events_per_program=100_000, max_events=10_000_000)
+    recorder = EventRecorder(
+        EPOCH_S, max_programs=100_000, max_events_per_program=100_000, max_events=10_000_000
+    )
     for program in programs:
         now_s, name = program.arrival_s, ProgramId(program.program_id)
         for number, turn in enumerate(program.turns):

@@ -12,18 +12,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from continuum_lmcache.errors import ConfigError, InvariantError
-from continuum_lmcache.ledger import Ledger
-from continuum_lmcache.recorder import MAX_NAME_CHARS, META, Event, Recorder, Unrecorded, digest
-from continuum_lmcache.types import Outcome, Pin, ProgramId, Residency, Retention, Turn, TurnId
+from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.telemetry.recorder import (
+    MAX_NAME_CHARS,
+    META,
+    DisabledRecorder,
+    Event,
+    EventRecorder,
+    digest,
+)
+from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Residency, Retention, TurnId
 
 A, B = ProgramId("job-a"), ProgramId("job-b")
 EPOCH_S = 1_000_000.0
 KEEP = Retention(3.0, "continuum", "cdf", 0.75, benefit_s=8.0, cost_s=3.0, samples=120, level="tool")
 
-ENDED = Turn(A, 1, ("pytest",), 1050, 66, Residency(0, 0, 0, 1050))
+ENDED = FinishedTurn(A, 1, ("pytest",), 1050, 66, Residency(0, 0, 0, 1050))
 
 
-def run_turn(recorder: Recorder, program: ProgramId, turn: str, at_s: float, last: bool = False) -> None:
+def run_turn(recorder: EventRecorder, program: ProgramId, turn: str, at_s: float, last: bool = False) -> None:
     """Arrive at `at_s`, start 0.5 s later, finish 2 s after that."""
     turn_id = TurnId(turn)
     recorder.arrived(at_s, program, turn_id, 1000)
@@ -32,10 +39,10 @@ def run_turn(recorder: Recorder, program: ProgramId, turn: str, at_s: float, las
 
 
 def test_a_turn_is_told_under_the_prototypes_names_with_what_they_lacked() -> None:
-    recorder = Recorder(EPOCH_S)
+    recorder = EventRecorder(EPOCH_S)
     run_turn(recorder, A, "t1", 10.0)
     recorder.pinned(12.5, Pin(A, 66, 12.5, 15.5, KEEP, ENDED))
-    recorder.unpinned(14.0, A, Outcome.REUSED)
+    recorder.unpinned(14.0, A, PinEnd.REUSED)
     recorder.ended(20.0, A)
     assert recorder.snapshot()[A] == [
         {"Request_arrival_time": 1_000_010.0, "turn": "t1", "prompt_length": 1000},
@@ -76,7 +83,7 @@ def test_a_turn_is_told_under_the_prototypes_names_with_what_they_lacked() -> No
 
 
 def test_a_preempted_turn_resumes_under_the_prototypes_name_and_once_only() -> None:
-    recorder, turn, served = Recorder(EPOCH_S), TurnId("t1"), Residency(0, 0, 0, 10)
+    recorder, turn, served = EventRecorder(EPOCH_S), TurnId("t1"), Residency(0, 0, 0, 10)
     recorder.arrived(0.0, A, turn, 10)
     for at_s in (1.0, 3.0):
         recorder.started(at_s, A, turn, served, 1.0, evicted=False)
@@ -90,7 +97,7 @@ def test_a_preempted_turn_resumes_under_the_prototypes_name_and_once_only() -> N
 
 
 def test_the_snapshot_does_not_change_when_the_run_goes_on() -> None:
-    recorder = Recorder(EPOCH_S)
+    recorder = EventRecorder(EPOCH_S)
     run_turn(recorder, A, "t1", 0.0)
     before = recorder.snapshot()
     kept = json.dumps(before)
@@ -99,7 +106,7 @@ def test_the_snapshot_does_not_change_when_the_run_goes_on() -> None:
 
 
 def test_numbers_that_json_lacks_become_null() -> None:
-    recorder = Recorder(EPOCH_S)
+    recorder = EventRecorder(EPOCH_S)
     forever = Retention(math.inf, "static-ttl", "", benefit_s=math.nan)
     recorder.arrived(0.0, A, TurnId("t"), 1)
     recorder.finished(1.0, A, TurnId("t"), (), 1, 0, False, forever)
@@ -110,17 +117,17 @@ def test_numbers_that_json_lacks_become_null() -> None:
 
 def test_a_request_without_a_program_is_a_bug_and_not_a_history() -> None:
     with pytest.raises(InvariantError, match="None is no id"):
-        Recorder(EPOCH_S).arrived(0.0, None, TurnId("t"), 1)  # type: ignore[arg-type]
+        EventRecorder(EPOCH_S).arrived(0.0, None, TurnId("t"), 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["max_programs", "max_events_per_program", "max_events"])
 def test_a_bound_of_nothing_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0"):
-        Recorder(EPOCH_S, **{name: 0})
+        EventRecorder(EPOCH_S, **{name: 0})
 
 
 def test_the_programs_longest_unheard_of_go_first_and_whole() -> None:
-    recorder = Recorder(EPOCH_S, max_programs=2)
+    recorder = EventRecorder(EPOCH_S, max_programs=2)
     run_turn(recorder, A, "t1", 0.0)
     run_turn(recorder, B, "t1", 10.0)
     run_turn(recorder, A, "t2", 20.0)
@@ -130,17 +137,17 @@ def test_the_programs_longest_unheard_of_go_first_and_whole() -> None:
 
 
 def test_events_of_a_discarded_program_do_not_make_half_a_history() -> None:
-    recorder = Recorder(EPOCH_S, max_programs=1)
+    recorder = EventRecorder(EPOCH_S, max_programs=1)
     run_turn(recorder, A, "t1", 0.0)
     run_turn(recorder, B, "t1", 10.0)
-    recorder.unpinned(20.0, A, Outcome.EXPIRED)
+    recorder.unpinned(20.0, A, PinEnd.EXPIRED)
     recorder.preempted(21.0, A, TurnId("t1"))
     assert A not in recorder.snapshot()
     assert recorder.dropped["events"] == 3 + 2
 
 
 def test_of_a_program_with_too_many_events_the_first_stay_and_the_file_says_so() -> None:
-    recorder = Recorder(EPOCH_S, max_events_per_program=4)
+    recorder = EventRecorder(EPOCH_S, max_events_per_program=4)
     for number in range(3):
         run_turn(recorder, A, f"t{number}", 10.0 * number)
     *kept, last = recorder.snapshot()[A]
@@ -149,7 +156,7 @@ def test_of_a_program_with_too_many_events_the_first_stay_and_the_file_says_so()
 
 
 def test_a_hundred_thousand_programs_take_the_memory_of_the_bound() -> None:
-    recorder = Recorder(EPOCH_S, max_programs=1_000)
+    recorder = EventRecorder(EPOCH_S, max_programs=1_000)
     tracemalloc.start()
     for number in range(100_000):
         run_turn(recorder, ProgramId(f"job-{number}"), "t1", float(number))
@@ -161,7 +168,7 @@ def test_a_hundred_thousand_programs_take_the_memory_of_the_bound() -> None:
 
 
 def test_few_programs_with_many_events_are_bounded_too() -> None:
-    recorder = Recorder(EPOCH_S, max_events=300)
+    recorder = EventRecorder(EPOCH_S, max_events=300)
     for number in range(1_000):
         run_turn(recorder, ProgramId(f"job-{number % 50}"), f"t{number}", float(number))
     assert sum(len(events) for name, events in recorder.snapshot().items() if name != META) <= 300
@@ -177,7 +184,7 @@ class Lines:
 
 def test_a_sink_sees_also_what_the_bounds_discard() -> None:
     lines = Lines()
-    recorder = Recorder(EPOCH_S, max_programs=1, max_events_per_program=2, sink=lines)
+    recorder = EventRecorder(EPOCH_S, max_programs=1, max_events_per_program=2, sink=lines)
     run_turn(recorder, A, "t1", 0.0)
     run_turn(recorder, B, "t1", 10.0)
     recorder.ended(20.0, A)
@@ -192,7 +199,7 @@ steps = st.lists(st.tuples(programs, st.sampled_from(["arrive", "preempt", "end"
 def test_every_event_is_either_held_or_counted(
     taken: list[tuple[ProgramId, str]], max_programs: int, max_each: int, max_events: int
 ) -> None:
-    recorder = Recorder(EPOCH_S, max_programs, max_each, max_events=max_events)
+    recorder = EventRecorder(EPOCH_S, max_programs, max_each, max_events=max_events)
     for now_s, (program, what) in enumerate(taken):
         if what == "arrive":
             recorder.arrived(now_s, program, TurnId(f"t{now_s}"), 1)
@@ -213,7 +220,7 @@ names = st.text(st.characters(), min_size=0, max_size=8) | st.sampled_from(
 
 @given(st.lists(names, unique=True, max_size=12), st.booleans())
 def test_any_id_is_safe_in_json_bounded_and_its_own(ids: list[str], hash_ids: bool) -> None:
-    recorder = Recorder(EPOCH_S, hash_ids=hash_ids)
+    recorder = EventRecorder(EPOCH_S, hash_ids=hash_ids)
     for number, name in enumerate(ids):
         recorder.arrived(float(number), ProgramId(name), TurnId(name), number)
     text = json.dumps(recorder.snapshot())
@@ -225,16 +232,16 @@ def test_any_id_is_safe_in_json_bounded_and_its_own(ids: list[str], hash_ids: bo
 
 
 def test_an_unrecorded_run_makes_no_event_of_any_kind() -> None:
-    given = {name: signature(f).parameters for name, f in vars(Recorder).items() if isfunction(f)}
+    given = {name: signature(f).parameters for name, f in vars(EventRecorder).items() if isfunction(f)}
     kinds = {name for name, parameters in given.items() if "now_s" in parameters and name[0] != "_"}
     assert {"arrived", "lost", "ended"} <= kinds
-    ignored = {name for name, f in vars(Unrecorded).items() if f is Unrecorded._ignored}
+    ignored = {name for name, f in vars(DisabledRecorder).items() if f is DisabledRecorder._ignored}
     assert kinds == ignored - {"_ignored"}
 
 
 def test_hashed_ids_do_not_tell_the_name_and_agree_under_one_salt() -> None:
     def told(salt: bytes) -> str:
-        recorder = Recorder(EPOCH_S, hash_ids=True, salt=salt)
+        recorder = EventRecorder(EPOCH_S, hash_ids=True, salt=salt)
         run_turn(recorder, ProgramId("alice@example.org"), "chatcmpl-alice", 0.0)
         return json.dumps(recorder.snapshot())
 
@@ -248,8 +255,8 @@ class PinsInALedger(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.ledger = Ledger(max_pinned_blocks=30, max_tenant_blocks=30)
-        self.recorder = Recorder(EPOCH_S)
+        self.ledger = ProgramTable(max_pinned_blocks=30, max_tenant_blocks=30)
+        self.recorder = EventRecorder(EPOCH_S)
         self.live: list[tuple[ProgramId, TurnId]] = []
         self.turns = 0
 
@@ -261,15 +268,15 @@ class PinsInALedger(RuleBasedStateMachine):
         self.ledger.arrived(self.now_s, turn, program)
         self.recorder.arrived(self.now_s, program, turn, 10)
         self.live.append((program, turn))
-        self.release(program, Outcome.REUSED)
+        self.release(program, PinEnd.REUSED)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), ttl_s=st.floats(0, 4))
     def finish(self, data: st.DataObject, ttl_s: float) -> None:
         program, turn = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         keep = Retention(ttl_s, "continuum", "cdf")
-        self.release(program, Outcome.DIVERGED)
-        value = Turn(program, 1, (), 10, 10, Residency(0, 0, 0, 10))
+        self.release(program, PinEnd.DIVERGED)
+        value = FinishedTurn(program, 1, (), 10, 10, Residency(0, 0, 0, 10))
         pin = self.ledger.finished(self.now_s, turn, value, keep)
         self.recorder.finished(self.now_s, program, turn, (), 10, 1, False, keep)
         if pin is not None:
@@ -279,14 +286,14 @@ class PinsInALedger(RuleBasedStateMachine):
     def expire(self, wait_s: float) -> None:
         self.now_s += wait_s
         for program in self.ledger.due(self.now_s):
-            self.release(program, Outcome.EXPIRED)
+            self.release(program, PinEnd.EXPIRED)
 
     @rule()
     def reclaim(self) -> None:
         for program in list(self.ledger.pinned)[:1]:
-            self.release(program, Outcome.RECLAIMED)
+            self.release(program, PinEnd.RECLAIMED)
 
-    def release(self, program: ProgramId, outcome: Outcome) -> None:
+    def release(self, program: ProgramId, outcome: PinEnd) -> None:
         if self.ledger.release(program, outcome):
             self.recorder.unpinned(self.now_s, program, outcome)
 
@@ -313,7 +320,7 @@ TestPinsInALedger.settings = settings(max_examples=60, stateful_step_count=30)
 
 def test_a_commands_argument_is_hashed_and_what_a_client_called_its_tool_is_not():
     def told(*tool: str) -> list[str]:
-        recorder = Recorder(0.0)
+        recorder = EventRecorder(0.0)
         recorder.arrived(1.0, A, TurnId("t"), 10)
         recorder.finished(2.0, A, TurnId("t"), tool, 10, 1, False, None)
         return recorder.snapshot()[A][-1]["tool"]

@@ -14,12 +14,17 @@ from pathlib import Path
 import pytest
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.recorder import META, Recorder
+from continuum_lmcache.telemetry.recorder import META, EventRecorder
 from continuum_lmcache.types import ProgramId, TurnId
-from continuum_lmcache.vllm_plugin.recording import BATCH_EVENTS, Recording, Stream, pieces
+from continuum_lmcache.vllm_plugin.files.recording_files import (
+    BATCH_EVENTS,
+    EventStream,
+    RecordingWriter,
+    pieces,
+)
 
 
-def turns(recorder: Recorder, count: int) -> None:
+def turns(recorder: EventRecorder, count: int) -> None:
     """Two events a turn, a program a turn."""
     for number in range(count):
         recorder.arrived(float(number), ProgramId(f"job-{number}"), TurnId("t"), 100)
@@ -42,8 +47,8 @@ def files_no_longer_than(size_bytes: int) -> Iterator[None]:
 
 
 def test_close_writes_the_prototypes_file_and_nothing_else(tmp_path: Path) -> None:
-    recorder = Recorder(0.0)
-    recording = Recording(tmp_path / "new" / "run", recorder)
+    recorder = EventRecorder(0.0)
+    recording = RecordingWriter(tmp_path / "new" / "run", recorder)
     turns(recorder, 2)
     recording.close()
     recording.close()
@@ -54,8 +59,8 @@ def test_close_writes_the_prototypes_file_and_nothing_else(tmp_path: Path) -> No
 
 def test_ranks_share_a_directory_and_no_file(tmp_path: Path) -> None:
     for rank in range(3):
-        recorder = Recorder(0.0)
-        recording = Recording(tmp_path, recorder, rank=rank, stream=True)
+        recorder = EventRecorder(0.0)
+        recording = RecordingWriter(tmp_path, recorder, rank=rank, stream=True)
         turns(recorder, rank + 1)
         recording.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -65,8 +70,8 @@ def test_ranks_share_a_directory_and_no_file(tmp_path: Path) -> None:
 
 
 def test_the_stream_tells_what_the_snapshot_tells(tmp_path: Path) -> None:
-    recorder = Recorder(0.0)
-    recording = Recording(tmp_path, recorder, stream=True)
+    recorder = EventRecorder(0.0)
+    recording = RecordingWriter(tmp_path, recorder, stream=True)
     turns(recorder, 5_000)
     recording.close()
     header, *streamed = lines(tmp_path / "scheduler_timestamps.jsonl")
@@ -78,8 +83,8 @@ def test_the_stream_tells_what_the_snapshot_tells(tmp_path: Path) -> None:
 
 def test_a_new_run_does_not_continue_an_older_runs_stream(tmp_path: Path) -> None:
     for count in (5, 2):
-        recorder = Recorder(0.0)
-        recording = Recording(tmp_path, recorder, stream=True)
+        recorder = EventRecorder(0.0)
+        recording = RecordingWriter(tmp_path, recorder, stream=True)
         turns(recorder, count)
         recording.close()
     assert len(lines(tmp_path / "scheduler_timestamps.jsonl")) == 1 + 2 * 2
@@ -88,14 +93,14 @@ def test_a_new_run_does_not_continue_an_older_runs_stream(tmp_path: Path) -> Non
 def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run_output_dir \(or RUN_OUTPUT_DIR\)"):
-        Recording(tmp_path / "file" / "run", Recorder(0.0))
+        RecordingWriter(tmp_path / "file" / "run", EventRecorder(0.0))
 
 
 def test_a_directory_that_vanishes_is_one_warning_a_kind_and_a_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    recorder = Recorder(0.0)
-    recording = Recording(tmp_path / "run", recorder, stream=True)
+    recorder = EventRecorder(0.0)
+    recording = RecordingWriter(tmp_path / "run", recorder, stream=True)
     while (tmp_path / "run").exists():  # the thread may be writing its header meanwhile
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
     with caplog.at_level(logging.WARNING):
@@ -110,8 +115,8 @@ def test_a_directory_that_vanishes_is_one_warning_a_kind_and_a_count(
 
 
 def test_a_disk_that_fills_up_keeps_the_last_whole_snapshot(tmp_path: Path) -> None:
-    recorder = Recorder(0.0)
-    recording = Recording(tmp_path, recorder)
+    recorder = EventRecorder(0.0)
+    recording = RecordingWriter(tmp_path, recorder)
     turns(recorder, 3)
     assert recording.flush()
     before = recording.path.read_bytes()
@@ -126,8 +131,8 @@ def test_a_disk_that_fills_up_keeps_the_last_whole_snapshot(tmp_path: Path) -> N
 
 
 def test_a_disk_that_fills_up_leaves_no_half_line_and_the_stream_goes_on(tmp_path: Path) -> None:
-    recorder = Recorder(0.0)
-    recording = Recording(tmp_path, recorder, stream=True)
+    recorder = EventRecorder(0.0)
+    recording = RecordingWriter(tmp_path, recorder, stream=True)
     path = tmp_path / "scheduler_timestamps.jsonl"
     with files_no_longer_than(2_000):
         turns(recorder, 500)
@@ -143,7 +148,7 @@ def test_a_disk_that_fills_up_leaves_no_half_line_and_the_stream_goes_on(tmp_pat
 def test_a_disk_that_stands_still_costs_events_and_never_a_wait(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)  # opening it for writing waits until somebody reads
-    stream = Stream(fifo, max_events=10)
+    stream = EventStream(fifo, max_events=10)
     for number in range(500):
         stream.write({"arrived": number})
     assert stream.lost["queue"] >= 500 - 10 - 10
@@ -153,7 +158,7 @@ def test_a_disk_that_stands_still_costs_events_and_never_a_wait(tmp_path: Path) 
 
 
 def test_a_snapshot_is_written_in_small_pieces_that_read_as_one() -> None:
-    recorder = Recorder(0.0, max_programs=20)
+    recorder = EventRecorder(0.0, max_programs=20)
     turns(recorder, 3 * BATCH_EVENTS)
     snapshot = {**recorder.snapshot(), "many": [{"n": n} for n in range(2 * BATCH_EVENTS + 1)], "none": []}
     written = list(pieces(snapshot))
@@ -162,8 +167,8 @@ def test_a_snapshot_is_written_in_small_pieces_that_read_as_one() -> None:
 
 
 def test_a_signal_may_ask_for_a_file_at_any_moment(tmp_path: Path) -> None:
-    recorder = Recorder(0.0, max_programs=200)
-    recording = Recording(tmp_path, recorder)
+    recorder = EventRecorder(0.0, max_programs=200)
+    recording = RecordingWriter(tmp_path, recorder)
     seen = []
 
     def asked(signum: int, frame: object) -> None:  # noqa: ARG001

@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY
 from serving import OF_VLLM
 
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.vllm_plugin.metrics import COUNTERS, GAUGES, HISTOGRAMS, exporter
+from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, GAUGES, HISTOGRAMS, exporter
 from experiments import dashboard, reference
 
 ROOT = Path(__file__).parents[1]

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import KEEP, PROTOTYPE, Run, saved, told
 
-from continuum_lmcache.costs import UNMEASURED
-from continuum_lmcache.divergence import Cause, Loss
-from continuum_lmcache.records.recordings import load
-from continuum_lmcache.records.timeline import Span, spans
-from continuum_lmcache.types import Outcome, ProgramId, TurnId
+from continuum_lmcache.programs.divergence import LossCause, PrefixLoss
+from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.reload.cost_model import UNMEASURED
+from continuum_lmcache.report.timeline import Span, spans
+from continuum_lmcache.types import PinEnd, ProgramId, TurnId
 
 HOSTILE = "</script><script>document.title='taken'</script><b>"
 FIGURES = ("timeline-A", "distributions", "ttl", "gaps", "tiers", "outcomes", "promises")
@@ -35,11 +35,11 @@ def story(name: str = "a") -> Run:
     run = Run()
     run.turn(name, "a1", (0, 1, 4), prompt_tokens=100, keep=KEEP)
     run.turn("b", "b1", (1, 3, 5), prompt_tokens=200, keep=KEEP)
-    run.unpinned(6, name, Outcome.REUSED)
+    run.unpinned(6, name, PinEnd.REUSED)
     run.turn(name, "a2", (6, 6.5, 10), prompt_tokens=200, served=(90, 30, 20), tool=(HOSTILE, "bash"))
-    run.unpinned(8, "b", Outcome.EXPIRED)
+    run.unpinned(8, "b", PinEnd.EXPIRED)
     run.turn(HOSTILE, "c1", (2, 3, 4))
-    loss = Loss(Cause.NONCE, 41, 120, 70, 0.0625, (1, 2), (3, 4))
+    loss = PrefixLoss(LossCause.NONCE, 41, 120, 70, 0.0625, (1, 2), (3, 4))
     run.recorder.lost(6.5, ProgramId(name), TurnId("a2"), loss, (HOSTILE, "cch=0aaa9"))
     return run
 
@@ -48,7 +48,7 @@ def story(name: str = "a") -> Run:
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of two runs, written once."""
     plotly_is_there()
-    from continuum_lmcache.console.report import write_report
+    from continuum_lmcache.report.page import write_report
 
     folder = tmp_path_factory.mktemp("report")
     (folder / "x").mkdir()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from bench import Bench, prompt, settings  # noqa: F401
 
-from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.vllm_plugin.assembly import FileSaver
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
-from continuum_lmcache.vllm_plugin.setup import Saver
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
@@ -52,11 +52,11 @@ def test_an_engine_inside_an_application_leaves_the_applications_signals_alone(
 
 
 def test_what_was_learned_is_written_while_the_engine_runs(bench: Bench, tmp_path: Path) -> None:
-    bench.keeper.appraiser.gaps.observe(("bash",), 4.0)
-    saver = Saver(bench.scheduler._room, every_s=0.02)
+    bench.lifecycle.advisor.gaps.observe(("bash",), 4.0)
+    saver = FileSaver(bench.scheduler._room, every_s=0.02)
     path = tmp_path / "gaps.json"
     becomes(path.exists)
-    assert Gaps.loads(path.read_text()).own(("bash",)).n == 1
+    assert ToolDurations.loads(path.read_text()).own(("bash",)).n == 1
     saver.close()
     assert not (tmp_path / "run" / "scheduler_timestamps").exists(), "the recording is written when asked for"
 

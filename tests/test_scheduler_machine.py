@@ -165,17 +165,17 @@ class Machine(RuleBasedStateMachine):
         assert not bench.scheduler.requests, f"still here: {list(bench.scheduler.requests)}"
         bench.now_s += 10_000
         self.step(0.1)
-        assert not bench.keeper.ledger.pinned and bench.used_blocks == 0
-        assert not bench.keeper.turns and not bench.keeper._preempted
-        assert not bench.keeper.crowd.door.outside
-        outcomes = {f"pins {outcome.value}": n for outcome, n in bench.keeper.ledger.outcomes.items()}
+        assert not bench.lifecycle.ledger.pinned and bench.used_blocks == 0
+        assert not bench.lifecycle.turns and not bench.lifecycle._preempted
+        assert not bench.lifecycle.crowd.admission.outside
+        outcomes = {f"pins {outcome.value}": n for outcome, n in bench.lifecycle.ledger.outcomes.items()}
         taken.update({"failed loads": bench.failed, "preempted": len(bench.preempted), **outcomes})
         bench.scheduler.shutdown()
 
     def step(self, seconds: float) -> None:
         taken["steps"] += 1
         self.bench.step(seconds)
-        taken["held at the door"] += bool(self.bench.keeper.crowd.door.outside)
+        taken["held at the door"] += bool(self.bench.lifecycle.crowd.admission.outside)
         check_books(self.bench)
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.conventions import TABLE
-from continuum_lmcache.identity import program_id
+from continuum_lmcache.programs.identity import program_id
+from continuum_lmcache.programs.session_fields import TABLE
 from continuum_lmcache.serve.names import HEADER, MOST_BYTES, NameTurns, TurnName, turn_name
 
 POST = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}

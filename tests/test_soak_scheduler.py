@@ -8,13 +8,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.ledger import Ledger
+from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.types import ProgramId, TurnId
 from experiments.trust.soak_scheduler import LIMITS, SMALL, growing, soak, tables
 
 
 def test_every_container_that_our_objects_hold_is_counted_under_its_path() -> None:
-    ledger = Ledger(10, 10)
+    ledger = ProgramTable(10, 10)
     for name in "abc":
         ledger.arrived(0.0, TurnId(name), ProgramId(name))
     counted = tables(ledger)

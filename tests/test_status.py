@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pytest
 from console import Command, metrics_server
 
-from continuum_lmcache.console.server import page_of
+from continuum_lmcache.console.metrics_page import page_of
+from continuum_lmcache.console.scrape_window import METRICS, window
 from continuum_lmcache.console.status import FIGURES
-from continuum_lmcache.console.window import METRICS, window
-from continuum_lmcache.diagnose import diagnose
+from continuum_lmcache.telemetry.health_rules import diagnose
 
 QUICK = ("--seconds", "0.1")
 

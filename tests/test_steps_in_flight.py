@@ -15,8 +15,8 @@ import pytest
 import yaml
 from bench import Bench, ModelRunnerOutput, prompt, settings  # noqa: F401
 
-from connectors.lmcache_meter import StepTimer
-from continuum_lmcache.tiers import Transfer
+from connectors.lmcache.transfer_timer import DeviceStepTimer
+from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
@@ -39,9 +39,9 @@ class GpuBench(Bench):
     def attach(self) -> None:
         self.gpu_free_s = 0.0
         self.ends_s: dict[int, float] = {}
-        self.reports: dict[int, tuple[list[Transfer], float]] = {}
-        self.told: tuple[list[Transfer], float | None] = ([], None)
-        supply = self.keeper.supply
+        self.reports: dict[int, tuple[list[KVTransfer], float]] = {}
+        self.told: tuple[list[KVTransfer], float | None] = ([], None)
+        supply = self.lifecycle.supply
         supply.transfers = lambda: self.told[0]
         supply._timing = SimpleNamespace(waits=lambda meta: meta, step_s=lambda: self.told[1])
         schedule = self.scheduler._update_after_schedule
@@ -51,7 +51,7 @@ class GpuBench(Bench):
             schedule(output)
 
         self.scheduler._update_after_schedule = note
-        rates = self.keeper.appraiser.rates
+        rates = self.lifecycle.advisor.rates
         self.ratios: list[float] = []
         learn = rates.computed
         rates.computed = lambda took_s, said_s: (self.ratios.append(took_s / said_s), learn(took_s, said_s))
@@ -71,7 +71,7 @@ class GpuBench(Bench):
         self.gpu_free_s = began_s + DECODE_S * decodes + (FIXED_S + TOKEN_S * new) * bool(new)
         if new >= self.stored_from:
             self.now_s = self.gpu_free_s = self.gpu_free_s + STORE_S * new  # the host waits for both
-            moved = [Transfer(Tier.DRAM, "store", new, new * 8, STORE_S * new)]
+            moved = [KVTransfer(Tier.DRAM, "store", new, new * 8, STORE_S * new)]
             self.reports[id(output)] = (moved, self.gpu_free_s - began_s)
         self.ends_s[id(output)] = self.gpu_free_s
         self._in_flight.append((output, runner))
@@ -108,12 +108,12 @@ def test_a_step_is_charged_with_its_own_seconds(cls: Any, stored_from: int, make
     bench.run_until_idle()
     assert len(bench.ratios) >= 12
     assert min(bench.ratios) > 0.98 and max(bench.ratios) < 1.08
-    assert math.exp(bench.keeper.appraiser.rates.pace.log_slower) == pytest.approx(1.0, abs=0.03)
+    assert math.exp(bench.lifecycle.advisor.rates.pace.log_slower) == pytest.approx(1.0, abs=0.03)
 
 
 def test_a_step_is_timed_from_its_beginning_by_the_hosts_clock_without_a_gpu() -> None:
     ticks = iter([1.0, 3.5])
-    timer = StepTimer(on_gpu=False, clock=lambda: next(ticks))
+    timer = DeviceStepTimer(on_gpu=False, clock=lambda: next(ticks))
     assert timer.seconds() is None
     timer.begins()
     assert timer.seconds() == 2.5 and timer.seconds() is None

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from continuum_lmcache.commands import MAX_KEY_CHARS, command_key
-from continuum_lmcache.toolcalls import MAX_CALLS, MAX_CHARS, declared, tool_calls, tool_key
+from continuum_lmcache.tools.call_parser import MAX_CALLS, MAX_CHARS, declared, tool_calls, tool_key
+from continuum_lmcache.tools.shell_key import MAX_KEY_CHARS, command_key
 
 FENCE = "```"
 PYTEST = ("pytest tests/unit", "pytest", "bash")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 
-from continuum_lmcache.vllm_plugin import setup
-from continuum_lmcache.vllm_plugin.metrics import detach
+from continuum_lmcache.vllm_plugin import assembly
+from continuum_lmcache.vllm_plugin.hooks.prometheus import detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 COMPUTE_S, LOAD_S = 1e-3, 1e-4  # a token
@@ -26,7 +26,7 @@ def seconds_of(bench: Bench, load_s: float = LOAD_S) -> Callable[[Any], float]:
     """A step takes its tokens' time, and that of what the connector brings with it."""
 
     def seconds(output: Any) -> float:
-        loaded = sum(bench.keeper.turns[new.req_id].loaded_tokens for new in output.scheduled_new_reqs)
+        loaded = sum(bench.lifecycle.turns[new.req_id].loaded_tokens for new in output.scheduled_new_reqs)
         return COMPUTE_S * output.total_num_scheduled_tokens + load_s * loaded
 
     return seconds
@@ -59,7 +59,7 @@ def test_what_it_may_hold_does_not_cheapen_a_reload(bench: Bench) -> None:
 def test_a_step_that_may_wait_for_its_loads_teaches_nothing_of_the_prefill(bench: Bench) -> None:
     bench.step_seconds = seconds_of(bench, load_s=100 * COMPUTE_S)
     returns(bench, 12)
-    rates = bench.keeper.appraiser.rates
+    rates = bench.lifecycle.advisor.rates
     assert rates.costs.prefill_s(400) == pytest.approx(400 * COMPUTE_S, rel=0.25)
     assert rates.samples["prefill"] > 0 and rates.samples["dram"] == 0
 
@@ -77,13 +77,13 @@ def test_one_warning_says_so_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(setup.logger, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(assembly.logger, "warning", lambda text, *args: said.append(text % args))
     settings(policy="program-fcfs")
     Bench(ContinuumScheduler, model, blocks=60, transfer=TRANSFER)
     assert [text for text in said if "StockConnector does not say where KV lies" in text] == said[-1:]
 
 
 def departures(bench: Bench) -> list[dict[str, Any]]:
-    events = [event for told in bench.keeper.recorder.snapshot().values() for event in told]
+    events = [event for told in bench.lifecycle.recorder.snapshot().values() for event in told]
     found = [event for event in events if "Request_departure_time" in event]
     return sorted(found, key=lambda event: event["Request_departure_time"])

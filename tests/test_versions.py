@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.vllm_plugin.cli import is_too_old, version_note
+from continuum_lmcache.vllm_plugin.hooks.engine_args import is_too_old, version_note
 from experiments.trust.packages import wanted
 from experiments.trust.version_matrix import CELLS, name_vllm, row, unfinished
 

@@ -28,7 +28,7 @@ def test_the_wheel_holds_the_core_the_plugin_and_the_connectors_and_no_experimen
 ) -> None:
     tops = {name.partition("/")[0] for name in wheel.namelist()}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"continuum_lmcache", "connectors"}
-    for module in ("vllm_plugin/scheduler.py", "console/app.py", "records/recordings.py"):
+    for module in ("vllm_plugin/scheduler.py", "console/app.py", "recordings/reader.py"):
         assert f"continuum_lmcache/{module}" in wheel.namelist()
 
 

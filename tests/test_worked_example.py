@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import test_policies
 
-from continuum_lmcache import baselines, policies
-from continuum_lmcache.policies import POLICIES, Policy
+from continuum_lmcache.retention import baselines, policies
+from continuum_lmcache.retention.policies import POLICIES, Policy
 
 PAGE = Path(__file__).parents[1] / "docs" / "add-a-policy.md"
 

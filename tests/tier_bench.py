@@ -10,7 +10,7 @@ from bench import BLOCK, Bench
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.outputs import KVConnectorOutput
 
-from connectors.fake_plan import LoadJob
+from connectors.fake.scheduler_side import LoadJob
 from continuum_lmcache.types import ProgramId, TurnId
 
 BYTES_PER_TOKEN = 8  # of the bench's one layer
@@ -46,7 +46,7 @@ class TierBench(Bench):
         self.queues = [q for q in vars(self.scheduler).values() if isinstance(q, RequestQueue)]
 
     def scheduled(self, output: Any) -> None:
-        if self.keeper is not None:
+        if self.lifecycle is not None:
             check_books(self)
             check_pins(self)
         can_run = self.scheduler.get_num_unfinished_requests() and not self.loading
@@ -60,7 +60,7 @@ class TierBench(Bench):
             for i, r in self.scheduler.requests.items()
         ]
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        pinned = self.keeper.ledger.pinned if self.keeper is not None else {}
+        pinned = self.lifecycle.ledger.pinned if self.lifecycle is not None else {}
         pins = {program: pin.blocks for program, pin in pinned.items()}
         return f"the engine has work and does none: {states}, {free} blocks free, pins {pins}"
 
@@ -90,13 +90,13 @@ class TierBench(Bench):
 
 def check_books(bench: Bench) -> None:
     """Every reference on every block is a request's, a pin's or a deferred free's; nothing is lost."""
-    scheduler, keeper = bench.scheduler, bench.keeper
+    scheduler, lifecycle = bench.scheduler, bench.lifecycle
     pool = scheduler.kv_cache_manager.block_pool
     expected: Counter[int] = Counter()
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
         for blocks in manager.req_to_blocks.values():
             expected.update(b.block_id for b in blocks if not b.is_null)
-    for blocks in keeper.pins._held.values():
+    for blocks in lifecycle.pins._held.values():
         expected.update(b.block_id for b in blocks)
     for _, blocks in getattr(scheduler, "deferred_frees", ()):
         expected.update(b.block_id for b in blocks if not b.is_null)
@@ -110,9 +110,9 @@ def check_books(bench: Bench) -> None:
 
 def check_pins(bench: TierBench) -> None:
     """Right after schedule(): budgets, deadlines and the keeper's tables."""
-    keeper, ledger = bench.keeper, bench.keeper.ledger
+    lifecycle, ledger = bench.lifecycle, bench.lifecycle.ledger
     ledger.check()
-    held = {program: len(blocks) for program, blocks in keeper.pins._held.items()}
+    held = {program: len(blocks) for program, blocks in lifecycle.pins._held.items()}
     assert held == {program: pin.blocks for program, pin in ledger.pinned.items()}
     by_tenant: Counter[str] = Counter()
     for program, pin in ledger.pinned.items():
@@ -126,30 +126,30 @@ def check_pins(bench: TierBench) -> None:
 
 def check_door(bench: Bench) -> None:
     """Who is held stands at the door with all its turns; who is inside is counted with all of its."""
-    keeper, door = bench.keeper, bench.keeper.crowd.door
-    door.check()
+    lifecycle, admission = bench.lifecycle, bench.lifecycle.crowd.admission
+    admission.check()
     live: Counter[ProgramId] = Counter()
     held: Counter[ProgramId] = Counter()
-    for turn in keeper.turns.values():
+    for turn in lifecycle.turns.values():
         (held if turn.held else live)[turn.program or ProgramId(f"~{turn.id}")] += 1
-    assert held == {program: knock.turns for program, knock in door.outside.items()}
-    assert live == {program: seen.live for program, seen in door.inside.items() if seen.live}
+    assert held == {program: knock.turns for program, knock in admission.outside.items()}
+    assert live == {program: seen.live for program, seen in admission.inside.items() if seen.live}
 
 
 def check_turns(bench: TierBench) -> None:
     """The keeper knows the live requests, and every one that waits stands where its key says."""
-    scheduler, keeper = bench.scheduler, bench.keeper
+    scheduler, lifecycle = bench.scheduler, bench.lifecycle
     live = {i: r for i, r in scheduler.requests.items() if not r.is_finished()}
-    assert set(keeper.turns) == set(live)
+    assert set(lifecycle.turns) == set(live)
     running = {r.request_id for r in scheduler.running}
-    assert keeper._preempted <= set(live) - running, "a turn that runs counts as preempted"
+    assert lifecycle._preempted <= set(live) - running, "a turn that runs counts as preempted"
     waiting = Counter(request.request_id for queue in bench.queues for request in queue)
     assert set(waiting.values()) <= {1}, "a request stands in two queues"
-    served_least = keeper.config.policy == "plas"  # a snapshot: its program may be served meanwhile
+    served_least = lifecycle.config.policy == "plas"  # a snapshot: its program may be served meanwhile
     for queue in bench.queues if not served_least else ():
         for key, number, request_id in queue._heap:
             newest = queue._live.get(request_id)
-            if newest is not None and newest[0] == number and TurnId(request_id) not in keeper.moved:
-                now = keeper.key(newest[1])
+            if newest is not None and newest[0] == number and TurnId(request_id) not in lifecycle.moved:
+                now = lifecycle.key(newest[1])
                 assert key == now, f"{request_id} waits with {key}, not {now}; {newest[1].status}"
     assert running.isdisjoint(waiting) and running | set(waiting) == set(live), "a request is lost"

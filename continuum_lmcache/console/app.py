@@ -19,11 +19,11 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
-from continuum_lmcache.console import answer
 from continuum_lmcache.console import doctor as doctors
+from continuum_lmcache.console import doctor_output
 from continuum_lmcache.console import status as statuses
-from continuum_lmcache.diagnose import Targets
 from continuum_lmcache.errors import ContinuumError
+from continuum_lmcache.telemetry.health_rules import Thresholds
 
 BAD_INPUT = 2
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
@@ -63,7 +63,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Is it advisable to serve MODEL so? KV budget, break-even of each tier, whether pins pay, traps."""
-    ask = doctors.Question(
+    ask = doctors.DoctorQuery(
         model,
         profile,
         gpu,
@@ -83,9 +83,9 @@ def doctor(
     )
     found = doctors.diagnosis(ask)
     if as_json:
-        print(json.dumps(answer.as_json(found), indent=1))
+        print(json.dumps(doctor_output.as_json(found), indent=1))
     else:
-        answer.show(found, Console())
+        doctor_output.show(found, Console())
     raise typer.Exit(0 if found.advisable else 1)
 
 
@@ -95,11 +95,11 @@ def status(
     seconds: Annotated[float, typer.Option(min=0.1, help="between the two scrapes")] = 5.0,
     target_queue_s: Annotated[
         float, typer.Option(min=0, help="mean wait that is still fine")
-    ] = Targets().queue_s,
+    ] = Thresholds().queue_s,
     as_json: Json = False,
 ) -> None:
     """What is wrong with a running server, with figures and what to do. Exit status 1 if something is."""
-    seen, targets = statuses.watch(url.rstrip("/"), seconds), Targets(queue_s=target_queue_s)
+    seen, targets = statuses.watch(url.rstrip("/"), seconds), Thresholds(queue_s=target_queue_s)
     found = statuses.as_json(seen, targets)
     if as_json:
         print(json.dumps(found, indent=1))
@@ -118,7 +118,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML page on a recorded run, or on two side by side."""
-    from continuum_lmcache.console.report import write_report  # plotly is an extra and takes a second
+    from continuum_lmcache.report.page import write_report  # plotly is an extra and takes a second
 
     pages = write_report([run] if other is None else [run, other], out, profile)
     print(f"wrote {out}: {pages / 1e6:.1f} MB, no network needed")

@@ -7,30 +7,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from continuum_lmcache import advice, budget
-from continuum_lmcache.advice import Demand, PinAnswer, Plan
-from continuum_lmcache.breakeven import load_line
-from continuum_lmcache.budget import GIB, Budget, Memory, ModelShape
+from continuum_lmcache.capacity import kv_budget, plan_check
+from continuum_lmcache.capacity.break_even import load_line
+from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget, ModelShape
+from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad, PinVerdict
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.console.connector import Connector, Worker, checked, read
-from continuum_lmcache.console.machines import Machine, machine
-from continuum_lmcache.console.server import Served, served
-from continuum_lmcache.console.shapes import KV_BYTES, shape_of
+from continuum_lmcache.console.lmcache_check import ConnectorSettings, RankWorker, checked, read
+from continuum_lmcache.console.machine_specs import MachineSpec, machine
+from continuum_lmcache.console.metrics_page import ServedModel, served
+from continuum_lmcache.console.model_shapes import KV_BYTES, shape_of
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.findings import Finding, Severity, error, note, warning
-from continuum_lmcache.records.traces import load_trace
+from continuum_lmcache.recordings.trace import load_trace
+from continuum_lmcache.telemetry.findings import Finding, Severity, error, note, warning
 from continuum_lmcache.types import Tier
 
 STEP_GIB = 2.0  # activations and CUDA graphs of an 8B model with vLLM's default batch, roughly
-TABLE1 = Demand(
+TABLE1 = ExpectedLoad(
     "the means of Continuum's Table 1, SWE-Bench, arXiv 2511.02230; tools take 0.925 s", (70_126,), (0.925,)
 )
-CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")  # as vllm_plugin/cli.py has them
+CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")  # as vllm_plugin/hooks/engine_args.py has them
 BLOCKS_OFF = 0.1  # share by which a server's KV cache may differ from the arithmetic
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class DoctorQuery:
     """What the user asks about. None or 0: not said."""
 
     model: str
@@ -55,11 +55,11 @@ class Question:
 class Diagnosis:
     """The answer."""
 
-    plan: Plan
-    machine: Machine
-    connector: Connector | None
-    server: Served | None
-    pins: PinAnswer
+    plan: DeploymentPlan
+    machine: MachineSpec
+    connector: ConnectorSettings | None
+    server: ServedModel | None
+    pins: PinVerdict
     findings: tuple[Finding, ...]
 
     @property
@@ -81,17 +81,17 @@ class Diagnosis:
         return f"Serving so is NOT advisable: {errors}{more}."
 
 
-def diagnosis(ask: Question) -> Diagnosis:
+def diagnosis(ask: DoctorQuery) -> Diagnosis:
     """Read everything, compute, judge. Raises ConfigError, ProfileError, TraceError or ServerError."""
     on = machine(ask.profile, ask.gpu)
     server = served(ask.url) if ask.url else None
     shape = model(ask, server)
     block_tokens = ask.block_tokens or (server.block_tokens if server else None) or on.block_tokens
     kv = kv_cache(ask, on, shape, server, block_tokens)
-    worker = Worker(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
+    worker = RankWorker(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
     connector = checked(read(ask.lmcache), worker, ask.lora) if ask.lmcache else None
     settings = connector.continuum if connector else ContinuumConfig()
-    plan = Plan(
+    plan = DeploymentPlan(
         shape,
         kv,
         replace(on.costs, kv_bytes_per_token=kv.bytes_per_token),
@@ -103,11 +103,11 @@ def diagnosis(ask: Question) -> Diagnosis:
         on.costs.kv_bytes_per_token if on.profiled else None,
     )
     found = (
-        *advice.advice(plan),
+        *plan_check.advice(plan),
         *(connector.findings if connector else [no_connector()]),
         *(of_server(server, ask, plan) if server else ()),
     )
-    return Diagnosis(plan, on, connector, server, advice.can_pins_pay(plan), in_order(found))
+    return Diagnosis(plan, on, connector, server, plan_check.can_pins_pay(plan), in_order(found))
 
 
 def in_order(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
@@ -115,7 +115,7 @@ def in_order(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: list(Severity).index(finding.severity)))
 
 
-def model(ask: Question, server: Served | None) -> ModelShape:
+def model(ask: DoctorQuery, server: ServedModel | None) -> ModelShape:
     """The model's shape, as it is to be served."""
     shape = shape_of(ask.model)
     if ask.kv_dtype != "auto":
@@ -130,36 +130,36 @@ def model(ask: Question, server: Served | None) -> ModelShape:
 
 
 def kv_cache(
-    ask: Question, on: Machine, shape: ModelShape, server: Served | None, block_tokens: int
-) -> Budget:
+    ask: DoctorQuery, on: MachineSpec, shape: ModelShape, server: ServedModel | None, block_tokens: int
+) -> KVBudget:
     """The KV cache: as the server has it, as given, or computed from the device's memory."""
     if server and server.blocks:
-        return budget.of_blocks(shape, server.blocks, block_tokens, ask.ranks)
+        return kv_budget.of_blocks(shape, server.blocks, block_tokens, ask.ranks)
     if ask.kv_gib is not None:
-        return budget.of_bytes(shape, ask.kv_gib * GIB, block_tokens, ask.ranks)
+        return kv_budget.of_bytes(shape, ask.kv_gib * GIB, block_tokens, ask.ranks)
     memory = memory_of(ask, on)
     if memory is None:
         where = "give --kv-gib (VLLM_CPU_KVCACHE_SPACE)" if on.on_cpu else "give --gpu or --memory-gib"
         raise ConfigError(f"the memory of {on.device!r} is not known; {where}")
-    return budget.of_memory(shape, memory, block_tokens, ask.ranks)
+    return kv_budget.of_memory(shape, memory, block_tokens, ask.ranks)
 
 
-def memory_of(ask: Question, on: Machine) -> Memory | None:
+def memory_of(ask: DoctorQuery, on: MachineSpec) -> DeviceMemory | None:
     """The device's memory as vLLM would divide it; None if it is not known."""
     size = ask.memory_gib * GIB if ask.memory_gib is not None else on.device_bytes
-    return Memory(size, ask.utilisation, STEP_GIB * GIB) if size else None
+    return DeviceMemory(size, ask.utilisation, STEP_GIB * GIB) if size else None
 
 
-def demand(ask: Question) -> Demand:
+def demand(ask: DoctorQuery) -> ExpectedLoad:
     """The programs to serve: a trace's, a given context, or the paper's mean. Raises TraceError."""
     if ask.trace is not None and ask.context_tokens is not None:
         raise ConfigError("--trace and --context both say how long programs are; drop one")
     if ask.trace is not None:
         programs = load_trace(ask.trace)
         gaps_s = tuple(t.gap_s for program in programs for t in program.turns if t.gap_s is not None)
-        return Demand(ask.trace.name, tuple(program.context_tokens for program in programs), gaps_s)
+        return ExpectedLoad(ask.trace.name, tuple(program.context_tokens for program in programs), gaps_s)
     if ask.context_tokens is not None:
-        return Demand("as given", (ask.context_tokens,))
+        return ExpectedLoad("as given", (ask.context_tokens,))
     return TABLE1
 
 
@@ -171,7 +171,7 @@ def no_connector() -> Finding:
     )
 
 
-def of_server(server: Served, ask: Question, plan: Plan) -> Iterator[Finding]:
+def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> Iterator[Finding]:
     """What a running server's own words object to."""
     if server.version is not None and not server.version.startswith(CHECKED_VERSIONS):
         told = f"the server runs vLLM {server.version}"
@@ -196,7 +196,7 @@ def of_server(server: Served, ask: Question, plan: Plan) -> Iterator[Finding]:
         )
     memory = memory_of(ask, machine(ask.profile, ask.gpu))
     if memory is not None and server.blocks:
-        predicted = budget.of_memory(plan.shape, memory, plan.budget.block_tokens, ask.ranks)
+        predicted = kv_budget.of_memory(plan.shape, memory, plan.budget.block_tokens, ask.ranks)
         if abs(predicted.blocks - server.blocks) > BLOCKS_OFF * server.blocks:
             yield note(
                 "blocks-differ",
@@ -205,7 +205,7 @@ def of_server(server: Served, ask: Question, plan: Plan) -> Iterator[Finding]:
             )
 
 
-def seconds_at(plan: Plan, context_tokens: int) -> dict[str, float]:
+def seconds_at(plan: DeploymentPlan, context_tokens: int) -> dict[str, float]:
     """What a context costs: computed, and loaded from each tier."""
     return {
         "recompute": plan.costs.prefill_s(context_tokens),

@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from continuum_lmcache.console.answer import findings_json, headed, show_findings
-from continuum_lmcache.console.server import scrape
-from continuum_lmcache.console.window import METRICS, window
-from continuum_lmcache.diagnose import Targets, Window, diagnose, untold
-from continuum_lmcache.findings import Finding, Severity
+from continuum_lmcache.console.doctor_output import findings_json, headed, show_findings
+from continuum_lmcache.console.metrics_page import scrape
+from continuum_lmcache.console.scrape_window import METRICS, window
+from continuum_lmcache.telemetry.findings import Finding, Severity
+from continuum_lmcache.telemetry.health_rules import ServerWindow, Thresholds, diagnose, untold
 
 FIGURES = {  # what is shown of a window: label -> field, format
     "running turns": ("running_turns", "{:.1f}"),
@@ -31,7 +31,7 @@ FIGURES = {  # what is shown of a window: label -> field, format
 }
 
 
-def watch(url: str, seconds: float) -> Window:
+def watch(url: str, seconds: float) -> ServerWindow:
     """What the server tells of the next seconds. Raises ServerError."""
     before, start_s = scrape(url), time.monotonic()
     time.sleep(seconds)
@@ -44,7 +44,7 @@ def wrong(findings: list[Finding]) -> bool:
     return any(finding.severity is not Severity.NOTE for finding in findings)
 
 
-def as_json(seen: Window, targets: Targets) -> dict[str, Any]:
+def as_json(seen: ServerWindow, targets: Thresholds) -> dict[str, Any]:
     """The window, what is wrong, and what could not be said."""
     found = diagnose(seen, targets)
     return {
@@ -56,7 +56,7 @@ def as_json(seen: Window, targets: Targets) -> dict[str, Any]:
     }
 
 
-def show(url: str, seen: Window, targets: Targets, console: Console) -> None:
+def show(url: str, seen: ServerWindow, targets: Thresholds, console: Console) -> None:
     """Figures, findings, and what this server does not tell."""
     console.print(Text(f"{url}, watched for {seen.seconds:.1f} s"), soft_wrap=True)
     table = headed("", "")
@@ -78,7 +78,7 @@ def show(url: str, seen: Window, targets: Targets, console: Console) -> None:
     console.print(Text("\nSomething is wrong." if wrong(found) else "\nNothing is wrong.", style="bold"))
 
 
-def lost(seen: Window, cause: str) -> str:
+def lost(seen: ServerWindow, cause: str) -> str:
     """What returns lost by one cause. With several engines the token is no one's."""
     returns, at = seen.lost_returns[cause], seen.lost_at_token.get(cause)
     found = f"{returns:,.0f} returns, {seen.lost_s.get(cause, 0.0):.2f} s of prefill"

@@ -52,15 +52,15 @@ from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
-from continuum_lmcache.appraise import expected_s
 from continuum_lmcache.config import parsed, refuse_unknown
-from continuum_lmcache.costs import Costs, Rate
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.fleet.homes import hashed
 from continuum_lmcache.fleet.moves import MOVERS, Case, Limits, Move, Side, Stay, decide
 from continuum_lmcache.fleet.places import Pending, Place, Places
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
-from continuum_lmcache.gaps import Gaps
+from continuum_lmcache.reload.cost_model import CostModel, TransferRate
+from continuum_lmcache.retention.advisor import expected_s
+from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import ProgramId, Residency, ToolKey, TurnId
 
 PREFIX = "fleet."
@@ -166,7 +166,7 @@ class Known:
 
 
 @dataclass(slots=True)
-class Program:
+class FleetProgram:
     """One that the fleet knows."""
 
     id: ProgramId
@@ -195,10 +195,10 @@ class Fleet:
     def __init__(self, config: FleetConfig, key: bytes) -> None:
         self.config, self._key, self._limits = config, key, config.limits
         self.places = Places(config.max_wait_s, config.max_rehome_s, config.first_turn_age_s)
-        self.programs: OrderedDict[ProgramId, Program] = OrderedDict()  # unheard of for longest first
+        self.programs: OrderedDict[ProgramId, FleetProgram] = OrderedDict()  # unheard of for longest first
         self.turns: dict[TurnId, Live] = {}
         self.waiting: dict[TurnId, ProgramId] = {}  # turns in the line
-        self.gaps = Gaps()
+        self.gaps = ToolDurations()
         self.routes: Counter[Why] = Counter()
         self.stays: Counter[str] = Counter()  # later turns that might have moved, by why they did not
         self.refused = 0
@@ -248,7 +248,7 @@ class Fleet:
             if entry is not None and (bool(known.live), known.turns) <= (bool(entry.live), entry.turns):
                 continue
             if entry is not None and entry.home in self.places.places:
-                self.places.places[entry.home].door.leaves(now_s, known.program)
+                self.places.places[entry.home].admission.leaves(now_s, known.program)
             if entry is None:
                 entry = self._meets(now_s, known.program, known.age_s)
             entry.turns, entry.context_tokens, entry.home = known.turns, known.context_tokens, replica
@@ -313,14 +313,14 @@ class Fleet:
         entry, place = self.programs.get(live.program), self._place(live)
         if entry is None:
             if place is not None:
-                place.door.leaves(now_s, live.program)
+                place.admission.leaves(now_s, live.program)
             return
         entry.turns += 1
         entry.context_tokens = context_tokens
         if not entry.live:
             entry.paused_s = now_s
         if place is not None and entry.home == live.route.replica:
-            place.door.pauses(now_s, entry.id, context_tokens, expected_s(self.gaps, tool))
+            place.admission.pauses(now_s, entry.id, context_tokens, expected_s(self.gaps, tool))
 
     def ended(self, now_s: float, turn: TurnId) -> None:
         """The turn ended, and was its program's last. One that has other turns goes on."""
@@ -331,11 +331,11 @@ class Fleet:
             entry.turns += 1
             if entry.live or entry.id in self.places.line:
                 if place is not None:
-                    place.door.loses(now_s, entry.id)
+                    place.admission.loses(now_s, entry.id)
                 return
             self._forget(now_s, entry, entry.turns)
         elif place is not None:
-            place.door.leaves(now_s, live.program)
+            place.admission.leaves(now_s, live.program)
 
     def lost(self, now_s: float, turn: TurnId) -> None:
         """The turn is gone, unfinished. Its program may go on."""
@@ -344,7 +344,7 @@ class Fleet:
             self._forget_if_nothing(now_s, program)
         elif (live := self._gone(now_s, turn)) is not None:
             if (place := self._place(live)) is not None:
-                place.door.loses(now_s, live.program)
+                place.admission.loses(now_s, live.program)
             self._forget_if_nothing(now_s, live.program)
 
     # answers ---------------------------------------------------------------
@@ -369,7 +369,7 @@ class Fleet:
                 raise InvariantError(
                     f"turns at {replica!r}({len(place.turns)}) != those sent({sent[replica]})"
                 )
-            inside = {p for p in place.door.inside if p in self.programs}
+            inside = {p for p in place.admission.inside if p in self.programs}
             if wrong := [p for p in inside if self.programs[p].home != replica]:
                 raise InvariantError(f"programs {wrong!r} count at {replica!r}, which is not their home")
         for entry in self.programs.values():
@@ -401,10 +401,10 @@ class Fleet:
             return Refused(turn, self.places.retry_after_s(now_s))
         replica = self.places.fewest(self.places.places.values())
         alone = ProgramId(f"~{turn}")
-        self.places.places[replica].door.arrives(now_s, alone, prompt_tokens, passes=True)
+        self.places.places[replica].admission.arrives(now_s, alone, prompt_tokens, passes=True)
         return self._sent(turn, alone, Route(turn, replica, Why.ALONE), prompt_tokens, 0)
 
-    def _later(self, now_s: float, entry: Program, turn: TurnId, prompt_tokens: int) -> Route:
+    def _later(self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int) -> Route:
         """A turn of a program with a home."""
         if entry.paused_s is not None:
             self.gaps.observe((), now_s - entry.paused_s)
@@ -418,7 +418,7 @@ class Fleet:
             self.stays[answer.reason] += 1
         return self._send(now_s, entry, turn, prompt_tokens, Why.HOME)
 
-    def _weighs(self, now_s: float, entry: Program, prompt_tokens: int) -> Move | Stay:
+    def _weighs(self, now_s: float, entry: FleetProgram, prompt_tokens: int) -> Move | Stay:
         """Shall the program, which is between turns, move?"""
         there = self.places.places
         assert entry.home is not None
@@ -429,7 +429,7 @@ class Fleet:
         return decide(self.config.mover, Case(home, sides, now_s - entry.moved_s), self._limits)
 
     def _side(
-        self, now_s: float, entry: Program, place: Place, prompt_tokens: int, is_home: bool = False
+        self, now_s: float, entry: FleetProgram, place: Place, prompt_tokens: int, is_home: bool = False
     ) -> Side:
         """A replica as the program's next turn would meet it."""
         is_fresh = place.age_s(now_s) <= self.config.move_age_s
@@ -442,22 +442,24 @@ class Fleet:
             is_fresh,
         )
 
-    def _bring_s(self, costs: Costs, context_tokens: int) -> float:
+    def _bring_s(self, costs: CostModel, context_tokens: int) -> float:
         """What a context's KV costs a replica that it was never on."""
         if self.config.substrate == "none":
             return costs.prefill_s(context_tokens)
         if self.config.substrate == "peer":
             link = self.config.peer_bytes_per_s, self.config.peer_fixed_s
             into, size_bytes = costs.dram, context_tokens * costs.kv_bytes_per_token
-            over_s = Rate(*link, samples=0).seconds(size_bytes) + into.seconds(size_bytes)
+            over_s = TransferRate(*link, samples=0).seconds(size_bytes) + into.seconds(size_bytes)
             return min(over_s, costs.prefill_s(context_tokens))
         return costs.reload_s(Residency(0, context_tokens, 0, context_tokens))
 
-    def _moves(self, now_s: float, entry: Program, turn: TurnId, prompt_tokens: int, to: ReplicaId) -> Route:
+    def _moves(
+        self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int, to: ReplicaId
+    ) -> Route:
         """The program leaves its home for another one, with this turn."""
         old = entry.home
         assert old is not None
-        self.places.places[old].door.leaves(now_s, entry.id)
+        self.places.places[old].admission.leaves(now_s, entry.id)
         self.thrash += now_s - entry.moved_s < self.config.cooldown_s
         entry.home, entry.moved_s = to, now_s
         self.places.places[to].promises(now_s, prompt_tokens, max(1, entry.turns))
@@ -478,7 +480,7 @@ class Fleet:
         if waiting is None or not there:
             return None
         for place in there.values():
-            place.door.gives_up(now_s)
+            place.admission.gives_up(now_s)
         choice = self.places.choice(now_s, waiting)
         why = Why.REHOMED if waiting.finished else Why.FIRST
         if choice is None:
@@ -502,7 +504,7 @@ class Fleet:
     def _send(
         self,
         now_s: float,
-        entry: Program,
+        entry: FleetProgram,
         turn: TurnId,
         prompt_tokens: int,
         why: Why,
@@ -510,15 +512,15 @@ class Fleet:
     ) -> Route:
         """The turn goes to its program's home."""
         assert entry.home is not None
-        door = self.places.places[entry.home].door
-        door.arrives(now_s, entry.id, prompt_tokens, turns=max(1, entry.turns))
+        admission = self.places.places[entry.home].admission
+        admission.arrives(now_s, entry.id, prompt_tokens, turns=max(1, entry.turns))
         held_tokens = entry.context_tokens if why is Why.HOME else 0
         entry.live.add(turn)
         entry.has_started = True
         route = replace(self._route(now_s, entry, turn, why), moved_from=moved_from)
         return self._sent(turn, entry.id, route, prompt_tokens, held_tokens)
 
-    def _route(self, now_s: float, entry: Program, turn: TurnId, why: Why) -> Route:
+    def _route(self, now_s: float, entry: FleetProgram, turn: TurnId, why: Why) -> Route:
         assert entry.home is not None
         age_s = now_s - entry.arrival_s
         return Route(turn, entry.home, why, program_turns=entry.turns, program_age_s=age_s)
@@ -552,13 +554,13 @@ class Fleet:
         """The replica that the turn was sent to, if it is there."""
         return self.places.places.get(live.route.replica)
 
-    def _meets(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> Program:
+    def _meets(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> FleetProgram:
         """A program that is not known."""
         self._forget_surplus(now_s, self.config.max_programs - 1)
-        entry = self.programs[program] = Program(program, now_s - age_s, now_s, turns)
+        entry = self.programs[program] = FleetProgram(program, now_s - age_s, now_s, turns)
         return entry
 
-    def _seen(self, now_s: float, entry: Program) -> None:
+    def _seen(self, now_s: float, entry: FleetProgram) -> None:
         entry.seen_s = now_s
         self.programs.move_to_end(entry.id)
 
@@ -568,10 +570,10 @@ class Fleet:
         if entry is not None and not (entry.live or entry.turns or program in self.places.line):
             self._forget(now_s, entry, 0)
 
-    def _forget(self, now_s: float, entry: Program, finished_turns: int) -> None:
+    def _forget(self, now_s: float, entry: FleetProgram, finished_turns: int) -> None:
         del self.programs[entry.id]
         if entry.home is not None:
-            self.places.places[entry.home].door.leaves(now_s, entry.id, finished_turns)
+            self.places.places[entry.home].admission.leaves(now_s, entry.id, finished_turns)
 
     def _forget_surplus(self, now_s: float, most: int) -> None:
         """Of more programs those go that were unheard of for longest and have no turn here."""

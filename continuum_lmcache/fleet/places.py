@@ -2,7 +2,7 @@
 
 A program starts where its forecast fits beside all that is spoken for there, on the replica with the fewest
 requests of those; while it fits nowhere, it waits, and costs nobody anything. The arithmetic is the engine's
-own (admission.py), one account for each replica, with one Growth for all: a replica that
+own (controller.py), one account for each replica, with one Growth for all: a replica that
 has just joined knows what the others have learned. Where the engine reports its headroom, that is taken for
 the account's: it knows shared heads and requests that came another way.
 
@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from continuum_lmcache.admission import BUSY_SHARE, Door, Knock, Room
+from continuum_lmcache.admission.context_growth import ContextGrowth
+from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity, PendingProgram
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
-from continuum_lmcache.growth import Growth
 from continuum_lmcache.types import ProgramId, TurnId
 
 RATE_STARTS = 64  # latest starts from the line that its speed is taken from
@@ -42,7 +42,7 @@ class Place:
     """One replica: what it said last, and what was sent there since."""
 
     report: ReplicaReport
-    door: Door
+    admission: AdmissionController
     turns: set[TurnId] = field(default_factory=set)  # live
     pending: dict[TurnId, Pending] = field(default_factory=dict)  # of these
     pending_tokens: int = 0
@@ -72,25 +72,25 @@ class Place:
     def reported(self, report: ReplicaReport) -> None:
         """A newer report."""
         self.report = report
-        self.door.room = Room(report.gpu_tokens, report.tier_tokens)
+        self.admission.room = KVCapacity(report.gpu_tokens, report.tier_tokens)
         while self.promised and self.promised[0][0] <= report.at_s:
             self.promised.popleft()
 
     def promises(self, now_s: float, prompt_tokens: int, turns: int) -> None:
         """A program that has finished `turns` goes there: the next report will count it."""
-        self.promised.append((now_s, self.door.growth.forecast_tokens(prompt_tokens, turns)))
+        self.promised.append((now_s, self.admission.growth.forecast_tokens(prompt_tokens, turns)))
 
     def headroom_tokens(self) -> float:
         """For how large a forecast there is room."""
         if self.report.headroom_tokens is None:
-            return self.door.headroom_tokens
+            return self.admission.headroom_tokens
         return self.report.headroom_tokens - sum(tokens for _, tokens in self.promised)
 
     def fits(self, now_s: float, prompt_tokens: int, turns: int) -> bool:
         """Whether a program that has finished `turns` has room, and nobody waits here for room already."""
         if self.report.headroom_tokens is None:
-            return self.door.fits(now_s, prompt_tokens, turns)
-        need = self.door.growth.forecast_tokens(prompt_tokens, turns)
+            return self.admission.fits(now_s, prompt_tokens, turns)
+        need = self.admission.growth.forecast_tokens(prompt_tokens, turns)
         return not self.report.programs_outside and need <= self.headroom_tokens()
 
     def has_spare_time(self) -> bool:
@@ -127,7 +127,7 @@ class Place:
 
     def check(self) -> None:
         """Raise InvariantError unless the sums are those of the turns."""
-        self.door.check()
+        self.admission.check()
         tokens = sum(one.tokens for one in self.pending.values())
         if tokens != self.pending_tokens or not self.pending.keys() <= self.turns:
             raise InvariantError(f"pending tokens({self.pending_tokens}) != sum of turns({tokens})")
@@ -161,7 +161,7 @@ class Places:
     max_wait_s: float
     max_rehome_s: float
     first_turn_age_s: float  # no first turn goes where the report is older
-    growth: Growth = field(default_factory=Growth)
+    growth: ContextGrowth = field(default_factory=ContextGrowth)
     places: dict[ReplicaId, Place] = field(default_factory=dict)
     line: dict[ProgramId, Waiting] = field(default_factory=dict)
     new: int = 0  # programs in the line that have no turn behind them
@@ -173,9 +173,9 @@ class Places:
 
     def joins(self, report: ReplicaReport) -> Place:
         """One replica more."""
-        room = Room(report.gpu_tokens, report.tier_tokens)
-        door = Door(room, self.max_wait_s, growth=self.growth)
-        place = self.places[report.replica] = Place(report, door)
+        room = KVCapacity(report.gpu_tokens, report.tier_tokens)
+        admission = AdmissionController(room, self.max_wait_s, growth=self.growth)
+        place = self.places[report.replica] = Place(report, admission)
         return place
 
     def waits(
@@ -238,10 +238,10 @@ class Places:
         place.promises(now_s, tokens, done)
         if done:
             for prompt_tokens in waiting.turns.values():
-                place.door.arrives(now_s, waiting.program, prompt_tokens, turns=done)
+                place.admission.arrives(now_s, waiting.program, prompt_tokens, turns=done)
         else:
-            knock = Knock(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
-            place.door.starts(now_s, knock)
+            knock = PendingProgram(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
+            place.admission.starts(now_s, knock)
 
     def fewest(self, places: Iterable[Place]) -> ReplicaId:
         """Of these, one or more, the replica with the fewest requests; of equals the one with most room."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType
 
-from continuum_lmcache.costs import UNMEASURED, Costs
+from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 
 ReplicaId = NewType("ReplicaId", str)
 
@@ -24,4 +24,4 @@ class ReplicaReport:
     oldest_returning_wait_s: float = 0.0  # continuum_oldest_returning_wait_seconds; 0: no later turn waits
     prompt_time_share: float = 1.0  # of the latest time, that for prompts, 0 to 1; 1: not known
     returning_first: bool = True  # later turns go before waiting first ones; False: stock vLLM
-    costs: Costs = UNMEASURED  # rates as measured there
+    costs: CostModel = UNMEASURED  # rates as measured there

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from prometheus_client import REGISTRY
 
-from continuum_lmcache.costs import UNMEASURED, Costs, PrefillCurve, Rate
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
 
 REQUESTS = ("vllm:num_requests_waiting", "vllm:num_requests_running")
 CAPACITY, OUTSIDE = "continuum_gpu_capacity_tokens", "continuum_programs_outside"
@@ -56,7 +56,7 @@ def report(replica: str, gpu_tokens: int, seen: Figures) -> ReplicaReport:
     )
 
 
-def costs(seen: Figures) -> Costs:
+def costs(seen: Figures) -> CostModel:
     """The rates as the engine has measured or assumed them; of an engine that tells none what is assumed."""
     told = [seen.get((name, "")) for name in (*CURVE, KV_BYTES)]
     if any(value is None for value in told):
@@ -67,6 +67,8 @@ def costs(seen: Figures) -> Costs:
         bytes_per_s, once_s = seen.get((TIER_RATE, tier)), seen.get((TIER_FIXED, tier))
         samples = int(seen.get((SAMPLES, tier), 0))
         assumed = getattr(UNMEASURED, tier)
-        tiers[tier] = Rate(bytes_per_s, once_s, samples) if bytes_per_s and once_s is not None else assumed
+        tiers[tier] = (
+            TransferRate(bytes_per_s, once_s, samples) if bytes_per_s and once_s is not None else assumed
+        )
     curve = PrefillCurve(fixed_s, token_s, pair_s, int(seen.get((SAMPLES, "prefill"), 0)))
-    return Costs(curve, tiers["dram"], tiers["ssd"], int(kv_bytes), UNMEASURED.chunk_tokens)
+    return CostModel(curve, tiers["dram"], tiers["ssd"], int(kv_bytes), UNMEASURED.chunk_tokens)

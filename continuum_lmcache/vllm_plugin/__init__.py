@@ -7,6 +7,6 @@ def register() -> None:
     All else is installed where the policy is chosen (cli.adopt) or its scheduler is built: an engine with
     another policy is vLLM's own.
     """
-    from continuum_lmcache.vllm_plugin import cli
+    from continuum_lmcache.vllm_plugin.hooks import engine_args
 
-    cli.install()
+    engine_args.install()

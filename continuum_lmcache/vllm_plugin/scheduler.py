@@ -28,15 +28,15 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
-from continuum_lmcache.vllm_plugin import metrics, wakeup
-from continuum_lmcache.vllm_plugin.keeper import Keeper
-from continuum_lmcache.vllm_plugin.queue import Key, ProgramQueue
-from continuum_lmcache.vllm_plugin.reclaim import Reclaimer
-from continuum_lmcache.vllm_plugin.renewal import Renewal
-from continuum_lmcache.vllm_plugin.setup import Room, furnish
-from continuum_lmcache.vllm_plugin.spoilt import SpoiltBlocks
-from continuum_lmcache.vllm_plugin.totals import Teller
-from continuum_lmcache.vllm_plugin.wakeup import Alarm
+from continuum_lmcache.vllm_plugin.assembly import EngineParts, furnish
+from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus
+from continuum_lmcache.vllm_plugin.hooks.idle_timer import IdleTimer
+from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
+from continuum_lmcache.vllm_plugin.memory.failed_loads import InvalidBlocks
+from continuum_lmcache.vllm_plugin.memory.pin_renewal import PinRenewal
+from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
+from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
+from continuum_lmcache.vllm_plugin.waiting_queue import Key, ProgramQueue
 
 TELL_EVERY_S = 0.5  # more often than anybody scrapes; gathering and sending the news costs 0.1 ms
 
@@ -48,26 +48,26 @@ class ContinuumMixin(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        wakeup.install()  # the engine around it exists already, and idles later
+        idle_timer.install()  # the engine around it exists already, and idles later
         transfer = self.vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         config = ContinuumConfig.load(extra, os.environ)
-        self._room: Room = furnish(self, config, self.clock())
-        self._keeper: Keeper = self._room.keeper
-        self._teller = Teller(self._room.totals, self._keeper.appraiser.observed)
+        self._room: EngineParts = furnish(self, config, self.clock())
+        self._lifecycle: TurnLifecycle = self._room.lifecycle
+        self._teller = MetricsDelta(self._room.totals, self._lifecycle.advisor.observed)
         self._tell_at_s = -math.inf
-        self._chunks = self._keeper.appraiser.chunks(self.max_num_scheduled_tokens)
+        self._chunks = self._lifecycle.advisor.chunks(self.max_num_scheduled_tokens)
         if not self._may_cut_anywhere():
             self._chunks.smallest = None
-        self._decodes_first = self._keeper.appraiser.decodes_first
+        self._decodes_first = self._lifecycle.advisor.decodes_first
         self._prompts_last = False  # of the running ones, in this step
         self._had_prompts = False  # the last step; without them nobody need be asked
-        self._alarm: Alarm | None = None
-        self._renewal = Renewal(self._keeper)
+        self._alarm: IdleTimer | None = None
+        self._renewal = PinRenewal(self._lifecycle)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
-        self._spoilt = SpoiltBlocks(self.kv_cache_manager, 1 + self.parallel_config.pipeline_parallel_size)
-        self._reclaimer = Reclaimer(self, self._keeper, lambda: self.clock())
+        self._spoilt = InvalidBlocks(self.kv_cache_manager, 1 + self.parallel_config.pipeline_parallel_size)
+        self._reclaimer = PinReclaimer(self, self._lifecycle, lambda: self.clock())
         self._queues = {
             n: ProgramQueue(self._key, self._reclaimer.waiting_asked)
             for n, q in vars(self).items()
@@ -81,11 +81,11 @@ class ContinuumMixin(Scheduler):
         now_s = self.clock()
         self._report_due = False
         self._renewal.look(now_s)
-        if self._keeper.ledger.pinned:
-            self._keeper.expire(now_s)
-        self._keeper.forget_idle(now_s)
-        self._keeper.crowd.weighs_stores()
-        self._keeper.open_door(now_s, bool(self.running), any(self._queues.values()))
+        if self._lifecycle.ledger.pinned:
+            self._lifecycle.expire(now_s)
+        self._lifecycle.forget_idle(now_s)
+        self._lifecycle.crowd.weighs_stores()
+        self._lifecycle.open_door(now_s, bool(self.running), any(self._queues.values()))
         self._choose_chunk()
         self._reorder()
         self._reclaimer.step_begins()
@@ -96,12 +96,12 @@ class ContinuumMixin(Scheduler):
 
     def _reorder(self) -> None:
         """Turns whose place changed move; the newest program's request becomes vLLM's victim."""
-        for turn_id in self._keeper.moved:
+        for turn_id in self._lifecycle.moved:
             request = self.requests.get(turn_id)
             for queue in self._queues.values():
                 if request is not None and request in queue:
                     queue.rekey(request)
-        self._keeper.moved.clear()
+        self._lifecycle.moved.clear()
         decodes_first = self._prompts_last and not self._reclaimer.may_run_short()  # then nobody is a victim
         if decodes_first or self._running_changed:  # stock FCFS preempts running[-1]
             self.running.sort(
@@ -132,14 +132,14 @@ class ContinuumMixin(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         now_s = self.clock()
         for new in scheduler_output.scheduled_new_reqs:
-            self._keeper.started(now_s, self.requests[new.req_id])
+            self._lifecycle.started(now_s, self.requests[new.req_id])
             self._running_changed = True
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._running_changed = True
         for turn_id in scheduler_output.preempted_req_ids or ():
-            self._keeper.preempted(now_s, TurnId(turn_id))
-        self._keeper.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
-        self._keeper.witness.scheduled(now_s, scheduler_output)
+            self._lifecycle.preempted(now_s, TurnId(turn_id))
+        self._lifecycle.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
+        self._lifecycle.step_timer.scheduled(now_s, scheduler_output)
         tokens, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
         self._had_prompts = total > len(tokens)
         if self._chunks.smallest is not None:
@@ -156,7 +156,9 @@ class ContinuumMixin(Scheduler):
         now_s = self.clock()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         self._spoilt.step_ended()
-        self._keeper.witness.stepped(now_s, scheduler_output)  # after: the step's transfers are known now
+        self._lifecycle.step_timer.stepped(
+            now_s, scheduler_output
+        )  # after: the step's transfers are known now
         return outputs
 
     # a request's life -------------------------------------------------------
@@ -166,13 +168,13 @@ class ContinuumMixin(Scheduler):
         if not self.requests:  # the first step after idleness has nothing new to tell
             self._tell_at_s = now_s + TELL_EVERY_S
         if request.request_id not in self.requests:  # else: one more piece of a streamed input
-            self._keeper.arrived(now_s, request)
+            self._lifecycle.arrived(now_s, request)
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.status == RequestStatus.FINISHED_ABORTED and self.connector is not None:
             self._spoilt.client_left(request.request_id)
-        self._keeper.finished(self.clock(), request)
+        self._lifecycle.finished(self.clock(), request)
         return super()._free_request(request, *args, **kwargs)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
@@ -185,7 +187,7 @@ class ContinuumMixin(Scheduler):
         super()._update_waiting_for_remote_kv(request)
         if not request.num_computed_tokens:
             self._inflight_prefills.discard(request)
-            self._keeper.moved.add(TurnId(request.request_id))
+            self._lifecycle.moved.add(TurnId(request.request_id))
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int], *args: Any, **kwargs: Any) -> set[str]:
         """A request whose load within a step failed is preempted, and computes what the load should bring.
@@ -195,7 +197,7 @@ class ContinuumMixin(Scheduler):
         """
         failed = super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)
         running = [request for request in self.running if request.request_id in failed]
-        if self.recompute_kv_load_failures and not self._keeper.judge.is_asked:
+        if self.recompute_kv_load_failures and not self._lifecycle.judge.is_asked:
             running = []  # they would load again: vLLM computes into the same blocks
         self._spoilt.strike(invalid_block_ids, [request.request_id for request in running])
         if self.recompute_kv_load_failures:
@@ -205,7 +207,7 @@ class ContinuumMixin(Scheduler):
 
     def _compute_again(self, request: Request) -> None:
         """As vLLM resets a running request."""
-        self._keeper.judge.failed(TurnId(request.request_id))
+        self._lifecycle.judge.failed(TurnId(request.request_id))
         self.running.remove(request)
         self._preempt_request(request, self.clock(), drop_stale_output=True)
         self.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -225,12 +227,12 @@ class ContinuumMixin(Scheduler):
         if super().has_requests():
             return
         if self._alarm is None:
-            self._alarm = Alarm(wake)
+            self._alarm = IdleTimer(wake)
         self._alarm.set(self.next_due_s())
 
     def next_due_s(self) -> float | None:
         """When a pin runs out, though nothing may run then; None: never."""
-        return self._keeper.ledger.next_deadline_s()
+        return self._lifecycle.ledger.next_deadline_s()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's, with our news aboard: every TELL_EVERY_S of a busy engine, and in its last step."""
@@ -241,15 +243,15 @@ class ContinuumMixin(Scheduler):
         if now_s < self._tell_at_s and (self.running or super().has_requests()):
             return stats
         self._tell_at_s = now_s + TELL_EVERY_S
-        return metrics.attach(stats, self._teller.told())
+        return prometheus.attach(stats, self._teller.told())
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self._report_due |= bool(self._keeper.ledger.pinned)
-        self._keeper.release_all(self.clock())
+        self._report_due |= bool(self._lifecycle.ledger.pinned)
+        self._lifecycle.release_all(self.clock())
         return super().reset_prefix_cache(*args, **kwargs)
 
     def shutdown(self) -> None:
-        self._keeper.release_all(self.clock())
+        self._lifecycle.release_all(self.clock())
         self._room.close()
         if self._alarm is not None:
             self._alarm.close()
@@ -258,10 +260,10 @@ class ContinuumMixin(Scheduler):
     # order ------------------------------------------------------------------
 
     def _key(self, request: Request) -> Key:
-        return self._keeper.key(request)
+        return self._lifecycle.key(request)
 
     def _running_rank(self, request: Request) -> tuple[bool, int, float, float]:
-        return self._keeper.turns[TurnId(request.request_id)].running_rank
+        return self._lifecycle.turns[TurnId(request.request_id)].running_rank
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """vLLM up to 0.30 asks this, and would let a skipped newer program pass an older one."""

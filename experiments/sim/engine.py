@@ -20,9 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-from connectors.fake_plan import FakeMetadata, LoadJob
+from connectors.fake.scheduler_side import FakeMetadata, LoadJob
 from continuum_lmcache.errors import InvariantError, TraceError
-from continuum_lmcache.ledger import Ledger
+from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.types import Tier
 from experiments.sim.agents import Agents
 from experiments.sim.clock import Timetable, VirtualClock, virtual_time
@@ -196,9 +196,9 @@ class Simulation:
         return min(self.timetable.next_s, math.inf if due_s is None else due_s)
 
     @property
-    def _ledger(self) -> Ledger | None:
-        keeper = getattr(self.scheduler, "_keeper", None)  # a stock scheduler has none
-        return keeper.ledger if keeper is not None else None
+    def _ledger(self) -> ProgramTable | None:
+        lifecycle = getattr(self.scheduler, "_lifecycle", None)  # a stock scheduler has none
+        return lifecycle.ledger if lifecycle is not None else None
 
     def _check(self) -> None:
         """Raise InvariantError unless everything that was taken was given back."""

@@ -19,8 +19,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
-from connectors.fake import FakeConnector
-from connectors.shelf import Namer
+from connectors.fake.connector import FakeConnector
+from connectors.tier_model.lru_tier import Namer
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 from experiments.sim.clock import VirtualClock
 from experiments.sim.patience import Patience
@@ -41,7 +41,7 @@ class LabConnector(FakeConnector):
 class Setup:
     """One simulated engine and what it runs."""
 
-    policy: str = STOCK  # vLLM's own fcfs, or a name in continuum_lmcache.policies.POLICIES
+    policy: str = STOCK  # vLLM's own fcfs, or a name in continuum_lmcache.retention.policies.POLICIES
     tiers: Mapping[str, Any] | None = None  # fake.* settings; None: no offloading
     continuum: Mapping[str, Any] = field(default_factory=dict)  # continuum.* settings
     machine: Machine = MACHINES["a100"]

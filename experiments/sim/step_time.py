@@ -7,7 +7,7 @@
     prefill attention  step.per_pair_s * (n * context + n^2 / 2)
     decode             step.per_cached_token_s * the tokens it attends to
 
-A live server's policy reads the same file (continuum_lmcache.costs), so the lab's machine and what the
+A live server's policy reads the same file (continuum_lmcache.reload.cost_model), so the lab's machine and what the
 policy is told of it cannot differ. The built-in machines come from data sheets: `measured` is false,
 and every result carries it.
 """
@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from continuum_lmcache.costs import Costs, Rate, number, section
 from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.reload.cost_model import CostModel, TransferRate, number, section
 from profiles.datasheets import derived
 
 STEP_SIZES = (0, 128, 256, 512, 2048, 8192)  # tokens of a chunk; 0: decodes alone
@@ -61,10 +61,10 @@ class Machine:
 
     name: str
     profile: Mapping[str, Any]
-    costs: Costs
+    costs: CostModel
     step: StepCurve
-    dram_store: Rate  # device to host
-    ssd_store: Rate  # host to disk
+    dram_store: TransferRate  # device to host
+    ssd_store: TransferRate  # host to disk
     kv_tokens: int  # what its KV cache holds
 
     @classmethod
@@ -73,7 +73,7 @@ class Machine:
 
         `kv_tokens` replaces the profile's: a server may be given less memory than the card has.
         """
-        costs = Costs.from_mapping(profile, name)
+        costs = CostModel.from_mapping(profile, name)
         lacking = [key for key in ("step", "dram_store", "ssd_store") if key not in profile]
         if lacking:
             raise ProfileError(
@@ -86,8 +86,8 @@ class Machine:
             profile=profile,
             costs=costs,
             step=section(profile, "step", StepCurve, name),
-            dram_store=section(profile, "dram_store", Rate, name),
-            ssd_store=section(profile, "ssd_store", Rate, name),
+            dram_store=section(profile, "dram_store", TransferRate, name),
+            ssd_store=section(profile, "ssd_store", TransferRate, name),
             kv_tokens=known,
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from continuum_lmcache.policies import POLICIES
+from continuum_lmcache.retention.policies import POLICIES
 from experiments.replay import Job, replay
 from experiments.selection import Selection
 from experiments.server import serve

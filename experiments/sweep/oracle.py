@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.costs import Costs
-from continuum_lmcache.gaps import Gaps
-from continuum_lmcache.orders import by_pin
-from continuum_lmcache.policies import POLICIES, Policy
-from continuum_lmcache.types import Load, Retention, Turn
+from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.retention.policies import POLICIES, Policy
+from continuum_lmcache.retention.queue_order import by_pin
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.types import EngineLoad, FinishedTurn, Retention
 from experiments.sweep.cases import ORACLE
 from experiments.workload import Program
 
@@ -25,7 +25,9 @@ def knowing(programs: Sequence[Program]) -> Policy:
     """
     gaps_s = {(p.program_id, i): turn.gap_s for p in programs for i, turn in enumerate(p.turns, 1)}
 
-    def retain(turn: Turn, _gaps: Gaps, _costs: Costs, load: Load, config: ContinuumConfig) -> Retention:
+    def retain(
+        turn: FinishedTurn, _gaps: ToolDurations, _costs: CostModel, load: EngineLoad, config: ContinuumConfig
+    ) -> Retention:
         gap_s = gaps_s[str(turn.program), turn.number]
         benefit_s = load.queue_delay_s * load.eta + load.reload_s
         pays = gap_s is not None and benefit_s > gap_s

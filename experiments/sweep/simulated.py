@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-from continuum_lmcache.policies import POLICIES
+from continuum_lmcache.retention.policies import POLICIES
 from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from experiments.sim.serving import STOCK as STOCK_POLICY

@@ -18,9 +18,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
-from continuum_lmcache.baselines import static_ttl
-from continuum_lmcache.orders import by_pin
-from continuum_lmcache.policies import POLICIES, Policy
+from continuum_lmcache.retention.baselines import static_ttl
+from continuum_lmcache.retention.policies import POLICIES, Policy
+from continuum_lmcache.retention.queue_order import by_pin
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.serving import Setup, build_scheduler
 from experiments.sim.step_time import MACHINES
@@ -156,8 +156,8 @@ class Rig:
             pool.free_blocks([self._spare.pop() for _ in range(missing)])
 
     def _check(self) -> None:
-        keeper = getattr(self.scheduler, "_keeper", None)
-        pinned = len(keeper.ledger.pinned) if keeper else 0
+        lifecycle = getattr(self.scheduler, "_lifecycle", None)
+        pinned = len(lifecycle.ledger.pinned) if lifecycle else 0
         if pinned != self.bench.pinned_programs:
             raise SweepError(
                 f"{self.bench.contender} holds {pinned} pins where {self.bench.pinned_programs} were asked "

@@ -60,10 +60,10 @@ class TurnRig:
         )
         self.scheduler: Any = build_scheduler(setup, clock, MAX_MODEL_LEN, until)
         until.callback(self.scheduler.shutdown)
-        if (keeper := getattr(self.scheduler, "_keeper", None)) is not None:
-            keeper._tokenizer = byte_tokenizer()
+        if (lifecycle := getattr(self.scheduler, "_lifecycle", None)) is not None:
+            lifecycle._tokenizer = byte_tokenizer()
             for gap_s in lognormal_s(gaps_known):
-                keeper.appraiser.gaps.observe(TOOL, gap_s)
+                lifecycle.advisor.gaps.observe(TOOL, gap_s)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
         self._turns = 0
         self._history: list[int] = []

@@ -25,9 +25,9 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.commons import MOST_HEADS
-from continuum_lmcache.endings import REMEMBERED
-from continuum_lmcache.history import QUEUE_WINDOW
+from continuum_lmcache.admission.shared_prefixes import MOST_HEADS
+from continuum_lmcache.programs.end_claims import REMEMBERED
+from continuum_lmcache.retention.engine_stats import QUEUE_WINDOW
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation
 from experiments.sim.serving import Setup, build_scheduler
@@ -46,8 +46,8 @@ SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; what holds no more cannot be told from noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
     ".crowd.endings._ended": REMEMBERED,
-    ".crowd.door.commons._heads": MOST_HEADS,
-    ".appraiser.history._delays_s": QUEUE_WINDOW,
+    ".crowd.admission.commons._heads": MOST_HEADS,
+    ".advisor.history._delays_s": QUEUE_WINDOW,
 }
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
 TOOLS = ("bash", "python")
@@ -56,13 +56,13 @@ SHOWN = {
     "programs": ".ledger.programs",
     "their deadlines (heap)": ".ledger._deadlines",
     "live turns": ".turns",
-    "inside the door": ".crowd.door.inside",
-    "at the door": ".crowd.door.outside",
-    "the door's line (heap)": ".crowd.door._line",
-    "not back yet (heap)": ".crowd.door._absent",
-    "finished turns by hash (lineage)": "._lineage._turns",
+    "inside the door": ".crowd.admission.inside",
+    "at the door": ".crowd.admission.outside",
+    "the door's line (heap)": ".crowd.admission._line",
+    "not back yet (heap)": ".crowd.admission._absent",
+    "finished turns by hash (lineage)": "._prompt_linker._turns",
     "ended programs remembered": ".crowd.endings._ended",
-    "shared heads": ".crowd.door.commons._heads",
+    "shared heads": ".crowd.admission.commons._heads",
 }
 SETUP = Setup(
     policy="continuum",
@@ -100,11 +100,11 @@ def turns(rng: random.Random) -> list[TurnSpec]:
     return [*specs[:-1], replace(specs[-1], gap_s=None)]
 
 
-def tables(keeper: Any) -> Counter[str]:
+def tables(lifecycle: Any) -> Counter[str]:
     """Entries of every container that our objects hold, by the path to it; a table's own, summed."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
-    todo: deque[tuple[str, Any]] = deque([("", keeper)])
+    todo: deque[tuple[str, Any]] = deque([("", lifecycle)])
     while todo:
         path, thing = todo.popleft()
         if id(thing) in seen:
@@ -137,7 +137,7 @@ class Soak(Simulation):
         super()._step()
         now_s = self.clock.now_s
         if not self.samples or now_s - self.samples[-1][0] >= SAMPLE_S:
-            self.samples.append((now_s, tables(self.scheduler._keeper)))
+            self.samples.append((now_s, tables(self.scheduler._lifecycle)))
 
 
 def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
@@ -149,7 +149,7 @@ def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
         setup = replace(setup, continuum={**setup.continuum, "run_output_dir": folder})
         longest = max(p.context_tokens for p in load)
         scheduler: Any = build_scheduler(setup, clock, longest + 1, until)
-        scheduler._keeper.recorder.max_events = RECORDED_EVENTS
+        scheduler._lifecycle.recorder.max_events = RECORDED_EVENTS
         until.callback(scheduler.shutdown)
         run = Soak(load, setup, scheduler, clock)
         run.run()

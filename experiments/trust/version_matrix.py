@@ -37,7 +37,7 @@ SCHEDULER_SUITE = (
 CONNECTOR_SUITE = (
     "tests/test_lmcache_tiers.py",
     "tests/test_lmcache_config.py",
-    "tests/test_lmcache_meter.py",
+    "tests/test_transfer_timer.py",
     "tests/test_lmcache_disk.py",
     "tests/contract",
 )

@@ -17,11 +17,11 @@ from typing import Protocol
 
 import torch
 
-from connectors.fake_config import GB, FakeConfig
-from connectors.fake_plan import FakeMetadata, Planner
-from connectors.fake_worker import Worker
-from connectors.shelf import chain
-from continuum_lmcache.tiers import Holding, TierStore, Transfer
+from connectors.fake.config import GB, FakeConfig
+from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
+from connectors.fake.worker_side import FakeWorkerSide
+from connectors.tier_model.lru_tier import chain
+from continuum_lmcache.reload.tier_store import KVTransfer, TierHit, TierStore
 from continuum_lmcache.types import Tier
 
 
@@ -31,7 +31,7 @@ class StoreUnderTest(TierStore, Protocol):
     chunk_tokens: int
     bytes_per_token: int
 
-    def run(self, token_ids: Sequence[int]) -> Holding:
+    def run(self, token_ids: Sequence[int]) -> TierHit:
         """One turn with nothing on the GPU: load, compute the rest, store. Says what the load brought."""
 
     def settle(self) -> None:
@@ -59,13 +59,13 @@ class FakeStore:
             chunk_tokens=self.chunk_tokens,
             **settings,  # type: ignore[arg-type]
         )
-        self.planner = Planner(config, self.bytes_per_token, self.block_tokens, lambda: self.now_s)
-        self.worker = Worker(config, self.block_tokens)
+        self.planner = FakeSchedulerSide(config, self.bytes_per_token, self.block_tokens, lambda: self.now_s)
+        self.worker = FakeWorkerSide(config, self.block_tokens)
         self.kv = {name: torch.zeros(self.blocks, self.block_tokens, dtype=torch.int64) for name in "ab"}
         self.worker.register(self.kv, self.blocks)
         self.ids = map(str, count())
 
-    def run(self, token_ids: Sequence[int], gpu_tokens: int = 0) -> Holding:
+    def run(self, token_ids: Sequence[int], gpu_tokens: int = 0) -> TierHit:
         request = self._request(token_ids)
         loads = self.planner.offer(request, gpu_tokens)
         at = list(range(-(-len(token_ids) // self.block_tokens)))
@@ -83,7 +83,7 @@ class FakeStore:
         self.planner.finished(request.request_id)
         return brought
 
-    def locate(self, token_ids: Sequence[int]) -> Holding:
+    def locate(self, token_ids: Sequence[int]) -> TierHit:
         self.planner.store.settle(self.now_s)
         return self.planner.store.locate(token_ids)
 
@@ -101,7 +101,7 @@ class FakeStore:
     def stalls(self) -> bool:
         return True
 
-    def transfers(self) -> list[Transfer]:
+    def transfers(self) -> list[KVTransfer]:
         return self.worker.take_transfers()
 
     def check(self) -> None:
@@ -149,7 +149,7 @@ class FakeStore:
                 kv.zero_()
             kv.view(-1)[start:end] = torch.tensor([sign * c for c in content[start:end]], dtype=torch.int64)
 
-    def _brought(self, meta: FakeMetadata, content: list[int]) -> Holding:
+    def _brought(self, meta: FakeMetadata, content: list[int]) -> TierHit:
         """Tokens that lie in the blocks as they should after the load, by tier."""
         tokens = dict.fromkeys(Tier, 0)
         for copy in (c for job in meta.loads for c in job.copies):
@@ -159,7 +159,7 @@ class FakeStore:
                 signs = zip((1, -1), self.kv.values(), strict=True)
                 right = all(kv[block].tolist() == [sign * c for c in want] for sign, kv in signs)
                 tokens[copy.tier] += self.block_tokens * right
-        return Holding(tokens[Tier.DRAM], tokens[Tier.SSD])
+        return TierHit(tokens[Tier.DRAM], tokens[Tier.SSD])
 
 
 STORES: dict[str, Callable[[int, int], StoreUnderTest]] = {"fake": FakeStore}

@@ -1,4 +1,4 @@
-"""What every TierStore must do: one suite over all of them (stores.py)."""
+"""What every TierStore must do: one suite over all of them (store_gate.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from contract.stores import STORES, StoreUnderTest
 
-from continuum_lmcache.tiers import Holding, Transfer
+from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 STEPS = 600
@@ -81,7 +81,7 @@ def test_locate_says_what_a_load_then_brings(make: Make) -> None:
 def test_asking_changes_nothing(make: Make) -> None:
     """Two runs of the same turns, one asked ten times about everything in between, evict the same."""
 
-    def history(asks: int) -> list[Holding]:
+    def history(asks: int) -> list[TierHit]:
         store = make(6, 10)
         programs = Programs(store.chunk_tokens, seed=2)
         brought = []
@@ -119,9 +119,9 @@ def test_another_beginning_finds_nothing(make: Make) -> None:
     prompt = list(range(100, 100 + 3 * store.chunk_tokens))
     store.run(prompt)
     store.settle()
-    assert store.locate([99, *prompt[1:]]) == Holding(0, 0)
-    assert store.locate(prompt[store.chunk_tokens :]) == Holding(0, 0)
-    assert store.locate(prompt[: store.chunk_tokens - 1]) == Holding(0, 0)
+    assert store.locate([99, *prompt[1:]]) == TierHit(0, 0)
+    assert store.locate(prompt[store.chunk_tokens :]) == TierHit(0, 0)
+    assert store.locate(prompt[: store.chunk_tokens - 1]) == TierHit(0, 0)
 
 
 def test_what_is_forgotten_is_nowhere_and_comes_back_when_stored_again(make: Make) -> None:
@@ -129,12 +129,12 @@ def test_what_is_forgotten_is_nowhere_and_comes_back_when_stored_again(make: Mak
     prompt = list(range(2 * store.chunk_tokens + 1))
     store.run(prompt)
     store.settle()
-    assert store.locate(prompt) == Holding(2 * store.chunk_tokens, 0)
+    assert store.locate(prompt) == TierHit(2 * store.chunk_tokens, 0)
     store.forget(prompt)
-    assert store.locate(prompt) == Holding(0, 0)
-    assert store.run(prompt) == Holding(0, 0)
+    assert store.locate(prompt) == TierHit(0, 0)
+    assert store.run(prompt) == TierHit(0, 0)
     store.settle()
-    assert store.locate(prompt) == Holding(2 * store.chunk_tokens, 0)
+    assert store.locate(prompt) == TierHit(2 * store.chunk_tokens, 0)
 
 
 def test_what_was_forgotten_leaves_its_room_to_others(make: Make) -> None:
@@ -149,8 +149,8 @@ def test_what_was_forgotten_leaves_its_room_to_others(make: Make) -> None:
     for prompt in (older, newer):
         store.run(prompt)
         store.settle()
-    assert store.locate(newer) == Holding(size, 0)
-    assert store.locate(older) == Holding(0, size)
+    assert store.locate(newer) == TierHit(size, 0)
+    assert store.locate(older) == TierHit(0, size)
 
 
 def test_a_head_that_others_share_is_kept(make: Make) -> None:
@@ -159,7 +159,7 @@ def test_a_head_that_others_share_is_kept(make: Make) -> None:
     store.run(prompt)
     store.settle()
     store.forget(prompt, kept_tokens=store.chunk_tokens + 1)
-    assert store.locate(prompt) == Holding(2 * store.chunk_tokens, 0), "a chunk that is shared in part stays"
+    assert store.locate(prompt) == TierHit(2 * store.chunk_tokens, 0), "a chunk that is shared in part stays"
 
 
 def two_prompts_for_one(store: StoreUnderTest) -> tuple[list[int], list[int]]:
@@ -175,17 +175,17 @@ def two_prompts_for_one(store: StoreUnderTest) -> tuple[list[int], list[int]]:
 def test_what_dram_lost_comes_from_the_disk_and_is_in_dram_then(make: Make) -> None:
     store = make(3, 12)
     first, _ = two_prompts_for_one(store)
-    assert store.locate(first) == Holding(0, 3 * store.chunk_tokens)
-    assert store.run(first) == Holding(0, 3 * store.chunk_tokens)
+    assert store.locate(first) == TierHit(0, 3 * store.chunk_tokens)
+    assert store.run(first) == TierHit(0, 3 * store.chunk_tokens)
     store.settle()
-    assert store.locate(first) == Holding(3 * store.chunk_tokens, 0)
+    assert store.locate(first) == TierHit(3 * store.chunk_tokens, 0)
 
 
 def test_transfers_add_up_to_what_was_loaded_and_are_told_once(make: Make) -> None:
     store = make(6, 12)
     programs = Programs(store.chunk_tokens, seed=4)
     brought = dict.fromkeys((Tier.DRAM, Tier.SSD), 0)
-    moved: list[Transfer] = []
+    moved: list[KVTransfer] = []
     for _ in range(50):
         held = store.run(programs.next_turn())
         store.settle()

@@ -1,0 +1,83 @@
+"""The fake connector's settings: `fake.*` keys of kv_connector_extra_config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from connectors.tier_model.tier_spec import TierSpec
+from continuum_lmcache.config import refuse_unknown
+from continuum_lmcache.errors import ConfigError
+
+PREFIX = "fake."
+GB = 2**30  # as LMCache counts its `max_local_cpu_size`
+
+
+@dataclass(frozen=True, slots=True)
+class FakeConfig:
+    """Sizes in GB of 2^30 bytes per rank, rates in 10^9 bytes/s, times in seconds.
+
+    A rate that is not given takes no time. `async` in JSON is `load_async` here.
+    """
+
+    dram_gb: float = 1.0
+    ssd_gb: float = 0.0
+    chunk_tokens: int = 256
+    load_gbps: float = math.inf  # DRAM to GPU
+    store_gbps: float = math.inf  # GPU to DRAM
+    ssd_load_gbps: float = math.inf
+    ssd_store_gbps: float = math.inf
+    load_latency_s: float = 0.0
+    max_ssd_lag_s: float = math.inf
+    load_async: bool = False  # load between steps, while others run
+    save_decode_cache: bool = True  # LMCache's default is false: generated tokens are then not stored
+    sleep: bool = False  # let the worker really take the time that the rates say
+    corrupt: bool = False  # load nothing, but say it was loaded: a test that passes now proves nothing
+
+    @classmethod
+    def load(cls, extra: Mapping[str, Any]) -> FakeConfig:
+        """From a connector's extra config; keys of others are left alone. Raises ConfigError."""
+        given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
+        refuse_unknown(given, KEYS, PREFIX, "kv_connector_extra_config")
+        return cls(
+            **{KEYS[key].name: _checked(key, value, str(KEYS[key].type)) for key, value in given.items()}
+        )
+
+    def shape(self, bytes_per_token: int, block_tokens: int) -> TierSpec:
+        """For an engine with this much KV a token. Raises ConfigError."""
+        if self.chunk_tokens % block_tokens:
+            raise ConfigError(
+                f"{PREFIX}chunk_tokens is {self.chunk_tokens}, not a multiple of the engine's blocks of "
+                f"{block_tokens} tokens, and only whole blocks can be moved; change it or --block-size"
+            )
+        return TierSpec(
+            bytes_per_token=bytes_per_token,
+            chunk_tokens=self.chunk_tokens,
+            dram_bytes=self.dram_gb * GB,
+            ssd_bytes=self.ssd_gb * GB,
+            load_gbps=self.load_gbps,
+            store_gbps=self.store_gbps,
+            ssd_load_gbps=self.ssd_load_gbps,
+            ssd_store_gbps=self.ssd_store_gbps,
+            load_latency_s=self.load_latency_s,
+            max_ssd_lag_s=self.max_ssd_lag_s,
+        )
+
+
+KEYS = {"async" if f.name == "load_async" else f.name: f for f in fields(FakeConfig)}
+
+
+def _checked(key: str, value: Any, kind: str) -> Any:
+    """A JSON value of the kind the field has."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    kinds = {
+        "bool": (isinstance(value, bool), "true or false"),
+        "int": (number and value >= 1 and value == int(value), "a whole number, 1 or more"),
+        "float": (number and value >= 0 and not math.isnan(value), "a number, 0 or more"),
+    }
+    holds, expected = kinds[kind]
+    if not holds:
+        raise ConfigError(f"{PREFIX}{key} is {value!r}; it must be {expected}")
+    return value

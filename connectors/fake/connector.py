@@ -1,0 +1,188 @@
+"""A KV connector without LMCache: DRAM and disk in a dict, with sizes, rates and LRU. A test tool.
+
+    {"kv_connector": "FakeConnector", "kv_connector_module_path": "connectors.fake",
+     "kv_role": "kv_both", "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.ssd_gb": 8.0}}
+
+runs in a real server: tokens after a reload equal those after vLLM's own prefix hit. The scheduler's
+half (scheduler_side.py) owns the index of both tiers; the worker's half (worker_side.py) holds the bytes
+and does what each step's metadata says. FakeConfig lists the settings.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+
+from connectors.fake.config import FakeConfig
+from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
+from connectors.fake.worker_side import FakeWorkerSide
+from connectors.tier_model.lru_tier import Namer, chain
+from connectors.transfer_config import transfer_config
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
+from continuum_lmcache.types import Tier
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+ENDLESS = 1 << 50  # chunks
+
+
+@dataclass
+class TransferReport(KVConnectorWorkerMetadata):
+    """What a step really moved, from the workers to the scheduler."""
+
+    transfers: list[KVTransfer]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> TransferReport:
+        """Ranks move their shares at the same time: bytes add up, the slowest counts."""
+        assert isinstance(other, TransferReport)
+        pairs = zip(self.transfers, other.transfers, strict=True)
+        return TransferReport(
+            [
+                replace(a, size_bytes=a.size_bytes + b.size_bytes, duration_s=max(a.duration_s, b.duration_s))
+                for a, b in pairs
+            ]
+        )
+
+
+class FakeConnector(KVConnectorBase_V1):
+    """vLLM's connector interface over `FakeSchedulerSide` (scheduler role) or `Worker` (worker role)."""
+
+    mode = "fake"
+    is_up = True
+    namer: Namer = staticmethod(chain)
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig, *args: Any
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config, *args)
+        self.config = FakeConfig.load(transfer_config(vllm_config).kv_connector_extra_config)
+        self._moved: list[KVTransfer] = []
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ConfigError(f"the model keeps {len(groups)} groups of KV; FakeConnector moves one alone")
+        spec = groups[0].kv_cache_spec
+        if role == KVConnectorRole.SCHEDULER:
+            bytes_per_token = spec.page_size_bytes * len(groups[0].layer_names) // spec.block_size
+            self.planner = FakeSchedulerSide(
+                self.config, bytes_per_token, spec.block_size, time.monotonic, self.namer
+            )
+        else:
+            self.worker = FakeWorkerSide(self.config, spec.block_size)
+
+    # TierStore, in the scheduler
+
+    def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
+        """What a load of this prompt would bring now (continuum_lmcache.reload.tier_store.TierStore)."""
+        self.planner.store.settle(self.planner.clock())
+        return self.planner.store.holding(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
+
+    @property
+    def loads_beside_steps(self) -> bool:
+        """Whether others run while a load does (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
+        return self.config.load_async
+
+    def load_by(self, rule: LoadSelector) -> None:
+        """Load no more of a prompt than `rule` says (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
+        self.planner.rule = rule
+
+    def transfers(self) -> list[KVTransfer]:
+        """The movements since the last call, oldest first: as the rates say with `fake.sleep`, else timed."""
+        moved, self._moved = self._moved, []
+        if self.config.sleep:
+            moved = self.planner.store.transfers()
+        if self.config.load_async:  # only the fake's own copies of a store are made in the step
+            beside = ("load", "store") if self.config.sleep else ("load",)
+            moved = [replace(t, in_step=t.direction not in beside) for t in moved]
+        return moved
+
+    def capacity_tokens(self) -> dict[Tier, int]:
+        """What each tier has room for."""
+        shelves = {Tier.DRAM: self.planner.store.dram, Tier.SSD: self.planner.store.ssd}
+        sizes = {tier: min(shelf.capacity, ENDLESS) for tier, shelf in shelves.items() if shelf.capacity >= 1}
+        return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
+
+    def store_from_now(self, wanted: bool) -> None:
+        self.planner.storing = wanted
+
+    def stalls(self) -> bool:
+        """Blocking loads and blocking stores go together, as in LMCache in-process."""
+        return not self.config.load_async
+
+    # the scheduler's side of vLLM's interface
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a store that is lost is a miss later, and nothing waits for it."""
+        return False
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        tokens = self.planner.offer(request, num_computed_tokens)
+        return tokens, self.config.load_async and tokens > 0
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.planner.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self.planner.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if isinstance(connector_output.kv_connector_worker_meta, TransferReport):
+            self._moved += connector_output.kv_connector_worker_meta.transfers
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
+        self.planner.finished(request.request_id)
+        return False, None  # stores are over when their step is: the blocks are free at once
+
+    def reset_cache(self) -> bool:
+        self.planner.store.clear()
+        return True
+
+    # the worker's side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.worker.register(kv_caches, self._kv_cache_config.num_blocks)
+
+    def start_load_kv(self, *_args: Any, **_kwargs: Any) -> None:
+        self.worker.load(self._metadata.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole: nothing to wait for."""
+
+    def save_kv_layer(self, *_args: Any, **_kwargs: Any) -> None:
+        """Stores are whole, at the end of the step."""
+
+    def wait_for_save(self) -> None:
+        self.worker.store(self._metadata.stores, self._metadata.store_s)
+        self.worker.drop(self._metadata.drops)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:  # noqa: ARG002
+        return None, self.worker.take_loaded()
+
+    def build_connector_worker_meta(self) -> TransferReport:
+        return TransferReport(self.worker.take_transfers())
+
+    @property
+    def _metadata(self) -> FakeMetadata:
+        found = self._get_connector_metadata()
+        assert isinstance(found, FakeMetadata)
+        return found

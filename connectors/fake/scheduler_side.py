@@ -1,0 +1,196 @@
+"""The scheduler's half of the fake connector: which chunks each step loads, stores and drops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+
+from connectors.fake.config import FakeConfig
+from connectors.tier_model.lru_tier import ChunkName, Namer, chain
+from connectors.tier_model.two_tier_cache import ActiveLoad, TwoTierCache
+from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.reload.load_policy import offered
+from continuum_lmcache.reload.tier_store import LoadSelector
+from continuum_lmcache.types import Tier, TurnId
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCopy:
+    """One chunk, and the GPU blocks that hold its tokens [first * block, chunk_tokens)."""
+
+    name: ChunkName
+    tier: Tier  # where it comes from; stores go everywhere
+    first: int  # of the chunk's blocks; those before are on the GPU already
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """What one request waits for."""
+
+    request_id: str
+    copies: tuple[ChunkCopy, ...]
+    duration_s: float  # what the rates say, waiting for the link included
+
+
+@dataclass
+class FakeMetadata(KVConnectorMetadata):
+    """One step's work for the workers, in this order."""
+
+    loads: list[LoadJob]
+    stores: list[ChunkCopy]
+    store_s: float  # how long the stores hold the step up, as the rates say
+    drops: list[ChunkName]
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """A request, from the first question about it until its end."""
+
+    request: Request
+    names: list[ChunkName] = field(default_factory=list)  # of its whole chunks
+    block_ids: list[int] = field(default_factory=list)
+    stored_chunks: int = 0  # chunks of the head that need no store any more
+    offered: bool = False  # asked for, and not yet answered by an allocation
+    gpu_tokens: int = 0  # found on the GPU when it was asked for
+
+
+class FakeSchedulerSide:
+    """Owns the index of both tiers and, for every live request, how far it is stored."""
+
+    def __init__(
+        self,
+        config: FakeConfig,
+        bytes_per_token: int,
+        block_tokens: int,
+        clock: Callable[[], float],
+        namer: Namer = chain,
+    ) -> None:
+        self.config, self.block_tokens, self.clock, self.namer = config, block_tokens, clock, namer
+        self.store = TwoTierCache(config.shape(bytes_per_token, block_tokens))
+        self.tracked: dict[str, TrackedRequest] = {}
+        self.rule: LoadSelector | None = None  # None: load all there is
+        self.storing = True
+        self._loads: list[LoadJob] = []
+
+    @property
+    def blocks_per_chunk(self) -> int:
+        return self.config.chunk_tokens // self.block_tokens
+
+    def offer(self, request: Request, gpu_tokens: int) -> int:
+        """How many tokens after the first `gpu_tokens` a load would bring. Changes no tier."""
+        seen = self.tracked.setdefault(request.request_id, TrackedRequest(request))
+        seen.offered, seen.gpu_tokens = True, gpu_tokens
+        self.store.settle(self.clock())
+        held = self.store.holding(self._named(seen))
+        # the last token is always computed: the next one is sampled from it
+        found = min(held.dram_tokens + held.ssd_tokens, request.num_tokens - 1)
+        if found <= gpu_tokens or self.rule is None:
+            return max(0, found - gpu_tokens)
+        return self.rule(
+            TurnId(request.request_id), offered(held, gpu_tokens, found - gpu_tokens, request.num_tokens)
+        )
+
+    def admitted(self, request: Request, block_ids: Sequence[int], load_tokens: int) -> None:
+        """The request got its blocks, and is to load `load_tokens` of what was offered."""
+        seen = self.tracked.get(request.request_id)
+        if seen is None or not seen.offered:
+            return  # the second call after an asynchronous load
+        seen.offered = False
+        found = self.store.find(seen.names)
+        seen.stored_chunks = len(found.dram) + len(found.ssd)
+        end_chunk = -(-(seen.gpu_tokens + load_tokens) // self.config.chunk_tokens)
+        if end_chunk < seen.stored_chunks:  # the rest is computed, and goes to DRAM if it is not there
+            seen.stored_chunks = max(len(found.dram), end_chunk)
+        if load_tokens == 0:
+            self.store.touch(found)
+            return
+        if end_chunk > seen.stored_chunks:
+            raise InvariantError(f"offered chunks({end_chunk}) > held chunks({seen.stored_chunks})")
+        now_s = self.clock()
+        loading = self.store.load(now_s, seen.names[:end_chunk], seen.gpu_tokens, request.request_id)
+        copies = self._copies_of(loading, seen.gpu_tokens, block_ids)
+        self._loads.append(LoadJob(request.request_id, copies, loading.done_s - now_s))
+
+    def step(self, output: SchedulerOutput) -> FakeMetadata:
+        """The work that goes with this step, in the order in which it was planned."""
+        self._note_blocks(output)
+        now_s = done_s = self.clock()
+        stores = []
+        for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
+            if seen := self.tracked.get(request_id):
+                copies, until_s = self._stores_of(seen, scheduled_tokens, now_s)
+                stores += copies
+                done_s = max(done_s, until_s)
+        loads, self._loads = self._loads, []
+        return FakeMetadata(loads, stores, done_s - now_s, self.store.take_gone())
+
+    def finished(self, request_id: str) -> None:
+        self.tracked.pop(request_id, None)
+
+    def names(self, request: Request, known: list[ChunkName]) -> list[ChunkName]:
+        """Names of the request's whole chunks; `known` are the first of them."""
+        if request.lora_request is not None or request.mm_features:
+            return []  # their KV hangs on more than the token ids, so it is not kept
+        return self.namer(request.all_token_ids, self.config.chunk_tokens, request.cache_salt or "", known)
+
+    def _named(self, seen: TrackedRequest) -> list[ChunkName]:
+        if seen.request.num_tokens // self.config.chunk_tokens > len(seen.names):
+            seen.names = self.names(seen.request, seen.names)
+        return seen.names
+
+    def _copies_of(
+        self, loading: ActiveLoad, gpu_tokens: int, block_ids: Sequence[int]
+    ) -> tuple[ChunkCopy, ...]:
+        first_chunk, span = gpu_tokens // self.config.chunk_tokens, self.blocks_per_chunk
+        tiers = [Tier.DRAM] * len(loading.dram) + [Tier.SSD] * len(loading.ssd)
+        copies = []
+        for chunk, (name, tier) in enumerate(
+            zip([*loading.dram, *loading.ssd], tiers, strict=True), first_chunk
+        ):
+            skip = max(0, gpu_tokens // self.block_tokens - chunk * span)
+            copies.append(
+                ChunkCopy(name, tier, skip, tuple(block_ids[chunk * span + skip : (chunk + 1) * span]))
+            )
+        return tuple(copies)
+
+    def _stores_of(
+        self, seen: TrackedRequest, scheduled_tokens: int, now_s: float
+    ) -> tuple[list[ChunkCopy], float]:
+        """Chunks that this step completes, and when the GPU's copies of them are free again."""
+        if not self.storing:
+            return [], now_s
+        request, span = seen.request, self.blocks_per_chunk
+        end = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
+        if not self.config.save_decode_cache:
+            end = min(end, request.num_prompt_tokens)
+        end_chunk = end // self.config.chunk_tokens
+        if end_chunk <= seen.stored_chunks:
+            return [], now_s
+        names = self._named(seen)
+        chunks = {names[i]: i for i in range(seen.stored_chunks, min(end_chunk, len(names)))}
+        seen.stored_chunks = end_chunk
+        storing = self.store.store(now_s, list(chunks))
+        at = seen.block_ids
+        copies = [
+            ChunkCopy(n, Tier.DRAM, 0, tuple(at[chunks[n] * span : (chunks[n] + 1) * span]))
+            for n in storing.new
+        ]
+        return copies, storing.done_s
+
+    def _note_blocks(self, output: SchedulerOutput) -> None:
+        for new in output.scheduled_new_reqs:
+            if seen := self.tracked.get(new.req_id):
+                seen.block_ids = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if (seen := self.tracked.get(request_id)) and block_ids is not None:
+                resumed = request_id in cached.resumed_req_ids  # then these are all of them
+                seen.block_ids = [*(() if resumed else seen.block_ids), *block_ids[0]]

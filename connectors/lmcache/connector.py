@@ -1,0 +1,300 @@
+"""Stock in-process LMCache 0.5.6 as vLLM's KV connector, and as the core's TierStore.
+
+What it adds to vLLM's LMCacheConnectorV1, whose every call it passes on:
+
+    a prompt's tokens   [0, computed)   in vLLM's prefix cache
+                        [.., dram)      LMCache, CPU DRAM
+                        [.., ssd)       LMCache, local disk
+                        [.., n)         nowhere: computed
+
+    lmcache_settings, lmcache_traps   refuse settings that fail silently, and set defaults that work
+    lmcache_cpu                       the copy path where there is no GPU; on a GPU, nothing
+    lmcache_disk                      disk loads that cannot hang or kill the engine
+    lmcache_worker, lmcache_probe     what its tiers admit and evict,
+    lmcache_tiers                     mirrored where the scheduler decides
+    lmcache_meter                     what loading and storing it really took
+    lmcache_loads                     whether what vLLM takes for loaded was loaded
+
+With `--scheduling-policy continuum` it stands for vLLM's own name, `{"kv_connector":
+"LMCacheConnectorV1", ...}`. With another policy it is `"kv_connector": "ContinuumLMCacheConnector",
+"kv_connector_module_path": "connectors.lmcache"`. Any scheduler will do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from lmcache.integration.vllm.utils import mla_enabled
+from lmcache.v1.token_database import ChunkedTokenDatabase
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+from vllm.forward_context import ForwardContext
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from connectors.lmcache.cpu_copy import BlockCopier, cpu_copy_path
+from connectors.lmcache.known_issues import GIB, settled
+from connectors.lmcache.load_check import (
+    AwaitedLoad,
+    LoadCheck,
+    with_all_tokens,
+    with_attn_metadata,
+    written_blocks,
+)
+from connectors.lmcache.snapshot_rpc import addresses
+from connectors.lmcache.startup import machine, refuse_degraded, settle
+from connectors.lmcache.tier_mirror import LMCacheTiers
+from connectors.lmcache.transfer_timer import TransferMetrics, TransferStats
+from connectors.lmcache.worker import LMCacheWorkerSide, TierReport
+from connectors.transfer_config import transfer_config
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.load_policy import offered
+from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
+from continuum_lmcache.types import Tier, TurnId
+
+
+class ContinuumLMCacheConnector(LMCacheConnectorV1):
+    """LMCacheConnectorV1 that knows where KV lies, what loads cost, and which settings fail.
+
+    On the scheduler's side it is a continuum_lmcache.reload.tier_store.TierStore.
+    """
+
+    mode = "lmcache-in-process"
+    is_up = True  # it lives and dies with the worker
+    copier: type[BlockCopier] = BlockCopier  # a test breaks it on purpose
+
+    @classmethod
+    def check_settings(cls, vllm_config: VllmConfig) -> None:
+        """Raise ConfigError, one line, for LMCache settings that are unknown or known to fail."""
+        if vllm_config.lora_config is not None:
+            raise ConfigError(
+                "LMCache 0.5.6 in-process does not tell LoRA adapters apart: it would load one adapter's KV "
+                "for another; drop --enable-lora or the KV connector"
+            )
+        settled(transfer_config(vllm_config).kv_connector_extra_config, os.environ, machine(vllm_config))
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        self.check_settings(vllm_config)  # under another policy nobody has
+        settle(vllm_config, kv_cache_config, announce=role == KVConnectorRole.SCHEDULER)
+        with cpu_copy_path(self.copier, vllm_config.cache_config.block_size):
+            super().__init__(vllm_config, role, kv_cache_config)
+        self._impl = cast(Any, self._lmcache_engine)
+        refuse_degraded(self._impl)
+        # with MLA every rank would hold the same bytes, and LMCache lets rank 0 alone keep them
+        ranks = 1 if mla_enabled(vllm_config.model_config) else vllm_config.parallel_config.world_size
+        transfer = transfer_config(vllm_config)
+        self._addresses = addresses(str(transfer.engine_id), ranks)
+        self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
+        self._rank = vllm_config.parallel_config.rank
+        self._never_saves = bool(getattr(self._impl, "force_skip_save", False))  # its user's own wish
+        self._is_shared = is_shared(self._impl.config, str(transfer.kv_role))
+        self._expected: list[AwaitedLoad] = []  # what vLLM takes for loaded by the next step
+        self._check: LoadCheck | None = None
+        self._worker: LMCacheWorkerSide | None = None
+        self._tiers: LMCacheTiers | None = None
+        self._rule: LoadSelector | None = None  # None: load all there is
+        if role == KVConnectorRole.SCHEDULER:
+            database = ChunkedTokenDatabase(self._impl.config, self._impl._manager.lmcache_engine_metadata)
+            self._tiers = LMCacheTiers(database, self._impl.config.chunk_size, self._addresses)
+
+    # ---- scheduler: the core's TierStore
+
+    loads_beside_steps = False  # enable_async_loading is refused: each step waits for its loads
+
+    @property
+    def tiers(self) -> LMCacheTiers:
+        """The scheduler's view of the tiers. Only in the scheduler's process."""
+        assert self._tiers is not None, "tiers are known to the scheduler's connector only"
+        return self._tiers
+
+    def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:  # noqa: ARG002
+        """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
+
+        Behind by at most the step in flight, and by the disk writes that ended since the last one.
+        Hashing is remembered by chunk, so asking again, or for a longer prompt, is cheap. Of a prompt
+        with images, and of requests with LMCache tags, it knows nothing: their keys are others. The salt
+        is no part of LMCache's in-process keys.
+        """
+        return self.tiers.locate(token_ids)
+
+    def transfers(self) -> list[KVTransfer]:
+        """Loads and stores as rank 0 timed them, since the last call. A load's time includes the copy."""
+        return self.tiers.transfers()
+
+    def capacity_tokens(self) -> dict[Tier, int]:
+        """What LMCache's DRAM and disk of one rank have room for."""
+        config = self._impl.config
+        gib = {
+            Tier.DRAM: config.max_local_cpu_size if config.local_cpu else 0.0,
+            Tier.SSD: config.max_local_disk_size if config.local_disk else 0.0,
+        }
+        return {tier: int(size * GIB / self._kv_bytes_per_token) for tier, size in gib.items() if size}
+
+    def load_by(self, rule: LoadSelector) -> None:
+        """Load no more of a prompt than `rule` says (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
+        self._rule = rule
+
+    def store_from_now(self, wanted: bool) -> None:
+        """For turns that start from now on (force_skip_save, vllm_v1_adapter.py:1633)."""
+        self._impl.force_skip_save = self._never_saves or not wanted
+
+    def stalls(self) -> bool:
+        """In-process LMCache waits for the copy at the end of each step that stores.
+
+        What peers may load is stored all the same: whether that repays is not known here.
+        """
+        return not self._is_shared
+
+    def waits(self, metadata: Any) -> bool:
+        """Whether the step loads or stores (continuum_lmcache.reload.tier_store.StepTiming)."""
+        return any(
+            (request.load_spec is not None and request.load_spec.can_load)
+            or (request.save_spec is not None and request.save_spec.can_save)
+            for request in metadata.requests
+        )
+
+    def step_s(self) -> float | None:
+        """Of a step that stored something, by rank 0's accelerator."""
+        return self.tiers.step_s()
+
+    # ---- scheduler: vLLM's calls
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            start = self._impl.load_specs[request.request_id].vllm_cached_tokens
+            (block_ids,) = blocks.get_block_ids()
+            load = AwaitedLoad(request.request_id, start, start + num_external_tokens, list(block_ids))
+            self._expected.append(load)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        meta: Any = super().build_connector_meta(with_all_tokens(scheduler_output))
+        trackers, block_tokens = self._impl._request_trackers, self._impl._block_size
+        meta.written_blocks = written_blocks(scheduler_output, self._expected, trackers, block_tokens)
+        meta.expected_loads, self._expected = self._expected, []
+        return meta
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        spec = self._impl.load_specs.get(request.request_id)
+        if found and spec is not None:
+            # LMCache rounds a capped load down to chunks, but not what it tells vLLM, and then dies of
+            # the difference when vLLM's hit ends inside a chunk (vllm_v1_adapter.py:1597)
+            found = min(found, spec.lmcache_cached_tokens - spec.vllm_cached_tokens)
+            if found > 0 and self._rule is not None:
+                found = self._chosen(request, spec, found)
+        elif spec is not None and request.num_preemptions:  # less than min_retrieve_tokens
+            spec.lmcache_cached_tokens = min(spec.lmcache_cached_tokens, spec.vllm_cached_tokens)
+        return found, is_async
+
+    def _chosen(self, request: Request, spec: Any, found: int) -> int:
+        """How many of the `found` tokens to load, by the rule; LMCache's note of them is cut to fit.
+
+        The note goes to the worker with the step in any case, and there every lookup's pins are
+        undone, load or no load (vllm_v1_adapter.py:1122). What the note names is not stored again: so
+        it keeps what DRAM holds (all that was found, where nothing stays in DRAM), except for a
+        preempted turn, for which LMCache takes what it names for loaded.
+        """
+        held = self.locate(request.all_token_ids)
+        where = offered(held, spec.vllm_cached_tokens, found, request.num_tokens)
+        wanted = self._rule(TurnId(request.request_id), where) if self._rule is not None else found
+        if wanted < found:
+            known = where.dram_tokens if self._impl.config.local_cpu else found
+            kept = wanted if wanted or request.num_preemptions else known
+            spec.lmcache_cached_tokens = spec.vllm_cached_tokens + kept
+        return min(wanted, found)
+
+    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource  # not in every supported version
+
+        held = self.locate(request.all_token_ids)
+        computed_tokens = self._impl.load_specs[request.request_id].vllm_cached_tokens
+        if held.dram_tokens + held.ssd_tokens < computed_tokens + num_external_tokens:
+            self.tiers.doubt()  # LMCache found more than the mirror knows of
+        host_tokens = min(max(held.dram_tokens - computed_tokens, 0), num_external_tokens)
+        split = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: num_external_tokens - host_tokens}
+        return {source: tokens for source, tokens in split.items() if tokens}
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        if isinstance(connector_output.kv_connector_worker_meta, TierReport):
+            self.tiers.absorb(connector_output.kv_connector_worker_meta)
+
+    # ---- worker: vLLM's calls
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.step_begins()
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        super().start_load_kv(with_attn_metadata(forward_context), **kwargs)  # also in steps without work
+        meta = self._get_connector_metadata()  # a warm-up step's has nothing of ours
+        if self._check is not None:
+            self._check.loaded(getattr(meta, "expected_loads", []), getattr(meta, "written_blocks", []))
+
+    def wait_for_save(self) -> None:
+        if self._check is not None:
+            meta: Any = self._get_connector_metadata()  # LMCache's, which has no types
+            for request in meta.requests:
+                if request.save_spec is not None and not self._check.is_whole(request.slot_mapping):
+                    request.save_spec.can_save = False
+        super().wait_for_save()  # type: ignore[no-untyped-call]  # vLLM's
+        if self._worker is not None:
+            self._worker.step_ends()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        missing = self._check.missing_blocks() if self._check is not None else set()
+        return super().get_block_ids_with_load_errors() | missing
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)  # LMCache builds its storage here
+        refuse_degraded(self._impl)
+        self._check = LoadCheck(self._impl.lmcache_engine, self._impl._block_size)
+        if self._rank < len(self._addresses):
+            self._worker = LMCacheWorkerSide(
+                self._impl.lmcache_engine, self._rank, self._addresses[self._rank]
+            )
+
+    def get_kv_connector_stats(self) -> TransferStats | None:
+        stats = self._worker.stats() if self._worker else None
+        return stats if stats and stats.data else None  # nothing moved in most steps: send nothing
+
+    def build_connector_worker_meta(self) -> TierReport | None:
+        return self._worker.report() if self._worker else None
+
+    def shutdown(self) -> None:
+        if self._tiers is not None:
+            self._tiers.close()
+        if self._worker is not None:
+            self._worker.close()
+            self._impl.shutdown()  # vLLM's connector does not, and LMCache's threads outlive the worker
+
+    # ---- front end: vLLM's calls
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TransferStats:
+        return TransferStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> TransferMetrics:
+        return TransferMetrics(*args)
+
+
+def is_shared(config: Any, kv_role: str) -> bool:
+    """Whether other engines may load what this one stores."""
+    names = ("remote_url", "remote_storage_plugins", "storage_plugins", "enable_p2p", "enable_pd")
+    return kv_role == "kv_producer" or any(getattr(config, name) for name in names)

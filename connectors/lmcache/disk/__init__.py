@@ -1,0 +1,1 @@
+"""LMCache's disk tier: reads and writes that neither deadlock nor return wrong data."""

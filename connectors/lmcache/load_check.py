@@ -1,0 +1,127 @@
+"""What vLLM takes for loaded is loaded, or its blocks are reported.
+
+LMCache 0.5.6 compares what it brings with what it asked itself for (vllm_v1_adapter.py:876). It says
+nothing of a load that it skips, nor of tokens that it was not told of. vLLM believes its own number, which
+update_state_after_alloc passes on: that is what is compared here.
+
+A step whose load failed computes on KV that is not there. vLLM discards its tokens and computes again, but
+LMCache would store what the step wrote under the right names, and keep it. So nothing is stored of a request
+that holds a block of a failed load, until that block has been written again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from vllm.forward_context import ForwardContext
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+
+logger = init_logger("vllm.continuum.lmcache")
+
+
+class AwaitedLoad(NamedTuple):
+    """Tokens [start, end) of one request, which vLLM takes for loaded within a step."""
+
+    request_id: str
+    start: int
+    end: int
+    block_ids: list[int]  # from token 0 on
+
+
+def written_blocks(
+    scheduler_output: SchedulerOutput, expected: Iterable[AwaitedLoad], trackers: Any, block_tokens: int
+) -> set[int]:
+    """The blocks that this step loads or computes from their first token on, by LMCache's RequestTrackers."""
+    before = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    cached = scheduler_output.scheduled_cached_reqs
+    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    before |= {load.request_id: load.start for load in expected}
+    found: set[int] = set()
+    for request_id, computed in before.items():
+        found.update(trackers[request_id].allocated_block_ids[-(-computed // block_tokens) :])
+    return found
+
+
+class LoadCheck:
+    """Compares one worker's loads with what vLLM expects of them; wraps LMCache's engine for that."""
+
+    def __init__(self, engine: Any, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._came: dict[str, torch.Tensor] = {}  # in this step: by request, which of its tokens
+        self._missing: set[int] = set()
+        self._lacking: set[int] = set()  # those of them that have not been written since
+        self._retrieve, engine.retrieve = engine.retrieve, self.retrieve
+
+    def retrieve(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """LMCacheEngine.retrieve."""
+        came: torch.Tensor = self._retrieve(*args, **kwargs)
+        self._came[kwargs["req_id"]] = came
+        return came
+
+    def loaded(self, expected: Iterable[AwaitedLoad], written: Iterable[int]) -> None:
+        """The step's loads are done: note the blocks of all tokens that are not there.
+
+        `written` are the blocks that the step writes from their first token on: they are right again.
+        """
+        came, self._came = self._came, {}
+        self._lacking.difference_update(written)
+        for load in expected:
+            missing = self._missing_of(load, came.get(load.request_id))
+            self._missing |= missing
+            self._lacking |= missing
+
+    def missing_blocks(self) -> set[int]:
+        """Those noted since the last call."""
+        missing, self._missing = self._missing, set()
+        return missing
+
+    def is_whole(self, slots: torch.Tensor) -> bool:
+        """Whether none of these slots is in a block that a failed load left without its KV."""
+        return not self._lacking or self._lacking.isdisjoint((slots // self._block_tokens).tolist())
+
+    def _missing_of(self, load: AwaitedLoad, came: torch.Tensor | None) -> set[int]:
+        there = came[: load.end].nonzero().view(-1).tolist() if came is not None else []
+        lost = set(range(load.start, load.end)).difference(there)
+        if lost:
+            logger.error(
+                "LMCache did not load %d of %d tokens of request %s: their blocks are reported as invalid",
+                len(lost),
+                load.end - load.start,
+                load.request_id,
+            )
+        return {load.block_ids[token // self._block_tokens] for token in lost}
+
+
+def with_all_tokens(scheduler_output: SchedulerOutput) -> Any:
+    """The step as LMCache should see it: a request's tokens are all that it has.
+
+    For vLLM's V2 model runner a preempted request comes back as a new one. Of a new one LMCache takes the
+    prompt for all there is, though it looked all tokens up, and would load no more than the prompt
+    (RequestTracker.from_new_request, vllm_v1_adapter.py:158).
+    """
+    new = [with_tokens(request) for request in scheduler_output.scheduled_new_reqs]
+    return replace(scheduler_output, scheduled_new_reqs=new) if new else scheduler_output
+
+
+def with_tokens(new: Any) -> Any:
+    """A new request, its generated tokens among its prompt's if it is none."""
+    is_resumed = new.prompt_token_ids and len(new.prefill_token_ids or ()) > len(new.prompt_token_ids)
+    return replace(new, prompt_token_ids=list(new.prefill_token_ids)) if is_resumed else new
+
+
+def with_attn_metadata(forward_context: ForwardContext) -> Any:
+    """A context under which LMCache loads: it asks for no more than that there is attention metadata.
+
+    vLLM's V2 model runner has none in the context of a step that replays a FULL CUDA graph, nor of one that
+    is split in two (gpu/model_runner.py:1889, 2003). LMCache would load nothing and say nothing of it.
+    """
+    if forward_context.attn_metadata is not None:
+        return forward_context
+    context = copy.copy(forward_context)
+    context.attn_metadata = {}
+    return context

@@ -1,0 +1,113 @@
+"""A worker's answer to "what do your tiers hold?": for start, idle engines and doubt.
+
+LMCache's own lookup is no way to ask: it pins what it finds and moves it up in the LRU. This one
+copies the backends' keys, in a thread of the worker, over a ZMQ socket of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import vllm.envs as envs
+import zmq
+from vllm.logger import init_logger
+
+logger = init_logger("vllm.continuum.lmcache")
+ANSWER_S = 30.0  # how long a rank's answer may take; then it is asked again when next in doubt
+POLL_MS = 200  # how long the server takes to notice that it should end
+
+
+class Snapshot(msgspec.Struct):
+    """All that one rank's tiers hold, after change number `last` or later."""
+
+    rank: int
+    last: int
+    dram: list[int]
+    ssd: list[int]
+    pending_writes: int
+
+
+class SnapshotServer:
+    """Answers each question with a fresh `snapshot()`, from its own thread, until closed."""
+
+    def __init__(self, address: str, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.bind(address)
+        self._running = True
+        self._thread = threading.Thread(target=self._serve, name="continuum-tier-probe", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._running = False
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while self._running:
+            if self._socket.poll(POLL_MS):
+                asker, _ = self._socket.recv_multipart()
+                self._socket.send_multipart([asker, msgspec.msgpack.encode(self._snapshot())])
+        self._socket.close(linger=0)
+
+
+class SnapshotClient:
+    """The scheduler's side: asks all ranks and picks the answers up later. Never waits.
+
+    A rank that cannot be asked (`ipc://` reaches no other node) is known by its reports alone.
+    """
+
+    def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._addresses, self._clock = addresses, clock
+        self._waiting: set[int] = set()  # ranks that have not answered the last question
+        self._silent: set[int] = set()  # ranks that a warning was given of
+        self._asked_s = 0.0
+        self._sockets = []
+        for address in addresses:
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+            socket.connect(address)
+            self._sockets.append(socket)
+
+    def ask(self) -> None:
+        """Send the question, unless one is on its way."""
+        if not self._waiting:
+            for socket in self._sockets:
+                with contextlib.suppress(zmq.Again):  # a thousand questions wait for this rank already
+                    socket.send(b"", zmq.NOBLOCK)
+            self._waiting, self._asked_s = set(range(len(self._sockets))), self._clock()
+
+    def answers(self) -> Iterator[Snapshot]:
+        """What has come in since."""
+        for rank, socket in enumerate(self._sockets) if self._waiting else ():
+            while socket.poll(0):
+                self._waiting.discard(rank)
+                yield msgspec.msgpack.decode(socket.recv(), type=Snapshot)
+        if self._waiting and self._clock() - self._asked_s > ANSWER_S:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Wait no longer for the ranks that have not answered: the next doubt asks all again."""
+        for rank in sorted(self._waiting - self._silent):
+            logger.warning(
+                "LMCache's worker of rank %d has not said for %g s what its tiers hold (%s): what it reports "
+                "with its steps must do. To do: nothing, if the rank is on another node",
+                rank,
+                ANSWER_S,
+                self._addresses[rank],
+            )
+        self._silent |= self._waiting
+        self._waiting = set()
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+
+
+def addresses(engine_id: str, ranks: int) -> list[str]:
+    """The probe's socket of each rank. Short and unique: a socket's path has at most 107 bytes."""
+    name = hashlib.blake2b(engine_id.encode(), digest_size=8).hexdigest()
+    return [f"ipc://{envs.VLLM_RPC_BASE_PATH}/continuum-{name}-{rank}" for rank in range(ranks)]

@@ -1,0 +1,70 @@
+"""What LMCache in-process is given as it starts: the machine that its settings must fit, and our defaults."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lmcache import torch_device_type
+from lmcache.integration.vllm.utils import calculate_draft_layers, mla_enabled
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import get_kv_cache_torch_dtype
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from connectors.lmcache.known_issues import WorkerSpec, settled
+from connectors.lmcache.settings import unread
+from connectors.transfer_config import transfer_config
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import kv_bytes_per_token
+
+logger = init_logger("vllm.continuum.lmcache")
+
+
+def machine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> WorkerSpec:
+    """What LMCache's settings must fit. Before vLLM has laid out its KV cache, by the model's shape alone.
+
+    The shape says nothing of an indexer's layers, nor of the scales in `fp8_ds_mla` (DeepSeek V3.2).
+    """
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    layers = model.get_num_layers(parallel) + calculate_draft_layers(vllm_config)
+    values = (1 if mla_enabled(model) else 2) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    dtype = get_kv_cache_torch_dtype(cache.cache_dtype, model.dtype)
+    shaped = layers * values * dtype.itemsize
+    size_bytes = kv_bytes_per_token(kv_cache_config) if kv_cache_config is not None else shaped
+    return WorkerSpec(torch_device_type == "cpu", cache.block_size, size_bytes, model.model)
+
+
+def settle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, announce: bool) -> None:
+    """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
+    transfer = transfer_config(vllm_config)
+    fits = machine(vllm_config, kv_cache_config)
+    extra, ours = settled(transfer.kv_connector_extra_config, os.environ, fits)
+    transfer.kv_connector_extra_config = extra
+    wishes_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
+    fails = wishes_error or not recomputes_rightly(vllm_config)
+    transfer.kv_load_failure_policy = "fail" if fails else "recompute"
+    if announce:
+        told = ", ".join(f"{name}={value}" for name, value in ours.items())
+        logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, told)
+        if names := unread(os.environ):
+            logger.warning("LMCache 0.5.6 reads no %s: without effect here", ", ".join(names))
+
+
+def recomputes_rightly(vllm_config: VllmConfig) -> bool:
+    """Whether a request whose load failed within a step gets the right tokens when it is computed again.
+
+    Under this package's schedulers always. Under vLLM's own, up to 0.33, neither where steps run ahead
+    (async scheduling) nor with its newer model runner, the default on GPUs (vllm-project/vllm#49250).
+    """
+    scheduler = vllm_config.scheduler_config
+    ours = "continuum_lmcache." in str(scheduler.scheduler_cls)
+    return ours or not (scheduler.async_scheduling or vllm_config.use_v2_model_runner)
+
+
+def refuse_degraded(impl: Any) -> None:
+    """LMCache logs why it cannot start and then serves without caching anything: say it and stop."""
+    manager = impl._manager
+    if manager._init_failed:
+        raise ConfigError(f"LMCache could not start: {manager._init_failed_reason.strip().splitlines()[-1]}")

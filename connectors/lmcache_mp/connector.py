@@ -1,0 +1,289 @@
+"""LMCache 0.5.6's multi-process mode as vLLM's KV connector, and as the core's TierStore.
+
+    vLLM: scheduler            vLLM: worker(s)               lmcache server
+    lmcache_mp_tiers    <---- changes and lookups, asked every 0.1 s ---- lmcache_mp_module, _lookups
+    lmcache_mp_leases   ----- lookups, kept young ----------------------> L1 (DRAM), L2 (disk)
+                               lmcache_mp_worker <--- loads, stores ----- shared memory or CUDA IPC
+
+L1 is the core's DRAM tier and L2 its SSD tier. Loads are asynchronous: a request waits for its own, other
+requests run on. A finished turn's blocks are freed when its stores have ended, pinned or not.
+
+With `--scheduling-policy continuum` it stands for LMCache's own name, `{"kv_connector":
+"LMCacheMPConnector", ...}`. With another policy it is `"kv_connector": "ContinuumLMCacheMPConnector",
+"kv_connector_module_path": "connectors.lmcache_mp"`. docs/mp.md says how to start the server.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from connectors.lmcache.startup import machine
+from connectors.lmcache_mp.load_join import MpReport
+from connectors.lmcache_mp.read_leases import ReadLeases
+from connectors.lmcache_mp.settings import settled
+from connectors.lmcache_mp.startup import caller, first_answer, settle, warn_of_small_l1
+from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
+from connectors.lmcache_mp.wire import ChangesRequest
+from connectors.lmcache_mp.worker import MpWorkerSide
+from connectors.transfer_config import transfer_config
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
+from continuum_lmcache.types import Residency, Tier, TurnId
+
+
+class ContinuumLMCacheMPConnector(LMCacheMPConnector):
+    """LMCacheMPConnector that knows where KV lies and what loads cost, and outlives its server.
+
+    On the scheduler's side it is a continuum_lmcache.reload.tier_store.TierStore.
+    """
+
+    mode = "lmcache-mp"
+
+    @classmethod
+    def check_settings(cls, vllm_config: VllmConfig) -> None:
+        """Raise ConfigError, one line, for settings that are unknown or known to fail."""
+        if vllm_config.lora_config is not None:
+            raise ConfigError(
+                "LMCache 0.5.6 does not tell LoRA adapters apart: it would load one adapter's KV for "
+                "another; drop --enable-lora or the KV connector"
+            )
+        settled(transfer_config(vllm_config).kv_connector_extra_config)
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        self.check_settings(vllm_config)  # under another policy nobody has
+        settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
+        self._worker: MpWorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._follow(vllm_config.model_config.max_model_len)
+
+    def _follow(self, max_model_len: int) -> None:
+        adapter = self.scheduler_adapter
+        (client,) = adapter.req_clients.values()
+        self._follower = TierPoller(
+            caller(client), ChangesRequest(adapter.model_name, adapter.world_size), self._server_went_down
+        )
+        told = first_answer(self._follower)
+        hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, told.hash_algorithm)
+        bytes_per_token = self._kv_bytes_per_token * adapter.world_size
+        self._tiers = MpTiers(self._follower, told, hasher, bytes_per_token)
+        self._leases = ReadLeases(adapter, told.read_lease_s)
+        self._found: dict[str, TierHit] = {}
+        self._rule: LoadSelector | None = None  # None: load all there is
+        self._declined: set[str] = set()  # requests that compute what could be loaded
+        self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
+        self._left: set[str] = set()  # those that ended meanwhile, until the workers are told
+        warn_of_small_l1(told, bytes_per_token, max_model_len)
+        self._follower.start()
+
+    # ---- scheduler: the core's TierStore
+
+    loads_beside_steps = True
+
+    def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
+        """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
+
+        Behind by at most a question's interval, 0.1 s; chunks stored since count as not there, and so
+        does everything while the server does not answer. It is a promise only as long as L1 has room
+        for what L2 would bring. Of a prompt with images it knows nothing: its keys are others.
+        """
+        return self._tiers.locate(token_ids, salt)
+
+    def transfers(self) -> list[KVTransfer]:
+        """Loads and stores as rank 0 timed them, since the last call; reading L2 as the server timed it."""
+        return self._tiers.transfers()
+
+    def capacity_tokens(self) -> dict[Tier, int]:
+        """What the server's L1 and L2 have room for, all clients together."""
+        return self._tiers.capacity_tokens()
+
+    def found(self, request_id: str) -> TierHit | None:
+        """Where the request's KV lay when it was first looked up, before L2's part was read into L1."""
+        return self._found.get(request_id)
+
+    def load_by(self, rule: LoadSelector) -> None:
+        """Load nothing of a prompt of which `rule` wants nothing (continuum_lmcache.reload.tier_store.SelectiveLoader).
+
+        All that was found, or nothing: by the time of the answer the server has read L2's part into L1.
+        """
+        self._rule = rule
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the server answers, and LMCache uses it."""
+        return self._follower.is_up and self.scheduler_adapter.is_healthy
+
+    # ---- scheduler: vLLM's calls
+
+    def on_new_request(self, request: Request) -> None:
+        """With eager_prefetch the lookup is submitted here: its lease's age counts from now."""
+        if self._eager_prefetch and not request.resumable:
+            self._asks(request.request_id, self._get_or_create_request_tracker(request))
+        super().on_new_request(request)
+
+    def _asks(self, request_id: str, tracker: Any) -> None:
+        """The request's lookup is submitted now, or was before."""
+        self._leases.asked(request_id)
+        if request_id not in self._found:
+            self._found[request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
+
+    def _is_renewing(self, request_id: str, tracker: Any) -> bool:
+        """Whether the request's lease is too old to be used, and is on its way back to the server."""
+        return self._leases.is_renewing(
+            request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tracker = self._get_or_create_request_tracker(request)
+        if request.request_id in self._declined:
+            # LMCache counts on from what the GPU has when the request is placed, not when it was declined
+            align = self._hit_alignment_tokens
+            tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
+            return 0, False
+        if self._is_renewing(request.request_id, tracker):
+            return None, True
+        self._asks(request.request_id, tracker)
+        if tracker.state == LMCacheMPRequestState.PREFETCHING:
+            # an earlier lookup's hits: LMCache leaves them when a later one finds nothing, takes that many
+            # tokens for computed, and stores their blocks before they are
+            tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found and self._is_renewing(request.request_id, tracker):  # an eager lookup's answer comes late
+            return None, True
+        if found and self._rule is not None:
+            where = Residency(num_computed_tokens, found, 0, request.num_tokens)
+            if not self._rule(TurnId(request.request_id), where):
+                self._decline(request.request_id, tracker)
+                return 0, False
+        return found, is_async
+
+    def _decline(self, request_id: str, tracker: Any) -> None:
+        """Unlock what was found. It stays stored, so LMCache need not store it again when it is computed."""
+        self._leases.give_back(
+            request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
+        )
+        tracker.num_lmcache_hit_tokens = 0
+        self._declined.add(request_id)
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self._leases.used(request.request_id)
+        self._declined.discard(request.request_id)
+        if num_external_tokens:
+            self._loading.add(request.request_id)
+        else:
+            self._count_what_came(request)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def _count_what_came(self, request: Request) -> None:
+        """Of a load that failed LMCache takes for computed what it had found, and stores blocks before they
+        are, unless vLLM has nothing of the prompt: then it starts anew."""
+        tracker, computed = self.request_trackers[request.request_id], request.num_computed_tokens
+        if tracker.state == LMCacheMPRequestState.READY and computed < tracker.num_lmcache_hit_tokens - 1:
+            tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens = computed, 0
+            chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+            tracker.num_stored_tokens = computed // chunk * chunk
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        meta = super().build_connector_meta(scheduler_output)
+        meta.server_is_up = self._follower.is_up  # the worker would find out by waiting
+        meta.left_loading = self._left & scheduler_output.finished_req_ids
+        self._left -= meta.left_loading
+        return meta
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self._loading -= connector_output.finished_recving or set()
+        if isinstance(connector_output.kv_connector_worker_meta, MpReport):
+            self._tiers.absorb(connector_output.kv_connector_worker_meta)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        # a request that ends before its load would keep its chunks locked until the lease ends;
+        # one that never was first in line has no tracker, and no lookup
+        if tracker := self.request_trackers.get(request.request_id):
+            self._leases.give_back(
+                request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
+            )
+        self._leases.forget(request.request_id)
+        self._found.pop(request.request_id, None)
+        self._declined.discard(request.request_id)
+        if request.request_id in self._loading:
+            self._left.add(request.request_id)
+        told: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return told
+
+    def _server_went_down(self) -> None:
+        """Ask it nothing more until LMCache's heartbeat finds it again."""
+        for healthy in self.scheduler_adapter._health_events.values():
+            healthy.clear()
+
+    # ---- worker: vLLM's calls
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        adapter = self.worker_adapter
+        ask = ChangesRequest(adapter.model_name, adapter.world_size)
+        asked_s = time.monotonic()
+        told = first_answer(TierPoller(caller(adapter.req_client), ask))
+        has_one_clock = asked_s <= told.clock_s <= time.monotonic()
+        rank = self._vllm_config.parallel_config.rank
+        self._worker = MpWorkerSide(
+            adapter, rank, self._kv_bytes_per_token, told.read_lease_s, has_one_clock=has_one_clock
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None and getattr(kv_connector_metadata, "need_flush_before_forward", False):
+            self._worker.await_stores()
+        super().handle_preemptions(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and not cast(Any, connector_metadata).server_is_up:
+            self._worker.server_is_down()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """What ended. A request that ended while its KV was loaded is told when the load has, and once.
+
+        LMCache 0.5.6 tells it at once, as stored: vLLM frees blocks that are still written to, and stops at
+        the second word of it (vllm/v1/core/sched/scheduler.py:3223, 3234).
+        """
+        ended: tuple[set[str] | None, set[str] | None]
+        if self._worker is None:
+            ended = super().get_finished(finished_req_ids)
+        else:
+            self._worker.poll()
+            left_loading: set[str] = self._get_connector_metadata().left_loading
+            with self._worker.giving_up_only_what_is_over():
+                stored, loaded = super().get_finished(finished_req_ids - left_loading)
+            ended = self._worker.stored(stored or set()), loaded
+        return ended
+
+    def build_connector_worker_meta(self) -> MpReport | None:
+        return self._worker.report() if self._worker is not None else None
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.SCHEDULER:
+            self._follower.close()
+        if self._worker is not None:
+            self._worker.watch.close()
+        super().shutdown()

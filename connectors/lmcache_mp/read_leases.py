@@ -1,0 +1,74 @@
+"""Read leases of lookups: what a lookup found stays locked in L1, but only for the server's read TTL.
+
+    lookup submitted                                                      the lease ends
+    |-------- a third: as young as this, it may be used --------|----------------|
+                                          the load may take a third of it, too
+
+LMCache asks once for each request, when it first comes to the head of the queue. If it then waits for
+memory longer than the lease, what was found may be evicted before it is loaded, or while. So a lease
+that is no longer young is given back, and the lookup is done afresh. Nothing here waits.
+
+Seams of LMCacheMPSchedulerAdapter, read in LMCache 0.5.6: req_clients, tp_size, cleanup_lookup_result,
+and the private `_create_key` and `_finished_lookup_results`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+LEASE_SHARE = 1 / 3
+
+
+class ReadLeases:
+    """When each waiting request's lookup was submitted, and which leases are being given back."""
+
+    def __init__(self, adapter: Any, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._adapter, self._clock = adapter, clock
+        self._young_s = lease_s * LEASE_SHARE
+        self._asked_s: dict[str, float] = {}
+        self._returning: dict[str, list[Any]] = {}  # request -> the server's acknowledgements
+
+    def asked(self, request_id: str) -> None:
+        """The request's lookup was submitted, now or before."""
+        self._asked_s.setdefault(request_id, self._clock())
+
+    def used(self, request_id: str) -> None:
+        """The request was admitted: its load, or its giving up, ends the lease."""
+        self._asked_s.pop(request_id, None)
+
+    def is_renewing(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> bool:
+        """Whether the scheduler must ask again later: an old lease is on its way back to the server."""
+        if request_id not in self._returning and self._is_old(request_id):
+            self.give_back(request_id, token_ids, salt, configs)
+            return True
+        returned = all(reply.query() for reply in self._returning.get(request_id, ()))
+        if not returned and self._adapter.is_healthy:
+            return True
+        self._returning.pop(request_id, None)
+        return False
+
+    def give_back(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> None:
+        """Unlock what the request's lookup found, if it found something and has not used it."""
+        hit_tokens = self._adapter._finished_lookup_results.get(request_id, 0)
+        asked = self._asked_s.pop(request_id, None) is not None
+        if not (asked and hit_tokens and self._adapter.is_healthy):
+            return
+        key = self._adapter._create_key(
+            token_ids, 0, hit_tokens, request_id=request_id, cache_salt=salt, request_configs=configs
+        ).no_worker_id_version()
+        clients = self._adapter.req_clients.values()
+        self._returning[request_id] = [c.free_lookup_locks(key, self._adapter.tp_size) for c in clients]
+        self._adapter.cleanup_lookup_result(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        self._asked_s.pop(request_id, None)
+        self._returning.pop(request_id, None)
+
+    def _is_old(self, request_id: str) -> bool:
+        """Known to have found something, and no longer young. A lookup under way is left alone."""
+        asked_s = self._asked_s.get(request_id)
+        found = self._adapter._finished_lookup_results.get(request_id, 0)
+        return asked_s is not None and found > 0 and self._clock() - asked_s > self._young_s

@@ -1,0 +1,81 @@
+"""Runs inside the LMCache MP server: which tier each lookup's KV came from, and how long reading L2 took.
+
+    LOOKUP ----- submit_prefetch_task ----> reads of L2, one task per adapter
+       |            (names the request)        |  L2_LOAD_TASK_SUBMITTED .. COMPLETED
+       '-- MP_LOOKUP_PREFETCH_END: keys found in L1, keys read from L2
+
+LMCache answers the engine with the sum only. Its events have the rest, each half under another id;
+StorageManager.submit_prefetch_task knows both, so it is wrapped (on the instance; LMCache 0.5.6).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Any
+
+from lmcache.v1.mp_observability.event import Event, EventType
+
+from connectors.lmcache_mp.wire import LookupResult
+
+MAX_LOOKUPS = 10_000
+
+
+class LookupLog:
+    """Finished lookups that found something, numbered in the tier log's own count."""
+
+    def __init__(self, log: Any, storage: Any, event_bus: Any, chunk_tokens: int) -> None:
+        self._log = log
+        self._chunk_tokens = chunk_tokens
+        self._done: deque[LookupResult] = deque(maxlen=MAX_LOOKUPS)
+        self._tasks: OrderedDict[str, int] = OrderedDict()  # request -> its prefetch's own id
+        self._reads: OrderedDict[int, tuple[float, float]] = OrderedDict()  # that id -> start, end
+        self._submit, storage.submit_prefetch_task = storage.submit_prefetch_task, self.submit
+        event_bus.subscribe(EventType.L2_LOAD_TASK_SUBMITTED, self.read_begins)
+        event_bus.subscribe(EventType.L2_LOAD_TASK_COMPLETED, self.read_ends)
+        event_bus.subscribe(EventType.MP_LOOKUP_PREFETCH_END, self.lookup_ends)
+
+    def submit(self, spec: Any, external_request_id: str = "", *args: Any, **kwargs: Any) -> Any:
+        """StorageManager.submit_prefetch_task, which also tells us both ids."""
+        handle = self._submit(spec, external_request_id, *args, **kwargs)
+        remember(self._tasks, external_request_id, handle.prefetch_request_id)
+        return handle
+
+    def read_begins(self, event: Event) -> None:
+        task = event.metadata["request_id"]
+        remember(self._reads, task, self._reads.get(task, (event.timestamp, event.timestamp)))
+
+    def read_ends(self, event: Event) -> None:
+        task = event.metadata["request_id"]
+        if task in self._reads:
+            self._reads[task] = (self._reads[task][0], event.timestamp)
+
+    def lookup_ends(self, event: Event) -> None:
+        told = event.metadata
+        keys, from_l2 = told["l1_hit_keys"] + told["l2_hit_keys"], told["l2_hit_keys"]
+        task = self._tasks.pop(event.session_id, None)
+        start_s, end_s = self._reads.pop(task, (0.0, 0.0)) if task is not None else (0.0, 0.0)
+        if not told["found_count"]:
+            return
+        ssd_tokens = told["found_count"] * from_l2 // keys * self._chunk_tokens
+        dram_tokens = told["hit_tokens"] - ssd_tokens
+        with self._log.lock:
+            number = self._log.next_number()
+            self._done.append(
+                LookupResult(number, event.session_id, dram_tokens, ssd_tokens, end_s - start_s)
+            )
+
+    def since(self, number: int) -> list[LookupResult]:
+        """Those after `number`, oldest first. The caller holds the log's lock."""
+        found = []
+        for lookup in reversed(self._done):
+            if lookup.number <= number:
+                break
+            found.append(lookup)
+        return found[::-1]
+
+
+def remember(memo: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    """Put it in; the oldest goes when there are too many whose end was never told."""
+    memo[key] = value
+    if len(memo) > MAX_LOOKUPS:
+        memo.popitem(last=False)

@@ -1,0 +1,220 @@
+"""Runs inside the LMCache MP server: tells connectors which chunks its L1 (DRAM) and L2 (disk) hold.
+
+    lmcache server ... --server-module '{"module_path": "connectors.lmcache_mp_module"}'
+
+LMCache's own lookup is no way to ask: it locks what it finds and starts loads from L2. This module
+listens to both tiers' managers, numbers every change, and answers with those since the asker's last
+question. Answering takes no lock of LMCache's and touches nothing.
+
+Seams, read in LMCache 0.5.6: `--server-module` (ext_server_module.py), L1ManagerListener and
+L2AdapterListener (distributed/internal_api.py), the event bus, and a private one:
+StorageManager._l1_managers_by_id, since only L2 has a public way to register a listener.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import uuid
+from collections import defaultdict, deque
+from typing import Any
+
+import msgspec
+from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
+from lmcache.v1.multiprocess.ext_server_module import server_module_handler
+
+from connectors.lmcache_mp.server.deadline import refuse_late_moves
+from connectors.lmcache_mp.server.lookup_log import LookupLog
+from connectors.lmcache_mp.wire import METHOD, ChangesReply, ChangesRequest, NumberedChange, chunk_name
+
+MAX_CHANGES = 200_000  # kept for askers; who is further behind gets a snapshot
+Owner = tuple[str, int]  # a model, and the pieces that a chunk's KV is split into
+Piece = tuple[int, int]  # rank and object group
+
+
+class TierChangeLog:
+    """Which chunks lie whole in which tier, by owner, and the numbered changes of that. Any thread."""
+
+    def __init__(self, registry: Any, max_changes: int = MAX_CHANGES) -> None:
+        self.epoch = uuid.uuid4().hex
+        self.number = 0
+        self.lock = threading.Lock()
+        self._registry, self._max_changes = registry, max_changes
+        self._groups: dict[Owner, int] = {}
+        self._pieces: dict[tuple[Owner, bool], dict[bytes, set[Piece]]] = defaultdict(dict)
+        self._changes: deque[tuple[Owner, NumberedChange]] = deque(maxlen=max_changes)
+
+    def next_number(self) -> int:
+        """For one more entry, of this log or of one that shares its count. The caller holds the lock."""
+        self.number += 1
+        return self.number
+
+    def admit(self, ssd: bool, keys: list[ObjectKey]) -> None:
+        """Pieces are readable in a tier now; naming one twice is no harm."""
+        with self.lock:
+            for key in keys:
+                owner, name, piece = self._parts(key)
+                pieces = self._pieces[owner, ssd].setdefault(name, set())
+                if piece not in pieces:
+                    pieces.add(piece)
+                    if len(pieces) == self._whole(owner):
+                        self._note(owner, ssd, True, name)
+
+    def drop(self, ssd: bool, keys: list[ObjectKey]) -> None:
+        """Pieces are gone from a tier: the chunk is whole there no more."""
+        with self.lock:
+            for key in keys:
+                owner, name, piece = self._parts(key)
+                pieces = self._pieces[owner, ssd].get(name, set())
+                if piece in pieces:
+                    if len(pieces) == self._whole(owner):
+                        self._note(owner, ssd, False, name)
+                    pieces.remove(piece)
+                    if not pieces:
+                        del self._pieces[owner, ssd][name]
+
+    def since(self, owner: Owner, number: int) -> list[NumberedChange]:
+        """An owner's changes after `number`, oldest first. The caller holds the lock."""
+        found = []
+        for whose, change in reversed(self._changes):
+            if change.number <= number:
+                break
+            if whose == owner:
+                found.append(change)
+        return found[::-1]
+
+    def snapshot(self, owner: Owner) -> list[NumberedChange]:
+        """All that an owner's tiers hold whole. The caller holds the lock."""
+        whole = self._whole(owner)
+        return [
+            NumberedChange(self.number, ssd, True, name)
+            for ssd in (False, True)
+            for name, pieces in self._pieces[owner, ssd].items()
+            if len(pieces) == whole
+        ]
+
+    def reaches(self, number: int) -> bool:
+        """Whether no change after `number` has been forgotten. The caller holds the lock."""
+        return len(self._changes) < self._max_changes or self._changes[0][1].number <= number + 1
+
+    def _note(self, owner: Owner, ssd: bool, admitted: bool, name: bytes) -> None:
+        self._changes.append((owner, NumberedChange(self.next_number(), ssd, admitted, name)))
+
+    def _whole(self, owner: Owner) -> int:
+        """Into how many pieces a chunk of this owner is cut: ranks times object groups."""
+        if owner not in self._groups:
+            try:
+                self._groups[owner] = self._registry.find_attn_desc(*owner).num_object_groups
+            except ValueError:  # nobody has registered it with this server yet
+                return owner[1]
+        return owner[1] * self._groups[owner]
+
+    @staticmethod
+    def _parts(key: ObjectKey) -> tuple[Owner, bytes, Piece]:
+        world_size = ObjectKey.WorldSizeFromKVRank(key.kv_rank)
+        name = chunk_name(key.chunk_hash, key.cache_salt)
+        return (key.model_name, world_size), name, (key.kv_rank, key.object_group_id)
+
+
+class DramListener(L1ManagerListener):
+    """L1's changes, told under its lock: so no more than noting them."""
+
+    def __init__(self, log: TierChangeLog) -> None:
+        self._log = log
+
+    def on_l1_keys_write_finished(self, keys: list[ObjectKey]) -> None:
+        self._log.admit(False, keys)
+
+    def on_l1_keys_finish_write_and_reserve_read(self, keys: list[ObjectKey]) -> None:
+        self._log.admit(False, keys)
+
+    def on_l1_keys_deleted_by_manager(self, keys: list[ObjectKey]) -> None:
+        self._log.drop(False, keys)
+
+    def on_l1_keys_reserved_read(self, keys: list[ObjectKey]) -> None:
+        pass
+
+    def on_l1_keys_read_finished(self, keys: list[ObjectKey]) -> None:
+        pass
+
+    def on_l1_keys_reserved_write(self, keys: list[ObjectKey]) -> None:
+        pass
+
+    def on_l1_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        pass
+
+
+class DiskListener(L2AdapterListener):
+    """L2's changes. What was read was there: so files of an earlier server are learned by and by."""
+
+    def __init__(self, log: TierChangeLog) -> None:
+        self._log = log
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:  # noqa: ARG002
+        self._log.admit(True, keys)
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        self._log.admit(True, keys)
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        self._log.drop(True, keys)
+
+
+class MpTierModule:
+    """An LMCache engine module: context, report_status and close are what the server asks of one."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        storage = context.storage_manager
+        self._log = TierChangeLog(context.layout_desc_registry)
+        for manager in storage._l1_managers_by_id.values():
+            manager.register_listener(DramListener(self._log))
+        storage.register_l2_listener(DiskListener(self._log))
+        refuse_late_moves(context)
+        self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size)
+        status = storage.report_status()
+        evictions = status["l1_eviction_controllers"].values()
+        self._read_lease_s = float(min(l1["read_ttl_seconds"] for l1 in status["l1_managers"].values()))
+        self._spare_share = 1.0 - max(float(eviction["trigger_watermark"]) for eviction in evictions)
+
+    def report_status(self) -> dict[str, Any]:
+        return {"continuum_tiers": {"epoch": self._log.epoch, "number": self._log.number}}
+
+    def close(self) -> None:
+        """Nothing of its own is open."""
+
+    @server_module_handler(METHOD)  # type: ignore[untyped-decorator]  # LMCache's
+    def tell(self, payload: bytes) -> bytes:
+        """An Ask's Told, both as MessagePack. Raises msgspec.ValidationError, which LMCache passes on."""
+        ask = msgspec.msgpack.decode(payload, type=ChangesRequest)
+        owner, log = (ask.model, ask.world_size), self._log
+        # sizes first: L1's lock is taken before the log's when it tells of a change, so never after it
+        dram_bytes, ssd_bytes = self._sizes()
+        with log.lock:
+            known = ask.epoch == log.epoch and log.reaches(ask.number)
+            told = ChangesReply(
+                epoch=log.epoch,
+                number=log.number,
+                is_snapshot=not known,
+                changes=log.since(owner, ask.number) if known else log.snapshot(owner),
+                lookups=self._lookups.since(ask.number) if known else [],
+                dram_bytes=dram_bytes,
+                ssd_bytes=ssd_bytes,
+                dram_spare_share=self._spare_share,
+                read_lease_s=self._read_lease_s,
+                hash_algorithm=self.context.token_hasher.hash_algorithm_name,
+                clock_s=time.monotonic(),
+            )
+        return msgspec.msgpack.encode(told)
+
+    def _sizes(self) -> tuple[int, int | None]:
+        """L1's bytes, and L2's if every adapter has a size."""
+        storage = self.context.storage_manager
+        disks = [adapter.get_usage().total_capacity_bytes for _, adapter in storage.l2_adapters()]
+        return storage.get_l1_usage()[1], sum(disks) if all(disks) else None
+
+
+def build_server_modules(build: Any) -> MpTierModule:
+    """What `--server-module` calls."""
+    return MpTierModule(build.server_context)

@@ -1,0 +1,88 @@
+"""What the MP connector does once, at its start: settle settings, reach the server's tier module, warn."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import grpc
+import msgspec
+import zmq
+from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest, ServerModuleCallResponse
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+
+from connectors.lmcache_mp.settings import settled
+from connectors.lmcache_mp.tier_mirror import Call, TierPoller
+from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
+from connectors.transfer_config import transfer_config
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.errors import ConfigError
+
+logger = init_logger("vllm.continuum.lmcache")
+# what LMCache 0.5.6's clients raise beside OSError. ZMQ: its socket, a reply to another request (mq.py:430);
+# gRPC: the call (client.py:172), a closed channel, a reply that its codec cannot read (proto_codec.py)
+CALL_ERRORS = (
+    zmq.ZMQError,
+    grpc.RpcError,
+    grpc.FutureCancelledError,
+    msgspec.MsgspecError,
+    ValueError,
+    TypeError,
+)
+FIRST_ANSWER_S = 30.0
+
+
+def settle(vllm_config: VllmConfig, announce: bool) -> None:
+    """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
+    transfer = transfer_config(vllm_config)
+    extra, ours = settled(transfer.kv_connector_extra_config)
+    transfer.kv_connector_extra_config = extra
+    fails = ContinuumConfig.load(extra, os.environ).fail_on_load_error
+    transfer.kv_load_failure_policy = "fail" if fails else "recompute"
+    if announce:
+        told = ", ".join(f"{name}={value}" for name, value in ours.items())
+        policy = transfer.kv_load_failure_policy
+        logger.info("LMCache MP defaults: kv_load_failure_policy=%s, %s", policy, told)
+
+
+def caller(client: Any) -> Call:
+    """One exchange with the server's tier module, over one of LMCache's own clients. Raises OSError."""
+
+    def call(payload: bytes, timeout_s: float) -> bytes:
+        try:
+            future = client.server_module_call(ServerModuleCallRequest(METHOD, payload))
+            response = future.result(timeout=timeout_s)
+        except CALL_ERRORS as error:
+            raise ConnectionError(f"{type(error).__name__}: {error}") from error
+        if not isinstance(response, ServerModuleCallResponse):
+            raise ConnectionError(f"its reply is {response!r}")
+        if not response.success:
+            raise ConnectionError(response.error)
+        payload_back: bytes = response.payload
+        return payload_back
+
+    return call
+
+
+def first_answer(follower: TierPoller) -> ChangesReply:
+    """The server's first answer, at the start, where waiting is no harm. Raises ConfigError."""
+    try:
+        return follower.poll(FIRST_ANSWER_S)
+    except OSError as error:
+        raise ConfigError(
+            f"LMCache's MP server does not say where KV lies ({error}); start it with "
+            f'--server-module \'{{"module_path": "{MODULE}"}}\' and this package on its path (docs/mp.md)'
+        ) from error
+
+
+def warn_of_small_l1(told: ChangesReply, bytes_per_token: int, max_model_len: int) -> None:
+    """A load from L2 needs free L1 for all of it at once, and nothing is evicted for it."""
+    spare_tokens = int(told.dram_bytes * told.dram_spare_share / bytes_per_token)
+    if spare_tokens < max_model_len:
+        logger.warning(
+            "LMCache's L1 keeps room for %d tokens free, and a prompt may have %d: longer ones on L2 may not "
+            "load; give the server more --l1-size-gb or a lower --eviction-trigger-watermark",
+            spare_tokens,
+            max_model_len,
+        )

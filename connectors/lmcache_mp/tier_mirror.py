@@ -1,0 +1,193 @@
+"""The scheduler's half of tier truth with an LMCache MP server: a mirror, kept up by a thread of its own.
+
+    MP server   L1, L2 --> TierChangeLog --Told--> Follower (thread) --> MpTierMirror <-- locate (scheduler)
+                event bus --> LookupLog --'             '--------> LoadLookupJoin <-- loads, timed by the worker
+
+The scheduler reads sets in its own process and never waits: what the server has not told yet counts as
+not there, and so does everything once it has not answered for MAX_AGE_S.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from vllm.logger import init_logger
+
+from connectors.lmcache.tier_mirror import MAX_TRANSFERS, ChunkHashes
+from connectors.lmcache_mp.load_join import LoadLookupJoin, MpReport
+from connectors.lmcache_mp.wire import ChangesReply, ChangesRequest, LookupResult, chunk_name
+from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
+from continuum_lmcache.types import Tier
+
+logger = init_logger("vllm.continuum.lmcache")
+POLL_S = 0.1  # between an answer and the next question
+ANSWER_S = 2.0  # how long an answer may take; then the server is taken for dead
+MAX_AGE_S = 5.0  # an older mirror says nothing
+
+Call = Callable[[bytes, float], bytes]
+"""(payload, timeout_s) -> payload: one exchange with the server's tier module. Raises OSError."""
+
+
+class MpTierMirror:
+    """Which chunks the server's L1 and L2 hold. One thread writes; others may read meanwhile."""
+
+    def __init__(self) -> None:
+        self._held: tuple[set[bytes], set[bytes]] = (set(), set())
+        self.epoch: str | None = None
+        self.number = 0
+
+    def absorb(self, told: ChangesReply) -> None:
+        """Take an answer over."""
+        held: tuple[set[bytes], set[bytes]] = (set(), set()) if told.is_snapshot else self._held
+        for change in told.changes:
+            tier = held[change.ssd]
+            (tier.add if change.admitted else tier.discard)(change.chunk)
+        self._held, self.epoch, self.number = held, told.epoch, told.number
+
+    def plan(self, names: Iterable[bytes]) -> tuple[int, int]:
+        """(chunks from L1, chunks from L2) that a lookup would find of this prefix.
+
+        The server takes each chunk from L1 where it can and fills the holes from L2, so the two may
+        alternate (`DefaultPrefetchPolicy.plan_load`). The first chunk that is in neither ends it.
+        """
+        in_l1, in_l2 = self._held
+        dram = ssd = 0
+        for name in names:
+            if name in in_l1:
+                dram += 1
+            elif name in in_l2:
+                ssd += 1
+            else:
+                break
+        return dram, ssd
+
+
+class TierPoller:
+    """Asks the server what is new, again and again, from its own thread; knows whether it answers."""
+
+    def __init__(
+        self,
+        call: Call,
+        ask: ChangesRequest,
+        went_down: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._call, self._ask, self._went_down, self._clock = call, ask, went_down, clock
+        self.mirror = MpTierMirror()
+        self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
+        self.is_up = True
+        self._heard_s = clock()
+        self._polling = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="continuum-mp-tiers", daemon=True)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the mirror is young enough to be believed."""
+        return self._clock() - self._heard_s < MAX_AGE_S
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join(2 * ANSWER_S)
+
+    def poll(self, timeout_s: float = ANSWER_S) -> ChangesReply:
+        """One question and its answer, taken over. Blocks: not for the scheduler's thread. Raises OSError."""
+        with self._polling:
+            asked_s = self._clock()
+            ask = msgspec.structs.replace(self._ask, epoch=self.mirror.epoch, number=self.mirror.number)
+            told = decoded(self._call(msgspec.msgpack.encode(ask), timeout_s))
+            self.mirror.absorb(told)
+            self.lookups += told.lookups
+            self._heard_s = asked_s
+            return told
+
+    def _follow(self) -> None:
+        while not self._stopping.wait(POLL_S):
+            self.try_poll()
+
+    def try_poll(self) -> None:
+        """`poll`, and note whether there was an answer."""
+        try:
+            self.poll()
+        except OSError as error:
+            self._no_answer(error)
+        else:
+            self._answer()
+
+    def _no_answer(self, error: OSError) -> None:
+        if self.is_up and not self._stopping.is_set():
+            self.is_up = False
+            logger.warning(
+                "LMCache's MP server does not answer (%s): prompts are computed until it does", error
+            )
+            self._went_down()
+
+    def _answer(self) -> None:
+        if not self.is_up:
+            self.is_up = True
+            logger.info("LMCache's MP server answers again")
+
+
+def decoded(payload: bytes) -> ChangesReply:
+    """The server's answer. Raises ConnectionError for one that cannot be read."""
+    try:
+        return msgspec.msgpack.decode(payload, type=ChangesReply)
+    except msgspec.MsgspecError as error:
+        raise ConnectionError(f"its answer cannot be read: {error}; run one release on both sides") from error
+
+
+class MpTiers:
+    """The core's TierStore over an MP server: answers from the mirror, and never waits."""
+
+    def __init__(self, follower: TierPoller, first: ChangesReply, hasher: Any, bytes_per_token: int) -> None:
+        self._follower, self._first, self._bytes_per_token = follower, first, bytes_per_token
+        self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
+        self._hashes = ChunkHashes(TokenHasherAdapter(hasher), hasher.chunk_size)
+        self._book = LoadLookupJoin()
+        self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
+
+    def locate(self, token_ids: Sequence[int], salt: str) -> TierHit:
+        if not self._follower.is_fresh:
+            return TierHit(0, 0)
+        dram_chunks, ssd_chunks = self._follower.mirror.plan(self._names(token_ids, salt))
+        return TierHit(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
+
+    def transfers(self) -> list[KVTransfer]:
+        self.absorb(MpReport())
+        taken = list(self._transfers)
+        self._transfers.clear()
+        return taken
+
+    def capacity_tokens(self) -> dict[Tier, int]:
+        """Of all ranks together: L1 and L2 hold every rank's pieces."""
+        sizes = {Tier.DRAM: self._first.dram_bytes, Tier.SSD: self._first.ssd_bytes or 0}
+        return {tier: size // self._bytes_per_token for tier, size in sizes.items() if size}
+
+    def absorb(self, report: MpReport) -> None:
+        """Take over what the worker timed, and what the server has told of its lookups."""
+        lookups = [self._follower.lookups.popleft() for _ in range(len(self._follower.lookups))]
+        self._transfers += report.stores + self._book.join(report.loads, lookups)
+
+    def _names(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
+        return (chunk_name(self._hasher.hash_to_bytes(h), salt) for h in self._hashes.of(token_ids))
+
+
+class TokenHasherAdapter:
+    """LMCache MP's TokenHasher with the two methods that ChunkHashes asks of a token database."""
+
+    def __init__(self, hasher: Any) -> None:
+        self._hasher = hasher
+
+    def _get_init_hash(self) -> Any:
+        return self._hasher.none_hash
+
+    def _hash_tokens(self, tokens: list[int], before: Any) -> Any:
+        return self._hasher.hash_tokens(tokens, before)

@@ -1,0 +1,113 @@
+"""When loads and stores with an MP server begin and end, seen by a thread and not once a step.
+
+    the step's forward runs        | the server's moves before it | the move
+    submitted          its event is over                         begins     its future is over
+
+A GPU's moves are submitted behind the step's forward, whose event the server waits for, and it makes them
+one after the other. What a worker sees once a step is the step's time, not theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+LOOK_S = 0.001  # between two looks at moves under way
+
+
+class WatchedFuture:
+    """LMCache's future for two threads. Its own imports the server's event when it is first asked."""
+
+    def __init__(self, future: Any) -> None:
+        self._future, self._lock = future, threading.Lock()
+
+    def query(self) -> bool:
+        with self._lock:
+            return bool(self._future.query())
+
+    def result(self, timeout: float | None = None) -> Any:
+        with self._lock:
+            return self._future.result(timeout=timeout)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self._lock:
+            return bool(self._future.wait(timeout))
+
+    def wait_on_stream(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return self._future.wait_on_stream(*args, **kwargs)
+
+
+@dataclass(eq=False, slots=True)
+class TransferTiming:
+    """Of one move."""
+
+    tokens: int
+    future: WatchedFuture
+    event: Any  # what the server waits for; None: the move was made as it was submitted
+    ready_s: float | None  # that event was over
+    duration_s: float | None = None  # of the move alone
+
+
+class TransferWatch:
+    """Looks at all moves under way each LOOK_S, where they do not end as they are submitted."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()  # of what follows
+        self._moves: list[TransferTiming] = []
+        self._link_free_s = 0.0  # when the last of them ended
+        self._is_busy = threading.Event()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, tokens: int, future: WatchedFuture, event: Any, submitted_s: float) -> TransferTiming:
+        """Watch a move from now on."""
+        timing = TransferTiming(tokens, future, event, submitted_s if event is None else None)
+        with self._lock:
+            self._moves.append(timing)
+        if event is not None and self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="continuum-mp-moves", daemon=True)
+            self._thread.start()
+        if event is not None:
+            self._is_busy.set()
+        return timing
+
+    def forget(self, timing: TransferTiming) -> None:
+        """The move was given up."""
+        with self._lock:
+            self._moves = [move for move in self._moves if move is not timing]
+
+    def look(self) -> None:
+        """Note what has begun and ended since the last look."""
+        with self._lock:
+            now_s = self._clock()
+            for move in self._moves:
+                if move.ready_s is None and move.event.query():
+                    move.ready_s = now_s
+            ended = [move for move in self._moves if move.ready_s is not None and move.future.query()]
+            if not ended:
+                return
+            self._moves = [move for move in self._moves if move not in ended]
+            began_s = max(self._link_free_s, min(m.ready_s for m in ended if m.ready_s is not None))
+            whole = max(1, sum(move.tokens for move in ended))
+            for move in ended:
+                move.duration_s = (now_s - began_s) * move.tokens / whole
+            self._link_free_s = now_s
+
+    def close(self) -> None:
+        self._closing = True
+        self._is_busy.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _watch(self) -> None:
+        while self._is_busy.wait() and not self._closing:
+            self.look()
+            with self._lock:
+                if not self._moves:
+                    self._is_busy.clear()
+            time.sleep(LOOK_S)

@@ -1,0 +1,1 @@
+"""DRAM and disk as tiers of a certain size and speed: names and times, no bytes."""

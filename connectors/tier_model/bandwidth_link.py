@@ -1,0 +1,27 @@
+"""How long bytes take: a link of one rate, served first in, first out. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class BandwidthLink:
+    """One direction between two places. `gbps` is 10^9 bytes a second; the default takes no time."""
+
+    gbps: float = math.inf
+    free_at_s: float = -math.inf
+
+    def seconds(self, size_bytes: int) -> float:
+        """How long `size_bytes` take once the link is theirs."""
+        return size_bytes / (self.gbps * 1e9)
+
+    def reserve(self, ready_s: float, size_bytes: int) -> float:
+        """When bytes that are ready at `ready_s` have passed, behind all that was asked before."""
+        self.free_at_s = max(ready_s, self.free_at_s) + self.seconds(size_bytes)
+        return self.free_at_s
+
+    def lag_s(self, now_s: float) -> float:
+        """How far behind the link is."""
+        return max(0.0, self.free_at_s - now_s)

@@ -1,0 +1,76 @@
+"""One tier's shelf of chunks, least recently used first, and what a chunk is called."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from continuum_lmcache.errors import InvariantError
+
+ChunkName = Hashable
+"""Stands for one chunk and all the tokens before it: equal names, equal KV."""
+
+Namer = Callable[[Sequence[int], int, str, Sequence[Any]], list[ChunkName]]
+"""(token ids, chunk tokens, salt, names known of the first chunks) -> names of all whole chunks."""
+
+
+def chain(
+    token_ids: Sequence[int], chunk_tokens: int, salt: str = "", known: Sequence[Any] = ()
+) -> list[ChunkName]:
+    """Names of the whole chunks of `token_ids`, each a hash over the one before; goes on from `known`."""
+    names: list[ChunkName] = list(known)
+    parent: bytes = known[-1] if known else salt.encode()
+    for start in range(len(names) * chunk_tokens, len(token_ids) - chunk_tokens + 1, chunk_tokens):
+        chunk = array("q", token_ids[start : start + chunk_tokens]).tobytes()
+        parent = blake2b(parent + chunk, digest_size=16).digest()
+        names.append(parent)
+    return names
+
+
+@dataclass(slots=True)
+class LruTier:
+    """One tier's chunks, next to be evicted first."""
+
+    capacity: float  # in chunks
+    names: OrderedDict[ChunkName, None] = field(default_factory=OrderedDict)
+    promised: int = 0  # places kept for writes on their way
+    count: Counter[str] = field(default_factory=Counter)  # admitted, evicted, forgotten
+
+    def make_room(self, keep: Collection[ChunkName] = ()) -> list[ChunkName] | None:
+        """Evict until one more chunk fits, never from `keep`; None if that cannot be."""
+        gone = []
+        while len(self.names) + self.promised + 1 > self.capacity:
+            victim = next((n for n in self.names if n not in keep), None)
+            if victim is None:
+                return None
+            del self.names[victim]
+            self.count["evicted"] += 1
+            gone.append(victim)
+        return gone
+
+    def admit(self, name: ChunkName) -> None:
+        self.names[name] = None
+        self.count["admitted"] += 1
+
+    def touch(self, hit: Sequence[ChunkName]) -> None:
+        """Tail first, so that the head becomes the youngest."""
+        for name in reversed(hit):
+            self.names.move_to_end(name)
+
+    def forget(self, name: ChunkName) -> bool:
+        if name not in self.names:
+            return False
+        del self.names[name]
+        self.count["forgotten"] += 1
+        return True
+
+    def check(self, tier: str) -> None:
+        held, c = len(self.names), self.count
+        if held + self.promised > self.capacity:
+            raise InvariantError(f"{tier}: held({held}) + promised({self.promised}) > {self.capacity}")
+        if held != c["admitted"] - c["evicted"] - c["forgotten"]:
+            raise InvariantError(f"{tier}: held({held}) != admitted - evicted - forgotten {dict(c)}")

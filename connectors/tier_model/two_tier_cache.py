@@ -1,0 +1,226 @@
+"""DRAM and disk below the GPU, as LMCache keeps them: which chunk of a prompt is where, and when.
+
+Names and places only, no bytes and no clock: `now_s` is an argument. What a load brings, for chunks
+0, 1, ... of a prompt:
+
+    [0, dram)     the leading run found in DRAM
+    [dram, ssd)   the leading run of the rest found on disk; read through DRAM, and kept there
+    [ssd, n)      nothing: one chunk of the prefix is missing, or the tail is below a whole chunk
+
+The rules are LMCache 0.5.6's (`v1/storage_backend/local_{cpu,disk}_backend.py`): every store goes to
+both tiers, to the disk later; a tier evicts the least recently used chunk; a stored prompt's head is
+its oldest chunk, and a hit is touched tail first, so that from then on the head is the youngest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from connectors.tier_model.bandwidth_link import BandwidthLink
+from connectors.tier_model.lru_tier import ChunkName, LruTier, chain
+from connectors.tier_model.tier_spec import TierSpec
+from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
+from continuum_lmcache.types import Tier
+
+TRANSFERS_KEPT = 4096  # the oldest go first when nobody asks
+
+
+@dataclass(frozen=True, slots=True)
+class TierLookup:
+    """The chunks of a prompt that a load would bring, in the prompt's order."""
+
+    dram: Sequence[ChunkName]
+    ssd: Sequence[ChunkName]  # those after the DRAM run
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveLoad:
+    """A load under way."""
+
+    dram: Sequence[ChunkName]  # moved from there, without those the GPU had
+    ssd: Sequence[ChunkName]
+    done_s: float  # when the last byte is on the GPU
+
+
+@dataclass(frozen=True, slots=True)
+class ActiveStore:
+    """A store under way: the chunks no tier had, and when the GPU's copy of them is free again."""
+
+    new: Sequence[ChunkName]
+    done_s: float
+
+
+class TwoTierCache:
+    """Which chunks are in DRAM and on disk; a `TierStore` (continuum_lmcache.reload.tier_store).
+
+    `namer` turns a prompt's token ids into the names of its whole chunks.
+    """
+
+    def __init__(
+        self, shape: TierSpec, namer: Callable[[Sequence[int]], Sequence[ChunkName]] | None = None
+    ) -> None:
+        self.shape = shape
+        self.namer = namer or (lambda token_ids: chain(token_ids, shape.chunk_tokens))
+        self.dram = LruTier(shape.chunks(shape.dram_bytes))
+        self.ssd = LruTier(shape.chunks(shape.ssd_bytes))
+        self.pending: dict[ChunkName, float] = {}  # disk writes by when they end, soonest first
+        self.up, self.down = BandwidthLink(shape.load_gbps), BandwidthLink(shape.store_gbps)
+        self.disk_read, self.disk_write = (
+            BandwidthLink(shape.ssd_load_gbps),
+            BandwidthLink(shape.ssd_store_gbps),
+        )
+        self._transfers: deque[KVTransfer] = deque(maxlen=TRANSFERS_KEPT)
+        self._gone: dict[ChunkName, None] = {}
+
+    def locate(self, token_ids: Sequence[int]) -> TierHit:
+        """What a load of this prompt would bring now; changes nothing. Writes on their way do not count."""
+        return self.holding(self.namer(token_ids))
+
+    def holding(self, names: Sequence[ChunkName]) -> TierHit:
+        """`locate`, for a prompt whose chunks are named already."""
+        found = self.find(names)
+        return TierHit(len(found.dram) * self.shape.chunk_tokens, len(found.ssd) * self.shape.chunk_tokens)
+
+    def find(self, names: Sequence[ChunkName]) -> TierLookup:
+        """The chunks behind `holding`."""
+        dram = _leading(names, self.dram.names)
+        return TierLookup(names[:dram], names[dram : dram + _leading(names[dram:], self.ssd.names)])
+
+    def load(
+        self, now_s: float, names: Sequence[ChunkName], gpu_tokens: int = 0, turn: str = ""
+    ) -> ActiveLoad:
+        """Bring what `find` names, but for whole chunks below `gpu_tokens`, which the GPU has.
+
+        Touches all that was found. What comes from the disk stays in DRAM as far as there is room.
+        """
+        self.settle(now_s)
+        found = self.find(names)
+        self.touch(found)
+        skip = gpu_tokens // self.shape.chunk_tokens
+        dram, ssd = found.dram[skip:], found.ssd[max(0, skip - len(found.dram)) :]
+        self._promote(ssd, keep={*found.dram, *ssd})
+        if not dram and not ssd:
+            return ActiveLoad((), (), now_s)
+        size_bytes, ssd_bytes = self._size(dram) + self._size(ssd), self._size(ssd)
+        read_s = self.disk_read.reserve(now_s, ssd_bytes) if ssd else now_s
+        done_s = self.up.reserve(read_s, size_bytes) + self.shape.load_latency_s
+        self._record(Tier.DRAM, "load", dram, self.up.seconds(self._size(dram)), turn)
+        self._record(
+            Tier.SSD, "load", ssd, self.disk_read.seconds(ssd_bytes) + self.up.seconds(ssd_bytes), turn
+        )
+        return ActiveLoad(dram, ssd, done_s)
+
+    def store(self, now_s: float, names: Sequence[ChunkName]) -> ActiveStore:
+        """Write chunks through: into DRAM now, to the disk when its turn comes. Skips what is there."""
+        self.settle(now_s)
+        new = [n for n in names if not self.has(n)]
+        keep = set(names)  # a prompt larger than DRAM is cut short, it does not push itself out
+        into_dram = [n for n in names if n not in self.dram.names and self._admit(n, keep)]
+        for name in names:
+            self._write(now_s, name)
+        self._record(Tier.DRAM, "store", into_dram, self.down.seconds(self._size(into_dram)))
+        moved = [n for n in new if self.has(n)]
+        crossed = {*into_dram, *moved}  # the link: also what the disk had and DRAM had not
+        return ActiveStore(moved, self.down.reserve(now_s, self._size(crossed)) if crossed else now_s)
+
+    def settle(self, now_s: float) -> None:
+        """Let the disk writes that have ended by now be there."""
+        due = []
+        for name, done_s in self.pending.items():
+            if done_s > now_s:
+                break
+            due.append(name)
+        for name in due:
+            del self.pending[name]
+            self.ssd.promised -= 1
+            self.ssd.admit(name)
+        self._record(Tier.SSD, "store", due, self.disk_write.seconds(self._size(due)))
+
+    def touch(self, found: TierLookup) -> None:
+        """Make what was found the youngest, each tier's share tail first."""
+        self.dram.touch(found.dram)
+        self.ssd.touch(found.ssd)
+
+    def forget(self, names: Iterable[ChunkName]) -> int:
+        """Drop chunks from every tier, also writes on their way. How many there were."""
+        known = [n for n in names if self.has(n)]
+        for name in known:
+            self.dram.forget(name)
+            self.ssd.forget(name)
+            if self.pending.pop(name, None) is not None:
+                self.ssd.promised -= 1
+            self._gone[name] = None
+        return len(known)
+
+    def clear(self) -> int:
+        """Forget everything."""
+        return self.forget([*self.dram.names, *self.ssd.names, *self.pending])
+
+    def has(self, name: ChunkName) -> bool:
+        """Whether any tier has the chunk, or is about to."""
+        return name in self.dram.names or name in self.ssd.names or name in self.pending
+
+    def transfers(self) -> list[KVTransfer]:
+        """Movements since the last call, oldest first, without the time they waited for a link."""
+        moved = list(self._transfers)
+        self._transfers.clear()
+        return moved
+
+    def take_gone(self) -> list[ChunkName]:
+        """Chunks that have left every tier since the last call: their bytes may be thrown away."""
+        gone = [n for n in self._gone if not self.has(n)]
+        self._gone.clear()
+        return gone
+
+    def check(self) -> None:
+        """Raise InvariantError unless the books balance."""
+        self.dram.check("DRAM")
+        self.ssd.check("SSD")
+        if self.ssd.promised != len(self.pending):
+            raise InvariantError(f"promised({self.ssd.promised}) != pending({len(self.pending)})")
+        if both := self.pending.keys() & self.ssd.names.keys():
+            raise InvariantError(f"{len(both)} chunks are on the disk and on their way to it")
+
+    def _admit(self, name: ChunkName, keep: Collection[ChunkName]) -> bool:
+        gone = self.dram.make_room(keep)
+        if gone is None:
+            return False
+        self._gone.update(dict.fromkeys(gone))
+        self.dram.admit(name)
+        return True
+
+    def _promote(self, names: Sequence[ChunkName], keep: Collection[ChunkName]) -> None:
+        for name in names:
+            if name not in self.dram.names and not self._admit(name, keep):
+                return
+
+    def _write(self, now_s: float, name: ChunkName) -> None:
+        if name in self.ssd.names:
+            self.ssd.touch((name,))
+        elif name not in self.pending and self.ssd.capacity >= 1:
+            if self.disk_write.lag_s(now_s) > self.shape.max_ssd_lag_s:
+                return
+            gone = self.ssd.make_room()
+            if gone is None:  # the whole disk is promised to writes on their way
+                return
+            self._gone.update(dict.fromkeys(gone))
+            self.ssd.promised += 1
+            self.pending[name] = self.disk_write.reserve(now_s, self.shape.chunk_bytes)
+
+    def _size(self, names: Collection[ChunkName]) -> int:
+        return len(names) * self.shape.chunk_bytes
+
+    def _record(
+        self, tier: Tier, direction: str, names: Sequence[ChunkName], duration_s: float, turn: str = ""
+    ) -> None:
+        if names:
+            tokens = len(names) * self.shape.chunk_tokens
+            self._transfers.append(KVTransfer(tier, direction, tokens, self._size(names), duration_s, turn))
+
+
+def _leading(names: Sequence[ChunkName], held: Collection[ChunkName]) -> int:
+    """How many of the first names are held."""
+    return next((i for i, n in enumerate(names) if n not in held), len(names))

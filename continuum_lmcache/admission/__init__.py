@@ -1,0 +1,1 @@
+"""Which new programs may start, and how much prefill a step takes."""

@@ -1,0 +1,283 @@
+"""Which new programs may start? They wait at the door while the started ones fill the KV cache.
+
+A started program comes back for its next turn, and needs its context again. Beyond what the GPU and
+the tiers can hold, one more program makes all of them reload or recompute; outside it costs nothing
+(admission by working set: P. J. Denning, CACM 11(5), 1968; for agents CONCUR, arXiv 2601.22705).
+
+    active    programs with a turn that is queued, loading or running: their KV must be on the GPU
+    started   these, and those in a tool call: theirs must be on the GPU or in a tier
+
+Two limits, one for each. No clock: every event brings its time. Nothing here moves a block.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from continuum_lmcache.admission.context_growth import ContextGrowth
+from continuum_lmcache.admission.shared_prefixes import SharedPrefix, SharedPrefixesInUse, SharedPrefixIndex
+from continuum_lmcache.admission.working_set import WorkingSet
+from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.types import ProgramId, Tier
+
+BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
+TIER_SHARE = 0.9  # of the tier: an LRU that is quite full drops what is next
+
+
+@dataclass(frozen=True, slots=True)
+class KVCapacity:
+    """How many tokens' KV may be spoken for."""
+
+    gpu_tokens: int  # for the active programs
+    tier_tokens: float = 0.0  # for all started ones, if more than the GPU has
+
+
+def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> KVCapacity:
+    """The room of a GPU with these tiers behind it; name only tiers from which a reload is cheap."""
+    return KVCapacity(gpu_tokens, TIER_SHARE * max(tier_tokens.values(), default=0))
+
+
+@dataclass(slots=True)
+class AdmittedProgram:
+    """A program inside."""
+
+    context_tokens: int  # with the head that it shares
+    head: SharedPrefix = SharedPrefix()
+    turns: int = 0  # finished
+    live: int = 0  # turns that are queued, loading or running
+    ended_tokens: int = 0  # the last finished turn's context
+    first_tokens: int = 0  # the first prompt without the head; 0: not known
+    forecast_tokens: float = 0.0  # what it counts for among the started
+    active_tokens: float = 0.0  # and among the active
+
+    @property
+    def own_tokens(self) -> int:
+        """Of its context, what nobody else begins with."""
+        return max(0, self.context_tokens - self.head.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PendingProgram:
+    """A program at the door."""
+
+    program: ProgramId
+    prompt_tokens: int  # of its longest turn here
+    priority: int
+    arrival_s: float
+    turns: int = 1  # that stand here; the program leaves with the last of them
+    line_s: float = 0.0  # for how long whoever was here longest had waited when it came
+    hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
+
+
+Order = Callable[[PendingProgram, ContextGrowth], float]
+
+
+@dataclass(slots=True)
+class AdmissionController:
+    """Who is inside and who waits outside. `order`: who comes first among equal priorities."""
+
+    room: KVCapacity
+    max_wait_s: float
+    order: Order = lambda knock, _growth: knock.arrival_s
+    growth: ContextGrowth = field(default_factory=ContextGrowth)
+    commons: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
+    inside: dict[ProgramId, AdmittedProgram] = field(default_factory=dict)
+    outside: dict[ProgramId, PendingProgram] = field(default_factory=dict)
+    _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
+    _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
+    _sums: WorkingSet = field(default_factory=WorkingSet)
+    _heads: SharedPrefixesInUse = field(default_factory=SharedPrefixesInUse)  # by the programs inside
+    _context_tokens: int = 0  # of everybody, inside and outside, without the heads in use
+    _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
+    _first_since_s: float = 0.0
+
+    def arrives(
+        self,
+        now_s: float,
+        program: ProgramId,
+        prompt_tokens: int,
+        priority: int = 0,
+        turns: int = 0,
+        passes: bool = False,
+        hashes: Sequence[Hashable] = (),
+    ) -> bool:
+        """A turn of `program`, which has finished `turns`, has come. Whether it may queue now; if not,
+        `opens` will name the program. One under way never waits, nor does one that `passes`. `hashes`: of
+        its prompt's whole blocks.
+        """
+        if (knock := self.outside.get(program)) is not None:
+            self._knocks_again(knock, prompt_tokens)
+            return False
+        seen = self.inside.get(program)
+        if seen is None and not passes and not turns:
+            line_s = now_s - next(iter(self.outside.values())).arrival_s if self.outside else 0.0
+            knock = PendingProgram(program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes)
+            self.outside[program] = knock
+            heapq.heappush(self._line, (priority, self.order(knock, self.growth), now_s, program))
+            self._context_tokens += prompt_tokens
+            self.growth.first(max(0, prompt_tokens - self.commons.head(hashes).tokens))
+            return False
+        if seen is None:
+            seen = self._enters(program, turns)
+        seen.live += 1
+        self._counts(now_s, seen, max(seen.context_tokens, prompt_tokens), self.commons.head(hashes))
+        return True
+
+    def finds(self, now_s: float, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
+        """The program's first turn found so much of its prompt: somebody else's head."""
+        self.commons.found(hashes, tokens)
+        if (seen := self.inside.get(program)) is not None:
+            self._counts(now_s, seen, seen.context_tokens, self.commons.head(hashes))
+
+    def opens(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
+        """Who may start now, first in line first. `idle`: without a new program the GPU has no work.
+
+        `prompt_share`: of the latest time, that for prompts. While it leaves time, one program at a time
+        starts without room: what it evicts is computed again in time that nobody else needs.
+        """
+        self.gives_up(now_s)
+        found: list[ProgramId] = []
+        while (knock := self._next()) is not None:
+            first = (knock.program, knock.arrival_s)  # one that left and came back is another
+            if first != self._first:
+                self._first, self._first_since_s = first, now_s
+            waited_s = now_s - self._first_since_s
+            is_let_in = idle or prompt_share < BUSY_SHARE or waited_s >= self.max_wait_s
+            if not (is_let_in or self.fits(now_s, knock.prompt_tokens, hashes=knock.hashes)):
+                break
+            heapq.heappop(self._line)
+            del self.outside[knock.program]
+            self._context_tokens -= knock.prompt_tokens
+            self.starts(now_s, knock)
+            found.append(knock.program)
+            idle, prompt_share = False, 1.0
+        return found
+
+    def starts(self, now_s: float, knock: PendingProgram) -> None:
+        """A new program comes in that is not in this line: one before several replicas has let it."""
+        seen = self._enters(knock.program, 0)
+        head = self.commons.head(knock.hashes)
+        seen.live, seen.first_tokens = knock.turns, max(0, knock.prompt_tokens - head.tokens)
+        self._counts(now_s, seen, knock.prompt_tokens, head)
+
+    def pauses(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
+        """A turn ended in a tool call that should be over within `expected_s`; after that the program
+        is not counted until it comes back."""
+        if (seen := self.inside.get(program)) is None:
+            return
+        seen.live = max(0, seen.live - 1)
+        seen.turns += 1
+        if seen.ended_tokens:
+            self.growth.turn(context_tokens - seen.ended_tokens)
+        seen.ended_tokens = context_tokens
+        self._counts(now_s, seen, context_tokens)
+        heapq.heappush(self._absent, (now_s + expected_s, program, seen.turns))
+
+    def loses(self, now_s: float, program: ProgramId) -> None:
+        """A turn of the program is gone, unfinished or its last. Without another it is not counted on."""
+        seen, knock = self.inside.get(program), self.outside.get(program)
+        if seen is not None and seen.live > 1:
+            seen.live -= 1
+        elif knock is not None and knock.turns > 1:
+            self.outside[program] = replace(knock, turns=knock.turns - 1)
+        else:
+            self.leaves(now_s, program)
+
+    def leaves(self, now_s: float, program: ProgramId, finished_turns: int = 0) -> None:
+        """The program is over, after so many turns, or nobody waits for it any more (0)."""
+        seen = self.inside.pop(program, None)
+        if finished_turns:
+            sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
+            self.growth.program(finished_turns, *sizes)
+        if (knock := self.outside.pop(program, None)) is not None:
+            self._context_tokens -= knock.prompt_tokens
+        if seen is not None:
+            self._context_tokens -= seen.own_tokens
+            self._heads.give_back(seen.head)
+            self._sums.add(now_s, -seen.forecast_tokens, -seen.active_tokens)
+
+    def gives_up(self, now_s: float) -> None:
+        """Programs that should have come back by now count no longer."""
+        while self._absent and self._absent[0][0] <= now_s:
+            _, program, turns = heapq.heappop(self._absent)
+            seen = self.inside.get(program)
+            if seen is not None and seen.turns == turns and not seen.live:
+                self.leaves(now_s, program)
+
+    def fits(self, now_s: float, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()) -> bool:
+        """Whether there is room beside all that are inside for a program that has finished `turns`."""
+        head = self.commons.head(hashes)
+        need = self.growth.forecast_tokens(max(0, prompt_tokens - head.tokens), turns)
+        need += 0 if head in self._heads else head.tokens
+        self._sums.add(now_s, 0.0, 0.0)
+        return need <= self.headroom_tokens
+
+    @property
+    def headroom_tokens(self) -> float:
+        """For how large a forecast there is room beside all that are inside; below 0 where there are too
+        many of them."""
+        active = max(self._sums.active, self._sums.usually_active)
+        fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
+        room = min(fits - active, max(fits, self.room.tier_tokens) - self._sums.started)
+        return room - self._heads.tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of everybody who is here, inside and outside, as they are now; a head in use counts once."""
+        return self._context_tokens + self._heads.tokens
+
+    def check(self) -> None:
+        """Raise InvariantError unless the sums are those of the programs."""
+        held = sum(s.own_tokens for s in self.inside.values())
+        held += sum(k.prompt_tokens for k in self.outside.values())
+        if held != self._context_tokens:
+            raise InvariantError(f"context tokens({self._context_tokens}) != sum of programs({held})")
+        for name, of in (("started", "forecast_tokens"), ("active", "active_tokens")):
+            summed = getattr(self._sums, name)
+            counted = sum(getattr(seen, of) for seen in self.inside.values())
+            if not math.isclose(summed, counted, rel_tol=1e-6, abs_tol=1.0):
+                raise InvariantError(f"{name} tokens({summed:.1f}) != sum of programs({counted:.1f})")
+
+    # -----------------------------------------------------------------------
+
+    def _next(self) -> PendingProgram | None:
+        """First in line; those who left are skipped."""
+        while self._line:
+            knock = self.outside.get(self._line[0][3])
+            if knock is not None and knock.arrival_s == self._line[0][2]:
+                return knock
+            heapq.heappop(self._line)
+        return None
+
+    def _knocks_again(self, knock: PendingProgram, prompt_tokens: int) -> None:
+        """One more turn of a program outside; its place in line stays."""
+        longest_tokens = max(knock.prompt_tokens, prompt_tokens)
+        self._context_tokens += longest_tokens - knock.prompt_tokens
+        self.outside[knock.program] = replace(knock, prompt_tokens=longest_tokens, turns=knock.turns + 1)
+
+    def _enters(self, program: ProgramId, turns: int) -> AdmittedProgram:
+        seen = self.inside[program] = AdmittedProgram(0, turns=turns)
+        self._heads.take(seen.head)
+        return seen
+
+    def _counts(
+        self, now_s: float, seen: AdmittedProgram, context_tokens: int, head: SharedPrefix | None = None
+    ) -> None:
+        """The program's context has grown, or a turn of it came or went. `head`: the one it shares, where
+        that is looked up anew."""
+        own_tokens = seen.own_tokens
+        seen.context_tokens = context_tokens
+        if head is not None:
+            self._heads.take(head)
+            self._heads.give_back(seen.head)
+            seen.head = head
+        self._context_tokens += seen.own_tokens - own_tokens
+        # in its first pause a program has not shown that it ever comes back: it counts for what it holds
+        grows = seen.live or seen.turns != 1
+        forecast = self.growth.forecast_tokens(seen.own_tokens, seen.turns) if grows else seen.own_tokens
+        active = forecast if seen.live else 0.0
+        self._sums.add(now_s, forecast - seen.forecast_tokens, active - seen.active_tokens)
+        seen.forecast_tokens, seen.active_tokens = forecast, active

@@ -1,0 +1,66 @@
+"""How many tokens should a step compute? Every decode in it waits for the prompts' chunk beside it.
+
+Agents' turns say little and read much, so most of a decode's time is others' prefill. A small chunk
+makes a step short, but costs its fixed part more often: what weights and launches take, and what the
+linear layers lose on few tokens. How small a chunk pays is therefore the machine's to say: this
+goes by measured step times, and without them leaves vLLM's own setting alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LARGEST_TOKENS = 2048  # of a chosen chunk: beyond it the fixed part is nothing
+SMALLEST = ((128, 0.40), (256, 0.55), (LARGEST_TOKENS, 0.85))
+"""A chunk of so many tokens pays if its fixed time is below this share of a decode-only step's:
+then the prompt's tokens ride along with steps that decodes need anyhow. Shares from the lab."""
+FORGETS = 0.99995  # each step: minutes. Sooner, a chunk chosen too small would prove itself right
+
+
+def smallest_chunk(step_s: Mapping[int, float]) -> int | None:
+    """The smallest chunk, in tokens, that pays by these times of a step, by tokens of chunk (0: decodes
+    alone). None where none does, or where too little was measured: 0 and two sizes at least.
+
+    What a token costs is read off the two largest sizes up to LARGEST_TOKENS: beyond, a chunk's attention
+    to itself would pass for a cost of tokens, and its fixed part for less than it is.
+    """
+    sizes = sorted(n for n in step_s if 0 < n <= LARGEST_TOKENS)
+    if 0 not in step_s or len(sizes) < 2:
+        return None
+    slope_s = (step_s[sizes[-1]] - step_s[sizes[-2]]) / (sizes[-1] - sizes[-2])
+    for tokens, share in SMALLEST:
+        if tokens in step_s and step_s[tokens] - tokens * slope_s < share * step_s[0]:
+            return tokens
+    return None
+
+
+@dataclass(slots=True)
+class PrefillChunkTuner:
+    """The budget of a step, from what was measured and from what prompts and decodes have needed."""
+
+    step_s: Mapping[int, float]
+    most_tokens: int  # vLLM's own budget: never more
+    smallest: int | None = field(init=False)
+    _prompt_tokens: float = 0.0
+    _decode_tokens: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.smallest = smallest_chunk(self.step_s)
+
+    def saw(self, prompt_tokens: int, decode_tokens: int) -> None:
+        """A step computed so many tokens of either kind."""
+        self._prompt_tokens = self._prompt_tokens * FORGETS + prompt_tokens
+        self._decode_tokens = self._decode_tokens * FORGETS + decode_tokens
+
+    def budget_tokens(self, decoding: int, running: int = 0) -> int:
+        """For a step with so many decodes: room for these, and for as much of the prompts as keeps pace.
+
+        A share of prompts below what comes in would only move the wait from decodes to prompts. So it is
+        reckoned for all `running`: prompts that pile up leave few decodes, and would get less and less.
+        """
+        if self.smallest is None or not decoding:
+            return self.most_tokens
+        pace = self._prompt_tokens / self._decode_tokens if self._decode_tokens else LARGEST_TOKENS
+        chunk = max(self.smallest, min(LARGEST_TOKENS, round(pace * max(decoding, running))))
+        return min(self.most_tokens, decoding + chunk)

@@ -1,0 +1,77 @@
+"""Which head of a program's tokens do others use too? It takes memory once, and outlives the program."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+MOST_HEADS = 1024  # distinct shared heads: system prompts and forks; the longest unused go first
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The first tokens of a prompt, by the hash of their last block."""
+
+    name: Hashable = None
+    tokens: int = 0
+
+
+class SharedPrefixIndex:
+    """Heads that a program's first turn found, so that somebody else had left them there.
+
+    A block's hash stands for everything before it, so the deepest one found stands for the head.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens  # that one hash adds
+        self._heads: OrderedDict[Hashable, int] = OrderedDict()  # blocks
+        self._depths: Counter[int] = Counter()  # heads of so many blocks
+
+    def found(self, hashes: Sequence[Hashable], tokens: int) -> None:
+        """A program's first turn found the KV of its first `tokens`."""
+        blocks = tokens // self._block_tokens
+        if not 0 < blocks <= len(hashes):
+            return
+        name = hashes[blocks - 1]
+        if name not in self._heads:
+            self._depths[blocks] += 1
+        self._heads[name] = blocks
+        self._heads.move_to_end(name)
+        if len(self._heads) > MOST_HEADS:
+            _, lost = self._heads.popitem(last=False)
+            self._depths[lost] -= 1
+            if not self._depths[lost]:
+                del self._depths[lost]
+
+    def head(self, hashes: Sequence[Hashable]) -> SharedPrefix:
+        """The longest one that another program has found; without tokens where there is none."""
+        within = (depth for depth in self._depths if depth <= len(hashes))
+        blocks = max((depth for depth in within if hashes[depth - 1] in self._heads), default=0)
+        return SharedPrefix(hashes[blocks - 1], blocks * self._block_tokens) if blocks else SharedPrefix()
+
+
+class SharedPrefixesInUse:
+    """The heads of programs that are here: each takes memory once, however many begin with it.
+
+    Of two heads, one within the other, both count whole: programs that go on from the shorter one keep it.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._users: Counter[SharedPrefix] = Counter()
+
+    def __contains__(self, head: SharedPrefix) -> bool:
+        return head in self._users
+
+    def take(self, head: SharedPrefix) -> None:
+        """One more program begins with it."""
+        self.tokens += 0 if head in self._users else head.tokens
+        self._users[head] += 1
+
+    def give_back(self, head: SharedPrefix) -> None:
+        """One program less."""
+        self._users[head] -= 1
+        if not self._users[head]:
+            del self._users[head]
+            self.tokens -= head.tokens

@@ -1,0 +1,1 @@
+"""What a deployment can hold, computed before it runs."""

@@ -1,0 +1,140 @@
+"""How much KV fits, step by step: from a model's shape and a device's memory to blocks and programs.
+
+    bytes per token = layers x values per layer x bytes per value
+    KV cache        = memory x utilisation - weights - what a step needs     (or given)
+    blocks          = KV cache / (block tokens x bytes per token)
+
+Everything is of one rank: with tensor parallelism each holds its share of the heads and of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from continuum_lmcache.errors import ConfigError
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model decides about its KV."""
+
+    name: str
+    layers: int  # that keep KV of every token
+    kv_heads: int  # 0: latent attention (MLA), whose one latent every rank holds
+    head_size: int  # of one head's K or V; of the latent and its rotary part where kv_heads is 0
+    kv_value_bytes: int
+    weight_bytes: float
+    window_tokens: int  # the longest context
+    source: str  # where these numbers are from
+
+    def values_per_layer(self, ranks: int) -> int:
+        """K and V values of one token in one layer on one rank; a head is never split."""
+        if self.kv_heads == 0:
+            return self.head_size
+        return 2 * self.head_size * max(1, self.kv_heads // ranks)
+
+    def bytes_per_token(self, ranks: int = 1) -> int:
+        """KV of one token on one rank, all layers."""
+        return self.layers * self.values_per_layer(ranks) * self.kv_value_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """A device's memory, as vLLM divides it."""
+
+    device_bytes: float
+    utilisation: float  # vLLM's --gpu-memory-utilization, in (0, 1]
+    step_bytes: float  # activations and graphs; vLLM measures them as it starts
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetLine:
+    """One line of the arithmetic."""
+
+    name: str
+    how: str  # with the numbers in it
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class KVBudget:
+    """One rank's KV cache."""
+
+    steps: tuple[BudgetLine, ...]
+    bytes_per_token: int
+    block_tokens: int
+    blocks: int
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_tokens
+
+
+def of_memory(shape: ModelShape, memory: DeviceMemory, block_tokens: int, ranks: int = 1) -> KVBudget:
+    """The budget that vLLM would find. A KV cache below one block has 0 blocks."""
+    weights = shape.weight_bytes / ranks
+    usable = memory.device_bytes * memory.utilisation
+    kv_bytes = usable - weights - memory.step_bytes
+    steps = (
+        BudgetLine(
+            "usable memory", f"{gib(memory.device_bytes)} x {memory.utilisation:g}", usable / GIB, "GiB"
+        ),
+        BudgetLine(
+            "weights", shape.source + (f", over {ranks} ranks" if ranks > 1 else ""), weights / GIB, "GiB"
+        ),
+        BudgetLine(
+            "a step's needs", "assumed; vLLM measures it at the start", memory.step_bytes / GIB, "GiB"
+        ),
+        BudgetLine("KV cache", "usable memory - weights - a step's needs", kv_bytes / GIB, "GiB"),
+    )
+    return of_bytes(shape, kv_bytes, block_tokens, ranks, steps)
+
+
+def of_bytes(
+    shape: ModelShape, kv_bytes: float, block_tokens: int, ranks: int = 1, before: Sequence[BudgetLine] = ()
+) -> KVBudget:
+    """The budget of a KV cache of so many bytes."""
+    given = () if before else (BudgetLine("KV cache", "as given", kv_bytes / GIB, "GiB"),)
+    block_bytes = block_tokens * shape.bytes_per_token(ranks)
+    blocks = max(0, int(kv_bytes // block_bytes))
+    how = f"KV cache / ({block_tokens} tokens x {shape.bytes_per_token(ranks):,} B)"
+    cut = BudgetLine("blocks", how, blocks, "blocks")
+    return _finished(shape, ranks, block_tokens, blocks, (*before, *given, cut))
+
+
+def of_blocks(shape: ModelShape, blocks: int, block_tokens: int, ranks: int = 1) -> KVBudget:
+    """The budget of a server that said how many blocks it has."""
+    told = BudgetLine("blocks", "as the server says", blocks, "blocks")
+    return _finished(shape, ranks, block_tokens, blocks, (told,))
+
+
+def _finished(
+    shape: ModelShape, ranks: int, block_tokens: int, blocks: int, steps: Sequence[BudgetLine]
+) -> KVBudget:
+    per_token = BudgetLine("KV of a token", token_formula(shape, ranks), shape.bytes_per_token(ranks), "B")
+    tokens = BudgetLine("tokens", f"{blocks:,} blocks x {block_tokens}", blocks * block_tokens, "tokens")
+    return KVBudget((per_token, *steps, tokens), shape.bytes_per_token(ranks), block_tokens, blocks)
+
+
+def token_formula(shape: ModelShape, ranks: int) -> str:
+    """The first line of the arithmetic."""
+    size = f"{shape.kv_value_bytes} B"
+    if shape.kv_heads == 0:
+        return f"{shape.layers} layers x {shape.head_size} latent values x {size}"
+    heads = max(1, shape.kv_heads // ranks)
+    return f"{shape.layers} layers x {heads} KV heads x {shape.head_size} x 2 (K and V) x {size}"
+
+
+def programs_that_fit(tokens: float, contexts_tokens: Sequence[int]) -> int:
+    """How many programs of the mean context fit into `tokens` of KV. Raises ConfigError without a context."""
+    if not contexts_tokens:
+        raise ConfigError("no context is known, so it cannot be said how many programs fit")
+    return int(tokens * len(contexts_tokens) // sum(contexts_tokens))
+
+
+def gib(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB"

@@ -1,0 +1,249 @@
+"""An lmcache.json read and checked: the tiers it makes, its traps, and how to mend them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from continuum_lmcache.capacity.kv_budget import GIB
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.retention.policies import policy_named
+from continuum_lmcache.telemetry.findings import Finding, error, note, warning
+from continuum_lmcache.types import Tier
+
+FIELDS = frozenset(  # of vLLM 0.32's KVTransferConfig
+    {"kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port", "kv_connector_extra_config"}
+    | {"kv_connector_module_path", "enable_permute_local_kv", "kv_load_failure_policy"}
+)
+OURS = ("LMCacheConnectorV1", "ContinuumLMCacheConnector")
+MP = ("LMCacheMPConnector", "ContinuumLMCacheMPConnector")
+MEND = "mend it; no server starts with it"
+EXTRA = "kv_connector_extra_config"
+DEFAULTS: Mapping[str, Any] = {  # LMCache 0.5.6, v1/config.py; used where LMCache is not installed
+    "chunk_size": 256,
+    "local_cpu": True,
+    "max_local_cpu_size": 5.0,
+    "local_disk": None,
+    "max_local_disk_size": 0.0,
+    "cache_policy": "LRU",
+    "remote_url": None,
+    "save_decode_cache": True,
+    "extra_config": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankWorker:
+    """One rank's worker, which the settings must fit."""
+
+    on_cpu: bool
+    block_tokens: int
+    kv_bytes_per_token: int
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """What an lmcache.json asks for."""
+
+    kind: str
+    settings: Mapping[str, Any]  # LMCache's, with the defaults; empty where they are a server's
+    continuum: ContinuumConfig
+    findings: tuple[Finding, ...]
+
+    def tiers(self, bytes_per_token: int) -> dict[Tier, int]:
+        """Tokens that each tier of one rank holds."""
+        if not self.settings:
+            return {}
+        sizes_gib = {
+            Tier.DRAM: self.settings["max_local_cpu_size"] if self.settings["local_cpu"] else 0,
+            Tier.SSD: self.settings["max_local_disk_size"] if self.settings["local_disk"] else 0,
+        }
+        return {tier: int(size * GIB / bytes_per_token) for tier, size in sizes_gib.items() if size}
+
+
+def read(path: Path) -> Mapping[str, Any]:
+    """The JSON object of --kv-transfer-config. Raises ConfigError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{path} cannot be read as JSON: {problem}") from problem
+    if not isinstance(found, dict) or not isinstance(found.get("kv_connector"), str):
+        raise ConfigError(
+            f"{path} names no kv_connector; expected the object that --kv-transfer-config takes"
+        )
+    if not isinstance(found.get(EXTRA, {}), dict):
+        raise ConfigError(f"{path}: {EXTRA} is {found[EXTRA]!r:.80}; it must be an object")
+    return found
+
+
+def checked(config: Mapping[str, Any], worker: RankWorker, lora: bool) -> ConnectorSettings:
+    """The connector with everything that is wrong about it. Wrong settings are findings, not errors."""
+    kind, extra = config["kv_connector"], config.get(EXTRA, {})
+    findings = list(frame(config, lora))
+    continuum, more = ours(extra)
+    findings += more
+    if kind not in OURS:
+        if kind in MP:
+            unseen = "DRAM and disk are the LMCache server's own settings, which this file does not hold"
+            findings.append(note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter"))
+        return ConnectorSettings(kind, {}, continuum, tuple(findings))
+    settings, more = theirs(extra, worker)
+    findings += [*more, *habits(settings, worker)]
+    return ConnectorSettings(kind, settings, continuum, tuple(findings))
+
+
+def frame(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
+    """What is wrong around the settings."""
+    kind = config["kv_connector"]
+    if strangers := sorted(config.keys() - FIELDS):
+        told = f"{strangers[0]!r} is no field of vLLM 0.32's KV transfer config"
+        yield warning("unknown-field", told, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}")
+    if kind not in (*OURS, *MP):
+        known = ", ".join((OURS[0], MP[0]))
+        yield warning(
+            "unknown-connector", f"kv_connector is {kind!r}", f"nothing is known of it; known: {known}"
+        )
+    if config.get("kv_role") != "kv_both":
+        yield error(
+            "kv-role",
+            f"kv_role is {config.get('kv_role')!r}",
+            'an engine that stores and loads its own KV needs "kv_role": "kv_both"',
+        )
+    if kind not in OURS and config.get("kv_load_failure_policy", "fail") == "fail":
+        yield warning(
+            "load-failure-policy",
+            'kv_load_failure_policy is "fail", vLLM\'s default: a KV load that fails fails its request',
+            'set "kv_load_failure_policy": "recompute"',
+        )
+    if lora and kind in OURS:
+        yield error(
+            "lora",
+            "LMCache 0.5.6 in-process does not tell LoRA adapters apart: it would load one's KV for another",
+            "drop --enable-lora or the KV connector",
+        )
+
+
+def ours(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
+    """The `continuum.*` settings, or the defaults and what is wrong with them."""
+    try:
+        found = ContinuumConfig.load(extra, os.environ)
+        policy_named(found.policy)
+    except ConfigError as problem:
+        return ContinuumConfig(), [error("continuum-setting", str(problem), MEND)]
+    if found.profile and not Path(found.profile).is_file():
+        missing = f"continuum.profile is {found.profile!r}, which is no file here"
+        return found, [error("no-profile-file", missing, "name a profile by a path that the server can read")]
+    return found, []
+
+
+def theirs(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, Any], list[Finding]]:
+    """LMCache's settings as our connector would give them to it, and why it would refuse them.
+
+    Read with LMCache's own definitions where it is installed; else as they are written.
+    """
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # its import logs to stdout otherwise
+    try:
+        from connectors.lmcache.known_issues import WorkerSpec, defaults, traps
+        from connectors.lmcache.settings import DEFAULTS as ALL
+        from connectors.lmcache.settings import given
+    except ModuleNotFoundError as missing:
+        unread = f"{missing.name} is not installed here: lmcache.* keys are taken as they are written"
+        found = [note("lmcache-not-installed", unread, "run doctor where the server runs")]
+        try:
+            return as_written(extra), found
+        except ConfigError as problem:
+            return DEFAULTS, [*found, error("lmcache-setting", str(problem), MEND)]
+    machine = WorkerSpec(worker.on_cpu, worker.block_tokens, worker.kv_bytes_per_token, worker.model)
+    known = {**ALL, "pre_caching_hash_algorithm": "sha256_cbor", "save_decode_cache": True}  # as ours are
+    try:
+        user = given(extra, os.environ)
+    except ConfigError as problem:
+        return known, [error("lmcache-setting", str(problem), MEND)]
+    hopeful = known | user
+    if refused := traps(hopeful, os.environ, machine):
+        return hopeful, [error("lmcache-trap", why, MEND) for why in refused]
+    return hopeful | defaults(user, machine), []
+
+
+def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    """LMCache's settings without LMCache. Raises ConfigError for one that is not of its default's kind."""
+    told = {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
+    for name in told.keys() & DEFAULTS.keys():
+        value, default = told[name], DEFAULTS[name]
+        is_number = isinstance(value, int | float) and abs(value) < 2**63
+        if isinstance(default, int | float) and not is_number:
+            raise ConfigError(f"lmcache.{name} is {value!r:.80}; it must be like {default!r}")
+        if name == "extra_config" and not isinstance(value, dict | None):
+            raise ConfigError(f"lmcache.{name} is {value!r:.80}; it must be an object")
+    return {**DEFAULTS, **told}
+
+
+def habits(settings: Mapping[str, Any], worker: RankWorker) -> Iterator[Finding]:
+    """Settings that work and cost something."""
+    if not settings["local_cpu"] and not settings["local_disk"] and not settings["remote_url"]:
+        yield error(
+            "no-tier", "local_cpu is false and there is no disk: nothing is kept", "set lmcache.local_cpu"
+        )
+    if not settings["save_decode_cache"]:
+        yield warning(
+            "answers-not-saved",
+            "save_decode_cache is false: what a turn generates is computed again for the next one",
+            "remove it; true is our default",
+        )
+    if not worker.on_cpu and settings["chunk_size"] % worker.block_tokens:
+        yield warning(
+            "chunk-splits-blocks",
+            f"chunk_size {settings['chunk_size']} is no multiple of vLLM's {worker.block_tokens}-token block",
+            "loads end inside a block, which is computed again: use a multiple",
+        )
+    if settings["remote_url"]:
+        yield note(
+            "remote",
+            "remote_url is set",
+            "the scheduler sees DRAM and disk only; a remote hit counts as none",
+        )
+    if str(settings["cache_policy"]).upper() != "LRU":
+        told = f"cache_policy is {settings['cache_policy']}"
+        yield note("not-lru", told, "the chance that a tier still holds a prefix is computed for LRU")
+    yield from on_this_machine(settings)
+
+
+def on_this_machine(settings: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the machine that runs the doctor says to the tiers' sizes."""
+    wanted = settings["max_local_cpu_size"] * GIB
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > total:
+        yield note(
+            "dram-exceeds-this-machine",
+            f"max_local_cpu_size is {wanted / GIB:g} GiB, this machine has {total / GIB:.1f}",
+            "fine if the server runs elsewhere; else lower it, it is allocated at the start",
+        )
+    if not settings["local_disk"]:
+        return
+    if (settings["extra_config"] or {}).get("use_odirect") is False:
+        yield warning(
+            "page-cache",
+            "use_odirect is false: the page cache answers for the disk while memory lasts",
+            "remove it, or the disk's measured rate is memory's and collapses later",
+        )
+    folder = Path(str(settings["local_disk"]).removeprefix("file://"))
+    try:
+        home = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
+    except OSError as problem:
+        unseen = f"local_disk is {str(folder)!r:.80}, which cannot be looked at here: {problem.strerror}"
+        yield warning("disk-unseen", unseen, "name a folder that the server can write to")
+        return
+    free, size = shutil.disk_usage(home).free, settings["max_local_disk_size"] * GIB
+    if size > free:
+        yield warning(
+            "disk-too-small",
+            f"max_local_disk_size is {size / GIB:g} GiB, and {free / GIB:.1f} are free at {folder} here",
+            "writes will fail when the disk is full: lower it, or name another disk",
+        )

@@ -1,0 +1,73 @@
+"""A machine: its profile, and its device's memory where that is known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from continuum_lmcache.errors import ConfigError, ProfileError
+from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
+
+MIB = 1024**2
+GPU_MIB = {  # what nvidia-smi reports as the total of one card, less than the data sheet's round number
+    "a100-80gb": 81_920,
+    "h100": 81_559,
+    "h200": 143_771,
+    "b200": 183_359,
+}
+GPU_BLOCK_TOKENS = 16  # vLLM's defaults
+CPU_BLOCK_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSpec:
+    """What is known of the machine to serve on."""
+
+    source: str  # where the costs are from
+    costs: CostModel
+    device: str
+    device_bytes: float | None  # None: not known
+    on_cpu: bool
+    profiled: bool  # a profile was read
+
+    @property
+    def block_tokens(self) -> int:
+        """vLLM's default block."""
+        return CPU_BLOCK_TOKENS if self.on_cpu else GPU_BLOCK_TOKENS
+
+
+def machine(profile: Path | None, gpu: str) -> MachineSpec:
+    """From a profile, a GPU's name, or both. Raises ConfigError or ProfileError."""
+    if gpu and gpu not in GPU_MIB:
+        near = difflib.get_close_matches(gpu, GPU_MIB, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"--gpu is {gpu!r}; {hint}Known: {', '.join(GPU_MIB)}; or give --memory-gib")
+    if profile is None:
+        return MachineSpec("built-in guesses", UNMEASURED, gpu or "unknown", memory_of(gpu), False, False)
+    found = read(profile)
+    costs = CostModel.from_mapping(found, str(profile))
+    told = found.get("provenance")
+    provenance = told if isinstance(told, Mapping) else {}  # for people: anything may stand there
+    device = gpu or str(provenance.get("device", "unknown"))
+    on_cpu = "cores" in provenance  # profiles/machine.py notes them for a CPU only
+    return MachineSpec(str(profile), costs, device, memory_of(device), on_cpu, True)
+
+
+def memory_of(gpu: str) -> float | None:
+    return GPU_MIB[gpu] * MIB if gpu in GPU_MIB else None
+
+
+def read(path: Path) -> Mapping[str, Any]:
+    """The YAML mapping of a profile. Raises ProfileError."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ProfileError(f"profile {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(found, Mapping):
+        raise ProfileError(f"profile {path} holds no mapping; profiles/README.md says what belongs in it")
+    return found

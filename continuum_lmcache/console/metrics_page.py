@@ -1,0 +1,147 @@
+"""What a running server tells of itself over HTTP. Answers are checked; a metric that is missing is None."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from continuum_lmcache.errors import ServerError
+
+TIMEOUT_S = 10.0
+Labels = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """One scrape of /metrics: every sample's name, labels and value."""
+
+    samples: tuple[tuple[str, Labels, float], ...]
+
+    def of(self, name: str) -> Iterator[tuple[Labels, float]]:
+        return ((labels, value) for found, labels, value in self.samples if found == name)
+
+    def total(self, name: str) -> float | None:
+        """The sum over engines and labels; None: the server does not tell."""
+        values = [value for _, value in self.of(name)]
+        return sum(values) if values else None
+
+    def mean(self, name: str) -> float | None:
+        """The mean over engines."""
+        values = [value for _, value in self.of(name)]
+        return sum(values) / len(values) if values else None
+
+    def least(self, name: str) -> float | None:
+        """The least over engines."""
+        return min((value for _, value in self.of(name)), default=None)
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Sums by a label; {} if the server does not tell."""
+        found: dict[str, float] = {}
+        for labels, value in self.of(name):
+            key = labels.get(label, "")
+            found[key] = found.get(key, 0.0) + value
+        return found
+
+    def info(self, name: str) -> Labels:
+        """The labels of an info metric's first sample."""
+        return next((labels for labels, _ in self.of(name)), {})
+
+    @property
+    def has_policy(self) -> bool:
+        """Whether the server runs our scheduler: its metrics begin with the first step."""
+        return any(name.startswith("continuum_programs") for name, _, _ in self.samples)
+
+
+def scrape(url: str) -> MetricsPage:
+    """The server's /metrics. Raises ServerError."""
+    return page_of(answer(url, "/metrics").text, url)
+
+
+def page_of(text: str, url: str) -> MetricsPage:
+    """A page of metrics, checked to be a vLLM server's. Raises ServerError."""
+    try:
+        families = list(text_string_to_metric_families(text))
+    except ValueError as error:
+        raise ServerError(f"{url}/metrics is no Prometheus text: {error}") from error
+    page = MetricsPage(
+        tuple((s.name, dict(s.labels), s.value) for family in families for s in family.samples)
+    )
+    if not any(name.startswith("vllm:") for name, _, _ in page.samples):
+        raise ServerError(
+            f"{url}/metrics has no vllm: metrics; give the base URL of a vLLM server, without /v1"
+        )
+    return page
+
+
+def answer(url: str, path: str) -> httpx.Response:
+    """GET, or ServerError with the reason."""
+    try:
+        response = httpx.get(url + path, timeout=TIMEOUT_S, follow_redirects=True)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerError(f"{url}{path}: {error}; is the server up, and is this its base URL?") from error
+    if response.status_code != httpx.codes.OK:
+        raise ServerError(
+            f"{url}{path} answered HTTP {response.status_code}; is this a vLLM server's base URL?"
+        )
+    return response
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a running server is."""
+
+    version: str | None
+    window_tokens: int | None  # max_model_len
+    blocks: int | None  # of the GPU's KV cache, one engine
+    block_tokens: int | None
+    prefix_caching: bool | None
+    has_policy: bool
+    has_tiers: bool  # LMCache's loads are told by tier
+
+
+def served(url: str) -> ServedModel:
+    """Ask a running server what it is. Raises ServerError if it does not answer."""
+    page = scrape(url)
+    info = page.info("vllm:cache_config_info")
+    caching = info.get("enable_prefix_caching")
+    return ServedModel(
+        version=member(answer(url, "/version"), "version"),
+        window_tokens=window(answer(url, "/v1/models")),
+        blocks=whole(info.get("num_gpu_blocks")),
+        block_tokens=whole(info.get("block_size")),
+        prefix_caching=None if caching is None else caching == "True",
+        has_policy=page.has_policy,
+        has_tiers=page.total("continuum_loaded_tokens_total") is not None,
+    )
+
+
+def window(response: httpx.Response) -> int | None:
+    """The first model's longest context."""
+    found = body(response)
+    models = found.get("data") if isinstance(found, dict) else None
+    first = models[0] if isinstance(models, list) and models else None
+    value = first.get("max_model_len") if isinstance(first, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def member(response: httpx.Response, name: str) -> str | None:
+    found = body(response)
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if isinstance(value, str) else None
+
+
+def body(response: httpx.Response) -> object:
+    """The answer's JSON. Raises ServerError."""
+    try:
+        found: object = response.json()
+    except ValueError as error:
+        raise ServerError(f"{response.url} did not answer with JSON: {error}") from error
+    return found
+
+
+def whole(text: str | None) -> int | None:
+    """An info label's number; None where there is none."""
+    return int(text) if text is not None and text.isdecimal() else None

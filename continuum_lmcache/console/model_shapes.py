@@ -1,0 +1,136 @@
+"""A model's shape: from its config.json, or by name for well-known models."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from continuum_lmcache.capacity.kv_budget import ModelShape
+from continuum_lmcache.errors import ConfigError
+
+VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+KV_BYTES = VALUE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+CARD = "its config.json and model card on huggingface.co"
+
+
+def dense(name: str, layers: int, kv_heads: int, parameters: float, window_tokens: int) -> ModelShape:
+    """A model with heads of 128, in bfloat16."""
+    told = f"{parameters / 1e9:.2f}e9 parameters x 2 B, {CARD}"
+    return ModelShape(name, layers, kv_heads, 128, 2, parameters * 2, window_tokens, told)
+
+
+KNOWN = {
+    shape.name.lower(): shape
+    for shape in (
+        dense("Llama-3.1-8B", 32, 8, 8.03e9, 131_072),
+        dense("Llama-3.1-70B", 80, 8, 70.55e9, 131_072),
+        dense("Qwen2.5-7B", 28, 4, 7.62e9, 32_768),
+        dense("Qwen2.5-32B", 64, 8, 32.76e9, 32_768),
+        dense("Qwen3-8B", 36, 8, 8.19e9, 40_960),
+        dense("Qwen3-32B", 64, 8, 32.76e9, 40_960),
+        dense("Mistral-7B-v0.3", 32, 8, 7.25e9, 32_768),
+    )
+}
+
+
+def shape_of(model: str) -> ModelShape:
+    """The shape of a config.json, of a folder with one, or of a model in KNOWN. Raises ConfigError."""
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        return from_config(path)
+    name = path.name.lower().removesuffix("-instruct")
+    if name in KNOWN and not path.is_absolute():
+        return KNOWN[name]
+    near = difflib.get_close_matches(name, KNOWN, n=1)
+    hint = f"did you mean {KNOWN[near[0]].name}? " if near else ""
+    known = ", ".join(shape.name for shape in KNOWN.values())
+    raise ConfigError(
+        f"{model} is neither a config.json, nor a folder with one, nor known; {hint}Known: {known}"
+    )
+
+
+def from_config(path: Path) -> ModelShape:
+    """The shape that a Hugging Face config.json describes. Raises ConfigError where it does not."""
+    try:
+        whole = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(whole, dict):
+        raise ConfigError(f"{path} holds no JSON object; expected a model's config.json")
+    inner = whole.get("text_config")
+    config = whole | inner if isinstance(inner, dict) else whole
+    refuse_hybrid(config, path)
+    dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if not isinstance(dtype, str) or dtype not in VALUE_BYTES:
+        raise ConfigError(f"{path}: torch_dtype is {dtype!r}; known: {', '.join(VALUE_BYTES)}")
+    kv_heads, head_size = heads(config, path)
+    weight_bytes, how = weights(config, path, VALUE_BYTES[dtype])
+    return ModelShape(
+        path.resolve().parent.name,
+        count(config, "num_hidden_layers", path),
+        kv_heads,
+        head_size,
+        VALUE_BYTES[dtype],
+        weight_bytes,
+        count(config, "max_position_embeddings", path),
+        how,
+    )
+
+
+def heads(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
+    """KV heads and the size of one; (0, size of the latent) for MLA."""
+    if config.get("kv_lora_rank"):
+        return 0, count(config, "kv_lora_rank", path) + count(config, "qk_rope_head_dim", path)
+    queries = count(config, "num_attention_heads", path)
+    kv_heads = count(config, "num_key_value_heads", path) if config.get("num_key_value_heads") else queries
+    if config.get("head_dim"):
+        return kv_heads, count(config, "head_dim", path)
+    return kv_heads, max(1, count(config, "hidden_size", path) // queries)
+
+
+def refuse_hybrid(config: Mapping[str, Any], path: Path) -> None:
+    """Layers without KV of every token break the arithmetic, and in-process LMCache does not take them."""
+    told = config.get("layer_types")
+    kinds = {str(kind) for kind in told} if isinstance(told, list) else set()
+    if others := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
+        raise ConfigError(
+            f"{path}: layers of type {others[0]!r} keep no KV per token; in-process LMCache refuses such "
+            "hybrid models, and their budget is not computed here"
+        )
+
+
+def weights(config: Mapping[str, Any], path: Path, value_bytes: int) -> tuple[float, str]:
+    """Bytes of the weights, and how that is known: the files beside config.json, else the shape."""
+    files = list(path.parent.glob("*.safetensors"))
+    if files:
+        return float(sum(file.stat().st_size for file in files)), f"{len(files)} safetensors files"
+    if "quantization_config" in config:
+        raise ConfigError(f"{path}: the weights are quantized and not here; give their size by --weights-gib")
+    found = parameters(config, path)
+    return float(found * value_bytes), f"{found / 1e9:.2f}e9 parameters by the shape x {value_bytes} B"
+
+
+def parameters(config: Mapping[str, Any], path: Path) -> int:
+    """Parameters of a decoder with gated feed-forward layers: embeddings, attention, experts."""
+    hidden, layers = count(config, "hidden_size", path), count(config, "num_hidden_layers", path)
+    queries, (kv_heads, size) = count(config, "num_attention_heads", path), heads(config, path)
+    tables = count(config, "vocab_size", path) * hidden * (1 if config.get("tie_word_embeddings") else 2)
+    attention = 2 * hidden * size * (queries + kv_heads)
+    experts = next((count(config, name, path) for name in EXPERTS if config.get(name)), 1)
+    width = "moe_intermediate_size" if config.get("moe_intermediate_size") else "intermediate_size"
+    inner = count(config, width, path)
+    return int(tables + layers * (attention + 3 * hidden * inner * experts))
+
+
+def count(config: Mapping[str, Any], name: str, path: Path) -> int:
+    """A positive whole number of the config. Raises ConfigError."""
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**63:
+        raise ConfigError(f"{path}: {name} is {value!r:.80}; it must be a whole number above 0, below 2**63")
+    return value

@@ -1,0 +1,108 @@
+"""Whose turn a request is: the wire format's fields, checked at the door.
+
+A client names its program by `job_id` and may say that a turn is the last one (`is_last_step`),
+which tool it will call (`this_func_call`) and which one it has just called (`last_func_call`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+
+from continuum_lmcache.errors import RequestError
+from continuum_lmcache.tools.call_parser import declared
+from continuum_lmcache.types import ProgramId, ToolKey
+
+FIELDS = ("job_id", "is_last_step", "this_func_call", "last_func_call")
+OWNER_FIELD = "continuum_owner"  # these are set by the API server, never taken from a client
+HINT_FIELD = "continuum_hint"
+UNUSED_FIELD = "continuum_unused"  # names of fields whose values are bad
+TOOLS_FIELD = "continuum_tools"  # a digest of the names of the tools that are offered
+SERVER_FIELDS = (OWNER_FIELD, HINT_FIELD, UNUSED_FIELD, TOOLS_FIELD)
+MAX_CHARS = 256
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+YES = ("true", "1", "yes")
+NO = ("false", "0", "no", "")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramFields:
+    """What a request says of its program. `job_id` None: nothing."""
+
+    job_id: str | None = None
+    is_last_step: bool = False
+    this_tool: ToolKey = ()
+    last_tool: ToolKey = ()
+    owner: str = ""  # a hash of the API key; "": there are none
+    hint: str = ""  # which its program may share with others; "": none
+    tools: str = ""  # a digest of the tools that are offered; "": none
+
+
+def parse(fields: Mapping[str, object]) -> ProgramFields:
+    """Read the fields of FIELDS that are there. Raises RequestError with what is wrong and how to mend it."""
+    return ProgramFields(
+        job_id=name("job_id", fields.get("job_id")),
+        is_last_step=flag("is_last_step", fields.get("is_last_step")),
+        this_tool=tool("this_func_call", fields.get("this_func_call")),
+        last_tool=tool("last_func_call", fields.get("last_func_call")),
+        owner=name(OWNER_FIELD, fields.get(OWNER_FIELD)) or "",
+        hint=name(HINT_FIELD, fields.get(HINT_FIELD)) or "",
+        tools=name(TOOLS_FIELD, fields.get(TOOLS_FIELD)) or "",
+    )
+
+
+def tenant_of(cache_salt: str | None, owner: str) -> str:
+    """Whom a program belongs to: its API key, if there are any, and its cache salt; "" is nobody."""
+    return f"{owner}/{cache_salt or ''}" if owner else cache_salt or ""
+
+
+def program_id(job_id: str, tenant: str | None) -> ProgramId:
+    """A program's name in this engine: ids of different tenants never meet.
+
+    `id@digest` of a tenant; of nobody no name ends in `@digest` or equals an inferred one, `~id`.
+    """
+    if not tenant:
+        return ProgramId(f"{job_id}@" if "@" in job_id or job_id.startswith("~") else job_id)
+    text = tenant.encode("utf-8", "surrogatepass")  # JSON can bring lone surrogates
+    return ProgramId(f"{job_id}@{sha256(text).hexdigest()[:12]}")
+
+
+def name(field: str, value: object) -> str | None:
+    """Text of 1 to MAX_CHARS characters without control characters, or a whole number; null is no name."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RequestError(f"{field} must be text, not {kind(value)}; send a string such as 'run-42'")
+    if isinstance(value, int) and abs(value) >= 10**18:  # text of a huge int is quadratic to make
+        raise RequestError(f"{field} is a number of more than 18 digits; send a string")
+    text = str(value)
+    if not 1 <= len(text) <= MAX_CHARS:
+        raise RequestError(f"{field} has {len(text)} characters; it must have 1 to {MAX_CHARS}")
+    if CONTROL.search(text):
+        raise RequestError(f"{field} has a control character; send printable text such as 'run-42'")
+    return text
+
+
+def flag(field: str, value: object) -> bool:
+    """true or false, as JSON or as text; null is false."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    text = str(value).strip().lower() if isinstance(value, str | int | float) and len(str(value)) < 9 else "?"
+    if text not in YES + NO:
+        shown = repr(value)[:40]
+        raise RequestError(f"{field} is {shown}; it must be true or false")
+    return text in YES
+
+
+def tool(field: str, value: object) -> ToolKey:
+    """A client's own name for a tool, as a key; empty text is none."""
+    text = name(field, value if value != "" else None)
+    return () if text is None else declared(text)
+
+
+def kind(value: object) -> str:
+    """A value's type in the client's words."""
+    words = {dict: "an object", list: "a list", bool: "true or false", float: "a fraction"}
+    return words.get(type(value), type(value).__name__)

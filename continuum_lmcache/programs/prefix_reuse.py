@@ -1,0 +1,151 @@
+"""How much of a finished turn does the program's next prompt repeat? Learned from every return.
+
+    the turn          |-- prompt --------------|-- output ------|
+    the next prompt   |-- the same ---------------|  something else
+
+A chat template may drop what the model thought, and a client may encode an answer anew: what lies
+behind the place where the two part is never asked for again. While little is known, all is expected
+to come back.
+
+Whole blocks are compared, by the hashes that name a block and all before it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+from continuum_lmcache.tools.call_parser import spoken
+from continuum_lmcache.types import ProgramId
+
+WINDOW = 64  # returns behind an estimate: a new template is learned within so many
+LEAST_RETURNS = 16  # before that, all is expected
+RARE = 0.1  # of the returns may repeat more than what is expected
+OUTPUT_PROBES = 32  # blocks of an output at which it is looked whether the two have parted
+PROMPT_PROBES = 8
+MOST_KINDS = 1024  # of turns; the longest unseen are forgotten
+MOST_AWAY = 4096  # programs whose last turn is remembered; the longest away are not learned from
+
+Kind = tuple[str, str]
+"""Turns that are alike: their tenant, who can thus mislead only itself, and their manner."""
+
+
+@dataclass(slots=True)
+class ReuseShares:
+    """What the latest returns of one kind repeated, as shares in [0, 1]."""
+
+    prompt: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    output: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))  # 0 if not all of the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class PausedTurn:
+    """A finished turn whose program is away. A probe: how many blocks, and the hash of the last of them."""
+
+    kind: Kind
+    prompt_tokens: int
+    context_tokens: int
+    probes: tuple[tuple[int, Hashable], ...]
+
+
+@dataclass(slots=True)
+class PrefixReusePredictor:
+    """One model's returns, by the kind of the turn before."""
+
+    block_tokens: int  # that one hash adds
+    learns: bool = True
+    _away: OrderedDict[ProgramId, PausedTurn] = field(default_factory=OrderedDict)
+    _shares: OrderedDict[Kind, ReuseShares] = field(default_factory=OrderedDict)
+
+    def expected_tokens(self, kind: Kind, prompt_tokens: int, context_tokens: int) -> int:
+        """Of a turn that has ended with this context: how many of its first tokens may be asked for."""
+        seen = self._shares.get(kind)
+        if seen is None or len(seen.prompt) < LEAST_RETURNS:
+            return context_tokens
+        if (share := usual_most(seen.prompt)) < 1.0:
+            return round(share * prompt_tokens)
+        return prompt_tokens + round(usual_most(seen.output) * (context_tokens - prompt_tokens))
+
+    def left(
+        self,
+        program: ProgramId,
+        kind: Kind,
+        prompt_tokens: int,
+        context_tokens: int,
+        hashes: Sequence[Hashable],
+    ) -> int:
+        """A turn has ended in a tool call; `hashes` are those of its context's whole blocks.
+
+        How many of its first tokens may be asked for again.
+        """
+        probes = self._probes(prompt_tokens, context_tokens, hashes) if self.learns else ()
+        if probes:  # else it is shorter than a block
+            self._away[program] = PausedTurn(kind, prompt_tokens, context_tokens, probes)
+            self._away.move_to_end(program)
+            if len(self._away) > MOST_AWAY:
+                self._away.popitem(last=False)
+        return self.expected_tokens(kind, prompt_tokens, context_tokens)
+
+    def _probes(
+        self, prompt_tokens: int, context_tokens: int, hashes: Sequence[Hashable]
+    ) -> tuple[tuple[int, Hashable], ...]:
+        """The blocks at which the next prompt will be compared (Left.probes)."""
+        whole = min(context_tokens // self.block_tokens, len(hashes))
+        places = probed(min(prompt_tokens // self.block_tokens, whole), whole)
+        return tuple([(blocks, hashes[blocks - 1]) for blocks in places])
+
+    def back(self, program: ProgramId, hashes: Sequence[Hashable]) -> int | None:
+        """The program's next prompt has come: how many of its tokens repeat the turn before, at most.
+
+        None where that turn is not known.
+        """
+        left = self._away.pop(program, None)
+        if left is None:
+            return None
+        tokens = self._repeated_tokens(left, hashes)
+        seen = self._shares.setdefault(left.kind, ReuseShares())
+        self._shares.move_to_end(left.kind)
+        if len(self._shares) > MOST_KINDS:
+            self._shares.popitem(last=False)
+        prompt_blocks = left.prompt_tokens // self.block_tokens
+        whole_prompt = tokens >= prompt_blocks * self.block_tokens
+        seen.prompt.append(1.0 if whole_prompt else tokens / left.prompt_tokens)
+        output_tokens = left.context_tokens - left.prompt_tokens
+        more_tokens = max(0, tokens - left.prompt_tokens)
+        seen.output.append(more_tokens / output_tokens if output_tokens else 1.0)
+        return tokens
+
+    def over(self, program: ProgramId) -> None:
+        """Nothing of the program is waited for."""
+        self._away.pop(program, None)
+
+    def _repeated_tokens(self, left: PausedTurn, hashes: Sequence[Hashable]) -> int:
+        """The whole turn, or the whole blocks before the first that is seen to differ."""
+        reached = 0
+        for blocks, known in reversed(left.probes):
+            if blocks <= len(hashes) and hashes[blocks - 1] == known:
+                reached = blocks
+                break
+        differs = next((blocks for blocks, _ in left.probes if blocks > reached), None)
+        return left.context_tokens if differs is None else (differs - 1) * self.block_tokens
+
+
+def probed(prompt_blocks: int, whole_blocks: int) -> list[int]:
+    """Where to look: a few places in the prompt, its end, the block behind it, and the output."""
+    output_blocks = whole_blocks - prompt_blocks
+    places = {prompt_blocks * part // PROMPT_PROBES for part in range(1, PROMPT_PROBES + 1)}
+    places |= {prompt_blocks + output_blocks * part // OUTPUT_PROBES for part in range(1, OUTPUT_PROBES + 1)}
+    return sorted(place for place in places | {prompt_blocks + 1} if 0 < place <= whole_blocks)
+
+
+def usual_most(shares: deque[float]) -> float:
+    """What all but RARE of the returns do not exceed."""
+    return sorted(shares)[-1 - int(RARE * len(shares))]
+
+
+def manner(text: str) -> str:
+    """How a turn ended with this text: templates drop thoughts, and keep plain answers."""
+    if not text:
+        return "unread"
+    return "plain" if spoken(text) == text else "thought"

@@ -1,0 +1,201 @@
+"""Programs of clients that name none: the new prompt extends the tokens of a finished turn.
+
+    a turn's tokens    |-- full blocks, one hash for all --|-- tail, as it is --|
+
+A hash stands for everything before it and for the cache salt (vLLM chains them), and lies beside the
+API key's owner, so tenants never meet. A finished turn is remembered with its output and without: an
+output may come back changed, encoded anew or without its thoughts. The prompt before it comes back as
+it was, but for its last tokens: a chat template may open the answer with `<think>`, which no history
+repeats. So a third memory ends a little before the prompt does, and never where another program's
+prompt may go on too.
+
+Where that leaves a doubt, as of two equal first prompts, a hint settles it: a name that a client gives to
+some of its programs. It links a prompt that goes on where one turn of that hint ended, and no other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.request import Request
+
+from continuum_lmcache.programs.identity import ProgramFields
+from continuum_lmcache.types import ProgramId
+
+MAX_TAILS = 64  # of turns that differ only behind a common hash, such as a system prompt's
+SUFFIX_TOKENS = 4  # the longest opening of an answer: an empty thought, two tags and two line breaks
+LOST_TOKENS = 64  # of what a known program has added to its history
+MAX_HINTED = 16  # turns of one hint: a session and its subagents
+
+NOBODY = ProgramFields()
+
+Key = tuple[Any, tuple[int, ...]]  # the hash and whose it is, the tail
+
+
+@dataclass(frozen=True, slots=True)
+class LinkableTurn:
+    """A finished turn that may be continued."""
+
+    program: ProgramId
+    arrival_s: float  # the program's
+    prompt_tokens: int
+    context_tokens: int
+    ends: tuple[int, ...]  # the tokens of each key
+    keys: tuple[Key, ...]  # the shortest first
+    hint: tuple[str, str]  # and whose it is; the hint "" is none
+
+    def repeated_tokens(self, next_prompt_tokens: int) -> int:
+        """What a next prompt of that length may repeat of it: all, or of a shortened history the prompt."""
+        return self.context_tokens if self.context_tokens < next_prompt_tokens else self.prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLink:
+    """A prompt goes on where a finished turn was."""
+
+    program: ProgramId
+    arrival_s: float  # the program's
+    tokens: int  # of the prompt that are taken for that turn's
+
+
+class PromptLinker:
+    """Finished turns by hash; the oldest are forgotten."""
+
+    def __init__(self, max_turns: int, block_tokens: int) -> None:
+        self._max_hashes = max_turns
+        self._block_tokens = block_tokens  # that one hash adds
+        self._turns: OrderedDict[Any, dict[tuple[int, ...], LinkableTurn | None]] = OrderedDict()
+        self._hinted: OrderedDict[tuple[str, str], deque[LinkableTurn]] = OrderedDict()  # by hint and owner
+
+    def finished(
+        self,
+        request: Request,
+        program: ProgramId,
+        arrival_s: float,
+        linked_tokens: int = 0,
+        says: ProgramFields = NOBODY,
+    ) -> None:
+        """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
+
+        `linked_tokens`: what its Link said, 0 if there was none.
+        """
+        prompt_tokens = request.num_prompt_tokens
+        least = prompt_tokens - lost(prompt_tokens, linked_tokens)
+        all_ends = sorted({least, prompt_tokens, len(request.all_token_ids)})
+        ends = tuple(end for end in all_ends if end >= self._block_tokens)
+        keys = tuple(self._key(request, end, says.owner) for end in ends)
+        context_tokens, hint = len(request.all_token_ids), (says.hint, says.owner)
+        ancestor = LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint)
+        if says.hint and keys:
+            self._hinted.setdefault(hint, deque(maxlen=MAX_HINTED)).append(ancestor)
+            self._hinted.move_to_end(hint)
+            if len(self._hinted) > self._max_hashes:
+                self._hinted.popitem(last=False)
+        equal = self._doubt(keys)
+        for at, (block_hash, tail) in enumerate(keys):
+            tails = self._turns.setdefault(block_hash, {})
+            self._turns.move_to_end(block_hash)
+            tails[tail] = None if at < equal else ancestor
+            if len(tails) > MAX_TAILS:
+                del tails[next(iter(tails))]
+        while len(self._turns) > self._max_hashes:
+            self._turns.popitem(last=False)
+
+    def ancestor(self, request: Request, says: ProgramFields = NOBODY) -> ProgramLink | None:
+        """The longest finished turn that this prompt extends; a prompt that is sent again extends nothing.
+
+        A turn is continued once: forks start anew.
+        """
+        found = self._extended(request, says.owner) or self._of_hint(request, (says.hint, says.owner))
+        if found is None:
+            return None
+        self._forget(found)
+        return ProgramLink(found.program, found.arrival_s, found.repeated_tokens(len(request.all_token_ids)))
+
+    def _extended(self, request: Request, owner: str) -> LinkableTurn | None:
+        """The longest turn that this prompt alone tells."""
+        for blocks in range(len(request.block_hashes), 0, -1):
+            tails = self._turns.get((request.block_hashes[blocks - 1], owner))
+            if tails is not None:
+                at = blocks * self._block_tokens
+                tail = longest(tails, request.all_token_ids, at)
+                found = tails[tail] if tail is not None else None
+                if found is not None and found.prompt_tokens < len(request.all_token_ids):
+                    return found
+        return None
+
+    def _of_hint(self, request: Request, hint: tuple[str, str]) -> LinkableTurn | None:
+        """The hint's turn that this prompt extends furthest; None also where two are equal."""
+        tokens, best, reached = request.all_token_ids, None, 0
+        for ancestor in self._hinted.get(hint, ()):
+            keys = zip(ancestor.ends, ancestor.keys, strict=True)
+            repeats = [end for end, key in keys if self._stands(request, end, key)]
+            if repeats and ancestor.prompt_tokens < len(tokens) and repeats[-1] >= reached:
+                best, reached = (ancestor if repeats[-1] > reached else None), repeats[-1]
+        return best
+
+    def _stands(self, request: Request, end: int, key: Key) -> bool:
+        """Whether the request's first `end` tokens, and what is behind them, are a turn's."""
+        (block_hash, _), tail = key
+        blocks = (end - len(tail)) // self._block_tokens
+        if blocks > len(request.block_hashes) or request.block_hashes[blocks - 1] != block_hash:
+            return False
+        return tuple(request.all_token_ids[end - len(tail) : end]) == tail
+
+    def _doubt(self, keys: Sequence[Key]) -> int:
+        """How many of a turn's keys, shortest first, do not tell it from another turn, nor that from it."""
+        equal = 0
+        for at, (block_hash, tail) in enumerate(keys, 1):
+            tails = self._turns.get(block_hash, {})
+            if tail in tails:
+                equal = at
+                if (older := tails[tail]) is not None:
+                    for shorter, its_tail in older.keys[: older.keys.index((block_hash, tail)) + 1]:
+                        self._turns.get(shorter, {})[its_tail] = None
+        return equal
+
+    def _key(self, request: Request, end: int, owner: str) -> Key:
+        blocks = min(end // self._block_tokens, len(request.block_hashes))
+        tail = tuple(request.all_token_ids[blocks * self._block_tokens : end])
+        return (request.block_hashes[blocks - 1], owner), tail
+
+    def _forget(self, ancestor: LinkableTurn) -> None:
+        for block_hash, tail in ancestor.keys:
+            tails = self._turns.get(block_hash, {})
+            if tails.get(tail) is ancestor:
+                del tails[tail]
+            if not tails:
+                self._turns.pop(block_hash, None)
+        if (hinted := self._hinted.get(ancestor.hint)) and ancestor in hinted:
+            hinted.remove(ancestor)
+            if not hinted:
+                del self._hinted[ancestor.hint]
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+
+def lost(prompt_tokens: int, linked_tokens: int) -> int:
+    """How many of a prompt's last tokens may not come back.
+
+    A system prompt is sent by strangers too, and a history by forks: so of a first prompt only the last
+    few, and of a later one at most half of what it has beyond the turn before.
+    """
+    if not linked_tokens:
+        return SUFFIX_TOKENS
+    new_tokens = prompt_tokens - linked_tokens
+    return max(min(SUFFIX_TOKENS, new_tokens - 1), min(LOST_TOKENS, new_tokens // 2))
+
+
+def longest(
+    tails: dict[tuple[int, ...], LinkableTurn | None], tokens: Sequence[int], at: int
+) -> tuple[int, ...] | None:
+    """The longest of these tails that stands in `tokens` at `at`, with more behind it."""
+    for tail in sorted(tails, key=len, reverse=True):
+        end = at + len(tail)
+        if end < len(tokens) and tuple(tokens[at:end]) == tail:
+            return tail
+    return None

@@ -1,0 +1,174 @@
+"""Where clients say whose turn a request is: one table of places, read from the top.
+
+docs/clients.md says who sends what, and since when. A place that names one agent goes before one that may
+name a whole session; what may be shared by several programs is a hint, and no name: it counts only where the
+prompt goes on where one of the hint's turns ended (programs/prompt_linker.py).
+
+A bad value of our own fields is refused (RequestError). Of another convention, whose client did not write for
+us, it is passed over and counted: the next place is asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from continuum_lmcache.errors import RequestError
+from continuum_lmcache.programs.identity import FIELDS, HINT_FIELD, UNUSED_FIELD, flag, name, parse
+
+MAX_JSON_CHARS = 16_384
+SESSION_MARK = "_session_"  # Claude Code before 2.1.78: user_<hash>_account_<id>_session_<id>
+
+
+@dataclass(frozen=True, slots=True)
+class SentFields:
+    """The parts of a request that may say whose turn it is. Header names are in lower case."""
+
+    body: Mapping[str, object]
+    xargs: Mapping[str, object]  # vllm_xargs
+    headers: Mapping[str, object]
+
+
+Reader = Callable[[str, object], object]
+"""From a field's name and value to what it says; None: nothing. Raises RequestError."""
+
+
+def conversation(field: str, value: object) -> object:
+    """An id, or an object with one."""
+    return name(field, value.get("id") if isinstance(value, Mapping) else value)
+
+
+def session_part(field: str, value: object) -> object:
+    """The session in Claude Code's user id: JSON with a session_id, or text with a mark; else none."""
+    text = name(field, value) if not isinstance(value, str) else value
+    if text is not None and text.lstrip().startswith("{"):
+        return name(field, inner(field, text, "session_id"))
+    _, mark, session = (text or "").partition(SESSION_MARK)
+    return name(field, session) if mark else None
+
+
+def denied(field: str, value: object) -> object:
+    """The opposite of a flag."""
+    return not flag(field, value)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldPlace:
+    """One place to look at. A field "a.b" is the field b of a, an object or its JSON text."""
+
+    part: str  # of Sent
+    field: str
+    agent: str = ""  # a second field there, which tells the agents of one session apart
+    read: Reader = name
+    ours: bool = False
+
+    def says(self, sent: SentFields) -> object:
+        """What stands here; None: nothing. Raises RequestError."""
+        found = self._value(sent, self.field)
+        said = None if found is None else self.read(self.field, found)
+        agent = self._value(sent, self.agent) if self.agent and said is not None else None
+        return said if agent is None else name(self.agent, f"{said}:{name(self.agent, agent)}")
+
+    @property
+    def label(self) -> str:
+        """What it is counted by."""
+        return self.field.partition(".")[0]
+
+    def _value(self, sent: SentFields, field: str) -> object:
+        outer, _, rest = field.partition(".")
+        value = getattr(sent, self.part).get(outer)
+        if rest and value is not None:
+            value = inner(outer, value, rest)
+        return None if value == "" and not self.ours else value
+
+
+def inner(field: str, outer: object, key: str) -> object:
+    """A field of an object that may be JSON text."""
+    if isinstance(outer, str):
+        try:
+            outer = json.loads(outer) if len(outer) <= MAX_JSON_CHARS else None
+        except (ValueError, RecursionError):
+            outer = None
+    if not isinstance(outer, Mapping):
+        raise RequestError(f"{field} must be a JSON object of at most {MAX_JSON_CHARS} characters")
+    return outer.get(key)
+
+
+TABLE: dict[str, tuple[FieldPlace, ...]] = {
+    "job_id": (
+        FieldPlace("body", "job_id", ours=True),
+        FieldPlace("xargs", "job_id", ours=True),
+        FieldPlace("xargs", "agentic_context.program_id"),
+        FieldPlace("xargs", "agentic_context.session_id", agent="agentic_context.agent_id"),
+        FieldPlace("xargs", "agent_hint.session_id"),
+        FieldPlace("body", "agent_hint.session_id"),
+        FieldPlace("body", "session_id"),
+        FieldPlace("xargs", "session_id"),
+        FieldPlace("headers", "x-dynamo-session-id"),
+        FieldPlace("headers", "x-claude-code-session-id", agent="x-claude-code-agent-id"),
+        FieldPlace("headers", "thread-id"),
+        FieldPlace("headers", "thread_id"),
+        FieldPlace("headers", "session-id"),
+        FieldPlace("headers", "session_id"),
+        FieldPlace("headers", "x-session-id"),
+        FieldPlace("headers", "x-session-affinity"),
+        FieldPlace("body", "conversation", read=conversation),
+        FieldPlace("body", "previous_response_id"),  # the API server puts its program's name there
+    ),
+    "is_last_step": (
+        FieldPlace("body", "is_last_step", read=flag, ours=True),
+        FieldPlace("xargs", "is_last_step", read=flag, ours=True),
+        FieldPlace("xargs", "agentic_context.expected_resume", read=denied),
+        FieldPlace("xargs", "agent_hint.expected_resume", read=denied),
+        FieldPlace("body", "agent_hint.expected_resume", read=denied),
+        FieldPlace("headers", "x-dynamo-session-final", read=flag),
+    ),
+    HINT_FIELD: (
+        FieldPlace("body", "prompt_cache_key"),
+        FieldPlace("body", "metadata.user_id", read=session_part),
+    ),
+}
+PLACES = [place for places in TABLE.values() for place in places]
+LABELS = frozenset(place.label for place in PLACES)
+BODY_FIELDS = frozenset({*FIELDS, *(place.label for place in PLACES if place.part == "body")})
+IN_HEADERS = [place for place in PLACES if place.part == "headers"]
+HEADERS = frozenset({*(p.field for p in IN_HEADERS), *(p.agent for p in IN_HEADERS if p.agent)})
+
+
+def stated(sent: SentFields) -> dict[str, object]:
+    """What the request says, under the names of FIELDS, HINT_FIELD and UNUSED_FIELD. Raises RequestError."""
+    own = {field: sent.body[field] for field in FIELDS if sent.body.get(field) is not None}
+    parse({**{field: sent.xargs.get(field) for field in FIELDS}, **own})
+    found: dict[str, object] = {}
+    unused: list[str] = []
+    for what, places in TABLE.items():
+        if what == HINT_FIELD and "job_id" in found:
+            break
+        said = first(places, sent, unused)
+        if said is not None and said is not False:
+            found[what] = said
+    if unused:
+        found[UNUSED_FIELD] = sorted(set(unused))
+    return own | found
+
+
+def first(places: tuple[FieldPlace, ...], sent: SentFields, unused: list[str]) -> object:
+    """What the first place says that says anything; those whose value is bad join `unused`."""
+    for place in places:
+        try:
+            said = place.says(sent)
+        except RequestError:
+            if place.ours:
+                raise
+            unused.append(place.label)
+            continue
+        if said is not None:
+            return said
+    return None
+
+
+def unused_fields(fields: Mapping[str, object]) -> list[str]:
+    """The fields that the API server could not use, as `stated` named them."""
+    named = fields.get(UNUSED_FIELD)
+    return [field for field in named if field in LABELS] if isinstance(named, list) else []

@@ -1,0 +1,285 @@
+"""What a recording amounts to: figures of a run, by tool, by pin outcome, and how true P(tau) was."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from continuum_lmcache.recordings.program_history import (
+    RecordedLoss,
+    RecordedPin,
+    RecordedProgram,
+    RecordedReload,
+    RecordedTurn,
+)
+from continuum_lmcache.recordings.reader import Recording
+
+TIERS = ("gpu", "dram", "ssd")
+BINS = 10
+LEARNED_AFTER = 50  # loads: a forecast made before them rests on the profile
+ROUNDING_S = 2e-6  # files hold times to the microsecond
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnPromise:
+    """One promise: back within `ttl_s` with chance `promised`; watched for `watched_s`."""
+
+    promised: float
+    ttl_s: float
+    watched_s: float
+    returned: bool  # at watched_s; else nobody saw it return up to then
+
+    @property
+    def known(self) -> bool:
+        """Not censored: it returned, or was watched for the whole TTL."""
+        return self.returned or self.watched_s >= self.ttl_s
+
+    @property
+    def in_time(self) -> bool:
+        """It returned within its TTL."""
+        return self.returned and self.watched_s <= self.ttl_s + ROUNDING_S
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationBin:
+    """Promises of about the same P(tau), and what came of them."""
+
+    promised: float  # mean
+    realised: float | None  # share back within their TTL; None: all censored at once
+    watches: int
+    censored: int
+
+
+def measure(run: Recording) -> dict[str, float | None]:
+    """A run's figures by label, units in the label; None where the recording does not say."""
+    turns, pins = run.turns, [pin for program in run.programs for pin in program.pins]
+    complete = [p for p in run.programs if p.complete]
+    return {
+        "programs": len(run.programs),
+        "programs complete": len(complete),
+        "turns": len(turns),
+        **spread("JCT", [jct_s(p) for p in complete]),
+        "wall time [s]": wall_s(run),
+        **cache(turns),
+        **spread("queue wait", list(waits_s(turns))),
+        "preemptions": sum(t.preemptions for t in turns),
+        "pins": len(pins),
+        "pins open at the end": sum(pin.ended_s is None for pin in pins),
+        "pin time, sum [s]": sum(held_s(pin, run.end_s) for pin in pins),
+        "pin time, mean [s]": mean(held_s(pin, run.end_s) for pin in pins),
+        "calibration error": calibration_error(calibration(run)),
+    }
+
+
+def spread(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
+    """Mean and tail: a policy that helps the mean may ruin the tail."""
+    ranks = {"median": 50, "P95": 95, "P99": 99, "max": 100}
+    tails = {f"{name}, {label} [s]": percentile(values_s, rank) for label, rank in ranks.items()}
+    return {f"{name}, mean [s]": mean(values_s), **tails}
+
+
+def jct_s(program: RecordedProgram) -> float:
+    """Job completion time: first arrival to last departure, tools included (§6)."""
+    return max(t.departure_s or 0.0 for t in program.turns) - program.turns[0].arrival_s
+
+
+def wall_s(run: Recording) -> float | None:
+    """First arrival to last departure of all."""
+    ends = [t.departure_s for t in run.turns if t.departure_s is not None]
+    return max(ends) - run.programs[0].turns[0].arrival_s if ends else None
+
+
+def cache(turns: Sequence[RecordedTurn]) -> dict[str, float | None]:
+    """How much prefill was saved when turns were first scheduled, and by which tier."""
+    tokens = sources(turns)
+    total = sum(tokens.values())
+    hit = total - tokens.get("computed", 0)
+    return {
+        "cache hit ratio": hit / total if total else None,
+        **{f"  {tier} part": tokens[tier] / total if tier in tokens else None for tier in TIERS},
+        "prefill saved [tokens]": hit if total else None,
+        "prefill computed [tokens]": total - hit if total else None,
+    }
+
+
+def sources(turns: Sequence[RecordedTurn]) -> dict[str, int]:
+    """Prompt tokens by where their KV came from; "cached" where the recording does not split hits."""
+    tokens: Counter[str] = Counter()
+    for turn in turns:
+        if turn.prompt_tokens is None or turn.hit_tokens is None:
+            continue
+        if turn.gpu_tokens is None:
+            tokens["cached"] += turn.hit_tokens
+        else:
+            tokens.update({tier: getattr(turn, f"{tier}_tokens") or 0 for tier in TIERS})
+        tokens["computed"] += turn.prompt_tokens - turn.hit_tokens
+    return dict(tokens)
+
+
+def waits_s(turns: Iterable[RecordedTurn]) -> Iterable[float]:
+    """Seconds in the queue until first scheduled."""
+    for turn in turns:
+        if turn.queue_delay_s is not None:
+            yield turn.queue_delay_s
+        elif turn.started_s is not None:
+            yield turn.started_s - turn.arrival_s
+
+
+def held_s(pin: RecordedPin, end_s: float) -> float:
+    """How long a pin lasted; an open one until the recording's end."""
+    return (end_s if pin.ended_s is None else pin.ended_s) - pin.taken_s
+
+
+def outcomes(run: Recording) -> dict[str, list[float]]:
+    """Seconds that pins were held, by how they ended; the most frequent first."""
+    found = defaultdict(list)
+    for pin in (pin for program in run.programs for pin in program.pins):
+        how = "open" if pin.ended_s is None else pin.outcome or "not recorded"
+        found[how].append(held_s(pin, run.end_s))
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+def losses(run: Recording) -> list[tuple[RecordedProgram, RecordedTurn, RecordedLoss]]:
+    """What returns had to compute again, the dearest first."""
+    found = [(p, turn, loss) for p in run.programs for turn in p.turns for loss in turn.losses]
+    return sorted(found, key=lambda item: -item[2].prefill_s)
+
+
+def losses_by_cause(run: Recording) -> dict[str, list[RecordedLoss]]:
+    """The same by cause, the dearest first."""
+    found = defaultdict(list)
+    for _, _, loss in losses(run):
+        found[loss.cause].append(loss)
+    return dict(sorted(found.items(), key=lambda item: -sum(loss.prefill_s for loss in item[1])))
+
+
+def tools(run: Recording) -> dict[str, list[RecordedTurn]]:
+    """Turns by the command they called, the most frequent first; () is no tool recognised."""
+    found = defaultdict(list)
+    for turn in run.turns:
+        if turn.tool is not None:
+            found[turn.tool[0] if turn.tool else "(none)"].append(turn)
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastError:
+    """How wrong forecasts of PrefillReload were, in shares of what the reload took."""
+
+    reloads: int
+    median: float | None
+    p90: float | None
+    foretold_s: float | None  # median
+    took_s: float | None  # median
+
+
+def forecast_errors(run: Recording) -> dict[str, ForecastError]:
+    """Of all returns whose context had left the GPU, of those that loaded, and of these after the 50th."""
+    told = [turn.reload for turn in sorted(run.turns, key=started)]
+    reloads = [reload for reload in told if reload is not None and reload.took_s > 0]
+    loads = [reload for reload in reloads if reload.loaded_tokens]
+    groups = {
+        "all": reloads,
+        "computed only": [reload for reload in reloads if not reload.loaded_tokens],
+        "loaded": loads,
+        f"loaded, after {LEARNED_AFTER} loads": loads[LEARNED_AFTER:],
+    }
+    return {name: forecast_error(group) for name, group in groups.items() if group}
+
+
+def started(turn: RecordedTurn) -> float:
+    return turn.started_s or turn.arrival_s
+
+
+def forecast_error(reloads: Sequence[RecordedReload]) -> ForecastError:
+    errors = [reload.relative_error for reload in reloads]
+    return ForecastError(
+        len(reloads),
+        percentile(errors, 50),
+        percentile(errors, 90),
+        percentile([reload.foretold_s for reload in reloads], 50),
+        percentile([reload.took_s for reload in reloads], 50),
+    )
+
+
+def watches(run: Recording) -> list[ReturnPromise]:
+    """Every promise P(tau) > 0 that the run put to the test."""
+    return [
+        watch(turn, program, run.end_s)
+        for program in run.programs
+        for turn in program.turns
+        if turn.went_idle and turn.retention and turn.retention["ttl_s"] > 0
+    ]
+
+
+def watch(turn: RecordedTurn, program: RecordedProgram, end_s: float) -> ReturnPromise:
+    """How long a promise was watched: to the return, else as far as the recording reaches.
+
+    A pin that was reclaimed is censored there, since the promise was not kept up any longer; so is
+    a program that ended, or that the recording did not outlive by its TTL.
+    """
+    retention, since_s = turn.retention or {}, turn.departure_s or 0.0
+    until_s = end_s if program.ended_s is None else min(end_s, program.ended_s)
+    watched_s, returned = until_s - since_s, False
+    if turn.gap_s is not None:
+        watched_s, returned = turn.gap_s, True
+    if turn.pin and turn.pin.outcome == "reclaimed" and turn.pin.ended_s is not None:
+        watched_s, returned = turn.pin.ended_s - since_s, False
+    return ReturnPromise(retention["probability"], retention["ttl_s"], max(watched_s, 0.0), returned)
+
+
+def calibration(run: Recording, bins: int = BINS) -> list[CalibrationBin]:
+    """Promised against realised P(tau), by equal bins of what was promised."""
+    sorted_in = defaultdict(list)
+    for seen in watches(run):
+        sorted_in[min(int(seen.promised * bins), bins - 1)].append(seen)
+    return [
+        CalibrationBin(
+            promised=fmean(seen.promised for seen in group),
+            realised=realised(group),
+            watches=len(group),
+            censored=sum(not seen.known for seen in group),
+        )
+        for _, group in sorted(sorted_in.items())
+    ]
+
+
+def realised(group: Sequence[ReturnPromise]) -> float | None:
+    """Share that is back within its TTL, by Kaplan and Meier's estimate on time as a share of TTL.
+
+    Leaving the censored out instead would favour short gaps, which have less time to be censored.
+    Among equal times returns count before the censored, as is usual (Kaplan, Meier 1958, §1).
+    """
+    if not any(seen.known for seen in group):
+        return None
+    away, at_risk = 1.0, len(group)
+    for seen in sorted(group, key=lambda seen: (seen.watched_s / seen.ttl_s, not seen.returned)):
+        if seen.in_time:
+            away *= 1 - 1 / at_risk
+        at_risk -= 1
+    return 1 - away
+
+
+def calibration_error(found: Sequence[CalibrationBin]) -> float | None:
+    """Mean distance of realised from promised, bins weighted by their promises; 0 is honest."""
+    told = [(abs(b.realised - b.promised), b.watches) for b in found if b.realised is not None]
+    total = sum(weight for _, weight in told)
+    return sum(distance * weight for distance, weight in told) / total if total else None
+
+
+def mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return fmean(found) if found else None
+
+
+def percentile(values: Sequence[float], rank: float) -> float | None:
+    """The value at `rank` in [0, 100], between neighbours linearly (numpy's default)."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * rank / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

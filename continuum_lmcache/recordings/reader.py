@@ -1,0 +1,238 @@
+"""A recording read back: programs with their turns and pins, as values; and as a trace to replay.
+
+Reads what continuum_lmcache writes and what the public prototype wrote. docs/recording.md is the schema.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from continuum_lmcache.errors import TraceError
+from continuum_lmcache.recordings.program_history import KINDS, RecordedProgram, RecordedTurn
+from continuum_lmcache.telemetry.recorder import FORMAT, META, Event
+
+FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?(\.jsonl)?")
+TOKENS = ("prompt_length", "hit_length", "gpu_tokens", "dram_tokens", "ssd_tokens", "output_tokens")
+NO_PROGRAM = "null"  # where the prototype gathers requests without a job_id
+MISSING = {  # a turn's field that no turn of a recording has: what cannot be said then
+    "prompt_tokens": "prompt_length: no cache hit ratio, no trace",
+    "gpu_tokens": "gpu_tokens, dram_tokens, ssd_tokens: hits are not split by tier",
+    "queue_delay_s": "queue_delay_s: queue wait is taken as start minus arrival",
+    "output_tokens": "output_tokens: no trace",
+    "tool": "tool: no gaps by tool",
+    "retention": "retention: no TTLs, no calibration",
+}
+
+
+def number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def decision(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(number(value.get(k)) for k in PROMISE))
+
+
+PROMISE = ("ttl_s", "probability")
+ANYTHING = ("anything", lambda _: True)
+SHAPES = {  # fields that are computed with; others may hold anything
+    **dict.fromkeys((*KINDS, *TOKENS, "blocks", "events_dropped"), ("a number", number)),
+    **dict.fromkeys(("foretold_s", "took_s", "load_s", "loaded_tokens"), ("a number", number)),
+    **dict.fromkeys(("at_token", "left_tokens", "lost_tokens", "prefill_s"), ("a number", number)),
+    "cause": ("text", lambda value: isinstance(value, str)),
+    "queue_delay_s": ("a number of seconds or null", lambda value: value is None or number(value)),
+    "turn": ("text", lambda value: isinstance(value, str)),
+    "outcome": ("text", lambda value: isinstance(value, str)),
+    **dict.fromkeys(("dropped", "lost"), ("an object of counts", lambda value: isinstance(value, dict))),
+    "tool": ("a list of names, most specific first", texts),
+    "retention": (f"null or an object with {' and '.join(PROMISE)}", decision),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One run: its programs by arrival, when it was last heard of, and what it does not tell."""
+
+    name: str
+    programs: tuple[RecordedProgram, ...]
+    end_s: float
+    notes: tuple[str, ...]
+
+    @property
+    def turns(self) -> list[RecordedTurn]:
+        return [turn for program in self.programs for turn in program.turns]
+
+
+def load(path: Path) -> Recording:
+    """A recording from its file (JSON or JSONL) or its directory (every rank's). Raises TraceError."""
+    histories: dict[str, list[Event]] = defaultdict(list)
+    for file in files(path):
+        read = streamed if file.suffix == ".jsonl" else held
+        for name, event in read(file, file.read_text(encoding="utf-8", errors="replace")):
+            histories[name].append(event)
+    headers = histories.pop(META, [])
+    notes = [note for header in headers for note in confessed(path, header)]
+    if not headers and (loose := histories.pop(NO_PROGRAM, None)):
+        notes.append(f"left out: {len(loose)} events of requests without a job_id")
+    told = [story(name, events) for name, events in histories.items()]
+    programs = tuple(sorted((p for p in told if p.turns), key=lambda p: p.turns[0].arrival_s))
+    if not programs:
+        raise TraceError(f"{path}: no program arrived in this recording; nothing to analyse")
+    strays = sum((p.strays for p in told), Counter[str]())
+    notes += [f"without a match: {n} {kind}" for kind, n in strays.items()]
+    end_s = max(time_s for events in histories.values() for e in events for _, time_s in times(e))
+    return Recording(str(path), programs, end_s, (*notes, *missing(programs)))
+
+
+def files(path: Path) -> list[Path]:
+    """What to read: the file itself, or one a rank from a directory, whole snapshots before streams."""
+    if path.is_file():
+        return [path]
+    found: dict[str, Path] = {}
+    for file in sorted(path.iterdir()) if path.is_dir() else []:
+        if match := FILE_NAME.fullmatch(file.name):
+            found.setdefault(match[1] or "", file)  # "x" sorts before "x.jsonl"
+    if not found:
+        raise TraceError(f"{path}: no recording here; expected a file or directory of scheduler_timestamps")
+    return list(found.values())
+
+
+def held(file: Path, text: str) -> Iterator[tuple[str, Event]]:
+    """Events of a snapshot: {program: [event, ...]}."""
+    jobs = parsed(text, str(file))
+    if not isinstance(jobs, dict):
+        raise TraceError(f"{file}: expected an object of event lists by program, not {jobs!r:.80}")
+    for name, events in jobs.items():
+        if not isinstance(events, list):
+            raise TraceError(f"{file}: program {name!r} is not a list of events")
+        for number, event in enumerate(events, 1):
+            yield name, checked(event, f"{file}: program {name!r}, event {number}")
+
+
+def streamed(file: Path, text: str) -> Iterator[tuple[str, Event]]:
+    """Events of a stream, one a line. A last line that a crash cut short is left out."""
+    lines = text.split("\n")
+    if lines.pop():
+        yield META, {"format": FORMAT, "lost": {"last line, cut short": 1}}
+    for number, line in enumerate(lines, 1):
+        where = f"{file}: line {number}"
+        event = checked(parsed(line, where), where)
+        if META in event:
+            yield META, checked(event[META], where)
+        elif isinstance(name := event.get("job_id"), str):
+            yield name, event
+        else:
+            raise TraceError(f"{where}: no job_id; every line names its program")
+
+
+def parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{where}: not JSON: {error}; was it cut while being written?") from error
+
+
+def checked(event: Any, where: str) -> Event:
+    """The event, if its fields are of the kinds the format says. Raises TraceError."""
+    if not isinstance(event, dict):
+        raise TraceError(f"{where}: {event!r:.80} is not an event; expected an object")
+    for key, value in event.items():
+        expected, holds = SHAPES.get(key, ANYTHING)
+        if not holds(value):
+            raise TraceError(f"{where}: {key} is {value!r:.80}; it must be {expected}")
+    return event
+
+
+def times(event: Event) -> list[tuple[str, float]]:
+    """What happened and when: one pair, or none for an event this reader does not know."""
+    return [(key, event[key]) for key in KINDS if key in event][:1]
+
+
+def confessed(path: Path, header: Event) -> list[str]:
+    """What a recording's header says is not in it. Raises TraceError for a format unknown here."""
+    if header.get("format") != FORMAT:
+        raise TraceError(f"{path}: recording format {header.get('format')!r}; this reads format {FORMAT}")
+    return [
+        f"{verb}: {number} ({what})"
+        for verb in ("dropped", "lost")
+        for what, number in header.get(verb, {}).items()
+    ]
+
+
+def story(name: str, events: list[Event]) -> RecordedProgram:
+    """One program, its events in order: those of several ranks are merged."""
+    program = RecordedProgram(name, events_dropped=sum(e.get("events_dropped", 0) for e in events))
+    known = [(time_s, kind, e) for e in events for kind, time_s in times(e)]
+    for time_s, kind, event in sorted(known, key=lambda item: item[0]):
+        KINDS[kind](program, event, time_s)
+    return program
+
+
+def missing(programs: Sequence[RecordedProgram]) -> list[str]:
+    """What the recording does not say, so that nobody takes it for zero."""
+    turns = [turn for program in programs for turn in program.turns]
+    said = [f"missing {what}" for key, what in MISSING.items() if all(getattr(t, key) is None for t in turns)]
+    ended = [pin for program in programs for pin in program.pins if pin.ended_s is not None]
+    if ended and all(pin.outcome is None for pin in ended):
+        said.append("missing outcome: why pins ended is unknown")
+    return said
+
+
+def to_trace(run: Recording) -> list[dict[str, Any]]:
+    """The run's programs in the trace format (docs/recording.md). Raises TraceError.
+
+    Only finished turns; those of one program that overlapped stand in order of arrival, gap null.
+    """
+    if all(t.output_tokens is None or t.prompt_tokens is None for t in run.turns):
+        raise TraceError(f"{run.name}: turns carry no prompt_length and output_tokens; it cannot be replayed")
+    start_s = run.programs[0].turns[0].arrival_s
+    return [
+        {
+            "program_id": program.id,
+            "arrival_s": round(program.turns[0].arrival_s - start_s, 6),
+            "source": "recording",
+            "turns": turns,
+        }
+        for program in run.programs
+        if (turns := list(trace_turns(program)))
+    ]
+
+
+def trace_turns(program: RecordedProgram) -> Iterator[dict[str, Any]]:
+    """A program's finished turns. The last one has no gap, as nothing came after it."""
+    before_tokens = answer_tokens = 0
+    for turn in program.turns:
+        if turn.prompt_tokens is None or turn.output_tokens is None:
+            continue
+        key = turn.tool or ()
+        yield {
+            "input_tokens": turn.prompt_tokens,
+            "new_tokens": new_tokens(turn.prompt_tokens, before_tokens, answer_tokens),
+            "output_tokens": turn.output_tokens,
+            "tool": key[-1] if key else None,
+            "command": key[0] if len(key) > 1 else None,
+            "gap_s": turn.gap_s,
+        }
+        before_tokens, answer_tokens = turn.prompt_tokens, turn.output_tokens
+
+
+def new_tokens(prompt_tokens: int, before_tokens: int, answer_tokens: int) -> int:
+    """Prompt tokens in neither the previous prompt nor its answer, as far as lengths can tell.
+
+    Growth by less than the answer means that the answer came back changed (reasoning is stripped
+    from histories), so all of it is new; a shorter prompt is another prompt.
+    """
+    growth = prompt_tokens - before_tokens
+    if growth < 0:
+        return prompt_tokens
+    return growth - answer_tokens if growth >= answer_tokens else growth

@@ -1,0 +1,237 @@
+"""What a turn costs that comes back to a prefix which is not on the GPU: PrefillReload, tier by tier.
+
+    [0, gpu)     in vLLM's prefix cache    0
+    [gpu, dram)  in LMCache's DRAM         bytes / host-to-device rate + fixed
+    [dram, ssd)  on LMCache's disk         bytes / disk rate + fixed, and the copy after it
+    [ssd, n)     nowhere                   prefill at that context
+
+and never more than computing all of [gpu, n): loading stops at the tier where computing the rest is
+cheaper, and the connector is to stop there too (`ReloadCost.loaded_tokens`, load_policy.py). What is computed
+is stored again, and where a step waits for its stores that is a cost as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.types import Residency, Tier
+
+CERTAIN: Mapping[Tier, float] = {}  # every tier keeps what it holds
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCurve:
+    """Seconds to compute tokens: linear layers, and attention to all that comes before a token."""
+
+    fixed_s: float  # once a prefill
+    per_token_s: float
+    per_pair_s: float  # for each pair of a new token and one it attends to
+    samples: int  # measurements behind the fit; 0: assumed
+
+    def seconds(self, tokens: int, context_tokens: int) -> float:
+        if tokens <= 0:
+            return 0.0
+        pairs = tokens * context_tokens + tokens * tokens / 2
+        return self.fixed_s + tokens * self.per_token_s + pairs * self.per_pair_s
+
+
+@dataclass(frozen=True, slots=True)
+class TransferRate:
+    """How fast a tier is read."""
+
+    bytes_per_s: float
+    fixed_s: float  # once a load
+    samples: int  # measurements behind the fit; 0: assumed
+
+    def seconds(self, size_bytes: int) -> float:
+        return self.fixed_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
+
+
+NO_STALL = TransferRate(bytes_per_s=math.inf, fixed_s=0.0, samples=0)
+"""No store was ever seen to hold a step up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadCost:
+    """PrefillReload of one prompt, in seconds, by where the time goes."""
+
+    loaded_tokens: int  # how far loading pays, from the end of the GPU's stretch
+    dram_s: float  # DRAM to GPU, of what lies in DRAM
+    ssd_s: float  # disk to DRAM to GPU, of what lies on disk
+    prefill_s: float  # what must be computed
+    store_s: float = 0.0  # what a step waits to store of that
+
+    @property
+    def total_s(self) -> float:
+        return self.dram_s + self.ssd_s + self.compute_s
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of the steps', which everybody on the GPU shares."""
+        return self.prefill_s + self.store_s
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """A machine and a model, in seconds. Measured by profiles/measure.py, or assumed."""
+
+    prefill: PrefillCurve
+    dram: TransferRate  # host to device
+    ssd: TransferRate  # disk to host
+    kv_bytes_per_token: int
+    chunk_tokens: int  # LMCache's; a tail below it is nowhere
+    store: TransferRate = NO_STALL  # device to host, as far as a step waits for it; only ever measured
+    step_s: Mapping[int, float] = field(default_factory=dict)  # measured, by tokens of prefill; 0: decodes
+
+    @property
+    def measured(self) -> bool:
+        """Whether every number has a measurement behind it."""
+        return min(self.prefill.samples, self.dram.samples, self.ssd.samples) > 0
+
+    def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
+        """Seconds to compute `tokens` tokens that follow `context_tokens` whose KV is there."""
+        return self.prefill.seconds(tokens, context_tokens)
+
+    def reload(self, where: Residency) -> ReloadCost:
+        """PrefillReload (Continuum, arXiv 2511.02230 §4, eq. 2), for a prompt found as `where` says.
+
+        The cheapest of loading nothing, what DRAM holds, and what both hold.
+        """
+        return min(self.ways(where), key=lambda cost: cost.total_s)
+
+    def ways(self, where: Residency) -> list[ReloadCost]:
+        """Loading nothing, what DRAM holds, and what both hold: the last is the whole load."""
+        dram_tokens, ssd_tokens = where.dram_tokens, where.ssd_tokens
+        return [self.loading(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
+
+    def reload_s(self, where: Residency, survival: Mapping[Tier, float] = CERTAIN) -> float:
+        """PrefillReload in seconds, expected over what the tiers may lose before the return.
+
+        `survival` names the tiers that there are, with the chance, 0 to 1, that each still holds its
+        stretch then, independently; a tier that is not named loses nothing. A disk is written through:
+        what DRAM loses is read from it, as long as it has not lost it too. What is lost for good must
+        be computed, and all that comes after it: a prefix with a hole is no prefix.
+        """
+        if not where.dram_tokens and not where.ssd_tokens:
+            return self.loading(where, 0, 0).total_s
+        has_disk = Tier.SSD in survival or where.ssd_tokens > 0
+        keeps = survival.get(Tier.SSD, 1.0) if has_disk else 0.0
+        below = replace(where, dram_tokens=0, ssd_tokens=where.dram_tokens + where.ssd_tokens)
+        nowhere_s = self.reload(replace(below, ssd_tokens=0)).total_s
+        without_dram_s = expected(keeps, self.reload(below).total_s, nowhere_s)
+        if where.dram_tokens == 0:
+            return without_dram_s
+        without_disk_s = self.reload(replace(where, ssd_tokens=0)).total_s
+        with_dram_s = expected(keeps, self.reload(where).total_s, without_disk_s)
+        return expected(survival.get(Tier.DRAM, 1.0), with_dram_s, without_dram_s)
+
+    @classmethod
+    def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> CostModel:
+        """From a profile that was read at the edge (format: profiles/README.md). Raises ProfileError.
+
+        Sections `prefill`, `dram`, `ssd` hold the fields of PrefillCurve and Rate; `steps`, which may be
+        missing, has the measured time of a step by the tokens of its chunk. Those in LAB are for a
+        simulator, `provenance` is for people, anything else is refused.
+        """
+        if not isinstance(profile, Mapping):
+            raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
+        refuse_strangers(profile, (*SECTIONS, *COUNTS, *LAB, "steps", "provenance"), where)
+        return cls(
+            **{name: section(profile, name, kind, where) for name, kind in SECTIONS.items()},
+            kv_bytes_per_token=int(number(profile, "kv_bytes_per_token", where, least=1)),
+            chunk_tokens=int(number(profile, "chunk_tokens", where, least=1)),
+            step_s=step_times(profile.get("steps", {}), f"{where}, steps"),
+        )
+
+    def loading(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
+        """The cost if so much is loaded from each tier and the rest computed.
+
+        Of what is computed, all that is not in DRAM is stored, as whole chunks.
+        """
+        new_tokens = where.ssd_tokens - ssd_tokens + where.recompute_tokens
+        stored_tokens = new_tokens - new_tokens % self.chunk_tokens
+        ssd_bytes = ssd_tokens * self.kv_bytes_per_token
+        there_tokens = where.gpu_tokens + dram_tokens + ssd_tokens
+        return ReloadCost(
+            loaded_tokens=dram_tokens + ssd_tokens,
+            dram_s=self.dram.seconds(dram_tokens * self.kv_bytes_per_token),
+            ssd_s=self.ssd.seconds(ssd_bytes) + self.dram.seconds(ssd_bytes),
+            prefill_s=self.prefill_s(where.total_tokens - there_tokens, there_tokens),
+            store_s=self.store.seconds(stored_tokens * self.kv_bytes_per_token),
+        )
+
+
+SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": TransferRate, "ssd": TransferRate}
+COUNTS = ("kv_bytes_per_token", "chunk_tokens")
+LAB = ("step", "dram_store", "ssd_store", "kv_tokens")  # of the same file; no TTL depends on them
+
+
+def expected(chance: float, with_it_s: float, without_s: float) -> float:
+    """The mean of two costs, the first of which has this chance."""
+    return chance * with_it_s + (1.0 - chance) * without_s
+
+
+def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any:
+    """One section of a profile, as its value."""
+    given = profile.get(name)
+    if not isinstance(given, Mapping):
+        raise ProfileError(f"{where} has no section {name!r}; measure it with profiles/measure.py")
+    fields = tuple(kind.__slots__)
+    refuse_strangers(given, fields, f"{where}, {name}")
+    found = {f: number(given, f, f"{where}, {name}") for f in fields}
+    if found.get("bytes_per_s") == 0:
+        raise ProfileError(f"{where}, {name}: bytes_per_s is 0; a tier that is never read has no place here")
+    return kind(**found | {"samples": int(found["samples"])})
+
+
+def step_times(given: Any, where: str) -> dict[int, float]:
+    """Seconds of a step by its chunk's tokens."""
+    if not isinstance(given, Mapping) or not all(isinstance(n, int) and n >= 0 for n in given):
+        raise ProfileError(f"{where} must map tokens of a chunk, 0 for decodes alone, to seconds")
+    return {n: number(given, n, where) for n in given}
+
+
+def number(given: Mapping[Any, Any], name: Any, where: str, least: float = 0.0) -> float:
+    """A finite number that is at least `least`."""
+    value = given.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < math.inf:
+        raise ProfileError(f"{where}: {name} is {value!r}; it must be a finite number >= {least:g}")
+    return value
+
+
+def refuse_strangers(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    if strangers := sorted(set(map(str, given)) - set(known)):
+        raise ProfileError(f"{where}: unknown key {strangers[0]!r}; known: {', '.join(sorted(known))}")
+
+
+UNMEASURED = CostModel(
+    # An 8B model with grouped queries on an H200, by its data sheet: 16 GFLOP a token and 0.5 MFLOP a pair at
+    # half of 989 TFLOP/s. Cautious: slower machines gain more from a pin than this says.
+    prefill=PrefillCurve(fixed_s=0.004, per_token_s=3.2e-5, per_pair_s=1.1e-9, samples=0),
+    dram=TransferRate(bytes_per_s=25e9, fixed_s=0.001, samples=0),  # PCIe 4.0 x16
+    ssd=TransferRate(bytes_per_s=3e9, fixed_s=0.005, samples=0),  # one NVMe drive
+    kv_bytes_per_token=131_072,  # 32 layers x 8 heads x 128 x 2 (K and V) x 2 bytes
+    chunk_tokens=256,
+)
+"""What is assumed of a machine that nobody has measured. Every `samples` is 0."""
+
+
+def kv_bytes_per_token(kv_cache_config: Any) -> int:
+    """What one token's KV takes on one rank, over all layers, by vLLM's KVCacheConfig.
+
+    Of layers that share a block table a scheduler's names one spec for all; its tensors (vLLM 0.32) know
+    each layer's page: the smaller one of two strides, as layers or blocks may come first.
+    """
+    tensors = [each for each in kv_cache_config.kv_cache_tensors if hasattr(each, "layer_stride")]
+    pages = {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}
+    total = 0.0
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        by_layer = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
+        for name, one in by_layer.items():
+            total += pages.get(name, one.page_size_bytes) / one.block_size
+    return round(total)

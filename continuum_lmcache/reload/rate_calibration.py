@@ -1,0 +1,235 @@
+"""What real loads say about the tiers: how fast they are now, and how long they keep what they hold.
+
+Both are told of every Transfer, and both say how many stand behind an answer. Times are arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+from continuum_lmcache.reload.cost_model import NO_STALL, CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.tier_store import KVTransfer
+from continuum_lmcache.types import Tier
+
+LEAST_GAIN = 0.1  # a lasting change arrives within 2 % (of its logarithm) after 40 loads
+PRIOR_LOADS = 5  # what a measured rate weighs at first: the first load moves it by 1/5 of its error
+GUESS_LOADS = 2  # what an assumed one weighs
+NO_PRIOR = 1  # the first sample is believed as it is
+AGREEING, FAR_OFF = 3, 2.0  # loads in a row, and times: a change, not noise
+MOST_DRIFT = 1e6  # times; no tier is further from its profile than this
+MOST_OFF = 10.0  # times; a load further off than this says no more than one that is
+LEAST_READ_SHARE = 0.1  # of a disk load's seconds; the copy after it cannot have taken all of it
+SETTLING_S = 300.0  # half of what a fill rate remembers is younger than ln 2 times this
+LEAST_SEEN_S = 30.0  # a burst in a shorter time is spread over this: it says nothing of the next minute
+
+
+@dataclass(frozen=True, slots=True)
+class RateDrift:
+    """How much slower a tier is than its profile says. 1/e to the `log_slower`-th of the rate is left."""
+
+    log_slower: float = 0.0
+    loads: int = 0
+    prior: int = PRIOR_LOADS  # loads that the profile's rate weighs at first
+    latest: tuple[float, ...] = ()  # the last loads' log_slower, AGREEING at most
+
+    def toward(self, log_slower: float) -> RateDrift:
+        """After one more load, as robust as a mean can be: its error is cut at MOST_OFF.
+
+        But AGREEING loads in a row that are off by more than FAR_OFF, all to one side, are no noise:
+        the tier has another rate now, and theirs is taken.
+        """
+        latest = (*self.latest, log_slower)[-AGREEING:]
+        errors = [one - self.log_slower for one in latest]
+        far = math.log(FAR_OFF)
+        if len(latest) == AGREEING and (min(errors) > far or max(errors) < -far):
+            found = median(latest)
+        else:
+            cut = math.log(MOST_OFF)
+            error = max(-cut, min(cut, errors[-1]))
+            found = self.log_slower + max(LEAST_GAIN, 1.0 / (self.loads + self.prior)) * error
+        most = math.log(MOST_DRIFT)
+        return RateDrift(max(-most, min(most, found)), self.loads + 1, self.prior, latest)
+
+    def of(self, rate: TransferRate) -> TransferRate:
+        """The profile's rate, corrected. Its samples are the profile's and the loads since."""
+        slower = math.exp(self.log_slower)
+        return TransferRate(rate.bytes_per_s / slower, rate.fixed_s * slower, rate.samples + self.loads)
+
+    def of_curve(self, curve: PrefillCurve) -> PrefillCurve:
+        """The profile's prefill curve, corrected alike."""
+        slower = math.exp(self.log_slower)
+        return PrefillCurve(
+            curve.fixed_s * slower,
+            curve.per_token_s * slower,
+            curve.per_pair_s * slower,
+            curve.samples + self.loads,
+        )
+
+
+class CalibratedCosts:
+    """Costs whose rates follow the loads and the steps: the profile times one factor each.
+
+    The factor is an exponentially weighted mean of log(seconds taken / seconds the profile says), a
+    geometric mean, so that twice as slow and twice as fast weigh the same. One load, however slow,
+    moves a measured rate by 10**(1/5), 1.6 times, at most, and an assumed one by 10**(1/2); three in a
+    row that agree on another rate move it there. Both parts of a Rate move together: loads of one
+    size cannot tell them apart, and at the sizes that are loaded the prediction is right. The prefill
+    curve follows in the same way. What a step waits for its stores is learned from them alone.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self._profile = costs
+        self.costs = costs
+        self.drifts = {
+            Tier.DRAM: RateDrift(prior=prior(costs.dram)),
+            Tier.SSD: RateDrift(prior=prior(costs.ssd)),
+        }
+        self.pace = RateDrift(prior=prior(costs.prefill))
+        self.stall = RateDrift(prior=NO_PRIOR)
+
+    def observe(self, moved: KVTransfer) -> None:
+        """Learn from one movement: a load, or a store that a step waited for."""
+        if moved.direction == "store":
+            self._stored(moved)
+            return
+        if not believable(moved) or moved.tier not in self.drifts:
+            return
+        said_s = self._rate(moved.tier).seconds(moved.size_bytes)
+        log_slower = math.log(self._own_s(moved)) - math.log(said_s)
+        self.drifts[moved.tier] = self.drifts[moved.tier].toward(log_slower)
+        self._correct()
+
+    def computed(self, took_s: float, said_s: float) -> None:
+        """Learn from one step: its seconds without loads and stores, and what `costs` said of its tokens."""
+        if not (0.0 < took_s < math.inf and 0.0 < said_s < math.inf):
+            return
+        self.pace = self.pace.toward(self.pace.log_slower + math.log(took_s) - math.log(said_s))
+        self.costs = replace(self.costs, prefill=self.pace.of_curve(self._profile.prefill))
+
+    @property
+    def samples(self) -> dict[str, int]:
+        """How many measurements stand behind each rate; 0: it is assumed."""
+        of = self.costs
+        counts = (of.prefill.samples, of.dram.samples, of.ssd.samples, of.store.samples)
+        return dict(zip(("prefill", "dram", "ssd", "store"), counts, strict=True))
+
+    def _stored(self, moved: KVTransfer) -> None:
+        """A disk's own writes hold no step up; a store to DRAM is told with the tier DRAM."""
+        if not moved.in_step or moved.tier is not Tier.DRAM or not believable(moved):
+            return
+        said_s = self._profile.dram.seconds(moved.size_bytes)
+        self.stall = self.stall.toward(math.log(moved.duration_s) - math.log(said_s))
+        self._correct()
+
+    def _correct(self) -> None:
+        of = self._profile
+        back = replace(self.stall.of(of.dram), samples=self.stall.loads)  # the dram rate is only its scale
+        self.costs = replace(
+            of,
+            prefill=self.pace.of_curve(of.prefill),
+            dram=self.drifts[Tier.DRAM].of(of.dram),
+            ssd=self.drifts[Tier.SSD].of(of.ssd),
+            store=back if self.stall.loads else NO_STALL,
+        )
+
+    def _rate(self, tier: Tier) -> TransferRate:
+        return self._profile.dram if tier is Tier.DRAM else self._profile.ssd
+
+    def _own_s(self, moved: KVTransfer) -> float:
+        """The seconds that were the tier's own: a disk load's hold the copy to the GPU, which Costs adds."""
+        if moved.tier is Tier.DRAM:
+            return moved.duration_s
+        copy_s = self.costs.dram.seconds(moved.size_bytes)
+        return max(moved.duration_s - copy_s, moved.duration_s * LEAST_READ_SHARE)
+
+
+@dataclass(frozen=True, slots=True)
+class FillRate:
+    """What goes into a tier, remembered with exp(-age / SETTLING_S)."""
+
+    tokens: float = 0.0  # weighted sum
+    squares: float = 0.0  # of the sizes, so that squares / tokens is the size of the usual token's store
+    first_s: float = math.inf
+    last_s: float = -math.inf
+    n: int = 0
+
+    def after(self, tokens: int, now_s: float) -> FillRate:
+        """With one more store."""
+        left = math.exp(-max(0.0, now_s - self.last_s) / SETTLING_S)
+        return FillRate(
+            self.tokens * left + tokens,
+            self.squares * left + tokens * tokens,
+            min(self.first_s, now_s),
+            max(self.last_s, now_s),
+            self.n + 1,
+        )
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """The weighted sum over the weighted time since the first store; 0 before that."""
+        left = math.exp(-max(0.0, now_s - self.last_s) / SETTLING_S)
+        seen_s = max(LEAST_SEEN_S, now_s - self.first_s)
+        return self.tokens * left / (-math.expm1(-seen_s / SETTLING_S) * SETTLING_S)
+
+    def chance(self, room_tokens: float, after_s: float, now_s: float) -> float:
+        """That no more than `room_tokens` come in within `after_s`."""
+        coming = self.tokens_per_s(now_s) * max(0.0, after_s)
+        if room_tokens < 0:
+            return 0.0
+        if coming <= 0:
+            return 1.0
+        spread = math.sqrt(coming * self.squares / self.tokens)
+        return 0.5 * math.erfc((coming - room_tokens) / (spread * math.sqrt(2.0)))
+
+
+FILLS = {  # what comes into which tiers with a transfer
+    (Tier.DRAM, "store"): (Tier.DRAM, Tier.SSD),
+    (Tier.SSD, "load"): (Tier.DRAM,),
+}
+
+
+class TierSurvival:
+    """Answers: with what chance does a tier still hold all of a prefix some seconds from now?
+
+    An LRU drops a prefix once as much as the tier holds has come in after it: Che's characteristic
+    time, capacity / fill rate (Che, Tung & Wang, IEEE JSAC 20(7), 2002). Stores are taken as a
+    Poisson stream of the sizes seen, so what comes in within tau has mean r * tau and variance
+    r * tau * size, and the chance is that of a normal to stay within capacity - prefix.
+
+    Limits: hits move others' chunks ahead of this prefix and are not counted, nor is its own age
+    (it is asked about as if just stored, as a finished turn's is); so it is a little hopeful. Where
+    only the tail was lost it is cautious. It knows LRU only. Nothing stored lately: certain.
+    """
+
+    def __init__(self, capacity_tokens: Mapping[Tier, int]) -> None:
+        self.capacity_tokens = dict(capacity_tokens)
+        self.fills = dict.fromkeys(self.capacity_tokens, FillRate())
+
+    def observe(self, moved: KVTransfer, now_s: float) -> None:
+        """Learn from one transfer at `now_s`. LMCache writes a store through to every tier, and
+        promotes what it loads from disk into DRAM."""
+        if not believable(moved) or moved.tokens <= 0:
+            return
+        for tier in FILLS.get((moved.tier, moved.direction), ()):
+            if tier in self.fills:
+                self.fills[tier] = self.fills[tier].after(moved.tokens, now_s)
+
+    def chances(self, prefix_tokens: int, after_s: float, now_s: float) -> dict[Tier, float]:
+        """By tier, 0 to 1, what Costs.reload_s weighs: that the prefix is all there `after_s` from now."""
+        return {tier: self._chance(tier, prefix_tokens, after_s, now_s) for tier in self.fills}
+
+    def _chance(self, tier: Tier, prefix_tokens: int, after_s: float, now_s: float) -> float:
+        fill = self.fills[tier]
+        return fill.chance(self.capacity_tokens[tier] - prefix_tokens, after_s, now_s)
+
+
+def prior(rate: TransferRate | PrefillCurve) -> int:
+    """How many loads a profile's rate is worth."""
+    return PRIOR_LOADS if rate.samples else GUESS_LOADS
+
+
+def believable(moved: KVTransfer) -> bool:
+    """Whether something moved, in a time that can be."""
+    return moved.size_bytes > 0 and 0.0 < moved.duration_s < math.inf

@@ -1,0 +1,1 @@
+"""The HTML page about recorded runs. Needs plotly."""

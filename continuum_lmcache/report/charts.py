@@ -1,0 +1,227 @@
+"""The report's figures. Told apart without colour: by shade, dash, symbol and pattern."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping, Sequence
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from continuum_lmcache.recordings.metrics import calibration, jct_s, outcomes, sources, tools, waits_s
+from continuum_lmcache.recordings.reader import Recording
+from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.report.timeline import STATES, Span, spans
+
+LETTERS = ("A", "B")
+LINES = ("solid", "dash")
+INKS = ("#1b3a5b", "#d9822b")
+SYMBOLS = ("circle", "diamond-open")
+PAPER = {
+    "template": "plotly_white",
+    "font": {"size": 12},
+    "margin": {"l": 60, "r": 40, "t": 70, "b": 50},
+    "modebar": {"orientation": "v"},
+    "showlegend": True,
+    "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 1, "xanchor": "right"},
+}
+LOOKS = {  # state -> colour, width of the bar
+    "queued": ("#f0c27b", 0.8),
+    "loading": ("#c0392b", 0.8),
+    "running": ("#1b3a5b", 0.8),
+    "tool": ("#dfe4ea", 0.8),
+    "pinned": ("#3c9d6d", 0.3),
+}
+FILLS = ("#1b3a5b", "#6f93b7", "#c9d6e3", "#d9822b", "#f0c27b", "#3c9d6d", "#999999")
+PATTERNS = ("", "/", "x", "", ".", "\\", "-")
+PROGRAMS_SHOWN = 300
+ROW_PX = 16
+NAME_CHARS = 40
+TOOLS_SHOWN = 12
+FLOOR_S = 1e-3  # shorter than this is drawn here: the axis is logarithmic, and a TTL may be 0
+
+
+def plain(text: str) -> str:
+    """A client's text for plotly, which takes markup: escaped, printable, and not endless."""
+    clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return html.escape(clean if len(clean) <= NAME_CHARS else clean[: NAME_CHARS - 1] + "…")
+
+
+def timeline(run: Recording, letter: str, until_s: float, costs: CostModel | None) -> go.Figure:
+    """A row a program, by arrival; drag to zoom, double click to see all again."""
+    shown = {p.id: number for number, p in enumerate(run.programs[:PROGRAMS_SHOWN])}
+    drawn = [span for span in spans(run, costs) if span.program in shown]
+    figure = go.Figure([bars(state, drawn, shown) for state in STATES])
+    rest = len(run.programs) - len(shown)
+    title = f"{letter}: what each program was doing" + (
+        f" (the first {len(shown)}, {rest} more)" if rest else ""
+    )
+    names = [plain(name) for name in shown]
+    figure.update_layout(
+        PAPER, title=title, barmode="overlay", height=160 + ROW_PX * len(shown), dragmode="zoom"
+    )
+    figure.update_xaxes(title="seconds since the first arrival", range=[0, until_s])
+    figure.update_yaxes(tickvals=list(range(len(names))), ticktext=names, range=[len(names) - 0.5, -0.5])
+    return figure
+
+
+def bars(state: str, drawn: Iterable[Span], shown: Mapping[str, int]) -> go.Bar:
+    """All spans of one state. Loads get an outline, so that one of unknown duration is seen."""
+    mine = [span for span in drawn if span.state == state]
+    colour, width = LOOKS[state]
+    return go.Bar(
+        name=state,
+        orientation="h",
+        y=[shown[s.program] for s in mine],
+        x=[s.end_s - s.start_s for s in mine],
+        base=[s.start_s for s in mine],
+        width=width,
+        marker={"color": colour, "line": {"color": colour, "width": 2 if state == "loading" else 0}},
+        hovertext=[
+            f"{plain(s.program)}<br>{html.escape(s.about)}<br>{s.start_s:.2f} to {s.end_s:.2f} s"
+            for s in mine
+        ],
+        hoverinfo="text",
+    )
+
+
+def distributions(runs: Sequence[Recording]) -> go.Figure:
+    """The share of cases within a time: job times, waits, gaps, pins."""
+    asked = {
+        "job time": [[jct_s(p) for p in run.programs if p.complete] for run in runs],
+        "wait in the queue": [list(waits_s(run.turns)) for run in runs],
+        "tool gap": [[t.gap_s for t in run.turns if t.gap_s is not None] for run in runs],
+        "pin held": [[s for held in outcomes(run).values() for s in held] for run in runs],
+    }
+    figure = make_subplots(rows=1, cols=len(asked), subplot_titles=list(asked))
+    for column, found in enumerate(asked.values(), 1):
+        for letter, line, ink, values_s in zip(LETTERS, LINES, INKS, found, strict=False):
+            if values_s:
+                figure.add_trace(shares(letter, line, ink, values_s, column == 1), row=1, col=column)
+    figure.update_xaxes(title="seconds", rangemode="tozero")
+    figure.update_yaxes(range=[0, 1.02])
+    figure.update_layout(PAPER, title="Share of cases within a time", height=360)
+    return figure.update_layout(legend_y=1.12, margin_t=90)
+
+
+def shares(letter: str, line: str, ink: str, values_s: Sequence[float], legend: bool) -> go.Scatter:
+    """An empirical distribution as a staircase."""
+    ordered = sorted(values_s)
+    return go.Scatter(
+        x=[ordered[0], *ordered],
+        y=[i / len(ordered) for i in range(len(ordered) + 1)],
+        name=letter,
+        legendgroup=letter,
+        showlegend=legend,
+        mode="lines",
+        line={"shape": "hv", "dash": line, "color": ink},
+    )
+
+
+def gaps_by_tool(runs: Sequence[Recording]) -> go.Figure:
+    """How long each command took, the most frequent ones."""
+    figure = go.Figure()
+    for letter, ink, run in zip(LETTERS, INKS, runs, strict=False):
+        named = [
+            (plain(name), max(t.gap_s, FLOOR_S))
+            for name, turns in list(tools(run).items())[:TOOLS_SHOWN]
+            for t in turns
+            if t.gap_s is not None
+        ]
+        figure.add_trace(
+            go.Box(
+                x=[gap_s for _, gap_s in named],
+                y=[name for name, _ in named],
+                name=letter,
+                orientation="h",
+                marker_color=ink,
+            )
+        )
+    figure.update_xaxes(title="seconds", type="log")
+    figure.update_yaxes(autorange="reversed")
+    return figure.update_layout(PAPER, title="Tool gaps by command", boxmode="group", height=420)
+
+
+def ttl_against_gap(runs: Sequence[Recording]) -> go.Figure:
+    """Every decision: the TTL it gave, and how long the program then stayed away."""
+    figure = go.Figure()
+    largest_s = 1.0
+    for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
+        seen = [(t.gap_s, t.retention["ttl_s"], t) for t in run.turns if t.gap_s is not None and t.retention]
+        largest_s = max([largest_s, *(x for gap_s, ttl_s, _ in seen for x in (gap_s, ttl_s))])
+        figure.add_trace(
+            go.Scatter(
+                x=[max(gap_s, FLOOR_S) for gap_s, _, _ in seen],
+                y=[max(ttl_s, FLOOR_S) for _, ttl_s, _ in seen],
+                hovertext=[
+                    f"{plain(t.tool[0] if t.tool else 'no tool')}<br>gap {gap_s:.3g} s, TTL {ttl_s:.3g} s"
+                    for gap_s, ttl_s, t in seen
+                ],
+                hoverinfo="text",
+                name=letter,
+                mode="markers",
+                marker={"color": ink, "symbol": symbol, "size": 7, "opacity": 0.6},
+            )
+        )
+    line = {
+        "x": [FLOOR_S, largest_s],
+        "y": [FLOOR_S, largest_s],
+        "mode": "lines",
+        "line": {"color": "#999999"},
+    }
+    figure.add_trace(go.Scatter(**line, name="TTL = gap", hoverinfo="skip"))
+    figure.update_xaxes(title="realised gap, s", type="log")
+    figure.update_yaxes(title=f"TTL, s; 0 is drawn at {FLOOR_S:g}", type="log")
+    return figure.update_layout(
+        PAPER, title="TTL against the gap that came (above the line: long enough)", height=420
+    )
+
+
+def stacks(title: str, runs: Sequence[Mapping[str, float]], unit: str) -> go.Figure:
+    """What a whole is made of, a bar a run."""
+    parts = dict.fromkeys(part for run in runs for part in run)
+    figure = go.Figure()
+    for i, part in enumerate(parts):
+        figure.add_bar(
+            name=plain(part),
+            x=[run.get(part, 0) for run in runs],
+            y=list(LETTERS[: len(runs)]),
+            orientation="h",
+            marker_color=FILLS[i % len(FILLS)],
+            marker_pattern_shape=PATTERNS[i % len(PATTERNS)],
+        )
+    figure.update_xaxes(title=unit)
+    figure.update_yaxes(autorange="reversed")
+    return figure.update_layout(PAPER, title=title, barmode="stack", height=160 + 60 * len(runs))
+
+
+def tier_split(runs: Sequence[Recording]) -> go.Figure:
+    return stacks("Prompt tokens by where their KV came from", [sources(run.turns) for run in runs], "tokens")
+
+
+def pin_outcomes(runs: Sequence[Recording]) -> go.Figure:
+    return stacks("Pins by outcome", [{k: len(v) for k, v in outcomes(run).items()} for run in runs], "pins")
+
+
+def promises(runs: Sequence[Recording]) -> go.Figure:
+    """Realised over promised P(tau); on the diagonal it is honest."""
+    figure = go.Figure(
+        go.Scatter(
+            x=[0, 1], y=[0, 1], mode="lines", line={"color": "#999999"}, name="honest", hoverinfo="skip"
+        )
+    )
+    for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
+        known = [b for b in calibration(run) if b.realised is not None]
+        figure.add_trace(
+            go.Scatter(
+                x=[b.promised for b in known],
+                y=[b.realised for b in known],
+                hovertext=[f"{b.watches} promises, {b.censored} censored" for b in known],
+                mode="markers",
+                name=letter,
+                marker={"color": ink, "symbol": symbol, "size": 11},
+            )
+        )
+    figure.update_xaxes(title="promised P(tau)", range=[0, 1.02])
+    figure.update_yaxes(title="realised", range=[0, 1.02])
+    return figure.update_layout(PAPER, title="Was P(tau) true?", height=420)

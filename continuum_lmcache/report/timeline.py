@@ -1,0 +1,106 @@
+"""What every program was doing and when, as spans for a picture.
+
+    arrival      start          departure        next arrival
+       | queued   | loading running | tool            |
+                                    | pinned    |
+
+A pin lies over the tool's time. A load is as long as the recording says; where it does not (older
+ones, the public prototype's), as long as `CostModel` say, or, without them, a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from continuum_lmcache.recordings.program_history import RecordedPin, RecordedProgram, RecordedTurn
+from continuum_lmcache.recordings.reader import Recording
+from continuum_lmcache.reload.cost_model import CostModel
+
+STATES = ("queued", "loading", "running", "tool", "pinned")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One program in one state. Seconds since the run's first arrival."""
+
+    program: str
+    state: str  # one of STATES
+    start_s: float
+    end_s: float
+    about: str  # one line for a reader
+
+
+def spans(run: Recording, costs: CostModel | None = None) -> Iterator[Span]:
+    """All spans of a run, program by program; what was going on when the recording ended lasts until then."""
+    zero_s = run.programs[0].turns[0].arrival_s
+    for program in run.programs:
+        for state, start_s, end_s, about in told(program, run.end_s, costs):
+            if end_s >= start_s:
+                yield Span(program.id, state, start_s - zero_s, end_s - zero_s, about)
+
+
+def told(
+    program: RecordedProgram, end_s: float, costs: CostModel | None
+) -> Iterator[tuple[str, float, float, str]]:
+    """One program's states with their times on the wall clock."""
+    for number, turn in enumerate(program.turns, 1):
+        started_s = end_s if turn.started_s is None else turn.started_s
+        gone_s = end_s if turn.departure_s is None else turn.departure_s
+        yield "queued", turn.arrival_s, min(started_s, gone_s), f"turn {number} waits"
+        if turn.started_s is not None:
+            running_s = started_s
+            if loaded(turn):
+                running_s = min(gone_s, started_s + (load_s(turn, costs) or 0.0))
+                yield "loading", started_s, running_s, load_text(number, turn, costs)
+            yield "running", running_s, gone_s, run_text(number, turn)
+        if turn.gap_s is not None and turn.departure_s is not None:
+            yield "tool", gone_s, gone_s + turn.gap_s, tool_text(turn)
+    for pin in program.pins:
+        yield "pinned", pin.taken_s, end_s if pin.ended_s is None else pin.ended_s, pin_text(pin)
+
+
+def loaded(turn: RecordedTurn) -> int:
+    """Tokens that a start brought from below the GPU."""
+    return (turn.dram_tokens or 0) + (turn.ssd_tokens or 0)
+
+
+def load_s(turn: RecordedTurn, costs: CostModel | None) -> float | None:
+    """How long that took: as recorded, else by the profile; None if nobody says."""
+    if turn.reload is not None and turn.reload.load_s is not None:
+        return turn.reload.load_s
+    if costs is None:
+        return None
+    in_dram, on_disk = ((turn.dram_tokens or 0), (turn.ssd_tokens or 0))
+    disk_bytes = on_disk * costs.kv_bytes_per_token
+    dram_s = costs.dram.seconds(in_dram * costs.kv_bytes_per_token)
+    return dram_s + costs.ssd.seconds(disk_bytes) + costs.dram.seconds(disk_bytes)
+
+
+def load_text(number: int, turn: RecordedTurn, costs: CostModel | None) -> str:
+    took_s = load_s(turn, costs)
+    how = "for how long is not recorded" if took_s is None else f"{took_s:.3g} s"
+    in_dram, on_disk = turn.dram_tokens or 0, turn.ssd_tokens or 0
+    return f"turn {number} loads {in_dram:,} tokens from DRAM, {on_disk:,} from disk: {how}"
+
+
+def run_text(number: int, turn: RecordedTurn) -> str:
+    parts = [f"turn {number} runs"]
+    if turn.prompt_tokens is not None and turn.hit_tokens is not None:
+        parts.append(f"{turn.prompt_tokens:,} prompt tokens, {turn.hit_tokens:,} of them hits")
+    if turn.output_tokens is not None:
+        parts.append(f"{turn.output_tokens:,} generated")
+    if turn.preemptions:
+        parts.append(f"preempted {turn.preemptions} times")
+    return ", ".join(parts)
+
+
+def tool_text(turn: RecordedTurn) -> str:
+    name = turn.tool[0] if turn.tool else "no tool recognised"
+    ttl = f", TTL {turn.retention['ttl_s']:.3g} s" if turn.retention else ""
+    return f"{name}: {turn.gap_s:.3g} s{ttl}"
+
+
+def pin_text(pin: RecordedPin) -> str:
+    size = f"{pin.blocks:,} blocks" if pin.blocks is not None else "blocks"
+    return f"{size} pinned, {pin.outcome or 'until the end, or not recorded'}"

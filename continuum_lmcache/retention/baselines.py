@@ -1,0 +1,111 @@
+"""The policies that `continuum` is compared with, as TTLs on the same scheduler."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.retention.ttl_solver import TtlChoice, best_ttl, explained
+from continuum_lmcache.tools.distribution import DurationDistribution
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.tools.shell_key import INSTANT, PLAIN, SLOW
+from continuum_lmcache.types import EngineLoad, FinishedTurn, Retention, ToolKey
+
+MEAN_THRESHOLD_S = 2.0  # FIXED_THRESHOLD_CONTINUUM of github.com/Hanchenli/vllm-continuum
+FAST_TTL_S = 2.0
+FAST_TOOLS = PLAIN | INSTANT | frozenset(("Read", "Glob", "Grep", "Edit", "Write", "TodoWrite"))
+SLOW_TOOLS = SLOW | frozenset(("Task", "WebSearch", "WebFetch"))
+POSTERIOR_SAMPLES = 3  # below this a key's posterior is mostly the prior's
+
+
+def drop(
+    _turn: FinishedTurn, _gaps: ToolDurations, _costs: CostModel, _load: EngineLoad, config: ContinuumConfig
+) -> Retention:
+    """Never pin: what vLLM does."""
+    return Retention(0.0, config.policy, "never")
+
+
+def static_ttl(
+    _turn: FinishedTurn, _gaps: ToolDurations, _costs: CostModel, _load: EngineLoad, config: ContinuumConfig
+) -> Retention:
+    """The same TTL for every turn, `continuum.static_ttl_s` (the paper's ablation, Fig. 16)."""
+    return Retention(config.static_ttl_s, config.policy, "static", cost_s=config.static_ttl_s)
+
+
+def mean_threshold(
+    turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, _load: EngineLoad, config: ContinuumConfig
+) -> Retention:
+    """The public prototype: pin for 2 s if the command's mean gap is at most 2 s, or not known yet.
+
+    It keys by the command's first word, so the command level is asked here, without an argument.
+    """
+    seen = gaps.own(turn.tool[-2:])
+    mean_s = seen.mean_s
+    ttl_s = MEAN_THRESHOLD_S if mean_s is None or mean_s <= MEAN_THRESHOLD_S else 0.0
+    reason = "no-history" if mean_s is None else "mean"
+    return explained(seen, TtlChoice(ttl_s, seen.probability(ttl_s)), 0.0, reason, config)
+
+
+def infercept(
+    turn: FinishedTurn, gaps: ToolDurations, costs: CostModel, load: EngineLoad, config: ContinuumConfig
+) -> Retention:
+    """InferCept (arXiv 2402.01869): the least waste of preserve, swap and discard, as a TTL.
+
+    Waste is memory x time. Preserving wastes the turn's own memory while the tool runs; discarding,
+    all of the batch's while the context is recomputed; swapping, the batch's while it goes out and
+    comes back. How long the tool will run is not known, so the pin lasts until preserving has
+    wasted as much as the better of the other two would: tau * own = min(discard, 2 swap) * batch.
+    """
+    where = turn.residency
+    discard_s = costs.prefill_s(where.total_tokens - where.gpu_tokens, where.gpu_tokens)
+    swap_s = 2 * costs.reload_s(where)
+    batch = max(load.total_blocks - load.free_blocks - load.pinned_blocks, turn.blocks)
+    ttl_s = min(discard_s, swap_s) * batch / max(turn.blocks, 1)
+    seen = gaps.distribution(turn.tool)
+    best = TtlChoice(min(ttl_s, config.max_ttl_s), seen.probability(min(ttl_s, config.max_ttl_s)))
+    return explained(seen, best, min(discard_s, swap_s), "min-waste", config)
+
+
+def three_way(
+    turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, load: EngineLoad, config: ContinuumConfig
+) -> Retention:
+    """ContextServe's three ways to know a gap: a rule, a posterior of the key's own, the CDF.
+
+    A tool known to be FAST is pinned for 2 s and a SLOW one is not. Else eq. 2 is solved: with the
+    key's posterior where it has enough of its own gaps, with the recorded CDF where it has not.
+    """
+    program = turn.tool[-2:][:1]
+    if program and program[0] in FAST_TOOLS | SLOW_TOOLS:
+        ttl_s = FAST_TTL_S if program[0] in FAST_TOOLS else 0.0
+        return Retention(ttl_s, config.policy, "rule", cost_s=ttl_s, level="rule")
+    benefit_s = load.queue_delay_s * load.eta + load.reload_s
+    own = gaps.own(most_specific(turn.tool, gaps))
+    if len(own.samples_s) >= POSTERIOR_SAMPLES:
+        best = best_ttl(as_posterior(own), benefit_s, config.max_ttl_s)
+        return explained(own, best, benefit_s, "posterior", config)
+    seen = gaps.distribution(turn.tool)
+    return explained(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
+
+
+def most_specific(tool: ToolKey, gaps: ToolDurations) -> ToolKey:
+    """The finest level with enough gaps for a posterior; the key itself if none has."""
+    finest = (tool[at:] for at in range(len(tool)))
+    return next((k for k in finest if len(gaps.own(k).samples_s) >= POSTERIOR_SAMPLES), tool)
+
+
+def as_posterior(own: DurationDistribution) -> DurationDistribution:
+    """The same gaps, with P from a Normal-Inverse-Gamma posterior of the mean and variance of log gap.
+
+    Prior (mean 0, i.e. 1 s; weight 1; shape 2; scale 2): the predictive is Student's t with 4 + n
+    degrees of freedom. A normal of the same variance stands in for it (the standard library has no
+    t distribution): at n >= 3 the two CDFs differ by less than 0.03.
+    """
+    logs = [math.log(max(gap_s, 1e-3)) for gap_s in own.samples_s]
+    n, mean = len(logs), sum(logs) / len(logs)
+    weight, shape = 1.0 + n, 2.0 + n / 2
+    scale = 2.0 + sum((x - mean) ** 2 for x in logs) / 2 + n * mean * mean / (2 * weight)
+    variance = scale * (weight + 1) / ((shape - 1) * weight)
+    predictive = NormalDist(n * mean / weight, math.sqrt(variance))
+    return DurationDistribution("posterior", own.samples_s, tuple(map(predictive.cdf, logs)), own.n)

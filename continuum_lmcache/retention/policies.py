@@ -1,0 +1,69 @@
+"""For how long should a finished turn's KV stay on the GPU, and who goes first? By name.
+
+A policy is two pure functions. `retain` answers the first question, in seconds of TTL, 0 for no
+pin; the scheduler's budgets may still say no. `order` answers the second, for a waiting turn.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.retention.baselines import drop, infercept, mean_threshold, static_ttl, three_way
+from continuum_lmcache.retention.queue_order import Order, by_attained_service, by_pin, by_program, by_turn
+from continuum_lmcache.retention.ttl_solver import best_ttl, explained
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention
+
+Retain = Callable[[FinishedTurn, ToolDurations, CostModel, EngineLoad, ContinuumConfig], Retention]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the scheduler asks, and nothing else."""
+
+    retain: Retain
+    order: Callable[[QueueEntry], Order]
+    beyond: bool = False  # may do what its paper does not know: admission, dead KV (config has a switch each)
+
+
+def continuum(
+    turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, load: EngineLoad, config: ContinuumConfig
+) -> Retention:
+    """Eq. 2 (arXiv 2511.02230 §4), with PrefillReload from where the prefix really lies.
+
+    A return in time saves T * eta of queueing and the reload. A negative eta (programs that went
+    on long go on longer) lowers the benefit, as the formula says. While cold, eta is 1. Of a program
+    that is away already, only what is left of the gap is asked about.
+    """
+    seen = gaps.distribution(turn.tool).after(load.away_s)
+    cold = seen.level == "cold"
+    benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + load.reload_s
+    best = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
+    return explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config, load.price)
+
+
+POLICIES: dict[str, Policy] = {
+    "fcfs": Policy(drop, by_turn),
+    "program-fcfs": Policy(drop, by_program),
+    "static-ttl": Policy(static_ttl, by_pin),
+    "mean-threshold": Policy(mean_threshold, by_pin),
+    "plas": Policy(drop, by_attained_service),
+    "infercept": Policy(infercept, by_program),
+    "three-way": Policy(three_way, by_pin),
+    "continuum-published": Policy(continuum, by_pin),
+    "continuum": Policy(continuum, by_pin, beyond=True),
+}
+
+
+def policy_named(name: str) -> Policy:
+    """The policy of that name. Raises ConfigError with the names there are."""
+    if name in POLICIES:
+        return POLICIES[name]
+    near = difflib.get_close_matches(name, POLICIES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"continuum.policy is {name!r}; {hint}Known: {', '.join(POLICIES)}")

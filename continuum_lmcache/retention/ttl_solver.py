@@ -1,0 +1,91 @@
+"""Eq. 2 of Continuum (arXiv 2511.02230 §4): the TTL that pays best.
+
+    tau* = argmax over tau in {0} and the recorded gaps of f:  P(tau, f) * benefit_s - tau
+    benefit_s = T * eta + PrefillReload(r)
+
+A second of pin costs a second: the paper's MemUsage(r) / M stands on both sides and cancels. Another
+`price`, in seconds a second, is memory_pressure.py's.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.tools.distribution import DurationDistribution
+from continuum_lmcache.types import Retention
+
+PART = 32  # gaps, about the square root of a full window
+
+
+@dataclass(frozen=True, slots=True)
+class TtlChoice:
+    """The maximiser of eq. 2 and what it rests on."""
+
+    ttl_s: float
+    probability: float  # P(gap <= ttl_s)
+
+
+def best_ttl(seen: DurationDistribution, benefit_s: float, max_ttl_s: float, price: float = 1.0) -> TtlChoice:
+    """tau* within [0, max_ttl_s]; the shortest of equals.
+
+    P is a staircase, so between two recorded gaps only the cost grows: no tau in between can be
+    better. The ceiling bounds the candidates rather than the answer, since the best TTL below it
+    need not be the ceiling itself. Of PART gaps none gains more than the last one's P at the first one's
+    cost: parts that cannot hold the best are not looked into.
+    """
+    if seen.level == "cold":
+        return best_cold_ttl(benefit_s / price, max_ttl_s)
+    if benefit_s <= 0.0:
+        return TtlChoice(0.0, 0.0)
+    gaps_s, cdf = seen.samples_s, seen.cdf
+    allowed = bisect_right(gaps_s, max_ttl_s)
+    parts = range(0, allowed, PART)
+    reached_s = max([cdf[at] * benefit_s - price * gaps_s[at] for at in parts], default=0.0)
+    best, best_gain_s = (0.0, 0.0), 0.0
+    for begin in parts:
+        end = min(begin + PART, allowed)
+        if cdf[end - 1] * benefit_s - price * gaps_s[begin] < reached_s:
+            continue
+        for ttl_s, probability in zip(gaps_s[begin:end], cdf[begin:end], strict=True):
+            gain_s = probability * benefit_s - price * ttl_s
+            if gain_s > best_gain_s:
+                best, best_gain_s = (ttl_s, probability), gain_s
+    return TtlChoice(*best)
+
+
+def best_cold_ttl(benefit_s: float, max_ttl_s: float) -> TtlChoice:
+    """tau* while the gaps are taken as Exp(1): ln(benefit_s), or 0 where that is negative.
+
+    The gain (1 - exp(-tau)) * b - tau has the slope b * exp(-tau) - 1: positive up to tau = ln b
+    and negative from there, so ln b is the maximum, 0 if b <= 1, and the ceiling if ln b is beyond.
+
+    The paper says no more than a fixed T_default from Exp(1) with eta = 1. Read here: Exp(1), in
+    seconds, takes the place of P(tau, f), and eq. 2 is solved for each request as ever; so a
+    request whose reload costs nothing is not pinned even while nothing was learned.
+    """
+    ttl_s = min(math.log(benefit_s), max_ttl_s) if benefit_s > 1.0 else 0.0
+    return TtlChoice(ttl_s, -math.expm1(-ttl_s))
+
+
+def explained(
+    seen: DurationDistribution,
+    best: TtlChoice,
+    benefit_s: float,
+    reason: str,
+    config: ContinuumConfig,
+    price: float = 1.0,
+) -> Retention:
+    """A decision, with what it rests on."""
+    return Retention(
+        ttl_s=best.ttl_s,
+        policy=config.policy,
+        reason=reason,
+        probability=best.probability,
+        benefit_s=benefit_s,
+        cost_s=price * best.ttl_s,
+        samples=seen.n,
+        level=seen.level,
+    )

@@ -1,0 +1,89 @@
+"""What an engine saw since it last told: the samples of its histograms.
+
+No clock, and bounded whether anybody asks or not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
+from continuum_lmcache.types import Retention, ToolKey
+
+MOST_SAMPLES = 2_000  # kept until they are told; a step ends far fewer turns
+UNSAFE = re.compile(r"[^A-Za-z0-9_.:/+-]+")
+MAX_LABEL_CHARS = 40
+OTHER, UNKNOWN = "other", "unknown"
+
+Samples = dict[str, list[float]]  # by label
+
+
+class ToolLabels:
+    """Metric labels for tools: at most `most`, for those seen `after` times first; the rest is "other".
+
+    Clients name tools, so both the labels and the candidates for one are bounded.
+    """
+
+    def __init__(self, most: int = 20, after: int = 3, candidates: int = 1000) -> None:
+        self._most, self._after, self._candidates = most, after, candidates
+        self._named: set[str] = set()
+        self._calls: Counter[str] = Counter()
+
+    def of(self, tool: ToolKey) -> str:
+        """The label of what a turn called: the program that a shell ran, else the tool."""
+        given = tool[-2:][0] if tool else UNKNOWN
+        if given in self._named:
+            return given
+        name = UNSAFE.sub("_", given)[:MAX_LABEL_CHARS]
+        if name in self._named or name in (OTHER, UNKNOWN):
+            return name
+        if len(self._named) >= self._most:
+            return OTHER
+        if len(self._calls) >= self._candidates:
+            self._calls.clear()
+        self._calls[name] += 1
+        if self._calls[name] < self._after:
+            return OTHER
+        self._named.add(name)
+        return name
+
+
+@dataclass(slots=True)
+class MetricSamples:
+    """Samples by metric (metrics.py names them)."""
+
+    tools: ToolLabels = field(default_factory=ToolLabels)
+    decisions: Counter[str] = field(default_factory=Counter)  # why a TTL is what it is, since the start
+    _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
+
+    def gap(self, tool: ToolKey, gap_s: float) -> None:
+        """A program came back from its tool."""
+        self._add("tool_gap", self.tools.of(tool), gap_s)
+
+    def kept(self, tool: ToolKey, keep: Retention) -> None:
+        """A policy said for how long a finished turn's KV should stay."""
+        self._add("ttl", self.tools.of(tool), keep.ttl_s)
+        self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
+
+    def queued(self, delay_s: float, evicted: bool) -> None:
+        """A program's turn left the queue; `evicted`: the GPU had lost its context."""
+        self._add("queue_delay", "lost" if evicted else "kept", delay_s)
+
+    def reloaded(self, found: ReloadOutcome) -> None:
+        """A context that the GPU had lost is back."""
+        self._add("reload_foretold", "", found.foretold_s)
+        self._add("reload", "", found.took_s)
+
+    def take_samples(self) -> dict[str, Samples]:
+        """The samples since the last call, by metric and label."""
+        found: dict[str, Samples] = {}
+        for metric, samples in self._samples.items():
+            for label, value in samples:
+                found.setdefault(metric, {}).setdefault(label, []).append(value)
+        self._samples.clear()
+        return found
+
+    def _add(self, metric: str, label: str, value: float) -> None:
+        self._samples.setdefault(metric, deque(maxlen=MOST_SAMPLES)).append((label, value))

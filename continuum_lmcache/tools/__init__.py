@@ -1,0 +1,1 @@
+"""Which tool a turn called, and how long tools take."""

@@ -1,0 +1,223 @@
+"""What did a finished turn call? From its text to tool keys, in the formats that models write.
+
+A key is hierarchical, most specific first: ("pytest tests/unit", "pytest", "bash"). Any text of any
+size is safe: only the tail is read, in one pass a format, and what cannot be parsed is no call.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+from urllib.parse import urlsplit
+
+from continuum_lmcache.tools.shell_key import command_key, levels, weight
+from continuum_lmcache.types import ToolKey
+
+TAIL_TOKENS = 512  # how many output tokens a caller decodes, special tokens included
+MAX_CHARS = 32_768  # of text; a token is rarely longer than 64 characters
+MAX_CALLS = 16
+MAX_JSON_TRIES = 32  # opening braces that may turn out to be no JSON
+MAX_DEPTH = 3  # a message, its call, the function of it; deeper could exhaust Python's stack
+MAX_COMMAND_WORDS = 64
+
+THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
+FENCE = re.compile(r"^[ \t]*```(?:bash|sh|shell|zsh|console|mswea_bash_command)[ \t]*\n", re.MULTILINE)
+NAME = re.compile(r"\s*([\w.-]+)")
+ADDRESS = re.compile(r" to=functions\.|<\|tool_call_begin\|>functions\.")
+CALL_LIST = re.compile(r"(?:^|<\|python_start\|>)\[\s*[A-Za-z_][\w.]*\(", re.MULTILINE)
+CALL_TOKEN = re.compile(
+    r"\"(?:[^\"\\]|\\.)*\"?|'(?:[^'\\]|\\.)*'?|[A-Za-z_][\w.]*|[()\[\]{}=]", re.DOTALL
+)  # a quote that never closes runs to the end: no second attempt, so one pass
+DECODER = json.JSONDecoder(strict=False)  # models leave line breaks inside strings
+COMMAND_ARGUMENTS = ("command", "cmd", "keystrokes")
+SHELL_TOOL = re.compile(r"sh|term|cmd|command|console", re.IGNORECASE)
+
+
+def tool_calls(text: str) -> tuple[ToolKey, ...]:
+    """Every call that the finished turn's text ends with, in its order; () if there is none.
+
+    Formats, the first that finds a call wins: Hermes and Qwen `<tool_call>` (JSON, XML, GLM's
+    argument pairs), bare `<function=...>`, Mistral `[TOOL_CALLS]`, gpt-oss `to=functions.`, the
+    last ```bash block as mini-swe-agent has it, JSON (OpenAI `tool_calls`, Llama 3 `parameters`,
+    Terminal-Bench `commands`), and Llama's pythonic list. An unclosed block counts: a stop string
+    may have swallowed its end. Thoughts (`<think>`, closed or not) are not read.
+    """
+    tail = spoken(text[-MAX_CHARS:])
+    for read in FORMATS:
+        if calls := tuple(islice(read(tail), MAX_CALLS)):
+            return calls
+    return ()
+
+
+def tool_key(text: str) -> ToolKey:
+    """The call that decides how long the turn's tools take; () is unknown.
+
+    Parallel calls end with their slowest: the first of the program known to be slow, as in a
+    compound command. With learned gaps at hand, `ToolDurations.slowest(tool_calls(text))` knows better.
+    """
+    return max(tool_calls(text), key=lambda key: weight(key[-2:][0]), default=())
+
+
+def declared(call: str) -> ToolKey:
+    """The key of a call that the client names itself (`this_func_call`); it wins over parsing."""
+    return levels(call)
+
+
+def spoken(text: str) -> str:
+    """The text without its thoughts: behind the last that ended, before the first that did not."""
+    for opening, closing in THOUGHTS:
+        text = text.rpartition(closing)[2].partition(opening)[0]
+    return text
+
+
+def tagged(text: str) -> Iterator[ToolKey]:
+    """<tool_call>{"name": ..., "arguments": ...}</tool_call> and its XML kin."""
+    for block in text.split("<tool_call>")[1:]:
+        body = block.partition("</tool_call>")[0]
+        if body.lstrip().startswith(("{", "[")):  # JSON may hold the other formats' tags as text
+            yield from json_calls(body)
+        elif "<function=" in body:
+            yield from functions(body)
+        elif "<arg_key>" in body:
+            name, *pairs = body.split("<arg_key>")
+            yield from call(name.strip(), dict(map(argument_pair, pairs)))
+        else:
+            yield from json_calls(body)
+
+
+def argument_pair(text: str) -> tuple[str, str]:
+    """key</arg_key><arg_value>value</arg_value>, as GLM writes it."""
+    key, _, rest = text.partition("</arg_key>")
+    return key.strip(), rest.partition("<arg_value>")[2].partition("</arg_value>")[0]
+
+
+def functions(text: str) -> Iterator[ToolKey]:
+    """<function=name><parameter=key>value</parameter></function>, or JSON in the place of parameters."""
+    for block in text.split("<function=")[1:]:
+        name, _, body = block.partition(">")
+        pairs = [p.partition(">") for p in body.split("<parameter=")[1:]]
+        given = {key: value.partition("</parameter>")[0] for key, _, value in pairs}
+        yield from call(name.strip(" \"'"), given or body.partition("</function>")[0])
+
+
+def mistral(text: str) -> Iterator[ToolKey]:
+    """[TOOL_CALLS][{...}], and [TOOL_CALLS]name{...} or name[ARGS]{...} once a call."""
+    for block in text.split("[TOOL_CALLS]")[1:]:
+        if name := NAME.match(block):
+            yield from call(name[1], block[max(block.find("{"), 0) :])
+        else:
+            yield from json_calls(block)
+
+
+def addressed(text: str) -> Iterator[ToolKey]:
+    """to=functions.name ...{...} (gpt-oss), and <|tool_call_begin|>functions.name:0...{...} (Kimi)."""
+    for block in ADDRESS.split(text)[1:] if "functions." in text else ():
+        if name := NAME.match(block):
+            yield from call(name[1], block[max(block.find("{"), 0) :])
+
+
+def fenced(text: str) -> Iterator[ToolKey]:
+    """The last ```bash block."""
+    starts = [found.end() for found in FENCE.finditer(text)] if "```" in text else []
+    if starts:
+        end = text.find("\n```", starts[-1] - 1)
+        yield command_key(text[starts[-1] : end if end >= 0 else len(text)], "bash")
+
+
+def json_calls(text: str) -> Iterator[ToolKey]:
+    """The calls in every JSON object of the text."""
+    at = -1
+    for _ in range(MAX_JSON_TRIES):
+        at = text.find("{", max(at, 0))
+        if at < 0:
+            return
+        try:
+            value, at = DECODER.raw_decode(text, at)
+        except (ValueError, RecursionError):
+            at += 1
+        else:
+            yield from calls_in(value)
+
+
+def calls_in(value: dict[str, Any], depth: int = MAX_DEPTH) -> Iterator[ToolKey]:
+    """The calls of one JSON object: one call, a message with `tool_calls`, or a batch of `commands`."""
+    nested: list[Any] = [value.get("function"), value.get("function_call")]
+    for key in ("tool_calls", "commands"):
+        listed = value.get(key)
+        nested += listed if isinstance(listed, list) else []
+    for item in nested:
+        if isinstance(item, dict) and depth:
+            yield from calls_in(item, depth - 1)
+    if isinstance(value.get("keystrokes"), str):
+        yield command_key(value["keystrokes"], "terminal")
+    for key in ("arguments", "parameters", "input"):
+        if key in value:
+            yield from call(value.get("name"), value[key])
+            return
+
+
+def pythonic(text: str) -> Iterator[ToolKey]:
+    """[f(a=1), g()]: from the last line that begins so."""
+    starts = [found.start() for found in CALL_LIST.finditer(text)]
+    depth, name, last, given = 0, "", "", dict[str, str]()
+    for token in CALL_TOKEN.findall(text, starts[-1]) if starts else ():
+        if token == "(" and depth == 1:
+            name, given = last, {}
+        elif token[0] in "\"'" and depth == 2 and last.endswith("="):
+            given[last[:-1]] = token.strip(token[0]).replace("\\n", "\n")
+        depth += (token in ("(", "[", "{")) - (token in (")", "]", "}"))
+        if token == ")" and depth == 1:
+            yield from call(name, given)
+        if depth <= 0:
+            return
+        last = last + "=" if token == "=" else token
+
+
+def call(name: Any, given: Any) -> Iterator[ToolKey]:
+    """The key of one call: a shell's by its command, a fetch's by its host, else by the tool's name."""
+    if not isinstance(name, str) or not levels(name):
+        return
+    arguments = loaded(given) if isinstance(given, str) else given
+    if not isinstance(arguments, dict):
+        arguments = {}
+    command = next((arguments[key] for key in COMMAND_ARGUMENTS if key in arguments), None)
+    if command is None and SHELL_TOOL.search(name):
+        command = arguments.get("code")
+    if isinstance(command, list):
+        command = shlex.join(word for word in command[:MAX_COMMAND_WORDS] if isinstance(word, str))
+    if isinstance(command, str):
+        yield command_key(command, name)
+    elif isinstance(url := arguments.get("url"), str):
+        yield levels(f"{name} {host}" if (host := host_of(url)) else "", name)
+    else:
+        yield levels(name)
+
+
+def loaded(text: str) -> Any:
+    """Arguments as the JSON they should be; {} where they are not."""
+    try:
+        return DECODER.raw_decode(text, max(text.find("{"), 0))[0]
+    except (ValueError, RecursionError):
+        return {}
+
+
+def host_of(url: str) -> str:
+    try:
+        return urlsplit(url).netloc
+    except ValueError:  # "Invalid IPv6 URL", and the like
+        return ""
+
+
+FORMATS: tuple[Callable[[str], Iterator[ToolKey]], ...] = (
+    tagged,
+    functions,
+    mistral,
+    addressed,
+    fenced,
+    json_calls,
+    pythonic,
+)

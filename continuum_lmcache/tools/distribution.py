@@ -1,0 +1,64 @@
+"""What is believed about a tool's gaps: the distribution that the policies ask."""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, compress
+from operator import mul
+
+
+@dataclass(frozen=True, slots=True)
+class DurationDistribution:
+    """What is believed about one kind of gap: P(gap <= ttl_s), and on what grounds."""
+
+    level: str  # "tool:3" command and argument, "tool:2" command, "tool:1" tool, "all", "cold"
+    samples_s: tuple[float, ...]  # gaps that ended, ascending
+    cdf: tuple[float, ...]  # P(gap <= samples_s[i])
+    n: int  # observations, those that never ended included
+
+    def probability(self, ttl_s: float) -> float:
+        """P(gap <= ttl_s), 0 to 1: Kaplan-Meier (JASA 53, 1958); while cold that of Exp(1), by the paper."""
+        if self.level == "cold":
+            return -math.expm1(-max(ttl_s, 0.0))
+        at = bisect_right(self.samples_s, ttl_s)
+        return self.cdf[at - 1] if at else 0.0
+
+    def after(self, elapsed_s: float) -> DurationDistribution:
+        """What is left of a gap that has lasted `elapsed_s` already. Exp(1), while cold, has no memory."""
+        if self.level == "cold" or elapsed_s <= 0.0:
+            return self
+        at, over = bisect_right(self.samples_s, elapsed_s), self.probability(elapsed_s)
+        left_s = tuple(gap_s - elapsed_s for gap_s in self.samples_s[at:])
+        return replace(self, samples_s=left_s, cdf=tuple((p - over) / (1.0 - over) for p in self.cdf[at:]))
+
+    @property
+    def mean_s(self) -> float | None:
+        """Mean of the gaps that ended; None if none did."""
+        return sum(self.samples_s) / len(self.samples_s) if self.samples_s else None
+
+
+@functools.lru_cache(maxsize=2)
+def equal_steps(n: int) -> tuple[float, ...]:
+    """1/n, 2/n, ... 1. Of a full window it is always the same."""
+    return tuple(i / n for i in range(1, n + 1))
+
+
+def kaplan_meier(ended_s: Sequence[float], censored_s: Sequence[float]) -> tuple[float, ...]:
+    """P(gap <= ended_s[i]) with right-censored observations, both ascending; Kaplan & Meier 1958.
+
+    At each gap that ended, the share 1 / (those not yet ended or lost) of what was left is gone.
+    Without censoring that is the empirical CDF, i / n.
+    """
+    n = len(ended_s)
+    if not censored_s:
+        return equal_steps(n)
+    ends = bytearray(b"\1" * (n + len(censored_s)))  # of all observations in their order; 0: it was lost
+    for before, at_s in enumerate(censored_s):
+        ends[before + bisect_right(ended_s, at_s)] = 0
+    at_risk = compress(range(len(ends), 0, -1), ends)
+    left = accumulate([1.0 - 1.0 / many for many in at_risk], mul)
+    return tuple([1.0 - share for share in left])

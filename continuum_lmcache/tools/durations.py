@@ -1,0 +1,198 @@
+"""How long do tools take? What was seen, per key, and which of it may be believed.
+
+A key's levels (types.ToolKey) are kept side by side: ("pytest tests", "pytest", "bash") teaches
+itself, ("pytest", "bash"), ("bash",) and (), which is every tool together.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from continuum_lmcache.errors import GapsError
+from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
+from continuum_lmcache.types import ToolKey
+
+COLD_SAMPLES = 100  # K of Continuum, arXiv 2511.02230 §4
+WINDOW = 1024  # observations a key remembers, the latest
+MAX_KEYS = 512  # the ones least recently heard of are forgotten beyond this; about 50 MB when all are full
+MAX_LEVELS = 4
+SHORTEST_GAP_S = 1e-6  # what counts as 0: a pin of 0 s would be no pin
+MAX_GAP_S = 1e6  # eleven days: a clock was wrong, not a tool slow
+VERSION = 1
+
+
+@dataclass(slots=True)
+class DurationWindow:
+    """The latest observations of one key, in the order of time and in that of length.
+
+    insort moves up to WINDOW pointers, a memmove of 8 kB at most (under a microsecond): at this
+    size it beats every tree written in Python, and the search is O(log n).
+    """
+
+    recent: deque[tuple[float, bool]] = field(default_factory=deque)  # seconds, whether it ended
+    ended_s: list[float] = field(default_factory=list)
+    censored_s: list[float] = field(default_factory=list)
+    _distribution: DurationDistribution | None = (
+        None  # until the next observation; a turn's end asks three times
+    )
+
+    def add(self, gap_s: float, ended: bool) -> None:
+        if len(self.recent) >= WINDOW:
+            oldest_s, oldest_ended = self.recent.popleft()
+            ordered = self.ended_s if oldest_ended else self.censored_s
+            del ordered[bisect_left(ordered, oldest_s)]
+        self._distribution = None
+        self.recent.append((gap_s, ended))
+        insort(self.ended_s if ended else self.censored_s, gap_s)
+
+    def distribution(self, level: str) -> DurationDistribution:
+        found = self._distribution
+        if found is None or found.level != level:
+            samples_s = tuple(self.ended_s)
+            cdf = kaplan_meier(samples_s, self.censored_s)
+            found = self._distribution = DurationDistribution(level, samples_s, cdf, len(self.recent))
+        return found
+
+
+@dataclass(slots=True)
+class ToolDurations:
+    """Tool gaps in seconds, from the end of a turn to the program's next request."""
+
+    _windows: OrderedDict[ToolKey, DurationWindow] = field(default_factory=OrderedDict)  # idle longest first
+
+    def observe(self, tool: ToolKey, gap_s: float) -> bool:
+        """The program came back after `gap_s`. False if that cannot be a gap."""
+        return self._add(tool, gap_s, ended=True)
+
+    def censor(self, tool: ToolKey, waited_s: float) -> bool:
+        """The program had not come back after `waited_s` and is no longer waited for.
+
+        Right-censored: the gap is longer than that, by how much is unknown. Dropping it would make
+        a tool that often hangs look like the short calls that did return.
+        """
+        return self._add(tool, waited_s, ended=False)
+
+    def distribution(self, tool: ToolKey) -> DurationDistribution:
+        """What to believe about `tool`: its most specific level with more than K observations.
+
+        The paper's cold start (§4, K = 100) with more than one level below "all": too few of every
+        tool, "cold"; too few of this key's levels, "all". Abandoned calls count as observations,
+        or a tool that never returns would be judged by the others for ever.
+        """
+        every = self._windows.get(())
+        if every is None or len(every.recent) <= COLD_SAMPLES:
+            return DurationDistribution("cold", (), (), len(every.recent) if every else 0)
+        for key in suffixes(tool):
+            window = self._windows.get(key)
+            if window is not None and len(window.recent) > COLD_SAMPLES:
+                return window.distribution(f"tool:{len(key)}" if key else "all")
+        return every.distribution("all")
+
+    def own(self, tool: ToolKey) -> DurationDistribution:
+        """What was seen of exactly this key, however little; level "own"."""
+        return self._windows.get(tool, DurationWindow()).distribution("own")
+
+    def nearest(self, tool: ToolKey) -> DurationDistribution:
+        """What was seen at the most specific level where any gap ended, however few; level "own"."""
+        found = (self.own(key) for key in suffixes(tool))
+        return next((own for own in found if own.samples_s), self.own(()))
+
+    def slowest(self, calls: Iterable[ToolKey]) -> ToolKey:
+        """Of parallel calls, the one with the longest mean gap; () if there is none.
+
+        A call is judged by its most specific level with anything seen: which of them is slower is
+        a weaker question than how long it takes. Gaps are long-tailed, so the largest mean is
+        close to the mean of the largest.
+        """
+        return max(calls, key=self._expected_s, default=())
+
+    def dumps(self) -> str:
+        """Everything learned, as versioned JSON in the order of use; loads() takes it back.
+
+        Safe from another thread: each list is copied at once, and each key is written by itself, so that
+        whoever learns meanwhile waits for one key at most.
+        """
+        keys = []
+        for key, window in list(self._windows.items()):
+            recent = list(window.recent)
+            found = {
+                "levels": list(key),
+                "gaps_s": [round(gap_s, 6) for gap_s, _ in recent],
+                "unended": [i for i, (_, ended) in enumerate(recent) if not ended],
+            }
+            keys.append(json.dumps(found))
+        return f'{{"version": {VERSION}, "keys": [{", ".join(keys)}]}}'
+
+    @classmethod
+    def loads(cls, text: str) -> ToolDurations:
+        """From dumps(). Raises GapsError that says what is wrong and where."""
+        try:
+            saved = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise GapsError(f"saved gaps are not JSON: {error}; delete the file to start afresh") from error
+        gaps = cls()
+        for key, observations in parsed(saved):
+            window = gaps._window(key)
+            for gap_s, ended in observations:
+                window.add(gap_s, ended)
+        return gaps
+
+    def _add(self, tool: ToolKey, gap_s: float, ended: bool) -> bool:
+        if not 0.0 <= gap_s <= MAX_GAP_S:  # false for nan too
+            return False
+        for key in reversed(suffixes(tool)):
+            self._window(key).add(max(gap_s, SHORTEST_GAP_S), ended)
+        return True
+
+    def _window(self, key: ToolKey) -> DurationWindow:
+        """The key's window, now the most recently used; the least recently used gives way."""
+        window = self._windows.get(key)
+        if window is None:
+            window = self._windows[key] = DurationWindow()
+        self._windows.move_to_end(key)
+        if len(self._windows) > MAX_KEYS:
+            self._windows.popitem(last=False)
+        return window
+
+    def _expected_s(self, tool: ToolKey) -> float:
+        return self.nearest(tool).mean_s or 0.0
+
+
+def suffixes(tool: ToolKey) -> list[ToolKey]:
+    """A key's levels, most specific first, down to () for every tool."""
+    return [tool[at:] for at in range(max(len(tool) - MAX_LEVELS, 0), len(tool) + 1)]
+
+
+def parsed(saved: Any) -> list[tuple[ToolKey, list[tuple[float, bool]]]]:
+    """Keys and observations of a saved file; raises GapsError at the first thing that is not right."""
+    if not isinstance(saved, dict) or saved.get("version") != VERSION:
+        raise GapsError(f"saved gaps have no version {VERSION}; delete the file to start afresh")
+    keys = saved.get("keys")
+    if not isinstance(keys, list) or len(keys) > MAX_KEYS:
+        raise GapsError(f"saved gaps: 'keys' must be a list of at most {MAX_KEYS}")
+    return [parsed_key(at, entry) for at, entry in enumerate(keys)]
+
+
+def parsed_key(at: int, entry: Any) -> tuple[ToolKey, list[tuple[float, bool]]]:
+    where = f"saved gaps: keys[{at}]"
+    if not isinstance(entry, dict):
+        raise GapsError(f"{where} must be an object, not {type(entry).__name__}")
+    key, gaps_s, unended = entry.get("levels"), entry.get("gaps_s"), entry.get("unended")
+    if not isinstance(key, list) or len(key) > MAX_LEVELS or not all(isinstance(name, str) for name in key):
+        raise GapsError(f"{where}.levels must be at most {MAX_LEVELS} names")
+    if not isinstance(gaps_s, list) or len(gaps_s) > WINDOW or not all(map(plausible, gaps_s)):
+        bounds = f"{SHORTEST_GAP_S:g} to {MAX_GAP_S:g}"
+        raise GapsError(f"{where}.gaps_s must be at most {WINDOW} numbers of seconds, {bounds}")
+    if not isinstance(unended, list) or not all(isinstance(i, int) for i in unended):
+        raise GapsError(f"{where}.unended must be a list of positions in gaps_s")
+    lost = set(unended)
+    return tuple(key), [(float(gap_s), i not in lost) for i, gap_s in enumerate(gaps_s)]
+
+
+def plausible(gap_s: Any) -> bool:
+    return type(gap_s) in (int, float) and SHORTEST_GAP_S <= gap_s <= MAX_GAP_S

@@ -1,0 +1,205 @@
+"""Puts one engine's parts together. What they read from files and write to them goes through here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from vllm.logger import init_logger
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
+from continuum_lmcache.reload.tier_store import SelectiveLoader
+from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.telemetry.recorder import DisabledRecorder, EventRecorder
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.vllm_plugin.files.durations_file import load_gaps, save_gaps
+from continuum_lmcache.vllm_plugin.files.recording_files import JOIN_S, RecordingWriter
+from continuum_lmcache.vllm_plugin.hooks.metrics_delta import Totals, totals_of
+from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
+from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
+
+logger = init_logger("vllm.continuum_lmcache")
+GAPS_EVERY_S = 60.0  # what a crash may cost of what was learned
+
+
+@dataclass
+class EngineParts:
+    """One engine's keeper, and the files that outlive it."""
+
+    lifecycle: TurnLifecycle
+    gaps_path: Path | None
+    recording: RecordingWriter | None
+    saver: FileSaver | None = None
+    _saving: threading.RLock = field(default_factory=threading.RLock)  # an older save must not end last
+
+    @property
+    def writes_files(self) -> bool:
+        return self.recording is not None or self.gaps_path is not None
+
+    def totals(self) -> Totals:
+        """Counts since the start, for the metrics."""
+        lost = self.recording.lost if self.recording is not None else {}
+        return {**totals_of(self.lifecycle), "unrecorded": dict(lost)}
+
+    def save(self) -> None:
+        """Write what was learned and what happened so far."""
+        with self._saving:
+            if self.recording is not None:
+                self.recording.flush()
+            self.save_gaps()
+
+    def save_gaps(self) -> None:
+        """Write what was learned."""
+        if self.gaps_path is None:
+            return
+        with self._saving:
+            try:
+                save_gaps(self.gaps_path, self.lifecycle.advisor.gaps)
+            except OSError as error:
+                logger.warning("tool durations not saved to %s: %s", self.gaps_path, error)
+
+    def close(self) -> None:
+        """The last time, at shutdown."""
+        if self.saver is not None:
+            self.saver.close()
+        self.save()
+        if self.recording is not None:
+            self.recording.close()
+
+
+class FileSaver:
+    """A thread that saves a room's files: all when asked to, what was learned every GAPS_EVERY_S."""
+
+    def __init__(self, room: EngineParts, every_s: float = GAPS_EVERY_S) -> None:
+        self._room, self._every_s = room, every_s
+        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may interrupt itself
+        self._thread = threading.Thread(target=self._run, name="continuum-files", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Save everything soon. May be called from a signal handler."""
+        self._asked.put(True)
+
+    def close(self) -> None:
+        """End the thread, after what it writes now."""
+        self._asked.put(False)
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                goes_on = self._asked.get(timeout=self._every_s)
+            except queue.Empty:
+                self._room.save_gaps()
+                continue
+            if not goes_on:
+                return
+            self._room.save()
+
+
+def furnish(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:
+    """Build the parts for one scheduler. Raises ConfigError or ProfileError."""
+    rank = scheduler.parallel_config.data_parallel_index
+    gaps_path = ranked(Path(config.gaps_file), rank) if config.gaps_file else None
+    supply = ResidencyLookup(scheduler.connector)
+    advisor = RetentionAdvisor(
+        config,
+        costs_of(config, kv_bytes_per_token(scheduler.kv_cache_config)),
+        load_gaps(gaps_path) if gaps_path else ToolDurations(),
+        supply.capacity_tokens(),
+    )
+    folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
+    recorder = (EventRecorder if folder else DisabledRecorder)(time.time() - now_s, hash_ids=config.hash_ids)
+    recording = RecordingWriter(Path(folder), recorder, rank, config.stream_recording) if folder else None
+    tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
+    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # decodes in half of the wrapper's time
+    lifecycle = TurnLifecycle(
+        config,
+        advisor,
+        recorder,
+        scheduler.kv_cache_manager,
+        scheduler.hash_block_size,
+        scheduler.block_size,
+        tokenizer,
+        supply,
+    )
+    logger.info("KV below the GPU: %s", supply.mode)
+    if not supply.times_loads:
+        logger.warning(
+            "the KV connector %s does not say where KV lies: TTLs are set as if it kept none",
+            type(scheduler.connector).__name__,
+        )
+    if isinstance(scheduler.connector, SelectiveLoader):
+        scheduler.connector.load_by(lifecycle.judge.tokens)
+        lifecycle.judge.is_asked = True
+    room = EngineParts(lifecycle, gaps_path, recording)
+    if room.writes_files:
+        room.saver = FileSaver(room)
+        if owns_process():
+            save_on_signals(room, room.saver)
+    return room
+
+
+def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> CostModel:
+    """The measured profile, or cautious numbers that say that they are not measured."""
+    if not config.profile:
+        logger.warning("continuum.profile is not set: reload costs are guesses, not measurements")
+        return replace(UNMEASURED, kv_bytes_per_token=kv_bytes_per_token)
+    path = Path(config.profile)
+    try:
+        costs = CostModel.from_mapping(yaml.safe_load(path.read_text()), str(path))
+    except (OSError, yaml.YAMLError) as error:
+        raise ProfileError(f"continuum.profile {path}: {error}") from error
+    if not costs.measured:
+        logger.warning("continuum.profile %s was not measured: its numbers are from data sheets", path)
+    if costs.kv_bytes_per_token != kv_bytes_per_token:
+        logger.warning(
+            "continuum.profile %s is of a model with %d bytes of KV a token; this one has %d",
+            path,
+            costs.kv_bytes_per_token,
+            kv_bytes_per_token,
+        )
+    return costs
+
+
+def owns_process() -> bool:
+    """Whether this is an engine's own process: an application's signals are its own (in-process `LLM`).
+
+    Read on vLLM 0.30 to 0.33: CoreEngineProcManager names them "EngineCore" or "EngineCore_DP<rank>".
+    """
+    named = multiprocessing.current_process().name.startswith("EngineCore")
+    return named and threading.current_thread() is threading.main_thread()
+
+
+def save_on_signals(room: EngineParts, saver: FileSaver) -> None:
+    """SIGUSR1 to the engine's process has its thread write the files; SIGTERM writes them before vLLM's own
+    handler.
+
+    vLLM gives an engine its shutdown timeout and then kills it: a busy one may not reach shutdown().
+    """
+    signal.signal(signal.SIGUSR1, lambda *_: saver.ask())
+    stock = signal.getsignal(signal.SIGTERM)
+    if not callable(stock):
+        return
+
+    def save_then_stop(number: int, frame: Any) -> None:
+        room.save()
+        stock(number, frame)
+
+    signal.signal(signal.SIGTERM, save_then_stop)
+
+
+def ranked(path: Path, rank: int) -> Path:
+    """A file of one data-parallel rank's own."""
+    return path.with_name(f"{path.name}_dp{rank}") if rank else path

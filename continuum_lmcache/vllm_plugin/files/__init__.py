@@ -1,0 +1,1 @@
+"""What an engine reads from and writes to files."""

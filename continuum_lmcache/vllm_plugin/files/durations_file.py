@@ -1,0 +1,58 @@
+"""Where learned tool durations survive a restart: `continuum.gaps_file`. The only I/O about them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from continuum_lmcache.errors import GapsError
+from continuum_lmcache.tools.durations import ToolDurations
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 64 << 20  # a full set of windows is about 5 MB
+
+
+def load_gaps(path: Path) -> ToolDurations:
+    """What was learned before. A file that cannot be used is set aside with a warning, never an error.
+
+    The names of set-aside files end in `.corrupt`; an older one of that name is replaced.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise GapsError(f"{path} is larger than {MAX_BYTES} bytes")
+        return ToolDurations.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ToolDurations()
+    except (GapsError, UnicodeDecodeError) as error:
+        set_aside(path, error)
+    except OSError as error:
+        logger.warning("Cannot read tool durations from %s (%s); starting without them", path, error)
+    return ToolDurations()
+
+
+def save_gaps(path: Path, gaps: ToolDurations) -> None:
+    """Write all or nothing: a reader sees the old file or the new one. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(gaps.dumps())
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def set_aside(path: Path, error: Exception) -> None:
+    aside = path.with_name(path.name + ".corrupt")
+    try:
+        path.replace(aside)
+    except OSError as failed:
+        logger.warning("Tool durations in %s are unusable (%s) and cannot be moved: %s", path, error, failed)
+        return
+    logger.warning("Tool durations in %s are unusable (%s); set aside as %s", path, error, aside)

@@ -1,0 +1,1 @@
+"""Everything of vLLM that is replaced or wrapped at run time."""

@@ -1,0 +1,56 @@
+"""Whose a request is, by its API key: a keyed hash travels with it, the key does not.
+
+Seam, unchanged from vLLM 0.30 to 0.33, run on 0.32: AuthenticationMiddleware.__call__, which vLLM puts
+before its endpoints where keys are configured, and only there. An ASGI request has a task of its own, so a
+context variable reaches its `to_sampling_params` (request_fields.py).
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from contextvars import ContextVar
+from hashlib import sha256
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from continuum_lmcache.vllm_plugin.hooks import wrapping
+
+SECRET = "_CONTINUUM_KEY_SECRET"  # no setting: made by the first process, inherited by its API servers
+owner: ContextVar[str] = ContextVar("continuum_owner", default="")
+
+
+def install() -> None:
+    """Wrap vLLM's authentication in this API server, once."""
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    share_secret()
+    stock = AuthenticationMiddleware.__call__
+    if wrapping.is_hooked(stock):
+        return
+
+    @wrapping.wraps(stock)
+    def __call__(self: Any, scope: Any, receive: Any, send: Any) -> Any:
+        if scope["type"] in ("http", "websocket"):
+            owner.set(owner_of(Headers(scope=scope).get("Authorization", "")))
+        return stock(self, scope, receive, send)
+
+    AuthenticationMiddleware.__call__ = __call__  # type: ignore[method-assign]
+
+
+def share_secret() -> None:
+    """Make the secret unless the process that started this one has: all API servers name an owner alike."""
+    os.environ.setdefault(SECRET, secrets.token_hex(32))
+
+
+def secret() -> bytes:
+    """What all API servers of this one start share, and no client knows; 64 bytes."""
+    return os.environ[SECRET].encode()
+
+
+def owner_of(authorization: str) -> str:
+    """The keyed hash of a bearer token, 32 characters."""
+    _, _, token = authorization.partition(" ")
+    return hmac.new(secret(), token.encode(), sha256).hexdigest()[:32]

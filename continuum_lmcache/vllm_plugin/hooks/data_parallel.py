@@ -1,0 +1,71 @@
+"""A program's turns go to one rank of `--data-parallel-size N`.
+
+vLLM's load balancer is asked for each request and answers with the least busy rank, so that a turn's pin lies
+on one rank and its program's next turn runs on another. Here the first turn goes where vLLM says, and later
+ones where the first went. API servers share no tables: where there are several, which is vLLM's default for
+N > 1, a program's rank is a keyed hash of its name. What names no program goes where vLLM says; so does what
+names a rank.
+
+Seam, read on vLLM 0.32: DPLBAsyncMPClient.get_core_engine_for_request(request), .core_engines (by rank),
+.client_count, .reqs_in_flight, .vllm_config; EngineCoreRequest.sampling_params, .cache_salt, .session_id,
+.data_parallel_rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from continuum_lmcache.fleet.homes import Homes, hashed
+from continuum_lmcache.programs.identity import ProgramFields, program_id, tenant_of
+from continuum_lmcache.types import ProgramId
+from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
+from continuum_lmcache.vllm_plugin.requests import identity
+
+MOST_PROGRAMS = 100_000
+TABLE = "_continuum_homes"  # our attribute of vLLM's client
+
+
+def install(schedulers: str) -> None:
+    """Wrap the load balancer of this process's API server, once. It acts for schedulers of this module."""
+    from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+    stock = DPLBAsyncMPClient.get_core_engine_for_request
+    if wrapping.is_hooked(stock):
+        return
+
+    @wrapping.wraps(stock)
+    def get_core_engine_for_request(self: Any, request: Any) -> Any:
+        if not str(self.vllm_config.scheduler_config.scheduler_cls).startswith(schedulers):
+            return stock(self, request)
+        says, _ = identity(request)
+        program = program_of(says, request)
+        if program is None or request.request_id in self.reqs_in_flight:
+            return stock(self, request)
+        if not hasattr(self, TABLE):
+            setattr(self, TABLE, Homes[int](MOST_PROGRAMS, api_keys.secret()))
+        homes: Homes[int] = getattr(self, TABLE)
+        if request.data_parallel_rank is None:
+            request.data_parallel_rank = rank_of(program, homes, len(self.core_engines), self.client_count)
+        engine = stock(self, request)
+        if says.is_last_step:
+            homes.leaves(program)
+        else:
+            homes.settles(program, self.core_engines.index(engine))
+        return engine
+
+    DPLBAsyncMPClient.get_core_engine_for_request = get_core_engine_for_request  # type: ignore[method-assign]
+
+
+def program_of(says: ProgramFields, request: Any) -> ProgramId | None:
+    """The program that the request names, as the engine will call it."""
+    if says.job_id is None:
+        return None
+    return program_id(says.job_id, tenant_of(request.cache_salt, says.owner))
+
+
+def rank_of(program: ProgramId, homes: Homes[int], ranks: int, api_servers: int) -> int | None:
+    """Where the turn goes; None: where vLLM says. A home that is gone (vLLM can scale down) is none."""
+    if api_servers > 1:
+        return hashed(program, range(ranks), api_keys.secret())
+    home = homes.of(program)
+    return home if home is not None and home < ranks else None

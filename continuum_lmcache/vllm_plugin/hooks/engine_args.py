@@ -1,0 +1,181 @@
+"""`--scheduling-policy continuum` and `--kv-transfer-config FILE`, on the command line and in `LLM(...)`.
+
+Seams, read in vLLM 0.30 to 0.33 and run on 0.32: EngineArgs.add_cli_args, EngineArgs.create_engine_config
+(vLLM loads plugins before it calls either). vLLM's own policy stays "fcfs" underneath; the
+scheduler class is set on the finished config, when asynchronous scheduling has been decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.retention.policies import policy_named
+from continuum_lmcache.vllm_plugin.hooks import data_parallel, prometheus, request_fields
+
+logger = init_logger("vllm.continuum_lmcache")
+POLICY = "continuum"
+SCHEDULERS = "continuum_lmcache.vllm_plugin.scheduler."
+CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")
+OLDEST = (0, 30)
+SUPPORTED = "continuum supports 0.30 to 0.33"
+FILES_TIMEOUT_S = 5
+OURS = {
+    "LMCacheConnectorV1": ("ContinuumLMCacheConnector", "connectors.lmcache"),
+    "LMCacheMPConnector": ("ContinuumLMCacheMPConnector", "connectors.lmcache_mp"),
+}
+
+
+def install() -> None:
+    """Wrap the two methods, once a process."""
+    if getattr(EngineArgs, "_continuum", False):
+        return
+    EngineArgs._continuum = True  # type: ignore[attr-defined]
+    EngineArgs.add_cli_args = staticmethod(  # type: ignore[method-assign]
+        with_continuum(EngineArgs.add_cli_args)
+    )
+    EngineArgs.create_engine_config = with_scheduler(  # type: ignore[method-assign]
+        EngineArgs.create_engine_config
+    )
+
+
+def with_continuum(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """add_cli_args that offers one more policy and takes a file for the KV connector."""
+
+    @functools.wraps(stock)
+    def add_cli_args(parser: Any) -> Any:
+        parser = stock(parser)
+        for action in parser._actions:
+            if action.dest == "scheduling_policy" and POLICY not in (action.choices or (POLICY,)):
+                action.choices = [*action.choices, POLICY]
+            if action.dest == "kv_transfer_config":
+                action.type = text_or_file(action.type)
+        return parser
+
+    return add_cli_args
+
+
+def text_or_file(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser of JSON text that takes the path of a JSON file as well."""
+
+    def read(value: str) -> Any:
+        if value.lstrip().startswith("{"):
+            return parse(value)
+        path = Path(value)
+        try:
+            text = path.read_text()
+            json.loads(text)
+        except OSError as error:
+            raise argparse.ArgumentTypeError(
+                f"{value!r} is neither JSON nor a file that can be read ({error.strerror}; "
+                f"looked in {Path.cwd()})"
+            ) from error
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{value}: not valid JSON: {error}") from error
+        return parse(text)
+
+    return read
+
+
+def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
+    """create_engine_config that turns the policy's name into this package's scheduler."""
+
+    @functools.wraps(stock)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        if self.scheduling_policy != POLICY:
+            return stock(self, *args, **kwargs)
+        refuse(self.scheduler_cls is not None, "--scheduler-cls is given too; drop one of the two")
+        self.scheduling_policy = "fcfs"
+        try:
+            config = stock(self, *args, **kwargs)
+        finally:
+            self.scheduling_policy = POLICY
+        prepare_connector(config)
+        adopt(config)
+        return config
+
+    return create_engine_config
+
+
+def adopt(config: VllmConfig) -> None:
+    """Put our scheduler into a finished config, or say why it cannot be."""
+    model, parallel = config.model_config, config.parallel_config
+    refuse(config.scheduler_config.scheduler_cls is not None, "this model brings a scheduler of its own")
+    refuse(getattr(model, "is_diffusion", False), "diffusion models are not scheduled by turns")
+    refuse(model.is_encoder_decoder, "encoder-decoder models have no prefix to keep")
+    refuse(not config.cache_config.enable_prefix_caching, "prefix caching is off, so nothing can be kept")
+    refuse(
+        parallel.distributed_executor_backend == "external_launcher",
+        "external_launcher needs the same decisions on every rank, and a TTL depends on each one's clock",
+    )
+    settings = load_settings(config)
+    name = "ContinuumAsyncScheduler" if config.scheduler_config.async_scheduling else "ContinuumScheduler"
+    config.scheduler_config.scheduler_cls = SCHEDULERS + name
+    writes_files = settings.gaps_file or settings.run_output_dir or os.environ.get("RUN_OUTPUT_DIR")
+    if config.shutdown_timeout == 0 and writes_files:
+        config.shutdown_timeout = FILES_TIMEOUT_S  # at 0 vLLM kills the engine before it can write
+    request_fields.install()
+    prometheus.install()
+    data_parallel.install(SCHEDULERS)
+    found = version("vllm")
+    refuse(is_too_old(found), f"on vLLM {found} requests whose loads fail may wait for ever; {SUPPORTED}")
+    if note := version_note(found):
+        logger.warning(note)
+    logger.info("scheduling policy %s (continuum.policy=%s), %s", POLICY, settings.policy, name)
+
+
+def version_note(found: str) -> str:
+    """One line about a vLLM that was not checked, else ''."""
+    if found.startswith(CHECKED_VERSIONS):
+        return ""
+    return f"vLLM {found} was not checked; {SUPPORTED}"
+
+
+def is_too_old(found: str) -> bool:
+    """Whether this vLLM is one on which our own tests fail (docs/versions.md)."""
+    return tuple(int(part) for part in found.split(".")[:2]) < OLDEST
+
+
+def load_settings(config: VllmConfig) -> ContinuumConfig:
+    """The settings in force, checked here so that a mistake ends the start and not the engine."""
+    transfer = config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config if transfer is not None else {}
+    settings = ContinuumConfig.load(extra, os.environ)
+    policy_named(settings.policy)
+    return settings
+
+
+def prepare_connector(config: VllmConfig) -> None:
+    """Our subclass of a connector we know, with its settings checked before any engine starts.
+
+    Whoever wants LMCache's own under this policy names its module: then its path is set already.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return
+    if transfer.kv_connector in OURS and not transfer.kv_connector_module_path:
+        transfer.kv_connector, transfer.kv_connector_module_path = OURS[transfer.kv_connector]
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    check = getattr(connector, "check_settings", None)
+    if check is not None:
+        check(config)
+
+
+def refuse(conflict: bool, reason: str) -> None:
+    """Raise ConfigError if there is a conflict."""
+    if conflict:
+        raise ConfigError(f"--scheduling-policy {POLICY}: {reason}")

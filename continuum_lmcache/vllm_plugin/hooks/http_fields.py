@@ -1,0 +1,44 @@
+"""What of an HTTP request its `to_sampling_params` does not get: some headers, and Anthropic's own fields.
+
+Seam: Starlette.__call__, the ASGI entry point of vLLM's FastAPI app in all versions. An ASGI request has a
+task of its own, so a context variable set there reaches what it calls, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from starlette.applications import Starlette
+
+from continuum_lmcache.programs.session_fields import HEADERS
+from continuum_lmcache.vllm_plugin.hooks import wrapping
+
+headers: ContextVar[Mapping[str, str]] = ContextVar("continuum_headers", default={})  # noqa: B039 (never changed)
+body: ContextVar[Mapping[str, Any]] = ContextVar("continuum_body", default={})  # noqa: B039
+
+
+def install() -> None:
+    """Wrap the application of this API server, once."""
+    stock = Starlette.__call__
+    if wrapping.is_hooked(stock):
+        return
+
+    @wrapping.wraps(stock)
+    async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            headers.set(chosen(scope["headers"]))
+        await stock(self, scope, receive, send)
+
+    Starlette.__call__ = __call__  # type: ignore[method-assign]
+
+
+def chosen(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The headers that may say whose turn a request is, the first of each name: no credentials."""
+    found: dict[str, str] = {}
+    for name, value in raw:
+        text = name.decode("latin-1").lower()
+        if text in HEADERS:
+            found.setdefault(text, value.decode("latin-1").strip())
+    return found

@@ -1,0 +1,76 @@
+"""Wakes an idle engine when a pin runs out, so that its memory shows as free without a spin.
+
+vLLM calls schedule() only while there is work. Seam, unchanged from vLLM 0.30 to 0.33:
+EngineCoreProc._process_input_queue (where an idle engine sleeps) and EngineCoreRequestType.WAKEUP.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from continuum_lmcache.vllm_plugin.hooks import wrapping
+
+
+def install() -> None:
+    """Hand each engine's scheduler a way to wake it. Once a process, by our scheduler when it is built."""
+    from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import EngineCoreProc
+
+    stock = EngineCoreProc._process_input_queue
+    if wrapping.is_hooked(stock):
+        return
+
+    @wrapping.wraps(stock)
+    def _process_input_queue(self: Any) -> Any:
+        before_idle = getattr(self.scheduler, "before_idle", None)
+        if before_idle is not None:
+            before_idle(lambda: self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
+        return stock(self)
+
+    EngineCoreProc._process_input_queue = _process_input_queue
+
+
+class IdleTimer:
+    """Calls `ring` at a set time. One long-lived thread; setting it again replaces the time."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._at_s: float | None = None
+        self._wakes_s = math.inf  # when its thread looks next
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="continuum-alarm", daemon=True)
+        self._thread.start()
+
+    def set(self, at_s: float | None) -> None:
+        """Ring at `at_s` on time.monotonic()'s clock; None: not at all.
+
+        Its thread is woken only if it would sleep for too long: each turn's end sets another time, mostly a
+        later one.
+        """
+        if at_s != self._at_s:
+            with self._changed:
+                self._at_s = at_s
+                if at_s is not None and at_s < self._wakes_s:
+                    self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        with self._changed:
+            while not self._closed:
+                at_s = self._at_s
+                if at_s is not None and at_s <= time.monotonic():
+                    self._at_s = None
+                    self._ring()
+                else:
+                    self._wakes_s = math.inf if at_s is None else at_s
+                    self._changed.wait(None if at_s is None else max(0.0, at_s - time.monotonic()))

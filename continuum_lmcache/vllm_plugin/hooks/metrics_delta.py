@@ -1,0 +1,99 @@
+"""One engine's figures for the metrics: counts since its start, what is now, and what of it is news."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from continuum_lmcache.reload.rate_calibration import CalibratedCosts
+from continuum_lmcache.retention.engine_stats import EvictionStats
+from continuum_lmcache.telemetry.samples import MetricSamples
+from continuum_lmcache.types import PinEnd
+from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, MetricsPayload
+
+if TYPE_CHECKING:
+    from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
+
+Totals = dict[str, dict[str, float]]  # by metric (metrics.py), then by its label
+# an enum's value takes longer to read than a dict's
+OUTCOMES = {outcome: outcome.value for outcome in PinEnd}
+REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
+
+
+class MetricsDelta:
+    """What one engine has to tell since it last did: growth of counts, gauges that moved, samples.
+
+    vLLM hands each step's stats to any one of its front-ends, and Prometheus adds these up: so every
+    event must be told once. A total would be counted by each front-end that sees it.
+    """
+
+    def __init__(self, totals: Callable[[], Totals], observed: MetricSamples) -> None:
+        self._totals, self._observed = totals, observed
+        self._before: Totals = {}
+
+    def told(self) -> MetricsPayload:
+        """The news. What was told is not told again."""
+        now, before = self._totals(), self._before
+        news: MetricsPayload = {}
+        for key, figures in now.items():
+            old = before.get(key, {})
+            if figures == old:  # of some thirty metrics few move in a step, and this runs in each
+                continue
+            moved = {label: v for label, v in figures.items() if label not in old or v != old[label]}
+            if key in COUNTERS:
+                moved = {label: v - old.get(label, 0.0) for label, v in moved.items()}
+            if moved:
+                news[key] = moved
+        self._before = now
+        return {**news, **self._observed.take_samples()}
+
+
+def totals_of(lifecycle: TurnLifecycle) -> Totals:
+    """All of them."""
+    ledger, supply, advisor = lifecycle.ledger, lifecycle.supply, lifecycle.advisor
+    pins: dict[str, float] = {name: ledger.outcomes[outcome] for outcome, name in OUTCOMES.items()}
+    return {
+        "pins": {"taken": ledger.taken, **pins},
+        "refused": REFUSALS | ledger.refused,
+        "ttl_decisions": dict(advisor.observed.decisions),
+        "ignored": dict(lifecycle.ignored),
+        "pinned_blocks": {"": ledger.pinned_blocks},
+        "pinned_ratio": {"": ledger.pinned_blocks / lifecycle.pool_blocks},
+        "pins_held": {"": len(ledger.pinned)},
+        "programs": {"": len(ledger.programs)},
+        "store_up": {"": float(supply.is_up)},
+        "store_mode": {supply.mode: 1.0},
+        "load_decisions": dict(lifecycle.judge.counts),
+        "policy": {advisor.config.policy: 1.0},
+        "tier_capacity": {t.value: n for t, n in advisor.survival.capacity_tokens.items()},
+        **supply.totals(),
+        **rate_totals(advisor.rates),
+        **formula_totals(advisor.history),
+        **lifecycle.crowd.totals(),
+        **lifecycle.losses.departures.totals(),
+    }
+
+
+def rate_totals(rates: CalibratedCosts) -> Totals:
+    """Every rate now in use, and how many measurements stand behind it."""
+    costs = rates.costs
+    curve, tiers = costs.prefill, {"dram": costs.dram, "ssd": costs.ssd}
+    return {
+        "rate_samples": {name: float(n) for name, n in rates.samples.items()},
+        "tier_rate": {tier: rate.bytes_per_s for tier, rate in tiers.items()},
+        "tier_fixed": {tier: rate.fixed_s for tier, rate in tiers.items()},
+        "prefill_fixed": {"": curve.fixed_s},
+        "prefill_token": {"": curve.per_token_s},
+        "prefill_pair": {"": curve.per_pair_s},
+        "kv_token": {"": float(costs.kv_bytes_per_token)},
+        "store_stall": {"": 1.0 / costs.store.bytes_per_s},
+    }
+
+
+def formula_totals(history: EvictionStats) -> Totals:
+    """T and eta of eq. 2, and the samples behind them."""
+    return {
+        "delay": {"": history.queue_delay_s},
+        "eta": {"": history.eta},
+        "formula_samples": {"delay": history.queue_delay_samples, "eta": history.eta_samples},
+    }

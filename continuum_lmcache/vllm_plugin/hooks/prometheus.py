@@ -1,0 +1,167 @@
+"""The scheduler's figures in vLLM's own /metrics.
+
+They travel inside SchedulerStats.kv_connector_stats under the key "continuum", the one field vLLM
+passes on untouched, and are taken out again before vLLM's loggers see it. Seam, read on vLLM 0.30
+to 0.33: StatLoggerManager.record. vLLM sends a step's stats to one of its front-ends, and each message
+tells what is new since the last (metrics_delta.py), so the counts of several front-ends add up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+from vllm.v1.metrics.stats import SchedulerStats
+
+from continuum_lmcache.vllm_plugin.hooks import wrapping
+
+KEY = "continuum"
+MetricsPayload = dict[
+    str, Any
+]  # by metric, then label: a count's growth, a gauge's value, a histogram's samples
+TTL_BUCKETS_S = (0.0, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+GAP_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+DELAY_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+RELOAD_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+
+COUNTERS = {  # by key of what is told: name, help, label
+    "pins": ("continuum_pins", "Pins by what became of them; taken counts all", "outcome"),
+    "refused": ("continuum_pins_refused", "Pins that a limit did not allow", "reason"),
+    "prompt_tokens": ("continuum_prompt_tokens", "Prompt tokens by where their KV came from", "tier"),
+    "returned_tokens": (
+        "continuum_returned_context_tokens",
+        "Context of programs that came back, by where its KV was found",
+        "tier",
+    ),
+    "ttl_decisions": ("continuum_ttl_decisions", "Finished turns by why their TTL is what it is", "reason"),
+    "ignored": ("continuum_ignored_fields", "Requests by a field of theirs that was not used", "field"),
+    "unrecorded": ("continuum_unrecorded", "Events or snapshots that reached no file", "kind"),
+    "lost_returns": ("continuum_lost_returns", "Returns of programs to less than they left", "cause"),
+    "lost_seconds": ("continuum_lost_prefill_seconds", "Prefill that they need again, as measured", "cause"),
+    "load_decisions": ("continuum_load_decisions", "Turns that a tier had KV for, as placed", "decision"),
+}
+GAUGES = {  # the label's name last; "" where there is none
+    "pinned_blocks": ("continuum_pinned_blocks", "GPU KV blocks held by pins", ""),
+    "programs": ("continuum_programs", "Programs known to the scheduler", ""),
+    "store_up": ("continuum_tier_store_up", "1 while the store below the GPU answers, else 0", ""),
+    "store_mode": ("continuum_tier_store_info", "Always 1; its label says who keeps KV off the GPU", "mode"),
+    "rate_samples": ("continuum_rate_samples", "Measurements behind a rate; 0: it is assumed", "rate"),
+    "tier_rate": ("continuum_tier_bytes_per_second", "How fast a tier is taken to be read", "tier"),
+    "tier_fixed": ("continuum_tier_fixed_seconds", "What a load from a tier takes beside its bytes", "tier"),
+    "prefill_fixed": ("continuum_prefill_fixed_seconds", "The prefill curve's fixed part", ""),
+    "prefill_token": ("continuum_prefill_seconds_per_token", "The prefill curve's part by new token", ""),
+    "prefill_pair": (
+        "continuum_prefill_seconds_per_token_pair",
+        "The prefill curve's part by pair of a new token and one it attends to",
+        "",
+    ),
+    "tier_capacity": ("continuum_tier_capacity_tokens", "Tokens whose KV a tier has room for", "tier"),
+    "delay": ("continuum_eviction_delay_seconds", "T of eq. 2: mean wait of turns whose KV was lost", ""),
+    "eta": ("continuum_eta", "eta of eq. 2: -1 to 1, near 1 if programs that went on long end soon", ""),
+    "formula_samples": ("continuum_formula_samples", "Measurements behind T (delay) and eta", "input"),
+    "policy": ("continuum_policy_info", "Always 1; its label is the policy in use", "policy"),
+    "pinned_ratio": ("continuum_pinned_ratio", "Share of the GPU's KV blocks that pins hold, 0 to 1", ""),
+    "pins_held": ("continuum_pins_held", "Programs that hold a pin now", ""),
+    "working_set": ("continuum_working_set_tokens", "Contexts of all programs that are counted on", ""),
+    "gpu_capacity": ("continuum_gpu_capacity_tokens", "Tokens whose KV the GPU has room for", ""),
+    "kv_token": ("continuum_kv_bytes_per_token", "What one token's KV takes, over all layers", ""),
+    "store_stall": ("continuum_store_stall_seconds_per_byte", "How long a step waits for its stores", ""),
+    "outside": ("continuum_programs_outside", "Programs that wait until there is room to start", ""),
+    "lost_at_token": ("continuum_lost_at_token", "From which token on the latest return lost", "cause"),
+    "storing": ("continuum_storing", "1 while KV is stored to the tiers, 0 while that does not pay", ""),
+}
+HISTOGRAMS = {  # the last: upper bounds of the buckets, seconds
+    "ttl": ("continuum_ttl_seconds", "For how long a finished turn's KV should stay", "tool", TTL_BUCKETS_S),
+    "tool_gap": ("continuum_tool_gap_seconds", "From a turn's end to the next", "tool", GAP_BUCKETS_S),
+    "queue_delay": (
+        "continuum_queue_delay_seconds",
+        "Wait of programs' turns, by whether the GPU had lost their context",
+        "context",
+        DELAY_BUCKETS_S,
+    ),
+    "reload_foretold": (
+        "continuum_reload_predicted_seconds",
+        "What returns were foretold to cost, of those whose context the GPU had lost",
+        "",
+        RELOAD_BUCKETS_S,
+    ),
+    "reload": ("continuum_reload_seconds", "What the same returns really took", "", RELOAD_BUCKETS_S),
+}
+
+
+def attach(stats: SchedulerStats, told: MetricsPayload) -> SchedulerStats:
+    """The scheduler's stats with our news aboard."""
+    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: told}
+    return stats
+
+
+def detach(stats: SchedulerStats | None) -> MetricsPayload:
+    """Take our news out again and leave the field as vLLM expects it."""
+    aboard = stats.kv_connector_stats if stats is not None else None
+    if stats is None or not aboard or KEY not in aboard:
+        return {}
+    rest = {k: v for k, v in aboard.items() if k != KEY}
+    stats.kv_connector_stats = rest or None
+    return dict(aboard[KEY])
+
+
+class MetricsExporter:
+    """Prometheus metrics of this process, fed with each engine's news."""
+
+    def __init__(self) -> None:
+        self._counters = {key: Counter(*declared(*spec)) for key, spec in COUNTERS.items()}
+        self._gauges = {
+            key: Gauge(*declared(*spec), multiprocess_mode="mostrecent") for key, spec in GAUGES.items()
+        }
+        self._histograms = {
+            key: Histogram(*declared(*spec), buckets=buckets) for key, (*spec, buckets) in HISTOGRAMS.items()
+        }
+        self._taker = functools.cache(self._taker_of)  # prometheus_client looks labels up under a lock
+
+    def observe(self, told: MetricsPayload, engine: int) -> None:
+        """Advance the counters, set the gauges, add the samples."""
+        for key, figures in told.items():
+            for label, figure in figures.items():
+                take = self._taker(key, label, engine)
+                for value in figure if key in HISTOGRAMS else (figure,):
+                    take(value)
+
+    def _taker_of(self, key: str, label: str, engine: int) -> Callable[[float], None]:
+        """What one figure of one engine is given to."""
+        labels = [*([label] if label else []), str(engine)]
+        if key in self._counters:
+            return self._counters[key].labels(*labels).inc
+        if key in self._gauges:
+            return self._gauges[key].labels(*labels).set
+        return self._histograms[key].labels(*labels).observe
+
+
+def declared(name: str, text: str, label: str) -> tuple[str, str, list[str]]:
+    """Name, help and labels, as prometheus_client takes them."""
+    return name, text, [*([label] if label else []), "engine"]
+
+
+@functools.cache
+def exporter() -> MetricsExporter:
+    """The one of this process: Prometheus refuses a name twice."""
+    return MetricsExporter()
+
+
+def install() -> None:
+    """Read our news in this API server, once."""
+    from vllm.v1.metrics.loggers import StatLoggerManager
+
+    stock = StatLoggerManager.record
+    if wrapping.is_hooked(stock):
+        return
+
+    @wrapping.wraps(stock)
+    def record(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
+        told = detach(scheduler_stats)
+        if told:
+            exporter().observe(told, kwargs.get("engine_idx") or 0)
+        return stock(self, scheduler_stats, *args, **kwargs)
+
+    StatLoggerManager.record = record  # type: ignore[method-assign]

@@ -1,0 +1,119 @@
+"""Carries the program's name from an HTTP request to the scheduler, on all four endpoints.
+
+Seams, read on vLLM 0.30 to 0.33, run on 0.32: `to_sampling_params` of the three OpenAI requests, whose
+unknown fields are attributes; and AnthropicServingMessages.create_messages, whose request drops unknown
+fields, so that they are read from the body again. Headers: http_fields.py. A bad field of ours raises RequestError
+(a ValueError) here, which vLLM answers with HTTP 400: none reaches the engine.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from continuum_lmcache.errors import RequestError
+from continuum_lmcache.programs.identity import OWNER_FIELD, SERVER_FIELDS, TOOLS_FIELD
+from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, stated
+from continuum_lmcache.telemetry.recorder import digest
+from continuum_lmcache.vllm_plugin.hooks import api_keys, http_fields, wrapping
+
+OPENAI = {
+    "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
+    "vllm.entrypoints.openai.completion.protocol": "CompletionRequest",
+    "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
+}
+MAX_RESPONSES = 10_000
+
+
+@dataclass
+class ResponsePrograms:
+    """Which program a stored response belongs to. vLLM stores responses in this process too."""
+
+    _programs: OrderedDict[str, str] = field(default_factory=OrderedDict)
+
+    def program_of(self, response_id: object) -> object:
+        """The program that goes on there; of an unknown one the response itself names it."""
+        return self._programs.get(response_id, response_id) if isinstance(response_id, str) else response_id
+
+    def answered(self, response_id: str, program: str) -> None:
+        """The response is one of this program."""
+        self._programs[response_id] = program
+        if len(self._programs) > MAX_RESPONSES:
+            self._programs.popitem(last=False)
+
+
+responses = ResponsePrograms()
+
+
+def install() -> None:
+    """Wrap the request classes of this process, once. Only API servers need it."""
+    api_keys.install()
+    http_fields.install()
+    for module, name in OPENAI.items():
+        request = getattr(import_module(module), name)
+        if not wrapping.is_hooked(request.to_sampling_params):
+            request.to_sampling_params = with_identity(request.to_sampling_params)
+    serving = import_module("vllm.entrypoints.anthropic.serving").AnthropicServingMessages
+    if not wrapping.is_hooked(serving.create_messages):
+        serving.create_messages = with_body_identity(serving.create_messages)
+
+
+def sent(body: Mapping[str, Any], xargs: Mapping[str, Any] | None) -> SentFields:
+    """A request's parts; a program's name stands for the response that the request goes on from."""
+    found = {name: value for name in BODY_FIELDS if (value := body.get(name)) is not None}
+    if "previous_response_id" in found:
+        found["previous_response_id"] = responses.program_of(found["previous_response_id"])
+    return SentFields(found, xargs or {}, http_fields.headers.get())
+
+
+def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """to_sampling_params that puts what the request says, and whose it is, into extra_args."""
+
+    @wrapping.wraps(stock)
+    def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        own = {name: getattr(self, name, None) for name in BODY_FIELDS}
+        found = stated(sent({**own, **http_fields.body.get()}, self.vllm_xargs))
+        params = stock(self, *args, **kwargs)
+        extra = {k: v for k, v in (params.extra_args or {}).items() if k not in SERVER_FIELDS} | found
+        if owner := api_keys.owner.get():
+            extra[OWNER_FIELD] = owner
+        if tools := getattr(self, "tools", None):
+            extra[TOOLS_FIELD] = digest(str([tool_name(tool) for tool in tools]))
+        params.extra_args = extra or None
+        if "job_id" in found and "previous_response_id" in type(self).model_fields:
+            responses.answered(self.request_id, str(found["job_id"]))
+        return params
+
+    return to_sampling_params
+
+
+def tool_name(tool: Any) -> str:
+    """The name of a function that is offered, else the kind of the tool."""
+    said = tool if isinstance(tool, Mapping) else vars(tool)
+    function = said.get("function")
+    if function is not None:
+        return tool_name(function)
+    return str(said.get("name") or said.get("type"))
+
+
+def with_body_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """create_messages that keeps the fields within reach of the chat completion it becomes."""
+
+    @wrapping.wraps(stock)
+    async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
+        body = await raw_request.json() if raw_request is not None else {}
+        found = {name: body[name] for name in BODY_FIELDS if body.get(name) is not None}
+        try:
+            stated(sent(found, request.vllm_xargs))
+        except RequestError as error:  # raised, it would fill the log with a client's mistakes
+            return self.create_error_response(error)
+        kept = http_fields.body.set(found)
+        try:
+            return await stock(self, request, raw_request)
+        finally:
+            http_fields.body.reset(kept)
+
+    return create_messages

@@ -1,0 +1,1 @@
+"""GPU blocks: which ones a pin holds, when pins yield, and where else the KV lies."""

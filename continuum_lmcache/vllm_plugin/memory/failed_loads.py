@@ -1,0 +1,48 @@
+"""What a load within a step spoils when it fails: the blocks that did not come, and all computed on them.
+
+vLLM 0.30 to 0.33 strike from the prefix cache what the load's own request holds, where that request is to
+fail. Two others may have computed on such a block before the failure is known:
+
+    a request that shares it          its own blocks after it keep their hashes
+    a request whose client has left   all its blocks do, and nobody holds them any more
+
+Whoever asks with the same tokens later would attend to them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+
+class InvalidBlocks:
+    """Strikes them. Remembers the blocks of clients that left while steps may be under way."""
+
+    def __init__(self, manager: KVCacheManager, steps_under_way: int) -> None:
+        self._manager, self._steps_under_way = manager, steps_under_way
+        self._ended = 0  # steps
+        self._left: deque[tuple[int, list[int]]] = deque()
+
+    def client_left(self, request_id: str) -> None:
+        """Its blocks are about to be freed."""
+        self._left.append((self._ended, self._blocks(request_id)))
+
+    def step_ended(self) -> None:
+        """What it loaded is known."""
+        self._ended += 1
+        while self._left and self._left[0][0] + self._steps_under_way <= self._ended:
+            self._left.popleft()
+
+    def strike(self, invalid_block_ids: set[int], request_ids: Iterable[str]) -> None:
+        """Nobody may hit these requests' blocks from the first invalid one on, nor those of who left."""
+        held = [self._blocks(request_id) for request_id in request_ids] + [blocks for _, blocks in self._left]
+        spoilt = (itertools.dropwhile(lambda block: block not in invalid_block_ids, each) for each in held)
+        self._manager.evict_blocks(set(itertools.chain.from_iterable(spoilt)))
+
+    def _blocks(self, request_id: str) -> list[int]:
+        """Of a model with several KV cache groups vLLM takes no failures by block."""
+        groups: tuple[list[int], ...] = self._manager.get_block_ids(request_id)
+        return groups[0] if len(groups) == 1 else []

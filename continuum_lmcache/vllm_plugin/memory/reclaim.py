@@ -1,0 +1,207 @@
+"""Who may take whose pin when a request cannot be placed.
+
+- A running request takes any pin before anything is preempted.
+- A waiting one honours the pins of programs whose tool runs, however long the queue: giving way to
+  every waiting head costs 15-25 % of job time. It takes them when nothing runs and nothing else will
+  free memory (the paper's deadlock rule, §4), or `max_wait_s` after it was first in line and
+  refused.
+- It takes the pin of a later program whose next turn waits behind it: that turn cannot run first, so
+  the pin holds memory that nobody can use (docs/decisions/0002).
+
+Victims are the latest-arrived programs' pins, and none is dropped in vain: first they are counted,
+then lent, and taken back if the request does not fit after all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.request import Request, RequestStatus
+
+from continuum_lmcache.types import Pin, PinEnd, TurnId
+from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
+
+Allocate = Callable[..., KVCacheBlocks | None]
+
+
+class PinReclaimer:
+    """Stands in for kv_cache_manager.allocate_slots, whose own signature it passes through.
+
+    Only while schedule() runs: between two steps all is as somebody else may have left it. Read on vLLM
+    0.32: schedule() looks the method up at each call, the running requests' first, and peeks into a
+    waiting queue before it allocates for a waiting request. Read too: the coordinator's
+    single_type_managers and their max_admission_blocks_per_request (unchanged from vLLM 0.30 to 0.33).
+    """
+
+    def __init__(self, scheduler: Scheduler, lifecycle: TurnLifecycle, clock: Callable[[], float]) -> None:
+        self._scheduler = scheduler
+        self._lifecycle = lifecycle
+        self._clock = clock
+        self._manager = scheduler.kv_cache_manager
+        self._stock = self._manager.allocate_slots
+        self._block_size = scheduler.block_size
+        managers = self._manager.coordinator.single_type_managers
+        self._keeps_all_tokens = any(
+            isinstance(m, FullAttentionManager) and m.max_admission_blocks_per_request is None
+            for m in managers
+        )
+        self._in_step = False
+
+    def step_begins(self) -> None:
+        """Leave the running requests to vLLM alone where memory cannot run short in this step.
+
+        vLLM asks for each of them, so what stands in between would cost time for each of them.
+        """
+        self._in_step, self._stock = True, self._manager.allocate_slots
+        if self._lifecycle.ledger.pinned and self.may_run_short():
+            self._stand_in(self.allocate_slots)
+
+    def may_run_short(self) -> bool:
+        """Whether the running requests could ask for more blocks than are free.
+
+        A decode needs one, and those its guesses may reach into; a prompt needs the step's budget at most.
+        Read on vLLM 0.30 to 0.33: Request.is_prefill_chunk, num_spec_tokens, num_lookahead_tokens.
+        """
+        scheduler, block = self._scheduler, self._block_size
+        groups = len(scheduler.kv_cache_config.kv_cache_groups)
+        ahead = 1 + -(-(scheduler.num_spec_tokens + scheduler.num_lookahead_tokens) // block)
+        left = self._lifecycle.pins.free_blocks() - len(scheduler.running) * ahead * groups
+        if left >= (scheduler.max_num_scheduled_tokens // block + 1) * groups:
+            return False
+        return left < 0 or any(request.is_prefill_chunk for request in scheduler.running)
+
+    def step_ends(self) -> None:
+        """Leave the place as it was."""
+        self._in_step = False
+        self._stand_in(self._stock)
+
+    def waiting_asked(self) -> None:
+        """The waiting requests' turn has come: each of their allocations is looked at."""
+        if self._in_step:
+            self._stand_in(self.allocate_slots)
+
+    def _stand_in(self, allocate_slots: Allocate) -> None:
+        self._manager.allocate_slots = allocate_slots  # type: ignore[method-assign]
+
+    def allocate_slots(
+        self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> KVCacheBlocks | None:
+        """vLLM's own answer, after giving up pins if that is allowed and helps."""
+        blocks = self._stock(request, num_new_tokens, *args, **kwargs)
+        if blocks is None and self._lifecycle.ledger.pinned:
+            blocks = self._reclaim(request, num_new_tokens, args, kwargs)
+        if request.status is not RequestStatus.RUNNING:
+            self._note(request, blocks, kwargs)
+        return blocks
+
+    def _note(self, request: Request, blocks: KVCacheBlocks | None, kwargs: dict[str, Any]) -> None:
+        """A waiting request got its blocks, or was refused."""
+        self._lifecycle.advisor.memory(TurnId(request.request_id), refused=blocks is None)
+        if blocks is not None:
+            if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
+                self._lifecycle.loaded(request)
+            else:
+                hits = kwargs.get("num_new_computed_tokens", 0)
+                loads = kwargs.get("num_external_computed_tokens", 0)
+                self._lifecycle.placed(request, hits, loads)
+
+    def _reclaim(
+        self, request: Request, num_new_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> KVCacheBlocks | None:
+        now_s = self._clock()
+        any_pin = self._may_reclaim(now_s, request)
+        victims = self._victims(request) if any_pin else self._behind(request)
+        if not victims:
+            return None
+        need = self._missing_blocks(request, num_new_tokens, kwargs)
+        pins = self._lifecycle.pins
+        wanted = need - pins.free_blocks()
+        held = sum(victim.blocks for victim in victims)  # at least as many as would become free
+        if wanted > held or not pins.can_free((victim.program for victim in victims), wanted):
+            return None
+        return self._lend(now_s, victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs))
+
+    def _lend(
+        self, now_s: float, victims: list[Pin], need: int, allocate: Callable[[], KVCacheBlocks | None]
+    ) -> KVCacheBlocks | None:
+        """Give up pins one by one until the request fits; all or nothing."""
+        pins, lent = self._lifecycle.pins, []
+        for victim in victims:
+            pins.lend(victim.program)
+            lent.append(victim.program)
+            if pins.free_blocks() < need:
+                continue
+            blocks = allocate()
+            if blocks is not None:
+                for program in lent:
+                    self._lifecycle.release(now_s, program, PinEnd.RECLAIMED)
+                return blocks
+        for program in reversed(lent):
+            pins.recall(program)
+        return None
+
+    def _may_reclaim(self, now_s: float, request: Request) -> bool:
+        if request.status == RequestStatus.RUNNING:
+            return True
+        turn = self._lifecycle.turns.get(TurnId(request.request_id))
+        if turn is not None:
+            if turn.refused_s is None:
+                turn.refused_s = now_s
+            if now_s - turn.refused_s > self._lifecycle.config.max_wait_s:
+                return True
+        return not self._scheduler.running and not self._memory_will_come()
+
+    def _memory_will_come(self) -> bool:
+        """A KV load in flight, or blocks of a finished request that a connector still reads or writes."""
+        scheduler = self._scheduler
+        loads = {RequestStatus.WAITING_FOR_REMOTE_KVS}
+        return any(
+            (r.status in loads and r.request_id not in scheduler.finished_recving_kv_req_ids)
+            or r.is_finished()
+            for r in scheduler.requests.values()
+        )
+
+    def _victims(self, request: Request) -> list[Pin]:
+        """Latest-arrived programs first; the request's own program, whose prefix it may hit, at the end."""
+        turn = self._lifecycle.turns.get(TurnId(request.request_id))
+        mine = turn.program if turn is not None else None
+        victims = self._lifecycle.ledger.victims(mine)
+        own = self._lifecycle.ledger.pinned.get(mine) if mine is not None else None
+        return victims + ([own] if own is not None else [])
+
+    def _behind(self, request: Request) -> list[Pin]:
+        """Of those, the pins of later programs whose next turn is here and does not run either."""
+        lifecycle = self._lifecycle
+        turn = lifecycle.turns.get(TurnId(request.request_id))
+        if turn is None:
+            return []
+        programs = lifecycle.ledger.programs
+        if not any(programs[program].live for program in lifecycle.ledger.pinned):
+            return []  # before all pins are sorted, in each step of a blocked queue
+        later = (
+            pin
+            for pin in lifecycle.ledger.victims(turn.program)
+            if programs[pin.program].arrival_s > turn.program_arrival_s
+        )
+        return [pin for pin in later if any(map(lifecycle.waits, programs[pin.program].live))]
+
+    def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
+        """At least so many free blocks are needed: what the request lacks, its prefix hits aside.
+
+        Where no layer keeps all tokens (windows, states), older ones give their blocks back on the way: then
+        no more is sure than what this step's tokens fill.
+        """
+        if not self._keeps_all_tokens:
+            return max(1, num_new_tokens // self._block_size)
+        found: int = kwargs.get("num_new_computed_tokens", 0)
+        tokens: int = request.num_computed_tokens + found + num_new_tokens
+        tokens += kwargs.get("num_external_computed_tokens", 0)
+        if kwargs.get("full_sequence_must_fit"):
+            tokens = max(tokens, request.num_tokens)
+        held = self._scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
+        own = max((len(group) for group in held), default=0)
+        return -(-tokens // self._block_size) - own - found // self._block_size

@@ -1,0 +1,130 @@
+"""Where a prompt's tokens come from, now or if they were given up: vLLM's cache and the tiers together.
+
+A connector that does not say where KV lies is priced as no tier: what the GPU loses is to be computed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from continuum_lmcache.reload.store_gate import StoreGate
+from continuum_lmcache.reload.tier_store import (
+    KVTransfer,
+    Remembering,
+    Reporting,
+    SelectiveLoader,
+    StepTiming,
+    StoreSwitch,
+    TierHit,
+    TierStore,
+)
+from continuum_lmcache.types import Residency, Tier
+from continuum_lmcache.vllm_plugin.requests import TurnState
+
+NOTHING = TierHit(0, 0)
+
+
+class ResidencyLookup:
+    """Asks the tier store, where there is one, and counts what prompts were made of."""
+
+    def __init__(self, connector: Any) -> None:
+        store = connector if isinstance(connector, TierStore) else None
+        self._store = store
+        # asked here, once: Python takes 10 us to find out whether an object follows a protocol
+        self._reporting = store if isinstance(store, Reporting) else None
+        self._remembering = store if isinstance(store, Remembering) else None
+        self._timing = store if isinstance(store, StepTiming) else None
+        self.loads_beside_steps = isinstance(store, SelectiveLoader) and store.loads_beside_steps
+        self.mode = mode_of(connector)
+        self.times_loads = store is not None or connector is None
+        self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
+        self.returned_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the store answers."""
+        return True if self._reporting is None else self._reporting.is_up
+
+    def if_given_up(self, request: Request, tokens: int) -> Residency:
+        """Where the context's first `tokens` would come from once the GPU's copy is lost."""
+        held = self._holding(request, tokens)
+        return Residency(0, held.dram_tokens, held.ssd_tokens, tokens)
+
+    def of(self, request: Request, turn: TurnState) -> Residency:
+        """Where a turn's prompt comes from as it starts. Without a store a load counts as DRAM's."""
+        total = request.num_prompt_tokens
+        gpu = min(turn.gpu_tokens, total)
+        loaded = min(turn.loaded_tokens, total - gpu)
+        in_dram = self._source(request, total).dram_tokens if loaded and self._store is not None else total
+        dram = max(0, min(in_dram - gpu, loaded))
+        return Residency(gpu, dram, loaded - dram, total)
+
+    def capacity_tokens(self) -> Mapping[Tier, int]:
+        """How many tokens' KV each tier has room for."""
+        return self._store.capacity_tokens() if self._store is not None else {}
+
+    def transfers(self) -> list[KVTransfer]:
+        """What the tiers moved since the last call."""
+        return self._store.transfers() if self._store is not None else []
+
+    def waits(self, output: SchedulerOutput) -> bool:
+        """Whether the step waits for its transfers, as far as the store says so."""
+        return self._timing is not None and self._timing.waits(output.kv_connector_metadata)
+
+    def step_s(self) -> float | None:
+        """What the step that was reported last took, where the store has measured it."""
+        return None if self._timing is None else self._timing.step_s()
+
+    def totals(self) -> dict[str, dict[str, float]]:
+        """For the metrics: what prompts were made of."""
+        return {"prompt_tokens": dict(self.prompt_tokens), "returned_tokens": dict(self.returned_tokens)}
+
+    def stores(self) -> StoreGate:
+        """What says whether storing pays; without a switch nothing is to be stopped."""
+        return StoreGate(stalls=isinstance(self._store, StoreSwitch) and self._store.stalls())
+
+    def store_from_now(self, wanted: bool) -> None:
+        """Store what is computed from now on, or do not."""
+        if isinstance(self._store, StoreSwitch):
+            self._store.store_from_now(wanted)
+
+    def count(self, served: Residency) -> None:
+        """Add one prompt to the counts."""
+        self.prompt_tokens["gpu"] += served.gpu_tokens
+        self.prompt_tokens["dram"] += served.dram_tokens
+        self.prompt_tokens["ssd"] += served.ssd_tokens
+        self.prompt_tokens["none"] += served.recompute_tokens
+
+    def returned(self, served: Residency, context_tokens: int) -> None:
+        """Of one prompt the first `context_tokens` are what the program had when it left."""
+        left = context_tokens
+        held = {"gpu": served.gpu_tokens, "dram": served.dram_tokens, "ssd": served.ssd_tokens}
+        for tier, tokens in held.items():
+            self.returned_tokens[tier] += min(tokens, left)
+            left -= min(tokens, left)
+        self.returned_tokens["none"] += left
+
+    def _source(self, request: Request, tokens: int) -> TierHit:
+        """Where a load came from."""
+        found = None if self._remembering is None else self._remembering.found(request.request_id)
+        return self._holding(request, tokens) if found is None else found
+
+    def _holding(self, request: Request, tokens: int) -> TierHit:
+        if self._store is None:
+            return NOTHING
+        token_ids = request.all_token_ids[:tokens]
+        if request.cache_salt:
+            return self._store.locate(token_ids, request.cache_salt)
+        return self._store.locate(token_ids)
+
+
+def mode_of(connector: Any) -> str:
+    """Who keeps KV below the GPU: "none", "unknown", or the name that the connector gives itself."""
+    if connector is None:
+        return "none"
+    return connector.mode if isinstance(connector, Reporting) else "unknown"

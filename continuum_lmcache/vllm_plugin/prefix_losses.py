@@ -1,0 +1,81 @@
+"""What programs lose between their turns: from vLLM's requests to divergence.py, and on to the recorder.
+
+Touches, on vLLM 0.30 to 0.33: Request.all_token_ids, .block_hashes, .num_prompt_tokens, as lineage.py does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.request import Request
+
+from continuum_lmcache.programs.divergence import EndedTurn, PrefixLoss
+from continuum_lmcache.programs.ended_turns import EndedTurns
+from continuum_lmcache.programs.identity import program_id
+from continuum_lmcache.reload.load_policy import LoadPolicy
+from continuum_lmcache.telemetry.recorder import EventRecorder
+from continuum_lmcache.types import Residency
+from continuum_lmcache.vllm_plugin.requests import TurnState
+
+MOST_CHARS = 80
+
+
+class PrefixLossReporter:
+    """Tells one engine's departures of turns that end, return and start."""
+
+    def __init__(
+        self, recorder: EventRecorder, judge: LoadPolicy, block_tokens: int, tokenizer: Any, shows_texts: bool
+    ) -> None:
+        self.departures = EndedTurns(block_tokens)
+        self._recorder, self._judge = recorder, judge
+        self._tokenizer = tokenizer if shows_texts else None
+
+    def back(self, turn: TurnState, request: Request) -> None:
+        """A program's next turn is here."""
+        assert turn.program is not None
+        turn.parted = self.departures.back(
+            turn.program, name_of(turn), request.all_token_ids, request.block_hashes, turn.says.tools
+        )
+
+    def started(self, now_s: float, turn: TurnState) -> None:
+        """It runs, with what was found of its prompt."""
+        assert turn.program is not None
+        found_tokens = turn.gpu_tokens + turn.loaded_tokens
+        is_declined = self._judge.has_declined(turn.id)
+        curve = self._judge.rates.costs.prefill
+        for loss in self.departures.found(turn.parted, found_tokens, is_declined, curve):
+            self._recorder.lost(now_s, turn.program, turn.id, loss, self._texts(loss))
+
+    def paused(self, turn: TurnState, request: Request, thought: bool, tiers: Residency) -> None:
+        """It ended in a tool call."""
+        assert turn.program is not None
+        self.departures.left(
+            turn.program,
+            EndedTurn(
+                name_of(turn),
+                request.all_token_ids,
+                request.block_hashes,
+                request.num_prompt_tokens,
+                turn.says.tools,
+                thought,
+                tiers.dram_tokens + tiers.ssd_tokens,
+            ),
+        )
+
+    def _texts(self, loss: PrefixLoss) -> tuple[str, ...]:
+        """What stood there and stands there now, cut; nothing where texts are private."""
+        if self._tokenizer is None:
+            return ()
+        try:
+            return tuple(
+                str(self._tokenizer.decode(list(side)))[:MOST_CHARS]
+                for side in (loss.left_side, loss.now_side)
+            )
+        except LookupError:  # a token that the tokenizer does not know (turns.tail_text)
+            return ()
+
+
+def name_of(turn: TurnState) -> str:
+    """What the client calls the program, whatever its cache_salt."""
+    says = turn.says
+    return str(turn.program) if says.job_id is None else program_id(says.job_id, says.owner)

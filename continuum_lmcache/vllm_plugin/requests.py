@@ -1,0 +1,124 @@
+"""From vLLM's Request to this package's values, and back to nothing else.
+
+Touches, on vLLM 0.30 to 0.33: Request.sampling_params.extra_args, .cache_salt, .block_hashes,
+.output_token_ids, .status, .priority, .session_id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.request import Request, RequestStatus
+
+from continuum_lmcache.errors import RequestError
+from continuum_lmcache.programs.divergence import Divergence
+from continuum_lmcache.programs.identity import ProgramFields, name, parse, tenant_of
+from continuum_lmcache.programs.session_fields import unused_fields
+from continuum_lmcache.tools.call_parser import TAIL_TOKENS
+from continuum_lmcache.types import ProgramId, TurnId
+
+logger = init_logger("vllm.continuum_lmcache")
+
+STOPPED = {
+    getattr(RequestStatus, name)
+    for name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+    if hasattr(RequestStatus, name)
+}
+
+
+@dataclass(slots=True)
+class TurnState:
+    """A turn from its arrival until its end."""
+
+    id: TurnId
+    program: ProgramId | None
+    says: ProgramFields
+    arrival_s: float
+    program_arrival_s: float
+    priority: int
+    tenant: str = ""
+    held: bool = False  # its program waits at the door (continuum_lmcache.admission.controller)
+    refused_s: float | None = None  # when it was first in line and there were no blocks
+    started_s: float | None = None
+    gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
+    loaded_tokens: int = 0  # of the prompt, brought by the connector
+    repeats_tokens: int | None = None  # of the program's last turn; None: not known
+    linked_tokens: int = 0  # of the prompt, taken for those of the turn that it was found to continue
+    parted: Divergence | None = None  # how far it follows its program's last turn; None: not known
+
+    @property
+    def running_rank(self) -> tuple[bool, int, float, float]:
+        """Who goes on when memory is short: smallest first. A last step is soon over."""
+        return (not self.says.is_last_step, self.priority, self.program_arrival_s, self.arrival_s)
+
+
+def live_turn(now_s: float, request: Request, honor_priority: bool) -> tuple[TurnState, list[str]]:
+    """The request as a turn whose program is yet to be found, and the names of fields that are ignored."""
+    says, bad = identity(request)
+    ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]
+    priority = request.priority
+    if priority and not honor_priority:
+        logger.warning_once("A request's priority is ignored: see continuum.honor_priority (said once)")
+        ignored, priority = [*ignored, "priority"], 0
+    tenant = tenant_of(request.cache_salt, says.owner)
+    return TurnState(TurnId(request.request_id), None, says, now_s, now_s, priority, tenant), ignored
+
+
+def identity(request: Request) -> tuple[ProgramFields, str]:
+    """What the request says of its program; the second value names a field that could not be used.
+
+    API servers have refused bad fields already. What comes by other ways (LLM.generate, a
+    session id) must not harm the engine: it is ignored, and counted by the caller.
+    """
+    fields, bad = extra_args(request), ""
+    try:
+        says = parse(fields)
+    except RequestError as error:
+        says, bad = ProgramFields(), str(error).split()[0]
+    if says.job_id is None and not bad:
+        try:
+            session = name("session_id", request.session_id or None)
+        except RequestError:
+            session, bad = None, "session_id"
+        says = replace(says, job_id=session)
+    return says, bad
+
+
+def extra_args(request: Request) -> dict[str, Any]:
+    """What the API server, or the caller of LLM.generate, sent along."""
+    params = request.sampling_params
+    return (params.extra_args if params is not None else None) or {}
+
+
+def is_end_of_turn(request: Request) -> bool:
+    """Whether the request ended as a turn does, and not by a failure or a client that left.
+
+    Stop strings are found in the API server, which then aborts the request here: such an abort is
+    an end of turn. A disconnect of a request with stop strings looks the same, and costs one TTL.
+    """
+    if request.status in STOPPED:
+        return True
+    params = request.sampling_params
+    has_stop = params is not None and bool(params.stop)
+    return has_stop and request.status == RequestStatus.FINISHED_ABORTED and request.num_output_tokens > 0
+
+
+def tail_text(request: Request, tokenizer: Any, ignored: Counter[str]) -> str:
+    """The end of what the turn generated, as text; empty without a tokenizer, or where it fails.
+
+    A model's padded vocabulary has tokens that its tokenizer does not know. Hugging Face's tokenizers skip
+    them; Mistral's raise KeyError (tekken) or IndexError (sentencepiece).
+    """
+    ids: Sequence[int] = request.output_token_ids[-TAIL_TOKENS:]
+    if tokenizer is None or not ids:
+        return ""
+    try:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+    except LookupError:
+        logger.warning_once("A turn's tool stays unknown: its tokens cannot be decoded (said once)")
+        ignored["output_token_ids"] += 1
+        return ""

@@ -1,0 +1,122 @@
+"""What steps and returns really cost: the measurements behind the rates, and beside the forecasts.
+
+A step lasts from the end of schedule() to its output, or from the output before it where vLLM
+schedules ahead. Reads, on vLLM 0.30 to 0.33: SchedulerOutput.num_scheduled_tokens,
+.total_num_scheduled_tokens, .scheduled_new_reqs and .scheduled_cached_reqs (num_computed_tokens).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from continuum_lmcache.admission.working_set import PrefillShare
+from continuum_lmcache.reload.forecast_tracker import ReloadForecast, ReloadTracker, StepWork, waited_s
+from continuum_lmcache.reload.tier_store import KVTransfer
+from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.telemetry.recorder import EventRecorder
+from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
+from continuum_lmcache.vllm_plugin.requests import TurnState
+
+LEAST_PREFILL_TOKENS = 128  # a step with fewer says little of the prefill curve
+LEAST_PREFILL_SHARE = 0.9  # of a step's tokens: decoding is bound by other things
+
+
+class StepLaunch(NamedTuple):
+    """A step in flight."""
+
+    at_s: float
+    waits: bool  # for its transfers
+    is_behind: bool  # another one
+
+
+class StepTimer:
+    """Times steps, learns from what moved in them, and settles returns."""
+
+    def __init__(
+        self, advisor: RetentionAdvisor, recorder: EventRecorder, supply: ResidencyLookup, slack_tokens: int
+    ) -> None:
+        self.returns, self.prompt_time = ReloadTracker(slack_tokens), PrefillShare()
+        self._advisor, self._recorder, self._supply = advisor, recorder, supply
+        self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
+        self._last_s = 0.0
+        self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for a load that nobody times
+
+    # a turn ------------------------------------------------------------------
+
+    def placed(self, turn: TurnState, prompt_tokens: int) -> None:
+        """A turn got its blocks; its gpu_tokens and loaded_tokens are known."""
+        if turn.program is not None:
+            self.returns.placed(turn.id, turn.program, turn.gpu_tokens, turn.loaded_tokens, prompt_tokens)
+
+    def starts(self, turn: TurnState) -> None:
+        """A turn is in the step that was just scheduled, for the first time or again."""
+        if turn.loaded_tokens and not self._supply.times_loads:
+            self._untimed.add(turn.id)
+
+    def finished(self, program: ProgramId, context_tokens: int, reload_s: float) -> None:
+        """A turn finished with this forecast of its return."""
+        self.returns.finished(program, ReloadForecast(context_tokens, reload_s))
+
+    def gone(self, turn: TurnId) -> None:
+        """A turn ended or was preempted; the step it was last in may not be reported yet."""
+        self.returns.gone(turn)
+
+    # a step ------------------------------------------------------------------
+
+    def scheduled(self, now_s: float, output: SchedulerOutput) -> None:
+        """A step was scheduled and is about to run."""
+        self._flight[id(output)] = StepLaunch(now_s, self._supply.waits(output), bool(self._flight))
+
+    def stepped(self, now_s: float, output: SchedulerOutput) -> None:
+        """Its output is here."""
+        launch = self._flight.pop(id(output), None) or StepLaunch(now_s, False, False)
+        took_s, is_own = self._took_s(now_s, launch)
+        self._last_s = now_s
+        new_tokens = output.total_num_scheduled_tokens
+        moved = self._supply.transfers()
+        untimed = {turn for turn in self._untimed if turn in output.num_scheduled_tokens}
+        self._untimed -= untimed
+        prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
+        self.prompt_time.stepped(now_s, took_s if prefills else 0.0)
+        if prefills or self.returns.watching:
+            step = StepWork(took_s, work_of(output))
+            for done in self.returns.stepped(step, moved, self._advisor.rates.costs.prefill):
+                self._recorder.reloaded(now_s, done)
+                self._advisor.observed.reloaded(done)
+            if prefills and is_own and not untimed:
+                self._learn_pace(step, moved)
+        self._advisor.moved(now_s, moved)
+
+    def _took_s(self, now_s: float, launch: StepLaunch) -> tuple[float, bool]:
+        """A step's seconds, and whether they are its own alone.
+
+        Where the worker runs inside the engine, the launch of a step that waits for its store waits for its
+        forward too, and only then the output before it is looked at. The store has timed such a step.
+        """
+        took_s = now_s - max(launch.at_s, self._last_s)
+        measured_s = self._supply.step_s()
+        if not launch.is_behind and not self._flight:
+            return took_s, True
+        if measured_s is not None:
+            return measured_s, True
+        return took_s, not (launch.waits or any(later.waits for later in self._flight.values()))
+
+    def _learn_pace(self, step: StepWork, moved: list[KVTransfer]) -> None:
+        """What this step says of the prefill curve, if it was prefill for the most part."""
+        curve = self._advisor.rates.costs.prefill
+        in_step_s = waited_s(moved)
+        prefill_tokens = sum(new for new, _ in step.work.values() if new > 1)
+        if prefill_tokens >= LEAST_PREFILL_SHARE * step.new_tokens and in_step_s < step.seconds / 2:
+            said_s = curve.fixed_s + sum(step.weights(curve).values())
+            self._advisor.rates.computed(step.seconds - in_step_s, said_s)
+
+
+def work_of(output: SchedulerOutput) -> dict[TurnId, tuple[int, int]]:
+    """A step's tokens by turn: new ones, and those before them."""
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return {TurnId(turn): (new, before[turn]) for turn, new in output.num_scheduled_tokens.items()}

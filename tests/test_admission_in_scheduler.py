@@ -1,0 +1,322 @@
+"""Admission and dead KV on vLLM's own scheduler, step by step. Blocks hold 16 tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+
+from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
+from continuum_lmcache.admission.working_set import PrefillShare
+from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+from experiments.trust.soak_scheduler import tables
+
+Make = Callable[..., Bench]
+SMALL_CHUNKS_PAY = {0: 0.014, 512: 0.055, 2048: 0.209}  # seconds of a step
+
+
+@pytest.fixture
+def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
+    """A bench under this project's own policy; checks at the end that nothing leaked."""
+    made: list[Bench] = []
+
+    def build(blocks: int = 20, budget_tokens: int = 2048, **values: Any) -> Bench:
+        settings(policy="continuum", **values)
+        made.append(Bench(ContinuumScheduler, model, blocks, budget_tokens))
+        return made[-1]
+
+    yield build
+    for bench in made:
+        bench.run_until_idle()
+        bench.advance(1000.0)
+        bench.lifecycle.crowd.admission.check()
+        assert not bench.lifecycle.crowd.admission.outside
+        bench.scheduler.shutdown()
+        assert bench.used_blocks == 0, "blocks leaked"
+
+
+def held(bench: Bench) -> list[str]:
+    return sorted(t.id for t in bench.lifecycle.turns.values() if t.held)
+
+
+def crowd_in(bench: Bench, programs: int, tokens: int = 100, out: int = 4) -> list[str]:
+    return [bench.send(f"p{i}", prompt(tokens, i), out=out) for i in range(programs)]
+
+
+def test_programs_beyond_the_room_wait_and_all_of_them_are_served(make: Make) -> None:
+    bench = make(blocks=20)  # 19 of them: 304 tokens
+    sent = crowd_in(bench, 8)
+    bench.step()
+    assert 0 < len(held(bench)) < 8
+    assert len(bench.scheduler.running) == 8 - len(held(bench))
+    bench.run_until_idle(5000)
+    assert sorted(bench.done) == sorted(sent)
+
+
+def test_a_common_head_counts_once_and_programs_that_fit_are_not_held(make: Make) -> None:
+    bench = make(blocks=200)  # 199 of them: 3,184 tokens
+    for i in range(2):  # the second one finds what the first one, in its tool call, has left
+        bench.turn(f"first {i}", prompt(480) + prompt(16, 50 + i))
+    for i in range(8):
+        bench.send(f"p{i}", prompt(480) + prompt(16, 1 + i), out=4)
+    bench.step()
+    assert held(bench) == [], "480 tokens in common, and 128 of their own"
+
+
+def test_a_held_program_starts_once_steps_of_decodes_have_left_time_for_its_prompt(make: Make) -> None:
+    bench = make(blocks=60)
+    for i in range(4):
+        bench.send(f"p{i}", prompt(400, i), out=200)
+    for _ in range(40):  # prompts, and nothing else
+        bench.step(0.1)
+        bench.send(None, prompt(150, 99))
+    waiting = len(held(bench))
+    assert waiting > 0
+    for _ in range(3):
+        bench.step(10.0)
+    assert len(held(bench)) < waiting
+
+
+def test_without_admission_nobody_waits_at_the_door(make: Make) -> None:
+    bench = make(blocks=20, admission="false")
+    crowd_in(bench, 8)
+    bench.step()
+    assert held(bench) == []
+
+
+def test_a_plain_request_passes_those_who_wait(make: Make) -> None:
+    bench = make(blocks=20)
+    crowd_in(bench, 6, out=30)
+    bench.step()
+    plain = bench.send(None, prompt(16, 77))
+    bench.step()
+    assert held(bench) and bench.order[-1] == plain
+
+
+def test_a_clients_priority_moves_nobody_unless_the_operator_honors_it(make: Make) -> None:
+    bench = make(blocks=20)
+    crowd_in(bench, 6, out=30)
+    bench.step()
+    urgent = bench.send("urgent", prompt(100, 78), priority=-9)
+    plain = bench.send(None, prompt(16), priority=-9)
+    assert {bench.lifecycle.turns[turn_id].priority for turn_id in (urgent, plain)} == {0}
+    bench.step()
+    assert urgent in held(bench), "admission counts those under way for it as for anybody"
+    assert totals_of(bench.lifecycle)["ignored"]["priority"] == 2
+
+
+def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(make: Make) -> None:
+    bench = make(blocks=20, honor_priority="true")
+    sent = crowd_in(bench, 6, out=30)
+    bench.step()
+    waiting = held(bench)
+    urgent = bench.send("urgent", prompt(100, 78), priority=-1)
+    bench.lifecycle.step_timer.prompt_time = PrefillShare(
+        1.0, bench.now_s
+    )  # prompts leave no time for another
+    bench.step()
+    assert waiting and urgent in held(bench)
+    bench.run_until_idle()
+    entered = [request_id for request_id in bench.order if request_id in (*waiting, urgent)]
+    assert entered[0] == urgent and set(sent) <= set(bench.done)
+    assert totals_of(bench.lifecycle)["ignored"] == {}
+
+
+def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
+    bench = make(blocks=40, honor_priority="true")
+    seen = []
+    for i in range(1, 301):
+        bench.send(None, prompt(4, i % 7), priority=-i)
+        if i % 100 == 0:
+            bench.run_until_idle()
+            seen.append(tables(bench.lifecycle.crowd.admission).total())
+    assert seen[0] == seen[-1]
+
+
+def test_what_a_plain_request_computes_is_weighed_as_a_store_too(make: Make) -> None:
+    bench = make(blocks=20)
+    bench.turn(None, prompt(64, 77))
+    assert bench.lifecycle.crowd.stores.new_tokens == 64
+
+
+def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
+    bench = make(blocks=20)
+    crowd_in(bench, 8)
+    bench.step()
+    gone = held(bench)[0]
+    bench.scheduler.finish_requests([gone], status_of("FINISHED_ABORTED"))
+    assert gone not in held(bench) and len(bench.lifecycle.crowd.admission.outside) == len(held(bench))
+
+
+def test_a_turn_at_the_door_is_let_in_although_another_of_its_program_left(make: Make) -> None:
+    bench = make(blocks=20)
+    crowd_in(bench, 7)
+    first, second = (bench.send("twice", prompt(100, 9), out=4) for _ in range(2))
+    bench.step()
+    assert {first, second} <= set(held(bench))
+    bench.scheduler.finish_requests([first], status_of("FINISHED_ABORTED"))
+    bench.run_until_idle(5000)
+    assert second in bench.done
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_prompt_that_may_not_be_cut_runs_beside_decodes(
+    model: Path,
+    settings: Any,  # noqa: F811
+    tmp_path: Path,
+    chunked: bool,
+) -> None:
+    rate = {"bytes_per_s": 1e9, "fixed_s": 0.001, "samples": 9}
+    prefill = {"fixed_s": 0.004, "per_token_s": 2e-5, "per_pair_s": 1e-10, "samples": 9}
+    steps = {0: 0.010, 128: 0.010, 256: 0.0125, 512: 0.0175, 2048: 0.048}
+    profile = {"prefill": prefill, "dram": rate, "ssd": rate, "steps": steps}
+    path = tmp_path / "profile.yaml"
+    path.write_text(yaml.safe_dump({**profile, "kv_bytes_per_token": 8, "chunk_tokens": 16}))
+    settings(policy="continuum", profile=path)
+    bench = Bench(ContinuumScheduler, model, 4000, 8192, chunked=chunked)
+    bench.turn("before", prompt(32, 50), out=4)
+    for i in range(3):
+        bench.send(f"decodes-{i}", prompt(40, i), out=300)
+    for _ in range(5):
+        bench.step()
+    long = bench.send("long", prompt(3000, 9))
+    for _ in range(100):
+        bench.step()
+    assert long in bench.done
+
+
+def status_of(name: str) -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return getattr(RequestStatus, name)
+
+
+def test_an_engine_whose_only_work_waits_at_the_door_is_not_idle(make: Make) -> None:
+    bench = make(blocks=20)
+    bench.send("huge", prompt(290, 1))  # more than its forecast leaves room for
+    assert bench.scheduler.has_requests()
+    bench.run_until_idle()
+    assert len(bench.done) == 1
+
+
+# what dies with a program -----------------------------------------------------
+
+
+def cached_tokens(bench: Bench, tokens: list[int], job: str = "probe") -> int:
+    """How much of a prompt the GPU still has."""
+    before = bench.lifecycle.supply.prompt_tokens["gpu"]
+    bench.turn(job, tokens, is_last_step=True)
+    return int(bench.lifecycle.supply.prompt_tokens["gpu"] - before)
+
+
+@pytest.mark.parametrize(("drop_dead", "survives"), [("true", True), ("false", False)])
+def test_the_kv_of_a_program_that_is_over_goes_first(make: Make, drop_dead: str, survives: bool) -> None:
+    """q's context is older than dead p's, and is still there after as much has passed as p held."""
+    bench = make(blocks=20, drop_dead=drop_dead, max_ttl_s=0)
+    bench.turn("q", prompt(6 * BLOCK, 1))
+    bench.turn("p", prompt(10 * BLOCK, 2), is_last_step=True)
+    bench.turn("r", prompt(9 * BLOCK, 3))
+    assert (cached_tokens(bench, prompt(6 * BLOCK + 1, 1), "q") > 0) is survives
+
+
+def test_the_head_that_others_use_outlives_its_first_owner(make: Make) -> None:
+    bench = make(blocks=40, max_ttl_s=0)
+    system = prompt(4 * BLOCK, 5)
+    first = bench.send("first", system + prompt(3 * BLOCK, 6))
+    bench.run_until_idle()
+    bench.turn("second", system + prompt(3 * BLOCK, 7))
+    bench.turn("first", bench.done[first] + prompt(BLOCK, 8), is_last_step=True)
+    assert cached_tokens(bench, system + prompt(2 * BLOCK, 9)) == 4 * BLOCK
+
+
+def test_a_program_that_was_said_to_be_over_keeps_its_place_when_it_comes_back(make: Make) -> None:
+    bench = make(blocks=20, max_ttl_s=0)
+    bench.turn("p", prompt(64, 1), is_last_step=True)
+    began_s = bench.now_s
+    crowd_in(bench, 8, out=30)
+    bench.step()
+    back = bench.send("p", prompt(80, 1))
+    turn = bench.lifecycle.turns[back]
+    assert not turn.held and turn.program_arrival_s < began_s
+    assert bench.lifecycle.crowd.endings.wrong == 1
+
+
+# the chunk budget -------------------------------------------------------------
+
+
+def test_the_budget_is_vllms_own_without_measured_step_times(make: Make) -> None:
+    bench = make(blocks=100, budget_tokens=512)
+    bench.send("a", prompt(64, 1), out=40)
+    for _ in range(3):
+        bench.step()
+    bench.send("b", prompt(700, 2))
+    assert bench.step() == 512
+
+
+def test_an_inferred_program_does_not_wait_at_the_door_with_its_context_inside(make: Make) -> None:
+    bench = make(blocks=20, max_ttl_s=0)
+    first = bench.turn(None, prompt(64, 1))
+    crowd_in(bench, 8, out=30)
+    bench.step()
+    back = bench.send(None, first + prompt(16, 2))
+    assert bench.lifecycle.turns[back].program is not None and back not in held(bench)
+
+
+@pytest.mark.parametrize("given", [{}, {"stop_stores": "true"}], ids=["default", "stop_stores"])
+def test_stores_that_hold_steps_up_stop_while_nothing_is_lost_where_that_is_asked_for(
+    model: Path,
+    settings: Any,  # noqa: F811
+    given: dict[str, str],
+) -> None:
+    settings(policy="continuum", **given)
+    extra = {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK, "fake.store_gbps": 1e-6, "fake.sleep": True}
+    transfer = {
+        "kv_connector": "FakeConnector",
+        "kv_connector_module_path": "connectors.fake",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    bench = Bench(ContinuumScheduler, model, blocks=400, transfer=transfer)
+    for story in range(12):
+        bench.turn(f"p{story}", prompt(10 * BLOCK, story))
+    planner = bench.scheduler.connector.planner
+    storing = not given
+    assert planner.storing == storing and totals_of(bench.lifecycle)["storing"] == {"": storing}
+    bench.scheduler.shutdown()
+
+
+# chosen chunks ----------------------------------------------------------------
+
+
+def test_an_older_programs_prompt_leaves_younger_decodes_their_place_in_a_chosen_chunk(make: Make) -> None:
+    bench = make(blocks=200, budget_tokens=512)
+    bench.scheduler._chunks = PrefillChunkTuner(SMALL_CHUNKS_PAY, 512)
+    bench.turn("old", prompt(16, 1))
+    young = bench.send("young", prompt(16, 2), out=60)
+    bench.step()
+    bench.send("old", prompt(1600, 1))
+    scheduled: list[dict[str, int]] = []
+    bench.scheduled = lambda output: scheduled.append(output.num_scheduled_tokens)
+    for _ in range(12):
+        bench.step()
+    assert all(tokens[young] == 1 for tokens in scheduled), "one token a step, whatever else there is"
+    assert 512 <= sum(sum(tokens.values()) - 1 for tokens in scheduled[:4]) <= 4 * 512
+
+
+@pytest.mark.parametrize("tokens", [110, 112])
+def test_where_memory_may_run_short_the_newest_program_is_still_the_victim(make: Make, tokens: int) -> None:
+    """The older one's prompt is half-way when the younger one's decode takes the last block."""
+    bench = make(blocks=34, budget_tokens=128)
+    bench.scheduler._chunks = PrefillChunkTuner(SMALL_CHUNKS_PAY, 128)
+    bench.turn("old", prompt(16, 1))
+    young = bench.send("young", prompt(16, 2), out=400)
+    for _ in range(tokens):
+        bench.step()
+    old = bench.send("old", prompt(400, 1), out=100)
+    bench.run_until_idle()
+    assert set(bench.preempted) == {young}, f"{old} came first"

@@ -1,0 +1,84 @@
+"""Where loading begins to pay, and when a pin does: against the cost model itself."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from continuum_lmcache.capacity.break_even import break_even_tokens, load_line, pin_worths
+from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.retention.ttl_solver import best_ttl
+from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
+from continuum_lmcache.types import Residency, Tier
+
+NEVER_S = 1e9
+rates = st.builds(TransferRate, st.floats(1e7, 1e12), st.floats(0, 1), st.just(1))
+curves = st.builds(
+    PrefillCurve,
+    st.floats(0, 0.1),
+    st.floats(1e-7, 1e-3),
+    st.sampled_from([0.0, 1e-12, 1e-9, 1e-7]),
+    st.just(1),
+)
+machines = st.builds(CostModel, curves, rates, rates, st.sampled_from([8192, 131_072]), st.just(256))
+LOADS = pytest.mark.parametrize("tier", [Tier.DRAM, Tier.SSD])
+
+
+@LOADS
+@given(costs=machines)
+def test_beyond_the_break_even_loading_is_never_slower(tier: Tier, costs: CostModel) -> None:
+    """And just before it computing is faster."""
+    found = break_even_tokens(costs, tier)
+    line = load_line(costs, tier)
+    if math.isinf(found):
+        assert line.seconds(1e12) >= costs.prefill.seconds(int(1e12), 0) * (1 - 1e-9)
+        return
+    for factor in (1.001, 2, 100):
+        n = found * factor + 1
+        assert line.seconds(n) <= costs.prefill.seconds(n, 0) * (1 + 1e-6)  # type: ignore[arg-type]
+    if found > 100:
+        n = found * 0.99
+        assert line.seconds(n) >= costs.prefill.seconds(n, 0) * (1 - 1e-3)  # type: ignore[arg-type]
+
+
+def test_a_load_from_disk_is_what_the_cost_model_says() -> None:
+    n = 10_000
+    costs = replace(UNMEASURED, prefill=replace(UNMEASURED.prefill, fixed_s=NEVER_S))
+    assert load_line(costs, Tier.SSD).seconds(n) == pytest.approx(costs.reload_s(Residency(0, 0, n, n)))
+    assert load_line(costs, Tier.DRAM).seconds(n) == pytest.approx(costs.reload_s(Residency(0, n, 0, n)))
+
+
+def test_nothing_is_loaded_from_the_gpu() -> None:
+    with pytest.raises(ConfigError, match="ask for dram or ssd"):
+        load_line(UNMEASURED, Tier.GPU)
+
+
+@given(gaps_s=st.lists(st.floats(0.001, 200), min_size=1, max_size=20), context=st.integers(100, 200_000))
+def test_a_pin_pays_from_its_least_queueing_delay_on_and_not_before(
+    gaps_s: list[float], context: int
+) -> None:
+    worth = pin_worths(UNMEASURED, context, gaps_s, 300.0)[Tier.DRAM]
+    ended = tuple(sorted(gaps_s))
+    seen = DurationDistribution("all", ended, kaplan_meier(ended, ()), len(ended))
+    for delay_s in (worth.least_delay_s * 0.999 - 1e-6, worth.least_delay_s * 1.001 + 1e-6):
+        if delay_s >= 0:
+            assert (best_ttl(seen, delay_s + worth.reload_s, 300.0).ttl_s > 0) == (
+                delay_s > worth.least_delay_s
+            )
+
+
+def test_a_tool_that_never_comes_back_in_time_is_never_worth_a_pin() -> None:
+    worth = pin_worths(UNMEASURED, 50_000, [900.0], 300.0)[Tier.NONE]
+    assert worth.least_delay_s == math.inf
+    assert (worth.best.ttl_s, worth.gain_s) == (0, 0)
+
+
+def test_without_tool_times_the_papers_cold_start_answers() -> None:
+    """Exp(1): a pin pays where the benefit is above 1 s."""
+    worth = pin_worths(UNMEASURED, 50_000, [], 300.0)[Tier.DRAM]
+    assert worth.least_delay_s == pytest.approx(1.0 - worth.reload_s)

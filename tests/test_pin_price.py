@@ -1,0 +1,193 @@
+"""A second of pin costs a second where a turn waits for memory, and next to nothing where none does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
+from test_policy_properties import BENEFITS_S, CEILINGS_S, SLACK, distributions
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.reload.rate_calibration import CalibratedCosts
+from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.retention.memory_pressure import FREE_PRICE
+from continuum_lmcache.retention.ttl_solver import best_ttl
+from continuum_lmcache.types import Tier, TurnId
+from continuum_lmcache.vllm_plugin.memory.pin_renewal import LOOKS_A_STEP
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+
+SOMEBODY = TurnId("somebody")
+
+
+@given(distributions(), st.floats(0.0, 1000.0), st.floats(0.0, 1000.0))
+def test_what_is_left_of_a_gap_is_the_conditional_distribution(seen, elapsed_s, more_s):
+    over = seen.probability(elapsed_s)
+    assume(seen.level != "cold" and over < 1.0)
+    expected = (seen.probability(elapsed_s + more_s) - over) / (1.0 - over)
+    near = {abs(elapsed_s + more_s - sample_s) < SLACK * 1e3 for sample_s in seen.samples_s}
+    assert True in near or abs(seen.after(elapsed_s).probability(more_s) - expected) < SLACK
+
+
+@given(st.floats(0.0, 100.0), st.floats(0.0, 100.0))
+def test_a_gap_of_which_nothing_is_known_has_no_memory(elapsed_s, more_s):
+    cold = RetentionAdvisor(ContinuumConfig()).gaps.distribution(("bash",))
+    assert cold.after(elapsed_s).probability(more_s) == cold.probability(more_s)
+
+
+@given(distributions(), BENEFITS_S, CEILINGS_S, st.floats(FREE_PRICE, 1.0), st.floats(FREE_PRICE, 1.0))
+def test_a_dearer_second_never_lengthens_the_ttl(seen, benefit_s, ceiling_s, one, other):
+    cheap, dear = sorted((one, other))
+    longer, shorter = (best_ttl(seen, benefit_s, ceiling_s, price) for price in (cheap, dear))
+    gains_s = [best.probability * benefit_s - dear * best.ttl_s for best in (longer, shorter)]
+    tied = abs(gains_s[0] - gains_s[1]) < SLACK * (1 + abs(benefit_s))
+    assert longer.ttl_s >= shorter.ttl_s or tied
+
+
+def test_what_a_pin_is_charged_with_is_said():
+    load = replace(IDLE, price=0.5)
+    assert decide("continuum", turn(16), learned(), load).cost_s == 2.0
+
+
+def ttl_s(short: bool, tokens: int = 16, dram_tokens: int = 0, **values: Any) -> float:
+    """Of a turn whose tool took 1, 4 or 30 s so far; a second a token to compute, a tenth from DRAM."""
+    config = ContinuumConfig(**{"priced_pins": True, **values})
+    made = RetentionAdvisor(config, A_SECOND_A_TOKEN, learned(), {Tier.DRAM: 10**9})
+    if short:
+        made.memory(SOMEBODY, refused=True)
+    return made.retain(0.0, turn(tokens, dram_tokens=dram_tokens), IDLE).ttl_s
+
+
+def test_while_nobody_waits_for_memory_a_pin_waits_for_the_slowest_return():
+    assert ttl_s(short=False) == 30.0
+
+
+def test_while_somebody_does_it_is_priced_as_in_the_paper():
+    assert ttl_s(short=True) == ttl_s(short=False, priced_pins=False) == 4.0
+
+
+def test_where_a_tier_brings_the_context_back_for_little_it_is_too():
+    in_dram = {"short": False, "tokens": 100, "dram_tokens": 100}
+    assert ttl_s(**in_dram) == ttl_s(**in_dram, priced_pins=False) == 1.0
+
+
+def test_the_published_policy_knows_no_other_price():
+    assert ttl_s(short=False, policy="continuum-published") == 4.0
+
+
+def test_who_got_its_memory_waits_no_longer():
+    made = RetentionAdvisor(ContinuumConfig(priced_pins=True), A_SECOND_A_TOKEN, learned())
+    made.memory(SOMEBODY, refused=True)
+    made.memory(SOMEBODY, refused=False)
+    assert made.retain(0.0, turn(16), IDLE).ttl_s == 30.0
+
+
+@pytest.fixture
+def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
+    """An engine that has learned the gaps above, with p's 17 tokens pinned 10 s ago."""
+    settings(policy="continuum", priced_pins=True, admission=False, run_output_dir=tmp_path)
+    made = Bench(ContinuumScheduler, model, blocks=20)
+    made.lifecycle.advisor.rates, made.lifecycle.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
+    made.turn("p", prompt(BLOCK))
+    made.advance(10.0)
+    return made
+
+
+def pinned(bench: Bench) -> bool:
+    return bool(bench.lifecycle.ledger.pinned)
+
+
+def test_a_pin_is_kept_while_nobody_waits_and_given_up_when_somebody_begins_to(bench: Bench) -> None:
+    """16 s are saved if it comes back; after 10 s only the 30 s are left, and 20 more are not worth it."""
+    bench.send(None, prompt(10 * BLOCK, 1), out=60)
+    bench.step()
+    assert pinned(bench), "it runs beside the pin"
+    bench.send(None, prompt(10 * BLOCK, 2))
+    bench.step()
+    bench.step(seconds=2.0)
+    bench.step()
+    assert not pinned(bench) and bench.lifecycle.ledger.outcomes.total() == 1
+
+
+def test_a_pin_that_outlasts_every_gap_ends_on_an_idle_engine(bench: Bench) -> None:
+    bench.advance(19.0)
+    assert pinned(bench)
+    bench.advance(2.0)
+    assert not pinned(bench) and not bench.scheduler.has_requests()
+
+
+def test_no_pin_outlives_its_ceiling_by_being_looked_at_again(bench: Bench) -> None:
+    bench.lifecycle.advisor.gaps.observe(("other",), 1000.0)
+    for _ in range(200):
+        bench.lifecycle.advisor.gaps.observe(("bash",), 250.0)
+    for _ in range(40):
+        bench.advance(10.0)
+        assert not pinned(bench) or bench.now_s - 1000.1 <= bench.lifecycle.config.max_ttl_s
+    assert not pinned(bench)
+
+
+@pytest.mark.parametrize(("ttl_s", "next_look_s"), [(0.01, 1.0), (5.0, 5.0)])
+def test_a_pin_worth_a_moment_more_does_not_wake_an_idle_engine_at_every_moment(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, ttl_s: float, next_look_s: float
+) -> None:
+    [pin] = bench.lifecycle.ledger.pinned.values()
+    moment = replace(pin.retention, ttl_s=ttl_s)
+    monkeypatch.setattr(bench.lifecycle.advisor, "judged", lambda *_: moment)
+    bench.now_s = bench.scheduler.next_due_s()
+    bench.step(seconds=0.0)
+    assert bench.scheduler.next_due_s() == pytest.approx(bench.now_s + next_look_s)
+
+
+@pytest.mark.parametrize("due", [False, True])
+def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
+    model: Path,
+    settings: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    due: bool,
+) -> None:
+    settings(policy="continuum", priced_pins=True, admission=False)
+    bench = Bench(ContinuumScheduler, model, blocks=100)
+    advisor = bench.lifecycle.advisor
+    advisor.rates, advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
+    for i in range(50):
+        bench.turn(f"p{i}", prompt(BLOCK, i))
+    bench.step()
+    seen: list[int] = []
+    judged = advisor.judged
+    monkeypatch.setattr(advisor, "judged", lambda *a: seen.append(a[1].program) or judged(*a))
+    if due:
+        bench.now_s = max(pin.deadline_s for pin in bench.lifecycle.ledger.pinned.values())
+    else:
+        advisor.short.add(SOMEBODY)
+    each: list[int] = []
+    while len(set(seen)) < 50 and len(each) < 10:
+        before = len(seen)
+        bench.step(seconds=1.0)
+        each.append(len(seen) - before)
+    assert max(each) == LOOKS_A_STEP and len(set(seen)) == 50
+
+
+def test_a_pins_new_deadline_is_recorded(bench: Bench) -> None:
+    bench.now_s = bench.scheduler.next_due_s()
+    bench.step(seconds=0.0)
+    events = bench.lifecycle.recorder.snapshot()["p"]
+    [pin] = bench.lifecycle.ledger.pinned.values()
+    renewed = [event for event in events if "renewed_time" in event]
+    assert renewed[-1]["deadline"] == pytest.approx(
+        pin.deadline_s + bench.lifecycle.recorder.epoch_s, abs=1e-5
+    )
+
+
+def test_what_shared_pins_free_is_counted_once_and_no_further_than_wanted(bench: Bench) -> None:
+    first = bench.turn("q", prompt(3 * BLOCK, 5))
+    bench.turn("r", [*first, *prompt(BLOCK, 6)])
+    pins = bench.lifecycle.pins
+    assert not pins.can_free(["q"], 1), "r's pin holds the same blocks"
+    assert pins.can_free(["q", "r"], 4) and not pins.can_free(["q", "r"], 5)
+    programs = iter(["p", "q", "r"])
+    assert pins.can_free(programs, 1) and list(programs) == ["q", "r"]

@@ -1,0 +1,89 @@
+"""Programs that send no ids are told apart by their prompts, on programs of our own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from continuum_lmcache.programs.prompt_linker import PromptLinker
+from continuum_lmcache.types import ProgramId
+from experiments.driver import Plan
+from experiments.lineage import BLOCK_TOKENS, Branch, Replay
+from experiments.sim.workloads import with_thoughts
+from experiments.table1 import generate
+from experiments.workload import Program, TurnSpec, poisson_arrivals, scaled
+
+MARKS = 10
+PLAN = Plan("", 1, range(300, 30_000))
+NEW = Branch(Program("p", 0.0, ()), "red")
+
+
+def programs(count: int = 60) -> tuple[Program, ...]:
+    """Table 1's, small, each message in a chat template's MARKS tokens."""
+    drawn = scaled(generate("swe", count, 1), 1500)
+    return poisson_arrivals(
+        [replace(p, turns=tuple(map(marked, *zip(*enumerate(p.turns), strict=True)))) for p in drawn], 1.0, 1
+    )
+
+
+def marked(index: int, turn: TurnSpec) -> TurnSpec:
+    tokens = turn.input_tokens + (index + 1) * MARKS
+    return replace(turn, input_tokens=tokens, new_tokens=turn.new_tokens + MARKS)
+
+
+def shortened(program: Program, tokens: int) -> Program:
+    """Each prompt drops so many of the last prompt's tokens, and the answer behind them."""
+    before = (tokens, *(turn.input_tokens for turn in program.turns))
+    cut = (
+        replace(turn, new_tokens=turn.input_tokens - min(turn.kept_tokens, last - tokens))
+        for last, turn in zip(before, program.turns, strict=False)
+    )
+    return replace(program, turns=tuple(cut))
+
+
+def test_every_turn_finds_its_own_programs_last_one_and_no_other_tenants() -> None:
+    counts = Replay(PLAN).run(programs())
+    assert counts["wrong"] == counts["other tenant"] == counts["unlinked"] == 0
+    assert counts["right"] > 1000 and counts["forks"] > 40
+    assert counts["begun anew"] >= 2 * 60, "each program once for each tenant"
+
+
+def test_answers_that_come_back_without_their_thoughts_are_linked_too() -> None:
+    counts = Replay(PLAN).run(with_thoughts(programs(), 4.0))
+    assert counts["wrong"] == counts["other tenant"] == 0
+    ambiguous = counts["unlinked"]  # of several draws for one prompt nobody knows which is meant
+    assert counts["right"] >= 0.95 * (counts["right"] + ambiguous)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_first_prompt_whose_last_tokens_no_history_repeats_is_linked(tokens: int) -> None:
+    """A template that opens the answer with <think> has it in the prompt, and in no later one."""
+    counts = Replay(PLAN).run([shortened(p, tokens) for p in programs(30)])
+    assert counts["wrong"] == counts["other tenant"] == 0
+    assert counts["right"] >= 0.9 * (counts["right"] + counts["unlinked"])
+
+
+def test_strangers_whose_short_first_prompts_share_a_system_prompt_are_not_linked() -> None:
+    prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
+    for name in range(4):
+        request = replay.request(NEW, (*range(1000, 1200), *range(100 * name, 100 * name + 6)))
+        assert prompt_linker.ancestor(request) is None
+        request.append_output_token_ids([7, name])
+        prompt_linker.finished(request, ProgramId(str(name)), 0.0)
+
+
+@pytest.mark.parametrize("contexts", [(0, 0), (0, 100), (100, 0)])
+def test_of_two_draws_for_one_prompt_neither_is_taken_for_the_other(contexts: tuple[int, int]) -> None:
+    """Both are remembered where the prompt ends, and a little before: one more, the other less."""
+    prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
+    for draw, linked_tokens in enumerate(contexts):
+        request = replay.request(NEW, tuple(range(1000, 1200)))
+        request.append_output_token_ids([draw] * 9)
+        prompt_linker.finished(request, ProgramId(f"draw {draw}"), 0.0, linked_tokens)
+    assert prompt_linker.ancestor(replay.request(NEW, (*range(1000, 1200), 7, 7, 7))) is None
+    assert prompt_linker.ancestor(replay.request(NEW, (*range(1000, 1190), 7, 7, 7))) is None
+    told_apart = prompt_linker.ancestor(replay.request(NEW, (*range(1000, 1200), *[1] * 9, 5)))
+    assert told_apart is not None and told_apart.program == "draw 1"

@@ -1,0 +1,76 @@
+"""The TTL follows what the tiers do: shorter where a reload is cheap and sure, longer where it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.tier_store import KVTransfer
+from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, Residency, Tier
+
+KV_BYTES = 131_072  # Llama-3.1-8B's, a token
+CONTEXT = 20_000
+COSTS = CostModel(
+    prefill=PrefillCurve(0.0, 1e-4, 0.0, samples=9),  # 2 s for the context
+    dram=TransferRate(25e9, 0.0, samples=9),  # 0.1 s
+    ssd=TransferRate(5e9, 0.0, samples=9),
+    kv_bytes_per_token=KV_BYTES,
+    chunk_tokens=256,
+)
+IN_DRAM = FinishedTurn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, CONTEXT, 0, CONTEXT))
+LOAD = EngineLoad(total_blocks=2000, free_blocks=100, pinned_blocks=0)
+
+
+def advisor(capacity_tokens: int) -> RetentionAdvisor:
+    """One that knows its tools: 0.05 to 1 s, evenly."""
+    made = RetentionAdvisor(ContinuumConfig(), COSTS, capacity_tokens={Tier.DRAM: capacity_tokens})
+    for i in range(120):
+        made.came_back(("bash",), 0.05 + (i % 20) * 0.05)
+    return made
+
+
+def ttl_s(made: RetentionAdvisor, now_s: float) -> float:
+    return made.retain(now_s, IN_DRAM, LOAD).ttl_s
+
+
+def stored(tokens: int) -> KVTransfer:
+    return KVTransfer(Tier.DRAM, "store", tokens, tokens * KV_BYTES, 0.01)
+
+
+def test_a_dram_that_turns_over_before_the_return_lengthens_the_ttl() -> None:
+    roomy, tight = advisor(10_000_000), advisor(30_000)
+    for second in range(60):
+        for made in (roomy, tight):
+            made.moved(float(second), [stored(40_000)])
+    assert ttl_s(tight, 60.0) > ttl_s(roomy, 60.0)
+
+
+def test_loads_at_a_tenth_of_the_rate_lengthen_the_ttl_within_fifty() -> None:
+    made = advisor(10_000_000)
+    before_s = ttl_s(made, 0.0)
+    size_bytes = CONTEXT * KV_BYTES
+    slow = KVTransfer(Tier.DRAM, "load", CONTEXT, size_bytes, size_bytes / 2.5e9)
+    made.moved(1.0, [slow] * 50)
+    assert ttl_s(made, 1.0) > before_s
+
+
+def test_a_store_that_holds_it_surely_and_brings_it_fast_needs_no_long_pin() -> None:
+    nowhere = FinishedTurn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, 0, 0, CONTEXT))
+    made = advisor(10_000_000)
+    assert ttl_s(made, 0.0) < made.retain(0.0, nowhere, LOAD).ttl_s
+
+
+def test_prefill_reload_is_computed_once_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Residency] = []
+    stock = CostModel.reload_s
+    monkeypatch.setattr(CostModel, "reload_s", lambda *args: asked.append(args[1]) or stock(*args))
+    keep = advisor(10_000_000).retain(0.0, IN_DRAM, LOAD)
+    assert asked == [IN_DRAM.residency]
+    assert keep.benefit_s == pytest.approx(keep.reload_s), "T is 0: the reload is all that a pin saves"
+
+
+def test_the_ceiling_holds_whatever_the_policy_says() -> None:
+    made = RetentionAdvisor(ContinuumConfig(policy="static-ttl", static_ttl_s=50, max_ttl_s=7))
+    assert ttl_s(made, 0.0) == 7

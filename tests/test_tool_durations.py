@@ -1,0 +1,239 @@
+"""What is learned of tools' gaps, and what is believed."""
+
+import json
+import logging
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from continuum_lmcache.tools.distribution import kaplan_meier
+from continuum_lmcache.tools.durations import (
+    COLD_SAMPLES,
+    MAX_GAP_S,
+    MAX_KEYS,
+    SHORTEST_GAP_S,
+    WINDOW,
+    GapsError,
+    ToolDurations,
+    suffixes,
+)
+from continuum_lmcache.vllm_plugin.files.durations_file import load_gaps, save_gaps
+
+PYTEST = ("pytest tests", "pytest", "bash")
+MAKE = ("make all", "make", "bash")
+GAPS_S = st.floats(0.0, 1e5)
+TIMES_S = st.integers(1, 9).map(float) | GAPS_S  # so that many are equal
+TOOLS = st.sampled_from([PYTEST, MAKE, ("bash",), ("read",), ()])
+EVENTS = st.lists(st.tuples(TOOLS, GAPS_S, st.booleans()), max_size=60)
+
+
+def learned(*batches):
+    """Gaps from (tool, gaps) pairs."""
+    gaps = ToolDurations()
+    for tool, gaps_s in batches:
+        for gap_s in gaps_s:
+            assert gaps.observe(tool, gap_s)
+    return gaps
+
+
+def test_the_nearest_level_with_an_ended_gap_is_asked_however_few_it_has() -> None:
+    gaps = learned((("pytest", "tests"), [4.0]), (("read",), [9.0]))
+    assert gaps.nearest(("pytest", "tests")).samples_s == (4.0,)
+    assert gaps.nearest(("never", "seen")).samples_s == (4.0, 9.0)
+    assert ToolDurations().nearest(("read",)).samples_s == ()
+
+
+def test_nothing_is_believed_until_more_than_k_gaps_were_seen():
+    gaps = learned((PYTEST, [1.0] * COLD_SAMPLES))
+    assert gaps.distribution(PYTEST).level == "cold"
+    assert gaps.distribution(PYTEST).n == COLD_SAMPLES
+    gaps.observe(PYTEST, 1.0)
+    assert gaps.distribution(PYTEST).level == "tool:3"
+
+
+def test_while_cold_a_gap_is_exp_1():
+    assert ToolDurations().distribution(PYTEST).probability(math.log(2)) == pytest.approx(0.5)
+    assert ToolDurations().distribution(PYTEST).probability(0.0) == 0.0
+
+
+def test_a_key_that_was_seen_too_little_falls_back_level_by_level():
+    gaps = learned((MAKE, [5.0] * 101), (("read",), [0.1] * 50), (PYTEST, [2.0] * 100))
+    assert gaps.distribution(MAKE).level == "tool:3"
+    assert gaps.distribution(("make test", "make", "bash")).level == "tool:2"
+    assert gaps.distribution(PYTEST).level == "tool:1"
+    assert gaps.distribution(("read",)).level == "all"
+    assert gaps.distribution(()).level == "all"
+    assert gaps.distribution(()).n == 251
+
+
+def test_one_more_gap_of_a_key_lets_it_speak_for_itself():
+    gaps = learned((MAKE, [5.0] * 200), (PYTEST, [2.0] * 101))
+    assert gaps.distribution(PYTEST).samples_s == (2.0,) * 101
+    assert gaps.distribution(("bash",)).probability(2.0) == pytest.approx(101 / 301)
+
+
+def test_without_censoring_p_is_the_empirical_cdf():
+    gaps = learned((MAKE, [float(i) for i in range(1, 201)]))
+    seen = gaps.distribution(MAKE)
+    assert [seen.probability(t) for t in (0.5, 1.0, 50.0, 50.9, 200.0, 1e9)] == [0, 0.005, 0.25, 0.25, 1, 1]
+
+
+def test_an_abandoned_call_is_not_a_short_one():
+    """Kaplan-Meier by hand: gaps 1, 2, 3 ended and one was given up at 2.5 s.
+
+    After 1 s 3/4 are left; after 2 s 3/4 * 2/3 = 1/2; at 3 s only that one is at risk, so 0 are.
+    Counting the lost call as a gap of 2.5 s would say P(2.5) = 3/4.
+    """
+    assert kaplan_meier((1.0, 2.0, 3.0), [2.5]) == pytest.approx((1 / 4, 1 / 2, 1.0))
+
+
+@given(st.lists(TIMES_S).map(sorted), st.lists(TIMES_S).map(sorted))
+def test_of_those_at_risk_at_each_gap_one_is_gone(ended_s, lost_s):
+    left, expected = 1.0, []
+    for number, at_s in enumerate(ended_s):
+        at_risk = len(ended_s[number:]) + sum(lost >= at_s for lost in lost_s)
+        left *= 1 - 1 / at_risk
+        expected.append(1 - left)
+    assert kaplan_meier(ended_s, lost_s) == pytest.approx(expected)
+
+
+def test_a_tool_that_never_returns_is_never_believed_to():
+    gaps = learned((MAKE, [1.0] * 200))
+    for _ in range(101):
+        assert gaps.censor(("ask_human",), 3600.0)
+    seen = gaps.distribution(("ask_human",))
+    assert (seen.level, seen.n, seen.samples_s, seen.probability(1e5)) == ("tool:1", 101, (), 0.0)
+
+
+def test_a_gap_that_cannot_be_is_refused():
+    gaps = ToolDurations()
+    for gap_s in (-0.001, math.nan, math.inf, -math.inf, MAX_GAP_S * 2):
+        assert not gaps.observe(PYTEST, gap_s)
+        assert not gaps.censor(PYTEST, gap_s)
+    assert gaps.distribution(PYTEST).n == 0
+
+
+def test_a_gap_of_no_time_is_still_a_gap_that_a_pin_can_cover():
+    assert learned((PYTEST, [0.0])).own(PYTEST).samples_s == (SHORTEST_GAP_S,)
+
+
+def test_the_oldest_gap_leaves_a_full_window():
+    gaps = learned((("read",), [9.0] * 10 + [1.0] * (WINDOW - 10)))
+    assert gaps.own(("read",)).samples_s[-1] == 9.0
+    for _ in range(10):
+        gaps.observe(("read",), 2.0)
+    assert gaps.own(("read",)).samples_s == (1.0,) * (WINDOW - 10) + (2.0,) * 10
+
+
+def test_the_oldest_leaves_even_if_it_never_ended():
+    gaps = ToolDurations()
+    gaps.censor(("read",), 9.0)
+    for _ in range(WINDOW):
+        gaps.observe(("read",), 1.0)
+    assert gaps.own(("read",)).samples_s == (1.0,) * WINDOW
+    assert gaps.own(("read",)).cdf[-1] == 1.0
+
+
+def test_the_key_not_heard_of_for_longest_is_forgotten():
+    gaps = ToolDurations()
+    for i in range(MAX_KEYS + 50):
+        gaps.observe((f"tool{i}",), 1.0)
+        gaps.observe(("read",), 0.1)
+    assert gaps.own(("tool0",)).n == 0
+    assert gaps.own((f"tool{MAX_KEYS + 49}",)).n == 1
+    assert gaps.own(("read",)).n == MAX_KEYS + 50
+    assert gaps.distribution(()).n == WINDOW
+
+
+def test_of_parallel_calls_the_one_with_the_longest_mean_is_the_slowest():
+    gaps = learned((MAKE, [5.0, 7.0]), (PYTEST, [1.0, 30.0]), (("read",), [0.1]))
+    assert gaps.slowest([("read",), MAKE, PYTEST]) == PYTEST
+    assert gaps.slowest([("read",), ("make test", "make", "bash")]) == ("make test", "make", "bash")
+    assert gaps.slowest([]) == ()
+
+
+def test_an_unknown_call_teaches_only_what_every_tool_has_in_common():
+    gaps = learned(((), [1.0]))
+    assert suffixes(()) == [()]
+    assert gaps.own(()).n == 1
+
+
+@given(EVENTS, st.lists(GAPS_S, min_size=2, max_size=10))
+def test_p_is_a_distribution_whatever_was_seen(events, at_s):
+    gaps = ToolDurations()
+    for tool, gap_s, ended in events:
+        (gaps.observe if ended else gaps.censor)(tool, gap_s)
+    seen = gaps.own(())
+    assert list(seen.samples_s) == sorted(seen.samples_s)
+    curve = [seen.probability(t) for t in sorted(at_s)]
+    assert curve == sorted(curve)
+    assert all(0.0 <= p <= 1.0 + 1e-12 for p in curve)
+
+
+@given(EVENTS)
+def test_what_was_saved_is_what_is_loaded(events):
+    gaps = ToolDurations()
+    for tool, gap_s, ended in events:
+        (gaps.observe if ended else gaps.censor)(tool, round(gap_s, 6))
+    again = ToolDurations.loads(gaps.dumps())
+    assert again.dumps() == gaps.dumps()
+    for tool, _, _ in events:
+        assert again.own(tool) == gaps.own(tool)
+        assert again.slowest([tool, ("read",)]) == gaps.slowest([tool, ("read",)])
+
+
+def saved(**changes):
+    entry = {"levels": ["read"], "gaps_s": [1.0, 2.0], "unended": [1]} | changes
+    return json.dumps({"version": 1, "keys": [entry]})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[]", "version 1"),
+        ('{"version": 2, "keys": []}', "version 1"),
+        ('{"version": 1, "keys": {}}', "'keys'"),
+        ('{"version": 1, "keys": [3]}', r"keys\[0\]"),
+        (saved(levels="read"), r"keys\[0\].levels"),
+        (saved(levels=["a"] * 5), r"keys\[0\].levels"),
+        (saved(gaps_s=[-1.0]), r"keys\[0\].gaps_s"),
+        (saved(gaps_s=[math.nan]), r"keys\[0\].gaps_s"),
+        (saved(gaps_s=[True]), r"keys\[0\].gaps_s"),
+        (saved(gaps_s=[1.0] * (WINDOW + 1)), r"keys\[0\].gaps_s"),
+        (saved(unended=["x"]), r"keys\[0\].unended"),
+        (json.dumps({"version": 1, "keys": [{}] * (MAX_KEYS + 1)}), "at most"),
+    ],
+)
+def test_malformed_saved_gaps_are_refused_by_name_and_place(text, says):
+    with pytest.raises(GapsError, match=says):
+        ToolDurations.loads(text)
+
+
+def test_gaps_survive_a_restart(tmp_path):
+    path = tmp_path / "state" / "gaps.json"
+    gaps = learned((PYTEST, [1.5, 2.5]))
+    assert load_gaps(path).dumps() == ToolDurations().dumps()
+    save_gaps(path, gaps)
+    assert load_gaps(path).dumps() == gaps.dumps()
+    assert [p.name for p in path.parent.iterdir()] == ["gaps.json"]
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b'{"version": 1}'])
+def test_a_corrupt_file_is_set_aside_with_a_warning(tmp_path, caplog, content):
+    path = tmp_path / "gaps.json"
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        assert load_gaps(path).dumps() == ToolDurations().dumps()
+    assert "set aside as" in caplog.text
+    assert not path.exists()
+    assert path.with_name("gaps.json.corrupt").read_bytes() == content
+
+
+def test_a_file_that_cannot_be_read_stops_nothing(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert load_gaps(tmp_path).dumps() == ToolDurations().dumps()  # a folder
+    assert "starting without them" in caplog.text
