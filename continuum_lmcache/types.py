@@ -9,6 +9,8 @@ from typing import NewType
 ProgramId = NewType("ProgramId", str)
 TurnId = NewType("TurnId", str)  # vLLM's request id
 
+MAX_TURNS = 100_000  # of one program; beyond this it is no agent
+
 ToolKey = tuple[str, ...]
 """What a turn called, most specific first: ("pytest tests", "pytest", "bash"). () is unknown."""
 

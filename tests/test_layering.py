@@ -1,22 +1,41 @@
-"""Who may import whom: experiments -> connectors -> core <- vllm_plugin, console, serve. Held by a test."""
+"""Who may import whom, held by tests.
+
+types, config, errors <- tools, reload, admission <- programs <- telemetry <- retention <- capacity
+experiments -> connectors -> core <- vllm_plugin, console, report, recordings
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FLEET = sorted((ROOT / "continuum_lmcache" / "fleet").glob("*.py"))
-CORE = [*sorted((ROOT / "continuum_lmcache").glob("*.py")), *FLEET]
-PLUGIN = sorted((ROOT / "continuum_lmcache" / "vllm_plugin").glob("*.py"))
-RECORDS = sorted((ROOT / "continuum_lmcache" / "records").glob("*.py"))
-CONSOLE = sorted((ROOT / "continuum_lmcache" / "console").glob("*.py"))
-SERVE = sorted((ROOT / "continuum_lmcache" / "serve").glob("*.py"))
+PACKAGE = ROOT / "continuum_lmcache"
+BASE = {"types", "config", "errors"}
+CORE = {  # a package of the core -> the others that it may import, beside BASE
+    "tools": set(),
+    "reload": set(),
+    "admission": set(),
+    "programs": {"tools", "reload"},
+    "telemetry": {"programs", "reload"},
+    "retention": {"tools", "reload", "admission", "telemetry"},
+    "capacity": {"tools", "reload", "retention", "telemetry"},
+    "fleet": {"tools", "reload", "admission", "retention"},
+    "fleet": {"tools", "reload", "admission", "retention"},
+}
+CORE_FILES = sorted(
+    [*PACKAGE.glob("*.py"), *(path for name in CORE for path in (PACKAGE / name).rglob("*.py"))]
+)
+PLUGIN = sorted((PACKAGE / "vllm_plugin").rglob("*.py"))
+RECORDINGS = sorted((PACKAGE / "recordings").rglob("*.py"))
+CONSOLE = sorted([*(PACKAGE / "console").rglob("*.py"), *(PACKAGE / "report").rglob("*.py")])
 CONSOLE_LIBRARIES = {"typer", "httpx", "yaml", "plotly", "rich", "prometheus_client"}
-CONNECTORS = sorted((ROOT / "connectors").glob("*.py"))
+CONNECTORS = sorted((ROOT / "connectors").rglob("*.py"))
+MOST_FILES = 12  # of a folder of the product, its __init__ among them
 
 
 def imported(path: Path, at_import: bool = False) -> Iterator[str]:
@@ -33,42 +52,67 @@ def tops(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in imported(path)}
 
 
+def parts(path: Path) -> set[str]:
+    """The packages and top-level modules of continuum_lmcache that a file imports."""
+    return {name.split(".")[1] for name in imported(path) if name.startswith("continuum_lmcache.")}
+
+
 def test_the_core_imports_the_standard_library_and_itself() -> None:
-    for path in CORE:
+    for path in CORE_FILES:
         assert tops(path) <= sys.stdlib_module_names | {"continuum_lmcache"}, path
-        assert not any("vllm_plugin" in name for name in imported(path)), path
+        assert parts(path) <= CORE.keys() | BASE, path
+
+
+def test_each_package_of_the_core_imports_only_those_below_it() -> None:
+    for name, below in CORE.items():
+        for path in (PACKAGE / name).rglob("*.py"):
+            assert parts(path) <= below | BASE | {name}, path
+    for path in PACKAGE.glob("*.py"):
+        assert parts(path) <= BASE, path
+
+
+def test_the_packages_of_the_core_can_be_put_in_an_order() -> None:
+    left = dict(CORE)
+    while ready := [name for name, below in left.items() if not below & left.keys()]:
+        for name in ready:
+            del left[name]
+    assert not left, f"these import one another: {sorted(left)}"
 
 
 def test_the_core_has_no_clock_and_no_files() -> None:
-    for path in CORE:
+    for path in CORE_FILES:
         assert not tops(path) & {"time", "datetime", "os", "pathlib", "socket", "threading"}, path
 
 
 def test_only_the_plugin_and_the_connectors_import_vllm_and_only_connectors_lmcache() -> None:
     for path in PLUGIN:
         assert not tops(path) & {"lmcache", "connectors", "experiments"}, path
+        assert not parts(path) & {"console", "report", "recordings", "capacity"}, path
     for path in CONNECTORS:
         names = list(imported(path))
         assert not any("vllm_plugin" in name for name in names), path
         assert not tops(path) & {"experiments"}, path
-        assert "lmcache" not in tops(path) or path.name.startswith("lmcache"), path
-
-
-def test_only_serve_imports_ray_and_only_its_engine_vllm() -> None:
-    for path in [*CORE, *PLUGIN, *RECORDS, *CONSOLE, *CONNECTORS]:
-        assert not any(
-            name == "ray" or name.startswith(("ray.", "continuum_lmcache.serve")) for name in imported(path)
+        assert (
+            "lmcache" not in tops(path)
+            or path.is_relative_to(ROOT / "connectors" / "lmcache")
+            or (path.is_relative_to(ROOT / "connectors" / "lmcache_mp"))
         ), path
-    for path in SERVE:
-        assert not tops(path) & {"lmcache", "connectors", "experiments"}, path
-        assert not any("vllm_plugin" in name or "console" in name for name in imported(path)), path
-        assert "vllm" not in tops(path) or path.name == "engine.py", path
 
 
-def test_records_are_read_with_the_standard_library_and_the_core() -> None:
-    for path in RECORDS:
+def test_the_packages_of_connectors_are_imported_without_the_engines() -> None:
+    """The doctor reads LMCache's settings where neither is installed."""
+    for name in ("lmcache", "lmcache_mp"):
+        path = ROOT / "connectors" / name / "__init__.py"
+        assert not {top.partition(".")[0] for top in imported(path, at_import=True)} - {
+            "__future__",
+            "typing",
+        }
+
+
+def test_recordings_are_read_with_the_standard_library_and_the_core() -> None:
+    for path in RECORDINGS:
         assert tops(path) <= sys.stdlib_module_names | {"continuum_lmcache"}, path
-        assert not any("vllm_plugin" in name or "console" in name for name in imported(path)), path
+        assert parts(path) <= CORE.keys() | BASE | {"recordings"}, path
         assert not tops(path) & {"time", "datetime", "socket", "threading"}, path
 
 
@@ -76,8 +120,8 @@ def test_the_console_asks_the_core_and_few_libraries_and_connectors_only_when_ru
     for path in CONSOLE:
         assert tops(path) <= sys.stdlib_module_names | CONSOLE_LIBRARIES | {"continuum_lmcache", "connectors"}
         assert "connectors" not in {name.partition(".")[0] for name in imported(path, at_import=True)}, path
-        assert "connectors" not in tops(path) or path.name == "connector.py", path
-        assert not any("vllm_plugin" in name for name in imported(path)), path
+        assert "connectors" not in tops(path) or path.name == "lmcache_check.py", path
+        assert "vllm_plugin" not in parts(path), path
 
 
 def test_the_console_starts_without_the_engines_and_the_plotting() -> None:
@@ -89,8 +133,23 @@ def test_the_console_starts_without_the_engines_and_the_plotting() -> None:
 
 
 def test_only_the_edges_know_of_the_console() -> None:
-    for path in [*CORE, *PLUGIN, *CONNECTORS]:
-        assert not any("console" in name or ".records" in name for name in imported(path)), path
+    for path in [*CORE_FILES, *PLUGIN, *CONNECTORS]:
+        assert not parts(path) & {"console", "report", "recordings"}, path
+
+
+def test_no_class_of_the_product_has_the_name_of_another() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in [*PACKAGE.rglob("*.py"), *CONNECTORS]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert not {name: where for name, where in places.items() if len(where) > 1}
+
+
+def test_no_folder_of_the_product_is_too_long_to_be_read_at_a_glance() -> None:
+    folders = [path for top in (PACKAGE, ROOT / "connectors") for path in (top, *top.rglob("*"))]
+    for folder in folders:
+        assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder
 
 
 def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:

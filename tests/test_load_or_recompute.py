@@ -146,18 +146,18 @@ def test_a_preempted_request_is_brought_back_the_cheaper_way(
 
 @pytest.mark.parametrize("beside", [False, True], ids=["in the step", "beside the steps"])
 def test_stores_that_hold_no_step_up_teach_no_stall(tmp_path: Path, beside: bool) -> None:
-    lifecycle = keeper_after(engine({**DISK_ONLY, "dram_gb": 200.0, "async": beside}, a_profile(tmp_path)))
+    lifecycle = lifecycle_after(engine({**DISK_ONLY, "dram_gb": 200.0, "async": beside}, a_profile(tmp_path)))
     assert (lifecycle.advisor.rates.samples["store"] == 0) is beside
 
 
 def counts(setup: Setup, programs: Sequence[Program] = ()) -> Counter[str]:
     """What the scheduler's judge counted in a run."""
-    found: Counter[str] = keeper_after(setup, programs).judge.counts
+    found: Counter[str] = lifecycle_after(setup, programs).judge.counts
     return found
 
 
-def keeper_after(setup: Setup, programs: Sequence[Program] = ()) -> Any:
-    """The scheduler's keeper at the end of a run."""
+def lifecycle_after(setup: Setup, programs: Sequence[Program] = ()) -> Any:
+    """The scheduler's lifecycle at the end of a run."""
     clock = VirtualClock()
     with ExitStack() as until, virtual_time(clock):
         scheduler: Any = build_scheduler(setup, clock, 10_000, until)

@@ -109,7 +109,7 @@ def check_books(bench: Bench) -> None:
 
 
 def check_pins(bench: TierBench) -> None:
-    """Right after schedule(): budgets, deadlines and the keeper's tables."""
+    """Right after schedule(): budgets, deadlines and the lifecycle's tables."""
     lifecycle, ledger = bench.lifecycle, bench.lifecycle.ledger
     ledger.check()
     held = {program: len(blocks) for program, blocks in lifecycle.pins._held.items()}
@@ -137,7 +137,7 @@ def check_door(bench: Bench) -> None:
 
 
 def check_turns(bench: TierBench) -> None:
-    """The keeper knows the live requests, and every one that waits stands where its key says."""
+    """The lifecycle knows the live requests, and every one that waits stands where its key says."""
     scheduler, lifecycle = bench.scheduler, bench.lifecycle
     live = {i: r for i, r in scheduler.requests.items() if not r.is_finished()}
     assert set(lifecycle.turns) == set(live)

@@ -119,7 +119,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         return self._found.get(request_id)
 
     def load_by(self, rule: LoadSelector) -> None:
-        """Load nothing of a prompt of which `rule` wants nothing (continuum_lmcache.reload.tier_store.SelectiveLoader).
+        """Load nothing of a prompt of which `rule` wants nothing (reload/tier_store.py: SelectiveLoader).
 
         All that was found, or nothing: by the time of the answer the server has read L2's part into L1.
         """

@@ -1,7 +1,7 @@
 """The scheduler's half of tier truth with an LMCache MP server: a mirror, kept up by a thread of its own.
 
-    MP server   L1, L2 --> TierChangeLog --Told--> Follower (thread) --> MpTierMirror <-- locate (scheduler)
-                event bus --> LookupLog --'             '--------> LoadLookupJoin <-- loads, timed by the worker
+    MP server   L1, L2 --> TierChangeLog --reply--> TierPoller (thread) --> MpTierMirror <-- locate
+                event bus --> LookupLog --'              '--> LoadLookupJoin <-- the worker's timed loads
 
 The scheduler reads sets in its own process and never waits: what the server has not told yet counts as
 not there, and so does everything once it has not answered for MAX_AGE_S.

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
-from continuum_lmcache.retention.engine_stats import MAX_TURNS
+from continuum_lmcache.types import MAX_TURNS
 
 TURN_WINDOW = 512  # growths behind the mean: some dozens of programs
 PROGRAM_WINDOW = 256

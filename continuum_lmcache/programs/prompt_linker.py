@@ -18,9 +18,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from vllm.v1.request import Request
+from typing import Any, Protocol
 
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.types import ProgramId
@@ -33,6 +31,17 @@ MAX_HINTED = 16  # turns of one hint: a session and its subagents
 NOBODY = ProgramFields()
 
 Key = tuple[Any, tuple[int, ...]]  # the hash and whose it is, the tail
+
+
+class HashedPrompt(Protocol):
+    """What is read of a request: vLLM's `Request` (0.30 to 0.33) has all three."""
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def all_token_ids(self) -> Sequence[int]: ...
+    @property
+    def block_hashes(self) -> Sequence[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,7 @@ class PromptLinker:
 
     def finished(
         self,
-        request: Request,
+        request: HashedPrompt,
         program: ProgramId,
         arrival_s: float,
         linked_tokens: int = 0,
@@ -80,7 +89,7 @@ class PromptLinker:
     ) -> None:
         """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
 
-        `linked_tokens`: what its Link said, 0 if there was none.
+        `linked_tokens`: what its ProgramLink said, 0 if there was none.
         """
         prompt_tokens = request.num_prompt_tokens
         least = prompt_tokens - lost(prompt_tokens, linked_tokens)
@@ -104,7 +113,7 @@ class PromptLinker:
         while len(self._turns) > self._max_hashes:
             self._turns.popitem(last=False)
 
-    def ancestor(self, request: Request, says: ProgramFields = NOBODY) -> ProgramLink | None:
+    def ancestor(self, request: HashedPrompt, says: ProgramFields = NOBODY) -> ProgramLink | None:
         """The longest finished turn that this prompt extends; a prompt that is sent again extends nothing.
 
         A turn is continued once: forks start anew.
@@ -115,7 +124,7 @@ class PromptLinker:
         self._forget(found)
         return ProgramLink(found.program, found.arrival_s, found.repeated_tokens(len(request.all_token_ids)))
 
-    def _extended(self, request: Request, owner: str) -> LinkableTurn | None:
+    def _extended(self, request: HashedPrompt, owner: str) -> LinkableTurn | None:
         """The longest turn that this prompt alone tells."""
         for blocks in range(len(request.block_hashes), 0, -1):
             tails = self._turns.get((request.block_hashes[blocks - 1], owner))
@@ -127,7 +136,7 @@ class PromptLinker:
                     return found
         return None
 
-    def _of_hint(self, request: Request, hint: tuple[str, str]) -> LinkableTurn | None:
+    def _of_hint(self, request: HashedPrompt, hint: tuple[str, str]) -> LinkableTurn | None:
         """The hint's turn that this prompt extends furthest; None also where two are equal."""
         tokens, best, reached = request.all_token_ids, None, 0
         for ancestor in self._hinted.get(hint, ()):
@@ -137,7 +146,7 @@ class PromptLinker:
                 best, reached = (ancestor if repeats[-1] > reached else None), repeats[-1]
         return best
 
-    def _stands(self, request: Request, end: int, key: Key) -> bool:
+    def _stands(self, request: HashedPrompt, end: int, key: Key) -> bool:
         """Whether the request's first `end` tokens, and what is behind them, are a turn's."""
         (block_hash, _), tail = key
         blocks = (end - len(tail)) // self._block_tokens
@@ -157,7 +166,7 @@ class PromptLinker:
                         self._turns.get(shorter, {})[its_tail] = None
         return equal
 
-    def _key(self, request: Request, end: int, owner: str) -> Key:
+    def _key(self, request: HashedPrompt, end: int, owner: str) -> Key:
         blocks = min(end // self._block_tokens, len(request.block_hashes))
         tail = tuple(request.all_token_ids[blocks * self._block_tokens : end])
         return (request.block_hashes[blocks - 1], owner), tail

@@ -10,9 +10,10 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+from continuum_lmcache.types import MAX_TURNS
+
 QUEUE_WINDOW = 100  # delays behind T: the paper's K, minutes under load, so that T follows it
 PROGRAM_WINDOW = 256  # finished programs behind eta: enough for its sign to be stable
-MAX_TURNS = 100_000  # of one program; beyond this it is no agent
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ GAPS_EVERY_S = 60.0  # what a crash may cost of what was learned
 
 @dataclass
 class EngineParts:
-    """One engine's keeper, and the files that outlive it."""
+    """One engine's parts, and the files that outlive it."""
 
     lifecycle: TurnLifecycle
     gaps_path: Path | None

@@ -14,7 +14,7 @@ TIMED_MODULES = (
     "vllm.v1.core.kv_cache_metrics",
     "vllm.v1.request",
     "vllm.v1.engine",
-    "connectors.fake",
+    "connectors.fake.connector",
 )
 """Modules on a simulated engine's path that say `time.something()`; a test looks for new ones."""
 

@@ -7,9 +7,9 @@
     prefill attention  step.per_pair_s * (n * context + n^2 / 2)
     decode             step.per_cached_token_s * the tokens it attends to
 
-A live server's policy reads the same file (continuum_lmcache.reload.cost_model), so the lab's machine and what the
-policy is told of it cannot differ. The built-in machines come from data sheets: `measured` is false,
-and every result carries it.
+A live server's policy reads the same file (continuum_lmcache.reload.cost_model), so the lab's machine
+and what the policy is told of it cannot differ. The built-in machines come from data sheets: `measured` is
+false, and every result carries it.
 """
 
 from __future__ import annotations

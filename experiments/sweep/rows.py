@@ -23,13 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 COMMON = ("continuum_lmcache/**/*.py", "experiments/workload.py", "experiments/table1.py")
 LAB = (
     *COMMON,
-    "connectors/[!l]*.py",  # all but LMCache's adapters, which the lab does not run
+    # all but LMCache's adapters, which the lab does not run
+    *(f"connectors/{part}*.py" for part in ("", "fake/", "tier_model/")),
     "experiments/sim/*.py",
     *(f"experiments/sweep/{name}.py" for name in ("cases", "oracle", "simulated")),
 )
 SERVERS = (
     *COMMON,
-    "connectors/*.py",
+    "connectors/**/*.py",
     "profiles/*.yaml",
     *(f"experiments/{name}.py" for name in ("server", "tiny_model", "replay", "driver", "client", "summary")),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "live")),

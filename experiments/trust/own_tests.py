@@ -60,7 +60,7 @@ PRIORITY = "vLLM's other policy, `priority`, which is never set beneath our clas
 CLOCK = PRIORITY + "the test dates arrivals by hand, and we order by when the engine got the request"
 DEAF = PRIORITY + "our `fcfs` is vLLM's fcfs, which does not ask for a priority"
 OURS_ABOARD = "our totals ride in kv_connector_stats, and StatLoggerManager.record takes them out again"
-BARE = "the test makes a scheduler without __init__, so without a keeper"
+BARE = "the test makes a scheduler without __init__, so without a TurnLifecycle"
 EXPLAINED: Mapping[str, tuple[tuple[str, ...], str]] = {
     "test_scheduler_kv_connector_stats": (POLICIES, OURS_ABOARD),
     "test_abort_request_when_structured_output_fsm_cannot_advance": (POLICIES, BARE),

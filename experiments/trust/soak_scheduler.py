@@ -4,7 +4,7 @@
 
 Programs come at a steady rate: most say when they are over, some never do, some have no id and are
 linked by their prompts. Every minute all that our objects hold is counted, table by table, by
-following every attribute from the keeper: a table that nobody thought of is found as well. The run
+following every attribute from TurnLifecycle: a table that nobody thought of is found as well. The run
 fails if one still grows after the warm-up, and has no bound of its own that lies further off.
 """
 

@@ -186,7 +186,10 @@ class MpTierModule:
 
     @server_module_handler(METHOD)  # type: ignore[untyped-decorator]  # LMCache's
     def tell(self, payload: bytes) -> bytes:
-        """An Ask's Told, both as MessagePack. Raises msgspec.ValidationError, which LMCache passes on."""
+        """The ChangesReply to a ChangesRequest, both as MessagePack.
+
+        Raises msgspec.ValidationError, which LMCache passes on.
+        """
         ask = msgspec.msgpack.decode(payload, type=ChangesRequest)
         owner, log = (ask.model, ask.world_size), self._log
         # sizes first: L1's lock is taken before the log's when it tells of a change, so never after it

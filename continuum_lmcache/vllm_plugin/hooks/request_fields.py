@@ -2,8 +2,8 @@
 
 Seams, read on vLLM 0.30 to 0.33, run on 0.32: `to_sampling_params` of the three OpenAI requests, whose
 unknown fields are attributes; and AnthropicServingMessages.create_messages, whose request drops unknown
-fields, so that they are read from the body again. Headers: http_fields.py. A bad field of ours raises RequestError
-(a ValueError) here, which vLLM answers with HTTP 400: none reaches the engine.
+fields, so that they are read from the body again. Headers: http_fields.py. A bad field of ours raises
+RequestError (a ValueError) here, which vLLM answers with HTTP 400: none reaches the engine.
 """
 
 from __future__ import annotations
