@@ -152,7 +152,7 @@ def test_a_load_that_lmcache_skips_is_found_out_and_computed(
     cls: Any, without: str, events: Callable[[EngineBench], None], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each way to skip one, with what keeps from it taken out; with the check gone too, tokens are wrong."""
-    monkeypatch.setattr(connectors.lmcache, without, lambda it: it)
+    monkeypatch.setattr(connectors.lmcache.connector, without, lambda it: it)
     events(make(cls, True, blocks=60))
     monkeypatch.setattr(LoadCheck, "loaded", lambda *_: None)
     with pytest.raises(AssertionError, match="KV of other tokens"):
