@@ -25,7 +25,6 @@ CORE = {  # a package of the core -> the others that it may import, beside BASE
     "retention": {"tools", "reload", "admission", "telemetry"},
     "capacity": {"tools", "reload", "retention", "telemetry"},
     "fleet": {"tools", "reload", "admission", "retention"},
-    "fleet": {"tools", "reload", "admission", "retention"},
 }
 CORE_FILES = sorted(
     [*PACKAGE.glob("*.py"), *(path for name in CORE for path in (PACKAGE / name).rglob("*.py"))]
