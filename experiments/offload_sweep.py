@@ -12,8 +12,9 @@ Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 t
 fig15 ablation, h1 h2 h3 a published sweep, whatif; --engine live has fig8, fig9, fig10, fig14 and fig15,
 at a small machine's size (sweep/live_plans.py). `goals` is the table of what the policy should reach, with
 seeds it was not tuned on (--full: all of them; --regimes: some). `traces` is the table on real agents'
-traces, which lie outside the project (sim/trace_programs.py). Rows are appended to OUT/offload_sweep.csv, and
-finished ones are skipped: stop it and start it again as you like.
+traces, which lie outside the project (sim/trace_programs.py). `fleet` is several engines behind a router
+(experiments/fleet/): tables, bars, figures, and rows of its own in OUT/fleet.csv. Rows are appended to
+OUT/offload_sweep.csv, and finished ones are skipped: stop it and start it again as you like.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -32,6 +33,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import TraceError
+from experiments.fleet.plans import Section as FleetSection
+from experiments.fleet.plans import cases as fleet_cases
+from experiments.fleet.plans import seeds_of as fleet_seeds
 from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
 from experiments.sweep import goals, trace_goals
 from experiments.sweep.cases import Case, SweepError
@@ -39,14 +43,15 @@ from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, Plan
 from experiments.sweep.readout import caption, found, holds, table
-from experiments.sweep.rows import Rows
+from experiments.sweep.rows import FLEET, Rows
 from experiments.sweep.runner import complete
 from experiments.tables import markdown, plain
 
 ALL = "all"
 GOALS = "goals"
 TRACES = "traces"
-TABLES = (GOALS, TRACES)
+FLEETS = "fleet"
+TABLES = (GOALS, TRACES, FLEETS)
 WIDTH = 180  # of the goals' table, wherever it is printed
 SEEDS = "1..5"
 
@@ -149,6 +154,44 @@ def replay_traces(
     path.write_text(f"{title}. {caption(found(rows, cases))}\n\n{markdown(lines)}\n")
 
 
+def serve_fleets(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:
+    """Run what is missing of the fleet's sections, or of those with `parts` in their names; then tables,
+    bars and figures."""
+    from experiments.fleet import plans as fleets
+    from experiments.fleet.report import conditions, judged, table
+
+    rows, chosen = Rows(out / "fleet.csv", FLEET), fleets.chosen(parts)
+    complete(rows, [c for s in chosen.values() for c in fleets.cases(s, size, seeds)], jobs)
+    console, text = Console(width=WIDTH), ""
+    for name, section in chosen.items():
+        pairs = found(rows, fleets.cases(section, size, seeds))
+        if pairs:
+            lines = table(rows, section, size, seeds)
+            console.print(plain(lines, f"{name}. {section.title}"), conditions(pairs), "", sep="\n")
+            text += f"## {section.title}\n\n{conditions(pairs)}.\n\n{markdown(lines)}\n\n"
+    lines = judged(rows, size, seeds)
+    console.print(plain(lines, "Bars"))
+    (out / f"fleet-{size.value}.md").write_text(f"{text}## Bars\n\n{markdown(lines)}\n")
+    draw_fleets(rows, chosen, size, seeds, out)
+
+
+def draw_fleets(
+    rows: Rows, chosen: Mapping[str, FleetSection], size: Size, seeds: Sequence[int], out: Path
+) -> None:
+    """The figures whose rows are there; the timeline is run anew."""
+    from experiments.fleet import drawing
+    from experiments.fleet.measure import simulated
+
+    for name, section in chosen.items():
+        if rows.of(fleet_cases(section, size, seeds)):
+            drawing.draw_jobs(rows, section, size, seeds, out / f"fleet-{name}-{size.value}")
+    if (section := chosen.get("load")) is not None:
+        drawing.draw_coupling(rows, section, size, seeds, out / f"fleet-coupling-{size.value}")
+        drawing.draw_balance(rows, section, size, seeds, out / f"fleet-balance-{size.value}")
+        runs = [(point, simulated(point)[0]) for point in drawing.timeline_points(size, seeds[0])]
+        drawing.draw_timeline(runs, out / f"fleet-timeline-{size.value}")
+
+
 def main(
     figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, *TABLES, ALL])}")],
     engine: Annotated[Engine, typer.Option(help="the lab, or a real server")] = Engine.SIM,
@@ -158,7 +201,7 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     jps: Annotated[float | None, typer.Option(help="--engine live: arrivals a second", min=1e-6)] = None,
-    regimes: Annotated[str, typer.Option(help="goals, traces: parts of names, between semicolons")] = "",
+    regimes: Annotated[str, typer.Option(help="of tables: parts of names, between semicolons")] = "",
     half: Annotated[str, typer.Option(help="traces: report, tune, or fitted (needs no trace)")] = "report",
     machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,
@@ -169,8 +212,7 @@ def main(
             raise SweepError("--quick and --full contradict each other; give one")
         if regimes and not {*TABLES} & {*figures}:
             raise SweepError(
-                f"--regimes chooses among the goals and the traces; name {GOALS!r} or {TRACES!r}, "
-                "or leave it out"
+                f"--regimes chooses among {', '.join(TABLES)}; name one of these, or leave it out"
             )
         chosen = seeds_of(seeds or SEEDS)
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
@@ -183,6 +225,9 @@ def main(
         if TRACES in figures:
             told = seeds_of(seeds) if seeds else goals.SEEDS[size]
             replay_traces(size, told, half, machines, regimes, jobs, out)
+        if FLEETS in figures:
+            told = seeds_of(seeds) if seeds else fleet_seeds(size)
+            serve_fleets(size, told, regimes, jobs, out)
         if plans:
             sweep(plans, size, chosen[:1] if quick else chosen, jobs, out, suffix, p95_s)
     except (SweepError, TraceError) as error:

@@ -162,5 +162,5 @@ def lifecycle_after(setup: Setup, programs: Sequence[Program] = ()) -> Any:
     with ExitStack() as until, virtual_time(clock):
         scheduler: Any = build_scheduler(setup, clock, 10_000, until)
         until.callback(scheduler.shutdown)
-        Simulation(programs or rotation(), setup, scheduler, clock).run()
+        Simulation(programs or rotation(), setup, [scheduler], clock).run()
         return scheduler._lifecycle

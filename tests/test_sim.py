@@ -195,7 +195,7 @@ def test_a_run_that_leaks_a_block_fails_with_the_equation() -> None:
         scheduler = build_scheduler(SMALL, clock, 4096, until)
         scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
         with pytest.raises(InvariantError, match=r"free blocks\(319\) != blocks\(320\)"):
-            Simulation([a_program("p")], SMALL, scheduler, clock).run()
+            Simulation([a_program("p")], SMALL, [scheduler], clock).run()
 
 
 def test_the_setup_names_its_policy() -> None:

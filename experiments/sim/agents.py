@@ -87,8 +87,15 @@ class Agents:
 
     def _submit(self, live: LiveProgram) -> None:
         """The program's next turn arrives."""
-        live.arrival_s, live.first_token_s, live.ssd_tokens = self.clock.now_s, None, None
+        live.arrival_s = self.clock.now_s
+        live.history.prompt(live.spec)
         self.asked[live.request_id] = live
+        self.again(live.request_id)
+
+    def again(self, request_id: str) -> None:
+        """Send a turn that has no answer yet: for the first time, or since its engine died."""
+        live = self.asked[request_id]
+        live.first_token_s, live.ssd_tokens = None, None
         manners = live.program.source.split(",")  # never-last, always-last, unnamed, tenant:x (a cache_salt)
         says = {} if "unnamed" in manners else self._says(live, manners)
         params = SamplingParams(
@@ -96,7 +103,7 @@ class Agents:
         )
         request = Request(
             request_id=live.request_id,
-            prompt_token_ids=live.history.prompt(live.spec),
+            prompt_token_ids=list(live.history.tokens),
             sampling_params=params,
             pooling_params=None,
             arrival_time=self.clock.now_s,

@@ -3,14 +3,15 @@
     deliver what is due -> schedule() -> how long does the step take? -> update_from_output() -> ...
 
 The scheduler, the KV manager and the block pool are vLLM's own; the tiers are the fake connector's.
+Several engines share one clock and one timetable (experiments/fleet/ routes between them).
 At the end of each run the books must balance, or it fails with the equation that does not hold.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
 
 from connectors.fake.scheduler_side import FakeMetadata, LoadJob
 from continuum_lmcache.errors import InvariantError, TraceError
@@ -37,16 +39,22 @@ def simulate(programs: Sequence[Program], setup: Setup) -> Result:
     Raises TraceError for programs that say no tool time or do not fit the GPU, InvariantError if the
     run loses a request, leaks a block, keeps a pin, or gets stuck.
     """
+    longest = longest_of(programs, setup)
+    clock = VirtualClock()
+    with ExitStack() as until, virtual_time(clock):
+        scheduler = build_scheduler(setup, clock, longest + 1, until)
+        until.callback(scheduler.shutdown)
+        return Simulation(programs, setup, [scheduler], clock).run()
+
+
+def longest_of(programs: Sequence[Program], setup: Setup) -> int:
+    """The longest context, tokens. Raises TraceError for programs that cannot be run."""
     if missing := unknown_gaps(programs):
         raise TraceError(f"{missing} tool times are unknown; draw them with workload.with_gaps first")
     longest = max(program.context_tokens for program in programs)
     if longest > setup.blocks * setup.block_tokens:
         raise TraceError(f"a context of {longest} tokens does not fit a GPU of {setup.blocks} blocks")
-    clock = VirtualClock()
-    with ExitStack() as until, virtual_time(clock):
-        scheduler = build_scheduler(setup, clock, longest + 1, until)
-        until.callback(scheduler.shutdown)
-        return Simulation(programs, setup, scheduler, clock).run()
+    return longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,53 +66,81 @@ class Step:
     sampled: dict[str, int]  # tokens that each request will get
 
 
-class Simulation:
-    """One run of one engine. `run` may be called once."""
+class Engine:
+    """One scheduler and the GPU that it imagines: in a step, or at rest until something happens to it.
+
+    `answer` says what the model says next to a request, `hear` gets each EngineCoreOutput, `speed` is that of
+    the GPU in parts of what the setup's machine says.
+    """
 
     def __init__(
-        self, programs: Sequence[Program], setup: Setup, scheduler: Any, clock: VirtualClock
+        self,
+        setup: Setup,
+        scheduler: Any,
+        clock: VirtualClock,
+        timetable: Timetable,
+        agents: Agents,
+        hear: Callable[[Any], None],
+        speed: float = 1.0,
     ) -> None:
-        self.setup, self.scheduler, self.clock = setup, scheduler, clock
-        self.timetable = Timetable()
-        self.agents = Agents(programs, setup, clock, self.timetable, scheduler.add_request)
+        self.setup, self.scheduler, self.clock, self.timetable = setup, scheduler, clock, timetable
+        self.agents, self.hear, self.speed = agents, hear, speed
         self.depth = 2 if setup.async_scheduling else 1
         self.loads_async = bool(setup.tiers and setup.tiers.get("async"))
         self.under_way: deque[Step] = deque()
+        self.waits = False  # for a step's end, or at rest
+        self.resting: SchedulerOutput | None = None  # nothing could run
+        self.poked = False  # since it was last asked to schedule
         self.gpu_free_s = 0.0
         self.loaded: set[str] = set()  # asynchronous loads that are over, not yet told
         self.ahead: dict[str, int] = {}  # tokens taken in a merged step, still to be scheduled
         self.steps = self.scheduled_tokens = self.preemptions = 0
         self.busy_s = 0.0
 
-    def run(self) -> Result:
-        while not self.agents.done:
-            self.timetable.run_due(self.clock.now_s)
-            self._step()
-        while self.under_way:  # scheduled ahead of the last token
-            self._finish(self.under_way.popleft())
-        self._expire()
-        self._check()
-        return self._result()
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+        self.poked = True
+        self.scheduler.add_request(request)
 
-    def _expire(self) -> None:
+    def go_on(self) -> None:
+        """Schedule, until there is a step to wait for, or nothing can run."""
+        while not self.waits:
+            self.poked = False
+            output = self.scheduler.schedule()
+            self.preemptions += len(output.preempted_req_ids or ())
+            if output.total_num_scheduled_tokens:
+                self._start(output)
+                self.waits = len(self.under_way) >= self.depth
+                continue
+            self._moves(output.kv_connector_metadata)  # an asynchronous load may start beside a step
+            self.waits = True
+            if not self.under_way:
+                self.resting = output
+
+    @property
+    def wakes_s(self) -> float:
+        """When it acts again, if nothing happens to it before."""
+        if self.under_way:
+            return self.under_way[0].done_s
+        if self.poked or self.loaded:
+            return -math.inf
+        return self._due_s
+
+    def wake(self) -> None:
+        """Its time has come: the step is over, or the rest. The scheduler and the agents are told."""
+        self.waits = False
+        if self.resting is not None:
+            output, self.resting = self.resting, None
+            self._update(output, {})
+        else:
+            step = self.under_way.popleft()
+            self._update(step.output, step.sampled)
+
+    def expire(self) -> None:
         """Let the pins run out of programs that nobody said were over."""
         while self._ledger is not None and (deadline_s := self._ledger.next_deadline_s()) is not None:
             self.clock.advance_to(max(deadline_s, self.clock.now_s))
             self._update(self.scheduler.schedule(), {})
-
-    def _step(self) -> None:
-        output = self.scheduler.schedule()
-        self.preemptions += len(output.preempted_req_ids or ())
-        if output.total_num_scheduled_tokens:
-            self._start(output)
-            if len(self.under_way) < self.depth:
-                return
-        elif self.under_way:
-            self._moves(output.kv_connector_metadata)  # an asynchronous load may start beside the step
-        else:
-            self._rest(output)
-            return
-        self._finish(self.under_way.popleft())
 
     def _start(self, output: SchedulerOutput) -> None:
         """Put the step on the GPU, behind the one that is there."""
@@ -127,16 +163,18 @@ class Simulation:
 
     def _forward(self, batch: Sequence[tuple[int, int]], sampled: dict[str, int]) -> tuple[int, float]:
         """How many steps are taken together, and how long they last."""
-        machine = self.setup.machine
-        step_s = machine.seconds(batch)
+        step_s = self._seconds(batch)
         most = self.setup.merge_steps
         if most == 1 or self.depth > 1 or any(new > 1 for new, _ in batch) or not all(sampled.values()):
             return 1, step_s
         left = (r.max_tokens - r.num_output_tokens for r in map(self.scheduler.requests.get, sampled))
-        quiet_s = self._next_event_s() - self.clock.now_s
+        quiet_s = min(self.timetable.next_s, self._due_s) - self.clock.now_s
         merged = max(1, int(min(most, min(left), quiet_s / step_s)))
         later = [(new, context + (merged - 1) // 2) for new, context in batch]
-        return merged, merged * machine.seconds(later)
+        return merged, merged * self._seconds(later)
+
+    def _seconds(self, batch: Sequence[tuple[int, int]]) -> float:
+        return self.setup.machine.seconds(batch) / self.speed
 
     def _moves(self, meta: KVConnectorMetadata | None) -> float:
         """Start the step's loads and stores; seconds for which the step waits for them."""
@@ -158,23 +196,6 @@ class Simulation:
             blocks = sum(len(copy.block_ids) for copy in job.copies if copy.tier is Tier.SSD)
             live.ssd_tokens = blocks * self.setup.block_tokens
 
-    def _finish(self, step: Step) -> None:
-        """The step is over: its tokens reach the scheduler and the agents."""
-        self.clock.advance_to(max(step.done_s, self.clock.now_s))
-        self.timetable.run_due(self.clock.now_s)
-        self._update(step.output, step.sampled)
-
-    def _rest(self, output: SchedulerOutput) -> None:
-        """Nothing can run: let time pass until something happens."""
-        self._moves(output.kv_connector_metadata)
-        then_s = self._next_event_s()
-        if math.isinf(then_s):
-            names = list(self.scheduler.requests)
-            raise InvariantError(f"stuck at {self.clock.now_s:.3f} s: {len(names)} wait: {names[:5]}")
-        self.clock.advance_to(max(then_s, self.clock.now_s))
-        self.timetable.run_due(self.clock.now_s)
-        self._update(output, {})
-
     def _update(self, output: SchedulerOutput, sampled: dict[str, int]) -> None:
         """Hand the scheduler what a worker would have returned, and the agents what they are told."""
         ids = list(output.num_scheduled_tokens)
@@ -188,19 +209,20 @@ class Simulation:
         )
         for outputs in self.scheduler.update_from_output(output, ran).values():
             for said in outputs.outputs:
-                self.agents.hear(said)
+                self.hear(said)
 
-    def _next_event_s(self) -> float:
-        """When something happens by itself: an arrival, a load that ends, what our scheduler waits for."""
+    @property
+    def _due_s(self) -> float:
+        """What our scheduler waits for though nothing happens."""
         due_s = self.scheduler.next_due_s() if self._ledger else None
-        return min(self.timetable.next_s, math.inf if due_s is None else due_s)
+        return math.inf if due_s is None else due_s
 
     @property
     def _ledger(self) -> ProgramTable | None:
         lifecycle = getattr(self.scheduler, "_lifecycle", None)  # a stock scheduler has none
         return lifecycle.ledger if lifecycle is not None else None
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise InvariantError unless everything that was taken was given back."""
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         ledger, connector = self._ledger, self.scheduler.connector
@@ -219,16 +241,81 @@ class Simulation:
         if connector:
             connector.planner.store.check()
 
+    @property
+    def pins(self) -> dict[str, int]:
+        """Taken, and ended by outcome; empty for a stock scheduler."""
+        if (ledger := self._ledger) is None:
+            return {}
+        return {"taken": ledger.taken, **{outcome.value: n for outcome, n in ledger.outcomes.items()}}
+
+
+class Simulation:
+    """One run of some engines, all as `setup` says. `run` may be called once."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        setup: Setup,
+        schedulers: Sequence[Any],
+        clock: VirtualClock,
+        speeds: Sequence[float] = (1.0,),
+    ) -> None:
+        self.setup, self.clock = setup, clock
+        self.timetable = Timetable()
+        self.agents = Agents(programs, setup, clock, self.timetable, self.send)
+        self.engines = [
+            Engine(setup, scheduler, clock, self.timetable, self.agents, partial(self.hear, at), speed)
+            for at, (scheduler, speed) in enumerate(zip(schedulers, speeds, strict=True))
+        ]
+
+    def send(self, request: Request) -> None:
+        """A turn arrives."""
+        self.engines[0].add(request)
+
+    def hear(self, _replica: int, said: Any) -> None:
+        """An engine has said something of a request."""
+        self.agents.hear(said)
+
+    def run(self) -> Result:
+        while not self.agents.done:
+            self.timetable.run_due(self.clock.now_s)
+            for engine in self.engines:
+                engine.go_on()
+            self._pass_time()
+        for engine in self.engines:  # scheduled ahead of the last token
+            while engine.under_way:
+                self.clock.advance_to(max(engine.under_way[0].done_s, self.clock.now_s))
+                engine.wake()
+        for engine in self.engines:
+            engine.expire()
+            engine.check()
+        return self._result()
+
+    def _pass_time(self) -> None:
+        """On to the next moment at which an engine can act. While all compute, what arrives waits for one."""
+        then_s = min(engine.wakes_s for engine in self.engines)
+        if any(engine.resting is not None for engine in self.engines):
+            then_s = min(then_s, self.timetable.next_s)
+        if math.isinf(then_s) and then_s > 0:
+            names = [name for engine in self.engines for name in engine.scheduler.requests]
+            raise InvariantError(f"stuck at {self.clock.now_s:.3f} s: {len(names)} wait: {names[:5]}")
+        self.clock.advance_to(max(then_s, self.clock.now_s))
+        self.timetable.run_due(self.clock.now_s)
+        for engine in self.engines:
+            if engine.wakes_s <= self.clock.now_s:
+                engine.wake()
+
     def _result(self) -> Result:
-        ledger = self._ledger
-        ends = {outcome.value: n for outcome, n in ledger.outcomes.items()} if ledger else {}
+        pins: Counter[str] = Counter()
+        for engine in self.engines:
+            pins.update(engine.pins)
         return Result(
             jobs=[self.agents.jobs[p.program_id] for p in self.agents.programs],
             turns=self.agents.turns,
-            steps=self.steps,
-            scheduled_tokens=self.scheduled_tokens,
-            busy_s=self.busy_s,
-            preemptions=self.preemptions,
-            pins={"taken": ledger.taken, **ends} if ledger else {},
+            steps=sum(engine.steps for engine in self.engines),
+            scheduled_tokens=sum(engine.scheduled_tokens for engine in self.engines),
+            busy_s=sum(engine.busy_s for engine in self.engines),
+            preemptions=sum(engine.preemptions for engine in self.engines),
+            pins=dict(pins),
             measured=self.setup.machine.measured,
         )

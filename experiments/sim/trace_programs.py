@@ -128,18 +128,18 @@ def drawn(programs: Sequence[Program], count: int, seed: int) -> tuple[Program, 
     )
 
 
-def work_s(program: Program, machine: Machine) -> float:
+def work_s(program: Program, machine: Machine, decode_batch: int = DECODE_BATCH) -> float:
     """Seconds of `machine` that the program needs if nothing is computed twice.
 
-    New tokens in chunks of CHUNK_TOKENS, each behind what was there; output in steps that DECODE_BATCH equal
-    turns share.
+    New tokens in chunks of CHUNK_TOKENS, each behind what was there; output in steps that `decode_batch`
+    equal turns share.
     """
     total_s = 0.0
     for turn in program.turns:
         for at in range(turn.kept_tokens, turn.input_tokens, CHUNK_TOKENS):
             total_s += machine.seconds([(min(CHUNK_TOKENS, turn.input_tokens - at), at)])
         total_s += (
-            turn.output_tokens * machine.seconds([(1, turn.input_tokens)] * DECODE_BATCH) / DECODE_BATCH
+            turn.output_tokens * machine.seconds([(1, turn.input_tokens)] * decode_batch) / decode_batch
         )
     return total_s
 

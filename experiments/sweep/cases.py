@@ -1,4 +1,4 @@
-"""What a row of the sweep is about: a simulated run (Point), a run on a server (Live).
+"""What a row of the sweep is about: a run of the lab (Point, FleetPoint), or one on a server (Live).
 
 A case is a frozen value of plain fields. All that its row depends on is in it, or in the code.
 """
@@ -78,7 +78,38 @@ class Live:
         return f"{self.contender}{'+LMCache' if self.dram_gb > 0 else ''}"
 
 
-Case = Point | Live
+@dataclass(frozen=True, slots=True)
+class FleetPoint:
+    """One run of the lab with several engines behind a router (experiments/fleet/)."""
+
+    router: str  # a key of fleet.named.ROUTERS
+    engine: str  # STOCK, or a name in policies.POLICIES
+    rho: float  # work that arrives over what the GPUs can do, if nothing is computed twice
+    seed: int
+    replicas: int = 4
+    programs: int = 200
+    workload: str = "skew"  # skew, swe, or fitted:NAME, a trace's generator
+    machine: str = "a100"  # a key of step_time.MACHINES
+    slow: float = 0.6  # speed of the last replica
+    dram_gb: float = 20.0  # a replica
+    pool: bool = False  # one DRAM under all, of their sizes together
+    link_gbps: float = 0.0  # between replicas' DRAM; 0: none
+    kv_share: float = 1.0  # of the machine's KV cache
+    skew: float = 1.0  # of the programs' sizes
+    told: bool = True  # engines are told that a program is under way
+    hot_tokens: float = 20_000.0  # T_hot: of pending prefill, from which on a turn leaves its home
+    cool_s: float = 30.0  # T_cool: between two moves of a program
+    report_s: float = 0.5  # how often replicas report to our router
+    dies_at_s: float | None = None  # the first replica
+    merge_steps: int = 32  # decode-only steps taken together, at most
+
+    @property
+    def label(self) -> str:
+        """What a figure calls it."""
+        return f"{self.router}, {self.engine}"
+
+
+Case = Point | Live | FleetPoint
 
 
 def inputs(case: Case) -> dict[str, Any]:

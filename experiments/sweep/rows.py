@@ -1,4 +1,4 @@
-"""One CSV with one schema: a row per finished case, appended, never rewritten.
+"""A CSV with one schema: a row per finished case, appended, never rewritten.
 
 A row's key is a hash of the case and of the code that made it. A row made by other code stays in the
 file and is not read: a changed scheduler is measured again.
@@ -10,13 +10,13 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from experiments.sweep.cases import Case, Live, Point, SweepError, inputs
+from experiments.sweep.cases import Case, FleetPoint, Live, Point, SweepError, inputs
 
 SCHEMA = 3  # raise it when a column changes its meaning
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -28,6 +28,9 @@ LAB = (
     "experiments/sim/*.py",
     *(f"experiments/sweep/{name}.py" for name in ("cases", "oracle", "simulated")),
 )
+FLEET_MODULES = (
+    *("figures", "measure", "named", "ours", "program_scheduling", "replica", "routers", "run", "workloads"),
+)
 SERVERS = (
     *COMMON,
     "connectors/**/*.py",
@@ -35,7 +38,8 @@ SERVERS = (
     *(f"experiments/{name}.py" for name in ("server", "tiny_model", "replay", "driver", "client", "summary")),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "live")),
 )
-CODE = {"point": LAB, "live": SERVERS}  # what a row's figures depend on
+FLEETS = (*LAB, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
+CODE = {"point": LAB, "live": SERVERS, "fleetpoint": FLEETS}  # what a row's figures depend on
 FIGURES = (
     *("job_mean_s", "job_mean_cold_s", "job_mean_warm_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
     *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),
@@ -43,9 +47,35 @@ FIGURES = (
     *("steps", "preemptions", "pins_taken", "pins_reused", "pins_expired", "pins_reclaimed"),
     "measured",
 )
-INPUTS = ("kind", *dict.fromkeys(f.name for case in (Point, Live) for f in fields(case)))
-COLUMNS = ("key", "code", *INPUTS, *FIGURES)
+FLEET_FIGURES = (
+    *("job_mean_s", "job_p50_s", "job_p90_s", "job_p99_s", "end_s", "jobs", "turns"),
+    *(f"{what}_{of}_s" for what in ("ttft", "tpot", "e2e") for of in ("mean", "p50", "p90", "p99")),
+    *("ttft_max_s", "first_ttft_mean_s", "first_ttft_max_s", "later_ttft_p99_s"),
+    *("ttft_p90_median_s", "ttft_p90_max_s", "ttft_p90_by_replica_s"),
+    *("stretch", "amplification", "closed_share"),
+    *("gpu_share", "dram_share", "computed_share", "reuse_bound", "scheduled_tokens", "busy_share"),
+    *("moves", "moves_share", "moves_accurate_share", "thrash", "copies", "copy_mean_s", "copy_max_s"),
+    *("held", "held_mean_s", "lost_turns", "rehomed_s", "rehomed", "preemptions", "steps"),
+    "measured",
+)
 Row = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """The columns of one file."""
+
+    kinds: tuple[type, ...]  # of cases
+    figures: tuple[str, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        known = dict.fromkeys(field.name for kind in self.kinds for field in fields(kind))
+        return ("key", "code", "kind", *known, *self.figures)
+
+
+SWEEP, FLEET = Sheet((Point, Live), FIGURES), Sheet((FleetPoint,), FLEET_FIGURES)
+COLUMNS = SWEEP.columns
 
 
 @cache
@@ -72,9 +102,9 @@ def key(case: Case) -> str:
 class Rows:
     """The rows of one file that this code made. `add` writes at once, so a stopped sweep loses nothing."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.found: dict[str, Row] = {row["key"]: row for row in _read(path) if _is_of_now(row)}
+    def __init__(self, path: Path, sheet: Sheet = SWEEP) -> None:
+        self.path, self.sheet = path, sheet
+        self.found: dict[str, Row] = {r["key"]: r for r in _read(path, sheet.columns) if _is_of_now(r)}
 
     def missing(self, cases: Iterable[Case]) -> list[Case]:
         """The cases without a row, each once, in their order."""
@@ -86,15 +116,15 @@ class Rows:
 
     def add(self, case: Case, figures: Mapping[str, Any]) -> Row:
         """Append the case's row."""
-        if unknown := figures.keys() - set(FIGURES):
-            raise SweepError(f"no column for {', '.join(sorted(unknown))}; add it to rows.FIGURES")
+        if unknown := figures.keys() - set(self.sheet.figures):
+            raise SweepError(f"no column for {', '.join(sorted(unknown))}; add it to rows.py")
         known = inputs(case)
         values = {"key": key(case), "code": code(known["kind"]), **known, **figures}
-        row = {name: "" if values.get(name) is None else str(values[name]) for name in COLUMNS}
+        row = {name: "" if values.get(name) is None else str(values[name]) for name in self.sheet.columns}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not self.path.exists()
         with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, self.sheet.columns)
             if is_new:
                 writer.writeheader()
             writer.writerow(row)
@@ -106,16 +136,16 @@ def _is_of_now(row: Row) -> bool:
     return row["kind"] in CODE and row["code"] == code(row["kind"])
 
 
-def _read(path: Path) -> Sequence[Row]:
+def _read(path: Path, columns: Sequence[str]) -> Sequence[Row]:
     """All rows of a file; none if there is no file. A line that a killed run tore is refused."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
-    if tuple(reader.fieldnames or ()) != COLUMNS:
+    if tuple(reader.fieldnames or ()) != columns:
         raise SweepError(f"{path} has not the columns of schema {SCHEMA}; move it or choose another --out")
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
-            raise SweepError(f"{path}:{number} has not {len(COLUMNS)} cells (killed?); delete that line")
+            raise SweepError(f"{path}:{number} has not {len(columns)} cells (killed?); delete that line")
     return rows

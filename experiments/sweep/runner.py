@@ -14,7 +14,7 @@ from continuum_lmcache.config import ENV_PREFIX
 from continuum_lmcache.errors import ContinuumError
 from experiments.client import ServerUnusable
 from experiments.server import ServerError
-from experiments.sweep.cases import Case, Point, SweepError
+from experiments.sweep.cases import Case, Live, Point, SweepError
 from experiments.sweep.rows import Rows
 
 
@@ -28,8 +28,8 @@ def complete(rows: Rows, cases: Sequence[Case], jobs: int, quiet: bool = False) 
 
 def measured(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Each case with its figures, as they end. Simulations share the cores, servers do not."""
-    points = [case for case in cases if isinstance(case, Point)]
-    alone = [case for case in cases if not isinstance(case, Point)]
+    points = [case for case in cases if not isinstance(case, Live)]
+    alone = [case for case in cases if isinstance(case, Live)]
     if jobs == 1 or len(points) == 1:
         yield from ((point, measure(point)) for point in points)
     elif points:
@@ -49,12 +49,13 @@ def measure(case: Case) -> dict[str, Any]:
     Raises SweepError that names the case, where the lab refuses it, its books do not balance, or the
     server does not start or answer.
     """
+    from experiments.fleet import measure as fleet
     from experiments.sweep import live, simulated
 
     try:
         if isinstance(case, Point):
             return simulated.run(case)
-        return live.run(case)
+        return live.run(case) if isinstance(case, Live) else fleet.run(case)
     except (ContinuumError, ServerError, ServerUnusable) as error:
         raise SweepError(f"{case}: {error}") from error
 

@@ -133,11 +133,11 @@ class Soak(Simulation):
         super().__init__(*args)
         self.samples: Samples = []
 
-    def _step(self) -> None:
-        super()._step()
+    def _pass_time(self) -> None:
+        super()._pass_time()
         now_s = self.clock.now_s
         if not self.samples or now_s - self.samples[-1][0] >= SAMPLE_S:
-            self.samples.append((now_s, tables(self.scheduler._lifecycle)))
+            self.samples.append((now_s, tables(self.engines[0].scheduler._lifecycle)))
 
 
 def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
@@ -151,7 +151,7 @@ def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
         scheduler: Any = build_scheduler(setup, clock, longest + 1, until)
         scheduler._lifecycle.recorder.max_events = RECORDED_EVENTS
         until.callback(scheduler.shutdown)
-        run = Soak(load, setup, scheduler, clock)
+        run = Soak(load, setup, [scheduler], clock)
         run.run()
     return run
 
@@ -198,7 +198,7 @@ def main(
     run = soak(seconds, every_s)
     draw(run.samples, min(WARM_S, seconds / 3), seconds, out)
     found = growing(run.samples, min(WARM_S, seconds / 3), seconds)
-    print(f"{len(run.agents.jobs)} programs, {len(run.agents.turns)} turns, {run.steps} steps")
+    print(f"{len(run.agents.jobs)} programs, {len(run.agents.turns)} turns, {run.engines[0].steps} steps")
     for name, (before, after) in found.items():
         print(f"grows: {name}: {before} -> {after}")
     raise typer.Exit(bool(found))

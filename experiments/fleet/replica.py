@@ -1,0 +1,140 @@
+"""What a router may look at: a turn that has come, and the replicas it could go to."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.request import Request
+
+from connectors.tier_model.two_tier_cache import TwoTierCache
+from experiments.sim.engine import Engine
+from experiments.sim.streams import stream_names
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn at the router. `number` is 1 for a program's first."""
+
+    request: Request
+    program: str
+    number: int
+    is_last: bool
+    arrival_s: float
+    program_arrival_s: float
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class Sent:
+    """A turn that a replica has not answered yet."""
+
+    turn: Turn
+    hit_tokens: int  # of its prompt, when it was sent: on the GPU or in a tier
+
+
+@dataclass(slots=True)
+class Replica:
+    """One engine as a router sees it. All figures are exact and of now, which no real router has."""
+
+    index: int
+    engine: Engine
+    alive: bool = True
+    sent: dict[str, Sent] = field(default_factory=dict)  # by request
+
+    @property
+    def scheduler(self) -> Any:
+        return self.engine.scheduler
+
+    @property
+    def requests(self) -> int:
+        """Turns that it has not answered."""
+        return len(self.sent)
+
+    @property
+    def running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def waiting(self) -> int:
+        """As vLLM counts them: held turns are among them."""
+        return int(self.scheduler.get_request_counts()[1])
+
+    @property
+    def kv_tokens(self) -> int:
+        """What its GPU's KV cache holds."""
+        return self.engine.setup.blocks * self.engine.setup.block_tokens
+
+    @property
+    def free_tokens(self) -> int:
+        """KV that no request and no pin holds."""
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return int(free * self.engine.setup.block_tokens)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens that it has to compute, for all turns it was sent."""
+        total = 0
+        for name, sent in self.sent.items():
+            request = self.scheduler.requests.get(name)
+            known = request.num_computed_tokens if request is not None else 0
+            total += max(0, sent.turn.prompt_tokens - max(known, sent.hit_tokens))
+        return total
+
+    @property
+    def context_tokens(self) -> int:
+        """Contexts of the turns it was sent."""
+        found = ((self.scheduler.requests.get(name), sent) for name, sent in self.sent.items())
+        return sum(request.num_tokens if request else sent.turn.prompt_tokens for request, sent in found)
+
+    def oldest_returning_wait_s(self, now_s: float) -> float:
+        """For how long the later turn has waited here that waits for longest; 0: none does."""
+        found = ((self.scheduler.requests.get(name), sent.turn) for name, sent in self.sent.items())
+        came_s = [r.arrival_time for r, turn in found if r and turn.number > 1 and not r.num_computed_tokens]
+        return max((now_s - at_s for at_s in came_s), default=0.0)
+
+    def hit_tokens(self, turn: Turn) -> int:
+        """How much of the turn's prompt it has, on the GPU or in its DRAM, found exactly."""
+        return max(self.gpu_hit_tokens(turn), self.dram_hit_tokens(turn))
+
+    def gpu_hit_tokens(self, turn: Turn) -> int:
+        """vLLM lets a prefix go from its tail, so what is there is the beginning."""
+        pool, hashes = self.scheduler.kv_cache_manager.block_pool, turn.request.block_hashes
+        return self.engine.setup.block_tokens * _leading(
+            len(hashes), lambda at: pool.get_cached_block(hashes[at], [0]) is not None
+        )
+
+    def dram_hit_tokens(self, turn: Turn) -> int:
+        if (store := self.store) is None:
+            return 0
+        names = chunk_names(turn, store)
+        return store.shape.chunk_tokens * _leading(len(names), lambda at: names[at] in store.dram.names)
+
+    @property
+    def store(self) -> TwoTierCache | None:
+        """Its tiers."""
+        connector = self.scheduler.connector
+        return connector.planner.store if connector is not None else None
+
+
+def chunk_names(turn: Turn, store: TwoTierCache) -> list[Any]:
+    """Names of the prompt's whole chunks."""
+    return stream_names(turn.request.prompt_token_ids or (), store.shape.chunk_tokens)
+
+
+def _leading(count: int, is_there: Any) -> int:
+    """How many of the first are there, where what is there are the first."""
+    return bisect_left(range(count), True, key=lambda at: not is_there(at))
+
+
+def alive(replicas: Any) -> list[Replica]:
+    """Those that serve. There is always one."""
+    return [replica for replica in replicas if replica.alive]

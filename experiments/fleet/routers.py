@@ -1,0 +1,188 @@
+"""Where does a turn go? What routers do, each as small as its source allows, by name in ROUTERS.
+
+All but `fleet` see exact figures of the moment; a real router's are late and partly guessed. A replica
+that is dead is never offered.
+
+    round-robin     the next one
+    least           vLLM 0.32's DPLBAsyncMPClient: the least of in flight or waiting + running, whichever is
+                    more; a waiting line counts more on a full GPU; the scan's start rotates
+    lmetric         (pending + new tokens) x (requests + 1), of the LMetric paper; hits are exact
+    hits-load       Dynamo's KV router: blocks to prefill + active blocks, weight 1, temperature 0; exact hits
+    hash            rendezvous hash of the program: what consistent hashing is to a session
+    sticky          a program's first turn to the fewest requests, later ones where the first went
+    ear-affinity    first turn to the fewest pending prefill tokens, later ones there: EAR without migration
+    ear             the same, and it migrates: see Ear
+    ear-migration   no home: each turn to the fewest pending prefill tokens, and its KV follows over the link
+    program-sched   vllm-router's program scheduling (program_scheduling.py)
+    fleet           ours (ours.py); -affinity: without moves; -pending: moves by EAR's rule; -no-line: nobody
+                    waits at the router, and nobody moves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import count
+from typing import Protocol
+
+from experiments.fleet.replica import Replica, Turn
+
+KV_PENALTY = (
+    6.0  # vLLM's: waiting turns count so much more, for each full share of the KV cache above one half
+)
+BLOCK_TOKENS = 64  # of the lab; only its ratio to a prompt matters
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A turn that waited at the router may go."""
+
+    turn: Turn
+    replica: int
+
+
+class Router(Protocol):
+    """Decides; the run (run.py) does. Every event brings its time."""
+
+    def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int | None:
+        """The replica for a turn that has come; None: it waits here until `opens` names it."""
+
+    def opens(self, now_s: float, replicas: Sequence[Replica]) -> list[Opening]:
+        """Who need not wait any longer. Asked after each turn's end and each TICK_S."""
+
+    def first_token(self, now_s: float, turn: Turn) -> None:
+        """A turn's prompt is computed."""
+
+    def ended(self, now_s: float, turn: Turn, replica: int, context_tokens: int) -> None:
+        """A turn has been answered."""
+
+    def died(self, now_s: float, replica: int) -> None:
+        """A replica is gone. The turns it had come again, through `place`."""
+
+
+class Stateless:
+    """A router that needs to hear of nothing."""
+
+    def opens(self, _now_s: float, _replicas: Sequence[Replica]) -> list[Opening]:
+        return []
+
+    def first_token(self, _now_s: float, _turn: Turn) -> None:
+        pass
+
+    def ended(self, _now_s: float, _turn: Turn, _replica: int, _context_tokens: int) -> None:
+        pass
+
+    def died(self, _now_s: float, _replica: int) -> None:
+        pass
+
+
+Score = Callable[[Turn, Replica], tuple[float, ...]]  # the least wins, then the first
+
+
+def fewest_requests(_turn: Turn, replica: Replica) -> tuple[float, ...]:
+    return (replica.requests,)
+
+
+def fewest_pending(_turn: Turn, replica: Replica) -> tuple[float, ...]:
+    return (replica.pending_tokens, replica.requests)
+
+
+def lmetric(turn: Turn, replica: Replica) -> tuple[float, ...]:
+    """Of two idle replicas the product says nothing without the + 1."""
+    new_tokens = turn.prompt_tokens - replica.hit_tokens(turn)
+    return ((replica.pending_tokens + new_tokens) * (replica.requests + 1),)
+
+
+def hits_and_load(turn: Turn, replica: Replica) -> tuple[float, ...]:
+    """Overlap weight x potential prefill blocks + potential decode blocks (kv_router/scheduler.rs)."""
+    prefill_tokens = replica.pending_tokens + turn.prompt_tokens - replica.hit_tokens(turn)
+    return ((prefill_tokens + replica.context_tokens + turn.prompt_tokens) / BLOCK_TOKENS,)
+
+
+def by_hash(turn: Turn, replica: Replica) -> tuple[float, ...]:
+    digest = blake2b(turn.program.encode(), digest_size=6, salt=replica.index.to_bytes(8, "little")).digest()
+    return (float(int.from_bytes(digest, "little")),)
+
+
+@dataclass(slots=True)
+class Each(Stateless):
+    """Each turn by its score."""
+
+    score: Score
+
+    def place(self, _now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int:
+        return min(replicas, key=lambda replica: self.score(turn, replica)).index
+
+
+@dataclass(slots=True)
+class RoundRobin(Stateless):
+    turns: count[int] = field(default_factory=count)
+
+    def place(self, _now_s: float, _turn: Turn, replicas: Sequence[Replica]) -> int:
+        return replicas[next(self.turns) % len(replicas)].index
+
+
+@dataclass(slots=True)
+class LeastOutstanding(Stateless):
+    """With one API server, whose own count is exact, and a snapshot of no age."""
+
+    scans: count[int] = field(default_factory=count)
+
+    def place(self, _now_s: float, _turn: Turn, replicas: Sequence[Replica]) -> int:
+        start = next(self.scans) % len(replicas)
+        return min([*replicas[start:], *replicas[:start]], key=self.score).index
+
+    @staticmethod
+    def score(replica: Replica) -> float:
+        waiting, used = replica.waiting, 1.0 - replica.free_tokens / replica.kv_tokens
+        score = float(max(replica.requests, waiting + replica.running))
+        return score + waiting * KV_PENALTY * max(0.0, used - 0.5)
+
+
+@dataclass(slots=True)
+class Sticky(Stateless):
+    """A program's first turn by its score, the later ones to its home; a dead home is none."""
+
+    score: Score
+    homes: dict[str, int] = field(default_factory=dict)
+
+    def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int:
+        home = next((r for r in replicas if r.index == self.homes.get(turn.program)), None)
+        if home is None:
+            home = min(replicas, key=lambda replica: self.score(turn, replica))
+        found = self.leaves(now_s, turn, home, replicas)
+        self.homes[turn.program] = found.index
+        return found.index
+
+    def leaves(self, _now_s: float, _turn: Turn, home: Replica, _replicas: Sequence[Replica]) -> Replica:
+        """Where the turn goes in place of its home."""
+        return home
+
+
+@dataclass(slots=True)
+class Ear(Sticky):
+    """The Elastic Affinity Router, as its source has it.
+
+    A turn leaves a home with more than `hot_tokens` of pending prefill, unless its program moved within
+    `cool_s`, for the replica with the fewest pending tokens, fewer than the home's, whose free KV holds the
+    context.
+    """
+
+    hot_tokens: float = 20_000.0
+    cool_s: float = 30.0
+    moved_s: dict[str, float] = field(default_factory=dict)
+
+    def leaves(self, now_s: float, turn: Turn, home: Replica, replicas: Sequence[Replica]) -> Replica:
+        pending = home.pending_tokens
+        if turn.number == 1 or pending <= self.hot_tokens:
+            return home
+        if now_s - self.moved_s.get(turn.program, -self.cool_s) < self.cool_s:
+            return home
+        with_room = [
+            r for r in replicas if r.free_tokens >= turn.prompt_tokens and r.pending_tokens < pending
+        ]
+        if not with_room:
+            return home
+        self.moved_s[turn.program] = now_s
+        return min(with_room, key=lambda replica: fewest_pending(turn, replica))
