@@ -12,6 +12,7 @@ from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.admission.working_set import PrefillShare
+from continuum_lmcache.types import ProgramId
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.trust.soak_scheduler import tables
@@ -107,7 +108,7 @@ def test_a_clients_priority_moves_nobody_unless_the_operator_honors_it(make: Mak
     assert {bench.lifecycle.turns[turn_id].priority for turn_id in (urgent, plain)} == {0}
     bench.step()
     assert urgent in held(bench), "admission counts those under way for it as for anybody"
-    assert totals_of(bench.lifecycle)["ignored"]["priority"] == 2
+    assert totals_of(bench.lifecycle, bench.now_s)["ignored"]["priority"] == 2
 
 
 def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(make: Make) -> None:
@@ -124,7 +125,79 @@ def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(ma
     bench.run_until_idle()
     entered = [request_id for request_id in bench.order if request_id in (*waiting, urgent)]
     assert entered[0] == urgent and set(sent) <= set(bench.done)
-    assert totals_of(bench.lifecycle)["ignored"] == {}
+    assert totals_of(bench.lifecycle, bench.now_s)["ignored"] == {}
+
+
+def test_a_stranger_that_is_under_way_is_not_held_and_stands_by_its_age(make: Make) -> None:
+    bench = make(blocks=20)
+    crowd_in(bench, 6, out=30)
+    bench.step()
+    assert held(bench)
+    stranger = bench.send("elsewhere", prompt(40, 78), program_turns=6, program_age_s=90.0)
+    assert stranger not in held(bench)
+    entry = bench.lifecycle.ledger.programs[ProgramId("elsewhere")]
+    assert (entry.turns, entry.arrival_s) == (6, bench.now_s - 90.0)
+    bench.run_until_idle()
+    assert entry.turns == 7
+
+
+@pytest.mark.parametrize("honored", [False, True])
+def test_a_tenants_word_that_it_is_under_way_counts_only_where_the_operator_honors_it(
+    make: Make, honored: bool
+) -> None:
+    bench = make(blocks=20, honor_program_age=str(honored).lower())
+    crowd_in(bench, 6, out=30)
+    bench.step()
+    liar = bench.send("liar", prompt(100, 78), salt="s", program_turns=9, program_age_s=9999.0)
+    assert (liar not in held(bench)) == honored
+    assert totals_of(bench.lifecycle, bench.now_s)["ignored"] == ({} if honored else {"program_turns": 1})
+    assert (bench.lifecycle.turns[liar].program_arrival_s == bench.now_s) != honored
+
+
+def test_an_age_without_turns_makes_no_program_older(make: Make) -> None:
+    bench = make(blocks=20)
+    new = bench.send("new", prompt(100, 1), program_age_s=500.0)
+    assert bench.lifecycle.turns[new].program_arrival_s == bench.now_s
+
+
+def test_the_time_a_program_spent_on_another_engine_is_no_tools(make: Make) -> None:
+    bench = make(blocks=60)
+    bench.turn("p", prompt(40, 1))
+    for said, gaps, turns in ((5, 0, 6), (6, 1, 7), (0, 2, 8)):
+        bench.advance(30.0)
+        bench.send("p", prompt(60, 1), program_turns=said)
+        bench.run_until_idle()
+        assert bench.lifecycle.advisor.gaps.own(()).n == gaps
+        assert bench.lifecycle.ledger.programs[ProgramId("p")].turns == turns
+
+
+def test_the_headroom_told_is_the_room_for_one_more_program(make: Make) -> None:
+    bench = make(blocks=20)
+    assert totals_of(bench.lifecycle, bench.now_s)["headroom"][""] == 320
+    crowd_in(bench, 1, out=30)
+    bench.step()
+    admission = bench.lifecycle.crowd.admission
+    room = totals_of(bench.lifecycle, bench.now_s)["headroom"][""]
+    assert 0 < room < 320
+    need = admission.growth.forecast_tokens(100, 0)
+    assert admission.fits(bench.now_s, 100) == (need <= room)
+
+
+def test_the_longest_wait_told_is_that_of_a_later_turn_that_is_not_held(make: Make) -> None:
+    bench = make(blocks=20)
+    bench.turn("p", prompt(60, 1))
+    crowd_in(bench, 6, out=30)
+
+    def told() -> float:
+        return totals_of(bench.lifecycle, bench.now_s)["returning_wait"][""]
+
+    bench.now_s += 5.0
+    assert told() == 0.0, "first turns wait, held or not"
+    bench.send("p", prompt(70, 1))
+    bench.now_s += 2.0
+    assert told() == 2.0
+    bench.run_until_idle()
+    assert told() == 0.0
 
 
 def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
@@ -286,7 +359,7 @@ def test_stores_that_hold_steps_up_stop_while_nothing_is_lost_where_that_is_aske
         bench.turn(f"p{story}", prompt(10 * BLOCK, story))
     planner = bench.scheduler.connector.planner
     storing = not given
-    assert planner.storing == storing and totals_of(bench.lifecycle)["storing"] == {"": storing}
+    assert planner.storing == storing and totals_of(bench.lifecycle, bench.now_s)["storing"] == {"": storing}
     bench.scheduler.shutdown()
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from bench import BLOCK, Bench, settings  # noqa: F401
 from client_requests import CHILD, CLIENTS, ENDS, PARENT, Client, Turn, codex
-from entry_points import app, send
+from entry_points import BODIES, app, post, send
 
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import FIELDS, HINT_FIELD, MAX_CHARS, TOOLS_FIELD, UNUSED_FIELD
@@ -252,3 +252,11 @@ def test_the_own_fields_win_over_every_convention_and_a_body_over_headers() -> N
         assert without(headers, {})["job_id"] == order.pop(0)
         del headers[header]
     assert set(FIELDS) & set(without({}, {})) == set()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_on_every_endpoint_a_router_says_that_a_program_is_under_way(path: str) -> None:
+    said = {"job_id": "p", "program_turns": 7, "program_age_s": 1.5}
+    assert post(app([]), path, **said).items() >= said.items()
+    in_xargs = post(app([]), path, vllm_xargs=said) if path != "/v1/messages" else said
+    assert in_xargs.items() >= said.items()

@@ -296,7 +296,7 @@ def test_each_planted_cause_is_found_at_its_token(make: Make, tmp_path: Path) ->
     assert at == {"nonce": 40, "tools": 25, "thoughts": len(HEAD), "compaction": len(HEAD), "salt": 0}
     assert all(log[0]["prefill_s"] > 0 and log[0]["lost_tokens"] > 32 for log in found.values())
     assert all("left_text" not in log[0] and len(log[0]["now_side"]) == 16 for log in found.values())
-    told = totals_of(bench.lifecycle)
+    told = totals_of(bench.lifecycle, bench.now_s)
     assert {cause for cause, n in told["lost_returns"].items() if n} == set(found)
     assert told["lost_at_token"] == at
     assert {cause for cause, s in told["lost_seconds"].items() if s} == set(found)

@@ -13,6 +13,8 @@ from console import Command, metrics_server
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.console.doctor import of_router
 from continuum_lmcache.console.lmcache_check import RankWorker, checked
 from continuum_lmcache.console.model_shapes import shape_of
 from continuum_lmcache.errors import ConfigError
@@ -380,3 +382,29 @@ def test_the_shape_estimate_of_llama_8b_is_its_published_size(tmp_path: Path) ->
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     found = shape_of(str(config_json(tmp_path, **shape, **heads)))
     assert found.weight_bytes / 2 == pytest.approx(8.03e9, rel=0.001)
+
+
+# routers in front -------------------------------------------------------------
+
+
+def test_a_router_that_waits_for_an_empty_queue_is_warned_of_where_admission_fills_it(
+    command: Command,
+) -> None:
+    def found(*router: str) -> set[str]:
+        ran = command("doctor", *H200, *router, "--json")
+        return names(ran.json) & {"router-gate", "router-session"}
+
+    assert found() == set()
+    assert found("--router", "vllm-router") == {"router-gate", "router-session"}
+    assert found("--router", "llm-d") == found("--router", "production-stack") == {"router-session"}
+
+
+def test_without_admission_nothing_of_ours_closes_the_routers_gate() -> None:
+    found = of_router("vllm-router", ContinuumConfig(admission=False))
+    assert [finding.name for finding in found] == ["router-session"]
+
+
+def test_a_router_that_nobody_has_read_is_refused(command: Command) -> None:
+    assert "known: vllm-router, production-stack, llm-d" in command.refused(
+        "doctor", *H200, "--router", "nginx"
+    )

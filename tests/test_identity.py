@@ -22,6 +22,12 @@ def test_a_program_is_named_by_text_or_number_and_null_is_nobody() -> None:
     assert parse({"job_id": None}) == parse({}) == ProgramFields()
 
 
+def test_a_router_says_for_how_many_turns_and_seconds_a_program_is_under_way() -> None:
+    says = parse({"job_id": "p", "program_turns": 7, "program_age_s": 61.5})
+    assert (says.turns, says.age_s) == (7, 61.5)
+    assert parse({"program_turns": None}).turns == 0
+
+
 @pytest.mark.parametrize("value", [True, 1, "true", "True", "1", " yes "])
 def test_the_last_step_may_be_said_in_json_or_as_text(value: object) -> None:
     assert parse({"is_last_step": value}).is_last_step
@@ -43,6 +49,13 @@ def test_and_so_may_its_absence(value: object) -> None:
         ({"is_last_step": "maybe"}, "is_last_step is 'maybe'; it must be true or false"),
         ({"is_last_step": [1]}, "is_last_step is .1.; it must be true or false"),
         ({"this_func_call": {}}, "this_func_call must be text, not an object"),
+        ({"program_turns": "7"}, "program_turns must be a number, not text"),
+        ({"program_turns": True}, "program_turns must be a number, not true or false"),
+        ({"program_turns": -1}, "program_turns must be a whole number from 0 to 10000"),
+        ({"program_turns": 2.5}, "program_turns must be a whole number from 0 to 10000"),
+        ({"program_turns": 10**400}, "program_turns must be a whole number from 0 to 10000"),
+        ({"program_age_s": 86_401}, "program_age_s must be a number from 0 to 86400"),
+        ({"program_age_s": float("nan")}, "program_age_s must be a number from 0 to 86400"),
     ],
 )
 def test_a_bad_field_is_refused_in_one_sentence(fields: dict[str, object], says: str) -> None:

@@ -48,7 +48,7 @@ def test_what_two_front_ends_hear_adds_up_to_what_happened(make: Make) -> None:
     bench.advance(60.0)
     bench.turn(None, prompt(32, 50))
     heard = heard_by_front_ends(bench)
-    totals = bench.scheduler._room.totals()
+    totals = bench.scheduler._room.totals(bench.now_s)
     assert totals["pins"]["taken"] == 6
     for key in COUNTERS:
         front_ends: list[Counter[str]] = [Counter(), Counter()]

@@ -407,6 +407,19 @@ def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_told(continuum
     assert continuum.metric("continuum_gpu_capacity_tokens") == pytest.approx(BLOCKS * BLOCK, rel=0.05)
 
 
+def test_a_router_says_that_a_program_is_under_way_and_reads_how_much_room_there_is(
+    continuum: Server,
+) -> None:
+    programs = continuum.metric("continuum_programs")
+    continuum.complete(ids(5 * BLOCK, 33), job_id="from elsewhere", program_turns=3, program_age_s=9.5)
+    assert continuum.metric("continuum_programs") == programs + 1
+    assert continuum.metric("continuum_admission_headroom_tokens") < BLOCKS * BLOCK
+    assert continuum.metric("continuum_oldest_returning_wait_seconds") == 0.0
+    bad = {"model": "tiny", "prompt": [1], "job_id": "p", "program_turns": "three"}
+    refused = httpx.post(f"{continuum.url}/v1/completions", json=bad, timeout=60)
+    assert refused.status_code == 400 and "program_turns must be a number" in refused.text
+
+
 def engine_cpu_s() -> float:
     """CPU time of the engine processes that these tests started."""
     times = [t for t in map(engine_times, psutil.Process().children(recursive=True)) if t is not None]

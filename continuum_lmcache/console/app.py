@@ -60,6 +60,7 @@ def doctor(
     ] = None,
     programs: Annotated[int | None, typer.Option(min=1, help="alive at the same time")] = None,
     url: Annotated[str, typer.Option(help="base URL of a running server, to check it too")] = "",
+    router: Annotated[str, typer.Option(help="in front: vllm-router, production-stack or llm-d")] = "",
     as_json: Json = False,
 ) -> None:
     """Is it advisable to serve MODEL so? KV budget, break-even of each tier, whether pins pay, traps."""
@@ -80,6 +81,7 @@ def doctor(
         context,
         programs,
         url.rstrip("/"),
+        router,
     )
     found = doctors.diagnosis(ask)
     if as_json:

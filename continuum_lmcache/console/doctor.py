@@ -26,6 +26,8 @@ TABLE1 = ExpectedLoad(
     "the means of Continuum's Table 1, SWE-Bench, arXiv 2511.02230; tools take 0.925 s", (70_126,), (0.925,)
 )
 CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")  # as vllm_plugin/hooks/engine_args.py has them
+GATED = "vllm-router"
+ROUTERS = (GATED, "production-stack", "llm-d")
 BLOCKS_OFF = 0.1  # share by which a server's KV cache may differ from the arithmetic
 
 
@@ -49,6 +51,7 @@ class DoctorQuery:
     context_tokens: int | None = None
     at_once: int | None = None
     url: str = ""
+    router: str = ""  # in front of the server
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ def diagnosis(ask: DoctorQuery) -> Diagnosis:
         *plan_check.advice(plan),
         *(connector.findings if connector else [no_connector()]),
         *(of_server(server, ask, plan) if server else ()),
+        *of_router(ask.router, settings),
     )
     return Diagnosis(plan, on, connector, server, plan_check.can_pins_pay(plan), in_order(found))
 
@@ -203,6 +207,26 @@ def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> It
                 f"the server has {server.blocks:,} blocks, the arithmetic says {predicted.blocks:,}",
                 "another process on the device, another --gpu-memory-utilization, or other weights",
             )
+
+
+def of_router(router: str, settings: ContinuumConfig) -> Iterator[Finding]:
+    """What a router in front and our admission do to each other (docs/fleet.md). Raises ConfigError."""
+    if router and router not in ROUTERS:
+        raise ConfigError(f"--router is {router!r}; known: {', '.join(ROUTERS)}")
+    if router == GATED and settings.admission:
+        yield warning(
+            "router-gate",
+            f"{GATED} --enable-program-scheduling sends no program's next turn to a rank where a request "
+            "waits, and our admission makes new programs wait there",
+            'set "admission_waiting_request_threshold": 1000000 in its JSON (0 does not open it in 0.1.17), '
+            "or CONTINUUM_ADMISSION=false; --policy consistent_hash alone needs neither",
+        )
+    if router:
+        yield note(
+            "router-session",
+            f"{router} knows a program by the header X-Session-ID, and not by job_id",
+            "have clients send X-Session-ID: it names the program here too",
+        )
 
 
 def seconds_at(plan: DeploymentPlan, context_tokens: int) -> dict[str, float]:

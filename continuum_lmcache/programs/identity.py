@@ -1,7 +1,9 @@
 """Whose turn a request is: the wire format's fields, checked at the door.
 
 A client names its program by `job_id` and may say that a turn is the last one (`is_last_step`),
-which tool it will call (`this_func_call`) and which one it has just called (`last_func_call`).
+which tool it will call (`this_func_call`) and which one it has just called (`last_func_call`). A router that
+brings a program from another engine says how many turns it has finished (`program_turns`) and for how long
+it has been under way (`program_age_s`).
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from continuum_lmcache.errors import RequestError
 from continuum_lmcache.tools.call_parser import declared
 from continuum_lmcache.types import ProgramId, ToolKey
 
-FIELDS = ("job_id", "is_last_step", "this_func_call", "last_func_call")
+FIELDS = ("job_id", "is_last_step", "this_func_call", "last_func_call", "program_turns", "program_age_s")
 OWNER_FIELD = "continuum_owner"  # these are set by the API server, never taken from a client
 HINT_FIELD = "continuum_hint"
 UNUSED_FIELD = "continuum_unused"  # names of fields whose values are bad
 TOOLS_FIELD = "continuum_tools"  # a digest of the names of the tools that are offered
 SERVER_FIELDS = (OWNER_FIELD, HINT_FIELD, UNUSED_FIELD, TOOLS_FIELD)
 MAX_CHARS = 256
+MOST_TURNS = 10_000  # that a program may be said to have finished
+MOST_AGE_S = 86_400.0  # for which it may be said to be under way
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 YES = ("true", "1", "yes")
 NO = ("false", "0", "no", "")
@@ -35,6 +39,8 @@ class ProgramFields:
     is_last_step: bool = False
     this_tool: ToolKey = ()
     last_tool: ToolKey = ()
+    turns: int = 0  # that the program has finished, here or elsewhere; 0: nothing is said
+    age_s: float = 0.0  # for which it has been under way
     owner: str = ""  # a hash of the API key; "": there are none
     hint: str = ""  # which its program may share with others; "": none
     tools: str = ""  # a digest of the tools that are offered; "": none
@@ -47,6 +53,8 @@ def parse(fields: Mapping[str, object]) -> ProgramFields:
         is_last_step=flag("is_last_step", fields.get("is_last_step")),
         this_tool=tool("this_func_call", fields.get("this_func_call")),
         last_tool=tool("last_func_call", fields.get("last_func_call")),
+        turns=int(number("program_turns", fields.get("program_turns"), MOST_TURNS, whole=True)),
+        age_s=number("program_age_s", fields.get("program_age_s"), MOST_AGE_S),
         owner=name(OWNER_FIELD, fields.get(OWNER_FIELD)) or "",
         hint=name(HINT_FIELD, fields.get(HINT_FIELD)) or "",
         tools=name(TOOLS_FIELD, fields.get(TOOLS_FIELD)) or "",
@@ -96,6 +104,17 @@ def flag(field: str, value: object) -> bool:
     return text in YES
 
 
+def number(field: str, value: object, most: float, whole: bool = False) -> float:
+    """A number from 0 to `most`; null is 0."""
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{field} must be a number, not {kind(value)}")
+    if not 0 <= value <= most or (whole and value != int(value)):  # false for nan too
+        raise RequestError(f"{field} must be a {'whole ' if whole else ''}number from 0 to {most:g}")
+    return float(value)
+
+
 def tool(field: str, value: object) -> ToolKey:
     """A client's own name for a tool, as a key; empty text is none."""
     text = name(field, value if value != "" else None)
@@ -104,5 +123,5 @@ def tool(field: str, value: object) -> ToolKey:
 
 def kind(value: object) -> str:
     """A value's type in the client's words."""
-    words = {dict: "an object", list: "a list", bool: "true or false", float: "a fraction"}
+    words = {dict: "an object", list: "a list", str: "text", bool: "true or false", float: "a fraction"}
     return words.get(type(value), type(value).__name__)

@@ -70,6 +70,7 @@ class AdmissionGate:
         """For the metrics."""
         return {
             "outside": {"": len(self.admission.outside)},
+            "headroom": {"": self.admission.headroom_tokens},
             "storing": {"": float(self.storing)},
             "working_set": {"": self.admission.context_tokens},
             "gpu_capacity": {"": self.gpu_tokens},

@@ -47,10 +47,10 @@ class EngineParts:
     def writes_files(self) -> bool:
         return self.recording is not None or self.gaps_path is not None
 
-    def totals(self) -> Totals:
+    def totals(self, now_s: float) -> Totals:
         """Counts since the start, for the metrics."""
         lost = self.recording.lost if self.recording is not None else {}
-        return {**totals_of(self.lifecycle), "unrecorded": dict(lost)}
+        return {**totals_of(self.lifecycle, now_s), "unrecorded": dict(lost)}
 
     def save(self) -> None:
         """Write what was learned and what happened so far."""

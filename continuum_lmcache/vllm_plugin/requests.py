@@ -14,6 +14,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.divergence import Divergence
 from continuum_lmcache.programs.identity import ProgramFields, name, parse, tenant_of
@@ -56,15 +57,20 @@ class TurnState:
         return (not self.says.is_last_step, self.priority, self.program_arrival_s, self.arrival_s)
 
 
-def live_turn(now_s: float, request: Request, honor_priority: bool) -> tuple[TurnState, list[str]]:
+def live_turn(now_s: float, request: Request, config: ContinuumConfig) -> tuple[TurnState, list[str]]:
     """The request as a turn whose program is yet to be found, and the names of fields that are ignored."""
     says, bad = identity(request)
     ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]
     priority = request.priority
-    if priority and not honor_priority:
+    if priority and not config.honor_priority:
         logger.warning_once("A request's priority is ignored: see continuum.honor_priority (said once)")
         ignored, priority = [*ignored, "priority"], 0
     tenant = tenant_of(request.cache_salt, says.owner)
+    if says.turns and tenant and not config.honor_program_age:
+        logger.warning_once(
+            "program_turns of tenants is ignored: see continuum.honor_program_age (said once)"
+        )
+        ignored, says = [*ignored, "program_turns"], replace(says, turns=0, age_s=0.0)
     return TurnState(TurnId(request.request_id), None, says, now_s, now_s, priority, tenant), ignored
 
 

@@ -243,7 +243,7 @@ class ContinuumMixin(Scheduler):
         if now_s < self._tell_at_s and (self.running or super().has_requests()):
             return stats
         self._tell_at_s = now_s + TELL_EVERY_S
-        return prometheus.attach(stats, self._teller.told())
+        return prometheus.attach(stats, self._teller.told(now_s))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._lifecycle.ledger.pinned)

@@ -84,7 +84,7 @@ class TurnLifecycle:
 
     def arrived(self, now_s: float, request: Request) -> None:
         """A request joins the queue: whose turn is it, and what did its tool gap teach?"""
-        turn, ignored = live_turn(now_s, request, self.config.honor_priority)
+        turn, ignored = live_turn(now_s, request, self.config)
         for field in ignored:
             self.ignored[field] += 1
         if turn.says.job_id is not None:
@@ -101,14 +101,17 @@ class TurnLifecycle:
         now_s = turn.arrival_s
         before = self.crowd.endings.back(program)
         since_s = before.arrival_s if before else since_s
+        if turn.says.turns and since_s is None:  # under way elsewhere; its age counts with its turns only
+            since_s = now_s - turn.says.age_s
         back = self.ledger.arrived(now_s, turn.id, program, turn.tenant, since_s)
-        if back is not None:
+        was_elsewhere = turn.says.turns > self.ledger.programs[program].turns
+        if back is not None and not was_elsewhere:
             self.advisor.came_back(turn.says.last_tool or back.tool, back.gap_s)
         turn.program, turn.repeats_tokens = program, self.matching.back(program, request.block_hashes)
         self.losses.back(turn, request)
         entry = self.ledger.programs[program]
         turn.program_arrival_s = entry.arrival_s
-        entry.turns = before.turns if before else entry.turns
+        entry.turns = max(before.turns if before else entry.turns, turn.says.turns)
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
         turn.held = not self.crowd.arrives(turn, request, program, turns)
         self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
@@ -256,6 +259,19 @@ class TurnLifecycle:
         """Whether the turn is in the queue and has not run yet."""
         turn = self.turns.get(turn_id)
         return turn is not None and turn.started_s is None
+
+    def oldest_returning_wait_s(self, now_s: float) -> float:
+        """For how long that later turn of a program has waited which waits for longest; 0: none does."""
+        programs = self.ledger.programs
+        later = [
+            turn.arrival_s
+            for turn in self.turns.values()
+            if turn.program is not None
+            and turn.started_s is None
+            and not turn.held
+            and programs[turn.program].turns
+        ]
+        return max(0.0, now_s - min(later, default=now_s))
 
     def load(self, away_s: float = 0.0) -> EngineLoad:
         """How busy the engine is, for a program that has been away so long."""

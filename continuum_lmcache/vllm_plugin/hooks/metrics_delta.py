@@ -27,13 +27,13 @@ class MetricsDelta:
     event must be told once. A total would be counted by each front-end that sees it.
     """
 
-    def __init__(self, totals: Callable[[], Totals], observed: MetricSamples) -> None:
+    def __init__(self, totals: Callable[[float], Totals], observed: MetricSamples) -> None:
         self._totals, self._observed = totals, observed
         self._before: Totals = {}
 
-    def told(self) -> MetricsPayload:
+    def told(self, now_s: float) -> MetricsPayload:
         """The news. What was told is not told again."""
-        now, before = self._totals(), self._before
+        now, before = self._totals(now_s), self._before
         news: MetricsPayload = {}
         for key, figures in now.items():
             old = before.get(key, {})
@@ -48,7 +48,7 @@ class MetricsDelta:
         return {**news, **self._observed.take_samples()}
 
 
-def totals_of(lifecycle: TurnLifecycle) -> Totals:
+def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
     """All of them."""
     ledger, supply, advisor = lifecycle.ledger, lifecycle.supply, lifecycle.advisor
     pins: dict[str, float] = {name: ledger.outcomes[outcome] for outcome, name in OUTCOMES.items()}
@@ -61,6 +61,7 @@ def totals_of(lifecycle: TurnLifecycle) -> Totals:
         "pinned_ratio": {"": ledger.pinned_blocks / lifecycle.pool_blocks},
         "pins_held": {"": len(ledger.pinned)},
         "programs": {"": len(ledger.programs)},
+        "returning_wait": {"": lifecycle.oldest_returning_wait_s(now_s)},
         "store_up": {"": float(supply.is_up)},
         "store_mode": {supply.mode: 1.0},
         "load_decisions": dict(lifecycle.judge.counts),

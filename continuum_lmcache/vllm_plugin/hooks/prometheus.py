@@ -69,6 +69,16 @@ GAUGES = {  # the label's name last; "" where there is none
     "kv_token": ("continuum_kv_bytes_per_token", "What one token's KV takes, over all layers", ""),
     "store_stall": ("continuum_store_stall_seconds_per_byte", "How long a step waits for its stores", ""),
     "outside": ("continuum_programs_outside", "Programs that wait until there is room to start", ""),
+    "headroom": (
+        "continuum_admission_headroom_tokens",
+        "For how large a new program's forecast there is room; below 0 where there is too little",
+        "",
+    ),
+    "returning_wait": (
+        "continuum_oldest_returning_wait_seconds",
+        "For how long that waiting turn waits which is no program's first and came before the others",
+        "",
+    ),
     "lost_at_token": ("continuum_lost_at_token", "From which token on the latest return lost", "cause"),
     "storing": ("continuum_storing", "1 while KV is stored to the tiers, 0 while that does not pay", ""),
 }
