@@ -56,7 +56,7 @@ def metrics_server(pages: Sequence[str], **answers: Any) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            name = self.path.removeprefix("/").replace("/", "_")
+            name = self.path.removeprefix("/").partition("?")[0].replace("/", "_")
             known = name == "metrics" or name in answers
             text = (
                 (left.pop(0) if len(left) > 1 else left[0])

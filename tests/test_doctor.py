@@ -408,3 +408,36 @@ def test_a_router_that_nobody_has_read_is_refused(command: Command) -> None:
     assert "known: vllm-router, production-stack, llm-d" in command.refused(
         "doctor", *H200, "--router", "nginx"
     )
+
+
+RAY = Path(__file__).resolve().parent.parent / "docs" / "ray.yaml"
+
+
+def test_the_example_of_a_fleet_is_well(command: Command) -> None:
+    told = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", RAY, "--json").json
+    assert not [each for each in told["findings"] if each["name"].startswith("fleet")]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("host: 127.0.0.1", "host: 0.0.0.0", "fleet-public-address"),
+        ("host: 127.0.0.1", "host: 8.8.8.8", "fleet-public-address"),
+        ("names:middlewares", "names:nothing", "fleet-unnamed-turns"),
+        ("vllm: --scheduling-policy continuum", "vllm: --max-num-seqs 8", "fleet-stock-engines"),
+    ],
+)
+def test_what_is_wrong_with_a_fleets_file_is_told(
+    command: Command, tmp_path: Path, old: str, new: str, named: str
+) -> None:
+    path = tmp_path / "ray.yaml"
+    path.write_text(RAY.read_text().replace(old, new))
+    told = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", path, "--json").json
+    assert [each["name"] for each in told["findings"] if each["name"].startswith("fleet")] == [named]
+
+
+@pytest.mark.parametrize("text", ["", "[1", "- 1", "applications: [{import_path: x:y}]", "applications: 3"])
+def test_what_is_no_fleets_file_is_refused_in_one_line(command: Command, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ray.yaml"
+    path.write_text(text)
+    assert str(path) in command.refused("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", path)

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from continuum_lmcache.console import fleet
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.programs.session_fields import TABLE
-from continuum_lmcache.serve.names import HEADER, MOST_BYTES, NameTurns, TurnName, turn_name
+from continuum_lmcache.serve.names import (
+    ENVIRONMENT,
+    HEADER,
+    MOST_BYTES,
+    NameTurns,
+    TurnName,
+    middlewares,
+    turn_name,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
 
 POST = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
 
@@ -83,6 +96,13 @@ def test_what_a_client_sends_under_the_routers_header_is_dropped() -> None:
 def test_a_body_that_names_no_program_passes_unread(sent: bytes) -> None:
     turn, got, _ = through(sent)
     assert turn.program == "" and got == sent
+
+
+def test_the_doctor_the_example_and_the_application_agree_on_the_proxies_environment() -> None:
+    page = yaml.safe_load((ROOT / "docs" / "ray.yaml").read_text())
+    given = page["controller_options"]["runtime_env"]["env_vars"]
+    assert given == ENVIRONMENT == fleet.ENVIRONMENT
+    assert [each.cls for each in middlewares()] == [NameTurns]
 
 
 def test_a_body_that_is_too_long_passes_unnamed_and_whole() -> None:

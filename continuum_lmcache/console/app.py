@@ -21,6 +21,7 @@ from typer.exceptions import TyperException
 
 from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
+from continuum_lmcache.console import fleet as fleets
 from continuum_lmcache.console import status as statuses
 from continuum_lmcache.errors import ContinuumError
 from continuum_lmcache.telemetry.health_rules import Thresholds
@@ -61,6 +62,7 @@ def doctor(
     programs: Annotated[int | None, typer.Option(min=1, help="alive at the same time")] = None,
     url: Annotated[str, typer.Option(help="base URL of a running server, to check it too")] = "",
     router: Annotated[str, typer.Option(help="in front: vllm-router, production-stack or llm-d")] = "",
+    ray: Annotated[Path | None, typer.Option(help="a Serve config file of a fleet (docs/ray.yaml)")] = None,
     as_json: Json = False,
 ) -> None:
     """Is it advisable to serve MODEL so? KV budget, break-even of each tier, whether pins pay, traps."""
@@ -82,6 +84,7 @@ def doctor(
         programs,
         url.rstrip("/"),
         router,
+        ray,
     )
     found = doctors.diagnosis(ask)
     if as_json:
@@ -93,20 +96,29 @@ def doctor(
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Argument(help="base URL of a vLLM server, without /v1")],
+    urls: Annotated[
+        list[str], typer.Argument(metavar="URL...", help="base URLs of vLLM servers or fleets, without /v1")
+    ],
     seconds: Annotated[float, typer.Option(min=0.1, help="between the two scrapes")] = 5.0,
     target_queue_s: Annotated[
         float, typer.Option(min=0, help="mean wait that is still fine")
     ] = Thresholds().queue_s,
     as_json: Json = False,
 ) -> None:
-    """What is wrong with a running server, with figures and what to do. Exit status 1 if something is."""
-    seen, targets = statuses.watch(url.rstrip("/"), seconds), Thresholds(queue_s=target_queue_s)
-    found = statuses.as_json(seen, targets)
+    """What is wrong with running servers, with figures and what to do. Exit status 1 if something is."""
+    at, targets, console = [url.rstrip("/") for url in urls], Thresholds(queue_s=target_queue_s), Console()
+    told = {url: fleet for url in at if (fleet := fleets.fleet_at(url)) is not None}
+    places = [place for url in at for place in statuses.places_at(url, told.get(url))]
+    seen = statuses.watch(places, seconds)
+    servers = [statuses.as_json(one, targets) for one in seen]
+    found = statuses.joined(places, servers, told)
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(servers[0] if places == [(at[0], None)] else found, indent=1))
     else:
-        statuses.show(url, seen, targets, Console())
+        for url, fleet in told.items():
+            statuses.show_fleet(url, fleet, console)
+        for (url, rank), one in zip(places, seen, strict=True):
+            statuses.show(url if rank is None else f"{url}, replica {rank}", one, targets, console)
     raise typer.Exit(0 if found["ok"] else 1)
 
 

@@ -12,6 +12,7 @@ from continuum_lmcache.capacity.break_even import load_line
 from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget, ModelShape
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad, PinVerdict
 from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.console import fleet
 from continuum_lmcache.console.lmcache_check import ConnectorSettings, RankWorker, checked, read
 from continuum_lmcache.console.machine_specs import MachineSpec, machine
 from continuum_lmcache.console.metrics_page import ServedModel, served
@@ -52,6 +53,7 @@ class DoctorQuery:
     at_once: int | None = None
     url: str = ""
     router: str = ""  # in front of the server
+    ray: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,8 @@ def diagnosis(ask: DoctorQuery) -> Diagnosis:
         *(connector.findings if connector else [no_connector()]),
         *(of_server(server, ask, plan) if server else ()),
         *of_router(ask.router, settings),
+        *(fleet.findings(told) if ask.url and (told := fleet.fleet_at(ask.url)) is not None else ()),
+        *(fleet.of_config(ask.ray) if ask.ray is not None else ()),
     )
     return Diagnosis(plan, on, connector, server, plan_check.can_pins_pay(plan), in_order(found))
 

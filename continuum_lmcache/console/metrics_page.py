@@ -55,9 +55,10 @@ class MetricsPage:
         return any(name.startswith("continuum_programs") for name, _, _ in self.samples)
 
 
-def scrape(url: str) -> MetricsPage:
-    """The server's /metrics. Raises ServerError."""
-    return page_of(answer(url, "/metrics").text, url)
+def scrape(url: str, replica: int | None = None) -> MetricsPage:
+    """The server's /metrics; `replica`: that of one in a fleet (docs/ray.md). Raises ServerError."""
+    path = "/metrics" if replica is None else f"/metrics?replica={replica}"
+    return page_of(answer(url, path).text, url)
 
 
 def page_of(text: str, url: str) -> MetricsPage:

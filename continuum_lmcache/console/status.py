@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from continuum_lmcache.console.doctor_output import findings_json, headed, show_findings
+from continuum_lmcache.console.fleet import findings
 from continuum_lmcache.console.metrics_page import scrape
 from continuum_lmcache.console.scrape_window import METRICS, window
 from continuum_lmcache.telemetry.findings import Finding, Severity
 from continuum_lmcache.telemetry.health_rules import ServerWindow, Thresholds, diagnose, untold
 
+Place = tuple[str, int | None]
+"""A URL, and which replica of the fleet there."""
+OF_A_REPLICA = {  # in a fleet: title, field
+    "replica": "rank",
+    "report age, s": "report_age_seconds",
+    "programs": "programs",
+    "requests": "requests",
+    "room, tokens": "headroom_tokens",
+    "pending, tokens": "pending_tokens",
+}
 FIGURES = {  # what is shown of a window: label -> field, format
     "running turns": ("running_turns", "{:.1f}"),
     "waiting turns": ("waiting_turns", "{:.1f}"),
@@ -31,12 +43,19 @@ FIGURES = {  # what is shown of a window: label -> field, format
 }
 
 
-def watch(url: str, seconds: float) -> ServerWindow:
-    """What the server tells of the next seconds. Raises ServerError."""
-    before, start_s = scrape(url), time.monotonic()
+def watch(places: Sequence[Place], seconds: float) -> list[ServerWindow]:
+    """What the servers tell of the next seconds. Raises ServerError."""
+    before = [(scrape(*place), time.monotonic()) for place in places]
     time.sleep(seconds)
-    after = scrape(url)
-    return window(before, after, time.monotonic() - start_s)
+    return [
+        window(page, scrape(*place), time.monotonic() - at_s)
+        for place, (page, at_s) in zip(places, before, strict=True)
+    ]
+
+
+def places_at(url: str, told: Mapping[str, Any] | None) -> list[Place]:
+    """The servers behind a URL: each replica of a fleet, else the one."""
+    return [(url, row["rank"]) for row in told["replicas"]] if told is not None else [(url, None)]
 
 
 def wrong(findings: list[Finding]) -> bool:
@@ -53,6 +72,21 @@ def as_json(seen: ServerWindow, targets: Thresholds) -> dict[str, Any]:
         "window": dataclasses.asdict(seen),
         "findings": findings_json(found),
         "not_told": {rule: [METRICS[name] for name in fields] for rule, fields in untold(seen).items()},
+    }
+
+
+def joined(
+    places: Sequence[Place], servers: Sequence[dict[str, Any]], fleets: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Several servers (as_json), and the fleets that they are of, as one JSON object."""
+    found = {url: findings(told) for url, told in fleets.items()}
+    return {
+        "schema": 1,
+        "ok": all(one["ok"] for one in servers) and not any(wrong(each) for each in found.values()),
+        "fleets": {url: {**told, "findings": findings_json(found[url])} for url, told in fleets.items()},
+        "servers": [
+            {"url": url, "replica": rank, **one} for (url, rank), one in zip(places, servers, strict=True)
+        ],
     }
 
 
@@ -87,3 +121,20 @@ def lost(seen: ServerWindow, cause: str) -> str:
 
 def listed(counts: Mapping[str, float]) -> str:
     return ", ".join(f"{count:,.0f} {what}" for what, count in counts.items())
+
+
+def show_fleet(url: str, told: Mapping[str, Any], console: Console) -> None:
+    """The replicas, what became of turns, and findings."""
+    console.print(Text(f"{url}, a fleet of {len(told['replicas'])} replicas", style="bold"), soft_wrap=True)
+    console.print(replicas(told))
+    turns = ", ".join(f"{n:,} {why}" for why, n in told["turns"].items()) or "none"
+    console.print(Text(f"programs: {told['programs']:,}; turns: {turns}"), soft_wrap=True)
+    show_findings(findings(told), console)
+
+
+def replicas(told: Mapping[str, Any]) -> Table:
+    table = headed(*OF_A_REPLICA)
+    for row in told["replicas"]:
+        cells = (row.get(field) for field in OF_A_REPLICA.values())
+        table.add_row(*("" if cell is None else f"{cell:,}" for cell in cells))
+    return table

@@ -17,15 +17,11 @@ from ray._private import ray_constants
 from ray.serve.config import BackpressureConfig, DeploymentActorConfig, RequestRouterConfig
 
 from continuum_lmcache.serve import substrate
-from continuum_lmcache.serve.names import HEADER
+from continuum_lmcache.serve.names import ENVIRONMENT
 from continuum_lmcache.serve.replica import STATE, Replica
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.serve.state import FleetState
 
-ENVIRONMENT = {  # of Ray's proxies: they name each turn's program
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
-    "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
-}
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on 127.0.0.1 alone
 ONGOING = 4096  # requests of one replica: vLLM's queue is the one that orders them
 CALLS = 1000  # that the state may have in hand beside those that wait in its line

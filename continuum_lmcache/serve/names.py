@@ -26,6 +26,10 @@ from continuum_lmcache.programs.identity import flag, name, program_id, tenant_o
 from continuum_lmcache.programs.session_fields import BODY_FIELDS, HEADERS, SentFields, stated
 
 HEADER = "x-continuum-turn"
+ENVIRONMENT = {  # of Ray's proxies
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
+    "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
+}
 PLACES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MOST_BYTES = 32 << 20  # of a body that is read here; a longer one goes unnamed
 WRITTEN = re.compile(r"([^;]*);(\d+);([01]);(\d*);(\d+);(\d+\.\d+)")

@@ -12,6 +12,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+import ray
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from ray import serve
 from ray.exceptions import RayError
@@ -36,6 +37,21 @@ def away(error: BaseException) -> Response:
     return PlainTextResponse(f"The fleet's state does not answer: {error}", 503, {"Retry-After": "2"})
 
 
+class Signed:
+    """ASGI middleware: each answer names the replica that gave it."""
+
+    def __init__(self, app: Any, replica: str) -> None:
+        self._app, self._header = app, (b"x-continuum-replica", replica.encode())
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def signed(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), self._header]}
+            await send(message)
+
+        await self._app(scope, receive, signed)
+
+
 @serve.ingress()
 class Replica:
     """The deployment's class. Ray makes one in each replica's process."""
@@ -57,6 +73,7 @@ class Replica:
             await self._below.ready.remote()
         self._engine, app = await engine.started(self._settings.vllm_args, self._books)
         self._gpu_tokens = engine.gpu_tokens(self._engine)
+        app.add_middleware(Signed, replica=self._name)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         app.add_api_route("/fleet/metrics", self.fleet_metrics, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
@@ -103,7 +120,7 @@ class Replica:
     async def _report(self) -> None:
         """Tell the state how full this replica is, each report_s and as soon as a turn has ended."""
         known_to, books = "", self._books
-        about = {"rank": self.rank, "pid": os.getpid(), "node": os.uname().nodename}
+        about = {"rank": self.rank, "pid": os.getpid(), "addresses": {"Ray": ray.util.get_node_ip_address()}}
         while True:
             news, books.news = books.news, []
             try:

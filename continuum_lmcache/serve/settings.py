@@ -26,7 +26,8 @@ class ServeSettings:
     cpus: float = 1.0  # of a replica
     lmcache_gb: float = 0.0  # L1 of one LMCache server a node, started here; 0: none is
     lmcache_disk: str = ""  # the directory of its L2; empty: no L2
-    lmcache_port: int = 5555  # on 127.0.0.1; the next one is its HTTP
+    lmcache_port: int = 5555  # on 127.0.0.1
+    lmcache_http_port: int = 5556  # there too
     nodes: int = 1  # with replicas
     report_s: float = 0.5  # between a replica's reports
     fleet: FleetConfig = field(default_factory=FleetConfig)  # keys `fleet.NAME`: fleet/fleet.py has them

@@ -30,7 +30,7 @@ def command(settings: ServeSettings) -> list[str]:
     """The command line of docs/mp.md, at the settings' place and of their size."""
     words = [sys.executable, "-m", "lmcache.cli.main", "server"]
     words += ["--host", HOST, "--port", str(settings.lmcache_port)]
-    words += ["--http-host", HOST, "--http-port", str(settings.lmcache_port + 1)]
+    words += ["--http-host", HOST, "--http-port", str(settings.lmcache_http_port)]
     words += ["--chunk-size", "256"]
     words += ["--l1-size-gb", str(settings.lmcache_gb), "--eviction-policy", "LRU"]
     words += ["--supported-transfer-mode", "auto", "--shm-name", f"continuum-{settings.lmcache_port}"]
@@ -50,7 +50,7 @@ class Substrate:
     """The deployment's class: the parent of one `lmcache server`."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        self._url = f"http://{HOST}:{settings.lmcache_port + 1}/healthcheck"
+        self._url = f"http://{HOST}:{settings.lmcache_http_port}/healthcheck"
         self._process: subprocess.Popen[bytes] | None = None
         if self._answers():
             return

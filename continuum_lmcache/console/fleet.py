@@ -1,0 +1,137 @@
+"""What a fleet on Ray Serve tells of itself at /fleet, and what is wrong with it (docs/ray.md)."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from continuum_lmcache.errors import ConfigError, ServerError
+from continuum_lmcache.telemetry.findings import Finding, note, warning
+
+TIMEOUT_S = 10.0
+BUILD = "continuum_lmcache.serve.app:build"
+ENVIRONMENT = {  # of Ray's proxies, as continuum_lmcache.serve.app has it: a test holds that
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
+    "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-continuum-turn",
+}
+LOOPBACK, EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
+CONTINUUM = "--scheduling-policy continuum"
+
+
+def fleet_at(url: str) -> Mapping[str, Any] | None:
+    """What /fleet tells; None: there is no fleet, it is one server. Raises ServerError where one is away."""
+    try:
+        answer = httpx.get(f"{url}/fleet", timeout=TIMEOUT_S)
+    except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol):
+        return None  # the scrape that comes next says it better
+    if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        raise ServerError(f"{url}/fleet: {answer.text[:200]}")
+    told = parsed(answer)
+    return told if told is not None and isinstance(told.get("replicas"), list) else None
+
+
+def parsed(answer: httpx.Response) -> Mapping[str, Any] | None:
+    if not answer.is_success:
+        return None
+    try:
+        told = answer.json()
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def findings(told: Mapping[str, Any]) -> list[Finding]:
+    """What is wrong with the fleet as a whole."""
+    return list(found(told))
+
+
+def found(told: Mapping[str, Any]) -> Iterator[Finding]:
+    limits = told["config"]
+    for row in told["replicas"]:
+        name, age_s = f"replica {row.get('rank')}", row["report_age_seconds"]
+        if age_s > limits["move_age_s"]:
+            yield warning(
+                "fleet-silent-replica",
+                f"{name} has said nothing for {age_s:.0f} s",
+                f"see its log; after {limits['first_turn_age_s']:.0f} s no new program starts there",
+            )
+        for what, address in row.get("addresses", {}).items():
+            if is_public(address):
+                yield warning(
+                    "fleet-public-address",
+                    f"{name}: {what} is at {address}",
+                    "put Ray and LMCache on loopback or a private network: LMCache asks nobody who he is",
+                )
+    if told["refused"]:
+        yield warning(
+            "fleet-refused",
+            f"{told['refused']:,} new programs got HTTP 429 since the state started",
+            "add replicas, or raise fleet.max_line if clients wait longer rather than come again",
+        )
+    if told["thrash"]:
+        yield warning(
+            "fleet-thrash", f"{told['thrash']} moves within the cooldown", "a bug: please report it"
+        )
+    if told["line"]:
+        yield note(
+            "fleet-line",
+            f"{told['line']:,} programs wait for room, the first for {told['line_wait_seconds']:.1f} s",
+            "nothing, while it goes down again; else add replicas",
+        )
+
+
+def of_config(path: Path) -> Iterator[Finding]:
+    """What is wrong with a Serve config file. Raises ConfigError for one that is none."""
+    try:
+        page = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
+        raise ConfigError(f"{path} cannot be read: {' '.join(str(why).split())}") from why
+    apps = page.get("applications") if isinstance(page, dict) else None
+    listed = apps if isinstance(apps, list) else []
+    ours = [app for app in listed if isinstance(app, dict) and app.get("import_path") == BUILD]
+    if not ours:
+        raise ConfigError(f"{path} has no application with import_path: {BUILD}")
+    host = str(inner(page, "http_options", "host") or LOOPBACK)
+    if host in EVERYWHERE or is_public(f"{host}:"):
+        yield warning(
+            "fleet-public-address",
+            f"http_options.host is {host}: the proxies listen there, and ask for no key",
+            "bind to a private address, or give vLLM --api-key",
+        )
+    given = inner(page, "controller_options", "runtime_env", "env_vars") or {}
+    for name, value in ENVIRONMENT.items():
+        if given.get(name) != value:
+            yield warning(
+                "fleet-unnamed-turns",
+                f"controller_options' env_vars have no {name}={value}",
+                "add it, or export it before each `ray start`: else only X-Session-ID names a program",
+            )
+    for app in ours:
+        options = str(inner(app, "args", "vllm") or CONTINUUM)
+        if CONTINUUM not in " ".join(options.replace("=", " ").split()):
+            yield note(
+                "fleet-stock-engines",
+                f"args.vllm has no {CONTINUUM}: {options}",
+                "add it: new programs are admitted by the fleet, but no turn's KV is pinned",
+            )
+
+
+def inner(outer: Any, *keys: str) -> Any:
+    """A value inside objects; None: it, or one on the way, is missing."""
+    for key in keys:
+        outer = outer.get(key) if isinstance(outer, dict) else None
+    return outer
+
+
+def is_public(address: str) -> bool:
+    """Whether an address, with or without a port, can be one of the internet's. Names count as private."""
+    host = address.rpartition("//")[2].rpartition(":")[0].strip("[]") or address
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False

@@ -1,0 +1,139 @@
+"""Two small replicas and one LMCache server under Ray: a replica, the state and LMCache's server die in turn.
+
+Runs where Ray is installed (docs/ray.md); one start for all tests, which pass in any order.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("vllm")
+pytest.importorskip("lmcache")
+
+from serving import ids
+
+from experiments.ray_programs import REPLICA, Client, play
+from experiments.ray_server import serve_fleet, told
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+PATIENCE_S = 300.0
+
+
+@pytest.fixture(scope="module")
+def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serve_fleet(model, tmp_path_factory.mktemp("fleet"), start_s=800) as at:
+        yield at
+
+
+@pytest.fixture(autouse=True)
+def _both_replicas(url: str) -> None:
+    """An earlier test may have killed one."""
+    becomes(lambda: len(told(url).get("replicas", ())) == 2, "two replicas report")
+
+
+def becomes(is_so: Callable[[], Any], what: str) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end_s, f"{what}: not within {PATIENCE_S:.0f} s"
+        time.sleep(0.2)
+
+
+def one_turn(url: str, prompt: list[int], **fields: Any) -> httpx.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "ignore_eos": True, "temperature": 0} | fields
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=300)
+
+
+def running(name: str) -> list[psutil.Process]:
+    """Processes below this one, by a word of their command line."""
+    return [p for p in psutil.Process().children(recursive=True) if any(name in word for word in p.cmdline())]
+
+
+def test_a_replica_dies_under_twenty_programs_and_no_token_is_lost_or_wrong(url: str) -> None:
+    outcome = play(url, programs=20, turns=4, kill=True)
+    assert outcome.dead is not None and outcome.orphans
+    assert outcome.away == 0, "a program left a replica that lived"
+    assert all(len(client.replicas) == 4 for client in outcome.clients), "each turn was answered"
+    assert {status for client in outcome.clients for status in client.failures} <= {500, 503}
+    most = max(len(client.failures) for client in outcome.clients)
+    assert most <= 1, "more than the turn in flight failed"
+    largest, wrong, tokens = outcome.off()
+    assert not wrong and tokens == 20 * 4 * 24, f"off by {largest}"
+    assert told(url)["thrash"] == 0
+
+
+def test_a_new_state_knows_where_every_program_is_at_home(url: str) -> None:
+    clients = [Client(f"keeps-{i}", 7000 + i) for i in range(8)]
+
+    def turns(n: int) -> None:
+        def run(client: Client) -> None:
+            client.story.tokens += ids(200, story=client.seed)
+            for _ in range(n):
+                client.turn(url, is_last=False)
+
+        with ThreadPoolExecutor(len(clients)) as pool:
+            list(pool.map(run, clients))
+
+    turns(1)
+    before = told(url)["state"]
+    (state,) = running("ray::FleetState")
+    os.kill(state.pid, signal.SIGKILL)
+    turns(2)  # at once: nobody is turned away
+    becomes(lambda: told(url).get("state", before) != before, "another state answers")
+    turns(1)
+    assert [client.failures for client in clients] == [[]] * len(clients)
+    assert [len(set(client.replicas)) for client in clients] == [1] * len(clients)
+
+
+def test_ray_starts_lmcaches_server_again_and_turns_go_on_meanwhile(url: str) -> None:
+    (server,) = running("lmcache.cli.main")
+    os.kill(server.pid, signal.SIGKILL)
+    for turn in range(1, 4):
+        answer = one_turn(url, ids(300 * turn, story=9), job_id="meanwhile")
+        assert answer.status_code == 200, answer.text
+    becomes(lambda: [p for p in running("lmcache.cli.main") if p.pid != server.pid], "another LMCache server")
+    up = partial(httpx.get, f"{url}/metrics", params={"replica": "0"}, timeout=30)
+    becomes(lambda: 'continuum_tier_store_up{engine="0"} 1.0' in up().text, "the replica finds it")
+
+
+def test_every_way_to_name_a_program_keeps_its_replica(url: str) -> None:
+    """In the body, in a header, on the Anthropic endpoint; a replica of one's choice answers questions."""
+    prompt = ids(100, story=20)
+    chat = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
+
+    def answers(**how: Any) -> set[str]:
+        found = [httpx.post(timeout=300, **how) for _ in range(4)]
+        assert all(each.status_code == 200 for each in found), found[0].text
+        return {each.headers[REPLICA] for each in found}
+
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 2}
+    assert len(answers(url=f"{url}/v1/completions", json=body | {"job_id": "b"})) == 1
+    assert len(answers(url=f"{url}/v1/completions", json=body, headers={"X-Session-ID": "h"})) == 1
+    assert len(answers(url=f"{url}/v1/messages", json=chat | {"job_id": "m"})) == 1
+    names = [httpx.get(f"{url}/metrics", params={"replica": rank}).headers[REPLICA] for rank in (0, 1)]
+    assert sorted(names) == sorted(row["replica"] for row in told(url)["replicas"])
+    assert one_turn(url, prompt, job_id=[1]).status_code == 400, "vLLM's own answer to a bad field"
+
+
+def test_ray_and_lmcache_listen_on_loopback_alone(url: str) -> None:
+    """`url` is asked for, so that they run."""
+    assert url.startswith("http://127.0.0.1:")
+    ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    open_to = {
+        place.laddr.ip
+        for process in ours
+        for place in process.net_connections(kind="inet")
+        if place.status == psutil.CONN_LISTEN
+    }
+    assert open_to and open_to <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, open_to
