@@ -221,6 +221,7 @@ class Fleet:
         place = self.places.places.get(report.replica)
         if place is not None and report.at_s >= place.report.at_s:
             place.reported(report)
+            place.admission.gives_up(now_s)  # a few at a time: the next first turn need not wait for many
         self._forget_idle(now_s)
 
     def left(self, replica: ReplicaId) -> None:

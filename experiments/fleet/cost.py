@@ -1,0 +1,122 @@
+"""What does asking the fleet cost?    python -m experiments.fleet.cost
+
+CPU time of the thread for one answer, with so many programs alive over so many replicas: a later turn that
+goes home at once, one whose home is busy so that every other replica is weighed, a new program's first turn,
+and a report. And the memory of a program, as tracemalloc counts it.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+import tracemalloc
+from collections.abc import Iterator
+from statistics import median, quantiles
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Route
+from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.types import ProgramId, TurnId
+
+KEY = b"of no deployment"
+GPU_TOKENS = 400_000
+PROMPT_TOKENS = 20_000
+
+
+class Crowd:
+    """A fleet in which every program is in a tool call, but `live` turns a replica."""
+
+    def __init__(self, programs: int, replicas: int, live: int = 32) -> None:
+        self.fleet = Fleet(FleetConfig(), KEY)
+        self.names = [ReplicaId(f"replica-{i}") for i in range(replicas)]
+        self.now_s, self._turns = 0.0, 0
+        for name in self.names:
+            self.fleet.joined(0.0, self.report(name))
+        self.programs = [ProgramId(f"program-{i}@0123456789ab") for i in range(programs)]
+        for i, program in enumerate(self.programs):
+            turn = self.comes(program, said_turns=1)
+            self.fleet.first_token(turn)
+            if i >= live * replicas:
+                self.fleet.paused(self.now_s, turn, PROMPT_TOKENS)
+
+    def report(self, name: ReplicaId, waits_s: float = 0.0) -> ReplicaReport:
+        room = {"headroom_tokens": float(GPU_TOKENS), "oldest_returning_wait_s": waits_s}
+        return ReplicaReport(name, self.now_s, GPU_TOKENS, requests=32, **room)
+
+    def comes(self, program: ProgramId, said_turns: int = 0) -> TurnId:
+        self._turns += 1
+        turn = TurnId(f"turn-{self._turns}")
+        answer = self.fleet.arrived(self.now_s, turn, program, PROMPT_TOKENS + 500, said_turns, 60.0)
+        assert isinstance(answer, Route)
+        return turn
+
+    def hear(self, waits_s: float) -> None:
+        """News of all replicas."""
+        self.now_s += 0.5
+        for name in self.names:
+            self.fleet.reported(self.now_s, self.report(name, waits_s))
+
+
+def samples(crowd: Crowd, asked: int, seed: int) -> Iterator[tuple[str, float]]:
+    """What was asked, and what it took."""
+    random_of = random.Random(seed)
+    for waits_s, what in ((0.0, "a later turn, home at once"), (1.0, "a later turn, all replicas weighed")):
+        crowd.hear(waits_s)
+        for i in range(asked):
+            if i % 100 == 0:
+                crowd.hear(waits_s)
+            program = random_of.choice(crowd.programs)
+            begun_ns = time.thread_time_ns()
+            turn = crowd.comes(program)
+            yield what, (time.thread_time_ns() - begun_ns) / 1e6
+            crowd.fleet.paused(crowd.now_s, turn, PROMPT_TOKENS)
+    for i in range(asked):
+        if i % 10 == 0:
+            crowd.hear(0.0)
+        begun_ns = time.thread_time_ns()
+        turn = crowd.comes(ProgramId(f"new-{i}"))
+        yield "a new program", (time.thread_time_ns() - begun_ns) / 1e6
+        crowd.fleet.ended(crowd.now_s, turn)
+    for _ in range(asked):
+        crowd.now_s += 0.5
+        report = crowd.report(random_of.choice(crowd.names))
+        begun_ns = time.thread_time_ns()
+        crowd.fleet.reported(crowd.now_s, report)
+        yield "a report", (time.thread_time_ns() - begun_ns) / 1e6
+
+
+def main(
+    programs: Annotated[int, typer.Option(min=1)] = 10_000,
+    replicas: Annotated[int, typer.Option(min=2)] = 16,
+    asked: Annotated[int, typer.Option(min=10, help="of each kind")] = 5_000,
+    seed: int = 1,
+) -> None:
+    """Print a table of milliseconds of CPU time."""
+    tracemalloc.start()
+    crowd = Crowd(programs, replicas)
+    bytes_each = tracemalloc.get_traced_memory()[0] / programs
+    tracemalloc.stop()
+    gc.collect()
+    gc.disable()  # a collection falls on whoever allocates next
+    taken: dict[str, list[float]] = {}
+    for what, ms in samples(crowd, asked, seed):
+        taken.setdefault(what, []).append(ms)
+    crowd.fleet.check()
+    table = Table("ms of CPU time", "median", "p99", "most")
+    for what, all_ms in taken.items():
+        table.add_row(
+            what, *(f"{x:.3f}" for x in (median(all_ms), quantiles(all_ms, n=100)[98], max(all_ms)))
+        )
+    out = Console()
+    out.print(table)
+    out.print(f"{programs:,} programs over {replicas} replicas, {asked:,} of each kind; ", end="")
+    out.print(f"{bytes_each:,.0f} bytes a program and its last turn")
+
+
+if __name__ == "__main__":
+    typer.run(main)
