@@ -1,6 +1,7 @@
 """Show what the policy is for, on this machine: three servers, the same programs, more of them than fit.
 
-    python -m experiments.demo                  # programs drawn from the paper's Table 1
+    python -m experiments.demo                  # programs like those of Claude Code on SWE tasks
+    python -m experiments.demo --generator swe  # programs drawn from the paper's Table 1
     TRACE=trace.jsonl python -m experiments.demo
     python -m experiments.demo --no-pressure    # the other end: nothing to gain, and what it costs
 
@@ -42,6 +43,7 @@ from experiments.server import ServerError
 from experiments.tiny_model import make_model
 
 TOTAL_S = 330.0  # for a run of one seed, all included
+GENERATOR = "claude-code-swe"  # of the fitted ones that with the longest contexts beside its turns
 DRAWN = 40  # programs that the workload is known by before the scenario is
 
 
@@ -64,13 +66,19 @@ class Clock:
         self.console.print(f"[bold]\\[{self.stage}/{self.stages}][/] {what} (about {left} left)")
 
 
-def workload(trace: Path | None, source: str, seed: int, scenario: Scenario | None = None) -> Selection:
+def workload(
+    trace: Path | None,
+    source: str,
+    seed: int,
+    scenario: Scenario | None = None,
+    generator: str = GENERATOR,
+) -> Selection:
     """The programs of the demo: all of its choice of workload is here.
 
     Few arrivals of a Poisson process may come half as fast again as its rate, or half as slow: they are
     drawn closer or further apart, so that each seed's come at the scenario's.
     """
-    chosen = Selection(seed, trace, "swe", source=source, max_context_tokens=WINDOWS_TOKENS[0])
+    chosen = Selection(seed, trace, generator, source=source, max_context_tokens=WINDOWS_TOKENS[0])
     if scenario is None:
         return replace(chosen, count=DRAWN if trace is None else None, jps=1.0)
     chosen = replace(
@@ -96,18 +104,28 @@ def expected_s(found: Measured, scenario: Scenario) -> float:
     return START_FACTOR * found.start_s + min(scenario.limit_s, work_s * (1 + WASTE) / 2)
 
 
-def demo(trace: Path | None, source: str, seeds: int, without_pressure: bool, out: Path, clock: Clock) -> str:
+def demo(
+    trace: Path | None,
+    source: str,
+    seeds: int,
+    without_pressure: bool,
+    out: Path,
+    clock: Clock,
+    generator: str = GENERATOR,
+) -> str:
     """Measure, serve, compare; what was found, as Markdown.
 
     Raises ServerError, ServerUnusable, TraceError.
     """
-    drawn = workload(trace, source, 1).programs(lambda _: None)  # a bad trace is known before a server starts
+    drawn = workload(trace, source, 1, None, generator).programs(
+        lambda _: None
+    )  # a bad trace is known before a server starts
     work = Work.of(drawn, limited=trace is not None)
     contenders = (FCFS, CONTINUUM) if without_pressure else (FCFS, ORDER, CONTINUUM)
     clock.stages = 1 + seeds * len(contenders)
     clock.say("measuring this machine: stock vLLM, nothing beside it, one program and then several", TOTAL_S)
     model = make_model(ROOT / ".work" / "tiny-model")
-    found = measured(workload(trace, source, 1), work, model, out)
+    found = measured(workload(trace, source, 1, None, generator), work, model, out)
     if without_pressure:
         scenario = idle(found, work, TOTAL_S - clock.spent_s, len(contenders) * seeds)
     else:
@@ -119,7 +137,7 @@ def demo(trace: Path | None, source: str, seeds: int, without_pressure: bool, ou
         left_s = each_s * (clock.stages - clock.stage)
         sent = f"{scenario.programs} programs, {scenario.limit_s:.0f} s at most"
         clock.say(f"{who.name}, seed {seed}: {sent}", left_s)
-        chosen = workload(trace, source, seed, scenario)
+        chosen = workload(trace, source, seed, scenario, generator)
         paths[who.name].append(compared(who, scenario, chosen, model, out))
     write = demo_report.without_pressure if without_pressure else demo_report.with_pressure
     return write(paths, scenario, out, clock.console)
@@ -128,6 +146,10 @@ def demo(trace: Path | None, source: str, seeds: int, without_pressure: bool, ou
 def main(
     trace: Annotated[Path | None, typer.Option(envvar="TRACE", help="Replay a trace file instead.")] = None,
     source: Annotated[str, typer.Option(help="Only programs of the trace from such sources.")] = "",
+    generator: Annotated[
+        str,
+        typer.Option(help="Of programs: fitted to a trace, or swe: the Table 1 of the paper."),
+    ] = GENERATOR,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Seeds 1 to N. Default: 1, and 2 with --no-pressure.")
     ] = None,
@@ -146,7 +168,7 @@ def main(
     try:
         out.mkdir(parents=True, exist_ok=True)
         seeds = repeats or (2 if no_pressure else 1)
-        page = demo(trace, source, seeds, no_pressure, out, clock)
+        page = demo(trace, source, seeds, no_pressure, out, clock, generator)
     except (ServerError, ServerUnusable, TraceError, OSError) as error:
         raise SystemExit(f"demo: {error}") from error
     clock.console.print(f"{clock.spent_s:.0f} s in all; tables, figure and the servers' logs are in {out}/")

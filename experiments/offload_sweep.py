@@ -19,6 +19,7 @@ OUT/offload_sweep.csv, and finished ones are skipped: stop it and start it again
 
 from __future__ import annotations
 
+import csv
 import difflib
 import os
 import sys
@@ -142,16 +143,25 @@ def replay_traces(
         traces_folder()  # raises before anything runs
     rows = Rows(out / "offload_sweep.csv")
     every = trace_goals.points(size, half, seeds, machines.split(","))
-    cases = [point for point in every if goals.is_wanted(trace_goals.name_of(point), parts)]
-    if not cases:
+    settings = [point for point in every if goals.is_wanted(trace_goals.name_of(point), parts)]
+    if not settings:
         known = "; ".join(dict.fromkeys(map(trace_goals.name_of, every)))
         raise SweepError(f"no row has {parts!r} in its name; at this size there are: {known}")
+    cases = trace_goals.cases(settings)
     complete(rows, cases, jobs)
-    lines = trace_goals.table(rows, cases)
+    lines, verdicts = trace_goals.table(rows, settings), trace_goals.verdicts(rows, settings)
     title = f"Traces, half {half!r}, seeds {', '.join(map(str, seeds))}"
-    Console(width=WIDTH).print(plain(lines, title), caption(found(rows, cases)), "", sep="\n")
-    path = out / f"traces-{half}-{size.value}{'-some' if parts else ''}.md"
-    path.write_text(f"{title}. {caption(found(rows, cases))}\n\n{markdown(lines)}\n")
+    words = [caption(found(rows, cases)), "", *(f"- {verdict}" for verdict in verdicts)]
+    Console(width=WIDTH).print(plain(lines, title), *words, "", sep="\n")
+    path = out / f"traces-{half}-{size.value}{'-some' if parts else ''}"
+    path.with_suffix(".md").write_text(
+        "\n".join([f"{title}. {words[0]}", *words[1:], "", markdown(lines), ""])
+    )
+    with path.with_suffix(".csv").open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    from experiments.sweep.drawing import draw_traces  # matplotlib takes a second to import
+
+    draw_traces(trace_goals.by_name(rows, settings), title, path)
 
 
 def serve_fleets(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from test_tables import summary
 
+from continuum_lmcache.errors import TraceError
 from experiments import demo, demo_report, small_tiers
 from experiments.demo_scenario import (
     ARRIVALS,
@@ -47,6 +48,17 @@ def record(program, turn, first_s, done_s, prompt=100, output=10, of_turns=2, ar
     return TurnRecord(
         program, turn, of_turns, arrive_s, arrive_s, first_s, done_s, prompt, output, None, 0.0, error
     )
+
+
+def test_the_demo_draws_agents_programs_none_much_longer_than_the_middle_one():
+    chosen = replace(demo.workload(None, "", 1), max_context_tokens=None, jps=1.0)
+    programs = chosen.programs()
+    assert chosen.name == "fitted-claude-code-swe" and len(programs) == demo.DRAWN
+    contexts = sorted(p.context_tokens for p in programs)
+    assert contexts[-1] <= 2 * contexts[len(contexts) // 2]
+    assert demo.workload(None, "", 1, None, "swe").name == "table1-swe-final-context"
+    with pytest.raises(TraceError, match="known: swe, bfcl, claude-code-swe"):
+        demo.workload(None, "", 1, None, "claude").programs()
 
 
 def test_on_any_machine_twice_as_many_programs_come_as_it_finishes(machine):

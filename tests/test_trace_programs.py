@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from continuum_lmcache.errors import TraceError
+from continuum_lmcache.types import ProgramId
 from experiments.offload_sweep import main
 from experiments.sim import trace_programs
 from experiments.sim.step_time import MACHINES
@@ -24,10 +25,12 @@ from experiments.sim.trace_programs import (
     work_s,
 )
 from experiments.sweep.cases import ENDLESS
+from experiments.sweep.drawing import draw_traces
 from experiments.sweep.grids import Size
+from experiments.sweep.oracle import Sizes
 from experiments.sweep.rows import Rows
 from experiments.sweep.simulated import run
-from experiments.sweep.trace_goals import points, table
+from experiments.sweep.trace_goals import CONTENDERS, by_name, cases, name_of, points, table, verdicts
 
 A100 = MACHINES["a100"]
 
@@ -122,17 +125,39 @@ def test_without_the_folder_the_sweep_says_where_it_looked(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_row_has_ours_beside_the_rivals_and_the_bound(tmp_path: Path) -> None:
-    chosen = [p for p in points(Size.QUICK, "tune", [1], ["a100"]) if p.workload == "trace:claude-code:tune"]
-    chosen = [p for p in chosen if not p.offloads]
+def test_a_row_has_ours_beside_the_rivals_and_the_bounds(tmp_path: Path) -> None:
+    chosen = [p for p in points(Size.QUICK, "tune", [1], ["a100"]) if "claude-code:" in p.workload]
+    chosen = [p for p in chosen if name_of(p).endswith(("none, 1", "DRAM, 1, steps wait"))]
     rows = Rows(tmp_path / "rows.csv")
-    for point in chosen:
+    every = cases(chosen)
+    for point in every:
         rows.add(point, run(point))
-    header, line = table(rows, chosen)
-    assert len(header) == len(line) and line[0] == "a100, claude-code, none, 1"
-    by = {point.contender: row for point, row in zip(chosen, rows.of(chosen), strict=True)}
-    assert float(by[ENDLESS]["job_mean_s"]) <= float(by["continuum"]["job_mean_s"]) * 1.01
-    assert float(by["continuum"]["job_mean_cold_s"]) > 0
+    assert [point.contender for point in every].count(ENDLESS) == 1, "no tier changes what evicts nothing"
+    header, bare, tiered = table(rows, chosen)
+    assert len(header) == len(bare) and bare[0] == "a100, claude-code, none, 1"
+    assert tiered[0] == "a100, claude-code, DRAM, 1, steps wait"
+    [runs] = by_name(rows, chosen)[bare[0]]
+    times_s = {name: float(row["job_mean_s"]) for name, row in runs.items()}
+    assert times_s[ENDLESS] <= min(times_s.values()) * 1.01 and set(times_s) == set(CONTENDERS)
+    assert float(runs["continuum"]["job_mean_cold_s"]) > 0
+    pressed, bound, tails = verdicts(rows, chosen)
+    assert "Pressed rows (2)" in pressed and bare[1].split()[0] and "asked 1.08" in pressed
+    assert {path.suffix for path in draw_traces(by_name(rows, chosen), "x", tmp_path / "t")} == {
+        ".png",
+        ".svg",
+    }
+
+
+@pytest.mark.usefixtures("small")
+def test_an_admission_that_knows_the_sizes_forecasts_the_mean_of_what_is_to_come() -> None:
+    program = half("claude-code", "tune")[0]
+    sizes = Sizes({program.program_id: program})
+    sizes.asked = ProgramId(program.program_id)
+    contexts = [turn.context_tokens for turn in program.turns]
+    first = program.turns[0].input_tokens
+    assert sizes.forecast_tokens(first, 0) == pytest.approx(sum(contexts) / 3)
+    assert sizes.forecast_tokens(contexts[0] - 500, 1) == pytest.approx(sum(contexts[1:]) / 2 - 500)
+    assert sizes.forecast_tokens(contexts[2], 3) == contexts[2]
 
 
 @pytest.mark.usefixtures("traces")

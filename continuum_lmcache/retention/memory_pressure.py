@@ -9,7 +9,7 @@ there is, so what a pin holds was mostly counted for its program anyhow.
 
 from __future__ import annotations
 
-FREE_PRICE = 0.02  # while nobody waits for memory: not 0, or a pin would never end
+FREE_PRICE = 0.1  # while nobody waits for memory: not 0, or a pin would never end; tuned (LOG.md, 2026-11-22)
 FULL_PRICE = 1.0  # the paper's
 
 

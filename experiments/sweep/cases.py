@@ -12,6 +12,7 @@ STOCK = "fcfs"  # vLLM's own scheduler, without this package
 ORACLE = "oracle"  # eq. 2 with the true duration of every tool
 ON_DEMAND = "continuum-pinning"  # our scheduler with a TTL that pins as often as a timing asks
 ENDLESS = "endless-gpu"  # program order on a GPU whose KV cache never fills
+TRUE_SIZES = "continuum-true-sizes"  # admission is told how long each program's contexts will be
 
 
 class SweepError(ValueError):

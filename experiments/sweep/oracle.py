@@ -1,16 +1,21 @@
-"""A policy that only a simulator can have: it knows how long every tool will take."""
+"""What only a simulator has: a policy that knows each tool's time, an admission that knows each context."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import mean
+from typing import Any
 
+from continuum_lmcache.admission.context_growth import ContextGrowth
+from continuum_lmcache.admission.controller import AdmissionController, PendingProgram
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.retention.queue_order import by_pin
 from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.types import EngineLoad, FinishedTurn, Retention
+from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, Retention
+from continuum_lmcache.vllm_plugin import admission_gate
 from experiments.sweep.cases import ORACLE
 from experiments.workload import Program
 
@@ -45,3 +50,58 @@ def oracle_of(programs: Sequence[Program]) -> Iterator[None]:
         yield
     finally:
         del POLICIES[ORACLE]
+
+
+class Sizes(ContextGrowth):
+    """Contexts as they will be. `asked`: the program that is asked about."""
+
+    def __init__(self, programs: Mapping[str, Program]) -> None:
+        super().__init__()
+        self.programs = programs
+        self.asked = ProgramId("")
+
+    @property
+    def final_tokens(self) -> float:
+        return mean(program.turns[-1].context_tokens for program in self.programs.values())
+
+    def forecast_tokens(self, own_tokens: int, turns: int) -> float:
+        """The mean of the contexts that are to come, without the head that others share."""
+        specs = self.programs[self.asked].turns
+        now_tokens = specs[turns - 1].context_tokens if turns else specs[0].input_tokens
+        later_tokens = [turn.context_tokens for turn in specs[turns:]] or [now_tokens]
+        return own_tokens + max(0.0, mean(later_tokens) - now_tokens)
+
+
+class KnowingDoor(AdmissionController):
+    """Tells its Sizes which program each forecast is of."""
+
+    growth: Sizes
+
+    def arrives(self, now_s: float, program: ProgramId, *args: Any, **kwargs: Any) -> bool:
+        self.growth.asked = program
+        return super().arrives(now_s, program, *args, **kwargs)
+
+    def finds(self, now_s: float, program: ProgramId, *args: Any) -> None:
+        self.growth.asked = program
+        super().finds(now_s, program, *args)
+
+    def pauses(self, now_s: float, program: ProgramId, *args: Any, **kwargs: Any) -> None:
+        self.growth.asked = program
+        super().pauses(now_s, program, *args, **kwargs)
+
+    def _next(self) -> PendingProgram | None:
+        knock = super()._next()
+        if knock is not None:
+            self.growth.asked = knock.program
+        return knock
+
+
+@contextmanager
+def true_sizes_of(programs: Sequence[Program]) -> Iterator[None]:
+    """Within the block, the admission of engines that are built knows these programs' contexts."""
+    known = {program.program_id: program for program in programs}
+    admission_gate.Door = lambda *args, **kwargs: KnowingDoor(*args, growth=Sizes(known), **kwargs)  # type: ignore
+    try:
+        yield
+    finally:
+        admission_gate.Door = AdmissionController  # type: ignore

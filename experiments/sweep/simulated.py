@@ -15,8 +15,8 @@ from experiments.sim.serving import Setup
 from experiments.sim.step_time import MACHINES, Machine
 from experiments.sim.trace_programs import arriving, half
 from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time, with_turns
-from experiments.sweep.cases import ENDLESS, ON_DEMAND, ORACLE, STOCK, Point, SweepError
-from experiments.sweep.oracle import oracle_of
+from experiments.sweep.cases import ENDLESS, ON_DEMAND, ORACLE, STOCK, TRUE_SIZES, Point, SweepError
+from experiments.sweep.oracle import oracle_of, true_sizes_of
 from experiments.table1 import GENERATORS, draw
 from experiments.workload import Program, poisson_arrivals
 
@@ -29,7 +29,8 @@ SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else
 def run(point: Point) -> dict[str, Any]:
     """Simulate the point and return its figures (rows.FIGURES). Raises SweepError for unknown names."""
     programs = programs_of(point)
-    with oracle_of(programs) if point.contender == ORACLE else nullcontext():
+    told = {ORACLE: oracle_of, TRUE_SIZES: true_sizes_of}.get(point.contender)
+    with told(programs) if told else nullcontext():
         return figures(simulate(programs, setup_of(point, programs)))
 
 
@@ -89,6 +90,7 @@ def machine_of(point: Point) -> Machine:
 def policy_of(contender: str) -> str:
     """The lab's name of a contender's policy."""
     special = {STOCK: STOCK_POLICY, ORACLE: ORACLE, ENDLESS: "program-fcfs", ON_DEMAND: ON_DEMAND}
+    special |= {TRUE_SIZES: "continuum"}
     if contender in special:
         return special[contender]
     if contender not in POLICIES:

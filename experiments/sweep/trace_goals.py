@@ -1,19 +1,23 @@
 """Real agents' traces in the lab: ours against what else there is, and what there was to gain.
 
-A row is a trace, what stands behind the GPU, and a load; its KV cache holds KV_CONTEXTS mean final contexts.
-The programs are those of one half of a trace: tune on the half "tune", report "report". "fitted" stands for
+A row is a trace, what stands behind the GPU, a load, and whether steps wait for loads and stores: LMCache's
+do in one process, and do not over its server. The GPU's KV cache holds KV_CONTEXTS mean final contexts.
+Programs are those of one half of a trace: tune on the half "tune", report "report". "fitted" stands for
 the half that programs were fitted to, where there is no trace; chat has no such programs.
+
+Two bounds stand beside each row: `continuum` that is told how long each program's context will be on average
+(TRUE_SIZES), and program order on a GPU that evicts nothing (ENDLESS), which no tier and no wait changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import mean
 
 from experiments.sim.trace_programs import FITTED
-from experiments.sweep.cases import ENDLESS, STOCK, Point
+from experiments.sweep.cases import ENDLESS, TRUE_SIZES, Point
 from experiments.sweep.goals import ORDER, OURS, PAPER, row_of, with_error
 from experiments.sweep.grids import Size
 from experiments.sweep.rows import Row, Rows
@@ -23,11 +27,21 @@ TIERS = {"none": (0.0, 0.0), "DRAM": (1.5, 0.0), "DRAM, disk": (0.5, 4.0)}  # in
 LOADS = (0.6, 1.0, 1.5)
 AGENTS = ("claude-code-swe", "claude-code", "mini-swe", "bfcl")
 CONTROL = "chat"
-CONTENDERS = (STOCK, ORDER, "static-ttl", PAPER, OURS, ENDLESS)
+STATIC = "static-ttl"
+CONTENDERS = (ORDER, STATIC, PAPER, OURS, TRUE_SIZES, ENDLESS)
 PROGRAMS = {Size.QUICK: 12, Size.DEFAULT: 40, Size.FULL: 80}
+WAITS = ", steps wait"
+LEAST_GAP = 0.02  # of a rival's time: where a bound is nearer than this, there is nothing to close
 HEADER = (
-    *("trace, tiers, load", "best rival / ours", "", "order / ours", "published / ours"),
-    *("ours, cold and warm s", "bound, s", "P99 of TTFT / published's", "end / published's"),
+    *("trace, tiers, load", "best of order and published / ours", "by seed"),
+    *("order / ours", "published / ours", "static TTL / ours"),
+    *("mean s: published, ours, true sizes, no eviction", "gap closed to true sizes, to no eviction"),
+    *(
+        "ours, first quarter and rest, s",
+        "P99 of first tokens, s: published, ours",
+        "ratio",
+        "end / published's",
+    ),
 )
 
 
@@ -38,45 +52,115 @@ def points(size: Size, part: str, seeds: Sequence[int], machines: Sequence[str])
         for card, name, load in product(machines, AGENTS, LOADS if size is not Size.QUICK else (1.0,))
     ]
     tiered = [replace(p, dram_kv=dram, ssd_kv=ssd) for p in settings for dram, ssd in TIERS.values()]
+    waiting = [replace(p, blocking=True) for p in tiered if p.offloads]
     chat = replace(settings[0], workload=f"trace:{CONTROL}:{part}", programs=4 * PROGRAMS[size], load=1.0)
-    every = tiered if part == FITTED else [*tiered, chat]
-    return [replace(p, seed=seed, contender=name) for seed, p, name in product(seeds, every, CONTENDERS)]
+    every = [*tiered, *waiting, *([] if part == FITTED else [chat])]
+    return [replace(p, seed=seed, contender=OURS) for seed, p in product(seeds, every)]
+
+
+def contended(setting: Point) -> dict[str, Point]:
+    """Everybody on the same setting. What evicts nothing needs no tier, so it is run once for all of them."""
+    found = {name: replace(setting, contender=name) for name in CONTENDERS}
+    found[ENDLESS] = replace(found[ENDLESS], dram_kv=0.0, ssd_kv=0.0, blocking=False)
+    return found
+
+
+def cases(settings: Iterable[Point]) -> list[Point]:
+    """What is to be run."""
+    return list(dict.fromkeys(point for setting in settings for point in contended(setting).values()))
 
 
 def name_of(point: Point) -> str:
     """A row's name."""
     tiers = next(name for name, sizes in TIERS.items() if sizes == (point.dram_kv, point.ssd_kv))
-    return f"{point.machine}, {point.workload.split(':')[1]}, {tiers}, {point.load:g}"
+    name = f"{point.machine}, {point.workload.split(':')[1]}, {tiers}, {point.load:g}"
+    return name + (WAITS if point.blocking else "")
 
 
-def table(rows: Rows, cases: Iterable[Point]) -> list[list[str]]:
+Runs = Mapping[str, Row]  # one seed's, by contender
+
+
+def by_name(rows: Rows, settings: Iterable[Point]) -> dict[str, list[Runs]]:
+    """Each row's seeds, in their order."""
+    found: dict[str, list[Runs]] = {}
+    for setting in settings:
+        runs = {name: row_of(rows, point) for name, point in contended(setting).items()}
+        found.setdefault(name_of(setting), []).append(runs)
+    return found
+
+
+def table(rows: Rows, settings: Iterable[Point]) -> list[list[str]]:
     """A header, then a line per card, trace, tier and load."""
-    grouped: dict[str, dict[int, dict[str, Row]]] = {}
-    for point in cases:
-        by_seed = grouped.setdefault(name_of(point), {})
-        by_seed.setdefault(point.seed, {})[point.contender] = row_of(rows, point)
-    lines = [line(name, list(by_seed.values())) for name, by_seed in grouped.items()]
-    return [list(HEADER), *lines]
+    return [list(HEADER), *(line(name, seeds) for name, seeds in by_name(rows, settings).items())]
 
 
-def line(name: str, seeds: Sequence[dict[str, Row]]) -> list[str]:
+def of(seeds: Sequence[Runs], contender: str, column: str = "job_mean_s") -> float:
+    """A column's mean over the seeds."""
+    return mean(float(runs[contender][column]) for runs in seeds)
+
+
+def ratios(seeds: Sequence[Runs], rival: str, column: str = "job_mean_s") -> list[float]:
+    """Rival over ours, by seed: above 1 ours is faster."""
+    return [float(runs[rival][column]) / float(runs[OURS][column]) for runs in seeds]
+
+
+def leads(seeds: Sequence[Runs]) -> list[float]:
+    """The better of program order and published over ours, by seed."""
+    return [min(pair) for pair in zip(ratios(seeds, ORDER), ratios(seeds, PAPER), strict=True)]
+
+
+def closed(seeds: Sequence[Runs], bound: str) -> str:
+    """Of the gap between the better of both rivals and a bound, the part that ours closes."""
+    rival_s = mean(min(float(runs[name]["job_mean_s"]) for name in (ORDER, PAPER)) for runs in seeds)
+    gap_s = rival_s - of(seeds, bound)
+    return f"{(rival_s - of(seeds, OURS)) / gap_s:.0%}" if gap_s > LEAST_GAP * rival_s else "-"
+
+
+def line(name: str, seeds: Sequence[Runs]) -> list[str]:
     """One row's figures over its seeds."""
-
-    def ratios(rival: str, column: str = "job_mean_s") -> list[float]:
-        return [float(by[rival][column]) / float(by[OURS][column]) for by in seeds]
-
-    def of(contender: str, column: str) -> float:
-        return mean(float(by[contender][column]) for by in seeds)
-
-    best = [min(pair) for pair in zip(ratios(ORDER), ratios(PAPER), strict=True)]
+    best, p99 = leads(seeds), "ttft_p99_s"
     return [
         name,
         with_error(best),
         " ".join(f"{ratio:.3f}" for ratio in best),
-        f"{mean(ratios(ORDER)):.3f}",
-        f"{mean(ratios(PAPER)):.3f}",
-        f"{of(OURS, 'job_mean_cold_s'):.0f}, {of(OURS, 'job_mean_warm_s'):.0f}",
-        f"{of(ENDLESS, 'job_mean_s'):.0f} of {of(OURS, 'job_mean_s'):.0f}",
-        f"{mean(1 / r for r in ratios(PAPER, 'ttft_p99_s')):.2f}",
-        f"{mean(1 / r for r in ratios(PAPER, 'end_s')):.3f}",
+        *(f"{mean(ratios(seeds, rival)):.3f}" for rival in (ORDER, PAPER, STATIC)),
+        ", ".join(f"{of(seeds, who):.1f}" for who in (PAPER, OURS, TRUE_SIZES, ENDLESS)),
+        ", ".join(closed(seeds, bound) for bound in (TRUE_SIZES, ENDLESS)),
+        ", ".join(f"{of(seeds, OURS, f'job_mean_{part}_s'):.0f}" for part in ("cold", "warm")),
+        ", ".join(f"{of(seeds, who, p99):.1f}" for who in (PAPER, OURS)),
+        f"{mean(1 / r for r in ratios(seeds, PAPER, p99)):.2f}",
+        f"{mean(1 / r for r in ratios(seeds, PAPER, 'end_s')):.3f}",
     ]
+
+
+def verdicts(rows: Rows, settings: Iterable[Point]) -> list[str]:
+    """What was asked, and what was reached, in sentences."""
+    found, told = by_name(rows, settings), []
+    pressed = {name: seeds for name, seeds in found.items() if f", {LOADS[0]:g}" not in name}
+    if pressed:
+        lead = {name: mean(leads(seeds)) for name, seeds in pressed.items()}
+        tail = {name: mean(1 / r for r in ratios(s, PAPER, "ttft_p99_s")) for name, s in pressed.items()}
+        most = [bound_lead(seeds) for seeds in pressed.values()]
+        worst, slowest = min(lead, key=lead.__getitem__), max(tail, key=tail.__getitem__)
+        told = [
+            f"Pressed rows ({len(lead)}), the better of program order and published over ours: mean "
+            f"{mean(lead.values()):.3f} (asked 1.08), least {lead[worst]:.3f} in {worst} (asked 0.98; "
+            f"{sum(ratio < 0.98 for ratio in lead.values())} below).",
+            f"A GPU that evicts nothing leads that rival by {mean(most):.3f} times, and in "
+            f"{sum(ratio < 1.08 for ratio in most)} rows by less than 1.08.",
+            f"P99 of first tokens over published's: {sum(ratio > 1.5 for ratio in tail.values())} rows above "
+            f"1.5, most {tail[slowest]:.2f} in {slowest}.",
+        ]
+    light = {name: mean(leads(seeds)) for name, seeds in found.items() if name not in pressed}
+    if light:
+        worst = min(light, key=light.__getitem__)
+        told.append(f"Load 0.6 ({len(light)} rows): least {light[worst]:.3f} in {worst} (asked 0.99).")
+    return told
+
+
+def bound_lead(seeds: Sequence[Runs]) -> float:
+    """The better of program order and published over what evicts nothing."""
+    return mean(
+        best * float(r[OURS]["job_mean_s"]) / float(r[ENDLESS]["job_mean_s"])
+        for best, r in zip(leads(seeds), seeds, strict=True)
+    )
