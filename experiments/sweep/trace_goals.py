@@ -18,14 +18,10 @@ from statistics import mean
 
 from experiments.sim.trace_programs import FITTED
 from experiments.sweep.cases import ENDLESS, TRUE_SIZES, Point
-from experiments.sweep.goals import ORDER, OURS, PAPER, row_of, with_error
+from experiments.sweep.goals import AGENTS, KV_CONTEXTS, LOADS, ORDER, OURS, PAPER, TIERS, row_of, with_error
 from experiments.sweep.grids import Size
 from experiments.sweep.rows import Row, Rows
 
-KV_CONTEXTS = 6.0  # as 480k tokens are to Table 1's mean program
-TIERS = {"none": (0.0, 0.0), "DRAM": (1.5, 0.0), "DRAM, disk": (0.5, 4.0)}  # in sizes of the GPU's KV cache
-LOADS = (0.6, 1.0, 1.5)
-AGENTS = ("claude-code-swe", "claude-code", "mini-swe", "bfcl")
 CONTROL = "chat"
 STATIC = "static-ttl"
 CONTENDERS = (ORDER, STATIC, PAPER, OURS, TRUE_SIZES, ENDLESS)
