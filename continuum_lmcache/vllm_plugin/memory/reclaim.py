@@ -34,7 +34,7 @@ class PinReclaimer:
     Only while schedule() runs: between two steps all is as somebody else may have left it. Read on vLLM
     0.32: schedule() looks the method up at each call, the running requests' first, and peeks into a
     waiting queue before it allocates for a waiting request. Read too: the coordinator's
-    single_type_managers and their max_admission_blocks_per_request (unchanged from vLLM 0.30 to 0.33).
+    single_type_managers (unchanged from vLLM 0.30 to 0.33; none that keeps all tokens recycles blocks).
     """
 
     def __init__(self, scheduler: Scheduler, lifecycle: TurnLifecycle, clock: Callable[[], float]) -> None:
@@ -45,10 +45,7 @@ class PinReclaimer:
         self._stock = self._manager.allocate_slots
         self._block_size = scheduler.block_size
         managers = self._manager.coordinator.single_type_managers
-        self._keeps_all_tokens = any(
-            isinstance(m, FullAttentionManager) and m.max_admission_blocks_per_request is None
-            for m in managers
-        )
+        self._keeps_all_tokens = any(isinstance(m, FullAttentionManager) for m in managers)
         self._in_step = False
 
     def step_begins(self) -> None:
