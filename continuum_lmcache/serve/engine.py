@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -32,6 +32,8 @@ from continuum_lmcache.serve.books import Books
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.types import ProgramId, TurnId
 
+PROGRESS = ("program_turns", "program_age_s")  # the engine's fields (identity.FIELDS)
+
 
 class WatchedEngine(AsyncLLM):
     """vLLM's engine; `books` hear of each turn's beginning, first token and end."""
@@ -45,9 +47,7 @@ class WatchedEngine(AsyncLLM):
         context = _get_serve_request_context()
         turn, key = TurnName.read(context.session_id), TurnId(context._internal_request_id)
         self.books.starts(time.monotonic(), key, ProgramId(turn.program or f"~{key}"), turn.turns, turn.age_s)
-        if turn.turns:
-            under_way = {"program_turns": turn.turns, "program_age_s": round(turn.age_s)}
-            sampling_params.extra_args = {**(sampling_params.extra_args or {}), **under_way}
+        sampling_params.extra_args = under_way(sampling_params.extra_args, turn)
         prompt_tokens = generated_tokens = 0
         finished = False
         try:
@@ -61,6 +61,14 @@ class WatchedEngine(AsyncLLM):
         finally:
             tokens = prompt_tokens + generated_tokens if finished else 0
             self.books.stops(key, tokens, turn.is_last or not turn.program)
+
+
+def under_way(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
+    """A request's fields with what its program did, as the fleet knows it and not as its client says."""
+    kept = {name: value for name, value in (extra_args or {}).items() if name not in PROGRESS}
+    if turn.turns:
+        kept |= dict(zip(PROGRESS, (turn.turns, round(turn.age_s)), strict=True))
+    return kept or None
 
 
 async def started(words: list[str], books: Books) -> tuple[WatchedEngine, FastAPI]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
 MOST_PROGRAMS = 100_000
+HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
 ANSWERS_S = 5.0  # the state, at most
 AWAY = (RayError, ValueError, TimeoutError)  # Ray says ValueError where no actor has the name
 LOOKS_S = 0.05  # between two looks whether a turn has ended, which is told at once
@@ -69,6 +70,7 @@ class Replica:
         """Start the engine; vLLM's app around it, with two paths more."""
         from continuum_lmcache.serve import engine  # imports vllm, which only a replica needs
 
+        os.environ.setdefault(HONOR, "true")  # what engine.under_way says is the fleet's, whoever the tenant
         if self._below is not None:
             await self._below.ready.remote()
         self._engine, app = await engine.started(self._settings.vllm_args, self._books)
