@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ class Host:
 
     def __init__(self, replicas: str = "ab", **settings: Any) -> None:
         clock = asyncio.get_running_loop().time
-        self.state = FleetState(FleetConfig(**settings), b"key", now_s=clock)
+        self.state = FleetState(asdict(FleetConfig(**settings)), b"key".hex(), now_s=clock)
         self.replicas = list(replicas)
         self.numbers = 0
 

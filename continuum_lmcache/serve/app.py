@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -50,7 +51,7 @@ def prepare() -> None:
 
 def deployment(settings: ServeSettings) -> serve.Deployment:
     """The replicas, their router and their state."""
-    key = secrets.token_bytes(32)
+    key = secrets.token_hex(32)
     return serve.deployment(
         Replica,
         name="vllm",
@@ -61,13 +62,13 @@ def deployment(settings: ServeSettings) -> serve.Deployment:
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.fleet.max_wait_s),
         request_router_config=RequestRouterConfig(
             request_router_class="continuum_lmcache.serve.router:ProgramRouter",
-            request_router_kwargs={"answer_s": answer_s(settings), "key": key.hex()},
+            request_router_kwargs={"answer_s": answer_s(settings), "key": key},
         ),
         deployment_actors=[
             DeploymentActorConfig(
                 name=STATE,
                 actor_class=ray.remote(FleetState),
-                init_kwargs={"config": settings.fleet, "key": key},
+                init_kwargs={"config": asdict(settings.fleet), "key": key},
                 actor_options={"num_cpus": 0, "max_concurrency": settings.fleet.max_line + CALLS},
             )
         ],

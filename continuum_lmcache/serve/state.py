@@ -36,18 +36,21 @@ LOOKS_S = 0.02
 
 
 class FleetState:
-    """The actor's class. Its methods run in one event loop; times are this process's."""
+    """The actor's class. Its methods run in one event loop; times are this process's.
+
+    `config`: FleetConfig's fields; `key`: hexadecimal. Plain values: Ray turns others into such on their way.
+    """
 
     def __init__(
         self,
-        config: FleetConfig,
-        key: bytes,
+        config: Mapping[str, Any],
+        key: str,
         sweep_s: float = 0.5,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.now_s = now_s
         self.name = secrets.token_hex(8)  # another one after each restart
-        self.fleet = Fleet(config, key)
+        self.fleet = Fleet(FleetConfig.load(config), bytes.fromhex(key))
         self._sweep_s = sweep_s
         self._begins_s = self.now_s() + BEGINS_S
         self._learnt: set[str] = set()
