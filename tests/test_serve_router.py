@@ -1,0 +1,227 @@
+"""Ray's own router class with our state beside it: what a proxy does while the state is there, away, or full.
+
+Runs where Ray is installed; no cluster is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import RayActorError
+from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.exceptions import BackPressureError
+from ray.serve.request_router import PendingRequest
+
+from continuum_lmcache.fleet.fleet import Refused, Route, Why
+from continuum_lmcache.fleet.report import ReplicaId
+from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.router import ProgramRouter
+from continuum_lmcache.types import TurnId
+
+OURS = DeploymentID(name="vllm", app_name="default")
+
+
+class Remote:
+    """A method of an actor: `answer` computes what it answers; every call is kept."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self.answer, self.calls = answer, []  # type: ignore[var-annotated]
+
+    def remote(self, *words: object) -> Coroutine[Any, Any, Any]:
+        self.calls.append(words)
+
+        async def answered() -> Any:
+            return self.answer(*words)
+
+        return asyncio.ensure_future(answered())  # type: ignore[return-value]
+
+
+def state(arrives: Callable[..., Any]) -> SimpleNamespace:
+    return SimpleNamespace(
+        arrives=Remote(arrives), **{name: Remote(lambda *_: None) for name in ("withdraws", "over", "gone")}
+    )
+
+
+def goes_to(name: str, **did: Any) -> Callable[..., Route]:
+    return lambda key, *_: Route(TurnId(key), ReplicaId(name), Why.HOME, **did)
+
+
+def away(*_: object) -> None:
+    raise RayActorError
+
+
+def replica(name: str, rank: int) -> Any:
+    """As much of Ray's RunningReplica as routers look at."""
+
+    async def queue_len(*, deadline_s: float) -> int:  # noqa: ARG001
+        return 0
+
+    return SimpleNamespace(
+        replica_id=ReplicaID(name, OURS),
+        replica_metadata={"rank": rank},
+        max_ongoing_requests=10,
+        get_queue_len=queue_len,
+        push_proxy_handle=lambda _: None,
+    )
+
+
+def router(its_state: Any, *names: str) -> ProgramRouter:
+    made = ProgramRouter(
+        deployment_id=OURS,
+        handle_source=DeploymentHandleSource.REPLICA,
+        self_actor_id="x",
+        use_replica_queue_len_cache=False,
+    )
+    made.initialize_state(answer_s=30.0, key=b"key".hex())
+    made._state = its_state
+    made._find = lambda: made._state  # type: ignore[method-assign]
+    made.update_replicas([replica(name, rank) for rank, name in enumerate(names)])
+    return made
+
+
+def turn(number: int = 1, **named: Any) -> PendingRequest:
+    about = RequestMetadata(
+        f"r{number}", f"t{number}", session_id=str(TurnName(**{"body_bytes": 9, **named}))
+    )
+    return PendingRequest(args=[], kwargs={}, metadata=about)
+
+
+async def sent(made: ProgramRouter, pending: PendingRequest, **how: Any) -> str:
+    chosen = await made._choose_replica_for_request(pending, **how)
+    return str(chosen.replica_id.unique_id)
+
+
+def test_a_turn_goes_where_the_state_says_and_the_replica_is_told_what_its_program_did() -> None:
+    async def go() -> None:
+        made = router(state(goes_to("b", program_turns=3, program_age_s=7.5)), "a", "b")
+        pending = turn(program="p")
+        assert await sent(made, pending) == "b"
+        told = TurnName.read(pending.metadata.session_id)
+        assert (told.program, told.turns, told.age_s) == ("p", 3, 7.5)
+
+    asyncio.run(go())
+
+
+def test_while_the_state_is_away_programs_keep_their_replica_and_new_ones_are_hashed() -> None:
+    async def go() -> None:
+        made = router(state(goes_to("b")), "a", "b", "c")
+        assert await sent(made, turn(1, program="p")) == "b"
+        made._state = state(away)
+        assert await sent(made, turn(2, program="p")) == "b"
+        assert made._state is None, "and is looked up anew"
+        new = {await sent(made, turn(10 + i, program=f"new-{i}")) for i in range(30)}
+        assert new == {"a", "b", "c"}
+        again = [await sent(made, turn(50 + i, program="new-1")) for i in range(4)]
+        assert len(set(again)) == 1
+
+    asyncio.run(go())
+
+
+def test_a_program_whose_replica_is_gone_while_the_state_is_away_finds_another() -> None:
+    async def go() -> None:
+        made = router(state(goes_to("b")), "a", "b")
+        await sent(made, turn(1, program="p"))
+        made.on_replica_actor_died(ReplicaID("b", OURS))
+        assert made._state.gone.calls == [("b", True)]
+        made._state = state(away)
+        assert await sent(made, turn(2, program="p")) == "a"
+
+    asyncio.run(go())
+
+
+def test_the_state_hears_which_replicas_left_and_which_requests_are_over() -> None:
+    async def go() -> None:
+        made = router(state(goes_to("a")), "a", "b")
+        made.update_replicas([replica("a", 0)])
+        made.on_request_completed(ReplicaID("a", OURS), "t1")
+        assert made._state.gone.calls == [("b", False)] and made._state.over.calls == [("t1",)]
+
+    asyncio.run(go())
+
+
+def test_a_full_line_is_http_429_with_a_time() -> None:
+    async def go() -> None:
+        made = router(state(lambda key, *_: Refused(TurnId(key), 12.0)), "a")
+        with pytest.raises(BackPressureError) as refused:
+            await sent(made, turn(program="p"))
+        assert (refused.value.status_code, refused.value.retry_after_s) == (429, 12.0)
+
+    asyncio.run(go())
+
+
+def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_line() -> None:
+    async def go() -> None:
+        its = state(away)
+        its.arrives.remote = lambda *_: asyncio.get_running_loop().create_future()
+        made = router(its, "a")
+        waits = asyncio.create_task(sent(made, turn(program="p")))
+        await asyncio.sleep(0.05)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert its.withdraws.calls == [("t1",)]
+
+    asyncio.run(go())
+
+
+def test_first_turns_that_wait_keep_nobody_elses_turn_from_its_replica() -> None:
+    """Ray's own routing tasks would be two a replica."""
+
+    async def go() -> None:
+        forever = asyncio.get_running_loop().create_future()
+        its = state(away)
+        its.arrives.remote = lambda key, named, *_: (
+            forever if named.program.startswith("new") else asyncio.ensure_future(now(key))
+        )
+
+        async def now(key: str) -> Route:
+            return goes_to("a")(key)
+
+        made = router(its, "a")
+        waiting = [asyncio.create_task(sent(made, turn(i, program=f"new-{i}"))) for i in range(50)]
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(sent(made, turn(99, program="known")), 60) == "a"
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(go())
+
+
+def test_a_question_goes_to_the_replica_it_is_for_and_no_question_is_a_turn() -> None:
+    async def go() -> None:
+        made = router(state(away), "a", "b")
+        for rank, name in enumerate("ab"):
+            assert await sent(made, turn(rank, body_bytes=0, rank=rank)) == name
+        assert await sent(made, turn(7, body_bytes=0)) in "ab"
+        assert await sent(made, turn(8, body_bytes=0, rank=9)) in "ab", "its answer says which it is"
+        assert made._state.arrives.calls == []
+
+    asyncio.run(go())
+
+
+def test_a_replica_that_the_state_knows_first_is_waited_for() -> None:
+    async def go() -> None:
+        made = router(state(goes_to("new")), "a")
+        pending = asyncio.create_task(sent(made, turn(program="p")))
+        await asyncio.sleep(0.1)
+        made.update_replicas([replica("a", 0), replica("new", 1)])
+        assert await pending == "new"
+
+    asyncio.run(go())
+
+
+def test_the_fallbacks_ranks_have_one_element_each() -> None:
+    async def go() -> None:
+        made = router(None, "a", "b", "c")
+        ranks = await made.choose_replicas(made._replicas_list, turn(program="p"))
+        assert len(ranks) == 3 and all(len(rank) == 1 for rank in ranks)
+
+    asyncio.run(go())
