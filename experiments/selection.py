@@ -9,7 +9,7 @@ from statistics import median
 
 from continuum_lmcache.errors import TraceError
 from experiments import workload
-from experiments.sim import fitted_programs
+from experiments.sim import trace_programs
 from experiments.table1 import GENERATORS, READINGS, generate
 from experiments.workload import Program
 
@@ -24,7 +24,7 @@ class Selection:
     seed: int
     trace: Path | None = None  # None: the generator
     generator: str = "swe"  # of Table 1, which also has the times of tools that a trace does not say; or a
-    # name in fitted_programs.shapes()
+    # trace of sim/trace_programs.py, as "NAME" (programs fitted to it) or "NAME:report"
     count: int | None = None  # None: all of the trace, DEFAULT_PROGRAMS of the generator
     jps: float | None = None  # Poisson arrivals, programs a second; None: the trace's own
     source: str = ""  # only programs of a trace whose source contains this
@@ -35,20 +35,20 @@ class Selection:
     @property
     def name(self) -> str:
         """What the programs are, for a table's caption."""
-        drawn = f"fitted-{self.generator}" if self.is_fitted else f"table1-{self.generator}-{self.reading}"
+        drawn = f"agents-{self.generator}" if self.is_agents else f"table1-{self.generator}-{self.reading}"
         found = drawn if self.trace is None else self.trace.name
         return f"{found}[{self.source}]" if self.source else found
 
     @property
-    def is_fitted(self) -> bool:
-        """Whether the generator was fitted to agents' traces. bfcl is a name of both: it is Table 1's."""
+    def is_agents(self) -> bool:
+        """Whether programs are an agent's, fitted or of a trace. bfcl alone is Table 1's."""
         return self.generator not in GENERATORS
 
     def programs(self, say: Callable[[str], None] = print) -> tuple[Program, ...]:
         """The programs in the order of their arrival; `say` hears what was made up. Raises TraceError."""
         programs = self._chosen()
         if unknown := workload.unknown_gaps(programs):
-            tools = "swe" if self.is_fitted else self.generator
+            tools = "swe" if self.is_agents else self.generator
             say(f"{unknown} tool gaps are not in the trace: drawn from Table 1's {tools} tool times")
             programs = workload.with_gaps(programs, GENERATORS[tools].tool_s.draw, self.seed)
         if self.max_context_tokens is not None:
@@ -56,8 +56,8 @@ class Selection:
         return self._arriving(programs)
 
     def _chosen(self) -> tuple[Program, ...]:
-        if self.trace is None and self.is_fitted:
-            return self._fitted(self.count or DEFAULT_PROGRAMS)
+        if self.trace is None and self.is_agents:
+            return self._agents(self.count or DEFAULT_PROGRAMS)
         if self.trace is None:
             return generate(self.generator, self.count or DEFAULT_PROGRAMS, self.seed, self.reading)
         programs = tuple(p for p in workload.load_trace(self.trace) if self.source in p.source)
@@ -65,15 +65,13 @@ class Selection:
             raise TraceError(f"{self.trace}: no program has a source that contains {self.source!r}")
         return programs if self.count is None else workload.sampled(programs, self.count, self.seed)
 
-    def _fitted(self, count: int) -> tuple[Program, ...]:
-        """Programs like an agent's, none much longer than the middle one: one factor shrinks all to a window,
-        and the longest of many would leave little of the others."""
-        if self.generator not in (shapes := fitted_programs.shapes()):
-            known = ", ".join([*GENERATORS, *shapes])
-            raise TraceError(f"generator is {self.generator!r}; known: {known}")
-        longest = LONGEST * median(p.context_tokens for p in fitted_programs.pool(self.generator))
-        drawn = fitted_programs.generate(shapes[self.generator], self.generator, 4 * count, self.seed)
-        return tuple([p for p in drawn if p.context_tokens <= longest][:count])
+    def _agents(self, count: int) -> tuple[Program, ...]:
+        """Programs of agents, none much longer than the middle one: one factor shrinks all to a window, and
+        the longest of many would leave little of the others. Raises TraceError for an unknown name."""
+        name, _, part = self.generator.partition(":")
+        pool = trace_programs.half(name, part or trace_programs.FITTED)
+        longest = LONGEST * median(p.context_tokens for p in pool)
+        return trace_programs.drawn([p for p in pool if p.context_tokens <= longest], count, self.seed)
 
     def _arriving(self, programs: tuple[Program, ...]) -> tuple[Program, ...]:
         if self.jps is not None:

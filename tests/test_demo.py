@@ -53,11 +53,11 @@ def record(program, turn, first_s, done_s, prompt=100, output=10, of_turns=2, ar
 def test_the_demo_draws_agents_programs_none_much_longer_than_the_middle_one():
     chosen = replace(demo.workload(None, "", 1), max_context_tokens=None, jps=1.0)
     programs = chosen.programs()
-    assert chosen.name == "fitted-claude-code-swe" and len(programs) == demo.DRAWN
+    assert chosen.name == "agents-claude-code-swe" and len(programs) == demo.DRAWN
     contexts = sorted(p.context_tokens for p in programs)
     assert contexts[-1] <= 2 * contexts[len(contexts) // 2]
     assert demo.workload(None, "", 1, None, "swe").name == "table1-swe-final-context"
-    with pytest.raises(TraceError, match="known: swe, bfcl, claude-code-swe"):
+    with pytest.raises(TraceError, match="known: claude-code-swe"):
         demo.workload(None, "", 1, None, "claude").programs()
 
 

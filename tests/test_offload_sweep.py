@@ -18,6 +18,7 @@ from experiments.offload_sweep import Engine, at_rate, main, plans_named, seeds_
 from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live import run as run_live
+from experiments.sweep.live import selection_of
 from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS
 from experiments.sweep.readout import capacity, caption, found, ratios, table
@@ -203,6 +204,14 @@ def test_a_live_figure_is_drawn_from_finished_rows_without_a_server(tmp_path: Pa
     text = (tmp_path / "fig9-live-quick.md").read_text()
     assert "real servers: swe, n = 6 programs, 1 a second" in text
     assert "| 1 programs/s | continuum+LMCache |" in text
+
+
+def test_two_agents_traces_run_live_with_a_disk_and_without_against_order_and_published() -> None:
+    cases = LIVE_PLANS["agents"].cases(Size.DEFAULT, [3])
+    assert len(cases) == 2 * 2 * 4 and len({case.workload for case in cases}) == 2
+    assert {case.contender for case in cases} == {"fcfs", "program-fcfs", "continuum-published", "continuum"}
+    fitted = [selection_of(replace(case, workload=case.workload.partition(":")[0])) for case in cases]
+    assert max(program.context_tokens for program in fitted[0].programs()) <= 4096
 
 
 def test_a_faster_machine_has_the_same_live_cases_at_its_own_rate() -> None:

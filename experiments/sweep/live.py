@@ -15,6 +15,7 @@ from continuum_lmcache.retention.policies import POLICIES
 from experiments.replay import Job, replay
 from experiments.selection import Selection
 from experiments.server import serve
+from experiments.sim.trace_programs import SOURCES
 from experiments.sweep.cases import STOCK, Live, SweepError
 from experiments.table1 import GENERATORS
 from experiments.tiny_model import make_model
@@ -65,8 +66,8 @@ def run(case: Live) -> dict[str, Any]:
 def machine_of(case: Live) -> Machine:
     if case.machine not in MACHINES:
         raise SweepError(f"machine is {case.machine!r}; known to --engine live: {', '.join(MACHINES)}")
-    if case.workload not in GENERATORS:
-        raise SweepError(f"workload is {case.workload!r}; known: {', '.join(GENERATORS)}")
+    if case.workload not in GENERATORS and case.workload.partition(":")[0] not in SOURCES:
+        raise SweepError(f"workload is {case.workload!r}; known: {', '.join([*GENERATORS, *SOURCES])}")
     if case.ssd_gb and not case.dram_gb:
         raise SweepError(f"{case}: LMCache's disk tier needs a DRAM tier in front of it; give dram_gb")
     return MACHINES[case.machine]

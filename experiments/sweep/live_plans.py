@@ -55,6 +55,24 @@ def cases_of(contenders: Sequence[str], memory_gb: Sequence[Memory], bare: bool 
     return cases
 
 
+AGENTS = ("claude-code-swe:report", "mini-swe:report")
+
+
+def of_agents(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """Two agents' traces, under pressure: DRAM of half the KV cache, with a disk of twice it and without."""
+    programs = {Size.QUICK: 6, Size.DEFAULT: 20, Size.FULL: 40}[size]
+    names, contenders = AGENTS[: 1 if size is Size.QUICK else 2], (*LADDER[:2], *LADDER[3:])
+    cases = [
+        Live(STOCK, programs, 1.0, seed, name, dram_gb=SMALL, ssd_gb=ssd_gb)
+        for seed, name, ssd_gb in product(seeds, names, (0.0, 2 * KV_GB))
+    ]
+    return [replace(case, contender=name) for case in cases for name in contenders]
+
+
+def workload_and_tiers(case: Case) -> str:
+    return f"{case.workload}, {tiers(case)}"
+
+
 def paced(plan: Plan, jps: float) -> Plan:
     """The plan with this arrival rate, programs a second, in place of its own."""
 
@@ -85,6 +103,14 @@ LIVE_PLANS: dict[str, Plan] = {
         tiers,
         bare_name,
         shows=("job_mean_s", "ttft_max_s"),
+    ),
+    "agents": Plan(
+        "Traces of agents, DRAM half the KV cache, and a disk of twice it or none",
+        of_agents,
+        workload_and_tiers,
+        bare_name,
+        baseline=PUBLISHED,
+        shows=("job_mean_s", "ttft_p99_s", "end_s"),
     ),
     "fig15": Plan("Ablation", cases_of(LADDER, [(0.0, 0.0), (LARGE, 0.0)]), tiers, bare_name),
 }

@@ -23,7 +23,9 @@ WORDS = {
     "job_mean_s": "mean job time, s",
     "job_p90_s": "P90 of the job times, s",
     "job_p95_s": "P95 of the job times, s",
+    "ttft_p99_s": "P99 of first tokens, s",
     "ttft_max_s": "longest wait for a first token, s",
+    "end_s": "all programs, s",
 }
 
 
