@@ -68,9 +68,9 @@ class Client:
             raise ServerUnusable(f"no OpenAI-compatible server at {url}: {described(error)}") from error
         return {row["id"]: row.get("max_model_len") for row in rows}
 
-    async def metrics_text(self) -> str:
-        """What /metrics says, or "" where there is none."""
-        url = self.base_url.removesuffix("/v1") + "/metrics"
+    async def metrics_text(self, engine_url: str = "") -> str:
+        """What /metrics says, or "" where there is none. `engine_url`: of the server behind a proxy."""
+        url = (engine_url or self.base_url.removesuffix("/v1")) + "/metrics"
         try:
             async with self._session.get(url) as response:
                 return await response.text() if response.status == 200 else ""

@@ -21,8 +21,28 @@ from experiments.client import Answer, TurnFailed, request_body
 from experiments.workload import Program, TurnSpec
 
 Complete = Callable[[Mapping[str, Any]], Awaitable[Answer]]
+Identify = Callable[[Program, int], Mapping[str, Any]]  # what turn n of a program says of it, in the body
 SHARED, OWN = range(2)  # which stream of a seed the tokens come from
 LONGEST_NAME = 256  # characters that the wire format allows in a tool's name
+
+
+def identity(program: Program, number: int) -> dict[str, Any]:
+    """What the turn says of its program (design: wire format), top-level in the body."""
+    fields = {"job_id": program.program_id, "is_last_step": number == len(program.turns)}
+    tool = tool_name(program.turns[number - 1])
+    return fields | ({"this_func_call": tool} if tool else {})
+
+
+def tool_name(turn: TurnSpec) -> str:
+    """The tool, and for a shell the command it runs: what decides how long it takes."""
+    command = turn.command.rpartition("&&")[2] if turn.command.startswith("cd ") else turn.command
+    words = command.split() if turn.tool.lower() == "bash" else []
+    return " ".join([turn.tool, *words[:1]])[:LONGEST_NAME]
+
+
+def anonymous(_program: Program, _number: int) -> dict[str, Any]:
+    """A client that says nothing of its program."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +54,7 @@ class Plan:
     vocabulary: range  # token ids to draw new tokens from: no special tokens
     shared_prefix_tokens: int = 0  # the head that all programs' first prompts have in common
     time_scale: float = 1.0  # of tool gaps
-    identify: bool = True  # say job_id, is_last_step and this_func_call
+    identify: Identify = identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +94,7 @@ async def _run_program(
     for number, turn in enumerate(program.turns, 1):
         prompt = next_prompt(history, program, number, plan)
         body = request_body(plan.model, prompt, turn.output_tokens)
-        if plan.identify:
-            body |= identity(program, number)
+        body |= plan.identify(program, number)
         await asyncio.sleep(due_s - loop.time())
         sent_s = loop.time()
         gap_s = (turn.gap_s or 0.0) * plan.time_scale
@@ -108,17 +127,3 @@ def random_tokens(plan: Plan, stream: Sequence[int], count: int) -> list[int]:
     rng = np.random.default_rng([plan.seed, *stream])
     drawn: list[int] = rng.integers(plan.vocabulary.start, plan.vocabulary.stop, count).tolist()
     return drawn
-
-
-def identity(program: Program, number: int) -> dict[str, Any]:
-    """What the turn says of its program (design: wire format), top-level in the body."""
-    fields = {"job_id": program.program_id, "is_last_step": number == len(program.turns)}
-    tool = tool_name(program.turns[number - 1])
-    return fields | ({"this_func_call": tool} if tool else {})
-
-
-def tool_name(turn: TurnSpec) -> str:
-    """The tool, and for a shell the command it runs: what decides how long it takes."""
-    command = turn.command.rpartition("&&")[2] if turn.command.startswith("cd ") else turn.command
-    words = command.split() if turn.tool.lower() == "bash" else []
-    return " ".join([turn.tool, *words[:1]])[:LONGEST_NAME]

@@ -36,7 +36,7 @@ class MpProcess:
     more: tuple[str, ...] = ()
     module: bool = True  # this package's tier module; False: LMCache's server as it comes
     tuned: bool = True  # docs/mp.md's options; False: those without which no server with a disk starts
-    disk_gb: float | None = None  # None: no bound, and nothing is evicted
+    disk_gb: float | None = None  # None: no bound, and nothing is evicted; 0: no disk
     cores: frozenset[int] = frozenset()  # empty: all
     port: int = field(default_factory=reserved_port)
     http_port: int = field(default_factory=reserved_port)
@@ -65,16 +65,17 @@ class MpProcess:
         l2: dict[str, Any] = {"type": "fs_native", "base_path": str(self.disk)}
         if self.tuned:
             l2["use_odirect"] = True
-        if self.disk_gb is not None:
+        if self.disk_gb:
             l2 |= {"max_capacity_gb": self.disk_gb, "eviction": {"eviction_policy": "LRU"}}
         module = ("--server-module", json.dumps(MODULE)) if self.module else ()
         tuned = ("--supported-transfer-mode", "auto", "--shm-name", self.shm_name)
         tuned += ("--l2-prefetch-policy", "retain")
+        disk = () if self.disk_gb == 0 else ("--l2-adapter", json.dumps(l2))
         return [
             *(*script("lmcache", "lmcache.cli.main"), "server", "--host", "127.0.0.1"),
             *("--port", str(self.port), "--http-host", "127.0.0.1", "--http-port", str(self.http_port)),
             *("--chunk-size", "256", "--l1-size-gb", str(self.l1_gb), "--eviction-policy", "LRU"),
-            *("--l2-adapter", json.dumps(l2), *(tuned if self.tuned else ()), *module, *self.more),
+            *(*disk, *(tuned if self.tuned else ()), *module, *self.more),
         ]
 
     def start(self, start_s: float = 120.0) -> None:

@@ -37,9 +37,10 @@ from continuum_lmcache.errors import TraceError
 from experiments.fleet.plans import Section as FleetSection
 from experiments.fleet.plans import cases as fleet_cases
 from experiments.fleet.plans import seeds_of as fleet_seeds
+from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
 from experiments.sweep import goals, trace_goals
-from experiments.sweep.cases import Case, SweepError
+from experiments.sweep.cases import Case, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, Plan
@@ -52,9 +53,9 @@ ALL = "all"
 GOALS = "goals"
 TRACES = "traces"
 FLEETS = "fleet"
+PEERS = "peers"
 TABLES = (GOALS, TRACES, FLEETS)
 WIDTH = 180  # of the goals' table, wherever it is printed
-SEEDS = "1..5"
 
 
 class Engine(Enum):
@@ -99,17 +100,27 @@ def seeds_of(text: str) -> list[int]:
 
 
 def sweep(
-    plans: dict[str, Plan], size: Size, seeds: list[int], jobs: int, out: Path, suffix: str, p95_s: float
+    plans: dict[str, Plan],
+    size: Size,
+    seeds: list[int] | None,
+    parts: str,
+    jobs: int,
+    out: Path,
+    suffix: str,
+    p95_s: float,
 ) -> None:
-    """Run what is missing, then write each figure and its table, as NAME-SUFFIX."""
+    """Run what is missing, then write each figure and its table, as NAME-SUFFIX.
+
+    `seeds` in place of each figure's own; of the cases those with `parts` in their names.
+    """
     rows = Rows(out / "offload_sweep.csv")
-    wanted: list[Case] = [case for plan in plans.values() for case in plan.cases(size, seeds)]
-    complete(rows, wanted, jobs)
+    wanted = {name: cases_of(plan, size, seeds, parts) for name, plan in plans.items()}
+    complete(rows, [case for cases in wanted.values() for case in cases], jobs)
     from experiments.sweep.drawing import draw  # matplotlib takes a second to import
 
     console = Console()
     for name, plan in plans.items():
-        pairs = found(rows, plan.cases(size, seeds))
+        pairs = found(rows, wanted[name])
         lines, path = table(plan, pairs), out / f"{name}-{suffix}"
         console.print(plain(lines, f"{name}. {plan.title}"), caption(pairs), "", sep="\n")
         text = f"{plan.title}. {caption(pairs)}\n\n{markdown(lines)}\n"
@@ -119,6 +130,19 @@ def sweep(
             text += f"\n{markdown(held)}\n"
         path.with_suffix(".md").write_text(text)
         draw(plan, pairs, path)
+
+
+def cases_of(plan: Plan, size: Size, seeds: list[int] | None, parts: str) -> list[Case]:
+    """What the plan runs here. A contender that is not installed is left out, and the reason is printed."""
+    chosen = seeds or plan.seeds
+    cases = plan.cases(size, chosen[:1] if size is Size.QUICK else chosen)
+    if parts:
+        cases = [case for case in cases if goals.is_wanted(f"{plan.label(case)}, {plan.panel(case)}", parts)]
+    reasons = {case.contender: missing(case.contender, isinstance(case, Point)) for case in cases}
+    left_out = {contender: reason for contender, reason in reasons.items() if reason}
+    for contender, reason in left_out.items():
+        print(f"offload_sweep: {contender} is left out: {reason}", file=sys.stderr)
+    return [case for case in cases if case.contender not in left_out]
 
 
 def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:
@@ -207,7 +231,7 @@ def main(
     engine: Annotated[Engine, typer.Option(help="the lab, or a real server")] = Engine.SIM,
     quick: Annotated[bool, typer.Option("--quick", help="small: under a minute a figure")] = False,
     full: Annotated[bool, typer.Option("--full", help="large: for claims")] = False,
-    seeds: Annotated[str, typer.Option(help=f"{SEEDS} for figures, or 1,4,7; --quick takes the first")] = "",
+    seeds: Annotated[str, typer.Option(help="1..5, or 1,4,7; default: the figure's own")] = "",
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     jps: Annotated[float | None, typer.Option(help="--engine live: arrivals a second", min=1e-6)] = None,
@@ -220,11 +244,11 @@ def main(
     try:
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
-        if regimes and not {*TABLES} & {*figures}:
+        if regimes and not {*TABLES, PEERS} & {*figures}:
             raise SweepError(
-                f"--regimes chooses among {', '.join(TABLES)}; name one of these, or leave it out"
+                f"--regimes chooses among {', '.join([*TABLES, PEERS])}; name one of these, or leave it out"
             )
-        chosen = seeds_of(seeds or SEEDS)
+        chosen = seeds_of(seeds) if seeds else None
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT
         plans = plans_named(figures, engine)
         if jps is not None:
@@ -239,7 +263,7 @@ def main(
             told = seeds_of(seeds) if seeds else fleet_seeds(size)
             serve_fleets(size, told, regimes, jobs, out)
         if plans:
-            sweep(plans, size, chosen[:1] if quick else chosen, jobs, out, suffix, p95_s)
+            sweep(plans, size, chosen, regimes, jobs, out, suffix, p95_s)
     except (SweepError, TraceError) as error:
         raise SystemExit(f"offload_sweep: {error}") from error
 

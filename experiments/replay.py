@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 
 from continuum_lmcache.errors import TraceError
 from experiments.client import Client, ServerUnusable
-from experiments.driver import Plan, TurnRecord, run
+from experiments.driver import Identify, Plan, TurnRecord, anonymous, identity, run
 from experiments.selection import Selection
 from experiments.summary import over_the_run, summarise
 from experiments.workload import Program
@@ -47,8 +47,9 @@ class Job:
     model: str | None = None  # None: the one that is served
     vocabulary: range = ORDINARY
     shared_prefix_tokens: int = SHARED_PREFIX_TOKENS
-    identify: bool = True
+    identify: Identify = identity  # what a turn says of its program
     timeout_s: float = 600.0  # the longest silence within a response
+    engine_url: str = ""  # whose /metrics are read; "": those of base_url, unless that is a proxy
 
     @property
     def path(self) -> Path:
@@ -80,7 +81,7 @@ def replay(job: Job, limit_s: float | None = None) -> dict[str, Any]:
 async def _replay(job: Job, programs: tuple[Program, ...], limit_s: float | None = None) -> dict[str, Any]:
     async with Client(job.base_url, job.timeout_s) as client:
         model = usable_model(await client.models(), job, programs)
-        before = await client.metrics_text()
+        before = await client.metrics_text(job.engine_url)
         job.out.mkdir(parents=True, exist_ok=True)
         with job.path.open("w", buffering=1) as lines:  # a line is on disk as soon as it is written
             sink = Sink(lines, job.label, sum(len(program.turns) for program in programs))
@@ -89,7 +90,7 @@ async def _replay(job: Job, programs: tuple[Program, ...], limit_s: float | None
             if done:
                 await running  # raises what it raised
                 await asyncio.sleep(SETTLE_S)
-            server = over_the_run(before, await client.metrics_text())
+            server = over_the_run(before, await client.metrics_text(job.engine_url))
             # only now: vLLM 0.32's engine may die of requests that are given up while LMCache loads for them
             running.cancel()
             await asyncio.wait({running})
@@ -185,9 +186,9 @@ def main(
     """Replay agent programs against an OpenAI-compatible server."""
     if "/" in policy_label:
         raise typer.BadParameter(f"{policy_label!r} names files; it must not contain '/'")
-    drawn_from = vocabulary(vocab)
+    drawn_from, said = vocabulary(vocab), identity if ids else anonymous
     chosen = Selection(seed, trace, generator, programs, jps, source, reading, max_context, time_scale)
-    job = Job(base_url, policy_label, chosen, out, model, drawn_from, shared_prefix, ids, timeout_s)
+    job = Job(base_url, policy_label, chosen, out, model, drawn_from, shared_prefix, said, timeout_s)
     try:
         summary = replay(job)
     except (TraceError, ServerUnusable) as error:

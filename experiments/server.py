@@ -114,17 +114,19 @@ def processes(url: str) -> list[psutil.Process]:
     return [front, *front.children(recursive=True)]
 
 
-def wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path, start_s: float) -> None:
+def wait_until_healthy(
+    url: str, process: subprocess.Popen[bytes], log: Path, start_s: float, name: str = "vllm serve"
+) -> None:
     """Return when /health answers 200; raise ServerError if the process ends or time runs out."""
     end_s = time.monotonic() + start_s
     while time.monotonic() < end_s:
         if process.poll() is not None:
-            raise ServerError(f"vllm serve exited with {process.returncode}:\n{tail(log)}")
+            raise ServerError(f"{name} exited with {process.returncode}:\n{tail(log)}")
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(f"{url}/health", timeout=5).status_code == httpx.codes.OK:
                 return
         time.sleep(0.25)
-    raise ServerError(f"vllm serve was not healthy after {start_s:.0f} s:\n{tail(log)}")
+    raise ServerError(f"{name} was not healthy after {start_s:.0f} s:\n{tail(log)}")
 
 
 def stop(process: subprocess.Popen[bytes], patience_s: float = 20.0) -> None:

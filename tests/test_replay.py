@@ -9,7 +9,7 @@ from openai_server import FakeServer
 from virtual_loop import run_virtually
 
 from experiments.client import Answer, Client, TurnFailed, request_body
-from experiments.driver import Plan, next_prompt, run
+from experiments.driver import Plan, anonymous, next_prompt, run
 from experiments.summary import over_the_run, summarise
 from experiments.table1 import generate
 from experiments.workload import Program, TurnSpec, poisson_arrivals, scaled
@@ -144,7 +144,7 @@ def test_a_turn_names_its_tool_and_what_a_shell_runs():
 
 
 def test_identity_can_be_withheld():
-    sent, _ = virtually([GROWS], Plan("fake", 1, PLAN.vocabulary, identify=False))
+    sent, _ = virtually([GROWS], Plan("fake", 1, PLAN.vocabulary, identify=anonymous))
     assert not {"job_id", "is_last_step", "this_func_call"} & set(sent[0][1])
 
 

@@ -11,10 +11,12 @@ from zlib import crc32
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from experiments.peers.identity import agentic_context
 from experiments.sim.clock import Timetable, VirtualClock
 from experiments.sim.result import JobResult, TurnResult
 from experiments.sim.serving import Setup
 from experiments.sim.streams import History, block_hasher, new_streams
+from experiments.sweep.cases import PEERS
 from experiments.workload import Program, TurnSpec
 
 WRONG_ENDS = 5  # with wrong hints, one turn in so many says the contrary of whether it is the last
@@ -54,7 +56,7 @@ class Agents:
         send: Callable[[Request], None],
     ) -> None:
         self.programs, self.clock, self.timetable, self.send = programs, clock, timetable, send
-        self.wrong_hints = setup.wrong_hints
+        self.wrong_hints, self.to_a_peer = setup.wrong_hints, setup.policy in PEERS
         self.hasher = block_hasher(setup.block_tokens)
         self.asked: dict[str, LiveProgram] = {}  # by request at the engine
         self.turns: list[TurnResult] = []
@@ -98,6 +100,9 @@ class Agents:
         live.first_token_s, live.ssd_tokens = None, None
         manners = live.program.source.split(",")  # never-last, always-last, unnamed, tenant:x (a cache_salt)
         says = {} if "unnamed" in manners else self._says(live, manners)
+        if self.to_a_peer:
+            last = live.spec is live.program.turns[-1]
+            says = {"agentic_context": agentic_context(live.program.program_id, last)}
         params = SamplingParams(
             temperature=0.0, max_tokens=live.spec.output_tokens, ignore_eos=True, extra_args=says
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 
 TIMED_MODULES = (
     "vllm.v1.core.sched.scheduler",
@@ -64,9 +65,9 @@ class Timetable:
 
 
 @contextmanager
-def virtual_time(clock: VirtualClock) -> Iterator[VirtualClock]:
-    """Within the block, TIMED_MODULES read `clock`; afterwards the real time again, whatever happened."""
-    modules = [importlib.import_module(name) for name in TIMED_MODULES]
+def virtual_time(clock: VirtualClock, more: Sequence[ModuleType] = ()) -> Iterator[VirtualClock]:
+    """Within the block, TIMED_MODULES and `more` read `clock`; afterwards real time, whatever happened."""
+    modules = [*map(importlib.import_module, TIMED_MODULES), *more]
     real = [module.time for module in modules]
     for module in modules:
         vars(module)["time"] = clock

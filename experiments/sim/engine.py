@@ -28,6 +28,7 @@ from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.types import Tier
 from experiments.sim.agents import Agents
 from experiments.sim.clock import Timetable, VirtualClock, virtual_time
+from experiments.sim.peers import timed_modules
 from experiments.sim.result import Result
 from experiments.sim.serving import Setup, build_scheduler
 from experiments.workload import Program, unknown_gaps
@@ -41,7 +42,7 @@ def simulate(programs: Sequence[Program], setup: Setup) -> Result:
     """
     longest = longest_of(programs, setup)
     clock = VirtualClock()
-    with ExitStack() as until, virtual_time(clock):
+    with ExitStack() as until, virtual_time(clock, timed_modules(setup.policy)):
         scheduler = build_scheduler(setup, clock, longest + 1, until)
         until.callback(scheduler.shutdown)
         return Simulation(programs, setup, [scheduler], clock).run()
@@ -213,8 +214,9 @@ class Engine:
 
     @property
     def _due_s(self) -> float:
-        """What our scheduler waits for though nothing happens."""
-        due_s = self.scheduler.next_due_s() if self._ledger else None
+        """What the scheduler waits for though nothing happens; stock waits for nothing."""
+        asked = getattr(self.scheduler, "next_due_s", None)
+        due_s = asked() if asked else None
         return math.inf if due_s is None else due_s
 
     @property

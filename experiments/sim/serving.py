@@ -22,10 +22,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connectors.fake.connector import FakeConnector
 from connectors.tier_model.lru_tier import Namer
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+from experiments.sim import peers
 from experiments.sim.clock import VirtualClock
 from experiments.sim.patience import Patience
 from experiments.sim.step_time import MACHINES, Machine
 from experiments.sim.streams import stream_names
+from experiments.sweep.cases import MICHI, PEERS
 
 STOCK = "stock"
 VALUE_BYTES = 2  # the lab's model keeps its KV in bfloat16
@@ -41,7 +43,7 @@ class LabConnector(FakeConnector):
 class Setup:
     """One simulated engine and what it runs."""
 
-    policy: str = STOCK  # vLLM's own fcfs, or a name in continuum_lmcache.retention.policies.POLICIES
+    policy: str = STOCK  # vLLM's own fcfs, one of cases.PEERS, or a name in policies.POLICIES
     tiers: Mapping[str, Any] | None = None  # fake.* settings; None: no offloading
     continuum: Mapping[str, Any] = field(default_factory=dict)  # continuum.* settings
     machine: Machine = MACHINES["a100"]
@@ -65,7 +67,8 @@ class Setup:
 
 def build_scheduler(setup: Setup, clock: VirtualClock, max_model_len: int, until: ExitStack) -> Scheduler:
     """The scheduler that `setup` asks for, reading `clock`; its files live until `until` closes."""
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    for name in ("vllm", "agentinfer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
     config = _vllm_config(setup, folder, max_model_len)
     spec = FullAttentionSpec(
@@ -91,6 +94,8 @@ def _scheduler_class(setup: Setup, clock: VirtualClock) -> type[Scheduler]:
         else (Scheduler, ContinuumScheduler)
     )
     base = stock if setup.policy == STOCK else ours
+    if setup.policy in (*PEERS, MICHI):
+        base = peers.scheduler_class(setup.policy)
     bases = (base, Patience) if base is not Scheduler else (Patience,)
     return type(
         "LabScheduler", bases if setup.skip_blocked else (base,), {"clock": staticmethod(clock.monotonic)}
@@ -99,7 +104,7 @@ def _scheduler_class(setup: Setup, clock: VirtualClock) -> type[Scheduler]:
 
 def _vllm_config(setup: Setup, folder: Path, max_model_len: int) -> VllmConfig:
     (folder / "config.json").write_text(json.dumps(_hf_config(setup.machine, max_model_len)))
-    plain = setup.policy == STOCK and setup.tiers is None
+    plain = setup.policy in (STOCK, *PEERS) and setup.tiers is None
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(folder),
@@ -117,6 +122,7 @@ def _vllm_config(setup: Setup, folder: Path, max_model_len: int) -> VllmConfig:
         ),
         cache_config=CacheConfig(block_size=setup.block_tokens, enable_prefix_caching=True),
         kv_transfer_config=None if plain else _connector(setup, folder),
+        additional_config=peers.told(setup.policy, setup.machine) if setup.policy in PEERS else {},
     )
     config.scheduler_config.async_scheduling = setup.async_scheduling  # CPU builds of vLLM turn it off
     return config
@@ -131,7 +137,7 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     if setup.tiers is not None:
         tiers = {"sleep": True, **rates(setup.machine), **setup.tiers}  # timed, as a server's are
     extra = {f"fake.{key}": value for key, value in tiers.items()}
-    if setup.policy != STOCK:
+    if setup.policy not in (STOCK, *PEERS):
         chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")
         told = setup.machine.told(chunk_tokens, ssd_gbps, setup.steps_known)
         profile = folder / "profile.yaml"

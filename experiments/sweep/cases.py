@@ -11,6 +11,12 @@ from typing import Any
 STOCK = "fcfs"  # vLLM's own scheduler, without this package
 ORACLE = "oracle"  # eq. 2 with the true duration of every tool
 ON_DEMAND = "continuum-pinning"  # our scheduler with a TTL that pins as often as a timing asks
+ROUTER = "vllm-router"  # with the settings that its documentation shows; the peers are in docs/peers.md
+ROUTER_WARM = "vllm-router-warm"  # its statistics fill within a run
+ROUTERS = (ROUTER, ROUTER_WARM)
+AGENTINFER = "agentinfer"
+PEERS = (*ROUTERS, AGENTINFER)
+MICHI = "michilxy03"  # its rules, in the lab alone
 ENDLESS = "endless-gpu"  # program order on a GPU whose KV cache never fills
 TRUE_SIZES = "continuum-true-sizes"  # admission is told how long each program's contexts will be
 
@@ -23,7 +29,7 @@ class SweepError(ValueError):
 class Point:
     """One run of the lab: a contender with these programs, at this rate, on this machine."""
 
-    contender: str  # STOCK, ORACLE, ENDLESS, or a name in policies.POLICIES
+    contender: str  # STOCK, ORACLE, ENDLESS, a peer, or a name in policies.POLICIES
     programs: int
     jps: float  # arrivals, programs a second; a trace's are set by `load`
     seed: int
@@ -64,7 +70,7 @@ class Point:
 class Live:
     """One run against a real server that is started for it, and whose caches begin empty."""
 
-    contender: str  # STOCK, or a name in policies.POLICIES
+    contender: str  # STOCK, a peer, or a name in policies.POLICIES
     programs: int
     jps: float  # arrivals, programs a second
     seed: int

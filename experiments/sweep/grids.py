@@ -12,7 +12,7 @@ from dataclasses import replace
 from enum import Enum
 from itertools import product
 
-from experiments.sweep.cases import ENDLESS, ORACLE, STOCK, Case, Point
+from experiments.sweep.cases import AGENTINFER, ENDLESS, MICHI, ORACLE, ROUTERS, STOCK, Case, Point
 
 
 class Size(Enum):
@@ -28,6 +28,7 @@ CONTENDERS = (
     *("continuum-published", "continuum"),
     *(ORACLE, ENDLESS),
 )
+BESIDE_PEERS = (STOCK, MICHI, AGENTINFER, *ROUTERS, "continuum-published", "continuum")
 FEW = (STOCK, "program-fcfs", "infercept", "continuum-published", "continuum")
 LADDER = (STOCK, "program-fcfs", "static-ttl", "continuum-published", "continuum")  # one rung each
 DRAM_GB = 100.0  # the paper's, for an A100
@@ -71,6 +72,13 @@ def by_rate(dram_gb: float) -> Cases:
         return [*points(size, seeds, [STOCK], *bare), *points(size, seeds, names, *tiered)]
 
     return cases
+
+
+def beside_peers(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """Below a machine's capacity and above, without tiers and with DRAM."""
+    rates = (0.1,) if size is Size.QUICK else (0.03, 0.05, 0.08)
+    sized = [setting(jps, dram_gb) for jps in rates for dram_gb in (0.0, DRAM_GB)]
+    return points(size, seeds, BESIDE_PEERS, *sized)
 
 
 def ladder(size: Size, seeds: Sequence[int]) -> list[Case]:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from continuum_lmcache.retention.policies import POLICIES
+from experiments.driver import identity
+from experiments.mp_server import serve_mp
+from experiments.peers import live as peers
+from experiments.peers.install import missing
 from experiments.replay import Job, replay
 from experiments.selection import Selection
 from experiments.server import serve
 from experiments.sim.trace_programs import SOURCES
-from experiments.sweep.cases import STOCK, Live, SweepError
+from experiments.sweep.cases import PEERS, ROUTERS, STOCK, Live, SweepError
 from experiments.table1 import GENERATORS
 from experiments.tiny_model import make_model
 
@@ -34,6 +39,7 @@ class Machine:
     chunk_tokens: int  # LMCache's
     time_scale: float  # of tool gaps
     profile: str  # in profiles/
+    mp: bool = False  # LMCache in a server of its own (docs/mp.md), not in vLLM's process
 
     @property
     def kv_gb(self) -> float:
@@ -43,24 +49,40 @@ class Machine:
 
 # by its path: with a policy of vLLM's own, LMCacheConnectorV1 is stock, and caches nothing on a CPU
 OURS = {"kv_connector": "ContinuumLMCacheConnector", "kv_connector_module_path": "connectors.lmcache"}
+OURS_MP = {
+    "kv_connector": "ContinuumLMCacheMPConnector",
+    "kv_connector_module_path": "connectors.lmcache_mp",
+}
 MACHINES = {"cpu-tiny": Machine(120, 128, 8192, 4096, 128, 0.125, "cpu-tiny.yaml")}
+MACHINES["cpu-tiny-mp"] = replace(MACHINES["cpu-tiny"], mp=True)
 
 
-def run(case: Live) -> dict[str, Any]:
-    """Serve, replay, stop; the figures (rows.FIGURES).
+def run(case: Live, keep: Path) -> dict[str, Any]:
+    """Serve, replay, stop; the figures (rows.FIGURES). Turns and logs stay in `keep`, a folder of the case's.
 
     Raises SweepError for unknown names and failed turns, ServerError, ServerUnusable.
     """
     machine, policy, chosen = machine_of(case), policy_of(case.contender), selection_of(case)
-    with tempfile.TemporaryDirectory(prefix="continuum-live-") as folder:
-        args, env = arguments(case, machine, policy, Path(folder))
+    keep.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as until:
+        folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="continuum-live-")))
+        args, env = arguments(case, machine, policy, folder)
+        tiers = until.enter_context(mp_tiers(case, machine, folder, keep))
         model = make_model(ROOT / ".work" / "tiny-model")
-        with serve(model, args, log=Path(folder, "server.log"), env=env) as url:
-            summary = replay(Job(f"{url}/v1", case.label, chosen, Path(folder)))
-        job_times_s = summary["job_times_s"]
+        engine = until.enter_context(serve(model, [*args, *tiers], log=keep / "server.log", env=env))
+        url, says = engine, identity
+        if case.contender in PEERS:
+            says = peers.identity
+        if case.contender in ROUTERS:
+            capacity_tokens = machine.gpu_blocks * machine.block_tokens
+            log = keep / "router.log"
+            url = until.enter_context(
+                peers.router(case.contender, machine.profile, capacity_tokens, engine, log)
+            )
+        summary = replay(Job(f"{url}/v1", case.label, chosen, keep, identify=says, engine_url=engine))
     if summary["errors"]:
         raise SweepError(f"{case}: {summary['errors']} turns failed; the lines above say why")
-    return figures(summary, job_times_s)
+    return figures(summary, summary["job_times_s"])
 
 
 def machine_of(case: Live) -> Machine:
@@ -87,11 +109,15 @@ def selection_of(case: Live) -> Selection:
 
 
 def policy_of(contender: str) -> str | None:
-    """The policy of our scheduler; None: vLLM's own."""
-    if contender != STOCK and contender not in POLICIES:
-        known = ", ".join(dict.fromkeys([STOCK, *POLICIES]))
+    """The policy of our scheduler; None: vLLM's own, or a peer's."""
+    if contender in (STOCK, *PEERS):
+        if reason := missing(contender):
+            raise SweepError(f"{contender} is not here: {reason}")
+        return None
+    if contender not in POLICIES:
+        known = ", ".join(dict.fromkeys([STOCK, *PEERS, *POLICIES]))
         raise SweepError(f"contender is {contender!r}; known to --engine live: {known}")
-    return None if contender == STOCK else contender
+    return contender
 
 
 def arguments(
@@ -101,7 +127,10 @@ def arguments(
     args = ["--max-model-len", str(machine.window_tokens)]
     args += ["--num-gpu-blocks-override", str(machine.gpu_blocks)]
     env: dict[str, str] = {}
-    if case.dram_gb:
+    if case.contender in PEERS:
+        more, env = peers.served(case.contender, machine.profile)
+        args += more
+    if case.dram_gb and not machine.mp:
         path = folder / "lmcache.json"
         path.write_text(json.dumps(connector(case, machine, folder / "disk"), indent=1))
         args += ["--kv-transfer-config", str(path)]
@@ -124,6 +153,18 @@ def connector(case: Live, machine: Machine, disk: Path) -> dict[str, Any]:
     if case.ssd_gb:
         extra |= {"lmcache.local_disk": f"file://{disk}/", "lmcache.max_local_disk_size": gib(case.ssd_gb)}
     return config | OURS | {"kv_connector_extra_config": extra}
+
+
+@contextmanager
+def mp_tiers(case: Live, machine: Machine, folder: Path, keep: Path) -> Iterator[list[str]]:
+    """An `lmcache server` with the case's tiers, where the machine has one; vLLM's arguments for it."""
+    if not machine.mp or not case.dram_gb:
+        yield []
+        return
+    chunks = ("--chunk-size", str(machine.chunk_tokens))
+    log, disk = keep / "lmcache.log", folder / "disk"
+    with serve_mp(gib(case.dram_gb), disk, log, *chunks, disk_gb=case.ssd_gb) as mp:
+        yield ["--kv-transfer-config", json.dumps(mp.transfer_config | OURS_MP)]
 
 
 def gib(gb: float) -> float:

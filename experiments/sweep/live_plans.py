@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from experiments.sweep.cases import STOCK, Case, Live
+from experiments.sweep.cases import PEERS, STOCK, Case, Live
 from experiments.sweep.grids import Cases, Size
 from experiments.sweep.live import MACHINES
-from experiments.sweep.plans import LMCACHE, Plan, bare_name, rate, tiers
+from experiments.sweep.plans import LMCACHE, UNTUNED, Plan, bare_name, rate, tiers
 
 KV_GB = MACHINES["cpu-tiny"].kv_gb
 SMALL, LARGE = 0.5 * KV_GB, 8 * KV_GB
@@ -73,6 +73,31 @@ def workload_and_tiers(case: Case) -> str:
     return f"{case.workload}, {tiers(case)}"
 
 
+def in_turns(contenders: Sequence[str], memory_gb: Sequence[Memory]) -> Cases:
+    """Under pressure; FULL: also with LMCache in a server of its own, and on two agents' traces.
+
+    Who goes first changes with the seed.
+    """
+
+    def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
+        programs, jps = (6, 1.0) if size is Size.QUICK else (40, 2.0)
+        settings = [("swe", "cpu-tiny")]
+        if size is Size.FULL:
+            settings += [("swe", "cpu-tiny-mp"), *((trace, "cpu-tiny") for trace in AGENTS)]
+        found: list[Case] = []
+        for seed, (workload, machine), (dram_gb, ssd_gb) in product(seeds, settings, memory_gb):
+            first = seed % len(contenders)
+            base = Live(STOCK, programs, jps, seed, workload, machine, dram_gb, ssd_gb)
+            found += [replace(base, contender=name) for name in (*contenders[first:], *contenders[:first])]
+        return found
+
+    return cases
+
+
+def everything(case: Case) -> str:
+    return f"{case.workload}, {case.machine}, {tiers(case)}"
+
+
 def paced(plan: Plan, jps: float) -> Plan:
     """The plan with this arrival rate, programs a second, in place of its own."""
 
@@ -111,6 +136,16 @@ LIVE_PLANS: dict[str, Plan] = {
         bare_name,
         baseline=PUBLISHED,
         shows=("job_mean_s", "ttft_p99_s", "end_s"),
+
+
+    "peers": Plan(
+        "Other projects' schedulers, DRAM half the KV cache, and a disk of twice it or none",
+        in_turns((STOCK, *PEERS, PUBLISHED, "continuum"), [(SMALL, 0.0), (SMALL, 2 * KV_GB)]),
+        everything,
+        bare_name,
+        baseline="continuum",
+        shows=("job_mean_s", "job_p95_s", "ttft_max_s"),
+        seeds=UNTUNED,
     ),
     "fig15": Plan("Ablation", cases_of(LADDER, [(0.0, 0.0), (LARGE, 0.0)]), tiers, bare_name),
 }

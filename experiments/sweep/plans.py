@@ -10,6 +10,7 @@ from experiments.sweep.grids import (
     DRAM_GB,
     SLOW_DRAM_GB,
     Cases,
+    beside_peers,
     by_batch,
     by_memory,
     by_rate,
@@ -40,6 +41,7 @@ class Plan:
     baseline: str = STOCK  # the label that ratios are taken to
     shows: tuple[str, ...] = ("job_mean_s",)  # keys of WORDS
     published: Mapping[tuple[str, str], float] = field(default_factory=dict)  # by panel and label
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)  # unless others are asked for
 
 
 def rate(case: Case) -> str:
@@ -66,10 +68,15 @@ def bare_name(case: Case) -> str:
     return case.contender
 
 
+def rate_and_tiers(case: Case) -> str:
+    return f"{rate(case)}, {tiers(case)}"
+
+
 def with_tiers(case: Case) -> str:
     return f"{case.contender}, {tiers(case)}"
 
 
+UNTUNED = (3, 4, 5, 6, 7)  # what is tuned is tuned on 1 and 2
 LMCACHE = f"{STOCK}+LMCache"
 SURVEY: dict[str, dict[str, tuple[float, ...]]] = {
     "h1": {
@@ -125,6 +132,15 @@ PLANS: dict[str, Plan] = {
     "h1": of_survey("h1", "h200", 400.0),
     "h2": of_survey("h2", "h100", 400.0),
     "h3": of_survey("h3", "h200", 64.0),
+    "peers": Plan(
+        "Other projects' schedulers",
+        beside_peers,
+        rate_and_tiers,
+        bare_name,
+        baseline="continuum",
+        shows=("job_mean_s", "job_p95_s", "ttft_max_s"),
+        seeds=UNTUNED,
+    ),
     "whatif": Plan(
         "What a machine holds", by_memory, rate, with_tiers, f"{STOCK}, no offloading", ("job_p95_s",)
     ),

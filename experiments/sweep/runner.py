@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -22,28 +23,32 @@ def complete(rows: Rows, cases: Sequence[Case], jobs: int, quiet: bool = False) 
     """Add a row for each case that lacks one, each as soon as it is there."""
     refuse_settings()
     missing = rows.missing(cases)
-    for case, figures in tqdm(measured(missing, jobs), total=len(missing), unit="row", disable=quiet):
+    keep = rows.path.parent / "live"
+    for case, figures in tqdm(measured(missing, jobs, keep), total=len(missing), unit="row", disable=quiet):
         rows.add(case, figures)
 
 
-def measured(cases: Sequence[Case], jobs: int) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """Each case with its figures, as they end. Simulations share the cores, servers do not."""
+def measured(cases: Sequence[Case], jobs: int, keep: Path) -> Iterator[tuple[Case, dict[str, Any]]]:
+    """Each case with its figures, as they end. Simulations share the cores, servers do not.
+
+    What a server and its clients said stays in a folder of the case's in `keep`.
+    """
     points = [case for case in cases if not isinstance(case, Live)]
     alone = [case for case in cases if isinstance(case, Live)]
     if jobs == 1 or len(points) == 1:
-        yield from ((point, measure(point)) for point in points)
+        yield from ((point, measure(point, keep)) for point in points)
     elif points:
         with ProcessPoolExecutor(min(jobs, len(points)), multiprocessing.get_context("spawn")) as pool:
-            running = {pool.submit(measure, point): point for point in points}
+            running = {pool.submit(measure, point, keep): point for point in points}
             try:
                 for done in as_completed(running):
                     yield running[done], done.result()
             finally:  # stopped or failed: do not wait for what has not begun
                 pool.shutdown(cancel_futures=True)
-    yield from ((case, measure(case)) for case in alone)
+    yield from ((case, measure(case, keep)) for case in alone)
 
 
-def measure(case: Case) -> dict[str, Any]:
+def measure(case: Case, keep: Path) -> dict[str, Any]:
     """The case's figures. vLLM is imported here: a figure from finished rows needs none.
 
     Raises SweepError that names the case, where the lab refuses it, its books do not balance, or the
@@ -55,9 +60,18 @@ def measure(case: Case) -> dict[str, Any]:
     try:
         if isinstance(case, Point):
             return simulated.run(case)
-        return live.run(case) if isinstance(case, Live) else fleet.run(case)
+        return live.run(case, keep / named(case)) if isinstance(case, Live) else fleet.run(case)
     except (ContinuumError, ServerError, ServerUnusable) as error:
         raise SweepError(f"{case}: {error}") from error
+
+
+def named(case: Live) -> str:
+    """A folder's name for the case."""
+    tiers_mb = "-".join(f"{gb * 1e3:.0f}" for gb in (case.dram_gb, case.ssd_gb))
+    workload = case.workload.replace(":", "-")
+    return (
+        f"{case.contender}-{workload}-{case.machine}-{tiers_mb}-{case.programs}x{case.jps:g}-seed{case.seed}"
+    )
 
 
 def refuse_settings() -> None:

@@ -9,13 +9,24 @@ from typing import Any
 
 from continuum_lmcache.retention.policies import POLICIES
 from experiments.sim.engine import simulate
+from experiments.sim.peers import michi_of
 from experiments.sim.result import Result
 from experiments.sim.serving import STOCK as STOCK_POLICY
 from experiments.sim.serving import Setup
 from experiments.sim.step_time import MACHINES, Machine
 from experiments.sim.trace_programs import arriving, half
 from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time, with_turns
-from experiments.sweep.cases import ENDLESS, ON_DEMAND, ORACLE, STOCK, TRUE_SIZES, Point, SweepError
+from experiments.sweep.cases import (
+    ENDLESS,
+    MICHI,
+    ON_DEMAND,
+    ORACLE,
+    PEERS,
+    STOCK,
+    TRUE_SIZES,
+    Point,
+    SweepError,
+)
 from experiments.sweep.oracle import oracle_of, true_sizes_of
 from experiments.table1 import GENERATORS, draw
 from experiments.workload import Program, poisson_arrivals
@@ -29,7 +40,7 @@ SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else
 def run(point: Point) -> dict[str, Any]:
     """Simulate the point and return its figures (rows.FIGURES). Raises SweepError for unknown names."""
     programs = programs_of(point)
-    told = {ORACLE: oracle_of, TRUE_SIZES: true_sizes_of}.get(point.contender)
+    told = {ORACLE: oracle_of, TRUE_SIZES: true_sizes_of, MICHI: michi_of}.get(point.contender)
     with told(programs) if told else nullcontext():
         return figures(simulate(programs, setup_of(point, programs)))
 
@@ -69,9 +80,16 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         merge_steps=point.merge_steps,
         steps_known=point.steps_known,
         wrong_hints=point.wrong_hints,
-        continuum={} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s},
+        continuum=continuum_of(point),
     )
     return replace(setup, shared_tokens=SHARED_TOKENS.get(point.workload, setup.shared_tokens))
+
+
+def continuum_of(point: Point) -> dict[str, Any]:
+    """Settings of our scheduler that the point asks for."""
+    if point.contender == MICHI:
+        return {"max_pinned_share": 1.0, "max_ttl_s": 1e6, "max_wait_s": 1e6}  # it bounds none of them
+    return {} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s}
 
 
 def traced(point: Point) -> tuple[Program, ...]:
@@ -89,12 +107,15 @@ def machine_of(point: Point) -> Machine:
 
 def policy_of(contender: str) -> str:
     """The lab's name of a contender's policy."""
+    if contender in (*PEERS, MICHI):
+        return contender
     special = {STOCK: STOCK_POLICY, ORACLE: ORACLE, ENDLESS: "program-fcfs", ON_DEMAND: ON_DEMAND}
     special |= {TRUE_SIZES: "continuum"}
     if contender in special:
         return special[contender]
     if contender not in POLICIES:
-        raise SweepError(f"contender is {contender!r}; known: {', '.join([*special, *POLICIES])}")
+        known = ", ".join([*special, *PEERS, MICHI, *POLICIES])
+        raise SweepError(f"contender is {contender!r}; known: {known}")
     return contender
 
 

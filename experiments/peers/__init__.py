@@ -1,0 +1,1 @@
+"""Other projects' schedulers for programs, as contenders of the sweep: docs/peers.md."""

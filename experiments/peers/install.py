@@ -1,0 +1,63 @@
+"""Install the peers that docs/peers.md compares with, in environments of their own beside the project's.
+
+    python -m experiments.peers.install        # 120 MB in .peers, half a minute
+
+`.peers/router` is a virtual environment with vllm-router and what it needs, `.peers/engine` holds agentinfer
+alone: a vLLM server imports it, and has the packages that its scheduler needs. Versions are those of
+requirements/peers.lock. PEERS_DIR names another folder. A contender that is not there is left out of a sweep.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
+
+from experiments.sweep.cases import PEERS, ROUTERS
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCK = ROOT / "requirements" / "peers.lock"
+FOLDER = Path(os.environ.get("PEERS_DIR", ROOT / ".peers"))
+ROUTER = FOLDER / "router" / "bin" / "vllm-router"
+ENGINE = FOLDER / "engine"
+
+
+def missing(contender: str, simulated: bool = False) -> str:
+    """Why that contender cannot run here; "" where it can. In the lab all peers are agentinfer's runtime."""
+    if contender not in PEERS:
+        return ""
+    needed = ROUTER if contender in ROUTERS and not simulated else ENGINE / "agentinfer"
+    if needed.exists():
+        return ""
+    return f"{needed} does not exist; python -m experiments.peers.install makes it"
+
+
+def pinned(name: str) -> str:
+    """The line of the lock file for a package."""
+    (line,) = [line for line in LOCK.read_text().splitlines() if line.partition("==")[0] == name]
+    return line
+
+
+def main() -> None:
+    """Make both environments, or bring them to the lock file's versions."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-deps"]
+    steps = (
+        [sys.executable, "-m", "venv", str(FOLDER / "router")],
+        [str(FOLDER / "router" / "bin" / "python"), *pip[1:], "-r", str(LOCK)],
+        [*pip, "--upgrade", "--target", str(ENGINE), pinned("agentinfer")],
+    )
+    for step in steps:
+        try:
+            subprocess.run(step, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise SystemExit(f"peers: not installed, and left out of sweeps: {error}") from error
+    print(f"peers: installed in {FOLDER}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,202 @@
+"""The peers in the lab: agentinfer's own scheduler class, and rules of those that cannot run in virtual time.
+
+agentinfer is the package itself, over vLLM's scheduler, reading the lab's clock. vllm-router is a program in
+Rust: its rules here are those of its documentation (docs/program_scheduling.md of vllm-project/router),
+written as what differs from agentinfer's, whose design it shares. Left out: that a program which was served
+14 rounds yields once behind the others, and the time that one more process takes of each request.
+michiLXY03's rules are a policy of ours without what ours adds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.retention.policies import POLICIES, Policy
+from continuum_lmcache.retention.queue_order import by_pin
+from continuum_lmcache.retention.ttl_solver import best_ttl, explained
+from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.types import EngineLoad, FinishedTurn, Retention
+from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+from experiments.peers import settings
+from experiments.peers.install import ENGINE, missing
+from experiments.sweep.cases import MICHI, PEERS, ROUTER_WARM, ROUTERS, SweepError
+from experiments.workload import Program
+
+if TYPE_CHECKING:
+    from experiments.sim.step_time import Machine
+
+TIMED = (
+    "agentinfer.scheduling.runtime",
+    "agentinfer.scheduling.program_registry",
+    "agentinfer.agentcache.core.scheduler",
+)
+"""Its modules that say `time.something()`."""
+SOON_S = 1e-3  # vLLM's engine looks again at once while a request is held
+POLL_S = 1.0  # the router's metrics_interval_seconds
+ROUTER_MAX_TTL_S, WAITING_ALLOWED, MAX_PROGRAMS = 10.0, 0, 64  # the router's defaults
+
+
+def timed_modules(policy: str) -> list[ModuleType]:
+    """Modules that must read the lab's clock for that contender. Raises SweepError where it is missing."""
+    if policy not in PEERS:
+        return []
+    if reason := missing(policy, simulated=True):
+        raise SweepError(f"{policy} is not here: {reason}")
+    if str(ENGINE) not in sys.path:
+        sys.path.append(str(ENGINE))  # behind the lab's own packages
+    return [importlib.import_module(name) for name in TIMED]
+
+
+def told(policy: str, machine: Machine) -> dict[str, Any]:
+    """`additional_config` of vLLM for that contender."""
+    config = settings.agentinfer(machine)
+    if policy in ROUTERS:
+        config["progress_ttl"] |= {
+            "ttl_max_seconds": ROUTER_MAX_TTL_S,
+            "resume_reclaim_acting_programs": False,
+        }
+    return {"agentcache": config}
+
+
+def scheduler_class(policy: str) -> type[Scheduler]:
+    """The contender's scheduler, after `timed_modules`."""
+    if policy == MICHI:
+        return Unguarded
+    from agentinfer.agentcache.core.scheduler import AgentCacheSyncSchedulerBridge as Bridge
+
+    class Embedded(Bridge):  # type: ignore[misc]
+        """agentinfer in the engine."""
+
+        def next_due_s(self) -> float | None:
+            """When it would do something by itself; None: not before an event."""
+            controller, now_s = self._agentcache.controller, self.clock()
+            due_s = [controller._next_check_at_monotonic_s, controller._next_lightweight_check_at_monotonic_s]
+            if controller.retained_request_count:
+                due_s.append(controller._next_periodic_check_at_monotonic_s)
+            known = [at_s for at_s in due_s if at_s is not None]
+            return max(min(known), now_s + SOON_S) if known else None
+
+    return _routed(Embedded, policy) if policy in ROUTERS else Embedded
+
+
+def _routed(base: type[Any], policy: str) -> type[Any]:
+    """The same runtime as a router in front of the engine has it."""
+    from agentinfer.scheduling.progress_ttl.strategy import ProgressTTLStrategy
+
+    class Rules(ProgressTTLStrategy):  # type: ignore[misc]
+        """Progress-TTL as the router documents it."""
+
+        gated = False
+        seen_waiting = 0  # in the engine, at the last poll
+
+        def _privilege_enabled(self) -> bool:
+            return False
+
+        def _can_promote(self, *_: Any) -> bool:
+            return False
+
+        def _ttl_estimate(self, state: Any, *args: Any) -> Any:
+            estimate = super()._ttl_estimate(state, *args)
+            if state.global_factors.continuity_window_complete:
+                return estimate
+            return replace(estimate, ttl_seconds=0.0)
+
+        def _capacity_growth_per_round(self, state: Any) -> float:
+            full = state.global_factors.request_window_complete
+            return float(super()._capacity_growth_per_round(state)) if full else 0.0
+
+        def _remaining_tokens(self, snapshot: Any, capacity_ratio: float) -> int | None:
+            left: int | None = super()._remaining_tokens(snapshot, capacity_ratio)
+            full = len(self._active_programs(snapshot)) >= MAX_PROGRAMS or self.seen_waiting > WAITING_ALLOWED
+            return 0 if self.gated and full else left
+
+        def handle_admission(self, *args: Any) -> Any:
+            with self._at_the_gate():
+                return super().handle_admission(*args)
+
+        def schedule_resume(self, *args: Any) -> None:
+            with self._at_the_gate():
+                super().schedule_resume(*args)
+
+        @contextmanager
+        def _at_the_gate(self) -> Iterator[None]:
+            """Repair of capacity does not ask for the waiting requests; admission does."""
+            self.gated = True
+            try:
+                yield
+            finally:
+                self.gated = False
+
+    class Routed(base):  # type: ignore[misc]
+        """Knows what requests say, and how many wait by a poll a second; of KV blocks it knows none."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            hooks = self._agentcache
+            hooks._native_used_kv_tokens = lambda _: None
+            hooks._native_waiting_kv_tokens = lambda _: None
+            hooks._observe_retained_prefix_cache = lambda _: None
+            rules = Rules(hooks.controller.strategy.config)
+            hooks.controller.strategy = rules
+            if policy == ROUTER_WARM:
+                hooks.controller.strategy_factors.global_factors.request_window_size = settings.WARM_WINDOW
+            self._polled_s = -math.inf
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            if self.clock() >= self._polled_s + POLL_S:
+                self._polled_s = self.clock()
+                self._agentcache.controller.strategy.seen_waiting = len(self.waiting)
+            return super().schedule(*args, **kwargs)
+
+    return Routed
+
+
+class Unguarded(ContinuumScheduler):
+    """Our scheduler as michiLXY03's plugin is said to be: pins give way to a head that nothing else frees.
+
+    A running request that lacks a block preempts another while pins stay, as vLLM alone would.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        reclaimer = self._reclaimer
+        reclaimer.may_run_short = lambda: False  # type: ignore[method-assign]
+        reclaimer._behind = lambda _: []  # type: ignore[method-assign]
+
+
+def michi(
+    turn: FinishedTurn, gaps: ToolDurations, costs: CostModel, load: EngineLoad, config: ContinuumConfig
+) -> Retention:
+    """Eq. 2 as vllm-continuum-plugin 0.2.0 (github.com/michiLXY03) solves it, as far as its pages tell.
+
+    PrefillReload is that of the whole context, whatever the GPU still holds of it, with one line for all that
+    lies below: nothing there tells a disk from DRAM.
+    """
+    seen, where = gaps.distribution(turn.tool), turn.residency
+    below = where.dram_tokens + where.ssd_tokens
+    reload_s = costs.prefill_s(turn.context_tokens)
+    if below:
+        reload_s = min(reload_s, costs.dram.seconds(turn.context_tokens * costs.kv_bytes_per_token))
+    benefit_s = load.queue_delay_s * (1.0 if seen.level == "cold" else load.eta) + reload_s
+    return explained(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
+
+
+@contextmanager
+def michi_of(_programs: Sequence[Program]) -> Iterator[None]:
+    """Within the block, MICHI is a policy's name."""
+    POLICIES[MICHI] = Policy(michi, by_pin)
+    try:
+        yield
+    finally:
+        del POLICIES[MICHI]

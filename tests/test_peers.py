@@ -1,0 +1,128 @@
+"""Other projects' schedulers as contenders: what they are told, who is left out, their rules in the lab."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from continuum_lmcache.retention.policies import POLICIES
+from experiments.client import Client
+from experiments.driver import Plan, run
+from experiments.offload_sweep import cases_of
+from experiments.peers import install, live, settings
+from experiments.sweep import simulated
+from experiments.sweep.cases import AGENTINFER, MICHI, PEERS, ROUTER, ROUTER_WARM, Live, Point
+from experiments.sweep.grids import Size
+from experiments.sweep.live_plans import LIVE_PLANS
+from experiments.sweep.plans import PLANS
+from experiments.sweep.runner import named
+from experiments.workload import Program, TurnSpec
+from tests.openai_server import FakeServer
+
+ROOT = Path(__file__).parents[1]
+MACHINE = live.profiled("cpu-tiny.yaml")
+SMALL = Point(AGENTINFER, 8, 0.2, 1)
+IN_THE_LAB = pytest.mark.skipif(
+    bool(install.missing(AGENTINFER, simulated=True)), reason=install.missing(AGENTINFER, simulated=True)
+)
+
+
+@pytest.mark.parametrize("tokens", [256, 1024, 4096])
+def test_a_peer_is_told_what_this_machines_prefill_costs(tokens: int) -> None:
+    told = settings.router(MACHINE, 15_360, None)["prefill_cost_model"]
+    thousands = tokens / 1000
+    cost_s = told["intercept_seconds"] + told["linear_seconds_per_1k_tokens"] * thousands
+    cost_s += told["quadratic_seconds_per_1k_tokens_squared"] * thousands**2
+    assert cost_s == pytest.approx(MACHINE.costs.prefill_s(tokens))
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_peer_is_told_what_this_machines_decode_steps_take(batch: int) -> None:
+    told = settings.agentinfer(MACHINE)["progress_ttl"]
+    step_s = told["decode_step_fixed_seconds"] + batch * told["decode_step_seconds_per_request"]
+    step_s += batch * 1000 * told["decode_step_seconds_per_context_token"]
+    assert step_s == pytest.approx(MACHINE.seconds([(1, 1000)] * batch))
+
+
+def test_a_warm_router_is_the_documented_one_with_a_smaller_window() -> None:
+    cold, warm = (settings.router(MACHINE, 15_360, window) for window in (None, settings.WARM_WINDOW))
+    assert warm == cold | {"stats_window_size": settings.WARM_WINDOW}
+    assert cold["token_capacity_per_dp_rank"] == 15_360
+
+
+def test_a_program_names_itself_to_a_peer_in_its_own_field_and_in_no_other() -> None:
+    program, server = (
+        Program("run-1", 0.0, (TurnSpec(20, 20, 2, gap_s=0.0), TurnSpec(30, 8, 2))),
+        FakeServer(),
+    )
+
+    async def go() -> None:
+        async with server.running() as url, Client(url, timeout_s=20) as client:
+            plan = Plan("fake", 1, range(300, 400), identify=live.identity)
+            await run([program], plan, client.complete, lambda _: None)
+
+    asyncio.run(go())
+    told = [json.loads(body["vllm_xargs"]["agentic_context"]) for body in server.bodies]
+    assert [(t["program_id"], t["expected_resume"]) for t in told] == [("run-1", True), ("run-1", False)]
+    assert not {"job_id", "is_last_step", "this_func_call"} & set().union(*server.bodies)
+
+
+def test_a_contender_that_is_not_installed_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(install, "ROUTER", tmp_path / "vllm-router")
+    monkeypatch.setattr(install, "ENGINE", tmp_path / "engine")
+    cases = cases_of(LIVE_PLANS["peers"], Size.DEFAULT, [3], "")
+    assert cases
+    assert not {case.contender for case in cases} & {*PEERS}
+    said = capsys.readouterr().err
+    assert f"{ROUTER_WARM} is left out" in said
+    assert "python -m experiments.peers.install makes it" in said
+    simulated_too = cases_of(PLANS["peers"], Size.DEFAULT, [3], "")
+    assert MICHI in {case.contender for case in simulated_too}
+
+
+def test_who_goes_first_changes_with_the_seed_and_each_case_has_a_folder_of_its_own() -> None:
+    cases = [c for c in LIVE_PLANS["peers"].cases(Size.FULL, [3, 4, 5, 6, 7]) if isinstance(c, Live)]
+    first = {case.seed: case.contender for case in reversed(cases)}
+    assert len(set(first.values())) == 5
+    assert len({named(case) for case in cases}) == len(cases) == 5 * 4 * 2 * 6
+
+
+def test_the_extra_and_the_lock_file_name_the_same_versions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = project["optional-dependencies"]["peers"]
+    assert extra == [install.pinned(line.partition("==")[0]) for line in extra]
+    assert len(extra) == 2
+
+
+def test_michis_rules_are_a_policy_while_their_run_lasts() -> None:
+    result = simulated.run(replace(SMALL, contender=MICHI))
+    assert result["pins_taken"] > 0
+    assert MICHI not in POLICIES
+
+
+@IN_THE_LAB
+@pytest.mark.parametrize("contender", PEERS)
+def test_a_peer_runs_in_virtual_time_and_gives_the_clock_back(contender: str) -> None:
+    point = replace(SMALL, contender=contender)
+    result = simulated.run(point)
+    assert result["jobs"] == point.programs
+    assert result["job_mean_s"] == simulated.run(point)["job_mean_s"]
+    from agentinfer.scheduling import runtime
+
+    assert runtime.time is time
+
+
+@IN_THE_LAB
+def test_a_peer_holds_programs_back_where_stock_lets_all_in() -> None:
+    """Twelve programs at once: fcfs computes most of them again and again."""
+    crowd = Point("fcfs", 12, 1.0, 1)
+    stock, held = (simulated.run(replace(crowd, contender=name)) for name in ("fcfs", ROUTER))
+    assert held["computed_tokens"] < stock["computed_tokens"]
