@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 import grpc
+import msgspec
 from contract.test_tier_store import Programs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,14 +27,22 @@ from lmcache_mp_rig import Clock, MpEngine, MpRig, op
 from lmcache_mp_server import CHUNK, MpServer, wait_for
 from lmcache_rig import prompt
 
-from connectors.lmcache_mp import tier_mirror
+from connectors.lmcache_mp import startup, tier_mirror
 from connectors.lmcache_mp.load_join import LoadLookupJoin, TimedLoad
 from connectors.lmcache_mp.server.deadline import with_deadline
 from connectors.lmcache_mp.server.module import TierChangeLog
 from connectors.lmcache_mp.settings import settled
 from connectors.lmcache_mp.startup import caller
-from connectors.lmcache_mp.tier_mirror import MAX_AGE_S, POLL_S, MpTierMirror, MpTiers, TierPoller
+from connectors.lmcache_mp.tier_mirror import (
+    MAX_AGE_S,
+    POLL_S,
+    MpTierMirror,
+    MpTiers,
+    TierPoller,
+    decoded,
+)
 from connectors.lmcache_mp.wire import ChangesReply, ChangesRequest, LookupResult
+from continuum_lmcache import __version__
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
@@ -444,3 +454,32 @@ def test_defaults_fill_what_the_user_left_open() -> None:
     assert extra["lmcache.mp.save_decode_cache"] is False and "save_decode_cache" not in ours
     assert ours.keys() == {"heartbeat_interval", "mq_timeout"}
     assert settled(extra) == (extra, {})
+
+
+ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 0.2, 300.0, "blake3")
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ({}, []),
+        ({"lmcache": "0.5.5"}, [f"runs lmcache 0.5.5, vLLM {metadata.version('lmcache')}"]),
+        ({"lmcache": ""}, ["runs lmcache of an earlier release"]),
+        ({"continuum": "0.0.1"}, [f"runs continuum-lmcache 0.0.1, vLLM {__version__}"]),
+    ],
+)
+def test_a_server_of_another_release_is_named_at_the_start(
+    told: dict[str, str], said: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = {"lmcache": metadata.version("lmcache"), "continuum": __version__}
+    monkeypatch.setattr(startup.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(startup.logger, "propagate", False)
+    startup.warn_of_versions(msgspec.structs.replace(ANSWER, **(same | told)))
+    assert len(caplog.messages) == len(said)
+    assert all(part in line for part, line in zip(said, caplog.messages, strict=True))
+
+
+def test_the_server_says_its_releases_and_an_older_one_is_read_all_the_same() -> None:
+    without = msgspec.msgpack.decode(msgspec.msgpack.encode(ANSWER))
+    del without["lmcache"], without["continuum"]
+    assert decoded(msgspec.msgpack.encode(without)).lmcache == ""

@@ -223,7 +223,7 @@ def test_a_faster_machine_has_the_same_live_cases_at_its_own_rate() -> None:
         main(["fig8"], quick=True, jps=2.0)
 
 
-def test_the_live_engine_refuses_what_it_cannot_run() -> None:
+def test_the_live_engine_refuses_what_it_cannot_run(tmp_path: Path) -> None:
     for case, expected in (
         (Live(ORACLE, 3, 1.0, 1), "contender is 'oracle'; known to --engine live: fcfs"),
         (Live(STOCK, 3, 1.0, 1, machine="h200"), "machine is 'h200'; known to --engine live: cpu-tiny"),
@@ -231,7 +231,7 @@ def test_the_live_engine_refuses_what_it_cannot_run() -> None:
         (Live(STOCK, 3, 1.0, 1, workload="chat"), "workload is 'chat'"),
     ):
         with pytest.raises(SweepError, match=expected):
-            run_live(case)
+            run_live(case, tmp_path)
     with pytest.raises(SweepError, match="figure 'h1' is not known to --engine live"):
         plans_named(["h1"], Engine.LIVE)
 

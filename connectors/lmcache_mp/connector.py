@@ -35,7 +35,7 @@ from connectors.lmcache.startup import machine
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.settings import settled
-from connectors.lmcache_mp.startup import caller, first_answer, settle, warn_of_small_l1
+from connectors.lmcache_mp.startup import caller, first_answer, settle, warn_of_small_l1, warn_of_versions
 from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
 from connectors.lmcache_mp.wire import ChangesRequest
 from connectors.lmcache_mp.worker import MpWorkerSide
@@ -90,6 +90,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._declined: set[str] = set()  # requests that compute what could be loaded
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._left: set[str] = set()  # those that ended meanwhile, until the workers are told
+        warn_of_versions(told)
         warn_of_small_l1(told, bytes_per_token, max_model_len)
         self._follower.start()
 

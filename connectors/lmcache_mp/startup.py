@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import metadata
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from connectors.lmcache_mp.settings import settled
 from connectors.lmcache_mp.tier_mirror import Call, TierPoller
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
+from continuum_lmcache import __version__
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 
@@ -31,6 +33,7 @@ CALL_ERRORS = (
     TypeError,
 )
 FIRST_ANSWER_S = 30.0
+LMCACHE_VERSION = metadata.version("lmcache")
 
 
 def settle(vllm_config: VllmConfig, announce: bool) -> None:
@@ -74,6 +77,22 @@ def first_answer(follower: TierPoller) -> ChangesReply:
             f"LMCache's MP server does not say where KV lies ({error}); start it with "
             f'--server-module \'{{"module_path": "{MODULE}"}}\' and this package on its path (docs/mp.md)'
         ) from error
+
+
+def warn_of_versions(told: ChangesReply) -> None:
+    """Client and server speak a wire format of LMCache's own, which no release promises to keep."""
+    for package, there, here in (
+        ("lmcache", told.lmcache, LMCACHE_VERSION),
+        ("continuum-lmcache", told.continuum, __version__),
+    ):
+        if there != here:
+            logger.warning(
+                "LMCache's MP server runs %s %s, vLLM %s: install one release on both sides; else moves may "
+                "fail, and prompts are computed",
+                package,
+                there or "of an earlier release",
+                here,
+            )
 
 
 def warn_of_small_l1(told: ChangesReply, bytes_per_token: int, max_model_len: int) -> None:

@@ -50,6 +50,8 @@ class ChangesReply(msgspec.Struct, frozen=True):
     read_lease_s: float  # a lookup's hold on what it found ends after this
     hash_algorithm: str
     clock_s: float = 0.0  # of the server's machine, when it answered
+    lmcache: str = ""  # LMCache's version in the server; "": a release that does not say it
+    continuum: str = ""  # this package's
 
 
 def chunk_name(chunk_hash: bytes, salt: str) -> bytes:

@@ -136,8 +136,7 @@ LIVE_PLANS: dict[str, Plan] = {
         bare_name,
         baseline=PUBLISHED,
         shows=("job_mean_s", "ttft_p99_s", "end_s"),
-
-
+    ),
     "peers": Plan(
         "Other projects' schedulers, DRAM half the KV cache, and a disk of twice it or none",
         in_turns((STOCK, *PEERS, PUBLISHED, "continuum"), [(SMALL, 0.0), (SMALL, 2 * KV_GB)]),

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict, deque
+from importlib import metadata
 from typing import Any
 
 import msgspec
@@ -27,7 +28,9 @@ from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 from connectors.lmcache_mp.server.deadline import refuse_late_moves
 from connectors.lmcache_mp.server.lookup_log import LookupLog
 from connectors.lmcache_mp.wire import METHOD, ChangesReply, ChangesRequest, NumberedChange, chunk_name
+from continuum_lmcache import __version__
 
+LMCACHE_VERSION = metadata.version("lmcache")
 MAX_CHANGES = 200_000  # kept for askers; who is further behind gets a snapshot
 Owner = tuple[str, int]  # a model, and the pieces that a chunk's KV is split into
 Piece = tuple[int, int]  # rank and object group
@@ -208,6 +211,8 @@ class MpTierModule:
                 read_lease_s=self._read_lease_s,
                 hash_algorithm=self.context.token_hasher.hash_algorithm_name,
                 clock_s=time.monotonic(),
+                lmcache=LMCACHE_VERSION,
+                continuum=__version__,
             )
         return msgspec.msgpack.encode(told)
 
