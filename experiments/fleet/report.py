@@ -27,14 +27,14 @@ from experiments.sweep.rows import Row, Rows
 from experiments.tables import shown, spread
 
 HEADER = (
-    *("", "router", "mean job, s", "{} / this", "P99 of later TTFT, s", "worst first TTFT, s"),
+    *("", "router", "n", "mean job, s", "{} / this", "P99 of later TTFT, s", "worst first TTFT, s"),
     *("TTFT P90 of replicas: median, max, s", "turn, s", "amplification", "closed loop", "GPU hits"),
     *("moved", "right", "thrash"),
 )
 
 
 def table(rows: Rows, section: Section, size: Size, seeds: Sequence[int]) -> list[list[str]]:
-    """A header, then a line per panel and label: over seeds the median and the range, or the mean."""
+    """A header, then a line per panel and label: n seeds, the median and range of job times, else means."""
     pairs = found(rows, cases(section, size, seeds))
     lines = [[cell.format(section.baseline or "untold") for cell in HEADER]]
     for panel, labels in grouped(section, pairs).items():
@@ -62,6 +62,7 @@ def line(panel: str, label: str, rows: Sequence[Row], base: BySeed) -> list[str]
     return [
         panel,
         label,
+        f"{len(jobs)}",
         spread(list(jobs.values())),
         spread(ratios(base, jobs)),
         shown(average("later_ttft_p99_s")),
@@ -72,7 +73,7 @@ def line(panel: str, label: str, rows: Sequence[Row], base: BySeed) -> list[str]
         f"{100 * average('closed_share'):.0f} %",
         f"{100 * average('gpu_share'):.1f} %",
         f"{100 * average('moves_share'):.1f} %",
-        f"{100 * average('moves_accurate_share'):.0f} %",
+        f"{100 * average('moves_accurate_share'):.0f} %" if average("moves") else "",
         f"{sum(int(row['thrash']) for row in rows)}",
     ]
 
