@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from experiments.fleet.figures import accurate_share, closed_share, thrash
 from experiments.fleet.measure import of_workload, programs_of
 from experiments.fleet.named import ROUTERS
 from experiments.fleet.program_scheduling import MOST_PROGRAMS, ProgramScheduling
+from experiments.fleet.replica import Replica, Turn
 from experiments.fleet.routers import (
     Each,
     Ear,
@@ -218,6 +220,28 @@ def test_a_slow_replica_takes_longer_for_the_same_steps() -> None:
 def test_a_program_that_is_sent_elsewhere_counts_as_a_move() -> None:
     found = run_fleet([a_program("p", turns=3)], TWO, RoundRobin())
     assert [(m.source, m.target, m.number) for m in found.moves] == [(0, 1, 2), (1, 0, 3)]
+
+
+class Listed(RoundRobin):
+    """Keeps what it was asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Turn] = []
+
+    def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int:
+        self.asked.append(turn)
+        return super().place(now_s, turn, replicas)
+
+
+@pytest.mark.parametrize(("told", "expected"), [(True, [None, 1, 2]), (False, [None, None, None])])
+def test_an_engine_is_told_how_many_turns_a_program_has_behind_it(
+    told: bool, expected: list[int | None]
+) -> None:
+    router = Listed()
+    run_fleet([a_program("p", turns=3)], replace(TWO, told=told), router)
+    said = [turn.request.sampling_params.extra_args for turn in router.asked]  # type: ignore[union-attr]
+    assert [fields.get("program_turns") for fields in said] == expected  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["hash", "sticky", "program-sched", "fleet"])
