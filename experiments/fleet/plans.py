@@ -17,7 +17,7 @@ RIVALS = (
 FLEET, AFFINITY, NO_LINE, PENDING = "fleet", "fleet-affinity", "fleet-no-line", "fleet-pending"
 ROUTERS = (*RIVALS, AFFINITY, FLEET)
 PER_TURN = ("round-robin", "least", "lmetric", "hits-load", "ear-migration")
-PROGRAMS = {Size.QUICK: 8, Size.DEFAULT: 200, Size.FULL: 200}
+PROGRAMS = {Size.QUICK: 8, Size.DEFAULT: 60, Size.FULL: 200}
 REGIMES = (("skew", 0.6), ("skew", 0.9), ("skew", 1.3), ("swe", 1.1), ("fitted:claude-code-swe", 1.1))
 HOT, SWE_HOT = REGIMES[2], REGIMES[3]
 DIES_AT_S = 200.0
@@ -37,13 +37,13 @@ class Section:
 
 
 def at(regime: tuple[str, float], size: Size, *routers: str, engine: str = OURS) -> Points:
-    """The routers under one load."""
+    """The routers under one load. EAR has its link: it moves KV."""
     workload, rho = regime
     if size is Size.QUICK:
         rho = 3.0
-    return [
-        FleetPoint(router, engine, rho, 0, workload=workload, programs=PROGRAMS[size]) for router in routers
-    ]
+    plain = FleetPoint("", engine, rho, 0, workload=workload, programs=PROGRAMS[size])
+    links = {"ear": PEER_GBPS, "ear-migration": PEER_GBPS}
+    return [replace(plain, router=router, link_gbps=links.get(router, 0.0)) for router in routers]
 
 
 def regime_of(point: FleetPoint) -> str:

@@ -37,7 +37,7 @@ class FleetSetup:
     engine: Setup
     speeds: tuple[float, ...]  # of each GPU, in parts of what the setup's machine says
     pool: bool = False  # one DRAM for all; else each has its own
-    link_gbps: float = 0.0  # between replicas' DRAM, by its reader; 0: none
+    link_gbps: float = 0.0  # between replicas, by its reader, from GPU or DRAM into DRAM; 0: none
     told: bool = True  # the router tells an engine that a program is under way
     dies_at_s: float | None = None  # the first replica
 
@@ -205,14 +205,14 @@ class FleetRun(Simulation):
             store.dram = shelf
 
     def _copies(self, turn: Turn, replica: Replica) -> float | None:
-        """Fetch what another's DRAM has of the prompt and this one lacks. When it is here; None: nothing is.
+        """Fetch what another replica has of the prompt and this one lacks. When it is here; None: nothing is.
 
         The bytes pass the reader's link one after the other; a lookup takes no time.
         """
         if not self.fleet.link_gbps or replica.store is None or turn.number == 1:
             return None
         has_tokens = replica.hit_tokens(turn)
-        found_tokens = max((r.dram_hit_tokens(turn) for r in self.alive if r is not replica), default=0)
+        found_tokens = max((r.hit_tokens(turn) for r in self.alive if r is not replica), default=0)
         if found_tokens <= has_tokens:
             return None
         shape = replica.store.shape

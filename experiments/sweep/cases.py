@@ -100,7 +100,7 @@ class FleetPoint:
     slow: float = 0.6  # speed of the last replica
     dram_gb: float = 20.0  # a replica
     pool: bool = False  # one DRAM under all, of their sizes together
-    link_gbps: float = 0.0  # between replicas' DRAM; 0: none
+    link_gbps: float = 0.0  # between replicas; 0: none
     kv_share: float = 1.0  # of the machine's KV cache
     skew: float = 1.0  # of the programs' sizes
     told: bool = True  # engines are told that a program is under way
