@@ -6,9 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, median
+from textwrap import fill
 
 import numpy as np
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.fleet.plans import HOT, PEER_GBPS, Section, at, cases
 from experiments.fleet.report import conditions, grouped, of
@@ -88,7 +91,8 @@ def draw_coupling(rows: Rows, section: Section, size: Size, seeds: Sequence[int]
             if those:
                 x, y = ([float(row[name]) for row in those] for name in ("e2e_mean_s", "amplification"))
                 axes.plot(x, y, mark, color="black", fillstyle="none", markersize=7, label=router, alpha=0.8)
-        axes.set(xscale="log", yscale="log", xlabel="mean turn, s", title=engine)
+        axes.set(xscale="log", xlabel="mean turn, s", title=engine)
+        readable(axes.xaxis)
         axes.set_ylabel("makespan / makespan if each program were alone")
         axes.grid(color="0.9", which="both")
         axes.legend(fontsize=7)
@@ -118,6 +122,7 @@ def draw_balance(rows: Rows, section: Section, size: Size, seeds: Sequence[int],
         axes.set_yticks(range(len(labels)), labels, fontsize=7)
         axes.set_ylim(len(labels) - 0.5, -0.5)
         axes.set(xscale="log", title=panel)
+        readable(axes.xaxis)
         axes.set_xlabel("P90 of TTFT, s: median replica (ring), worst (arrow); means over seeds", fontsize=7)
         axes.grid(axis="x", color="0.9", which="both")
     titled(figure, "Balance of replicas", conditions(pairs))
@@ -172,5 +177,11 @@ def timeline_points(size: Size, seed: int) -> list[FleetPoint]:
 
 def titled(figure: Figure, title: str, words: str) -> None:
     """The title, and the conditions below it in lines that fit."""
-    cut = words.find("; ") + 2
-    figure.suptitle(f"{title}. {words[:cut]}\n{words[cut:]}", fontsize=7)
+    figure.suptitle(f"{title}\n{fill(words, width=round(20 * figure.get_figwidth()))}", fontsize=7)
+
+
+def readable(axis: Axis) -> None:
+    """A logarithmic axis with plain numbers at 1, 2 and 5."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
