@@ -96,6 +96,20 @@ def test_a_new_state_knows_where_every_program_is_at_home(url: str) -> None:
     assert [len(set(client.replicas)) for client in clients] == [1] * len(clients)
 
 
+def test_a_new_proxy_sends_every_program_home(url: str) -> None:
+    clients = [Client(f"proxied-{i}", 8000 + i) for i in range(4)]
+    for client in clients:
+        client.story.tokens += ids(200, story=client.seed)
+        client.turn(url, is_last=False)
+    (proxy,) = running("ray::ProxyActor")
+    os.kill(proxy.pid, signal.SIGKILL)
+    becomes(lambda: [p for p in running("ray::ProxyActor") if p.pid != proxy.pid], "another proxy")
+    becomes(lambda: told(url), "it answers")
+    for client in clients:
+        client.turn(url, is_last=False)
+    assert [len(set(client.replicas)) for client in clients] == [1] * len(clients)
+
+
 def test_ray_starts_lmcaches_server_again_and_turns_go_on_meanwhile(url: str) -> None:
     (server,) = running("lmcache.cli.main")
     os.kill(server.pid, signal.SIGKILL)
@@ -129,10 +143,11 @@ def test_every_way_to_name_a_program_keeps_its_replica(url: str) -> None:
 def test_ray_and_lmcache_listen_on_loopback_alone(url: str) -> None:
     """`url` is asked for, so that they run."""
     assert url.startswith("http://127.0.0.1:")
-    ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    names = ("ray::", "raylet", "gcs_server", "lmcache.cli", "/ray/dashboard/", "/ray/autoscaler/")
     open_to = {
         place.laddr.ip
-        for process in ours
+        for name in names
+        for process in running(name)
         for place in process.net_connections(kind="inet")
         if place.status == psutil.CONN_LISTEN
     }

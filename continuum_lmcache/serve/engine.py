@@ -6,8 +6,9 @@ that token counts are the engine's own.
 
 Seams, read and run on vLLM 0.32: entrypoints.launchers (cli_args.make_arg_parser,
 .validate_parsed_serve_args, app.build_app, api_server.app_state.init_app_state); AsyncLLM.generate,
-.from_vllm_config, .get_supported_tasks, .model_config, .vllm_config. On Ray 2.60 the request context's
-session_id and _internal_request_id.
+.from_vllm_config, .get_supported_tasks, .model_config, .vllm_config, .output_processor.request_states
+(is_prefilling, external_req_id, prompt_len). On Ray 2.60 the request context's session_id and
+_internal_request_id.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class WatchedEngine(AsyncLLM):
     """vLLM's engine; `books` hear of each turn's beginning, first token and end."""
 
     books: Books
+    _asked: dict[str, tuple[TurnId, int]]  # by request id: its turn, and the bytes of its body
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **more: Any
@@ -48,6 +50,7 @@ class WatchedEngine(AsyncLLM):
         turn, key = TurnName.read(context.session_id), TurnId(context._internal_request_id)
         self.books.starts(time.monotonic(), key, ProgramId(turn.program or f"~{key}"), turn.turns, turn.age_s)
         sampling_params.extra_args = under_way(sampling_params.extra_args, turn)
+        self._asked[request_id] = (key, turn.body_bytes)
         prompt_tokens = generated_tokens = 0
         finished = False
         try:
@@ -55,12 +58,25 @@ class WatchedEngine(AsyncLLM):
                 if not prompt_tokens:
                     prompt_tokens = len(output.prompt_token_ids or ())
                     self.books.first_token(key, prompt_tokens, turn.body_bytes)
+                    self._asked.pop(request_id, None)
                 generated_tokens += sum(len(part.token_ids) for part in output.outputs)
                 finished = output.finished
                 yield output
         finally:
+            self._asked.pop(request_id, None)
             tokens = prompt_tokens + generated_tokens if finished else 0
             self.books.stops(key, tokens, turn.is_last or not turn.program)
+
+    def look(self) -> None:
+        """Tell of prompts that are computed though nothing came out yet: an answer that is not streamed comes
+        when it is whole."""
+        for state in self.output_processor.request_states.values():
+            if (
+                not state.is_prefilling
+                and (asked := self._asked.pop(state.external_req_id, None)) is not None
+            ):
+                turn, body_bytes = asked
+                self.books.first_token(turn, state.prompt_len, body_bytes)
 
 
 def under_way(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
@@ -83,7 +99,7 @@ async def started(words: list[str], books: Books) -> tuple[WatchedEngine, FastAP
         disable_log_stats=args.disable_log_stats,
     )
     assert isinstance(engine, WatchedEngine)
-    engine.books = books
+    engine.books, engine._asked = books, {}
     tasks = await engine.get_supported_tasks()
     app = build_app(args, tasks, engine.model_config)
     await init_app_state(engine, app.state, args, tasks)

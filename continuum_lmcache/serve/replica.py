@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -20,9 +20,6 @@ from ray.exceptions import RayError
 from continuum_lmcache.serve.books import Books, TurnEnd
 from continuum_lmcache.serve.gauges import figures, report
 from continuum_lmcache.serve.settings import ServeSettings
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
 
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
@@ -39,7 +36,7 @@ def away(error: BaseException) -> Response:
 
 
 class Signed:
-    """ASGI middleware: each answer names the replica that gave it."""
+    """ASGI: each answer names the replica that gave it. vLLM's app takes no more middleware."""
 
     def __init__(self, app: Any, replica: str) -> None:
         self._app, self._header = app, (b"x-continuum-replica", replica.encode())
@@ -66,7 +63,7 @@ class Replica:
         self._gpu_tokens = 0
         self._reporting: asyncio.Task[None] | None = None
 
-    async def __serve_build_asgi_app__(self) -> FastAPI:
+    async def __serve_build_asgi_app__(self) -> Signed:
         """Start the engine; vLLM's app around it, with two paths more."""
         from continuum_lmcache.serve import engine  # imports vllm, which only a replica needs
 
@@ -75,11 +72,10 @@ class Replica:
             await self._below.ready.remote()
         self._engine, app = await engine.started(self._settings.vllm_args, self._books)
         self._gpu_tokens = engine.gpu_tokens(self._engine)
-        app.add_middleware(Signed, replica=self._name)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         app.add_api_route("/fleet/metrics", self.fleet_metrics, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
-        return app
+        return Signed(app, self._name)
 
     async def fleet(self) -> Response:
         """GET /fleet: the state, as it tells itself."""
@@ -124,6 +120,7 @@ class Replica:
         known_to, books = "", self._books
         about = {"rank": self.rank, "pid": os.getpid(), "addresses": {"Ray": ray.util.get_node_ip_address()}}
         while True:
+            self._engine.look()
             news, books.news = books.news, []
             try:
                 says = report(self._name, self._gpu_tokens, figures())
