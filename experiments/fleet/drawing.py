@@ -177,7 +177,7 @@ def timeline_points(size: Size, seed: int) -> list[FleetPoint]:
 
 def titled(figure: Figure, title: str, words: str) -> None:
     """The title, and the conditions below it in lines that fit."""
-    figure.suptitle(f"{title}\n{fill(words, width=round(20 * figure.get_figwidth()))}", fontsize=7)
+    figure.suptitle(f"{title}\n{fill(words, width=round(16 * figure.get_figwidth()))}", fontsize=7)
 
 
 def readable(axis: Axis) -> None:
