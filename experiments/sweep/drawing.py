@@ -98,7 +98,7 @@ def draw_traces(found: Mapping[str, Sequence[trace_goals.Runs]], title: str, pat
     for label, (contender, mark) in MARKS.items():
         values = [mean(trace_goals.ratios(seeds, contender)) for seeds in found.values()]
         left.plot(values, range(len(names)), mark, color="k", markersize=4, fillstyle="none", label=label)
-    tails = [mean(1 / r for r in trace_goals.ratios(s, PAPER, "ttft_p99_s")) for s in found.values()]
+    tails = [trace_goals.tail_ratio(seeds) for seeds in found.values()]
     right.plot(tails, range(len(names)), "o", color="black", markersize=4)
     right.axvline(1.5, color="0.6", linestyle=":")
     left.axvline(1.0, color="0.6")
