@@ -38,7 +38,7 @@ def test_agents_programs_come_on_two_cards_behind_three_tiers_at_three_loads() -
 
 
 def test_regimes_without_goals_are_refused() -> None:
-    with pytest.raises(SystemExit, match="--regimes chooses among goals, traces, fleet; name one of these"):
+    with pytest.raises(SystemExit, match="--regimes chooses among goals, traces"):
         main(["fig8"], regimes="fig9")
 
 
