@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from experiments.sweep.cases import PEERS, STOCK, Case, Live
+from experiments.sweep.cases import PEERS, ROUTER_WARM, STOCK, Case, Live
 from experiments.sweep.grids import Cases, Size
 from experiments.sweep.live import MACHINES
 from experiments.sweep.plans import LMCACHE, UNTUNED, Plan, bare_name, rate, tiers
@@ -61,7 +61,7 @@ AGENTS = ("claude-code-swe:report", "mini-swe:report")
 def of_agents(size: Size, seeds: Sequence[int]) -> list[Case]:
     """Two agents' traces, under pressure: DRAM of half the KV cache, with a disk of twice it and without."""
     programs = {Size.QUICK: 6, Size.DEFAULT: 20, Size.FULL: 40}[size]
-    names, contenders = AGENTS[: 1 if size is Size.QUICK else 2], (*LADDER[:2], *LADDER[3:])
+    names, contenders = AGENTS[: 1 if size is Size.QUICK else 2], (*LADDER[:2], ROUTER_WARM, *LADDER[3:])
     cases = [
         Live(STOCK, programs, 1.0, seed, name, dram_gb=SMALL, ssd_gb=ssd_gb)
         for seed, name, ssd_gb in product(seeds, names, (0.0, 2 * KV_GB))
