@@ -206,6 +206,7 @@ def main(
         up_s = time.monotonic() - start_s
         outcome = play(at, programs, turns, kill, seed=int(time.time()) % 100_000)
         fleet = told(at)
+    Console().print(table(outcome, fleet, check=False)[0])  # the check takes a while
     shown, ok = table(outcome, fleet, check)
     shown.add_row("start of the fleet", f"{up_s:.0f} s" if url is None else "not counted")
     Console().print(shown)

@@ -29,11 +29,12 @@ from experiments.ray_server import serve_fleet, told
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 PATIENCE_S = 300.0
+NO_MOVES = {"fleet.mover": "never"}  # what leaves home then is a fault
 
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serve_fleet(model, tmp_path_factory.mktemp("fleet"), start_s=800) as at:
+    with serve_fleet(model, tmp_path_factory.mktemp("fleet"), start_s=800, **NO_MOVES) as at:
         yield at
 
 
