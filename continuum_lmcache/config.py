@@ -27,7 +27,8 @@ class ContinuumConfig:
     max_ttl_s: float = 300.0  # no pin outlives this, whatever the policy says
     max_pinned_share: float = 0.8  # of the GPU's KV blocks
     max_tenant_share: float = 1.0  # of max_pinned_share, for one cache_salt or API key
-    max_wait_s: float = 120.0  # for how long we may hold a turn back that is first in line
+    admission_max_hold_s: float = 120.0  # for how long the first new program in line is held back
+    pin_reclaim_after_s: float = 120.0  # after so long at the head of the queue a turn may take others' pins
     program_idle_s: float = 3600.0  # a program not heard of for so long is forgotten
     max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this
     load_or_recompute: bool = True  # load from a tier only what is measured to be cheaper than computing it
@@ -50,7 +51,13 @@ class ContinuumConfig:
     divergence_texts: bool = False  # recordings hold what stood where a prompt left its last turn, cut
 
     def __post_init__(self) -> None:
-        for name in ("static_ttl_s", "max_ttl_s", "max_wait_s", "program_idle_s"):
+        for name in (
+            "static_ttl_s",
+            "max_ttl_s",
+            "program_idle_s",
+            "admission_max_hold_s",
+            "pin_reclaim_after_s",
+        ):
             require(getattr(self, name) >= 0, name, getattr(self, name), "a number of seconds >= 0")
         for name in ("max_pinned_share", "max_tenant_share"):
             require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a share in [0, 1]")
@@ -69,7 +76,12 @@ class ContinuumConfig:
 
 
 KEYS: dict[str, str] = {f.name: str(f.type) for f in fields(ContinuumConfig)}
-REMOVED = ("no_loss_guard", "prefetch")  # settings of earlier versions (CHANGELOG.md)
+GONE = "does nothing any more; delete it"
+REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about them
+    "no_loss_guard": GONE,
+    "prefetch": GONE,
+    "max_wait_s": "is two settings now: admission_max_hold_s and pin_reclaim_after_s",
+}
 
 
 def refuse_unknown(
@@ -80,9 +92,7 @@ def refuse_unknown(
     for name in given:
         if name not in known:
             if prefix in (PREFIX, ENV_PREFIX) and name in REMOVED:
-                raise ConfigError(
-                    f"{prefix}{spell(name)} in {where} was removed and does nothing any more; delete it"
-                )
+                raise ConfigError(f"{prefix}{spell(name)} in {where} was removed: it {REMOVED[name]}")
             near = difflib.get_close_matches(name, known, n=1)
             known_names = "Known: " + ", ".join(map(spell, known))
             hint = f"did you mean {prefix}{spell(near[0])!s}?" if near else known_names

@@ -35,7 +35,7 @@ CHOSEN = (  # by a user; the others are switches for experiments, or seldom need
     "max_ttl_s",
     "max_pinned_share",
     "max_tenant_share",
-    "max_wait_s",
+    "admission_max_hold_s",
     "honor_priority",
     "fail_on_load_error",
 )

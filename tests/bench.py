@@ -149,7 +149,7 @@ class Bench:
         while len(self._in_flight) > (self._ahead if ids else 0):
             self._deliver(*self._in_flight.popleft())
         if self.lifecycle is not None:
-            self.lifecycle.ledger.check()
+            self.lifecycle.check()
         return sum(output.num_scheduled_tokens.values())
 
     def scheduled(self, output: Any) -> None:

@@ -35,8 +35,8 @@ def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
     for bench in made:
         bench.run_until_idle()
         bench.advance(1000.0)
-        bench.lifecycle.crowd.admission.check()
-        assert not bench.lifecycle.crowd.admission.outside
+        bench.lifecycle.admission.check()
+        assert not bench.lifecycle.admission.outside
         bench.scheduler.shutdown()
         assert bench.used_blocks == 0, "blocks leaked"
 
@@ -135,7 +135,7 @@ def test_a_stranger_that_is_under_way_is_not_held_and_stands_by_its_age(make: Ma
     assert held(bench)
     stranger = bench.send("elsewhere", prompt(40, 78), program_turns=6, program_age_s=90.0)
     assert stranger not in held(bench)
-    entry = bench.lifecycle.ledger.programs[ProgramId("elsewhere")]
+    entry = bench.lifecycle.programs.records[ProgramId("elsewhere")]
     assert (entry.turns, entry.arrival_s) == (6, bench.now_s - 90.0)
     bench.run_until_idle()
     assert entry.turns == 7
@@ -168,7 +168,7 @@ def test_the_time_a_program_spent_on_another_engine_is_no_tools(make: Make) -> N
         bench.send("p", prompt(60, 1), program_turns=said)
         bench.run_until_idle()
         assert bench.lifecycle.advisor.gaps.own(()).n == gaps
-        assert bench.lifecycle.ledger.programs[ProgramId("p")].turns == turns
+        assert bench.lifecycle.programs.records[ProgramId("p")].turns == turns
 
 
 def test_the_headroom_told_is_the_room_for_one_more_program(make: Make) -> None:
@@ -176,7 +176,7 @@ def test_the_headroom_told_is_the_room_for_one_more_program(make: Make) -> None:
     assert totals_of(bench.lifecycle, bench.now_s)["headroom"][""] == 320
     crowd_in(bench, 1, out=30)
     bench.step()
-    admission = bench.lifecycle.crowd.admission
+    admission = bench.lifecycle.admission
     room = totals_of(bench.lifecycle, bench.now_s)["headroom"][""]
     assert 0 < room < 320
     need = admission.growth.forecast_tokens(100, 0)
@@ -207,14 +207,14 @@ def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
         bench.send(None, prompt(4, i % 7), priority=-i)
         if i % 100 == 0:
             bench.run_until_idle()
-            seen.append(tables(bench.lifecycle.crowd.admission).total())
+            seen.append(tables(bench.lifecycle.admission).total())
     assert seen[0] == seen[-1]
 
 
 def test_what_a_plain_request_computes_is_weighed_as_a_store_too(make: Make) -> None:
     bench = make(blocks=20)
     bench.turn(None, prompt(64, 77))
-    assert bench.lifecycle.crowd.stores.new_tokens == 64
+    assert bench.lifecycle.stores.gate.new_tokens == 64
 
 
 def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
@@ -223,7 +223,7 @@ def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
     bench.step()
     gone = held(bench)[0]
     bench.scheduler.finish_requests([gone], status_of("FINISHED_ABORTED"))
-    assert gone not in held(bench) and len(bench.lifecycle.crowd.admission.outside) == len(held(bench))
+    assert gone not in held(bench) and len(bench.lifecycle.admission.outside) == len(held(bench))
 
 
 def test_a_turn_at_the_door_is_let_in_although_another_of_its_program_left(make: Make) -> None:
@@ -316,7 +316,7 @@ def test_a_program_that_was_said_to_be_over_keeps_its_place_when_it_comes_back(m
     back = bench.send("p", prompt(80, 1))
     turn = bench.lifecycle.turns[back]
     assert not turn.held and turn.program_arrival_s < began_s
-    assert bench.lifecycle.crowd.endings.wrong == 1
+    assert bench.lifecycle.end_claims.wrong == 1
 
 
 # the chunk budget -------------------------------------------------------------

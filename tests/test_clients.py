@@ -110,7 +110,7 @@ def test_a_parents_pin_outlives_its_subagents_traffic_and_is_reused(bench: Bench
         bench.now_s += 0.5
     found = bench.lifecycle.supply.prompt_tokens["gpu"] - before
     assert found == len(tokens(client.turns[1])) // BLOCK * BLOCK, "all of the parent's turn before"
-    outcomes = bench.lifecycle.ledger.outcomes
+    outcomes = bench.lifecycle.pins.outcomes
     assert outcomes[PinEnd.REUSED] >= 1 and outcomes[PinEnd.DIVERGED] == outcomes[PinEnd.EXPIRED] == 0
 
 
@@ -119,7 +119,7 @@ def test_under_one_name_a_subagent_takes_its_parents_pin(bench: Bench) -> None:
     for turn in CLIENTS["Claude Code"].turns:
         session = Turn(turn.agent, turn.path, {**turn.headers, "x-claude-code-agent-id": ""}, turn.body)
         bench.turn(sent(session)["job_id"], tokens(turn))
-    assert bench.lifecycle.ledger.outcomes[PinEnd.DIVERGED] == 2, "where the subagent begins, and after it"
+    assert bench.lifecycle.pins.outcomes[PinEnd.DIVERGED] == 2, "where the subagent begins, and after it"
 
 
 def test_a_hint_settles_which_of_two_equal_first_prompts_goes_on(bench: Bench) -> None:
@@ -127,9 +127,9 @@ def test_a_hint_settles_which_of_two_equal_first_prompts_goes_on(bench: Bench) -
     for key in ("a", "b"):
         bench.turn(None, prompt, **{HINT_FIELD: key})
     bench.turn(None, [*prompt, *range(3000, 3040)])
-    assert not bench.lifecycle.ledger.programs, "without a hint nobody knows whose it is"
+    assert not bench.lifecycle.programs.records, "without a hint nobody knows whose it is"
     bench.turn(None, [*prompt, *range(3100, 3140)], **{HINT_FIELD: "b"})
-    assert list(bench.lifecycle.ledger.programs) == ["~None-2"]
+    assert list(bench.lifecycle.programs.records) == ["~None-2"]
 
 
 def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None:
@@ -137,9 +137,9 @@ def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None
     head = list(range(500, 660))
     for story in range(4):
         bench.turn(None, [*head, *[story] * 40], **{HINT_FIELD: "one key for all"})
-    assert not bench.lifecycle.ledger.programs
+    assert not bench.lifecycle.programs.records
     bench.turn(None, [*head, *[2] * 40, 7, 9, 9], **{HINT_FIELD: "one key for all"})
-    assert list(bench.lifecycle.ledger.programs) == ["~None-3"]
+    assert list(bench.lifecycle.programs.records) == ["~None-3"]
 
 
 def test_hints_without_end_fill_no_table(bench: Bench) -> None:

@@ -56,7 +56,7 @@ def test_every_token_is_what_the_model_says_without_a_cache(llm: Any) -> None:
     assert len(off) % ((8 * 3 + 3) * 40) == 0  # three of the prompts were asked again
     assert max(off) < 1e-3
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert not scheduler._lifecycle.ledger.pinned and scheduler.get_kv_cache_usage() == 0.0
+    assert not scheduler._lifecycle.pins.pinned and scheduler.get_kv_cache_usage() == 0.0
 
 
 def test_chunks_of_another_place_are_noticed(llm: Any, disk: Path) -> None:

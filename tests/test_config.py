@@ -24,6 +24,11 @@ def test_a_removed_setting_is_refused_by_its_name(name: str) -> None:
         ContinuumConfig.load({}, {f"CONTINUUM_{name.upper()}": "1"})
 
 
+def test_a_setting_that_was_split_names_its_two_successors() -> None:
+    with pytest.raises(ConfigError, match="two settings now: admission_max_hold_s and pin_reclaim_after_s"):
+        ContinuumConfig.load({"continuum.max_wait_s": 60}, {})
+
+
 def test_an_unknown_key_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"continuum.max_ttls_s .*did you mean continuum.max_ttl_s\?"):
         ContinuumConfig.load({"continuum.max_ttls_s": 8}, {})

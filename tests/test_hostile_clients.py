@@ -9,10 +9,10 @@ import pytest
 from bench import Bench, prompt, settings  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
+from pin_tables import Tables
 
 from continuum_lmcache.programs.identity import FIELDS, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
-from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.tools.durations import MAX_KEYS, MAX_LEVELS, WINDOW, ToolDurations
 from continuum_lmcache.types import ProgramId, TurnId
@@ -31,19 +31,20 @@ def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
 
 
 def test_a_hundred_thousand_ids_leave_a_table_of_its_bound() -> None:
-    ledger = ProgramTable(100, 100, max_programs=1000)
+    tables = Tables(100, 100, max_programs=1000)
     recorder = EventRecorder(0.0, max_programs=1000)
     for i in range(100_000):
         program, turn = ProgramId(f"job-{i}"), TurnId(f"turn-{i}")
-        ledger.arrived(float(i), turn, program, f"salt-{i}")
+        tables.arrived(float(i), turn, program, f"salt-{i}")
         recorder.arrived(float(i), program, turn, 10)
-        ledger.left(float(i), turn, program)
+        tables.left(float(i), turn, program)
         if i % 100 == 0:
-            for old in ledger.forgettable(float(i), 3600.0):
-                ledger.ended(old)
-    assert len(ledger.programs) <= 1100 and not ledger._by_tenant and not ledger._deadlines
+            for old in tables.idle(float(i), 3600.0):
+                tables.ended(old)
+    assert len(tables.programs.records) <= 1100
+    assert not tables.pins._by_tenant and not tables.pins._deadlines
     assert len(recorder.snapshot()) <= 1001
-    ledger.check()
+    tables.check()
 
 
 def test_ids_that_come_once_and_never_end_fill_no_table(bench: Bench) -> None:
@@ -51,12 +52,12 @@ def test_ids_that_come_once_and_never_end_fill_no_table(bench: Bench) -> None:
         bench.turn(f"job-{i}", prompt(20, i), this_func_call=f"tool-{i} x{i}")
         bench.now_s += 1
     lifecycle = bench.lifecycle
-    assert len(lifecycle.ledger.programs) <= 50 + 11  # looked at every 10 s
-    assert not lifecycle.turns and not lifecycle.moved
+    assert len(lifecycle.programs.records) <= 50 + 11  # looked at every 10 s
+    assert not lifecycle.turns and not lifecycle.turns.to_rekey
     assert len(lifecycle._prompt_linker._turns) <= 50 and all(
         len(tails) <= MAX_TAILS for tails in lifecycle._prompt_linker._turns.values()
     )
-    assert len(lifecycle.ledger._deadlines) <= 61
+    assert len(lifecycle.pins._deadlines) <= 61
 
 
 def test_tools_without_end_are_forgotten_beyond_the_bound() -> None:
@@ -72,10 +73,10 @@ def test_tools_without_end_are_forgotten_beyond_the_bound() -> None:
 def test_one_client_cannot_pin_more_than_its_share(bench: Bench) -> None:
     for i in range(12):
         bench.turn(f"greedy-{i}", prompt(64, i), salt="greedy")
-    assert bench.lifecycle.ledger.pinned_blocks <= bench.lifecycle.ledger.max_tenant_blocks
-    assert bench.lifecycle.ledger.refused["tenant"] > 0
+    assert bench.lifecycle.pins.pinned_blocks <= bench.lifecycle.pins.max_tenant_blocks
+    assert bench.lifecycle.pins.refused["tenant"] > 0
     bench.turn("victim", prompt(64, 99), salt="victim")
-    assert ProgramId(program_id("victim", "victim")) in bench.lifecycle.ledger.pinned
+    assert ProgramId(program_id("victim", "victim")) in bench.lifecycle.pins.pinned
 
 
 def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
@@ -87,7 +88,7 @@ def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
     for i in range(150):  # past the cold start
         bench.turn("liar", prompt(64, i), this_func_call="bash sleep")
         bench.now_s += 29
-    pins = bench.lifecycle.ledger.pinned.values()
+    pins = bench.lifecycle.pins.pinned.values()
     assert all(pin.deadline_s - pin.taken_s <= 30 for pin in pins)
     bench.advance(31)
     assert bench.used_blocks == 0
@@ -96,7 +97,7 @@ def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
 @pytest.mark.parametrize("field", ["job_id", "this_func_call", "last_func_call"])
 def test_a_field_of_a_megabyte_is_ignored_and_counted(bench: Bench, field: str) -> None:
     bench.turn(None, prompt(40), **{field: "x" * 2**20})
-    assert bench.lifecycle.ignored == {field: 1} and not bench.lifecycle.ledger.programs
+    assert bench.lifecycle.ignored == {field: 1} and not bench.lifecycle.programs.records
 
 
 @pytest.mark.parametrize("name", NASTY)
@@ -128,14 +129,14 @@ def test_two_programs_have_one_name_only_if_they_are_one(a: tuple[str, str], b: 
 def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_elses(bench: Bench) -> None:
     bench.turn("victim", prompt(64, 99))
     bench.turn("liar", prompt(40, 1), is_last_step=True)
-    arrival_s = bench.lifecycle.crowd.endings._ended[ProgramId("liar")].arrival_s
+    arrival_s = bench.lifecycle.end_claims._ended[ProgramId("liar")].arrival_s
     for turn in range(2, 30):
         bench.turn("liar", prompt(40 + turn, 1), is_last_step=True)
     lifecycle = bench.lifecycle
-    assert list(lifecycle.ledger.pinned) == [ProgramId("victim")] == list(lifecycle.ledger.programs)
-    assert lifecycle.crowd.endings._ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
-    assert not lifecycle.crowd.endings.believed, "its word is not taken any more, nor is its KV dropped"
-    assert set(lifecycle.crowd.admission.inside) == {ProgramId("victim")}
+    assert list(lifecycle.pins.pinned) == [ProgramId("victim")] == list(lifecycle.programs.records)
+    assert lifecycle.end_claims._ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
+    assert not lifecycle.end_claims.believed, "its word is not taken any more, nor is its KV dropped"
+    assert set(lifecycle.admission.inside) == {ProgramId("victim")}
 
 
 @pytest.mark.parametrize("lie", ["never-last", "always-last"])

@@ -203,7 +203,7 @@ class Machine(RuleBasedStateMachine):
         connector = self.bench.scheduler.connector
         if IS_STOCK:
             return
-        judged = self.judged = getattr(self, "judged", None) or self.bench.lifecycle.judge.tokens
+        judged = self.judged = getattr(self, "judged", None) or self.bench.lifecycle.load_policy.tokens
         allowed = {"load": 1 << 30, "recompute": 0}
         connector.load_by(lambda turn, where: min(judged(turn, where), allowed.get(way, where.dram_tokens)))
 

@@ -22,7 +22,7 @@ CORE = {  # a package of the core -> the others that it may import, beside BASE
     "admission": set(),
     "programs": {"tools", "reload"},
     "telemetry": {"programs", "reload"},
-    "retention": {"tools", "reload", "admission", "telemetry"},
+    "retention": {"tools", "programs", "reload", "admission", "telemetry"},
     "capacity": {"tools", "reload", "retention", "telemetry"},
     "fleet": {"tools", "reload", "admission", "retention"},
 }

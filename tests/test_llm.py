@@ -56,7 +56,7 @@ def test_a_program_in_llm_generate_is_pinned_reused_and_freed(llm: Any) -> None:
         return prompt + list(answer.outputs[0].token_ids)
 
     first = turn(ids(5 * BLOCK))
-    assert scheduler._lifecycle.ledger.pinned_blocks == 5
+    assert scheduler._lifecycle.pins.pinned_blocks == 5
     turn(first + ids(7, 1), is_last_step=True)
     assert scheduler._lifecycle.supply.prompt_tokens["gpu"] == 5 * BLOCK
     assert scheduler.get_kv_cache_usage() == 0.0
@@ -69,6 +69,6 @@ def test_the_cache_can_be_reset_while_a_pin_is_held(llm: Any) -> None:
     params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"job_id": "q"})
     llm.generate(TokensPrompt(prompt_token_ids=ids(3 * BLOCK, 5)), params, use_tqdm=False)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert scheduler._lifecycle.ledger.pinned_blocks == 3
+    assert scheduler._lifecycle.pins.pinned_blocks == 3
     assert llm.reset_prefix_cache()
     assert scheduler.get_kv_cache_usage() == 0.0

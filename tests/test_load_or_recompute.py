@@ -152,7 +152,7 @@ def test_stores_that_hold_no_step_up_teach_no_stall(tmp_path: Path, beside: bool
 
 def counts(setup: Setup, programs: Sequence[Program] = ()) -> Counter[str]:
     """What the scheduler's judge counted in a run."""
-    found: Counter[str] = lifecycle_after(setup, programs).judge.counts
+    found: Counter[str] = lifecycle_after(setup, programs).load_policy.counts
     return found
 
 

@@ -88,7 +88,7 @@ def test_a_busy_engine_tells_every_half_second_and_the_rest_in_its_last_step(mak
     told_at = [at for at, stats in enumerate(bench.stats) if stats.kv_connector_stats]
     assert told_at == [4, 9, 14, 19, 24, 29, len(bench.stats) - 1], "a step takes 0.1 s"
     last = heard_by_front_ends(bench)[-1]
-    assert last["pinned_blocks"] == {"": bench.lifecycle.ledger.pinned_blocks} == {"": 6}
+    assert last["pinned_blocks"] == {"": bench.lifecycle.pins.pinned_blocks} == {"": 6}
     assert last["pins"] == {"taken": 1}, "the turn's end is told before the engine idles"
 
 

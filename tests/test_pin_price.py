@@ -58,9 +58,8 @@ def ttl_s(short: bool, tokens: int = 16, dram_tokens: int = 0, **values: Any) ->
     """Of a turn whose tool took 1, 4 or 30 s so far; a second a token to compute, a tenth from DRAM."""
     config = ContinuumConfig(**{"priced_pins": True, **values})
     made = RetentionAdvisor(config, A_SECOND_A_TOKEN, learned(), {Tier.DRAM: 10**9})
-    if short:
-        made.memory(SOMEBODY, refused=True)
-    return made.retain(0.0, turn(tokens, dram_tokens=dram_tokens), IDLE).ttl_s
+    load = replace(IDLE, is_memory_short=short)
+    return made.retain(0.0, turn(tokens, dram_tokens=dram_tokens), load).ttl_s
 
 
 def test_while_nobody_waits_for_memory_a_pin_waits_for_the_slowest_return():
@@ -80,13 +79,6 @@ def test_the_published_policy_knows_no_other_price():
     assert ttl_s(short=False, policy="continuum-published") == 4.0
 
 
-def test_who_got_its_memory_waits_no_longer():
-    made = RetentionAdvisor(ContinuumConfig(priced_pins=True), A_SECOND_A_TOKEN, learned())
-    made.memory(SOMEBODY, refused=True)
-    made.memory(SOMEBODY, refused=False)
-    assert made.retain(0.0, turn(16), IDLE).ttl_s == 30.0
-
-
 @pytest.fixture
 def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
     """An engine that has learned the gaps above, with p's 17 tokens pinned 10 s ago."""
@@ -99,7 +91,7 @@ def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
 
 
 def pinned(bench: Bench) -> bool:
-    return bool(bench.lifecycle.ledger.pinned)
+    return bool(bench.lifecycle.pins.pinned)
 
 
 def test_a_pin_is_kept_while_nobody_waits_and_given_up_when_somebody_begins_to(bench: Bench) -> None:
@@ -111,7 +103,7 @@ def test_a_pin_is_kept_while_nobody_waits_and_given_up_when_somebody_begins_to(b
     bench.step()
     bench.step(seconds=2.0)
     bench.step()
-    assert not pinned(bench) and bench.lifecycle.ledger.outcomes.total() == 1
+    assert not pinned(bench) and bench.lifecycle.pins.outcomes.total() == 1
 
 
 def test_a_pin_that_outlasts_every_gap_ends_on_an_idle_engine(bench: Bench) -> None:
@@ -135,9 +127,9 @@ def test_no_pin_outlives_its_ceiling_by_being_looked_at_again(bench: Bench) -> N
 def test_a_pin_worth_a_moment_more_does_not_wake_an_idle_engine_at_every_moment(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, ttl_s: float, next_look_s: float
 ) -> None:
-    [pin] = bench.lifecycle.ledger.pinned.values()
+    [pin] = bench.lifecycle.pins.pinned.values()
     moment = replace(pin.retention, ttl_s=ttl_s)
-    monkeypatch.setattr(bench.lifecycle.advisor, "judged", lambda *_: moment)
+    monkeypatch.setattr(bench.lifecycle.advisor, "retain", lambda *_: moment)
     bench.now_s = bench.scheduler.next_due_s()
     bench.step(seconds=0.0)
     assert bench.scheduler.next_due_s() == pytest.approx(bench.now_s + next_look_s)
@@ -158,12 +150,12 @@ def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
         bench.turn(f"p{i}", prompt(BLOCK, i))
     bench.step()
     seen: list[int] = []
-    judged = advisor.judged
-    monkeypatch.setattr(advisor, "judged", lambda *a: seen.append(a[1].program) or judged(*a))
+    retain = advisor.retain
+    monkeypatch.setattr(advisor, "retain", lambda *a: seen.append(a[1].program) or retain(*a))
     if due:
-        bench.now_s = max(pin.deadline_s for pin in bench.lifecycle.ledger.pinned.values())
+        bench.now_s = max(pin.deadline_s for pin in bench.lifecycle.pins.pinned.values())
     else:
-        advisor.short.add(SOMEBODY)
+        bench.lifecycle.turns.refused_memory.add(SOMEBODY)
     each: list[int] = []
     while len(set(seen)) < 50 and len(each) < 10:
         before = len(seen)
@@ -176,18 +168,27 @@ def test_a_pins_new_deadline_is_recorded(bench: Bench) -> None:
     bench.now_s = bench.scheduler.next_due_s()
     bench.step(seconds=0.0)
     events = bench.lifecycle.recorder.snapshot()["p"]
-    [pin] = bench.lifecycle.ledger.pinned.values()
+    [pin] = bench.lifecycle.pins.pinned.values()
     renewed = [event for event in events if "renewed_time" in event]
     assert renewed[-1]["deadline"] == pytest.approx(
         pin.deadline_s + bench.lifecycle.recorder.epoch_s, abs=1e-5
     )
 
 
+def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: Bench) -> None:
+    turns = bench.lifecycle.turns
+    assert not bench.lifecycle.load().is_memory_short
+    turns.refused_memory.add(SOMEBODY)
+    assert bench.lifecycle.load().is_memory_short
+    turns.drop(SOMEBODY)
+    assert not bench.lifecycle.load().is_memory_short
+
+
 def test_what_shared_pins_free_is_counted_once_and_no_further_than_wanted(bench: Bench) -> None:
     first = bench.turn("q", prompt(3 * BLOCK, 5))
     bench.turn("r", [*first, *prompt(BLOCK, 6)])
-    pins = bench.lifecycle.pins
-    assert not pins.can_free(["q"], 1), "r's pin holds the same blocks"
-    assert pins.can_free(["q", "r"], 4) and not pins.can_free(["q", "r"], 5)
+    blocks, held = bench.lifecycle.blocks, bench.lifecycle.pins.blocks
+    assert not blocks.can_free([held("q")], 1), "r's pin holds the same blocks"
+    assert blocks.can_free(map(held, "qr"), 4) and not blocks.can_free(map(held, "qr"), 5)
     programs = iter(["p", "q", "r"])
-    assert pins.can_free(programs, 1) and list(programs) == ["q", "r"]
+    assert blocks.can_free(map(held, programs), 1) and list(programs) == ["q", "r"]

@@ -158,7 +158,7 @@ def make(model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
     yield build
     for bench in made:
         bench.scheduler.shutdown()
-        bench.lifecycle.ledger.check()
+        bench.lifecycle.check()
 
 
 def run_program(bench: Bench, story: int, kept_answer: int) -> Seen:
@@ -169,12 +169,12 @@ def run_program(bench: Bench, story: int, kept_answer: int) -> Seen:
     for turn in range(TURNS):
         before = bench.lifecycle.supply.prompt_tokens["gpu"]
         whole = bench.turn(f"program {story}", history, out=ANSWER)
-        pinned.append(bench.lifecycle.ledger.pinned_blocks)
+        pinned.append(bench.lifecycle.pins.pinned_blocks)
         found.append(bench.lifecycle.supply.prompt_tokens["gpu"] - before)
         history = whole[: len(history) + kept_answer] + prompt(ASKED, 10 * story + turn + 1)
         bench.now_s += 1.0
     bench.turn(f"program {story}", history, out=1, is_last_step=True)
-    assert not bench.lifecycle.ledger.pinned
+    assert not bench.lifecycle.pins.pinned
     return list(zip(pinned, found[1:], strict=False))
 
 

@@ -27,7 +27,7 @@ def advisor(capacity_tokens: int) -> RetentionAdvisor:
     """One that knows its tools: 0.05 to 1 s, evenly."""
     made = RetentionAdvisor(ContinuumConfig(), COSTS, capacity_tokens={Tier.DRAM: capacity_tokens})
     for i in range(120):
-        made.came_back(("bash",), 0.05 + (i % 20) * 0.05)
+        made.gaps.observe(("bash",), 0.05 + (i % 20) * 0.05)
     return made
 
 

@@ -15,6 +15,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
+from continuum_lmcache.telemetry.events import PinReleased
 from continuum_lmcache.telemetry.recorder import META
 from continuum_lmcache.types import PinEnd
 from continuum_lmcache.vllm_plugin.hooks.prometheus import detach
@@ -41,14 +42,14 @@ def make(request: Any, model: Path, settings: Any) -> Iterator[Make]:  # noqa: F
     for bench in made:
         bench.run_until_idle()
         bench.scheduler.shutdown()
-        bench.lifecycle.ledger.check()
+        bench.lifecycle.check()
         assert bench.used_blocks == 0, "blocks leaked"
-        assert len(bench.lifecycle.pins) == 0
+        assert len(bench.lifecycle.pins.pinned) == 0
         assert not bench.lifecycle.turns
 
 
 def outcomes(bench: Bench) -> dict[str, int]:
-    return {outcome.value: n for outcome, n in bench.lifecycle.ledger.outcomes.items() if n}
+    return {outcome.value: n for outcome, n in bench.lifecycle.pins.outcomes.items() if n}
 
 
 # how long a pin lives -------------------------------------------------------
@@ -69,7 +70,7 @@ def test_the_last_step_frees_at_once(make: Make) -> None:
     bench = make()
     bench.turn("p", prompt(64), is_last_step=True)
     assert bench.used_blocks == 0
-    assert not bench.lifecycle.ledger.programs
+    assert not bench.lifecycle.programs.records
 
 
 def test_the_next_turn_hits_what_was_pinned_though_more_than_the_cache_has_passed(make: Make) -> None:
@@ -109,9 +110,9 @@ def test_a_pin_ends_though_its_program_has_an_idle_session(make: Make) -> None:
     session = bench.send("p", prompt(32, 1), resumable=True)
     bench.run_until_idle()
     bench.turn("p", prompt(64, 2))
-    assert session in bench.lifecycle.turns and list(bench.lifecycle.ledger.pinned) == ["p"]
+    assert session in bench.lifecycle.turns and list(bench.lifecycle.pins.pinned) == ["p"]
     bench.advance(9)
-    assert not bench.lifecycle.ledger.pinned and outcomes(bench) == {"expired": 1}
+    assert not bench.lifecycle.pins.pinned and outcomes(bench) == {"expired": 1}
     bench.scheduler.finish_requests([session], RequestStatus.FINISHED_ABORTED)
 
 
@@ -179,7 +180,7 @@ def test_a_pinned_program_goes_before_an_older_one_without_a_pin(make: Make) -> 
     young = bench.send("young", prompt(60, 2), is_last_step=True)
     bench.run_until_idle()
     assert bench.order[-2:] == [young, old]
-    assert bench.lifecycle.ledger.refused == {"budget": 1}
+    assert bench.lifecycle.pins.refused == {"budget": 1}
 
 
 def test_a_turn_that_loses_its_pin_while_it_waits_loses_its_place_too(make: Make) -> None:
@@ -234,15 +235,15 @@ def test_pins_of_more_than_the_cache_reclaim_the_latest_programs_and_all_finish(
     bench = make(blocks=20, static_ttl_s=100, max_pinned_share=1)
     for story in range(8):
         bench.turn(f"p{story}", prompt(5 * BLOCK, story))
-    assert list(bench.lifecycle.ledger.pinned)[:2] == ["p0", "p1"], "the first programs keep theirs"
+    assert list(bench.lifecycle.pins.pinned)[:2] == ["p0", "p1"], "the first programs keep theirs"
     for story in range(8):
         bench.turn(f"p{story}", prompt(5 * BLOCK + 8, story), is_last_step=True)
     assert bench.used_blocks == 0
-    assert bench.lifecycle.ledger.outcomes[PinEnd.RECLAIMED] > 0
+    assert bench.lifecycle.pins.outcomes[PinEnd.RECLAIMED] > 0
 
 
 def test_a_waiting_turn_honours_pins_while_others_run(make: Make) -> None:
-    bench = make(blocks=20, static_ttl_s=100, max_wait_s=1000)
+    bench = make(blocks=20, static_ttl_s=100, pin_reclaim_after_s=1000)
     bench.turn("pinned", prompt(8 * BLOCK, 1))
     bench.send("running", prompt(6 * BLOCK, 2), out=20, is_last_step=True)
     bench.step()
@@ -252,12 +253,12 @@ def test_a_waiting_turn_honours_pins_while_others_run(make: Make) -> None:
     assert waiting not in bench.order
     bench.run_until_idle()
     assert waiting in bench.order
-    assert "pinned" in bench.lifecycle.ledger.pinned, "it fitted once the other was done"
+    assert "pinned" in bench.lifecycle.pins.pinned, "it fitted once the other was done"
 
 
 def test_a_waiting_turn_takes_the_pin_of_a_later_program_that_waits_behind_it(make: Make) -> None:
     """Else two programs that came back, and both need more than is left, wait until nothing runs."""
-    bench = make(blocks=20, static_ttl_s=1000, max_wait_s=1000)
+    bench = make(blocks=20, static_ttl_s=1000, pin_reclaim_after_s=1000)
     bench.turn("first", prompt(5 * BLOCK, 1))
     bench.turn("second", prompt(5 * BLOCK, 2))
     bench.send("running", prompt(6 * BLOCK, 3), out=20, is_last_step=True)
@@ -273,7 +274,7 @@ def test_a_waiting_turn_takes_the_pin_of_a_later_program_that_waits_behind_it(ma
 
 
 def test_a_turn_that_waited_too_long_takes_anybodys_pin(make: Make) -> None:
-    bench = make(blocks=20, static_ttl_s=1000, max_wait_s=30)
+    bench = make(blocks=20, static_ttl_s=1000, pin_reclaim_after_s=30)
     bench.turn("pinned", prompt(8 * BLOCK, 1))
     bench.send("running", prompt(6 * BLOCK, 2), out=30, is_last_step=True)
     bench.step()
@@ -287,14 +288,14 @@ def test_a_turn_that_waited_too_long_takes_anybodys_pin(make: Make) -> None:
 
 def test_no_pin_is_dropped_in_vain(make: Make) -> None:
     """The waiting turn needs 16 blocks; 19 less the 6 running leave 13, pins or not."""
-    bench = make(blocks=20, static_ttl_s=1000, max_wait_s=0)
+    bench = make(blocks=20, static_ttl_s=1000, pin_reclaim_after_s=0)
     bench.turn("pinned", prompt(4 * BLOCK, 1))
     bench.send("running", prompt(6 * BLOCK, 2), out=30, is_last_step=True)
     bench.step()
     bench.send("waiting", prompt(16 * BLOCK, 3), is_last_step=True)
     for _ in range(10):
         bench.step()
-    assert bench.lifecycle.ledger.taken == 1 and not outcomes(bench)
+    assert bench.lifecycle.pins.taken == 1 and not outcomes(bench)
     bench.run_until_idle()
 
 
@@ -309,7 +310,7 @@ def test_pins_that_were_lent_come_back_whole_when_nothing_came_of_it(make: Make)
     stock, reclaimer._stock = reclaimer._stock, lambda *_args, **_kwargs: None
     used = bench.used_blocks
     assert reclaimer.allocate_slots(running, 1) is None
-    assert bench.used_blocks == used and len(bench.lifecycle.pins) == len(bench.lifecycle.ledger.pinned) == 2
+    assert bench.used_blocks == used and len(bench.lifecycle.pins._blocks) == 2
     reclaimer._stock = stock
     bench.run_until_idle()
 
@@ -382,7 +383,7 @@ def test_a_stop_string_ends_a_turn_though_it_reaches_the_scheduler_as_an_abort(m
         bench.step()
     bench.scheduler.finish_requests(with_stop, RequestStatus.FINISHED_ABORTED)
     bench.run_until_idle()
-    assert bench.lifecycle.ledger.taken == 1
+    assert bench.lifecycle.pins.taken == 1
     assert bench.used_blocks == 4
 
 
@@ -394,7 +395,7 @@ def test_a_client_that_leaves_pins_nothing(make: Make, steps: int) -> None:
         bench.step()
     bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
     bench.run_until_idle()
-    assert bench.lifecycle.ledger.taken == 0 and bench.used_blocks == 0
+    assert bench.lifecycle.pins.taken == 0 and bench.used_blocks == 0
 
 
 def test_an_aborted_next_turn_leaves_the_pin_to_its_ttl(make: Make) -> None:
@@ -432,7 +433,7 @@ def test_concurrent_turns_of_one_program_finish_in_any_order(make: Make) -> None
     bench.run_until_idle()
     assert {slow, fast} <= set(bench.done)
     assert outcomes(bench) == {"superseded": 1}
-    assert list(bench.lifecycle.ledger.pinned) == ["p"]
+    assert list(bench.lifecycle.pins.pinned) == ["p"]
 
 
 def test_a_last_step_beside_another_live_turn_leaks_nothing(make: Make) -> None:
@@ -450,7 +451,7 @@ def test_programs_that_never_say_they_are_done_are_forgotten(make: Make) -> None
         bench.turn(f"p{story}", prompt(32, story))
     bench.now_s += 200
     bench.turn(None, prompt(32, 9))
-    assert not bench.lifecycle.ledger.programs
+    assert not bench.lifecycle.programs.records
 
 
 def test_the_program_table_is_bounded_whatever_clients_send(make: Make) -> None:
@@ -459,7 +460,7 @@ def test_the_program_table_is_bounded_whatever_clients_send(make: Make) -> None:
         bench.turn(f"p{story}", prompt(16, story))
     bench.now_s += 11
     bench.turn(None, prompt(16, 99))
-    assert len(bench.lifecycle.ledger.programs) <= 10
+    assert len(bench.lifecycle.programs.records) <= 10
 
 
 # tenants, and what clients get wrong ----------------------------------------
@@ -469,7 +470,7 @@ def test_equal_ids_under_different_cache_salts_are_different_programs(make: Make
     bench = make()
     bench.turn("p", prompt(64, 1), salt="tenant-a")
     bench.turn("p", prompt(64, 1), salt="tenant-b")
-    assert len(bench.lifecycle.ledger.programs) == 2
+    assert len(bench.lifecycle.programs.records) == 2
     assert bench.lifecycle.supply.prompt_tokens["gpu"] == 0
 
 
@@ -478,8 +479,8 @@ def test_a_tenant_gets_no_more_than_its_share(make: Make) -> None:
     bench.turn("p", prompt(5 * BLOCK, 1), salt="greedy")
     bench.turn("q", prompt(5 * BLOCK, 2), salt="greedy")
     bench.turn("r", prompt(5 * BLOCK, 3), salt="modest")
-    assert bench.lifecycle.ledger.refused == {"tenant": 1}
-    assert len(bench.lifecycle.ledger.pinned) == 2
+    assert bench.lifecycle.pins.refused == {"tenant": 1}
+    assert len(bench.lifecycle.pins.pinned) == 2
 
 
 @pytest.mark.parametrize(
@@ -491,7 +492,7 @@ def test_a_bad_field_that_got_here_is_ignored_and_counted(make: Make, fields: di
     bench = make()
     bench.turn(None, prompt(32), **fields)
     assert bench.lifecycle.ignored == {next(iter(fields)): 1}
-    assert not bench.lifecycle.ledger.programs and bench.used_blocks == 0
+    assert not bench.lifecycle.programs.records and bench.used_blocks == 0
 
 
 # programs without ids -------------------------------------------------------
@@ -512,7 +513,7 @@ def test_a_token_beyond_the_tokenizers_vocabulary_costs_a_turn_its_tools_name_an
     bench.sampled = tokenizer.vocab_size + 5
     bench.run_until_idle()
     assert request.output_token_ids[-1] > tokenizer.vocab_size
-    assert bench.lifecycle.ignored == {"output_token_ids": 1} and list(bench.lifecycle.ledger.pinned) == ["p"]
+    assert bench.lifecycle.ignored == {"output_token_ids": 1} and list(bench.lifecycle.pins.pinned) == ["p"]
 
 
 def test_requests_without_ids_become_a_program_once_one_extends_the_other(make: Make) -> None:
@@ -521,7 +522,7 @@ def test_requests_without_ids_become_a_program_once_one_extends_the_other(make: 
     assert bench.used_blocks == 0, "one turn is no program"
     bench.now_s += 3
     second = bench.turn(None, first + prompt(20, 5), out=20)
-    assert len(bench.lifecycle.ledger.pinned) == 1
+    assert len(bench.lifecycle.pins.pinned) == 1
     bench.turn(None, second + prompt(20, 6))
     assert outcomes(bench) == {"reused": 1}
 
@@ -531,14 +532,14 @@ def test_a_fork_of_a_finished_turn_is_a_program_of_its_own(make: Make) -> None:
     first = bench.turn(None, prompt(64, 1), out=20)
     bench.turn(None, first + prompt(20, 5))
     bench.turn(None, first + prompt(20, 6))
-    assert len(bench.lifecycle.ledger.programs) == 1
+    assert len(bench.lifecycle.programs.records) == 1
 
 
 def test_inference_never_links_two_tenants(make: Make) -> None:
     bench = make()
     first = bench.turn(None, prompt(64, 1), out=20, salt="a")
     bench.turn(None, first + prompt(20, 5), salt="b")
-    assert not bench.lifecycle.ledger.programs
+    assert not bench.lifecycle.programs.records
 
 
 # what is told ---------------------------------------------------------------
@@ -557,7 +558,7 @@ def test_a_turn_whose_output_comes_back_encoded_otherwise_is_still_linked(make: 
     bench = make(blocks=40)
     bench.turn(None, prompt(64, 1), out=20)
     bench.turn(None, prompt(64, 1) + prompt(30, 8))
-    assert len(bench.lifecycle.ledger.programs) == 1
+    assert len(bench.lifecycle.programs.records) == 1
 
 
 def test_two_strangers_with_one_system_prompt_are_not_linked(make: Make) -> None:
@@ -567,7 +568,7 @@ def test_two_strangers_with_one_system_prompt_are_not_linked(make: Make) -> None
     bench.turn(None, system + prompt(5, 3), out=2)
     bench.turn(None, system + prompt(5, 4), out=2)
     bench.turn(None, system + prompt(5, 4), out=2)
-    assert not bench.lifecycle.ledger.programs
+    assert not bench.lifecycle.programs.records
 
 
 def test_nothing_is_held_of_a_run_that_nobody_records(make: Make) -> None:
@@ -605,8 +606,10 @@ def test_a_preempted_turn_takes_its_new_place_when_its_programs_pin_comes_or_goe
     bench.scheduler.reset_prefix_cache(reset_running_requests=True)
     waiting = bench.scheduler.requests[preempted]
     before = bench.scheduler.waiting.head_key()
-    bench.lifecycle._pin_changed(bench.lifecycle.turns[preempted].program)
-    assert preempted in bench.lifecycle.moved
+    bench.lifecycle.events.publish(
+        PinReleased(bench.now_s, bench.lifecycle.turns[preempted].program, PinEnd.RESET)
+    )
+    assert preempted in bench.lifecycle.turns.to_rekey
     assert before == bench.lifecycle.key(waiting)
 
 

@@ -32,7 +32,8 @@ SETTINGS = {
     "static_ttl_s": 4,
     "max_pinned_share": 0.7,
     "max_tenant_share": 0.6,
-    "max_wait_s": 20,
+    "admission_max_hold_s": 20,
+    "pin_reclaim_after_s": 20,
     "max_programs": 6,
     "program_idle_s": 60,
 }
@@ -165,17 +166,17 @@ class Machine(RuleBasedStateMachine):
         assert not bench.scheduler.requests, f"still here: {list(bench.scheduler.requests)}"
         bench.now_s += 10_000
         self.step(0.1)
-        assert not bench.lifecycle.ledger.pinned and bench.used_blocks == 0
-        assert not bench.lifecycle.turns and not bench.lifecycle._preempted
-        assert not bench.lifecycle.crowd.admission.outside
-        outcomes = {f"pins {outcome.value}": n for outcome, n in bench.lifecycle.ledger.outcomes.items()}
+        assert not bench.lifecycle.pins.pinned and bench.used_blocks == 0
+        assert not bench.lifecycle.turns and not bench.lifecycle.turns.preempted
+        assert not bench.lifecycle.admission.outside
+        outcomes = {f"pins {outcome.value}": n for outcome, n in bench.lifecycle.pins.outcomes.items()}
         taken.update({"failed loads": bench.failed, "preempted": len(bench.preempted), **outcomes})
         bench.scheduler.shutdown()
 
     def step(self, seconds: float) -> None:
         taken["steps"] += 1
         self.bench.step(seconds)
-        taken["held at the door"] += bool(self.bench.lifecycle.crowd.admission.outside)
+        taken["held at the door"] += bool(self.bench.lifecycle.admission.outside)
         check_books(self.bench)
 
 

@@ -14,12 +14,12 @@ from experiments.trust.soak_scheduler import LIMITS, SMALL, growing, soak, table
 
 
 def test_every_container_that_our_objects_hold_is_counted_under_its_path() -> None:
-    ledger = ProgramTable(10, 10)
+    programs = ProgramTable()
     for name in "abc":
-        ledger.arrived(0.0, TurnId(name), ProgramId(name))
-    counted = tables(ledger)
-    assert counted[".programs"] == 3 and counted[".programs[].live"] == 3
-    assert counted[".pinned"] == counted["._deadlines"] == 0
+        programs.arrived(0.0, TurnId(name), ProgramId(name))
+    counted = tables(programs)
+    assert counted[".records"] == 3 and counted[".records[].live"] == 3
+    assert counted[".records[].waiting"] == 3
 
 
 def test_a_table_that_grows_after_the_warm_up_is_named_and_one_below_its_bound_is_not() -> None:
@@ -35,4 +35,4 @@ def test_a_table_that_grows_after_the_warm_up_is_named_and_one_below_its_bound_i
 def test_a_short_soak_serves_everybody_and_samples_every_minute() -> None:
     run = soak(150.0, 5.0)
     assert len(run.samples) >= 3 and len(run.agents.jobs) == len(run.agents.programs)
-    assert all(counted[".ledger.programs"] for _, counted in run.samples[1:])
+    assert all(counted[".programs.records"] for _, counted in run.samples[1:])

@@ -60,7 +60,7 @@ class TierBench(Bench):
             for i, r in self.scheduler.requests.items()
         ]
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        pinned = self.lifecycle.ledger.pinned if self.lifecycle is not None else {}
+        pinned = self.lifecycle.pins.pinned if self.lifecycle is not None else {}
         pins = {program: pin.blocks for program, pin in pinned.items()}
         return f"the engine has work and does none: {states}, {free} blocks free, pins {pins}"
 
@@ -96,7 +96,7 @@ def check_books(bench: Bench) -> None:
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
         for blocks in manager.req_to_blocks.values():
             expected.update(b.block_id for b in blocks if not b.is_null)
-    for blocks in lifecycle.pins._held.values():
+    for blocks in lifecycle.pins._blocks.values():
         expected.update(b.block_id for b in blocks)
     for _, blocks in getattr(scheduler, "deferred_frees", ()):
         expected.update(b.block_id for b in blocks if not b.is_null)
@@ -110,23 +110,23 @@ def check_books(bench: Bench) -> None:
 
 def check_pins(bench: TierBench) -> None:
     """Right after schedule(): budgets, deadlines and the lifecycle's tables."""
-    lifecycle, ledger = bench.lifecycle, bench.lifecycle.ledger
-    ledger.check()
-    held = {program: len(blocks) for program, blocks in lifecycle.pins._held.items()}
-    assert held == {program: pin.blocks for program, pin in ledger.pinned.items()}
+    lifecycle, pins = bench.lifecycle, bench.lifecycle.pins
+    lifecycle.check()
+    held = {program: len(blocks) for program, blocks in lifecycle.pins._blocks.items()}
+    assert held == {program: pin.blocks for program, pin in pins.pinned.items()}
     by_tenant: Counter[str] = Counter()
-    for program, pin in ledger.pinned.items():
-        by_tenant[ledger.programs[program].tenant] += pin.blocks
-        live = ledger.programs[program].live
+    for program, pin in pins.pinned.items():
+        by_tenant[lifecycle.programs.records[program].tenant] += pin.blocks
+        live = lifecycle.programs.records[program].live
         assert live or pin.deadline_s > bench.now_s, f"{program!r} is overdue and nobody waits for it"
-    assert all(blocks <= ledger.max_tenant_blocks for blocks in by_tenant.values()), by_tenant
+    assert all(blocks <= pins.max_tenant_blocks for blocks in by_tenant.values()), by_tenant
     check_turns(bench)
     check_door(bench)
 
 
 def check_door(bench: Bench) -> None:
     """Who is held stands at the door with all its turns; who is inside is counted with all of its."""
-    lifecycle, admission = bench.lifecycle, bench.lifecycle.crowd.admission
+    lifecycle, admission = bench.lifecycle, bench.lifecycle.admission
     admission.check()
     live: Counter[ProgramId] = Counter()
     held: Counter[ProgramId] = Counter()
@@ -142,14 +142,18 @@ def check_turns(bench: TierBench) -> None:
     live = {i: r for i, r in scheduler.requests.items() if not r.is_finished()}
     assert set(lifecycle.turns) == set(live)
     running = {r.request_id for r in scheduler.running}
-    assert lifecycle._preempted <= set(live) - running, "a turn that runs counts as preempted"
+    assert lifecycle.turns.preempted <= set(live) - running, "a turn that runs counts as preempted"
     waiting = Counter(request.request_id for queue in bench.queues for request in queue)
     assert set(waiting.values()) <= {1}, "a request stands in two queues"
     served_least = lifecycle.config.policy == "plas"  # a snapshot: its program may be served meanwhile
     for queue in bench.queues if not served_least else ():
         for key, number, request_id in queue._heap:
             newest = queue._live.get(request_id)
-            if newest is not None and newest[0] == number and TurnId(request_id) not in lifecycle.moved:
+            if (
+                newest is not None
+                and newest[0] == number
+                and TurnId(request_id) not in lifecycle.turns.to_rekey
+            ):
                 now = lifecycle.key(newest[1])
                 assert key == now, f"{request_id} waits with {key}, not {now}; {newest[1].status}"
     assert running.isdisjoint(waiting) and running | set(waiting) == set(live), "a request is lost"

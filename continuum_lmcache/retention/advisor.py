@@ -16,7 +16,7 @@ from continuum_lmcache.retention.engine_stats import EvictionStats
 from continuum_lmcache.retention.memory_pressure import FULL_PRICE, price
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.retention.queue_order import at_the_door
-from continuum_lmcache.telemetry.samples import MetricSamples
+from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
 from continuum_lmcache.tools.call_parser import tool_calls, tool_key
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import (
@@ -27,7 +27,6 @@ from continuum_lmcache.types import (
     Retention,
     Tier,
     ToolKey,
-    TurnId,
 )
 
 TYPICAL_TOKENS = 20_000  # at which reloading and computing are compared
@@ -50,11 +49,14 @@ class RetentionAdvisor:
         self.config = config
         self.gaps = gaps if gaps is not None else ToolDurations()
         self.history = EvictionStats()
-        self.observed = MetricSamples()
-        self.short: set[TurnId] = set()  # waiting turns that were refused memory
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
+
+    @property
+    def costs(self) -> CostModel:
+        """What loads and prefills cost, as far as it was measured."""
+        return self.rates.costs
 
     @property
     def admits(self) -> bool:
@@ -86,10 +88,6 @@ class RetentionAdvisor:
         dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
         return self._policy.beyond and self.config.priced_pins and reload_s >= dear_s
 
-    def memory(self, turn: TurnId, refused: bool) -> None:
-        """A waiting turn was refused its memory; or not, or is gone."""
-        (self.short.add if refused else self.short.discard)(turn)
-
     @property
     def learns_matches(self) -> bool:
         """Whether only that part of a turn is kept which the next prompt is expected to repeat."""
@@ -114,7 +112,7 @@ class RetentionAdvisor:
             return knock.arrival_s
         work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
         tokens, usual = knock.prompt_tokens, growth.first_tokens
-        wait_s = self.config.max_wait_s
+        wait_s = self.config.admission_max_hold_s
         return at_the_door(knock.arrival_s, tokens, usual, work_s, growth.trust, wait_s, knock.line_s)
 
     def order(self, standing: QueueEntry) -> tuple[float, ...]:
@@ -123,14 +121,8 @@ class RetentionAdvisor:
 
     def retain(self, now_s: float, turn: FinishedTurn, load: EngineLoad) -> Retention:
         """For how long this turn's KV should stay, never beyond max_ttl_s."""
-        keep = self.judged(now_s, turn, load)
-        self.observed.kept(turn.tool, keep)
-        return keep
-
-    def judged(self, now_s: float, turn: FinishedTurn, load: EngineLoad) -> Retention:
-        """The same, for a turn that was counted already."""
-        away_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
-        survival = self.survival.chances(turn.residency.total_tokens, away_s, now_s)
+        mean_gap_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
+        survival = self.survival.chances(turn.residency.total_tokens, mean_gap_s, now_s)
         reload_s = self.rates.costs.reload_s(turn.residency, survival)
         priced = self.prices(turn.context_tokens, reload_s)
         load = replace(
@@ -138,7 +130,7 @@ class RetentionAdvisor:
             queue_delay_s=self.history.queue_delay_s,
             eta=self.history.eta,
             reload_s=reload_s,
-            price=price(bool(self.short)) if priced else FULL_PRICE,
+            price=price(load.is_memory_short) if priced else FULL_PRICE,
         )
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
@@ -151,23 +143,27 @@ class RetentionAdvisor:
         slowest = self.gaps.slowest(calls)
         return slowest if self.gaps.own(slowest).n else tool_key(text)
 
-    def came_back(self, tool: ToolKey, gap_s: float) -> None:
-        """A program returned from `tool` after `gap_s`."""
-        self.gaps.observe(tool, gap_s)
-        self.observed.gap(tool, gap_s)
+    def listen(self, events: EventBus) -> None:
+        """Learn from what happens to programs and turns."""
+        events.subscribe(TurnArrived, self._learn_gap)
+        events.subscribe(TurnStarted, self._learn_delay)
+        events.subscribe(ProgramEnded, self._learn_length)
+
+    def _learn_gap(self, event: TurnArrived) -> None:
+        if event.gap_s is not None:
+            self.gaps.observe(event.tool, event.gap_s)
+
+    def _learn_delay(self, event: TurnStarted) -> None:
+        if not event.resumed:
+            self.history.queue_delay(event.queue_delay_s, event.evicted)
+
+    def _learn_length(self, event: ProgramEnded) -> None:
+        if event.turns is not None:
+            self.history.turn_count(event.turns)
 
     def never_came(self, tool: ToolKey, waited_s: float) -> None:
         """A program was given up on after `waited_s`: the tool took at least that long."""
         self.gaps.censor(tool, waited_s)
-
-    def placed(self, delay_s: float, evicted: bool) -> None:
-        """A turn left the queue; `evicted`: its program's KV had to be brought back."""
-        self.history.queue_delay(delay_s, evicted)
-        self.observed.queued(delay_s, evicted)
-
-    def program_over(self, turns: int) -> None:
-        """A program ended after so many turns."""
-        self.history.turn_count(turns)
 
     def moved(self, now_s: float, transfers: Iterable[KVTransfer]) -> None:
         """What the tiers really moved: it corrects their rates, and tells how fast they fill."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.programs.divergence import PrefixLoss
 from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
+from continuum_lmcache.telemetry import events as happened
 from continuum_lmcache.types import Pin, PinEnd, ProgramId, Residency, Retention, ToolKey, TurnId
 
 Event = dict[str, Any]
@@ -68,6 +69,31 @@ class EventRecorder:
         for name in ("max_programs", "max_events_per_program", "max_events"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"recorder: {name} is {getattr(self, name)}; it must be at least 1")
+
+    def listen(self, events: happened.EventBus) -> None:
+        """Record what happens."""
+        on = events.subscribe
+        on(happened.TurnArrived, lambda e: self.arrived(e.now_s, e.program, e.turn, e.prompt_tokens))
+        on(
+            happened.TurnStarted,
+            lambda e: self.started(e.now_s, e.program, e.turn, e.served, e.queue_delay_s, e.evicted),
+        )
+        on(happened.TurnPreempted, lambda e: self.preempted(e.now_s, e.program, e.turn))
+        on(happened.TurnFinished, self._turn_finished)
+        on(happened.PinTaken, lambda e: self.pinned(e.now_s, e.pin))
+        on(happened.PinRenewed, lambda e: self.renewed(e.now_s, e.program, e.deadline_s))
+        on(happened.PinReleased, lambda e: self.unpinned(e.now_s, e.program, e.why))
+        on(happened.PrefixLost, lambda e: self.lost(e.now_s, e.program, e.turn, e.loss, e.texts))
+        on(happened.ContextReloaded, lambda e: self.reloaded(e.now_s, e.outcome))
+        on(happened.ProgramEnded, self._program_ended)
+
+    def _turn_finished(self, e: happened.TurnFinished) -> None:
+        sizes = (e.context_tokens, e.output_tokens)
+        self.finished(e.now_s, e.program, e.turn, e.tool, *sizes, e.is_last, e.retention)
+
+    def _program_ended(self, e: happened.ProgramEnded) -> None:
+        if e.turns is not None:
+            self.ended(e.now_s, e.program)
 
     def arrived(self, now_s: float, program: ProgramId, turn: TurnId, prompt_tokens: int) -> None:
         """A turn joined the queue."""
@@ -259,11 +285,8 @@ class EventRecorder:
 class DisabledRecorder(EventRecorder):
     """The recorder of a run that nobody asked to record: nothing is held, so nothing is made."""
 
-    def _ignored(self, *_: Any, **__: Any) -> None:
-        """An event."""
-
-    arrived = started = preempted = finished = reloaded = _ignored
-    lost = pinned = renewed = unpinned = ended = _ignored
+    def listen(self, events: happened.EventBus) -> None:
+        """Hear nothing."""
 
 
 def without_argument(tool: ToolKey, hashed: Callable[[str], str]) -> ToolKey:

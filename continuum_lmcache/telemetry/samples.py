@@ -10,6 +10,13 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
+from continuum_lmcache.telemetry.events import (
+    ContextReloaded,
+    EventBus,
+    TurnArrived,
+    TurnFinished,
+    TurnStarted,
+)
 from continuum_lmcache.types import Retention, ToolKey
 
 MOST_SAMPLES = 2_000  # kept until they are told; a step ends far fewer turns
@@ -57,6 +64,25 @@ class MetricSamples:
     tools: ToolLabels = field(default_factory=ToolLabels)
     decisions: Counter[str] = field(default_factory=Counter)  # why a TTL is what it is, since the start
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
+
+    def listen(self, events: EventBus) -> None:
+        """Take samples of what happens."""
+        events.subscribe(TurnArrived, self._arrived)
+        events.subscribe(TurnStarted, self._started)
+        events.subscribe(TurnFinished, self._finished)
+        events.subscribe(ContextReloaded, lambda event: self.reloaded(event.outcome))
+
+    def _arrived(self, event: TurnArrived) -> None:
+        if event.gap_s is not None:
+            self.gap(event.tool, event.gap_s)
+
+    def _started(self, event: TurnStarted) -> None:
+        if not event.resumed:
+            self.queued(event.queue_delay_s, event.evicted)
+
+    def _finished(self, event: TurnFinished) -> None:
+        if event.retention is not None:
+            self.kept(event.tool, event.retention)
 
     def gap(self, tool: ToolKey, gap_s: float) -> None:
         """A program came back from its tool."""

@@ -141,8 +141,8 @@ def furnish(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> Engi
             type(scheduler.connector).__name__,
         )
     if isinstance(scheduler.connector, SelectiveLoader):
-        scheduler.connector.load_by(lifecycle.judge.tokens)
-        lifecycle.judge.is_asked = True
+        scheduler.connector.load_by(lifecycle.load_policy.tokens)
+        lifecycle.load_policy.is_asked = True
     room = EngineParts(lifecycle, gaps_path, recording)
     if room.writes_files:
         room.saver = FileSaver(room)

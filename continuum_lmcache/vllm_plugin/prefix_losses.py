@@ -13,7 +13,7 @@ from continuum_lmcache.programs.divergence import EndedTurn, PrefixLoss
 from continuum_lmcache.programs.ended_turns import EndedTurns
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.reload.load_policy import LoadPolicy
-from continuum_lmcache.telemetry.recorder import EventRecorder
+from continuum_lmcache.telemetry.events import EventBus, PrefixLost, ProgramEnded
 from continuum_lmcache.types import Residency
 from continuum_lmcache.vllm_plugin.requests import TurnState
 
@@ -21,19 +21,20 @@ MOST_CHARS = 80
 
 
 class PrefixLossReporter:
-    """Tells one engine's departures of turns that end, return and start."""
+    """Compares what programs left with what they find, and publishes what they lost."""
 
     def __init__(
-        self, recorder: EventRecorder, judge: LoadPolicy, block_tokens: int, tokenizer: Any, shows_texts: bool
+        self, events: EventBus, load_policy: LoadPolicy, block_tokens: int, tokenizer: Any, shows_texts: bool
     ) -> None:
-        self.departures = EndedTurns(block_tokens)
-        self._recorder, self._judge = recorder, judge
+        self.ended_turns = EndedTurns(block_tokens)
+        self._events, self._load_policy = events, load_policy
+        events.subscribe(ProgramEnded, lambda event: self.ended_turns.over(event.program))
         self._tokenizer = tokenizer if shows_texts else None
 
     def back(self, turn: TurnState, request: Request) -> None:
         """A program's next turn is here."""
         assert turn.program is not None
-        turn.parted = self.departures.back(
+        turn.parted = self.ended_turns.back(
             turn.program, name_of(turn), request.all_token_ids, request.block_hashes, turn.says.tools
         )
 
@@ -41,15 +42,15 @@ class PrefixLossReporter:
         """It runs, with what was found of its prompt."""
         assert turn.program is not None
         found_tokens = turn.gpu_tokens + turn.loaded_tokens
-        is_declined = self._judge.has_declined(turn.id)
-        curve = self._judge.rates.costs.prefill
-        for loss in self.departures.found(turn.parted, found_tokens, is_declined, curve):
-            self._recorder.lost(now_s, turn.program, turn.id, loss, self._texts(loss))
+        is_declined = self._load_policy.has_declined(turn.id)
+        curve = self._load_policy.rates.costs.prefill
+        for loss in self.ended_turns.found(turn.parted, found_tokens, is_declined, curve):
+            self._events.publish(PrefixLost(now_s, turn.program, turn.id, loss, self._texts(loss)))
 
     def paused(self, turn: TurnState, request: Request, thought: bool, tiers: Residency) -> None:
         """It ended in a tool call."""
         assert turn.program is not None
-        self.departures.left(
+        self.ended_turns.left(
             turn.program,
             EndedTurn(
                 name_of(turn),

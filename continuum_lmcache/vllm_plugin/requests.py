@@ -57,6 +57,27 @@ class TurnState:
         return (not self.says.is_last_step, self.priority, self.program_arrival_s, self.arrival_s)
 
 
+class TurnTable(dict[TurnId, TurnState]):
+    """Live turns by id: one record each. `drop` is the whole clean-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_rekey: set[TurnId] = set()  # waiting, and their key in the queue is stale
+        self.preempted: set[TurnId] = set()  # they ran, and do not now
+        self.refused_memory: set[TurnId] = set()  # waiting, since there were no blocks for them
+
+    def drop(self, turn_id: TurnId) -> TurnState | None:
+        """Forget a turn that is over; None: it was not known."""
+        self.preempted.discard(turn_id)
+        self.refused_memory.discard(turn_id)
+        return self.pop(turn_id, None)
+
+    def waits(self, turn_id: TurnId) -> bool:
+        """Whether the turn is in the queue and has not run yet."""
+        turn = self.get(turn_id)
+        return turn is not None and turn.started_s is None
+
+
 def live_turn(now_s: float, request: Request, config: ContinuumConfig) -> tuple[TurnState, list[str]]:
     """The request as a turn whose program is yet to be found, and the names of fields that are ignored."""
     says, bad = identity(request)

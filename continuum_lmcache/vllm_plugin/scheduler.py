@@ -54,20 +54,32 @@ class ContinuumMixin(Scheduler):
         config = ContinuumConfig.load(extra, os.environ)
         self._room: EngineParts = furnish(self, config, self.clock())
         self._lifecycle: TurnLifecycle = self._room.lifecycle
-        self._teller = MetricsDelta(self._room.totals, self._lifecycle.advisor.observed)
+        lifecycle, advisor = self._lifecycle, self._lifecycle.advisor
+        self._turns, self._pins = lifecycle.turns, lifecycle.pins
+        self._step_timer, self._load_policy = lifecycle.step_timer, lifecycle.load_policy
+        self._teller = MetricsDelta(self._room.totals, lifecycle.samples)
         self._tell_at_s = -math.inf
-        self._chunks = self._lifecycle.advisor.chunks(self.max_num_scheduled_tokens)
+        self._chunks = advisor.chunks(self.max_num_scheduled_tokens)
         if not self._may_cut_anywhere():
             self._chunks.smallest = None
-        self._decodes_first = self._lifecycle.advisor.decodes_first
+        self._decodes_first = advisor.decodes_first
         self._prompts_last = False  # of the running ones, in this step
         self._had_prompts = False  # the last step; without them nobody need be asked
         self._alarm: IdleTimer | None = None
-        self._renewal = PinRenewal(self._lifecycle)
+        self._renewal = PinRenewal(lifecycle.programs, self._pins, advisor, lifecycle.load)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
         self._spoilt = InvalidBlocks(self.kv_cache_manager, 1 + self.parallel_config.pipeline_parallel_size)
-        self._reclaimer = PinReclaimer(self, self._lifecycle, lambda: self.clock())
+        self._reclaimer = PinReclaimer(
+            self,
+            lifecycle.programs,
+            self._turns,
+            self._pins,
+            lifecycle.blocks,
+            lifecycle,
+            lambda: self.clock(),
+            config.pin_reclaim_after_s,
+        )
         self._queues = {
             n: ProgramQueue(self._key, self._reclaimer.waiting_asked)
             for n, q in vars(self).items()
@@ -80,12 +92,12 @@ class ContinuumMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         now_s = self.clock()
         self._report_due = False
-        self._renewal.look(now_s)
-        if self._lifecycle.ledger.pinned:
+        self._renewal.renew_due(now_s)
+        if self._pins.pinned:
             self._lifecycle.expire(now_s)
         self._lifecycle.forget_idle(now_s)
-        self._lifecycle.crowd.weighs_stores()
-        self._lifecycle.open_door(now_s, bool(self.running), any(self._queues.values()))
+        self._lifecycle.stores.update()
+        self._lifecycle.admit(now_s, bool(self.running), any(self._queues.values()))
         self._choose_chunk()
         self._reorder()
         self._reclaimer.step_begins()
@@ -96,12 +108,12 @@ class ContinuumMixin(Scheduler):
 
     def _reorder(self) -> None:
         """Turns whose place changed move; the newest program's request becomes vLLM's victim."""
-        for turn_id in self._lifecycle.moved:
+        for turn_id in self._turns.to_rekey:
             request = self.requests.get(turn_id)
             for queue in self._queues.values():
                 if request is not None and request in queue:
                     queue.rekey(request)
-        self._lifecycle.moved.clear()
+        self._turns.to_rekey.clear()
         decodes_first = self._prompts_last and not self._reclaimer.may_run_short()  # then nobody is a victim
         if decodes_first or self._running_changed:  # stock FCFS preempts running[-1]
             self.running.sort(
@@ -139,7 +151,7 @@ class ContinuumMixin(Scheduler):
         for turn_id in scheduler_output.preempted_req_ids or ():
             self._lifecycle.preempted(now_s, TurnId(turn_id))
         self._lifecycle.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
-        self._lifecycle.step_timer.scheduled(now_s, scheduler_output)
+        self._step_timer.scheduled(now_s, scheduler_output)
         tokens, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
         self._had_prompts = total > len(tokens)
         if self._chunks.smallest is not None:
@@ -156,9 +168,7 @@ class ContinuumMixin(Scheduler):
         now_s = self.clock()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         self._spoilt.step_ended()
-        self._lifecycle.step_timer.stepped(
-            now_s, scheduler_output
-        )  # after: the step's transfers are known now
+        self._step_timer.stepped(now_s, scheduler_output)  # after: the step's transfers are known now
         return outputs
 
     # a request's life -------------------------------------------------------
@@ -187,7 +197,7 @@ class ContinuumMixin(Scheduler):
         super()._update_waiting_for_remote_kv(request)
         if not request.num_computed_tokens:
             self._inflight_prefills.discard(request)
-            self._lifecycle.moved.add(TurnId(request.request_id))
+            self._turns.to_rekey.add(TurnId(request.request_id))
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int], *args: Any, **kwargs: Any) -> set[str]:
         """A request whose load within a step failed is preempted, and computes what the load should bring.
@@ -197,7 +207,7 @@ class ContinuumMixin(Scheduler):
         """
         failed = super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)
         running = [request for request in self.running if request.request_id in failed]
-        if self.recompute_kv_load_failures and not self._lifecycle.judge.is_asked:
+        if self.recompute_kv_load_failures and not self._load_policy.is_asked:
             running = []  # they would load again: vLLM computes into the same blocks
         self._spoilt.strike(invalid_block_ids, [request.request_id for request in running])
         if self.recompute_kv_load_failures:
@@ -207,7 +217,7 @@ class ContinuumMixin(Scheduler):
 
     def _compute_again(self, request: Request) -> None:
         """As vLLM resets a running request."""
-        self._lifecycle.judge.failed(TurnId(request.request_id))
+        self._load_policy.failed(TurnId(request.request_id))
         self.running.remove(request)
         self._preempt_request(request, self.clock(), drop_stale_output=True)
         self.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -232,7 +242,7 @@ class ContinuumMixin(Scheduler):
 
     def next_due_s(self) -> float | None:
         """When a pin runs out, though nothing may run then; None: never."""
-        return self._lifecycle.ledger.next_deadline_s()
+        return self._pins.next_deadline_s()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
         """vLLM's, with our news aboard: every TELL_EVERY_S of a busy engine, and in its last step."""
@@ -246,7 +256,7 @@ class ContinuumMixin(Scheduler):
         return prometheus.attach(stats, self._teller.told(now_s))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self._report_due |= bool(self._lifecycle.ledger.pinned)
+        self._report_due |= bool(self._pins.pinned)
         self._lifecycle.release_all(self.clock())
         return super().reset_prefix_cache(*args, **kwargs)
 
@@ -263,7 +273,7 @@ class ContinuumMixin(Scheduler):
         return self._lifecycle.key(request)
 
     def _running_rank(self, request: Request) -> tuple[bool, int, float, float]:
-        return self._lifecycle.turns[TurnId(request.request_id)].running_rank
+        return self._turns[TurnId(request.request_id)].running_rank
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """vLLM up to 0.30 asks this, and would let a skipped newer program pass an older one."""

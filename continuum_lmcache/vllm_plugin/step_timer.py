@@ -7,15 +7,16 @@ schedules ahead. Reads, on vLLM 0.30 to 0.33: SchedulerOutput.num_scheduled_toke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from continuum_lmcache.admission.working_set import PrefillShare
 from continuum_lmcache.reload.forecast_tracker import ReloadForecast, ReloadTracker, StepWork, waited_s
+from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.reload.tier_store import KVTransfer
-from continuum_lmcache.retention.advisor import RetentionAdvisor
-from continuum_lmcache.telemetry.recorder import EventRecorder
+from continuum_lmcache.telemetry.events import ContextReloaded, EventBus, ProgramEnded
 from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.requests import TurnState
@@ -36,10 +37,17 @@ class StepTimer:
     """Times steps, learns from what moved in them, and settles returns."""
 
     def __init__(
-        self, advisor: RetentionAdvisor, recorder: EventRecorder, supply: ResidencyLookup, slack_tokens: int
+        self,
+        rates: CalibratedCosts,
+        learn_transfers: Callable[[float, list[KVTransfer]], None],
+        events: EventBus,
+        supply: ResidencyLookup,
+        slack_tokens: int,
     ) -> None:
         self.returns, self.prompt_time = ReloadTracker(slack_tokens), PrefillShare()
-        self._advisor, self._recorder, self._supply = advisor, recorder, supply
+        self._rates, self._learn_transfers, self._events = rates, learn_transfers, events
+        self._supply = supply
+        events.subscribe(ProgramEnded, lambda event: self.returns.over(event.program))
         self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
         self._last_s = 0.0
         self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for a load that nobody times
@@ -83,12 +91,11 @@ class StepTimer:
         self.prompt_time.stepped(now_s, took_s if prefills else 0.0)
         if prefills or self.returns.watching:
             step = StepWork(took_s, work_of(output))
-            for done in self.returns.stepped(step, moved, self._advisor.rates.costs.prefill):
-                self._recorder.reloaded(now_s, done)
-                self._advisor.observed.reloaded(done)
+            for outcome in self.returns.stepped(step, moved, self._rates.costs.prefill):
+                self._events.publish(ContextReloaded(now_s, outcome))
             if prefills and is_own and not untimed:
                 self._learn_pace(step, moved)
-        self._advisor.moved(now_s, moved)
+        self._learn_transfers(now_s, moved)
 
     def _took_s(self, now_s: float, launch: StepLaunch) -> tuple[float, bool]:
         """A step's seconds, and whether they are its own alone.
@@ -106,12 +113,12 @@ class StepTimer:
 
     def _learn_pace(self, step: StepWork, moved: list[KVTransfer]) -> None:
         """What this step says of the prefill curve, if it was prefill for the most part."""
-        curve = self._advisor.rates.costs.prefill
+        curve = self._rates.costs.prefill
         in_step_s = waited_s(moved)
         prefill_tokens = sum(new for new, _ in step.work.values() if new > 1)
         if prefill_tokens >= LEAST_PREFILL_SHARE * step.new_tokens and in_step_s < step.seconds / 2:
             said_s = curve.fixed_s + sum(step.weights(curve).values())
-            self._advisor.rates.computed(step.seconds - in_step_s, said_s)
+            self._rates.computed(step.seconds - in_step_s, said_s)
 
 
 def work_of(output: SchedulerOutput) -> dict[TurnId, tuple[int, int]]:

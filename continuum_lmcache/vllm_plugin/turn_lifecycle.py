@@ -1,6 +1,6 @@
 """A request's life as a turn of a program: arrived, started, finished; and its KV in between.
 
-The ProgramTable keeps the books, the RetentionAdvisor decides, BlockPins holds the blocks; here they meet.
+Who decides is asked (advisor, admission, load policy); who only listens hears events (telemetry/events.py).
 """
 
 from __future__ import annotations
@@ -13,36 +13,42 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.admission.controller import AdmissionController, room_of
+from continuum_lmcache.admission.shared_prefixes import SharedPrefixIndex
 from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.programs.end_claims import EndClaim, EndClaims
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.programs.prefix_reuse import PrefixReusePredictor, manner
 from continuum_lmcache.programs.prompt_linker import PromptLinker
 from continuum_lmcache.programs.table import Program, ProgramTable
 from continuum_lmcache.reload.load_policy import Contention, LoadPolicy, nobody
 from continuum_lmcache.retention.advisor import RetentionAdvisor
-from continuum_lmcache.telemetry.recorder import EventRecorder
-from continuum_lmcache.types import (
-    EngineLoad,
-    FinishedTurn,
-    Pin,
-    PinEnd,
-    ProgramId,
-    Retention,
-    ToolKey,
-    TurnId,
+from continuum_lmcache.retention.pin_table import PinTable
+from continuum_lmcache.telemetry.events import (
+    EventBus,
+    PinReleased,
+    PinTaken,
+    ProgramEnded,
+    TurnArrived,
+    TurnFinished,
+    TurnPreempted,
+    TurnStarted,
 )
-from continuum_lmcache.vllm_plugin.admission_gate import AdmissionGate, alone
-from continuum_lmcache.vllm_plugin.memory.block_pins import BlockPins
+from continuum_lmcache.telemetry.recorder import EventRecorder
+from continuum_lmcache.telemetry.samples import MetricSamples
+from continuum_lmcache.types import EngineLoad, FinishedTurn, PinEnd, ProgramId, TurnId
+from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
+from continuum_lmcache.vllm_plugin.memory.store_control import StoreControl
 from continuum_lmcache.vllm_plugin.prefix_losses import PrefixLossReporter
-from continuum_lmcache.vllm_plugin.requests import TurnState, is_end_of_turn, live_turn, tail_text
+from continuum_lmcache.vllm_plugin.requests import TurnState, TurnTable, is_end_of_turn, live_turn, tail_text
 from continuum_lmcache.vllm_plugin.step_timer import StepTimer
 
 FORGET_EVERY_S = 10.0
 
 
 class TurnLifecycle:
-    """Everything this package knows about one engine's programs."""
+    """One engine's programs, turns and pins: what each event of a request changes in the tables."""
 
     def __init__(
         self,
@@ -55,30 +61,52 @@ class TurnLifecycle:
         tokenizer: Any,
         supply: ResidencyLookup,
     ) -> None:
-        pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
-        budget = int(pool_blocks * config.max_pinned_share)
         self.config, self.advisor, self.recorder, self.supply = config, advisor, recorder, supply
-        self.pins = BlockPins(kv_cache_manager, block_tokens)
-        kv_tokens = pool_blocks * block_tokens
+        self.pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
+        self.kv_tokens = self.pool_blocks * block_tokens
+        self.events, self.samples = EventBus(), MetricSamples()
+        self.turns, self.programs = TurnTable(), ProgramTable(config.max_programs)
+        self.blocks = GpuBlocks(kv_cache_manager, block_tokens)
+        budget = int(self.pool_blocks * config.max_pinned_share)
+        self.pins: PinTable[KVCacheBlock] = PinTable(
+            self.programs.records,
+            self.blocks,
+            budget,
+            int(budget * config.max_tenant_share),
+            config.max_ttl_s,
+            self.events.publish,
+        )
+        kv_tokens = self.kv_tokens
         others = (lambda: Contention(len(self.turns) - 1, kv_tokens)) if supply.loads_beside_steps else nobody
-        self.judge = LoadPolicy(advisor.rates, others, config.load_or_recompute)
+        self.load_policy = LoadPolicy(advisor.rates, others, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
-        self.step_timer = StepTimer(advisor, recorder, supply, self._slack_tokens)
-        tenant_blocks = int(budget * config.max_tenant_share)
-        self.ledger = ProgramTable(budget, tenant_blocks, config.max_programs, config.max_ttl_s)
-        self.turns: dict[TurnId, TurnState] = {}
-        self.moved: set[TurnId] = set()  # waiting turns whose key is stale
-        self._preempted: set[TurnId] = set()  # turns that ran, and do not now
+        self.step_timer = StepTimer(advisor.rates, advisor.moved, self.events, supply, self._slack_tokens)
+        self.reuse = PrefixReusePredictor(hash_block_tokens, advisor.learns_matches)
+        self.losses = PrefixLossReporter(
+            self.events, self.load_policy, hash_block_tokens, tokenizer, config.divergence_texts
+        )
+        self.admission = AdmissionController(
+            room_of(kv_tokens, advisor.cheap_tiers()),
+            config.admission_max_hold_s,
+            advisor.door_order,
+            commons=SharedPrefixIndex(hash_block_tokens),
+        )
+        self.stores = StoreControl(supply, self.admission, kv_tokens, advisor)
+        self.end_claims = EndClaims()
         self.ignored: Counter[str] = Counter()
         self._prompt_linker = PromptLinker(config.max_programs, hash_block_tokens)
-        self.matching = PrefixReusePredictor(hash_block_tokens, advisor.learns_matches)
-        self.crowd = AdmissionGate(advisor, kv_tokens, hash_block_tokens, supply)
-        self.losses = PrefixLossReporter(
-            recorder, self.judge, hash_block_tokens, tokenizer, config.divergence_texts
-        )
-        self.pool_blocks = pool_blocks
         self._tokenizer = tokenizer
         self._forget_at_s = 0.0
+        self._subscribe()
+
+    def _subscribe(self) -> None:
+        on = self.events.subscribe
+        self.advisor.listen(self.events)
+        self.samples.listen(self.events)
+        self.recorder.listen(self.events)
+        on(ProgramEnded, lambda event: self.reuse.over(event.program))
+        on(PinTaken, lambda event: self._rekey(event.pin.program))
+        on(PinReleased, lambda event: self._rekey(event.program))
 
     # a turn's life ---------------------------------------------------------
 
@@ -92,36 +120,38 @@ class TurnLifecycle:
         elif self.config.infer_programs and (link := self._prompt_linker.ancestor(request, turn.says)):
             turn.linked_tokens = link.tokens
             self._joins(turn, request, link.program, link.arrival_s)
-        else:
-            self.crowd.visits(now_s, request)
+        else:  # never held, and takes room
+            sizes = (request.num_prompt_tokens, 0, 0, True)
+            self.admission.arrives(now_s, alone(request), *sizes, hashes=request.block_hashes)
         self.turns[turn.id] = turn
 
     def _joins(self, turn: TurnState, request: Request, program: ProgramId, since_s: float | None) -> None:
         """The turn is one of this program's."""
         now_s = turn.arrival_s
-        before = self.crowd.endings.back(program)
+        before = self.end_claims.back(program)
         since_s = before.arrival_s if before else since_s
         if turn.says.turns and since_s is None:  # under way elsewhere; its age counts with its turns only
             since_s = now_s - turn.says.age_s
-        back = self.ledger.arrived(now_s, turn.id, program, turn.tenant, since_s)
-        was_elsewhere = turn.says.turns > self.ledger.programs[program].turns
-        if back is not None and not was_elsewhere:
-            self.advisor.came_back(turn.says.last_tool or back.tool, back.gap_s)
-        turn.program, turn.repeats_tokens = program, self.matching.back(program, request.block_hashes)
+        back = self.programs.arrived(now_s, turn.id, program, turn.tenant, since_s)
+        if turn.says.turns > self.programs.records[program].turns:  # that gap was elsewhere
+            back = None
+        turn.program, turn.repeats_tokens = program, self.reuse.back(program, request.block_hashes)
         self.losses.back(turn, request)
-        entry = self.ledger.programs[program]
+        entry = self.programs.records[program]
         turn.program_arrival_s = entry.arrival_s
         entry.turns = max(before.turns if before else entry.turns, turn.says.turns)
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
-        turn.held = not self.crowd.arrives(turn, request, program, turns)
-        self.recorder.arrived(now_s, program, turn.id, request.num_prompt_tokens)
+        how = (request.num_prompt_tokens, turn.priority, turns, not self.advisor.admits)
+        turn.held = not self.admission.arrives(now_s, program, *how, hashes=request.block_hashes)
+        gap = ((turn.says.last_tool or back.tool), back.gap_s) if back is not None else ((), None)
+        self.events.publish(TurnArrived(now_s, program, turn.id, request.num_prompt_tokens, *gap))
 
     def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
         """A waiting request got its blocks: this much of its prompt was found, and where."""
         turn = self.turns.get(TurnId(request.request_id))
         if turn is not None:
             turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
-            self.judge.placed(turn.id)
+            self.load_policy.placed(turn.id)
             self.step_timer.placed(turn, request.num_prompt_tokens)
 
     def loaded(self, request: Request) -> None:
@@ -141,99 +171,135 @@ class TurnLifecycle:
         served = self.supply.of(request, turn)
         self.supply.count(served)
         if turn.program is None:  # of what the GPU lost, only what a tier brought back is known
-            self.crowd.stores.turn(now_s, served.recompute_tokens, served.dram_tokens + served.ssd_tokens)
+            loaded_tokens = served.dram_tokens + served.ssd_tokens
+            self.stores.gate.turn(now_s, served.recompute_tokens, loaded_tokens)
             return
-        self.ledger.started(turn.id, turn.program)
-        if not self.ledger.programs[turn.program].turns:
-            self.crowd.finds(now_s, request, turn.program, turn.gpu_tokens + turn.loaded_tokens)
-        context_tokens = min(self.ledger.programs[turn.program].context_tokens, request.num_prompt_tokens)
+        program, entry = turn.program, self.programs.records[turn.program]
+        self.programs.started(turn.id, program)
+        self.pins.waits_no_more(program)
+        if not entry.turns:
+            found_tokens = turn.gpu_tokens + turn.loaded_tokens
+            self.admission.finds(now_s, program, request.block_hashes, found_tokens)
+        context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
         if turn.repeats_tokens is not None:  # what is not asked for was not lost
             context_tokens = min(context_tokens, turn.repeats_tokens)
         self.supply.returned(served, context_tokens)
         lost_tokens = context_tokens - turn.gpu_tokens
-        self.crowd.stores.turn(now_s, served.recompute_tokens, max(0, lost_tokens))
+        self.stores.gate.turn(now_s, served.recompute_tokens, max(0, lost_tokens))
         evicted = lost_tokens > self._slack_tokens
-        self.advisor.placed(now_s - turn.arrival_s, evicted)
-        self.recorder.started(now_s, turn.program, turn.id, served, now_s - turn.arrival_s, evicted)
+        self.events.publish(TurnStarted(now_s, program, turn.id, served, now_s - turn.arrival_s, evicted))
         self.losses.started(now_s, turn)
-        if turn.program in self.ledger.pinned:
-            is_reused = self.pins.is_reused(turn.program, request.request_id)
-            self.release(now_s, turn.program, PinEnd.REUSED if is_reused else PinEnd.DIVERGED)
+        if program in self.pins.pinned:
+            is_reused = self.blocks.is_used_by(request.request_id, self.pins.blocks(program))
+            self.pins.release(now_s, program, PinEnd.REUSED if is_reused else PinEnd.DIVERGED)
 
     def preempted(self, now_s: float, turn_id: TurnId) -> None:
         """A running turn lost its memory and waits again."""
         turn = self.turns.get(turn_id)
         if turn is not None and turn.program is not None:
-            self._preempted.add(turn_id)
+            self.turns.preempted.add(turn_id)
             self.step_timer.gone(turn_id)
-            self.recorder.preempted(now_s, turn.program, turn_id)
+            self.events.publish(TurnPreempted(now_s, turn.program, turn_id))
 
     def resumed(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
         """Of the preempted turns, those that run again in this step."""
-        for turn_id in [t for t in self._preempted if t in scheduled]:
-            self._preempted.discard(turn_id)
+        for turn_id in [t for t in self.turns.preempted if t in scheduled]:
+            self.turns.preempted.discard(turn_id)
             turn, request = self.turns[turn_id], requests[turn_id]
             self.step_timer.starts(turn)
             assert turn.program is not None
-            served = self.supply.of(request, turn)
-            self.recorder.started(now_s, turn.program, turn_id, served, now_s - turn.arrival_s, False)
+            served, delay_s = self.supply.of(request, turn), now_s - turn.arrival_s
+            self.events.publish(
+                TurnStarted(now_s, turn.program, turn_id, served, delay_s, evicted=False, resumed=True)
+            )
 
     def finished(self, now_s: float, request: Request) -> None:
         """A request is about to be freed: keep its KV, if it ended a turn and that pays."""
-        turn = self.turns.pop(TurnId(request.request_id), None)
+        turn = self.turns.drop(TurnId(request.request_id))
         if turn is None:
             return
-        self._preempted.discard(turn.id)
-        self.advisor.memory(turn.id, refused=False)
-        self.judge.gone(turn.id)
+        self.load_policy.gone(turn.id)
         self.step_timer.gone(turn.id)
         ended = is_end_of_turn(request)
         if turn.program is None:
-            self.crowd.gone(now_s, request)
+            self.admission.leaves(now_s, alone(request))
             if ended and self.config.infer_programs and not turn.says.is_last_step:
                 self._prompt_linker.finished(request, alone(request), turn.arrival_s, says=turn.says)
             return
         computed_tokens = request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
-        self.ledger.programs[turn.program].attained_tokens += computed_tokens
+        self.programs.records[turn.program].attained_tokens += computed_tokens
         if turn.says.is_last_step and ended:
             self._last(now_s, turn, request)
         elif ended:
             self._pause(now_s, turn, request)
         else:
-            self.ledger.left(now_s, turn.id, turn.program)
-            self.crowd.admission.loses(now_s, turn.program)
-            self._record_finish(now_s, turn, request, (), None)
+            self._left(now_s, turn, request)
+            self.admission.loses(now_s, turn.program)
 
-    # a pin's life ----------------------------------------------------------
+    def _pause(self, now_s: float, turn: TurnState, request: Request) -> None:
+        """A turn that ends in a tool call: for how long does its KV stay?"""
+        assert turn.program is not None
+        program = turn.program
+        text = "" if turn.says.this_tool else tail_text(request, self._tokenizer, self.ignored)
+        tool = turn.says.this_tool or self.advisor.tool(text)
+        sizes = (request.num_prompt_tokens, request.num_tokens)
+        kind = (turn.tenant, manner(text))
+        tokens = self.reuse.left(program, kind, *sizes, request.block_hashes)
+        blocks = self.blocks.pinnable(request.request_id, tokens)
+        number, tiers = self.programs.records[program].turns + 1, self.supply.if_given_up(request, tokens)
+        ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers)
+        keep = self.advisor.retain(now_s, ended, self.load())
+        self.pins.release(now_s, program, PinEnd.SUPERSEDED)
+        self.programs.paused(now_s, turn.id, ended)
+        self.step_timer.finished(program, tokens, keep.reload_s)
+        self.admission.pauses(now_s, program, tokens, self.advisor.expected_s(tool))
+        self.losses.paused(turn, request, kind[1] == "thought", tiers)
+        self.events.publish(
+            TurnFinished(
+                now_s, program, turn.id, tool, request.num_tokens, request.num_output_tokens, False, keep
+            )
+        )
+        self.pins.take(now_s, ended, keep, blocks)
+        if turn.says.job_id is None:
+            self._prompt_linker.finished(
+                request, program, turn.program_arrival_s, turn.linked_tokens, turn.says
+            )
 
-    def _take(self, now_s: float, pin: Pin, blocks: list[KVCacheBlock]) -> None:
-        """Begin a pin: the only way that one begins. Its program's waiting turns take their place with it."""
-        self.pins.take(pin.program, blocks)
-        self.recorder.pinned(now_s, pin)
-        self._pin_changed(pin.program)
-
-    def release(self, now_s: float, program: ProgramId, outcome: PinEnd) -> None:
-        """End a pin, if there is one: the only way that one ends. Its program's waiting turns take their
-        place without it."""
-        if self.ledger.release(program, outcome) is None:
+    def _last(self, now_s: float, turn: TurnState, request: Request) -> None:
+        """The program's last turn: nothing of it will be needed again."""
+        assert turn.program is not None
+        self.pins.release(now_s, turn.program, PinEnd.ENDED)
+        self._left(now_s, turn, request)
+        entry = self._over(now_s, turn.program, own_turns=1)
+        if entry is None:
+            self.admission.loses(now_s, turn.program)
             return
-        self.pins.give_back(program)
-        self.recorder.unpinned(now_s, program, outcome)
-        self._pin_changed(program)
+        self.end_claims.over(entry.id, EndClaim(entry.arrival_s, entry.turns))
+        if self.advisor.drops_dead and self.end_claims.believed:
+            shared_tokens = self.admission.commons.head(request.block_hashes).tokens
+            self.blocks.evict_private(request.request_id, shared_tokens)
 
-    def open_door(self, now_s: float, is_running: bool, is_queued: bool) -> None:
-        """Let programs in for which there is room: their turns take their place in the queue. Whether a turn
-        runs, and whether one waits that is not held."""
-        idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_time.now(now_s)
-        for program in self.crowd.opens(now_s, idle, 1.0 if is_queued else prompt_share):
-            for turn_id in self.ledger.programs[program].live:
-                self.turns[turn_id].held = False
-                self.moved.add(turn_id)
+    def _left(self, now_s: float, turn: TurnState, request: Request) -> None:
+        """A turn ended, and in no tool call."""
+        assert turn.program is not None
+        self.programs.left(now_s, turn.id, turn.program)
+        self.pins.waits_no_more(turn.program)
+        sizes, last = (request.num_tokens, request.num_output_tokens), turn.says.is_last_step
+        self.events.publish(TurnFinished(now_s, turn.program, turn.id, (), *sizes, last))
 
-    def expire(self, now_s: float) -> None:
-        """Release every pin whose TTL has run out, unless its program's next turn is here."""
-        for program in self.ledger.due(now_s):
-            self.release(now_s, program, PinEnd.EXPIRED)
+    # a program's end -------------------------------------------------------
+
+    def _over(self, now_s: float, program: ProgramId, own_turns: int = 0) -> Program | None:
+        """Drop what is known of a program that has ended or was given up, unless another turn of it is live.
+
+        `own_turns`: those that ended with it, and are not counted yet.
+        """
+        entry = self.programs.drop(program)
+        if entry is not None:
+            entry.turns += own_turns
+            self.admission.leaves(now_s, program, entry.turns)
+        self.events.publish(ProgramEnded(now_s, program, entry.turns if entry is not None else None))
+        return entry
 
     def forget_idle(self, now_s: float) -> None:
         """Every FORGET_EVERY_S: give up programs not heard of for `program_idle_s`.
@@ -243,26 +309,43 @@ class TurnLifecycle:
         if now_s < self._forget_at_s:
             return
         self._forget_at_s = now_s + FORGET_EVERY_S
-        for program in self.ledger.forgettable(now_s, self.config.program_idle_s):
+        for program in self.programs.idle(now_s, self.config.program_idle_s, self.pins.pinned):
             entry = self._over(now_s, program)
             if entry is not None and entry.finished_s is not None:
                 self.advisor.never_came(entry.tool, now_s - entry.finished_s)
 
+    # each step -------------------------------------------------------------
+
+    def admit(self, now_s: float, is_running: bool, is_queued: bool) -> None:
+        """Start programs for which there is room: their turns take their place in the queue. Whether a turn
+        runs, and whether one waits that is not held."""
+        idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_time.now(now_s)
+        for program in self.admission.opens(now_s, idle, 1.0 if is_queued else prompt_share):
+            for turn_id in self.programs.records[program].live:
+                self.turns[turn_id].held = False
+                self.turns.to_rekey.add(turn_id)
+
+    def expire(self, now_s: float) -> None:
+        """Release every pin whose TTL has run out, unless its program's next turn is here."""
+        for program in self.pins.due(now_s):
+            self.pins.release(now_s, program, PinEnd.EXPIRED)
+
     def release_all(self, now_s: float) -> None:
         """Before a cache reset, sleep or shutdown."""
-        for program in list(self.ledger.pinned):
-            self.release(now_s, program, PinEnd.RESET)
+        for program in list(self.pins.pinned):
+            self.pins.release(now_s, program, PinEnd.RESET)
 
     # answers ---------------------------------------------------------------
 
-    def waits(self, turn_id: TurnId) -> bool:
-        """Whether the turn is in the queue and has not run yet."""
-        turn = self.turns.get(turn_id)
-        return turn is not None and turn.started_s is None
+    def load(self, away_s: float = 0.0) -> EngineLoad:
+        """How busy the engine is, for a program that has been away so long."""
+        free, pinned = self.blocks.free_count(), self.pins.pinned_blocks
+        is_short = bool(self.turns.refused_memory)
+        return EngineLoad(self.pool_blocks, free, pinned, is_memory_short=is_short, away_s=away_s)
 
     def oldest_returning_wait_s(self, now_s: float) -> float:
         """For how long that later turn of a program has waited which waits for longest; 0: none does."""
-        programs = self.ledger.programs
+        programs = self.programs.records
         later = [
             turn.arrival_s
             for turn in self.turns.values()
@@ -273,85 +356,26 @@ class TurnLifecycle:
         ]
         return max(0.0, now_s - min(later, default=now_s))
 
-    def load(self, away_s: float = 0.0) -> EngineLoad:
-        """How busy the engine is, for a program that has been away so long."""
-        free, pinned = self.pins.free_blocks(), self.ledger.pinned_blocks
-        return EngineLoad(self.pool_blocks, free, pinned, away_s=away_s)
-
     def key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue: those that hold memory first, others wait for it."""
         turn = self.turns[TurnId(request.request_id)]
         preempted = request.num_preemptions > 0  # its status tells no more while its KV is loaded back
-        standing = self.ledger.standing(turn.program, turn.arrival_s, turn.priority, preempted)
-        order = self.advisor.order(standing)
+        pinned = turn.program in self.pins.pinned
+        entry = self.programs.queue_entry(turn.program, turn.arrival_s, turn.priority, preempted, pinned)
+        order = self.advisor.order(entry)
         holds = request.num_computed_tokens > 0 or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         return (turn.held, not holds, *order, turn.arrival_s, turn.id)
 
-    # -----------------------------------------------------------------------
+    def check(self) -> None:
+        """Raise InvariantError unless the tables balance."""
+        for table in (self.programs, self.pins, self.admission):
+            table.check()
 
-    def _last(self, now_s: float, turn: TurnState, request: Request) -> None:
-        """The program's last turn: nothing of it will be needed again."""
-        assert turn.program is not None
-        self.release(now_s, turn.program, PinEnd.ENDED)
-        self.ledger.left(now_s, turn.id, turn.program)
-        self._record_finish(now_s, turn, request, (), None)
-        entry = self._over(now_s, turn.program, own_turns=1)
-        if entry is None:
-            self.crowd.admission.loses(now_s, turn.program)
-            return
-        kept_tokens = self.crowd.ends(request, entry)
-        if kept_tokens is not None:
-            self.pins.bury(request.request_id, kept_tokens)
-
-    def _over(self, now_s: float, program: ProgramId, own_turns: int = 0) -> Program | None:
-        """Drop what is known of a program that has ended or was given up, unless another turn of it is live.
-
-        `own_turns`: those that ended with it, and are not counted yet.
-        """
-        entry = self.ledger.ended(program)
-        self.step_timer.returns.over(program)
-        self.matching.over(program)
-        self.losses.departures.over(program)
-        if entry is not None:
-            entry.turns += own_turns
-            self.advisor.program_over(entry.turns)
-            self.crowd.admission.leaves(now_s, program, entry.turns)
-            self.recorder.ended(now_s, program)
-        return entry
-
-    def _pause(self, now_s: float, turn: TurnState, request: Request) -> None:
-        """A turn that ends in a tool call: for how long does its KV stay?"""
-        assert turn.program is not None
-        program = turn.program
-        text = "" if turn.says.this_tool else tail_text(request, self._tokenizer, self.ignored)
-        tool = turn.says.this_tool or self.advisor.tool(text)
-        sizes = (request.num_prompt_tokens, request.num_tokens)
-        kind = (turn.tenant, manner(text))
-        tokens = self.matching.left(program, kind, *sizes, request.block_hashes)
-        blocks = self.pins.keepable(request.request_id, tokens)
-        number, tiers = self.ledger.programs[program].turns + 1, self.supply.if_given_up(request, tokens)
-        ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers)
-        keep = self.advisor.retain(now_s, ended, self.load())
-        self.release(now_s, program, PinEnd.SUPERSEDED)
-        pin = self.ledger.finished(now_s, turn.id, ended, keep)
-        self.step_timer.finished(program, tokens, keep.reload_s)
-        self.crowd.pauses(now_s, tokens, program, tool)
-        self.losses.paused(turn, request, kind[1] == "thought", tiers)
-        self._record_finish(now_s, turn, request, tool, keep)
-        if pin is not None:
-            self._take(now_s, pin, blocks)
-        if turn.says.job_id is None:
-            self._prompt_linker.finished(
-                request, program, turn.program_arrival_s, turn.linked_tokens, turn.says
-            )
-
-    def _pin_changed(self, program: ProgramId) -> None:
+    def _rekey(self, program: ProgramId) -> None:
         """The program's waiting turns have another place in the queue now, preempted ones too."""
-        self.moved |= self.ledger.programs[program].live
+        self.turns.to_rekey |= self.programs.records[program].live
 
-    def _record_finish(
-        self, now_s: float, turn: TurnState, request: Request, tool: ToolKey, keep: Retention | None
-    ) -> None:
-        assert turn.program is not None
-        sizes, last = (request.num_tokens, request.num_output_tokens), turn.says.is_last_step
-        self.recorder.finished(now_s, turn.program, turn.id, tool, *sizes, last, keep)
+
+def alone(request: Request) -> ProgramId:
+    """A request without a program, as one that ends with it."""
+    return ProgramId(f"~{request.request_id}")

@@ -81,7 +81,7 @@ def report(now_s: float, replica: Replica) -> ReplicaReport:
             returning_first=False,
             costs=replica.engine.setup.machine.costs,
         )
-    admission = lifecycle.crowd.admission
+    admission = lifecycle.admission
     return ReplicaReport(
         replica=name_of(replica.index),
         at_s=now_s,

@@ -24,7 +24,7 @@ from vllm.v1.request import Request
 
 from connectors.fake.scheduler_side import FakeMetadata, LoadJob
 from continuum_lmcache.errors import InvariantError, TraceError
-from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import Tier
 from experiments.sim.agents import Agents
 from experiments.sim.clock import Timetable, VirtualClock, virtual_time
@@ -139,7 +139,7 @@ class Engine:
 
     def expire(self) -> None:
         """Let the pins run out of programs that nobody said were over."""
-        while self._ledger is not None and (deadline_s := self._ledger.next_deadline_s()) is not None:
+        while self._pin_table is not None and (deadline_s := self._pin_table.next_deadline_s()) is not None:
             self.clock.advance_to(max(deadline_s, self.clock.now_s))
             self._update(self.scheduler.schedule(), {})
 
@@ -220,15 +220,15 @@ class Engine:
         return math.inf if due_s is None else due_s
 
     @property
-    def _ledger(self) -> ProgramTable | None:
+    def _pin_table(self) -> PinTable[Any] | None:
         lifecycle = getattr(self.scheduler, "_lifecycle", None)  # a stock scheduler has none
-        return lifecycle.ledger if lifecycle is not None else None
+        return lifecycle.pins if lifecycle is not None else None
 
     def check(self) -> None:
         """Raise InvariantError unless everything that was taken was given back."""
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        ledger, connector = self._ledger, self.scheduler.connector
-        pinned = ledger.pinned_blocks if ledger else 0
+        table, connector = self._pin_table, self.scheduler.connector
+        pinned = table.pinned_blocks if table else 0
         tracked = len(connector.planner.tracked) if connector else 0
         for holds, equation in (
             (not self.scheduler.requests, f"requests left({len(self.scheduler.requests)}) != 0"),
@@ -238,17 +238,17 @@ class Engine:
         ):
             if not holds:
                 raise InvariantError(f"at the end of the run {equation}")
-        if ledger:
-            ledger.check()
+        if table:
+            table.check()
         if connector:
             connector.planner.store.check()
 
     @property
     def pins(self) -> dict[str, int]:
         """Taken, and ended by outcome; empty for a stock scheduler."""
-        if (ledger := self._ledger) is None:
+        if (table := self._pin_table) is None:
             return {}
-        return {"taken": ledger.taken, **{outcome.value: n for outcome, n in ledger.outcomes.items()}}
+        return {"taken": table.taken, **{outcome.value: n for outcome, n in table.outcomes.items()}}
 
 
 class Simulation:

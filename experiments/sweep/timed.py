@@ -157,7 +157,7 @@ class Rig:
 
     def _check(self) -> None:
         lifecycle = getattr(self.scheduler, "_lifecycle", None)
-        pinned = len(lifecycle.ledger.pinned) if lifecycle else 0
+        pinned = len(lifecycle.pins.pinned) if lifecycle else 0
         if pinned != self.bench.pinned_programs:
             raise SweepError(
                 f"{self.bench.contender} holds {pinned} pins where {self.bench.pinned_programs} were asked "

@@ -45,24 +45,24 @@ WARM_S = 2400.0  # idle programs are forgotten, and every CDF window is full
 SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; what holds no more cannot be told from noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
-    ".crowd.endings._ended": REMEMBERED,
-    ".crowd.admission.commons._heads": MOST_HEADS,
+    ".end_claims._ended": REMEMBERED,
+    ".admission.commons._heads": MOST_HEADS,
     ".advisor.history._delays_s": QUEUE_WINDOW,
 }
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
 TOOLS = ("bash", "python")
 OUR_CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 SHOWN = {
-    "programs": ".ledger.programs",
-    "their deadlines (heap)": ".ledger._deadlines",
+    "programs": ".programs.records",
+    "their deadlines (heap)": ".pins._deadlines",
     "live turns": ".turns",
-    "inside the door": ".crowd.admission.inside",
-    "at the door": ".crowd.admission.outside",
-    "the door's line (heap)": ".crowd.admission._line",
-    "not back yet (heap)": ".crowd.admission._absent",
+    "inside the door": ".admission.inside",
+    "at the door": ".admission.outside",
+    "the door's line (heap)": ".admission._line",
+    "not back yet (heap)": ".admission._absent",
     "finished turns by hash (lineage)": "._prompt_linker._turns",
-    "ended programs remembered": ".crowd.endings._ended",
-    "shared heads": ".crowd.admission.commons._heads",
+    "ended programs remembered": ".end_claims._ended",
+    "shared heads": ".admission.commons._heads",
 }
 SETUP = Setup(
     policy="continuum",

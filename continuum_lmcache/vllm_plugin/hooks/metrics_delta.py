@@ -50,28 +50,33 @@ class MetricsDelta:
 
 def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
     """All of them."""
-    ledger, supply, advisor = lifecycle.ledger, lifecycle.supply, lifecycle.advisor
-    pins: dict[str, float] = {name: ledger.outcomes[outcome] for outcome, name in OUTCOMES.items()}
+    pins, supply, advisor = lifecycle.pins, lifecycle.supply, lifecycle.advisor
+    admission, losses = lifecycle.admission, lifecycle.losses
+    ends: dict[str, float] = {name: pins.outcomes[outcome] for outcome, name in OUTCOMES.items()}
     return {
-        "pins": {"taken": ledger.taken, **pins},
-        "refused": REFUSALS | ledger.refused,
-        "ttl_decisions": dict(advisor.observed.decisions),
+        "pins": {"taken": pins.taken, **ends},
+        "refused": REFUSALS | pins.refused,
+        "ttl_decisions": dict(lifecycle.samples.decisions),
         "ignored": dict(lifecycle.ignored),
-        "pinned_blocks": {"": ledger.pinned_blocks},
-        "pinned_ratio": {"": ledger.pinned_blocks / lifecycle.pool_blocks},
-        "pins_held": {"": len(ledger.pinned)},
-        "programs": {"": len(ledger.programs)},
+        "pinned_blocks": {"": pins.pinned_blocks},
+        "pinned_ratio": {"": pins.pinned_blocks / lifecycle.pool_blocks},
+        "pins_held": {"": len(pins.pinned)},
+        "programs": {"": len(lifecycle.programs.records)},
         "returning_wait": {"": lifecycle.oldest_returning_wait_s(now_s)},
         "store_up": {"": float(supply.is_up)},
         "store_mode": {supply.mode: 1.0},
-        "load_decisions": dict(lifecycle.judge.counts),
+        "load_decisions": dict(lifecycle.load_policy.counts),
         "policy": {advisor.config.policy: 1.0},
         "tier_capacity": {t.value: n for t, n in advisor.survival.capacity_tokens.items()},
         **supply.totals(),
         **rate_totals(advisor.rates),
         **formula_totals(advisor.history),
-        **lifecycle.crowd.totals(),
-        **lifecycle.losses.departures.totals(),
+        "outside": {"": len(admission.outside)},
+        "headroom": {"": admission.headroom_tokens},
+        "storing": {"": float(lifecycle.stores.storing)},
+        "working_set": {"": admission.context_tokens},
+        "gpu_capacity": {"": lifecycle.kv_tokens},
+        **losses.ended_turns.totals(),
     }
 
 

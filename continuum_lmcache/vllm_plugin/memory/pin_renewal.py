@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from continuum_lmcache.types import Pin, ProgramId
-from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.retention.pin_table import PinTable
+from continuum_lmcache.types import EngineLoad, Pin, ProgramId
 
 EVERY_S = 1.0  # between two looks: a queue short of memory in every other step asks for all pins each time,
 # and a pin worth a moment more would wake an idle engine again and again
@@ -15,51 +20,58 @@ LOOKS_A_STEP = 16  # each takes 0.15 ms where a tool's window is full: so no ste
 
 @dataclass(slots=True)
 class PinRenewal:
-    """Gives pins another deadline, by what is known of their gaps and of the memory now."""
+    """Gives pins another deadline, by what is known of their gaps and of the memory now.
 
-    lifecycle: TurnLifecycle
+    `load`: how busy the engine is, for a program that has been away for so many seconds.
+    """
+
+    programs: ProgramTable
+    pins: PinTable[KVCacheBlock]
+    advisor: RetentionAdvisor
+    load: Callable[[float], EngineLoad]
     was_short: bool = False
     at_s: float = 0.0
     unseen: deque[ProgramId] = field(default_factory=deque)  # pins to be looked at since memory became short
 
-    def look(self, now_s: float) -> None:
+    def renew_due(self, now_s: float) -> None:
         """Before pins expire: those that are due, and all of them if memory has become short.
 
         At most LOOKS_A_STEP of them in a step. The other due ones get EVERY_S more, the rest wait.
         """
-        ledger, looks = self.lifecycle.ledger, LOOKS_A_STEP
+        pins, looks = self.pins, LOOKS_A_STEP
         if now_s >= self.at_s and self._becomes_short(now_s):
-            self.unseen = deque(ledger.pinned)
+            self.unseen = deque(pins.pinned)
         elif not self.was_short:
             self.unseen.clear()
-        due_s = ledger.next_deadline_s()
+        due_s = pins.next_deadline_s()
         if due_s is not None and due_s <= now_s:
-            for pin in [pin for pin in ledger.pinned.values() if pin.deadline_s <= now_s]:
+            for pin in [pin for pin in pins.pinned.values() if pin.deadline_s <= now_s]:
                 if self._is_renewable(pin):
                     looks -= 1
-                    self._renew(now_s, pin) if looks >= 0 else ledger.renew(pin.program, now_s + EVERY_S)
+                    if looks >= 0:
+                        self._renew(now_s, pin)
+                    else:
+                        pins.renew(now_s, pin.program, now_s + EVERY_S)
         while self.unseen and looks > 0:
-            found = ledger.pinned.get(self.unseen.popleft())
+            found = pins.pinned.get(self.unseen.popleft())
             if found is not None and self._is_renewable(found):
                 looks -= 1
                 self._renew(now_s, found)
 
     def _becomes_short(self, now_s: float) -> bool:
-        before, self.was_short = self.was_short, bool(self.lifecycle.advisor.short)
+        before, self.was_short = self.was_short, self.load(0.0).is_memory_short
         self.at_s = now_s + EVERY_S
         return self.was_short and not before
 
     def _is_renewable(self, pin: Pin) -> bool:
         """Whether what the pin is worth depends on the memory now, and its program is away."""
-        is_priced = self.lifecycle.advisor.prices(pin.turn.context_tokens, pin.retention.reload_s)
-        return is_priced and not self.lifecycle.ledger.programs[pin.program].live
+        is_priced = self.advisor.prices(pin.turn.context_tokens, pin.retention.reload_s)
+        return is_priced and not self.programs.records[pin.program].live
 
     def _renew(self, now_s: float, pin: Pin) -> None:
         """The pin's deadline as if it were taken now, by a program that has been away so long."""
-        lifecycle, turn = self.lifecycle, pin.turn
         away_s = now_s - pin.taken_s
-        keep = lifecycle.advisor.judged(now_s, turn, lifecycle.load(away_s))
+        keep = self.advisor.retain(now_s, pin.turn, self.load(away_s))
         ttl_s = max(keep.ttl_s, EVERY_S) if keep.ttl_s > 0 else 0.0
-        left_s = max(0.0, min(ttl_s, lifecycle.config.max_ttl_s - away_s))
-        lifecycle.ledger.renew(pin.program, now_s + left_s)
-        lifecycle.recorder.renewed(now_s, pin.program, now_s + left_s)
+        left_s = max(0.0, min(ttl_s, self.pins.max_ttl_s - away_s))
+        self.pins.renew(now_s, pin.program, now_s + left_s)

@@ -3,7 +3,7 @@
 - A running request takes any pin before anything is preempted.
 - A waiting one honours the pins of programs whose tool runs, however long the queue: giving way to
   every waiting head costs 15-25 % of job time. It takes them when nothing runs and nothing else will
-  free memory (the paper's deadlock rule, §4), or `max_wait_s` after it was first in line and
+  free memory (the paper's deadlock rule, §4), or `pin_reclaim_after_s` after it was first in line and
   refused.
 - It takes the pin of a later program whose next turn waits behind it: that turn cannot run first, so
   the pin holds memory that nobody can use (docs/decisions/0002).
@@ -15,17 +15,31 @@ then lent, and taken back if the request does not fit after all.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import Pin, PinEnd, TurnId
-from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
+from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
+from continuum_lmcache.vllm_plugin.requests import TurnTable
 
 Allocate = Callable[..., KVCacheBlocks | None]
+
+
+class Placements(Protocol):
+    """Who is told of blocks that waiting requests got."""
+
+    def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
+        """A request got its blocks: so much of its prompt was found on the GPU, so much is loaded."""
+
+    def loaded(self, request: Request) -> None:
+        """A request got the rest of its blocks, after an asynchronous load."""
 
 
 class PinReclaimer:
@@ -37,10 +51,20 @@ class PinReclaimer:
     single_type_managers (unchanged from vLLM 0.30 to 0.33; none that keeps all tokens recycles blocks).
     """
 
-    def __init__(self, scheduler: Scheduler, lifecycle: TurnLifecycle, clock: Callable[[], float]) -> None:
-        self._scheduler = scheduler
-        self._lifecycle = lifecycle
-        self._clock = clock
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        programs: ProgramTable,
+        turns: TurnTable,
+        pins: PinTable[KVCacheBlock],
+        blocks: GpuBlocks,
+        placements: Placements,
+        clock: Callable[[], float],
+        reclaim_after_s: float,
+    ) -> None:
+        self._scheduler, self._clock, self._reclaim_after_s = scheduler, clock, reclaim_after_s
+        self._programs, self._turns, self._pins, self._blocks = programs, turns, pins, blocks
+        self._placements = placements
         self._manager = scheduler.kv_cache_manager
         self._stock = self._manager.allocate_slots
         self._block_size = scheduler.block_size
@@ -54,7 +78,7 @@ class PinReclaimer:
         vLLM asks for each of them, so what stands in between would cost time for each of them.
         """
         self._in_step, self._stock = True, self._manager.allocate_slots
-        if self._lifecycle.ledger.pinned and self.may_run_short():
+        if self._pins.pinned and self.may_run_short():
             self._stand_in(self.allocate_slots)
 
     def may_run_short(self) -> bool:
@@ -66,7 +90,7 @@ class PinReclaimer:
         scheduler, block = self._scheduler, self._block_size
         groups = len(scheduler.kv_cache_config.kv_cache_groups)
         ahead = 1 + -(-(scheduler.num_spec_tokens + scheduler.num_lookahead_tokens) // block)
-        left = self._lifecycle.pins.free_blocks() - len(scheduler.running) * ahead * groups
+        left = self._blocks.free_count() - len(scheduler.running) * ahead * groups
         if left >= (scheduler.max_num_scheduled_tokens // block + 1) * groups:
             return False
         return left < 0 or any(request.is_prefill_chunk for request in scheduler.running)
@@ -89,7 +113,7 @@ class PinReclaimer:
     ) -> KVCacheBlocks | None:
         """vLLM's own answer, after giving up pins if that is allowed and helps."""
         blocks = self._stock(request, num_new_tokens, *args, **kwargs)
-        if blocks is None and self._lifecycle.ledger.pinned:
+        if blocks is None and self._pins.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
         if request.status is not RequestStatus.RUNNING:
             self._note(request, blocks, kwargs)
@@ -97,14 +121,17 @@ class PinReclaimer:
 
     def _note(self, request: Request, blocks: KVCacheBlocks | None, kwargs: dict[str, Any]) -> None:
         """A waiting request got its blocks, or was refused."""
-        self._lifecycle.advisor.memory(TurnId(request.request_id), refused=blocks is None)
-        if blocks is not None:
-            if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
-                self._lifecycle.loaded(request)
-            else:
-                hits = kwargs.get("num_new_computed_tokens", 0)
-                loads = kwargs.get("num_external_computed_tokens", 0)
-                self._lifecycle.placed(request, hits, loads)
+        turn_id = TurnId(request.request_id)
+        if blocks is None:
+            self._turns.refused_memory.add(turn_id)
+            return
+        self._turns.refused_memory.discard(turn_id)
+        if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
+            self._placements.loaded(request)
+        else:
+            hits = kwargs.get("num_new_computed_tokens", 0)
+            loads = kwargs.get("num_external_computed_tokens", 0)
+            self._placements.placed(request, hits, loads)
 
     def _reclaim(
         self, request: Request, num_new_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -115,10 +142,10 @@ class PinReclaimer:
         if not victims:
             return None
         need = self._missing_blocks(request, num_new_tokens, kwargs)
-        pins = self._lifecycle.pins
-        wanted = need - pins.free_blocks()
-        held = sum(victim.blocks for victim in victims)  # at least as many as would become free
-        if wanted > held or not pins.can_free((victim.program for victim in victims), wanted):
+        wanted = need - self._blocks.free_count()
+        most = sum(victim.blocks for victim in victims)  # at least as many as would become free
+        held = (self._pins.blocks(victim.program) for victim in victims)
+        if wanted > most or not self._blocks.can_free(held, wanted):
             return None
         return self._lend(now_s, victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs))
 
@@ -126,16 +153,16 @@ class PinReclaimer:
         self, now_s: float, victims: list[Pin], need: int, allocate: Callable[[], KVCacheBlocks | None]
     ) -> KVCacheBlocks | None:
         """Give up pins one by one until the request fits; all or nothing."""
-        pins, lent = self._lifecycle.pins, []
+        pins, lent = self._pins, []
         for victim in victims:
             pins.lend(victim.program)
             lent.append(victim.program)
-            if pins.free_blocks() < need:
+            if self._blocks.free_count() < need:
                 continue
             blocks = allocate()
             if blocks is not None:
                 for program in lent:
-                    self._lifecycle.release(now_s, program, PinEnd.RECLAIMED)
+                    pins.release(now_s, program, PinEnd.RECLAIMED)
                 return blocks
         for program in reversed(lent):
             pins.recall(program)
@@ -144,11 +171,11 @@ class PinReclaimer:
     def _may_reclaim(self, now_s: float, request: Request) -> bool:
         if request.status == RequestStatus.RUNNING:
             return True
-        turn = self._lifecycle.turns.get(TurnId(request.request_id))
+        turn = self._turns.get(TurnId(request.request_id))
         if turn is not None:
             if turn.refused_s is None:
                 turn.refused_s = now_s
-            if now_s - turn.refused_s > self._lifecycle.config.max_wait_s:
+            if now_s - turn.refused_s > self._reclaim_after_s:
                 return True
         return not self._scheduler.running and not self._memory_will_come()
 
@@ -164,27 +191,26 @@ class PinReclaimer:
 
     def _victims(self, request: Request) -> list[Pin]:
         """Latest-arrived programs first; the request's own program, whose prefix it may hit, at the end."""
-        turn = self._lifecycle.turns.get(TurnId(request.request_id))
+        turn = self._turns.get(TurnId(request.request_id))
         mine = turn.program if turn is not None else None
-        victims = self._lifecycle.ledger.victims(mine)
-        own = self._lifecycle.ledger.pinned.get(mine) if mine is not None else None
+        victims = self._pins.victims(mine)
+        own = self._pins.pinned.get(mine) if mine is not None else None
         return victims + ([own] if own is not None else [])
 
     def _behind(self, request: Request) -> list[Pin]:
         """Of those, the pins of later programs whose next turn is here and does not run either."""
-        lifecycle = self._lifecycle
-        turn = lifecycle.turns.get(TurnId(request.request_id))
+        turn = self._turns.get(TurnId(request.request_id))
         if turn is None:
             return []
-        programs = lifecycle.ledger.programs
-        if not any(programs[program].live for program in lifecycle.ledger.pinned):
+        programs = self._programs.records
+        if not any(programs[program].live for program in self._pins.pinned):
             return []  # before all pins are sorted, in each step of a blocked queue
         later = (
             pin
-            for pin in lifecycle.ledger.victims(turn.program)
+            for pin in self._pins.victims(turn.program)
             if programs[pin.program].arrival_s > turn.program_arrival_s
         )
-        return [pin for pin in later if any(map(lifecycle.waits, programs[pin.program].live))]
+        return [pin for pin in later if any(map(self._turns.waits, programs[pin.program].live))]
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
         """At least so many free blocks are needed: what the request lacks, its prefix hits aside.

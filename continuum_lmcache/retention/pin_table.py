@@ -1,0 +1,183 @@
+"""Which programs' KV stays on the GPU, until when, and which blocks that is: the one owner of pins.
+
+A pin begins in `take` and ends in `release`, and nowhere else. No clock and no I/O. Blocks are handles that
+only the holder understands: it is vLLM's block pool in an engine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
+
+from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.programs.table import Program
+from continuum_lmcache.telemetry.events import PinReleased, PinRenewed, PinTaken
+from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Retention
+
+B = TypeVar("B")
+
+
+class BlockHolder(Protocol[B]):
+    """Whoever counts references on blocks."""
+
+    def hold(self, blocks: list[B]) -> None:
+        """One more reference on each: somebody still uses them, or gave them back just now."""
+
+    def let_go(self, blocks: list[B]) -> None:
+        """One reference less on each, the last block first: so the prefix survives longest."""
+
+
+@dataclass(slots=True)
+class PinTable(Generic[B]):
+    """One pin a program at most, within a budget of `max_pinned_blocks`.
+
+    A pin stays while its program's next turn waits to run, but never beyond `max_ttl_s`.
+    """
+
+    programs: Mapping[ProgramId, Program]  # read only
+    holder: BlockHolder[B]
+    max_pinned_blocks: int
+    max_tenant_blocks: int
+    max_ttl_s: float = 300.0
+    publish: Callable[[object], None] = lambda _event: None
+    pinned: dict[ProgramId, Pin] = field(default_factory=dict)
+    pinned_blocks: int = 0
+    outcomes: Counter[PinEnd] = field(default_factory=Counter)
+    taken: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    _blocks: dict[ProgramId, list[B]] = field(default_factory=dict)
+    _lent: set[ProgramId] = field(default_factory=set)  # whose blocks are free on trial
+    _by_tenant: Counter[str] = field(default_factory=Counter)
+    _deadlines: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap, stale entries skipped
+
+    def take(self, now_s: float, turn: FinishedTurn, keep: Retention, blocks: list[B]) -> Pin | None:
+        """Begin a pin on a finished turn's blocks, if `keep` asks and the budget allows.
+
+        Release the program's older pin first: there is one a program, the latest.
+        """
+        if (older := self.pinned.get(turn.program)) is not None:
+            raise InvariantError(f"program {turn.program!r} already holds a pin of {older.blocks} blocks")
+        if keep.ttl_s <= 0 or turn.blocks == 0:
+            return None
+        tenant = self.programs[turn.program].tenant
+        if reason := self._over_budget(tenant, turn.blocks):
+            self.refused[reason] += 1
+            return None
+        pin = Pin(turn.program, turn.blocks, now_s, now_s + keep.ttl_s, keep, turn)
+        self.pinned[turn.program] = pin
+        self._blocks[turn.program] = blocks
+        self.pinned_blocks += pin.blocks
+        self._by_tenant[tenant] += pin.blocks
+        self.taken += 1
+        heapq.heappush(self._deadlines, (min(pin.deadline_s, now_s + self.max_ttl_s), turn.program))
+        self.holder.hold(blocks)
+        self.publish(PinTaken(now_s, pin))
+        return pin
+
+    def release(self, now_s: float, program: ProgramId, why: PinEnd) -> Pin | None:
+        """End the program's pin, if it has one."""
+        pin = self.pinned.pop(program, None)
+        if pin is None:
+            return None
+        tenant = self.programs[program].tenant
+        self.pinned_blocks -= pin.blocks
+        self._by_tenant[tenant] -= pin.blocks
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]  # salts come and go without end
+        self.outcomes[why] += 1
+        blocks = self._blocks.pop(program)
+        if program in self._lent:
+            self._lent.remove(program)
+        else:
+            self.holder.let_go(blocks)
+        self.publish(PinReleased(now_s, program, why))
+        return pin
+
+    def renew(self, now_s: float, program: ProgramId, deadline_s: float) -> None:
+        """The program's pin ends at another time."""
+        pin = self.pinned[program] = replace(self.pinned[program], deadline_s=deadline_s)
+        heapq.heappush(self._deadlines, (min(deadline_s, pin.taken_s + self.max_ttl_s), program))
+        self.publish(PinRenewed(now_s, program, deadline_s))
+
+    def waits_no_more(self, program: ProgramId) -> None:
+        """A turn of the program ran or is gone: its pin may have outstayed its deadline for that turn."""
+        if program in self.pinned and not self.programs[program].waiting:
+            heapq.heappush(self._deadlines, (self._end_s(self.pinned[program]), program))
+
+    # reclaiming ------------------------------------------------------------
+
+    def lend(self, program: ProgramId) -> None:
+        """Free the pin's blocks on trial. Ends with `release` if something was allocated, else `recall`."""
+        self.holder.let_go(self._blocks[program])
+        self._lent.add(program)
+
+    def recall(self, program: ProgramId) -> None:
+        """Nothing was allocated: the blocks are as they were, and held again."""
+        self._lent.remove(program)
+        self.holder.hold(self._blocks[program])
+
+    def blocks(self, program: ProgramId) -> list[B]:
+        """What the program's pin holds; nothing without a pin."""
+        return self._blocks.get(program, [])
+
+    def victims(self, program: ProgramId | None) -> list[Pin]:
+        """Pins of other programs than `program`, the latest-arrived program's first (paper §4)."""
+        others = [pin for pin in self.pinned.values() if pin.program != program]
+        return sorted(others, key=lambda pin: -self.programs[pin.program].arrival_s)
+
+    # deadlines -------------------------------------------------------------
+
+    def due(self, now_s: float) -> list[ProgramId]:
+        """Programs whose pin has run out, every one; where the next turn waits, not before max_ttl_s."""
+        found = []
+        while (end_s := self.next_deadline_s()) is not None and end_s <= now_s:
+            found.append(heapq.heappop(self._deadlines)[1])
+        return list(dict.fromkeys(found))
+
+    def next_deadline_s(self) -> float | None:
+        """When the next pin runs out, if nothing comes back before."""
+        while self._deadlines:
+            at_s, program = self._deadlines[0]
+            pin = self.pinned.get(program)
+            end_s = self._end_s(pin) if pin is not None else None
+            if at_s == end_s:
+                return at_s
+            heapq.heappop(self._deadlines)
+            if end_s is not None and self.programs[program].waiting:
+                heapq.heappush(self._deadlines, (end_s, program))
+        return None
+
+    def check(self) -> None:
+        """Raise InvariantError unless the books balance."""
+        total = sum(pin.blocks for pin in self.pinned.values())
+        tenants, ends = sum(self._by_tenant.values()), sum(self.outcomes.values())
+        strangers = self.pinned.keys() - self.programs.keys()
+        for holds, equation in (
+            (self.pinned_blocks == total, f"pinned_blocks {self.pinned_blocks} != sum of pins {total}"),
+            (tenants == total, f"blocks by tenant {tenants} != sum of pins {total}"),
+            (not strangers, f"pins of programs that are unknown: {strangers}"),
+            (self._blocks.keys() == self.pinned.keys(), "pins and their blocks are of different programs"),
+            (not self._lent, f"blocks still lent: {self._lent}"),
+            (total <= self.max_pinned_blocks, f"pinned {total} > budget {self.max_pinned_blocks}"),
+            (
+                self.taken - ends == len(self.pinned),
+                f"taken {self.taken} - ended {ends} != live pins {len(self.pinned)}",
+            ),
+        ):
+            if not holds:
+                raise InvariantError(equation)
+
+    def _end_s(self, pin: Pin) -> float:
+        """When the pin ends: a turn that waits still needs it, up to max_ttl_s."""
+        last_s = pin.taken_s + self.max_ttl_s
+        return last_s if self.programs[pin.program].waiting else min(pin.deadline_s, last_s)
+
+    def _over_budget(self, tenant: str, blocks: int) -> str:
+        if self.pinned_blocks + blocks > self.max_pinned_blocks:
+            return "budget"
+        if self._by_tenant[tenant] + blocks > self.max_tenant_blocks:
+            return "tenant"
+        return ""

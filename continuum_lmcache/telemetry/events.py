@@ -1,0 +1,140 @@
+"""What happens to programs, turns and pins: frozen events, and who hears of them.
+
+The owner of a piece of state publishes; recorder, metrics and trackers subscribe. Nobody calls them by name,
+and no subscriber answers: what decides is asked directly. Times are on the engine's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from continuum_lmcache.programs.divergence import PrefixLoss
+from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
+from continuum_lmcache.types import Pin, PinEnd, ProgramId, Residency, Retention, ToolKey, TurnId
+
+
+@dataclass(frozen=True, slots=True)
+class TurnArrived:
+    """A program's turn joined the queue. `gap_s`: what its tool call took; None: it was in none."""
+
+    now_s: float
+    program: ProgramId
+    turn: TurnId
+    prompt_tokens: int
+    tool: ToolKey = ()
+    gap_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStarted:
+    """A program's turn left the queue for the first time, or again (`resumed`) after a preemption.
+
+    `served`: where its prompt came from. `evicted`: of its context the GPU had lost more than a partial
+    block, so that this delay counts in T (eq. 2).
+    """
+
+    now_s: float
+    program: ProgramId
+    turn: TurnId
+    served: Residency
+    queue_delay_s: float
+    evicted: bool = False
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPreempted:
+    """A running turn lost its memory and waits again."""
+
+    now_s: float
+    program: ProgramId
+    turn: TurnId
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFinished:
+    """A turn ended. `retention`: what the policy said of its KV; None: it was not asked."""
+
+    now_s: float
+    program: ProgramId
+    turn: TurnId
+    tool: ToolKey
+    context_tokens: int
+    output_tokens: int
+    is_last: bool
+    retention: Retention | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PinTaken:
+    """A finished turn's blocks stay on the GPU."""
+
+    now_s: float
+    pin: Pin
+
+
+@dataclass(frozen=True, slots=True)
+class PinRenewed:
+    """A pin ends at another time."""
+
+    now_s: float
+    program: ProgramId
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PinReleased:
+    """A pin is over."""
+
+    now_s: float
+    program: ProgramId
+    why: PinEnd
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnded:
+    """A program ended, or was given up. `turns`: that it had; None: another turn of it is still live."""
+
+    now_s: float
+    program: ProgramId
+    turns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLost:
+    """A program came back to less than it left. `texts`: what stood on both sides, if it may be shown."""
+
+    now_s: float
+    program: ProgramId
+    turn: TurnId
+    loss: PrefixLoss
+    texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContextReloaded:
+    """A turn whose context the GPU had lost has it back."""
+
+    now_s: float
+    outcome: ReloadOutcome
+
+
+E = TypeVar("E")
+
+
+class EventBus:
+    """Calls the subscribers of an event's type, in the order in which they subscribed."""
+
+    def __init__(self) -> None:
+        self._subscribers: dict[type[Any], list[Callable[[Any], None]]] = {}
+
+    def subscribe(self, kind: type[E], listener: Callable[[E], None]) -> None:
+        """Have `listener` called with every event of this type."""
+        self._subscribers.setdefault(kind, []).append(listener)
+
+    def publish(self, event: object) -> None:
+        """Tell all who subscribed to this type."""
+        for listener in self._subscribers.get(type(event), ()):
+            listener(event)
