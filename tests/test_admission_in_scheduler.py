@@ -10,11 +10,13 @@ import pytest
 import yaml
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 
+from continuum_lmcache.admission.controller import AdmissionController
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.admission.working_set import PrefillShare
 from continuum_lmcache.types import ProgramId
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+from experiments.sweep.oracle import KnowingDoor, true_sizes_of
 from experiments.trust.soak_scheduler import tables
 
 Make = Callable[..., Bench]
@@ -393,3 +395,13 @@ def test_where_memory_may_run_short_the_newest_program_is_still_the_victim(make:
     old = bench.send("old", prompt(400, 1), out=100)
     bench.run_until_idle()
     assert set(bench.preempted) == {young}, f"{old} came first"
+
+
+def test_the_bound_that_knows_every_size_is_the_admission_of_an_engine_built_meanwhile(
+    model: Path,
+    settings: Any,  # noqa: F811
+) -> None:
+    settings(policy="continuum")
+    with true_sizes_of([]):
+        assert isinstance(Bench(ContinuumScheduler, model, blocks=20).lifecycle.admission, KnowingDoor)
+    assert type(Bench(ContinuumScheduler, model, blocks=20).lifecycle.admission) is AdmissionController

@@ -15,7 +15,7 @@ from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.retention.queue_order import by_pin
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, Retention
-from continuum_lmcache.vllm_plugin import admission_gate
+from continuum_lmcache.vllm_plugin import turn_lifecycle
 from experiments.sweep.cases import ORACLE
 from experiments.workload import Program
 
@@ -100,8 +100,10 @@ class KnowingDoor(AdmissionController):
 def true_sizes_of(programs: Sequence[Program]) -> Iterator[None]:
     """Within the block, the admission of engines that are built knows these programs' contexts."""
     known = {program.program_id: program for program in programs}
-    admission_gate.Door = lambda *args, **kwargs: KnowingDoor(*args, growth=Sizes(known), **kwargs)  # type: ignore
+    turn_lifecycle.AdmissionController = lambda *args, **kwargs: KnowingDoor(
+        *args, growth=Sizes(known), **kwargs
+    )  # type: ignore
     try:
         yield
     finally:
-        admission_gate.Door = AdmissionController  # type: ignore
+        turn_lifecycle.AdmissionController = AdmissionController  # type: ignore
