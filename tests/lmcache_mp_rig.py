@@ -183,15 +183,6 @@ def op(token_ids: Sequence[int], start: int, end: int) -> LoadStoreOp:
     return LoadStoreOp(list(token_ids), [list(range(start // CHUNK, end // CHUNK))], start, end)
 
 
-class Clock:
-    """Time as a value."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @contextlib.contextmanager
 def mp_rigs(directory: Path) -> Iterator[Callable[..., MpRig]]:
     """Makes rigs; each is checked and closed in the end."""

@@ -33,6 +33,15 @@ POOL_PAGE = 4096  # LMCache aligns a chunk in DRAM to this, and counts it so on 
 GIB = 1024**3
 
 
+class Clock:
+    """Time as a value."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class Rig:
     """One worker and one scheduler's view, joined as vLLM joins them, but stepped by hand."""
 

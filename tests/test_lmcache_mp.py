@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
-from lmcache_mp_rig import Clock, MpEngine, MpRig, op
+from lmcache_mp_rig import MpEngine, MpRig, op
 from lmcache_mp_server import CHUNK, MpServer, wait_for
-from lmcache_rig import prompt
+from lmcache_rig import Clock, prompt
 
 from connectors.lmcache_mp import startup, tier_mirror
 from connectors.lmcache_mp.load_join import LoadLookupJoin, TimedLoad

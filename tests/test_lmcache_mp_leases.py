@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
-from lmcache_mp_rig import Clock, MpRig
+from lmcache_mp_rig import MpRig
 from lmcache_mp_server import CHUNK, wait_for
-from lmcache_rig import prompt
+from lmcache_rig import Clock, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector

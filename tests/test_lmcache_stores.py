@@ -15,8 +15,8 @@ from bench import BLOCK, prompt
 from bench import settings as settings  # a fixture
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache_bench import InProcessBench, one_rank
-from lmcache_mp_rig import Clock
 from lmcache_mp_server import wait_for
+from lmcache_rig import Clock
 
 from connectors.lmcache.connector import is_shared
 from continuum_lmcache.reload.tier_store import KVTransfer

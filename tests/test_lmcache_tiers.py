@@ -13,8 +13,7 @@ pytest.importorskip("lmcache")
 
 from hypothesis import given as given_that
 from hypothesis import strategies as st
-from lmcache_mp_rig import Clock
-from lmcache_rig import CHUNK, prompt
+from lmcache_rig import CHUNK, Clock, prompt
 
 from connectors.lmcache import snapshot_rpc
 from connectors.lmcache.snapshot_rpc import ANSWER_S, Snapshot, SnapshotClient, SnapshotServer, addresses
