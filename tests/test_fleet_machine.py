@@ -113,7 +113,9 @@ class Machine(RuleBasedStateMachine):
                 assert self.fleet.home(program) == home
         held, self.held = self.held, {}
         for turn, (program, tokens) in held.items():
-            self._answered(turn, program, tokens, self.fleet.arrived(self.now_s, turn, program, tokens))
+            answer = self.fleet.arrived(self.now_s, turn, program, tokens)
+            self._take_started(turn)
+            self._answered(turn, program, tokens, answer)
 
     # turns -----------------------------------------------------------------
 

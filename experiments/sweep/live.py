@@ -20,6 +20,7 @@ from experiments.peers.install import missing
 from experiments.replay import Job, replay
 from experiments.selection import Selection
 from experiments.server import serve
+from experiments.sim.fitted_programs import shapes
 from experiments.sim.trace_programs import SOURCES
 from experiments.sweep.cases import PEERS, ROUTERS, STOCK, Live, SweepError
 from experiments.table1 import GENERATORS
@@ -88,8 +89,10 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
 def machine_of(case: Live) -> Machine:
     if case.machine not in MACHINES:
         raise SweepError(f"machine is {case.machine!r}; known to --engine live: {', '.join(MACHINES)}")
-    if case.workload not in GENERATORS and case.workload.partition(":")[0] not in SOURCES:
-        raise SweepError(f"workload is {case.workload!r}; known: {', '.join([*GENERATORS, *SOURCES])}")
+    name, _, half = case.workload.partition(":")
+    known = [*GENERATORS, *shapes(), *(f"{source}:HALF" for source in SOURCES)]
+    if case.workload not in GENERATORS and name not in (SOURCES if half else shapes()):
+        raise SweepError(f"workload is {case.workload!r}; known: {', '.join(known)}")
     if case.ssd_gb and not case.dram_gb:
         raise SweepError(f"{case}: LMCache's disk tier needs a DRAM tier in front of it; give dram_gb")
     return MACHINES[case.machine]

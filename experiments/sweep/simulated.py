@@ -88,7 +88,8 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
 def continuum_of(point: Point) -> dict[str, Any]:
     """Settings of our scheduler that the point asks for."""
     if point.contender == MICHI:
-        return {"max_pinned_share": 1.0, "max_ttl_s": 1e6, "max_wait_s": 1e6}  # it bounds none of them
+        bounds = dict.fromkeys(("max_ttl_s", "admission_max_hold_s", "pin_reclaim_after_s"), 1e6)
+        return {"max_pinned_share": 1.0, **bounds}  # it bounds none of them
     return {} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s}
 
 

@@ -87,7 +87,7 @@ class TurnRig:
             if not is_busy:
                 break
             schedule_us, output = timed_us(self.scheduler.schedule)
-            said, is_timed = next(steps)
+            said, is_timed = next(steps, ([], True))  # a pin of some milliseconds wakes the engine again
             answer = ModelRunnerOutput(
                 list(output.num_scheduled_tokens),
                 {request.request_id: 0},
