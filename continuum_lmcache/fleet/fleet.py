@@ -258,6 +258,7 @@ class Fleet:
                 if turn not in self.turns and turn not in self.waiting:
                     self._send(now_s, entry, turn, known.context_tokens, Why.HOME)
                     place.first_token(turn)
+        self._forget_surplus(now_s, self.config.max_programs)
 
     # turns -----------------------------------------------------------------
 
