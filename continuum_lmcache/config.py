@@ -35,7 +35,7 @@ class ContinuumConfig:
     admission: bool = True  # new programs wait while the started ones fill the KV cache
     honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
     honor_program_age: bool = False  # believe a tenant's program_turns: where a router sets it
-    first_prompt_order: bool = True  # at the door, a small first prompt goes before a large one
+    first_prompt_order: bool = True  # in admission's line, a small first prompt goes before a large one
     drop_dead: bool = True  # the KV of a program that is over is the first to go
     stop_stores: bool = False  # do not store while that holds steps up and nothing repays it
     priced_pins: bool = True  # a pin costs only while a turn waits for memory, and is looked at again

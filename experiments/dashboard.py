@@ -44,7 +44,7 @@ def mean(histogram: str) -> str:
 
 STATS = (
     Panel("programs known", "short", {"": "sum(continuum_programs)"}),
-    Panel("at the door", "short", {"": "sum(continuum_programs_outside)"}, "wait for room to start"),
+    Panel("wait to start", "short", {"": "sum(continuum_programs_outside)"}, "wait for room to start"),
     Panel("pins held", "short", {"": "sum(continuum_pins_held)"}),
     Panel("storing", "short", {"": "min(continuum_storing)"}, "0: it does not pay"),
     Panel("store up", "short", {"": "min(continuum_tier_store_up)"}),
@@ -58,7 +58,7 @@ PANELS = (
         {
             "running": "sum(vllm:num_requests_running)",
             "waiting": "sum(vllm:num_requests_waiting)",
-            "programs at the door": "sum(continuum_programs_outside)",
+            "programs that wait to start": "sum(continuum_programs_outside)",
         },
     ),
     Panel(

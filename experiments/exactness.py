@@ -198,7 +198,7 @@ def off_by(story: Story, model: Any) -> list[float]:
 def sources(llm: Any) -> Counter[str]:
     """Where prompts came from: tokens by tier, preemptions, and what was loaded again after one."""
     lifecycle = llm.llm_engine.engine_core.engine_core.scheduler._lifecycle
-    found = Counter(lifecycle.supply.prompt_tokens)
+    found = Counter(lifecycle.residency.prompt_tokens)
     for event in itertools.chain.from_iterable(lifecycle.recorder.snapshot().values()):
         found["preemptions"] += "Request_evicted_from_running_queue_time" in event
         if "evicted_to_running" in event:

@@ -44,8 +44,8 @@ OURS = "continuum"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {  # ours, where the name is no contender's
     **{contender: {} for contender in (STOCK, "continuum-published", ENDLESS, OURS)},
     "... first_prompt_order=false": {"first_prompt_order": False},
-    "... max_wait_s=10": {"admission_max_hold_s": 10.0, "pin_reclaim_after_s": 10.0},
-    "... max_wait_s=3": {"admission_max_hold_s": 3.0, "pin_reclaim_after_s": 3.0},
+    "... both bounds 10 s": {"admission_max_hold_s": 10.0, "pin_reclaim_after_s": 10.0},
+    "... both bounds 3 s": {"admission_max_hold_s": 3.0, "pin_reclaim_after_s": 3.0},
     "... admission=false": {"admission": False},
 }
 

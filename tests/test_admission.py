@@ -1,4 +1,4 @@
-"""Who may start: the door and what it learns. Times and tokens are made up; nothing runs."""
+"""Who may start: admission and what it learns. Times and tokens are made up; nothing runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionControll
 from continuum_lmcache.admission.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
 from continuum_lmcache.admission.working_set import PrefillShare
 from continuum_lmcache.programs.end_claims import LEAST_ENDINGS, EndClaim, EndClaims
-from continuum_lmcache.retention.queue_order import at_the_door
+from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.types import ProgramId, Tier
 
 A, B, C = (ProgramId(name) for name in "abc")
@@ -75,7 +75,7 @@ def test_an_idle_gpu_gets_one_program_whatever_its_size() -> None:
     assert admitted(at, idle=True) == [A]
 
 
-def test_the_first_in_line_waits_no_longer_than_max_wait_s_under_any_load() -> None:
+def test_the_first_in_line_waits_no_longer_than_its_bound_under_any_load() -> None:
     at = admission()
     at.arrives(0.0, A, 90_000, passes=True)
     at.arrives(0.0, B, 90_000)
@@ -159,8 +159,8 @@ def test_a_program_stands_at_the_door_until_the_last_of_its_turns_has_left() -> 
 
 def sharing(at: AdmissionController, blocks: int = 10) -> list[str]:
     """Hashes of a prompt whose first blocks of 4,000 tokens somebody else's prompt began with, too."""
-    at.commons = SharedPrefixIndex(block_tokens=4000)
-    at.commons.found([f"head {i}" for i in range(blocks)], 4000 * blocks)
+    at.shared_prefixes = SharedPrefixIndex(block_tokens=4000)
+    at.shared_prefixes.found([f"head {i}" for i in range(blocks)], 4000 * blocks)
     return [*(f"head {i}" for i in range(blocks)), "own"]
 
 
@@ -191,7 +191,7 @@ def test_a_shared_head_takes_room_until_the_last_program_that_uses_it_has_left()
 def test_a_program_at_the_door_is_judged_by_its_own_tokens_once_its_head_is_known() -> None:
     at = admission(active_tokens=110_000, started_tokens=110_000)
     hashes = [f"head {i}" for i in range(11)]
-    at.commons = SharedPrefixIndex(block_tokens=4000)
+    at.shared_prefixes = SharedPrefixIndex(block_tokens=4000)
     for program in (A, B, C):
         at.arrives(0.0, program, 44_000, hashes=hashes)
     assert admitted(at) == [A, B], "nobody knows yet that they have 40,000 in common"
@@ -247,7 +247,7 @@ class Doors(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.at = admission(started_tokens=200_000)
-        self.at.commons = SharedPrefixIndex(block_tokens=1000)
+        self.at.shared_prefixes = SharedPrefixIndex(block_tokens=1000)
         self.now_s, self.count = 0.0, 0
         self.first_since_s: dict[ProgramId, float] = {}
 
@@ -352,24 +352,24 @@ def test_a_first_prompt_is_trusted_as_far_as_it_told_of_the_end() -> None:
 
 
 def test_a_small_first_prompt_goes_first_but_passes_nobody_who_came_long_before() -> None:
-    small, large = (at_the_door(100.0, tokens, 10_000, 20.0, 0.4, 120.0) for tokens in (1_000, 60_000))
+    small, large = (line_rank(100.0, tokens, 10_000, 20.0, 0.4, 120.0) for tokens in (1_000, 60_000))
     assert 70.0 <= small < 100.0 < large <= 130.0
-    assert at_the_door(100.0, 10_000, 10_000, 20.0, 0.4, 120.0) == 100.0
-    assert at_the_door(100.0, 1, 0.0, 20.0, 0.4, 120.0) == 100.0, "nothing is known of the usual one"
-    slowest, quickest = (at_the_door(s, n, 10_000, 20.0, 1.0, 120.0) for s, n in ((0, 10**9), (60, 1)))
+    assert line_rank(100.0, 10_000, 10_000, 20.0, 0.4, 120.0) == 100.0
+    assert line_rank(100.0, 1, 0.0, 20.0, 0.4, 120.0) == 100.0, "nothing is known of the usual one"
+    slowest, quickest = (line_rank(s, n, 10_000, 20.0, 1.0, 120.0) for s, n in ((0, 10**9), (60, 1)))
     assert slowest <= quickest
-    assert at_the_door(100.0, 1, 10_000, 20.0, 0.0, 120.0) == 100.0, "a first prompt that tells nothing"
+    assert line_rank(100.0, 1, 10_000, 20.0, 0.0, 120.0) == 100.0, "a first prompt that tells nothing"
 
 
 def test_where_the_line_has_waited_long_a_first_prompt_moves_a_program_further() -> None:
     small, large = (
-        at_the_door(0.0, tokens, 10_000, 60.0, 1.0, 120.0, line_s=400.0) for tokens in (1, 60_000)
+        line_rank(0.0, tokens, 10_000, 60.0, 1.0, 120.0, line_s=400.0) for tokens in (1, 60_000)
     )
     assert (small, large) == (-200.0, 200.0)
-    slowest, quickest = (at_the_door(s, n, 10_000, 60.0, 1.0, 120.0, s) for s, n in ((400, 10**9), (801, 1)))
+    slowest, quickest = (line_rank(s, n, 10_000, 60.0, 1.0, 120.0, s) for s, n in ((400, 10**9), (801, 1)))
     assert slowest == 400.0 + 200.0 and quickest == pytest.approx(801 - 400.5, abs=0.1)
     assert quickest < slowest, "half of what it had stood for when either came"
-    later = at_the_door(801.0, 1, 10_000, 60.0, 1.0, 120.0, line_s=400.0)
+    later = line_rank(801.0, 1, 10_000, 60.0, 1.0, 120.0, line_s=400.0)
     assert later > slowest, "a line of one length: none is passed by what comes later than that"
 
 
@@ -410,21 +410,21 @@ def test_programs_unlike_each_other_leave_more_room() -> None:
 
 
 def test_a_head_is_shared_once_another_program_found_it() -> None:
-    commons = SharedPrefixIndex(block_tokens=10)
-    assert commons.head("abcde").tokens == 0
-    commons.found("abxyz", 20)
-    assert commons.head("abcde") == commons.head("qbcde") == SharedPrefix("b", 20)
-    commons.found("qrs", 9)
-    assert commons.head("qrs").tokens == 0
-    commons.found("qxy", 10)
-    assert commons.head("qrs").tokens == 10
+    shared = SharedPrefixIndex(block_tokens=10)
+    assert shared.head("abcde").tokens == 0
+    shared.found("abxyz", 20)
+    assert shared.head("abcde") == shared.head("qbcde") == SharedPrefix("b", 20)
+    shared.found("qrs", 9)
+    assert shared.head("qrs").tokens == 0
+    shared.found("qxy", 10)
+    assert shared.head("qrs").tokens == 10
 
 
 def test_the_heads_that_were_not_found_for_longest_are_forgotten() -> None:
-    commons = SharedPrefixIndex(block_tokens=1)
+    shared = SharedPrefixIndex(block_tokens=1)
     for name in range(MOST_HEADS + 1):
-        commons.found([name, name], 1 + name % 2)
-    assert commons.head([0]).tokens == 0 and commons.head([0, 1]).tokens == 2
+        shared.found([name, name], 1 + name % 2)
+    assert shared.head([0]).tokens == 0 and shared.head([0, 1]).tokens == 2
 
 
 def test_clients_are_believed_until_too_many_ended_programs_come_back() -> None:

@@ -1,4 +1,4 @@
-"""Can a client that opens programs without end keep others outside the door? Virtual time, core alone."""
+"""Can a client that opens programs without end keep others from starting? Virtual time, core alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
 from continuum_lmcache.admission.controller import AdmissionController, PendingProgram, room_of
-from continuum_lmcache.retention.queue_order import at_the_door
+from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.types import ProgramId
 
 MAX_WAIT_S = 120.0
@@ -28,9 +28,9 @@ def learned() -> ContextGrowth:
     return growth
 
 
-def order(knock: PendingProgram, growth: ContextGrowth) -> float:
+def order(pending: PendingProgram, growth: ContextGrowth) -> float:
     usual, trust = growth.first_tokens, growth.trust
-    return at_the_door(knock.arrival_s, knock.prompt_tokens, usual, 3.0, trust, MAX_WAIT_S, knock.line_s)
+    return line_rank(pending.arrival_s, pending.prompt_tokens, usual, 3.0, trust, MAX_WAIT_S, pending.line_s)
 
 
 def victims_wait_s(

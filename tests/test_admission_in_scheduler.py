@@ -284,9 +284,9 @@ def test_an_engine_whose_only_work_waits_at_the_door_is_not_idle(make: Make) -> 
 
 def cached_tokens(bench: Bench, tokens: list[int], job: str = "probe") -> int:
     """How much of a prompt the GPU still has."""
-    before = bench.lifecycle.supply.prompt_tokens["gpu"]
+    before = bench.lifecycle.residency.prompt_tokens["gpu"]
     bench.turn(job, tokens, is_last_step=True)
-    return int(bench.lifecycle.supply.prompt_tokens["gpu"] - before)
+    return int(bench.lifecycle.residency.prompt_tokens["gpu"] - before)
 
 
 @pytest.mark.parametrize(("drop_dead", "survives"), [("true", True), ("false", False)])

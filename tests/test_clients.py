@@ -102,13 +102,13 @@ def test_a_stored_response_goes_on_in_the_program_that_it_ended() -> None:
 def test_a_parents_pin_outlives_its_subagents_traffic_and_is_reused(bench: Bench, client: Client) -> None:
     """What the subagent computes is more than the cache holds beside the pin."""
     for number, turn in enumerate(client.turns):
-        said, before = sent(turn), bench.lifecycle.supply.prompt_tokens["gpu"]
+        said, before = sent(turn), bench.lifecycle.residency.prompt_tokens["gpu"]
         big = list(range(1000, 1000 + 25 * BLOCK)) if turn.agent == CHILD else []
         bench.turn(said.pop("job_id", None), big + tokens(turn), **said)
         if number == 2:
             bench.turn(None, list(range(2000, 2000 + 30 * BLOCK)))
         bench.now_s += 0.5
-    found = bench.lifecycle.supply.prompt_tokens["gpu"] - before
+    found = bench.lifecycle.residency.prompt_tokens["gpu"] - before
     assert found == len(tokens(client.turns[1])) // BLOCK * BLOCK, "all of the parent's turn before"
     outcomes = bench.lifecycle.pins.outcomes
     assert outcomes[PinEnd.REUSED] >= 1 and outcomes[PinEnd.DIVERGED] == outcomes[PinEnd.EXPIRED] == 0

@@ -1,4 +1,4 @@
-"""Settings are checked at the door."""
+"""Settings are checked as they are read."""
 
 from __future__ import annotations
 

@@ -20,10 +20,12 @@ def test_the_twin_is_near_what_real_servers_took(contender: str, disk_gb: float)
     assert twin(case, {}).mean_job_s == pytest.approx(MEASURED[contender, disk_gb], rel=0.12)
 
 
-def test_without_the_door_the_policy_is_another() -> None:
-    case = Live("continuum", 20, 1.0, 4, dram_gb=SMALL)
-    (with_s, _), (without_s, _) = figures(case, {}), figures(case, {"admission": False})
-    assert without_s > 1.03 * with_s, "DRAM alone: programs that all start at once evict each other"
+def test_without_admission_the_policy_is_another() -> None:
+    """At vLLM's own chunk: a chosen one leaves admission 6 % of these 24 (experiments/LOG.md, 2026-11-22)."""
+    case, own_chunk = Live("continuum", 20, 1.0, 4, dram_gb=SMALL), {"measured_chunk": False}
+    with_s, _ = figures(case, own_chunk)
+    without_s, _ = figures(case, own_chunk | {"admission": False})
+    assert without_s > 1.1 * with_s, "DRAM alone: programs that all start at once evict each other"
 
 
 def test_a_kv_cache_that_never_fills_needs_no_tier() -> None:

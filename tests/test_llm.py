@@ -58,7 +58,7 @@ def test_a_program_in_llm_generate_is_pinned_reused_and_freed(llm: Any) -> None:
     first = turn(ids(5 * BLOCK))
     assert scheduler._lifecycle.pins.pinned_blocks == 5
     turn(first + ids(7, 1), is_last_step=True)
-    assert scheduler._lifecycle.supply.prompt_tokens["gpu"] == 5 * BLOCK
+    assert scheduler._lifecycle.residency.prompt_tokens["gpu"] == 5 * BLOCK
     assert scheduler.get_kv_cache_usage() == 0.0
 
 

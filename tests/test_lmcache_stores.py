@@ -50,7 +50,7 @@ def test_a_remote_backend_is_always_stored_to_and_its_time_is_no_tiers(make: Mak
     forget_but(bench, 3)
     clock, told = slow_remote(bench)
     bench.turn("q", prompt(100))
-    assert bench.lifecycle.supply.prompt_tokens["none"] == 104, "the second prompt was loaded"
+    assert bench.lifecycle.residency.prompt_tokens["none"] == 104, "the second prompt was loaded"
     loads = [each for each in told if each.direction == "load"]
     assert [(load.tier, load.tokens, load.duration_s) for load in loads] == [(Tier.DRAM, 3 * BLOCK, 0.0)]
     assert clock.now_s == 10.0

@@ -48,7 +48,7 @@ def test_what_two_front_ends_hear_adds_up_to_what_happened(make: Make) -> None:
     bench.advance(60.0)
     bench.turn(None, prompt(32, 50))
     heard = heard_by_front_ends(bench)
-    totals = bench.scheduler._room.totals(bench.now_s)
+    totals = bench.scheduler._parts.totals(bench.now_s)
     assert totals["pins"]["taken"] == 6
     for key in COUNTERS:
         front_ends: list[Counter[str]] = [Counter(), Counter()]
@@ -96,7 +96,7 @@ def test_a_return_is_told_with_where_its_context_was(make: Make) -> None:
     bench = make(blocks=20)
     first = bench.turn("p", prompt(64), out=17)
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
-    told = bench.lifecycle.supply.returned_tokens
+    told = bench.lifecycle.residency.returned_tokens
     assert told == {"gpu": 5 * BLOCK, "dram": 0, "ssd": 0, "none": len(first) - 5 * BLOCK}
 
 
@@ -104,7 +104,7 @@ def test_a_return_to_a_context_that_stayed_but_for_its_last_block_is_no_reload(m
     bench = make(blocks=40)
     first = bench.turn("p", prompt(64), out=17)
     bench.turn("p", first + prompt(80, 9), is_last_step=True)
-    assert bench.lifecycle.supply.returned_tokens["gpu"] == 5 * BLOCK < len(first)
+    assert bench.lifecycle.residency.returned_tokens["gpu"] == 5 * BLOCK < len(first)
     assert not [told for told in heard_by_front_ends(bench) if "reload" in told]
 
 

@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from experiments.overhead import Spread, contenders, measured, more_ms, ratio, turn_costs_ms
-from experiments.sweep.timed import StepCost
+from experiments.sweep.timed import StepCost, shared_clock
+from experiments.sweep.timed_turn import TOOL, TurnRig
 
 
 def steps(*schedules_us: float) -> list[StepCost]:
@@ -40,3 +41,13 @@ def test_a_finished_turn_is_timed_with_its_tool_named_and_read_off_its_text() ->
     (costs_ms,) = turn_costs_ms(rounds=9, repeats=1)
     assert {"stock", "continuum, tool named", "continuum, tool read off the text"} < costs_ms.keys()
     assert all(cost_ms > 0 for cost_ms in costs_ms.values()), "which is dearer is the benchmark's to say"
+
+
+@pytest.mark.parametrize(("named", "tool"), [(True, ("bash",)), (False, TOOL)])
+def test_the_timed_turns_teach_the_tool_that_they_call(named: bool, tool: tuple[str, ...]) -> None:
+    with shared_clock() as (clock, until):
+        rig = TurnRig("continuum", named, clock, until)
+        for _ in range(4):
+            rig.turn()
+        gaps = rig.scheduler._lifecycle.advisor.gaps.own(tool)
+    assert gaps.samples_s == pytest.approx([0.5] * 3, rel=0.1)

@@ -167,10 +167,10 @@ def run_program(bench: Bench, story: int, kept_answer: int) -> Seen:
     found: list[int] = []
     history = prompt(ASKED, 10 * story)
     for turn in range(TURNS):
-        before = bench.lifecycle.supply.prompt_tokens["gpu"]
+        before = bench.lifecycle.residency.prompt_tokens["gpu"]
         whole = bench.turn(f"program {story}", history, out=ANSWER)
         pinned.append(bench.lifecycle.pins.pinned_blocks)
-        found.append(bench.lifecycle.supply.prompt_tokens["gpu"] - before)
+        found.append(bench.lifecycle.residency.prompt_tokens["gpu"] - before)
         history = whole[: len(history) + kept_answer] + prompt(ASKED, 10 * story + turn + 1)
         bench.now_s += 1.0
     bench.turn(f"program {story}", history, out=1, is_last_step=True)

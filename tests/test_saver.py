@@ -53,7 +53,7 @@ def test_an_engine_inside_an_application_leaves_the_applications_signals_alone(
 
 def test_what_was_learned_is_written_while_the_engine_runs(bench: Bench, tmp_path: Path) -> None:
     bench.lifecycle.advisor.gaps.observe(("bash",), 4.0)
-    saver = FileSaver(bench.scheduler._room, every_s=0.02)
+    saver = FileSaver(bench.scheduler._parts, every_s=0.02)
     path = tmp_path / "gaps.json"
     becomes(path.exists)
     assert ToolDurations.loads(path.read_text()).own(("bash",)).n == 1
@@ -67,7 +67,7 @@ def test_a_signal_has_the_files_written_by_another_thread(
     monkeypatch.setattr(multiprocessing.current_process(), "_name", "EngineCore")
     bench: Bench = request.getfixturevalue("bench")
     bench.turn("p", prompt(40))
-    room, threads = bench.scheduler._room, []
+    room, threads = bench.scheduler._parts, []
     flush = room.recording.flush
     monkeypatch.setattr(
         room.recording, "flush", lambda: threads.append(threading.current_thread()) or flush()

@@ -79,7 +79,7 @@ def test_the_next_turn_hits_what_was_pinned_though_more_than_the_cache_has_passe
     for story in range(1, 6):
         bench.turn(None, prompt(13 * BLOCK, story))  # 5 x 13 blocks through a cache of 19
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
-    assert bench.lifecycle.supply.prompt_tokens["gpu"] == 5 * BLOCK
+    assert bench.lifecycle.residency.prompt_tokens["gpu"] == 5 * BLOCK
     assert outcomes(bench) == {"reused": 1}
 
 
@@ -89,7 +89,7 @@ def test_without_a_pin_the_same_traffic_evicts_it(make: Make) -> None:
     for story in range(1, 6):
         bench.turn(None, prompt(13 * BLOCK, story))
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
-    assert bench.lifecycle.supply.prompt_tokens["gpu"] == 0
+    assert bench.lifecycle.residency.prompt_tokens["gpu"] == 0
 
 
 def test_a_pin_outstays_its_ttl_while_the_next_turn_waits(make: Make) -> None:
@@ -423,7 +423,7 @@ def test_a_program_that_comes_back_with_a_shorter_prompt_reuses_what_it_can(make
     bench.turn("p", prompt(64, 1))
     bench.turn("p", prompt(40, 1), is_last_step=True)
     assert outcomes(bench) == {"reused": 1}
-    assert bench.lifecycle.supply.prompt_tokens["gpu"] == 2 * BLOCK
+    assert bench.lifecycle.residency.prompt_tokens["gpu"] == 2 * BLOCK
 
 
 def test_concurrent_turns_of_one_program_finish_in_any_order(make: Make) -> None:
@@ -471,7 +471,7 @@ def test_equal_ids_under_different_cache_salts_are_different_programs(make: Make
     bench.turn("p", prompt(64, 1), salt="tenant-a")
     bench.turn("p", prompt(64, 1), salt="tenant-b")
     assert len(bench.lifecycle.programs.records) == 2
-    assert bench.lifecycle.supply.prompt_tokens["gpu"] == 0
+    assert bench.lifecycle.residency.prompt_tokens["gpu"] == 0
 
 
 def test_a_tenant_gets_no_more_than_its_share(make: Make) -> None:

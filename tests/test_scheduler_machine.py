@@ -54,7 +54,7 @@ TURN = st.fixed_dictionaries(
 POLICIES = ("continuum", "static-ttl", "program-fcfs", "continuum", "static-ttl", "plas", "fcfs")
 CLASSES = st.sampled_from([ContinuumScheduler, ContinuumAsyncScheduler])
 
-COMMON = ("failed loads", "preempted", "held at the door") + tuple(
+COMMON = ("failed loads", "preempted", "held by admission") + tuple(
     f"pins {outcome}" for outcome in ("reused", "expired", "reclaimed", "reset")
 )
 
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
     def step(self, seconds: float) -> None:
         taken["steps"] += 1
         self.bench.step(seconds)
-        taken["held at the door"] += bool(self.bench.lifecycle.admission.outside)
+        taken["held by admission"] += bool(self.bench.lifecycle.admission.outside)
         check_books(self.bench)
 
 

@@ -41,9 +41,9 @@ class GpuBench(Bench):
         self.ends_s: dict[int, float] = {}
         self.reports: dict[int, tuple[list[KVTransfer], float]] = {}
         self.told: tuple[list[KVTransfer], float | None] = ([], None)
-        supply = self.lifecycle.supply
-        supply.transfers = lambda: self.told[0]
-        supply._timing = SimpleNamespace(waits=lambda meta: meta, step_s=lambda: self.told[1])
+        residency = self.lifecycle.residency
+        residency.transfers = lambda: self.told[0]
+        residency._timing = SimpleNamespace(waits=lambda meta: meta, step_s=lambda: self.told[1])
         schedule = self.scheduler._update_after_schedule
 
         def note(output: Any) -> None:

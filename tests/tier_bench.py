@@ -69,15 +69,15 @@ class TierBench(Bench):
         begun = {job.request_id: (self.load_steps, job) for job in output.kv_connector_metadata.loads}
         if not self.loads_async:
             ended = [job for _, job in begun.values()]
-            return KVConnectorOutput(invalid_block_ids=self._spoilt(ended)) if ended else None
+            return KVConnectorOutput(invalid_block_ids=self._invalid_blocks(ended)) if ended else None
         ended = [job for steps, job in self.loading.values() if steps <= 1]
         self.loading = {i: (steps - 1, job) for i, (steps, job) in self.loading.items() if steps > 1} | begun
         if not ended:
             return None
-        invalid = self._spoilt(ended)
+        invalid = self._invalid_blocks(ended)
         return KVConnectorOutput(finished_recving={j.request_id for j in ended}, invalid_block_ids=invalid)
 
-    def _spoilt(self, jobs: list[LoadJob]) -> set[int]:
+    def _invalid_blocks(self, jobs: list[LoadJob]) -> set[int]:
         """Blocks that a failed load left without their bytes: all, or all but its first one, in turns."""
         found: set[int] = set()
         for job in jobs:
@@ -125,14 +125,14 @@ def check_pins(bench: TierBench) -> None:
 
 
 def check_door(bench: Bench) -> None:
-    """Who is held stands at the door with all its turns; who is inside is counted with all of its."""
+    """Who is held waits to start with all its turns; who is admitted is counted with all of its."""
     lifecycle, admission = bench.lifecycle, bench.lifecycle.admission
     admission.check()
     live: Counter[ProgramId] = Counter()
     held: Counter[ProgramId] = Counter()
     for turn in lifecycle.turns.values():
         (held if turn.held else live)[turn.program or ProgramId(f"~{turn.id}")] += 1
-    assert held == {program: knock.turns for program, knock in admission.outside.items()}
+    assert held == {program: pending.turns for program, pending in admission.outside.items()}
     assert live == {program: seen.live for program, seen in admission.inside.items() if seen.live}
 
 

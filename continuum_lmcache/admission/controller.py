@@ -1,4 +1,4 @@
-"""Which new programs may start? They wait at the door while the started ones fill the KV cache.
+"""Which new programs may start? They wait in line while the started ones fill the KV cache.
 
 A started program comes back for its next turn, and needs its context again. Beyond what the GPU and
 the tiers can hold, one more program makes all of them reload or recompute; outside it costs nothing
@@ -61,7 +61,7 @@ class AdmittedProgram:
 
 @dataclass(frozen=True, slots=True)
 class PendingProgram:
-    """A program at the door."""
+    """A program that waits in line to start."""
 
     program: ProgramId
     prompt_tokens: int  # of its longest turn here
@@ -81,9 +81,9 @@ class AdmissionController:
 
     room: KVCapacity
     max_wait_s: float
-    order: Order = lambda knock, _growth: knock.arrival_s
+    order: Order = lambda pending, _growth: pending.arrival_s
     growth: ContextGrowth = field(default_factory=ContextGrowth)
-    commons: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
+    shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
     inside: dict[ProgramId, AdmittedProgram] = field(default_factory=dict)
     outside: dict[ProgramId, PendingProgram] = field(default_factory=dict)
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
@@ -108,29 +108,29 @@ class AdmissionController:
         `opens` will name the program. One under way never waits, nor does one that `passes`. `hashes`: of
         its prompt's whole blocks.
         """
-        if (knock := self.outside.get(program)) is not None:
-            self._knocks_again(knock, prompt_tokens)
+        if (pending := self.outside.get(program)) is not None:
+            self._asks_again(pending, prompt_tokens)
             return False
         seen = self.inside.get(program)
         if seen is None and not passes and not turns:
             line_s = now_s - next(iter(self.outside.values())).arrival_s if self.outside else 0.0
-            knock = PendingProgram(program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes)
-            self.outside[program] = knock
-            heapq.heappush(self._line, (priority, self.order(knock, self.growth), now_s, program))
+            pending = PendingProgram(program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes)
+            self.outside[program] = pending
+            heapq.heappush(self._line, (priority, self.order(pending, self.growth), now_s, program))
             self._context_tokens += prompt_tokens
-            self.growth.first(max(0, prompt_tokens - self.commons.head(hashes).tokens))
+            self.growth.first(max(0, prompt_tokens - self.shared_prefixes.head(hashes).tokens))
             return False
         if seen is None:
             seen = self._enters(program, turns)
         seen.live += 1
-        self._counts(now_s, seen, max(seen.context_tokens, prompt_tokens), self.commons.head(hashes))
+        self._counts(now_s, seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
         return True
 
     def finds(self, now_s: float, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
         """The program's first turn found so much of its prompt: somebody else's head."""
-        self.commons.found(hashes, tokens)
+        self.shared_prefixes.found(hashes, tokens)
         if (seen := self.inside.get(program)) is not None:
-            self._counts(now_s, seen, seen.context_tokens, self.commons.head(hashes))
+            self._counts(now_s, seen, seen.context_tokens, self.shared_prefixes.head(hashes))
 
     def opens(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
         """Who may start now, first in line first. `idle`: without a new program the GPU has no work.
@@ -140,28 +140,28 @@ class AdmissionController:
         """
         self.gives_up(now_s)
         found: list[ProgramId] = []
-        while (knock := self._next()) is not None:
-            first = (knock.program, knock.arrival_s)  # one that left and came back is another
+        while (pending := self._next()) is not None:
+            first = (pending.program, pending.arrival_s)  # one that left and came back is another
             if first != self._first:
                 self._first, self._first_since_s = first, now_s
             waited_s = now_s - self._first_since_s
             is_let_in = idle or prompt_share < BUSY_SHARE or waited_s >= self.max_wait_s
-            if not (is_let_in or self.fits(now_s, knock.prompt_tokens, hashes=knock.hashes)):
+            if not (is_let_in or self.fits(now_s, pending.prompt_tokens, hashes=pending.hashes)):
                 break
             heapq.heappop(self._line)
-            del self.outside[knock.program]
-            self._context_tokens -= knock.prompt_tokens
-            self.starts(now_s, knock)
-            found.append(knock.program)
+            del self.outside[pending.program]
+            self._context_tokens -= pending.prompt_tokens
+            self.starts(now_s, pending)
+            found.append(pending.program)
             idle, prompt_share = False, 1.0
         return found
 
-    def starts(self, now_s: float, knock: PendingProgram) -> None:
+    def starts(self, now_s: float, pending: PendingProgram) -> None:
         """A new program comes in that is not in this line: one before several replicas has let it."""
-        seen = self._enters(knock.program, 0)
-        head = self.commons.head(knock.hashes)
-        seen.live, seen.first_tokens = knock.turns, max(0, knock.prompt_tokens - head.tokens)
-        self._counts(now_s, seen, knock.prompt_tokens, head)
+        seen = self._enters(pending.program, 0)
+        head = self.shared_prefixes.head(pending.hashes)
+        seen.live, seen.first_tokens = pending.turns, max(0, pending.prompt_tokens - head.tokens)
+        self._counts(now_s, seen, pending.prompt_tokens, head)
 
     def pauses(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
         """A turn ended in a tool call that should be over within `expected_s`; after that the program
@@ -178,11 +178,11 @@ class AdmissionController:
 
     def loses(self, now_s: float, program: ProgramId) -> None:
         """A turn of the program is gone, unfinished or its last. Without another it is not counted on."""
-        seen, knock = self.inside.get(program), self.outside.get(program)
+        seen, pending = self.inside.get(program), self.outside.get(program)
         if seen is not None and seen.live > 1:
             seen.live -= 1
-        elif knock is not None and knock.turns > 1:
-            self.outside[program] = replace(knock, turns=knock.turns - 1)
+        elif pending is not None and pending.turns > 1:
+            self.outside[program] = replace(pending, turns=pending.turns - 1)
         else:
             self.leaves(now_s, program)
 
@@ -192,8 +192,8 @@ class AdmissionController:
         if finished_turns:
             sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
             self.growth.program(finished_turns, *sizes)
-        if (knock := self.outside.pop(program, None)) is not None:
-            self._context_tokens -= knock.prompt_tokens
+        if (pending := self.outside.pop(program, None)) is not None:
+            self._context_tokens -= pending.prompt_tokens
         if seen is not None:
             self._context_tokens -= seen.own_tokens
             self._heads.give_back(seen.head)
@@ -209,7 +209,7 @@ class AdmissionController:
 
     def fits(self, now_s: float, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()) -> bool:
         """Whether there is room beside all that are inside for a program that has finished `turns`."""
-        head = self.commons.head(hashes)
+        head = self.shared_prefixes.head(hashes)
         need = self.growth.forecast_tokens(max(0, prompt_tokens - head.tokens), turns)
         need += 0 if head in self._heads else head.tokens
         self._sums.add(now_s, 0.0, 0.0)
@@ -246,17 +246,18 @@ class AdmissionController:
     def _next(self) -> PendingProgram | None:
         """First in line; those who left are skipped."""
         while self._line:
-            knock = self.outside.get(self._line[0][3])
-            if knock is not None and knock.arrival_s == self._line[0][2]:
-                return knock
+            pending = self.outside.get(self._line[0][3])
+            if pending is not None and pending.arrival_s == self._line[0][2]:
+                return pending
             heapq.heappop(self._line)
         return None
 
-    def _knocks_again(self, knock: PendingProgram, prompt_tokens: int) -> None:
+    def _asks_again(self, pending: PendingProgram, prompt_tokens: int) -> None:
         """One more turn of a program outside; its place in line stays."""
-        longest_tokens = max(knock.prompt_tokens, prompt_tokens)
-        self._context_tokens += longest_tokens - knock.prompt_tokens
-        self.outside[knock.program] = replace(knock, prompt_tokens=longest_tokens, turns=knock.turns + 1)
+        longest_tokens = max(pending.prompt_tokens, prompt_tokens)
+        self._context_tokens += longest_tokens - pending.prompt_tokens
+        again = replace(pending, prompt_tokens=longest_tokens, turns=pending.turns + 1)
+        self.outside[pending.program] = again
 
     def _enters(self, program: ProgramId, turns: int) -> AdmittedProgram:
         seen = self.inside[program] = AdmittedProgram(0, turns=turns)

@@ -15,6 +15,7 @@ from continuum_lmcache.types import ProgramId
 
 Replica = TypeVar("Replica", bound=int | str)
 NAME_BYTES = 16  # of a program in the table
+MOST_PROGRAMS = 100_000  # of one table: as many as an engine knows (continuum.max_programs)
 
 
 def hashed(program: ProgramId, replicas: Iterable[Replica], key: bytes) -> Replica:
@@ -57,11 +58,6 @@ class Homes(Generic[Replica]):
         if found is not None:
             self._replicas.move_to_end(name)
         return found
-
-    def among(self, program: ProgramId, replicas: Iterable[Replica]) -> Replica:
-        """Its replica if that is one of these, else the hash's choice of them. Raises ValueError for none."""
-        home, there = self.of(program), list(replicas)
-        return home if home is not None and home in there else hashed(program, there, self._key)
 
     def settles(self, program: ProgramId, replica: Replica) -> None:
         """A turn of the program went there, and the next one will."""

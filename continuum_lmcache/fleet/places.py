@@ -240,8 +240,8 @@ class Places:
             for prompt_tokens in waiting.turns.values():
                 place.admission.arrives(now_s, waiting.program, prompt_tokens, turns=done)
         else:
-            knock = PendingProgram(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
-            place.admission.starts(now_s, knock)
+            pending = PendingProgram(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
+            place.admission.starts(now_s, pending)
 
     def fewest(self, places: Iterable[Place]) -> ReplicaId:
         """Of these, one or more, the replica with the fewest requests; of equals the one with most room."""

@@ -1,4 +1,4 @@
-"""Whose turn a request is: the wire format's fields, checked at the door.
+"""Whose turn a request is: the wire format's fields, checked as they come.
 
 A client names its program by `job_id` and may say that a turn is the last one (`is_last_step`),
 which tool it will call (`this_func_call`) and which one it has just called (`last_func_call`). A router that

@@ -4,7 +4,7 @@
     repaid    tokens that a returning turn no longer found on the GPU * (computing them - loading them)
 
 Both are sums that fade, so the answer follows the load. While nothing is lost nothing is repaid. What is
-lost must repay more than the cost: storing also opens the door to more programs, and where it barely
+lost must repay more than the cost: storing also lets admission start more programs, and where it barely
 paid it cost up to 7 % (experiments/LOG.md, 2026-11-21).
 """
 

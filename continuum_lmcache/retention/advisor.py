@@ -15,7 +15,7 @@ from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.retention.engine_stats import EvictionStats
 from continuum_lmcache.retention.memory_pressure import FULL_PRICE, price
 from continuum_lmcache.retention.policies import policy_named
-from continuum_lmcache.retention.queue_order import at_the_door
+from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
 from continuum_lmcache.tools.call_parser import tool_calls, tool_key
 from continuum_lmcache.tools.durations import ToolDurations
@@ -106,14 +106,14 @@ class RetentionAdvisor:
         """For how long a program in a tool call is still counted upon."""
         return expected_s(self.gaps, tool)
 
-    def door_order(self, knock: PendingProgram, growth: ContextGrowth) -> float:
-        """Where a new program stands at the door: smallest first."""
+    def admission_order(self, pending: PendingProgram, growth: ContextGrowth) -> float:
+        """Where a new program stands in admission's line: smallest first."""
         if not self.config.first_prompt_order:
-            return knock.arrival_s
+            return pending.arrival_s
         work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
-        tokens, usual = knock.prompt_tokens, growth.first_tokens
+        tokens, usual = pending.prompt_tokens, growth.first_tokens
         wait_s = self.config.admission_max_hold_s
-        return at_the_door(knock.arrival_s, tokens, usual, work_s, growth.trust, wait_s, knock.line_s)
+        return line_rank(pending.arrival_s, tokens, usual, work_s, growth.trust, wait_s, pending.line_s)
 
     def order(self, standing: QueueEntry) -> tuple[float, ...]:
         """Where a waiting turn stands: smallest first."""

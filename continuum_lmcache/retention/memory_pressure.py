@@ -3,7 +3,7 @@
 Eq. 2 of Continuum (arXiv 2511.02230 §4) charges 1 s for each second that a pin lasts, as if somebody
 always waited for its blocks. Here the charge depends on whether somebody does, and so the question is
 asked again when a pin runs out and when somebody begins to wait, by what is known then: the gap is
-longer than it already took. Admission is why this pays: the door gives out no more than the memory
+longer than it already took. Admission is why this pays: it gives out no more than the memory
 there is, so what a pin holds was mostly counted for its program anyhow.
 """
 

@@ -61,7 +61,7 @@ def by_attained_service(standing: QueueEntry) -> Order:
 AGEING = 0.05  # seconds of work that a second of waiting makes up for; tuned in the lab (LOG.md, 2026-11-22)
 
 
-def at_the_door(
+def line_rank(
     arrival_s: float,
     prompt_tokens: int,
     usual_tokens: float,

@@ -17,13 +17,13 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from ray import serve
 from ray.exceptions import RayError
 
+from continuum_lmcache.fleet.homes import MOST_PROGRAMS
 from continuum_lmcache.serve.books import Books, TurnEnd
 from continuum_lmcache.serve.gauges import figures, report
 from continuum_lmcache.serve.settings import ServeSettings
 
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
-MOST_PROGRAMS = 100_000
 HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
 ANSWERS_S = 5.0  # the state, at most
 AWAY = (RayError, ValueError, TimeoutError)  # Ray says ValueError where no actor has the name

@@ -26,7 +26,7 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from continuum_lmcache.fleet.fleet import Refused
-from continuum_lmcache.fleet.homes import Homes
+from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.types import ProgramId
 
@@ -35,7 +35,6 @@ LOOKS_AGAIN_S = 1.0  # for a state that did not answer; until then nobody waits 
 SOON_S = 10.0  # for an answer on a turn that need not wait for room, longer than a program without a home may
 SEES_S = 2.0  # for how long a replica may be known to the state and not yet here
 AGAIN = 3  # the backoff's step before a turn that a replica was too full for is sent there again: 0.2 s
-MOST_PROGRAMS = 100_000
 
 
 class ProgramRouter(ConsistentHashRouter):

@@ -79,10 +79,10 @@ class EngineParts:
 
 
 class FileSaver:
-    """A thread that saves a room's files: all when asked to, what was learned every GAPS_EVERY_S."""
+    """A thread that saves an engine's files: all when asked to, what was learned every GAPS_EVERY_S."""
 
-    def __init__(self, room: EngineParts, every_s: float = GAPS_EVERY_S) -> None:
-        self._room, self._every_s = room, every_s
+    def __init__(self, parts: EngineParts, every_s: float = GAPS_EVERY_S) -> None:
+        self._parts, self._every_s = parts, every_s
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may interrupt itself
         self._thread = threading.Thread(target=self._run, name="continuum-files", daemon=True)
         self._thread.start()
@@ -101,23 +101,23 @@ class FileSaver:
             try:
                 goes_on = self._asked.get(timeout=self._every_s)
             except queue.Empty:
-                self._room.save_gaps()
+                self._parts.save_gaps()
                 continue
             if not goes_on:
                 return
-            self._room.save()
+            self._parts.save()
 
 
 def furnish(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:
     """Build the parts for one scheduler. Raises ConfigError or ProfileError."""
     rank = scheduler.parallel_config.data_parallel_index
     gaps_path = ranked(Path(config.gaps_file), rank) if config.gaps_file else None
-    supply = ResidencyLookup(scheduler.connector)
+    residency = ResidencyLookup(scheduler.connector)
     advisor = RetentionAdvisor(
         config,
         costs_of(config, kv_bytes_per_token(scheduler.kv_cache_config)),
         load_gaps(gaps_path) if gaps_path else ToolDurations(),
-        supply.capacity_tokens(),
+        residency.capacity_tokens(),
     )
     folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
     recorder = (EventRecorder if folder else DisabledRecorder)(time.time() - now_s, hash_ids=config.hash_ids)
@@ -132,10 +132,10 @@ def furnish(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> Engi
         scheduler.hash_block_size,
         scheduler.block_size,
         tokenizer,
-        supply,
+        residency,
     )
-    logger.info("KV below the GPU: %s", supply.mode)
-    if not supply.times_loads:
+    logger.info("KV below the GPU: %s", residency.mode)
+    if not residency.times_loads:
         logger.warning(
             "the KV connector %s does not say where KV lies: TTLs are set as if it kept none",
             type(scheduler.connector).__name__,

@@ -1,6 +1,7 @@
 """What programs lose between their turns: from vLLM's requests to divergence.py, and on to the recorder.
 
-Touches, on vLLM 0.30 to 0.33: Request.all_token_ids, .block_hashes, .num_prompt_tokens, as lineage.py does.
+Touches, on vLLM 0.30 to 0.33: Request.all_token_ids, .block_hashes, .num_prompt_tokens, as
+programs/prompt_linker.py does.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class PrefixLossReporter:
                 str(self._tokenizer.decode(list(side)))[:MOST_CHARS]
                 for side in (loss.left_side, loss.now_side)
             )
-        except LookupError:  # a token that the tokenizer does not know (turns.tail_text)
+        except LookupError:  # a token that the tokenizer does not know (requests.tail_text)
             return ()
 
 

@@ -42,7 +42,7 @@ class TurnState:
     program_arrival_s: float
     priority: int
     tenant: str = ""
-    held: bool = False  # its program waits at the door (continuum_lmcache.admission.controller)
+    held: bool = False  # its program waits to start (admission/controller.py)
     refused_s: float | None = None  # when it was first in line and there were no blocks
     started_s: float | None = None
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache

@@ -52,12 +52,12 @@ class ContinuumMixin(Scheduler):
         transfer = self.vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         config = ContinuumConfig.load(extra, os.environ)
-        self._room: EngineParts = furnish(self, config, self.clock())
-        self._lifecycle: TurnLifecycle = self._room.lifecycle
+        self._parts: EngineParts = furnish(self, config, self.clock())
+        self._lifecycle: TurnLifecycle = self._parts.lifecycle
         lifecycle, advisor = self._lifecycle, self._lifecycle.advisor
         self._turns, self._pins = lifecycle.turns, lifecycle.pins
         self._step_timer, self._load_policy = lifecycle.step_timer, lifecycle.load_policy
-        self._teller = MetricsDelta(self._room.totals, lifecycle.samples)
+        self._metrics_delta = MetricsDelta(self._parts.totals, lifecycle.samples)
         self._tell_at_s = -math.inf
         self._chunks = advisor.chunks(self.max_num_scheduled_tokens)
         if not self._may_cut_anywhere():
@@ -69,7 +69,8 @@ class ContinuumMixin(Scheduler):
         self._renewal = PinRenewal(lifecycle.programs, self._pins, advisor, lifecycle.load)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
-        self._spoilt = InvalidBlocks(self.kv_cache_manager, 1 + self.parallel_config.pipeline_parallel_size)
+        steps = 1 + self.parallel_config.pipeline_parallel_size
+        self._invalid_blocks = InvalidBlocks(self.kv_cache_manager, steps)
         self._reclaimer = PinReclaimer(
             self,
             lifecycle.programs,
@@ -167,7 +168,7 @@ class ContinuumMixin(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         now_s = self.clock()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        self._spoilt.step_ended()
+        self._invalid_blocks.step_ended()
         self._step_timer.stepped(now_s, scheduler_output)  # after: the step's transfers are known now
         return outputs
 
@@ -183,7 +184,7 @@ class ContinuumMixin(Scheduler):
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.status == RequestStatus.FINISHED_ABORTED and self.connector is not None:
-            self._spoilt.client_left(request.request_id)
+            self._invalid_blocks.client_left(request.request_id)
         self._lifecycle.finished(self.clock(), request)
         return super()._free_request(request, *args, **kwargs)
 
@@ -209,7 +210,7 @@ class ContinuumMixin(Scheduler):
         running = [request for request in self.running if request.request_id in failed]
         if self.recompute_kv_load_failures and not self._load_policy.is_asked:
             running = []  # they would load again: vLLM computes into the same blocks
-        self._spoilt.strike(invalid_block_ids, [request.request_id for request in running])
+        self._invalid_blocks.strike(invalid_block_ids, [request.request_id for request in running])
         if self.recompute_kv_load_failures:
             for request in running:
                 self._compute_again(request)
@@ -253,7 +254,7 @@ class ContinuumMixin(Scheduler):
         if now_s < self._tell_at_s and (self.running or super().has_requests()):
             return stats
         self._tell_at_s = now_s + TELL_EVERY_S
-        return prometheus.attach(stats, self._teller.told(now_s))
+        return prometheus.attach(stats, self._metrics_delta.told(now_s))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._pins.pinned)
@@ -262,7 +263,7 @@ class ContinuumMixin(Scheduler):
 
     def shutdown(self) -> None:
         self._lifecycle.release_all(self.clock())
-        self._room.close()
+        self._parts.close()
         if self._alarm is not None:
             self._alarm.close()
         super().shutdown()

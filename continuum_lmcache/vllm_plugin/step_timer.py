@@ -41,12 +41,12 @@ class StepTimer:
         rates: CalibratedCosts,
         learn_transfers: Callable[[float, list[KVTransfer]], None],
         events: EventBus,
-        supply: ResidencyLookup,
+        residency: ResidencyLookup,
         slack_tokens: int,
     ) -> None:
         self.returns, self.prompt_time = ReloadTracker(slack_tokens), PrefillShare()
         self._rates, self._learn_transfers, self._events = rates, learn_transfers, events
-        self._supply = supply
+        self._residency = residency
         events.subscribe(ProgramEnded, lambda event: self.returns.over(event.program))
         self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
         self._last_s = 0.0
@@ -61,7 +61,7 @@ class StepTimer:
 
     def starts(self, turn: TurnState) -> None:
         """A turn is in the step that was just scheduled, for the first time or again."""
-        if turn.loaded_tokens and not self._supply.times_loads:
+        if turn.loaded_tokens and not self._residency.times_loads:
             self._untimed.add(turn.id)
 
     def finished(self, program: ProgramId, context_tokens: int, reload_s: float) -> None:
@@ -76,7 +76,7 @@ class StepTimer:
 
     def scheduled(self, now_s: float, output: SchedulerOutput) -> None:
         """A step was scheduled and is about to run."""
-        self._flight[id(output)] = StepLaunch(now_s, self._supply.waits(output), bool(self._flight))
+        self._flight[id(output)] = StepLaunch(now_s, self._residency.waits(output), bool(self._flight))
 
     def stepped(self, now_s: float, output: SchedulerOutput) -> None:
         """Its output is here."""
@@ -84,7 +84,7 @@ class StepTimer:
         took_s, is_own = self._took_s(now_s, launch)
         self._last_s = now_s
         new_tokens = output.total_num_scheduled_tokens
-        moved = self._supply.transfers()
+        moved = self._residency.transfers()
         untimed = {turn for turn in self._untimed if turn in output.num_scheduled_tokens}
         self._untimed -= untimed
         prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
@@ -104,7 +104,7 @@ class StepTimer:
         forward too, and only then the output before it is looked at. The store has timed such a step.
         """
         took_s = now_s - max(launch.at_s, self._last_s)
-        measured_s = self._supply.step_s()
+        measured_s = self._residency.step_s()
         if not launch.is_behind and not self._flight:
             return took_s, True
         if measured_s is not None:

@@ -59,9 +59,9 @@ class TurnLifecycle:
         hash_block_tokens: int,
         block_tokens: int,
         tokenizer: Any,
-        supply: ResidencyLookup,
+        residency: ResidencyLookup,
     ) -> None:
-        self.config, self.advisor, self.recorder, self.supply = config, advisor, recorder, supply
+        self.config, self.advisor, self.recorder, self.residency = config, advisor, recorder, residency
         self.pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
         self.kv_tokens = self.pool_blocks * block_tokens
         self.events, self.samples = EventBus(), MetricSamples()
@@ -77,10 +77,14 @@ class TurnLifecycle:
             self.events.publish,
         )
         kv_tokens = self.kv_tokens
-        others = (lambda: Contention(len(self.turns) - 1, kv_tokens)) if supply.loads_beside_steps else nobody
-        self.load_policy = LoadPolicy(advisor.rates, others, config.load_or_recompute)
+
+        def others() -> Contention:
+            return Contention(len(self.turns) - 1, kv_tokens)
+
+        beside = others if residency.loads_beside_steps else nobody
+        self.load_policy = LoadPolicy(advisor.rates, beside, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
-        self.step_timer = StepTimer(advisor.rates, advisor.moved, self.events, supply, self._slack_tokens)
+        self.step_timer = StepTimer(advisor.rates, advisor.moved, self.events, residency, self._slack_tokens)
         self.reuse = PrefixReusePredictor(hash_block_tokens, advisor.learns_matches)
         self.losses = PrefixLossReporter(
             self.events, self.load_policy, hash_block_tokens, tokenizer, config.divergence_texts
@@ -88,10 +92,10 @@ class TurnLifecycle:
         self.admission = AdmissionController(
             room_of(kv_tokens, advisor.cheap_tiers()),
             config.admission_max_hold_s,
-            advisor.door_order,
-            commons=SharedPrefixIndex(hash_block_tokens),
+            advisor.admission_order,
+            shared_prefixes=SharedPrefixIndex(hash_block_tokens),
         )
-        self.stores = StoreControl(supply, self.admission, kv_tokens, advisor)
+        self.stores = StoreControl(residency, self.admission, kv_tokens, advisor)
         self.end_claims = EndClaims()
         self.ignored: Counter[str] = Counter()
         self._prompt_linker = PromptLinker(config.max_programs, hash_block_tokens)
@@ -168,8 +172,8 @@ class TurnLifecycle:
             return
         turn.started_s = now_s
         self.step_timer.starts(turn)
-        served = self.supply.of(request, turn)
-        self.supply.count(served)
+        served = self.residency.of(request, turn)
+        self.residency.count(served)
         if turn.program is None:  # of what the GPU lost, only what a tier brought back is known
             loaded_tokens = served.dram_tokens + served.ssd_tokens
             self.stores.gate.turn(now_s, served.recompute_tokens, loaded_tokens)
@@ -183,7 +187,7 @@ class TurnLifecycle:
         context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
         if turn.repeats_tokens is not None:  # what is not asked for was not lost
             context_tokens = min(context_tokens, turn.repeats_tokens)
-        self.supply.returned(served, context_tokens)
+        self.residency.returned(served, context_tokens)
         lost_tokens = context_tokens - turn.gpu_tokens
         self.stores.gate.turn(now_s, served.recompute_tokens, max(0, lost_tokens))
         evicted = lost_tokens > self._slack_tokens
@@ -208,7 +212,7 @@ class TurnLifecycle:
             turn, request = self.turns[turn_id], requests[turn_id]
             self.step_timer.starts(turn)
             assert turn.program is not None
-            served, delay_s = self.supply.of(request, turn), now_s - turn.arrival_s
+            served, delay_s = self.residency.of(request, turn), now_s - turn.arrival_s
             self.events.publish(
                 TurnStarted(now_s, turn.program, turn_id, served, delay_s, evicted=False, resumed=True)
             )
@@ -246,7 +250,7 @@ class TurnLifecycle:
         kind = (turn.tenant, manner(text))
         tokens = self.reuse.left(program, kind, *sizes, request.block_hashes)
         blocks = self.blocks.pinnable(request.request_id, tokens)
-        number, tiers = self.programs.records[program].turns + 1, self.supply.if_given_up(request, tokens)
+        number, tiers = self.programs.records[program].turns + 1, self.residency.if_given_up(request, tokens)
         ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers)
         keep = self.advisor.retain(now_s, ended, self.load())
         self.pins.release(now_s, program, PinEnd.SUPERSEDED)
@@ -276,7 +280,7 @@ class TurnLifecycle:
             return
         self.end_claims.over(entry.id, EndClaim(entry.arrival_s, entry.turns))
         if self.advisor.drops_dead and self.end_claims.believed:
-            shared_tokens = self.admission.commons.head(request.block_hashes).tokens
+            shared_tokens = self.admission.shared_prefixes.head(request.block_hashes).tokens
             self.blocks.evict_private(request.request_id, shared_tokens)
 
     def _left(self, now_s: float, turn: TurnState, request: Request) -> None:

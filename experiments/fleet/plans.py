@@ -16,7 +16,6 @@ RIVALS = (
 )
 FLEET, AFFINITY, NO_LINE, PENDING = "fleet", "fleet-affinity", "fleet-no-line", "fleet-pending"
 ROUTERS = (*RIVALS, AFFINITY, FLEET)
-PER_TURN = ("round-robin", "least", "lmetric", "hits-load", "ear-migration")
 PROGRAMS = {Size.QUICK: 8, Size.DEFAULT: 60, Size.FULL: 200}
 REGIMES = (("skew", 0.6), ("skew", 0.9), ("skew", 1.3), ("swe", 1.1), ("fitted:claude-code-swe", 1.1))
 HOT, SWE_HOT = REGIMES[2], REGIMES[3]

@@ -45,7 +45,7 @@ class LiveProgram:
 
 
 class Agents:
-    """All programs of a run. `send` is the engine's door."""
+    """All programs of a run. `send` hands a request to the engine."""
 
     def __init__(
         self,

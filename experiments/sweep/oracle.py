@@ -90,10 +90,10 @@ class KnowingDoor(AdmissionController):
         super().pauses(now_s, program, *args, **kwargs)
 
     def _next(self) -> PendingProgram | None:
-        knock = super()._next()
-        if knock is not None:
-            self.growth.asked = knock.program
-        return knock
+        pending = super()._next()
+        if pending is not None:
+            self.growth.asked = pending.program
+        return pending
 
 
 @contextmanager

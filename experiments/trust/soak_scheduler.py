@@ -46,7 +46,7 @@ SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; what holds no more cannot be told from noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
     ".end_claims._ended": REMEMBERED,
-    ".admission.commons._heads": MOST_HEADS,
+    ".admission.shared_prefixes._heads": MOST_HEADS,
     ".advisor.history._delays_s": QUEUE_WINDOW,
 }
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
@@ -56,13 +56,13 @@ SHOWN = {
     "programs": ".programs.records",
     "their deadlines (heap)": ".pins._deadlines",
     "live turns": ".turns",
-    "inside the door": ".admission.inside",
-    "at the door": ".admission.outside",
-    "the door's line (heap)": ".admission._line",
+    "programs admitted": ".admission.inside",
+    "programs that wait to start": ".admission.outside",
+    "admission's line (heap)": ".admission._line",
     "not back yet (heap)": ".admission._absent",
     "finished turns by hash (lineage)": "._prompt_linker._turns",
     "ended programs remembered": ".end_claims._ended",
-    "shared heads": ".admission.commons._heads",
+    "shared heads": ".admission.shared_prefixes._heads",
 }
 SETUP = Setup(
     policy="continuum",

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from continuum_lmcache.fleet.homes import Homes, hashed
+from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes, hashed
 from continuum_lmcache.programs.identity import ProgramFields, program_id, tenant_of
 from continuum_lmcache.types import ProgramId
 from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
 from continuum_lmcache.vllm_plugin.requests import identity
 
-MOST_PROGRAMS = 100_000
 TABLE = "_continuum_homes"  # our attribute of vLLM's client
 
 

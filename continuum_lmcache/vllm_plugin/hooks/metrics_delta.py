@@ -50,7 +50,7 @@ class MetricsDelta:
 
 def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
     """All of them."""
-    pins, supply, advisor = lifecycle.pins, lifecycle.supply, lifecycle.advisor
+    pins, residency, advisor = lifecycle.pins, lifecycle.residency, lifecycle.advisor
     admission, losses = lifecycle.admission, lifecycle.losses
     ends: dict[str, float] = {name: pins.outcomes[outcome] for outcome, name in OUTCOMES.items()}
     return {
@@ -63,12 +63,12 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
         "pins_held": {"": len(pins.pinned)},
         "programs": {"": len(lifecycle.programs.records)},
         "returning_wait": {"": lifecycle.oldest_returning_wait_s(now_s)},
-        "store_up": {"": float(supply.is_up)},
-        "store_mode": {supply.mode: 1.0},
+        "store_up": {"": float(residency.is_up)},
+        "store_mode": {residency.mode: 1.0},
         "load_decisions": dict(lifecycle.load_policy.counts),
         "policy": {advisor.config.policy: 1.0},
         "tier_capacity": {t.value: n for t, n in advisor.survival.capacity_tokens.items()},
-        **supply.totals(),
+        **residency.totals(),
         **rate_totals(advisor.rates),
         **formula_totals(advisor.history),
         "outside": {"": len(admission.outside)},

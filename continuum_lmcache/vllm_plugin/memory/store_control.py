@@ -16,14 +16,14 @@ class StoreControl:
 
     def __init__(
         self,
-        supply: ResidencyLookup,
+        residency: ResidencyLookup,
         admission: AdmissionController,
         kv_tokens: int,
         advisor: RetentionAdvisor,
     ) -> None:
-        self.gate = supply.stores()
+        self.gate = residency.stores()
         self.storing = True
-        self._supply, self._admission, self._advisor = supply, admission, advisor
+        self._residency, self._admission, self._advisor = residency, admission, advisor
         self._rooms = {False: room_of(kv_tokens, {}), True: admission.room}
 
     def update(self) -> None:
@@ -33,5 +33,5 @@ class StoreControl:
         before, self.storing = self.storing, self.gate.wanted(self._advisor.costs)
         if self.storing != before:
             self._admission.room = self._rooms[self.storing]
-            self._supply.store_from_now(self.storing)
+            self._residency.store_from_now(self.storing)
             logger.info("storing is %s: see continuum.stop_stores", "on" if self.storing else "off")
