@@ -1,26 +1,66 @@
-"""What is shipped, and what it drags in."""
+"""What is shipped, what it drags in, and that it serves where nothing of the checkout is on the path."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
+from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
 
+import httpx
 import pytest
 
+from experiments.server import CPU_ARGS, CPU_ENV, reserved_port, stop, wait_until_healthy
+
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("continuum_lmcache", "connectors", "pyproject.toml", "README.md", "LICENSE")
+OURS = {"kv_connector": "ContinuumLMCacheConnector", "kv_connector_module_path": "connectors.lmcache"}
+NAMED_BY_USERS = ("connectors.lmcache", "connectors.lmcache_mp", "connectors.lmcache_mp_module")
+FIND = "import sys, importlib.util as u\nfor m in sys.argv[1:]: print(u.find_spec(m).origin)"
 CUDA = re.compile(r"^(nvidia|cuda|cupy|cufile|torchvision|torchaudio|triton)", re.IGNORECASE)
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """Built from a copy: setuptools leaves a folder behind, whose files the next wheel would hold too."""
     folder = tmp_path_factory.mktemp("wheel")
-    options = ["--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, timeout=120)
+    sources = folder / "sources"
+    sources.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, sources / name)
+    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
+    pip("wheel", *options, str(sources))
     return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+def pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, env=environment(), check=True, timeout=120)
+
+
+def environment() -> dict[str, str]:
+    """Without the checkout on Python's path."""
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PROMETHEUS_MULTIPROC_DIR")}
+
+
+@pytest.fixture(scope="module")
+def python(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that has the wheel, and behind it what this one has installed."""
+    home = tmp_path_factory.mktemp("environment")
+    venv.create(home, with_pip=False)
+    pip("--python", str(home / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel.filename))
+    packages = next(home.glob("lib/python*/site-packages"))
+    (packages / "behind.pth").write_text(sysconfig.get_path("purelib"))  # vLLM and LMCache
+    return home / "bin" / "python"
 
 
 def test_the_wheel_holds_the_core_the_plugin_and_the_connectors_and_no_experiments(
@@ -54,3 +94,45 @@ def test_the_cpu_set_names_no_cuda_package(wheel: zipfile.ZipFile) -> None:
     assert not [line for line in lock if CUDA.match(line)]
     pin = re.compile(r"[\w.-]+==[^\s;]+(; (platform_machine|python_version) \S+ \S+)?")
     assert all(pin.fullmatch(line) for line in lock if not line.startswith("#"))
+
+
+# installed --------------------------------------------------------------------
+
+
+def test_the_module_paths_that_users_name_are_found_in_the_wheel(python: Path, tmp_path: Path) -> None:
+    command = [str(python), "-c", FIND, "continuum_lmcache", *NAMED_BY_USERS]
+    told = subprocess.check_output(command, cwd=tmp_path, env=environment(), text=True).split()
+    assert len(told) == 1 + len(NAMED_BY_USERS)
+    assert all(Path(path).is_relative_to(python.parent.parent) for path in told)
+
+
+@pytest.fixture
+def url(python: Path, model: Path, tmp_path: Path) -> Iterator[str]:
+    extra = {"lmcache.chunk_size": 256, "lmcache.max_local_cpu_size": 0.1}
+    transfer = {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    port, log = reserved_port(), tmp_path / "server.log"
+    command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--served-model-name", "tiny", "--max-model-len", "1024", *CPU_ARGS]
+    command += ["--scheduling-policy", "continuum", "--kv-transfer-config", json.dumps(transfer)]
+    env = {**environment(), **CPU_ENV}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        wait_until_healthy(f"http://127.0.0.1:{port}", process, log, 240.0)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        stop(process)
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+def test_the_installed_wheel_serves_a_request_pins_its_kv_and_knows_lmcache(url: str) -> None:
+    body = {"model": "tiny", "prompt": [7] * 600, "max_tokens": 4, "ignore_eos": True, "job_id": "p"}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    assert answer["usage"]["completion_tokens"] == 4
+    page = httpx.get(f"{url}/metrics", timeout=30).text
+    assert 'continuum_programs{engine="0"} 1.0' in page
+    assert 'continuum_tier_store_info{engine="0",mode="lmcache-in-process"} 1.0' in page
+    assert 'continuum_ttl_decisions_total{engine="0"' in page
