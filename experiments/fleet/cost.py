@@ -28,7 +28,7 @@ GPU_TOKENS = 400_000
 PROMPT_TOKENS = 20_000
 
 
-class Crowd:
+class BusyFleet:
     """A fleet in which every program is in a tool call, but `live` turns a replica."""
 
     def __init__(self, programs: int, replicas: int, live: int = 32) -> None:
@@ -62,31 +62,31 @@ class Crowd:
             self.fleet.reported(self.now_s, self.report(name, waits_s))
 
 
-def samples(crowd: Crowd, asked: int, seed: int) -> Iterator[tuple[str, float]]:
+def samples(busy: BusyFleet, asked: int, seed: int) -> Iterator[tuple[str, float]]:
     """What was asked, and what it took."""
     random_of = random.Random(seed)
     for waits_s, what in ((0.0, "a later turn, home at once"), (1.0, "a later turn, all replicas weighed")):
-        crowd.hear(waits_s)
+        busy.hear(waits_s)
         for i in range(asked):
             if i % 100 == 0:
-                crowd.hear(waits_s)
-            program = random_of.choice(crowd.programs)
+                busy.hear(waits_s)
+            program = random_of.choice(busy.programs)
             begun_ns = time.thread_time_ns()
-            turn = crowd.comes(program)
+            turn = busy.comes(program)
             yield what, (time.thread_time_ns() - begun_ns) / 1e6
-            crowd.fleet.paused(crowd.now_s, turn, PROMPT_TOKENS)
+            busy.fleet.paused(busy.now_s, turn, PROMPT_TOKENS)
     for i in range(asked):
         if i % 10 == 0:
-            crowd.hear(0.0)
+            busy.hear(0.0)
         begun_ns = time.thread_time_ns()
-        turn = crowd.comes(ProgramId(f"new-{i}"))
+        turn = busy.comes(ProgramId(f"new-{i}"))
         yield "a new program", (time.thread_time_ns() - begun_ns) / 1e6
-        crowd.fleet.ended(crowd.now_s, turn)
+        busy.fleet.ended(busy.now_s, turn)
     for _ in range(asked):
-        crowd.now_s += 0.5
-        report = crowd.report(random_of.choice(crowd.names))
+        busy.now_s += 0.5
+        report = busy.report(random_of.choice(busy.names))
         begun_ns = time.thread_time_ns()
-        crowd.fleet.reported(crowd.now_s, report)
+        busy.fleet.reported(busy.now_s, report)
         yield "a report", (time.thread_time_ns() - begun_ns) / 1e6
 
 
@@ -98,15 +98,15 @@ def main(
 ) -> None:
     """Print a table of milliseconds of CPU time."""
     tracemalloc.start()
-    crowd = Crowd(programs, replicas)
+    busy = BusyFleet(programs, replicas)
     bytes_each = tracemalloc.get_traced_memory()[0] / programs
     tracemalloc.stop()
     gc.collect()
     gc.disable()  # a collection falls on whoever allocates next
     taken: dict[str, list[float]] = {}
-    for what, ms in samples(crowd, asked, seed):
+    for what, ms in samples(busy, asked, seed):
         taken.setdefault(what, []).append(ms)
-    crowd.fleet.check()
+    busy.fleet.check()
     table = Table("ms of CPU time", "median", "p99", "most")
     for what, all_ms in taken.items():
         table.add_row(
