@@ -6,7 +6,6 @@ with serve_mp(l1_gb=1.0, disk=Path("lmcache-disk"), log=Path("mp.log")) as mp: .
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -19,11 +18,11 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from connectors.lmcache_mp.server.command_line import left_behind, options
 from experiments.server import CPU_ENV, ServerError, reserved_port, script, stop, tail
 
 ROOT = Path(__file__).resolve().parent.parent
 HITS = {"lmcache_mp_lookup_hit_l1_tokens_total": "dram", "lmcache_mp_lookup_hit_l2_tokens_total": "ssd"}
-MODULE = {"module_path": "connectors.lmcache_mp_module"}
 
 
 @dataclass
@@ -44,12 +43,8 @@ class MpProcess:
 
     @property
     def memory(self) -> Path:
-        """The shared memory that L1 lies in; LMCache puts its own word before the name."""
-        return Path("/dev/shm", f"lmcache_l1_pool_{self.shm_name}")
-
-    @property
-    def shm_name(self) -> str:
-        return f"continuum-mp-{self.port}"
+        """The shared memory that L1 lies in."""
+        return left_behind(self.port)
 
     @property
     def transfer_config(self) -> dict[str, Any]:
@@ -62,21 +57,11 @@ class MpProcess:
         }
 
     def command(self) -> list[str]:
-        l2: dict[str, Any] = {"type": "fs_native", "base_path": str(self.disk)}
-        if self.tuned:
-            l2["use_odirect"] = True
-        if self.disk_gb:
-            l2 |= {"max_capacity_gb": self.disk_gb, "eviction": {"eviction_policy": "LRU"}}
-        module = ("--server-module", json.dumps(MODULE)) if self.module else ()
-        tuned = ("--supported-transfer-mode", "auto", "--shm-name", self.shm_name)
-        tuned += ("--l2-prefetch-policy", "retain")
-        disk = () if self.disk_gb == 0 else ("--l2-adapter", json.dumps(l2))
-        return [
-            *(*script("lmcache", "lmcache.cli.main"), "server", "--host", "127.0.0.1"),
-            *("--port", str(self.port), "--http-host", "127.0.0.1", "--http-port", str(self.http_port)),
-            *("--chunk-size", "256", "--l1-size-gb", str(self.l1_gb), "--eviction-policy", "LRU"),
-            *(*disk, *(tuned if self.tuned else ()), *module, *self.more),
-        ]
+        disk = "" if self.disk_gb == 0 else str(self.disk)
+        words = options(
+            self.port, self.http_port, self.l1_gb, disk, self.disk_gb, module=self.module, tuned=self.tuned
+        )
+        return [*script("lmcache", "lmcache.cli.main"), "server", *words, *self.more]
 
     def start(self, start_s: float = 120.0) -> None:
         """Returns when it answers. Raises ServerError with the log's tail if it does not."""

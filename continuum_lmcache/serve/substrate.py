@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import subprocess
 import sys
 import time
@@ -18,32 +17,18 @@ from pathlib import Path
 import httpx
 from ray import serve
 
+from connectors.lmcache_mp.server.command_line import HOST, left_behind, options
 from continuum_lmcache.errors import ServerError
 from continuum_lmcache.serve.settings import ServeSettings
 
-HOST = "127.0.0.1"
 START_S = 180.0
-MODULE = {"module_path": "connectors.lmcache_mp_module"}
 
 
 def command(settings: ServeSettings) -> list[str]:
-    """The command line of docs/mp.md, at the settings' place and of their size."""
-    words = [sys.executable, "-m", "lmcache.cli.main", "server"]
-    words += ["--host", HOST, "--port", str(settings.lmcache_port)]
-    words += ["--http-host", HOST, "--http-port", str(settings.lmcache_http_port)]
-    words += ["--chunk-size", "256"]
-    words += ["--l1-size-gb", str(settings.lmcache_gb), "--eviction-policy", "LRU"]
-    words += ["--supported-transfer-mode", "auto", "--shm-name", f"continuum-{settings.lmcache_port}"]
-    words += ["--server-module", json.dumps(MODULE)]
-    if settings.lmcache_disk:
-        l2 = {"type": "fs_native", "base_path": settings.lmcache_disk, "use_odirect": True}
-        words += ["--l2-adapter", json.dumps(l2), "--l2-prefetch-policy", "retain"]
-    return words
-
-
-def left_behind(settings: ServeSettings) -> Path:
-    """L1's shared memory: a server that was killed leaves it, and nobody answers at its place now."""
-    return Path("/dev/shm", f"lmcache_l1_pool_continuum-{settings.lmcache_port}")
+    """The server at the settings' place and of their size."""
+    place = settings.lmcache_port, settings.lmcache_http_port
+    words = options(*place, settings.lmcache_gb, settings.lmcache_disk)
+    return [sys.executable, "-m", "lmcache.cli.main", "server", *words]
 
 
 class Substrate:
@@ -56,7 +41,7 @@ class Substrate:
             return
         if settings.lmcache_disk:
             Path(settings.lmcache_disk).mkdir(parents=True, exist_ok=True)
-        left_behind(settings).unlink(missing_ok=True)
+        left_behind(settings.lmcache_port).unlink(missing_ok=True)
         self._process = subprocess.Popen(command(settings))
         end_s = time.monotonic() + START_S
         while not self._answers():

@@ -1,0 +1,54 @@
+"""The command line of `lmcache server` with this package's tier module (docs/mp.md says why each option)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from connectors.lmcache_mp.wire import MODULE
+
+HOST = "127.0.0.1"
+CHUNK_TOKENS = 256
+
+
+def options(
+    port: int,
+    http_port: int,
+    l1_gb: float,
+    disk: str = "",
+    disk_gb: float | None = None,
+    module: bool = True,
+    tuned: bool = True,
+) -> list[str]:
+    """The words after `lmcache server`, on loopback.
+
+    `disk`: the directory of L2, "" for no L2; `disk_gb`: its bound, None for none: then nothing is evicted.
+    `module`: with our tier module; `tuned`: with the options beside it that docs/mp.md advises.
+    """
+    words = ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
+    words += ["--chunk-size", str(CHUNK_TOKENS), "--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU"]
+    if disk:
+        l2: dict[str, Any] = {"type": "fs_native", "base_path": disk}
+        if tuned:
+            l2["use_odirect"] = True
+        if disk_gb is not None:
+            l2 |= {"max_capacity_gb": disk_gb, "eviction": {"eviction_policy": "LRU"}}
+        words += ["--l2-adapter", json.dumps(l2)]
+    if tuned:
+        words += ["--supported-transfer-mode", "auto", "--shm-name", shm_name(port)]
+    if tuned and disk:
+        words += ["--l2-prefetch-policy", "retain"]
+    if module:
+        words += ["--server-module", json.dumps({"module_path": MODULE})]
+    return words
+
+
+def shm_name(port: int) -> str:
+    """Of the memory that L1 lies in: servers of one machine differ by their port."""
+    return f"continuum-mp-{port}"
+
+
+def left_behind(port: int) -> Path:
+    """That memory as a file, which a killed server leaves. LMCache puts its own word before the name."""
+    return Path("/dev/shm", f"lmcache_l1_pool_{shm_name(port)}")
