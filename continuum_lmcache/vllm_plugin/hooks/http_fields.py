@@ -1,4 +1,5 @@
 """What of an HTTP request its `to_sampling_params` does not get: some headers, and Anthropic's own fields.
+And the other way, what an answer's headers say of its turn.
 
 Seam: Starlette.__call__, the ASGI entry point of vLLM's FastAPI app in all versions. An ASGI request has a
 task of its own, so a context variable set there reaches what it calls, and nothing else.
@@ -16,6 +17,7 @@ from continuum_lmcache.programs.session_fields import HEADERS
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
 headers: ContextVar[Mapping[str, str]] = ContextVar("continuum_headers", default={})  # noqa: B039 (never changed)
+answer: ContextVar[dict[str, str] | None] = ContextVar("continuum_answer", default=None)
 body: ContextVar[Mapping[str, Any]] = ContextVar("continuum_body", default={})  # noqa: B039
 
 
@@ -26,12 +28,29 @@ def install() -> None:
         return
 
     @wrapping.wraps(stock)
-    async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            headers.set(chosen(scope["headers"]))
-        await stock(self, scope, receive, send)
+    async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> Any:
+        if scope["type"] != "http":
+            return await stock(self, scope, receive, send)
+        headers.set(chosen(scope["headers"]))
+        said: dict[str, str] = {}
+        answer.set(said)  # filled by the endpoint, whose task may be another
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start" and said:
+                more = [(name.encode(), value.encode()) for name, value in said.items()]
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
+            await send(message)
+
+        return await stock(self, scope, receive, with_headers)
 
     Starlette.__call__ = __call__  # type: ignore[method-assign]
+
+
+def answers(name: str, value: str) -> None:
+    """The answer to this task's request has this header, where a header can say the value."""
+    said = answer.get()
+    if said is not None and value.isascii() and value.isprintable():
+        said[name] = value
 
 
 def chosen(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
 KEY = "continuum"
+headroom_tokens: dict[int, float] = {}  # by engine, as this process last heard
 MetricsPayload = dict[
     str, Any
 ]  # by metric, then label: a count's growth, a gauge's value, a histogram's samples
@@ -171,7 +172,10 @@ def install() -> None:
     def record(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
         told = detach(scheduler_stats)
         if told:
-            exporter().observe(told, kwargs.get("engine_idx") or 0)
+            engine = kwargs.get("engine_idx") or 0
+            exporter().observe(told, engine)
+            if "headroom" in told:
+                headroom_tokens[engine] = told["headroom"][""]
         return stock(self, scheduler_stats, *args, **kwargs)
 
     StatLoggerManager.record = record  # type: ignore[method-assign]

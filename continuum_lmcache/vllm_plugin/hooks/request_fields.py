@@ -3,7 +3,8 @@
 Seams, read on vLLM 0.30 to 0.33, run on 0.32: `to_sampling_params` of the three OpenAI requests, whose
 unknown fields are attributes; and AnthropicServingMessages.create_messages, whose request drops unknown
 fields, so that they are read from the body again. Headers: http_fields.py. A bad field of ours raises
-RequestError (a ValueError) here, which vLLM answers with HTTP 400: none reaches the engine.
+RequestError (a ValueError) here, which vLLM answers with HTTP 400: none reaches the engine. The answer's
+headers say the program's name and how much room there was, for a router in front.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import OWNER_FIELD, SERVER_FIELDS, TOOLS_FIELD
 from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, stated
 from continuum_lmcache.telemetry.recorder import digest
-from continuum_lmcache.vllm_plugin.hooks import api_keys, http_fields, wrapping
+from continuum_lmcache.vllm_plugin.hooks import api_keys, http_fields, prometheus, wrapping
 
 OPENAI = {
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
@@ -26,6 +27,8 @@ OPENAI = {
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
 }
 MAX_RESPONSES = 10_000
+SESSION_HEADER = "x-session-id"  # sent back, it names the program
+HEADROOM_HEADER = "x-continuum-headroom-tokens"  # of the rank that has most, as last told
 
 
 @dataclass
@@ -85,6 +88,10 @@ def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
         params.extra_args = extra or None
         if "job_id" in found and "previous_response_id" in type(self).model_fields:
             responses.answered(self.request_id, str(found["job_id"]))
+        if "job_id" in found:
+            http_fields.answers(SESSION_HEADER, str(found["job_id"]))
+        if prometheus.headroom_tokens:
+            http_fields.answers(HEADROOM_HEADER, str(round(max(prometheus.headroom_tokens.values()))))
         return params
 
     return to_sampling_params
