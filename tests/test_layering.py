@@ -30,6 +30,7 @@ CORE_FILES = sorted(
     [*PACKAGE.glob("*.py"), *(path for name in CORE for path in (PACKAGE / name).rglob("*.py"))]
 )
 PLUGIN = sorted((PACKAGE / "vllm_plugin").rglob("*.py"))
+SERVE = sorted((PACKAGE / "serve").rglob("*.py"))
 RECORDINGS = sorted((PACKAGE / "recordings").rglob("*.py"))
 CONSOLE = sorted([*(PACKAGE / "console").rglob("*.py"), *(PACKAGE / "report").rglob("*.py")])
 CONSOLE_LIBRARIES = {"typer", "httpx", "yaml", "plotly", "rich", "prometheus_client"}
@@ -96,6 +97,14 @@ def test_only_the_plugin_and_the_connectors_import_vllm_and_only_connectors_lmca
             or path.is_relative_to(ROOT / "connectors" / "lmcache")
             or (path.is_relative_to(ROOT / "connectors" / "lmcache_mp"))
         ), path
+
+
+def test_serve_alone_imports_ray_and_leaves_vllm_to_the_plugin() -> None:
+    for path in SERVE:
+        assert not tops(path) & {"vllm", "lmcache", "experiments"}, path
+        assert not parts(path) & {"console", "report", "recordings", "capacity"}, path
+    for path in {*PACKAGE.rglob("*.py"), *CONNECTORS} - {*SERVE}:
+        assert "ray" not in tops(path) and "serve" not in parts(path), path
 
 
 def test_the_packages_of_connectors_are_imported_without_the_engines() -> None:

@@ -72,14 +72,14 @@ def replica(name: str, rank: int) -> Any:
     )
 
 
-def router(its_state: Any, *names: str) -> ProgramRouter:
+def router(its_state: Any, *names: str, key: bytes = b"key") -> ProgramRouter:
     made = ProgramRouter(
         deployment_id=OURS,
         handle_source=DeploymentHandleSource.REPLICA,
         self_actor_id="x",
         use_replica_queue_len_cache=False,
     )
-    made.initialize_state(answer_s=30.0, key=b"key".hex())
+    made.initialize_state(answer_s=30.0, key=key.hex())
     made._state = its_state
     made._find = lambda: made._state  # type: ignore[method-assign]
     made.update_replicas([replica(name, rank) for rank, name in enumerate(names)])
@@ -104,7 +104,27 @@ def test_a_turn_goes_where_the_state_says_and_the_replica_is_told_what_its_progr
         pending = turn(program="p")
         assert await sent(made, pending) == "b"
         told = TurnName.read(pending.metadata.session_id)
-        assert (told.program, told.turns, told.age_s) == ("p", 3, 7.5)
+        assert (told.turns, told.age_s) == (3, 7.5)
+
+    asyncio.run(go())
+
+
+def test_the_state_and_the_replica_are_told_a_keyed_hash_of_the_programs_name() -> None:
+    """The same from every router of the deployment, also for a turn that is routed again."""
+
+    async def named_by(key: bytes) -> tuple[str, ...]:
+        made = router(state(goes_to("a")), "a", key=key)
+        pending = turn(program="run-42@hash-of-a-credential")
+        await sent(made, pending)
+        at_the_replica = TurnName.read(pending.metadata.session_id).program
+        await sent(made, pending, is_retry=True)
+        return (*(named.program for _, named, *_ in made._state.arrives.calls), at_the_replica)
+
+    async def go() -> None:
+        first, again, at_the_replica = await named_by(b"key")
+        assert first == again == at_the_replica and len(first) == 32
+        assert "run-42" not in first and "credential" not in first
+        assert (first, first, first) == await named_by(b"key") != await named_by(b"other")
 
     asyncio.run(go())
 
@@ -177,9 +197,7 @@ def test_first_turns_that_wait_keep_nobody_elses_turn_from_its_replica() -> None
     async def go() -> None:
         forever = asyncio.get_running_loop().create_future()
         its = state(away)
-        its.arrives.remote = lambda key, named, *_: (
-            forever if named.program.startswith("new") else asyncio.ensure_future(now(key))
-        )
+        its.arrives.remote = lambda key, *_: forever if key != "t99" else asyncio.ensure_future(now(key))
 
         async def now(key: str) -> Route:
             return goes_to("a")(key)

@@ -60,8 +60,8 @@ class Host:
         await self.state.check()
 
 
-async def started(**settings: Any) -> Host:
-    host = Host(**settings)
+async def started(replicas: str = "ab", **settings: Any) -> Host:
+    host = Host(replicas, **settings)
     await host.hears()
     return host
 
@@ -264,17 +264,27 @@ def test_the_state_tells_people_its_figures_and_no_programs_name() -> None:
     run_virtually(go())
 
 
+def test_replicas_are_listed_in_the_order_of_their_ranks() -> None:
+    async def go() -> None:
+        host = await started(replicas="abcdefghijkl")
+        ranks = [row["rank"] for row in (await host.state.told())["replicas"]]
+        assert ranks == list(range(12))
+
+    run_virtually(go())
+
+
 def test_books_tell_a_turn_once_however_many_prompts_it_brought() -> None:
-    books = Books(most=10)
+    ends: list[None] = []
+    books = Books(most=10, on_end=lambda: ends.append(None))
     for _ in range(2):
         books.starts(0.0, TurnId("t"), ProgramId("p"), 3, 7.0)
     for tokens in (50, 80):
         books.first_token(TurnId("t"), tokens - 10, 400)
     books.stops(TurnId("t"), 50, is_last=False)
-    assert books.known(1.0) == [Known(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))]
+    assert books.known(1.0) == [Known(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))] and not ends
     books.stops(TurnId("t"), 80, is_last=False)
     assert books.news == [FirstToken(TurnId("t"), 40, 400), TurnEnd(TurnId("t"), 80, False)]
-    assert books.known(2.0) == [Known(ProgramId("p"), 4, 80, 9.0, ())]
+    assert books.known(2.0) == [Known(ProgramId("p"), 4, 80, 9.0, ())] and len(ends) == 1
 
 
 def test_books_forget_a_program_with_its_last_turn_and_of_too_many_the_oldest() -> None:
@@ -322,6 +332,7 @@ def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() ->
         {"replicas": 0},
         {"replicas": "x"},
         {"fleet.movr": "cost"},
+        {"key": "short"},
     ):
         with pytest.raises(ConfigError):
             ServeSettings.of({"model": "m", **wrong} if wrong and "model" not in wrong else wrong)

@@ -51,7 +51,7 @@ def prepare() -> None:
 
 def deployment(settings: ServeSettings) -> serve.Deployment:
     """The replicas, their router and their state."""
-    key = secrets.token_hex(32)
+    key = settings.key or secrets.token_hex(32)
     return serve.deployment(
         Replica,
         name="vllm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from continuum_lmcache.fleet.fleet import Known
@@ -48,9 +49,13 @@ class _Turn:
 
 @dataclass(slots=True)
 class Books:
-    """The programs of this replica, `most` at most (those unheard of for longest are forgotten); the news."""
+    """The programs of this replica, `most` at most (those unheard of for longest are forgotten); the news.
+
+    `on_end` is called as a turn ends.
+    """
 
     most: int
+    on_end: Callable[[], None] = lambda: None
     news: list[News] = field(default_factory=list)
     _programs: OrderedDict[ProgramId, _Program] = field(default_factory=OrderedDict)
     _turns: dict[TurnId, _Turn] = field(default_factory=dict)
@@ -83,6 +88,7 @@ class Books:
             return
         del self._turns[turn]
         self.news.append(TurnEnd(turn, live.context_tokens, is_last))
+        self.on_end()
         seen = self._programs.get(live.program)
         if seen is None:
             return

@@ -43,7 +43,7 @@ App = Callable[[Any, Receive, Send], Awaitable[None]]
 class TurnName:
     """What the router knows of a request. As text it is a header's value."""
 
-    program: str = ""  # identity.program_id of its tenant; "": the request names none
+    program: str = ""  # identity.program_id of its tenant, then the router's hash of it; "": it names none
     body_bytes: int = 0  # of its body; 0: not known
     is_last: bool = False
     rank: int | None = None  # not a turn: a question to the replica of this rank
@@ -91,7 +91,11 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
 
 
 def owner_of(authorization: str) -> str:
-    """A hash of the credentials, 32 characters; "": none were sent. Who may do what is vLLM's to check."""
+    """A hash of the credentials, 32 characters; "": none were sent. Who may do what is vLLM's to check.
+
+    It has no key, for proxies share none. The request carries it beside the credentials themselves; what the
+    state and the replicas keep is the router's keyed hash (router.py).
+    """
     return sha256(authorization.encode("utf-8", "surrogatepass")).hexdigest()[:32] if authorization else ""
 
 

@@ -7,9 +7,11 @@ record_replica_metadata, serve.get_replica_context, serve.get_deployment_actor.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
+from functools import partial
 from typing import Any
 
 import ray
@@ -18,7 +20,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from continuum_lmcache.fleet.homes import MOST_PROGRAMS
-from continuum_lmcache.serve.books import Books, TurnEnd
+from continuum_lmcache.serve.books import Books
 from continuum_lmcache.serve.gauges import figures, report
 from continuum_lmcache.serve.settings import ServeSettings
 
@@ -27,7 +29,7 @@ STATE = "fleet"  # the deployment actor's name
 HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
 ANSWERS_S = 5.0  # the state, at most
 AWAY = (RayError, ValueError, TimeoutError)  # Ray says ValueError where no actor has the name
-LOOKS_S = 0.05  # between two looks whether a turn has ended, which is told at once
+GATHERS_S = 0.05  # from a turn's end until it is told, with others that end meanwhile
 
 
 def away(error: BaseException) -> Response:
@@ -57,21 +59,22 @@ class Replica:
     def __init__(self, settings: ServeSettings, below: Any = None) -> None:
         """`below`: a handle of the LMCache servers; None: there are none of ours."""
         self._settings, self._below = settings, below
-        self._books = Books(MOST_PROGRAMS)
+        self._has_ended = asyncio.Event()  # a turn, since the last report
+        self._books = Books(MOST_PROGRAMS, on_end=self._has_ended.set)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._engine: Any = None
-        self._gpu_tokens = 0
         self._reporting: asyncio.Task[None] | None = None
 
     async def __serve_build_asgi_app__(self) -> Signed:
         """Start the engine; vLLM's app around it, with two paths more."""
-        from continuum_lmcache.serve import engine  # imports vllm, which only a replica needs
+        from continuum_lmcache.serve.engine import TurnPrompt
+        from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
         os.environ.setdefault(HONOR, "true")  # what engine.under_way says is the fleet's, whoever the tenant
         if self._below is not None:
             await self._below.ready.remote()
-        self._engine, app = await engine.started(self._settings.vllm_args, self._books)
-        self._gpu_tokens = engine.gpu_tokens(self._engine)
+        watch = partial(TurnPrompt.of_this_request, self._books)
+        self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         app.add_api_route("/fleet/metrics", self.fleet_metrics, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
@@ -120,10 +123,11 @@ class Replica:
         known_to, books = "", self._books
         about = {"rank": self.rank, "pid": os.getpid(), "addresses": {"Ray": ray.util.get_node_ip_address()}}
         while True:
+            self._has_ended.clear()
             self._engine.look()
             news, books.news = books.news, []
             try:
-                says = report(self._name, self._gpu_tokens, figures())
+                says = report(self._name, self._engine.gpu_tokens, figures())
                 answer = await self._ask("hears", self._name, about, says, news)
                 if answer != known_to:  # it is new, and knows nobody
                     await self._ask("learns", self._name, books.known(time.monotonic()))
@@ -132,6 +136,6 @@ class Replica:
                 if known_to:  # said once, not each half second
                     logger.warning("The fleet's state does not answer (%s); the next is told all", error)
                 known_to = ""
-            due_s = time.monotonic() + self._settings.report_s
-            while time.monotonic() < due_s and not any(isinstance(one, TurnEnd) for one in books.news):
-                await asyncio.sleep(min(LOOKS_S, self._settings.report_s))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), self._settings.report_s)
+                await asyncio.sleep(GATHERS_S)

@@ -1,6 +1,10 @@
 """Ray's router, in each proxy: the fleet's state says where a turn goes, and a hash ring where it does not
 answer.
 
+It puts a keyed hash in the place of the program's name, which has a hash of the client's credentials in it
+(names.py): the state and the replicas see no other name. The key is in the application's config, which
+Serve's controller keeps: the same in all routers, and for the state's actor after each restart.
+
 A turn is routed in its own coroutine, as Ray's CapacityQueueRouter does: Ray's routing tasks are two a
 replica, and first turns that wait for room would keep those from turns that need not. Without the state a
 program goes on where this router last sent it, and otherwise where Ray's ring has it.
@@ -26,7 +30,7 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
 from continuum_lmcache.fleet.fleet import Refused
-from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes
+from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes, digest
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.types import ProgramId
 
@@ -42,10 +46,10 @@ class ProgramRouter(ConsistentHashRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         """`answer_s`: for how long an answer is waited for, longer than any first turn stands in line.
-        `key`: of the table of homes, hexadecimal, the same in all routers."""
-        self._answer_s, key = float(kwargs.pop("answer_s")), bytes.fromhex(kwargs.pop("key"))
+        `key`: of programs' names, hexadecimal, the same in all routers."""
+        self._answer_s, self._key = float(kwargs.pop("answer_s")), bytes.fromhex(kwargs.pop("key"))
         super().initialize_state(**kwargs)
-        self._homes: Homes[str] = Homes(MOST_PROGRAMS, key)
+        self._homes: Homes[str] = Homes(MOST_PROGRAMS, self._key)
         self._state: Any = None
         self._looks_at_s = 0.0
         self._by_name: dict[str, RunningReplica] = {}
@@ -80,6 +84,9 @@ class ProgramRouter(ConsistentHashRouter):
     ) -> RunningReplica:
         """Where the request goes. Raises BackPressureError where the line of new programs is full."""
         turn = TurnName.read(pending_request.metadata.session_id)
+        if turn.program and not is_retry:  # on a retry it was done already
+            turn = replace(turn, program=digest(ProgramId(turn.program), self._key).hex())
+            pending_request.metadata.session_id = str(turn)
         if turn.rank is not None:
             return await self._of_rank(pending_request, turn.rank)
         if not turn.body_bytes and not turn.program:  # no turn at all: a look at /health, /v1/models, /fleet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from continuum_lmcache.fleet.fleet import PREFIX, FleetConfig
 
 LEAST = {"replicas": 1, "gpus": 0, "cpus": 0, "lmcache_gb": 0, "lmcache_port": 1, "nodes": 1}
 LEAST_REPORT_S = 0.05
+KEY = re.compile(r"(([0-9a-fA-F]{2}){16,64})?")  # blake2 takes 64 bytes at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,15 @@ class ServeSettings:
     lmcache_http_port: int = 5556  # there too
     nodes: int = 1  # with replicas
     report_s: float = 0.5  # between a replica's reports
+    key: str = field(default="", repr=False)  # of programs' names, hexadecimal; "": each deploy makes its own
     fleet: FleetConfig = field(default_factory=FleetConfig)  # keys `fleet.NAME`: fleet/fleet.py has them
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
             if not getattr(self, name) >= least:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
+        if not KEY.fullmatch(self.key):
+            raise ConfigError("key must be 32 to 128 hexadecimal digits, an even number of them")
         if not self.report_s >= LEAST_REPORT_S:
             raise ConfigError(f"report_s is {self.report_s!r}; it must be at least {LEAST_REPORT_S}")
 

@@ -11,6 +11,7 @@ people ask `told` and `metrics`.
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections import OrderedDict
@@ -154,7 +155,7 @@ class FleetState:
         return {
             "schema": 1,
             "state": self.name,
-            "replicas": sorted(replicas, key=lambda row: str(row.get("rank"))),
+            "replicas": sorted(replicas, key=lambda row: row.get("rank", math.inf)),
             "programs": len(fleet.programs),
             "line": len(fleet.places.line),
             "line_wait_seconds": round(fleet.line_wait_s(now_s), 3),
@@ -164,10 +165,6 @@ class FleetState:
             "thrash": fleet.thrash,
             "config": asdict(fleet.config),
         }
-
-    async def homes(self) -> dict[str, str]:
-        """Each program's replica: for tests of a fleet of one's own. No HTTP path leads here."""
-        return {str(p.id): str(p.home) for p in self.fleet.programs.values() if p.home is not None}
 
     async def metrics(self) -> str:
         """The same figures in Prometheus' text format (docs/metrics.md)."""

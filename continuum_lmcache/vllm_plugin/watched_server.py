@@ -1,0 +1,133 @@
+"""vLLM's engine and vLLM's own OpenAI and Anthropic app in this process; somebody hears of each prompt.
+
+Nothing of vLLM's server is written again: its parser reads the options, its AsyncLLM runs the engine, its
+build_app and init_app_state make the app. The engine is watched where prompts go in and results come out, so
+that token counts are the engine's own.
+
+Seams, read and run on vLLM 0.32, and refused on any other: entrypoints.launchers
+(cli_args.make_arg_parser, .validate_parsed_serve_args, app.build_app, api_server.app_state.init_app_state);
+AsyncLLM.generate, .from_vllm_config, .get_supported_tasks, .model_config, .vllm_config,
+.output_processor.request_states (is_prefilling, external_req_id, prompt_len).
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import AsyncGenerator, Callable
+from importlib.metadata import version
+from typing import Any, Protocol
+
+from fastapi import FastAPI
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.outputs import RequestOutput
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from continuum_lmcache.errors import ConfigError
+
+CHECKED_VERSIONS = ("0.32.",)
+
+
+class Prompt(Protocol):
+    """One prompt, to whoever watches the engine."""
+
+    def starts(self, sampling_params: Any) -> None:
+        """It goes into the engine with these, which may be changed."""
+
+    def first_token(self, prompt_tokens: int) -> None:
+        """It is computed."""
+
+    def stops(self, context_tokens: int) -> None:
+        """Its generation is over, with a context of so many tokens; 0: it did not finish."""
+
+
+class WatchedEngine(AsyncLLM):
+    """vLLM's engine. `watch` makes a Prompt for each that goes in."""
+
+    watch: Callable[[], Prompt]
+    _uncomputed: dict[str, Prompt]  # by request id: those that have no first token yet
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **more: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """AsyncLLM.generate, watched."""
+        watched = self.watch()
+        watched.starts(sampling_params)
+        self._uncomputed[request_id] = watched
+        prompt_tokens = generated_tokens = 0
+        finished = False
+        try:
+            async for output in super().generate(prompt, sampling_params, request_id, **more):
+                if not prompt_tokens:
+                    prompt_tokens = len(output.prompt_token_ids or ())
+                    if self._uncomputed.pop(request_id, None) is not None:
+                        watched.first_token(prompt_tokens)
+                generated_tokens += sum(len(part.token_ids) for part in output.outputs)
+                finished = output.finished
+                yield output
+        finally:
+            self._uncomputed.pop(request_id, None)
+            watched.stops(prompt_tokens + generated_tokens if finished else 0)
+
+    def look(self) -> None:
+        """Tell of prompts that are computed though nothing came out yet: an answer that is not streamed comes
+        when it is whole."""
+        for state in self.output_processor.request_states.values():
+            if not state.is_prefilling:
+                watched = self._uncomputed.pop(state.external_req_id, None)
+                if watched is not None:
+                    watched.first_token(state.prompt_len)
+
+    @property
+    def gpu_tokens(self) -> int:
+        """Tokens whose KV the engine has room for."""
+        cache = self.vllm_config.cache_config
+        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+
+async def started(words: list[str], watch: Callable[[], Prompt]) -> tuple[WatchedEngine, FastAPI]:
+    """The engine and the app of `vllm serve WORDS`.
+
+    Raises ConfigError on a vLLM that was not checked, and otherwise as vLLM does.
+    """
+    refuse_unchecked(version("vllm"))
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+
+    args = parsed(words)
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+    engine = WatchedEngine.from_vllm_config(
+        vllm_config=config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        enable_log_requests=args.enable_log_requests,
+        aggregate_engine_logging=args.aggregate_engine_logging,
+        disable_log_stats=args.disable_log_stats,
+    )
+    assert isinstance(engine, WatchedEngine)
+    engine.watch, engine._uncomputed = watch, {}
+    tasks = await engine.get_supported_tasks()
+    app = build_app(args, tasks, engine.model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    return engine, app
+
+
+def refuse_unchecked(found: str) -> None:
+    """Raise ConfigError unless this vLLM's internals are those that this file was run with."""
+    if not found.startswith(CHECKED_VERSIONS):
+        checked = ", ".join(each.rstrip(".") for each in CHECKED_VERSIONS)
+        raise ConfigError(f"vLLM {found}: a replica under Ray Serve needs {checked}")
+
+
+def parsed(words: list[str]) -> Namespace:
+    """The words after `vllm serve`, read by its own parser. Raises ValueError, where it would exit."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+
+    parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))  # type: ignore[no-untyped-call]
+    try:
+        args: Namespace = parser.parse_args(words)
+    except SystemExit as error:
+        raise ValueError(f"`vllm serve` does not take {' '.join(words)!r}: see the lines above") from error
+    args.model = getattr(args, "model_tag", None) or args.model
+    validate_parsed_serve_args(args)
+    return args
