@@ -187,12 +187,23 @@ def reference(device: str = "cpu") -> Any:
     return AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval().to(device)
 
 
-@torch.inference_mode()
 def off_by(story: Story, model: Any) -> list[float]:
     """By how much each generated token's log probability differs from the reference's, in their order."""
-    logits = model(torch.tensor([story.tokens], device=model.device)).logits[0]
-    scores = torch.log_softmax(logits, dim=-1).cpu()
+    scores = scores_of(story, model)
     return [abs(scores[at - 1, story.tokens[at]].item() - said) for at, said in story.logprobs.items()]
+
+
+def behind(story: Story, model: Any) -> list[float]:
+    """By how much each generated token's log probability is below that of the reference's likeliest."""
+    scores = scores_of(story, model)
+    return [(scores[at - 1].max() - scores[at - 1, story.tokens[at]]).item() for at in story.logprobs]
+
+
+@torch.inference_mode()
+def scores_of(story: Story, model: Any) -> torch.Tensor:
+    """The reference's log probabilities after each token."""
+    logits = model(torch.tensor([story.tokens], device=model.device)).logits[0]
+    return torch.log_softmax(logits, dim=-1).cpu()
 
 
 def sources(llm: Any) -> Counter[str]:

@@ -5,6 +5,7 @@ Runs where Ray is installed (docs/ray.md); one start for all tests, which pass i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -24,12 +25,12 @@ pytest.importorskip("lmcache")
 
 from serving import ids
 
-from experiments.ray_programs import REPLICA, Client, play
+from experiments.ray_programs import NO_MOVES, REPLICA, Client, play
 from experiments.ray_server import serve_fleet, told
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 PATIENCE_S = 300.0
-NO_MOVES = {"fleet.mover": "never"}  # what leaves home then is a fault
+LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +59,19 @@ def one_turn(url: str, prompt: list[int], **fields: Any) -> httpx.Response:
 
 def running(name: str) -> list[psutil.Process]:
     """Processes below this one, by a word of their command line."""
-    return [p for p in psutil.Process().children(recursive=True) if any(name in word for word in p.cmdline())]
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, or nobody has asked how
+            if any(name in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 def test_a_replica_dies_under_twenty_programs_and_no_token_is_lost_or_wrong(url: str) -> None:
     outcome = play(url, programs=20, turns=4, kill=True)
-    assert outcome.dead is not None and outcome.orphans
-    assert outcome.away == 0, "a program left a replica that lived"
+    assert outcome.dead is not None and not outcome.faults and not outcome.moved
     assert all(len(client.replicas) == 4 for client in outcome.clients), "each turn was answered"
     assert {status for client in outcome.clients for status in client.failures} <= {500, 503}
-    most = max(len(client.failures) for client in outcome.clients)
-    assert most <= 1, "more than the turn in flight failed"
     largest, wrong, tokens = outcome.off()
     assert not wrong and tokens == 20 * 4 * 24, f"off by {largest}"
     assert told(url)["thrash"] == 0
@@ -146,10 +149,10 @@ def test_ray_and_lmcache_listen_on_loopback_alone(url: str) -> None:
     assert url.startswith("http://127.0.0.1:")
     names = ("ray::", "raylet", "gcs_server", "lmcache.cli", "/ray/dashboard/", "/ray/autoscaler/")
     open_to = {
-        place.laddr.ip
+        (place.laddr.ip, place.laddr.port, name, " ".join(process.cmdline())[:200])
         for name in names
         for process in running(name)
         for place in process.net_connections(kind="inet")
         if place.status == psutil.CONN_LISTEN
     }
-    assert open_to and open_to <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, open_to
+    assert open_to and not [one for one in open_to if one[0] not in LOOPBACK]
