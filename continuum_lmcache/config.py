@@ -36,7 +36,7 @@ class ContinuumConfig:
     honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
     honor_program_age: bool = False  # believe a tenant's program_turns: where a router sets it
     first_prompt_order: bool = True  # in admission's line, a small first prompt goes before a large one
-    drop_dead: bool = True  # the KV of a program that is over is the first to go
+    evict_ended_programs: bool = True  # the KV of a program that has ended is the first to be evicted
     stop_stores: bool = False  # do not store while that holds steps up and nothing repays it
     priced_pins: bool = True  # a pin costs only while a turn waits for memory, and is looked at again
     measured_chunk: bool = True  # decodes before prompts, in chunks as small as the profile's step times say
@@ -44,7 +44,7 @@ class ContinuumConfig:
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # true: a KV load that fails fails its request
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
-    gaps_file: str = ""  # where learned tool durations survive a restart; empty: nowhere
+    tool_durations_file: str = ""  # where learned tool durations survive a restart; empty: nowhere
     run_output_dir: str = ""  # where the recorder writes; empty: RUN_OUTPUT_DIR, else nowhere
     stream_recording: bool = False  # also write each event at once, as a line of JSON
     hash_ids: bool = False  # recordings hold hashes of the programs' ids
@@ -80,6 +80,8 @@ GONE = "does nothing any more; delete it"
 REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about them
     "no_loss_guard": GONE,
     "prefetch": GONE,
+    "gaps_file": "is named tool_durations_file now",
+    "drop_dead": "is named evict_ended_programs now",
     "max_wait_s": "is two settings now: admission_max_hold_s and pin_reclaim_after_s",
 }
 

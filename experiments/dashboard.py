@@ -44,9 +44,9 @@ def mean(histogram: str) -> str:
 
 STATS = (
     Panel("programs known", "short", {"": "sum(continuum_programs)"}),
-    Panel("wait to start", "short", {"": "sum(continuum_programs_outside)"}, "wait for room to start"),
+    Panel("wait to start", "short", {"": "sum(continuum_programs_held)"}, "wait for room to start"),
     Panel("pins held", "short", {"": "sum(continuum_pins_held)"}),
-    Panel("storing", "short", {"": "min(continuum_storing)"}, "0: it does not pay"),
+    Panel("storing", "short", {"": "min(continuum_stores_enabled)"}, "0: it does not pay"),
     Panel("store up", "short", {"": "min(continuum_tier_store_up)"}),
     Panel("fewest samples of a rate", "short", {"{{rate}}": "min by (rate) (continuum_rate_samples)"}),
     Panel("policy", "short", {"{{policy}}": "max by (policy) (continuum_policy_info)"}),
@@ -58,7 +58,7 @@ PANELS = (
         {
             "running": "sum(vllm:num_requests_running)",
             "waiting": "sum(vllm:num_requests_waiting)",
-            "programs that wait to start": "sum(continuum_programs_outside)",
+            "programs that wait to start": "sum(continuum_programs_held)",
         },
     ),
     Panel(

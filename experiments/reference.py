@@ -30,7 +30,7 @@ SETTINGS_PAGE = ROOT / "docs" / "settings.md"
 CHOSEN = (  # by a user; the others are switches for experiments, or seldom needed
     "policy",
     "profile",
-    "gaps_file",
+    "tool_durations_file",
     "run_output_dir",
     "max_ttl_s",
     "max_pinned_share",

@@ -174,7 +174,7 @@ def main(
         "lmcache.max_local_disk_size": 0.5,
         "continuum.run_output_dir": str(out.resolve()),
         "continuum.stream_recording": True,
-        "continuum.gaps_file": str(out.resolve() / "gaps.json"),
+        "continuum.tool_durations_file": str(out.resolve() / "gaps.json"),
         "continuum.program_idle_s": IDLE_S,
         "continuum.policy": "static-ttl",  # whatever pays on this machine, pins come and go
         "continuum.static_ttl_s": GAP_S,

@@ -362,9 +362,7 @@ def test_a_small_first_prompt_goes_first_but_passes_nobody_who_came_long_before(
 
 
 def test_where_the_line_has_waited_long_a_first_prompt_moves_a_program_further() -> None:
-    small, large = (
-        line_rank(0.0, tokens, 10_000, 60.0, 1.0, 120.0, line_s=400.0) for tokens in (1, 60_000)
-    )
+    small, large = (line_rank(0.0, tokens, 10_000, 60.0, 1.0, 120.0, line_s=400.0) for tokens in (1, 60_000))
     assert (small, large) == (-200.0, 200.0)
     slowest, quickest = (line_rank(s, n, 10_000, 60.0, 1.0, 120.0, s) for s, n in ((400, 10**9), (801, 1)))
     assert slowest == 400.0 + 200.0 and quickest == pytest.approx(801 - 400.5, abs=0.1)

@@ -216,7 +216,7 @@ def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
 def test_what_a_plain_request_computes_is_weighed_as_a_store_too(make: Make) -> None:
     bench = make(blocks=20)
     bench.turn(None, prompt(64, 77))
-    assert bench.lifecycle.stores.gate.new_tokens == 64
+    assert bench.lifecycle.stores._gate.new_tokens == 64
 
 
 def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
@@ -289,10 +289,10 @@ def cached_tokens(bench: Bench, tokens: list[int], job: str = "probe") -> int:
     return int(bench.lifecycle.residency.prompt_tokens["gpu"] - before)
 
 
-@pytest.mark.parametrize(("drop_dead", "survives"), [("true", True), ("false", False)])
-def test_the_kv_of_a_program_that_is_over_goes_first(make: Make, drop_dead: str, survives: bool) -> None:
+@pytest.mark.parametrize(("evicts", "survives"), [("true", True), ("false", False)])
+def test_the_kv_of_a_program_that_is_over_goes_first(make: Make, evicts: str, survives: bool) -> None:
     """q's context is older than dead p's, and is still there after as much has passed as p held."""
-    bench = make(blocks=20, drop_dead=drop_dead, max_ttl_s=0)
+    bench = make(blocks=20, evict_ended_programs=evicts, max_ttl_s=0)
     bench.turn("q", prompt(6 * BLOCK, 1))
     bench.turn("p", prompt(10 * BLOCK, 2), is_last_step=True)
     bench.turn("r", prompt(9 * BLOCK, 3))

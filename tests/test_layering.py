@@ -191,3 +191,24 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "shutdown",
         "_select_waiting_queue_for_scheduling",
     }
+
+
+OF_VLLM = {"self._manager", "self._scheduler", "self.vllm_config"}  # who call these own what is behind them
+VALUES = {"costs"}  # frozen: no owner's
+OF_CONTAINERS = {"add", "clear", "discard", "get", "items"}
+
+
+def test_the_plugin_asks_nobody_for_what_another_one_owns() -> None:
+    """`self.a.b.c`: a file that knows what `a` owns, and what that owns, changes with both."""
+    found = [
+        f"{path.name}:{node.lineno} {chain}"
+        for path in PLUGIN
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and len(names := (chain := ast.unparse(node)).split(".")) > 3
+        and all(name.isidentifier() for name in names)
+        and not {".".join(names[:2])} & OF_VLLM
+        and not {*names[2:-1]} & VALUES
+        and node.attr not in OF_CONTAINERS
+    ]
+    assert not found

@@ -44,7 +44,7 @@ def make(model: Path, monkeypatch: pytest.MonkeyPatch, settings: Any) -> Iterato
 
 def test_a_remote_backend_is_always_stored_to_and_its_time_is_no_tiers(make: Make, tmp_path: Path) -> None:
     bench = make(**{"lmcache.remote_url": f"fs://localhost:0{tmp_path}"})
-    assert not bench.lifecycle.stores.gate.stalls
+    assert not bench.lifecycle.stores._gate.stalls
     bench.turn("p", prompt(100))
     wait_for(lambda: len(list(tmp_path.glob("*.data"))) == 6)
     forget_but(bench, 3)

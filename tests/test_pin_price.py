@@ -177,11 +177,11 @@ def test_a_pins_new_deadline_is_recorded(bench: Bench) -> None:
 
 def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: Bench) -> None:
     turns = bench.lifecycle.turns
-    assert not bench.lifecycle.load().is_memory_short
+    assert not bench.lifecycle.engine_load().is_memory_short
     turns.refused_memory.add(SOMEBODY)
-    assert bench.lifecycle.load().is_memory_short
+    assert bench.lifecycle.engine_load().is_memory_short
     turns.drop(SOMEBODY)
-    assert not bench.lifecycle.load().is_memory_short
+    assert not bench.lifecycle.engine_load().is_memory_short
 
 
 def test_what_shared_pins_free_is_counted_once_and_no_further_than_wanted(bench: Bench) -> None:

@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 @pytest.fixture
 def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:  # noqa: F811
-    settings(gaps_file=tmp_path / "gaps.json", run_output_dir=tmp_path / "run")
+    settings(tool_durations_file=tmp_path / "gaps.json", run_output_dir=tmp_path / "run")
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     made = Bench(ContinuumScheduler, model)
     yield made

@@ -610,7 +610,7 @@ def test_a_preempted_turn_takes_its_new_place_when_its_programs_pin_comes_or_goe
         PinReleased(bench.now_s, bench.lifecycle.turns[preempted].program, PinEnd.RESET)
     )
     assert preempted in bench.lifecycle.turns.to_rekey
-    assert before == bench.lifecycle.key(waiting)
+    assert before == bench.lifecycle.queue_key(waiting)
 
 
 def test_a_preempted_turn_stays_first_while_its_kv_is_loaded_back(make: Make) -> None:
@@ -619,8 +619,8 @@ def test_a_preempted_turn_stays_first_while_its_kv_is_loaded_back(make: Make) ->
     preempted = bench.scheduler.requests[bench.send("p", prompt(32, 1), out=9)]
     bench.step()
     bench.scheduler.reset_prefix_cache(reset_running_requests=True)
-    before = bench.lifecycle.key(preempted)
+    before = bench.lifecycle.queue_key(preempted)
     preempted.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert bench.lifecycle.key(preempted) <= before
-    assert bench.lifecycle.key(preempted)[2:] == before[2:]
+    assert bench.lifecycle.queue_key(preempted) <= before
+    assert bench.lifecycle.queue_key(preempted)[2:] == before[2:]
     preempted.status = RequestStatus.PREEMPTED

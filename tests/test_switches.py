@@ -14,9 +14,9 @@ from experiments.switches import SWITCHES, chosen, jobs, line, pair
 
 def test_each_switch_that_is_tried_is_a_setting_that_can_be_off() -> None:
     assert set(SWITCHES) <= {f.name for f in fields(ContinuumConfig) if f.type == "bool"}
-    assert chosen("drop_dead") == ("drop_dead",)
-    with pytest.raises(typer.BadParameter, match="'drop_deed' is no switch"):
-        chosen("drop_deed")
+    assert chosen("evict_ended_programs") == ("evict_ended_programs",)
+    with pytest.raises(typer.BadParameter, match="'evict_ended_program' is no switch"):
+        chosen("evict_ended_program")
 
 
 def test_a_regime_is_named_by_a_part_and_a_disk_rate_goes_to_those_that_have_a_disk() -> None:

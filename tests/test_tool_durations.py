@@ -19,7 +19,7 @@ from continuum_lmcache.tools.durations import (
     ToolDurations,
     suffixes,
 )
-from continuum_lmcache.vllm_plugin.files.durations_file import load_gaps, save_gaps
+from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
 
 PYTEST = ("pytest tests", "pytest", "bash")
 MAKE = ("make all", "make", "bash")
@@ -216,9 +216,9 @@ def test_malformed_saved_gaps_are_refused_by_name_and_place(text, says):
 def test_gaps_survive_a_restart(tmp_path):
     path = tmp_path / "state" / "gaps.json"
     gaps = learned((PYTEST, [1.5, 2.5]))
-    assert load_gaps(path).dumps() == ToolDurations().dumps()
-    save_gaps(path, gaps)
-    assert load_gaps(path).dumps() == gaps.dumps()
+    assert load_durations(path).dumps() == ToolDurations().dumps()
+    save_durations(path, gaps)
+    assert load_durations(path).dumps() == gaps.dumps()
     assert [p.name for p in path.parent.iterdir()] == ["gaps.json"]
 
 
@@ -227,7 +227,7 @@ def test_a_corrupt_file_is_set_aside_with_a_warning(tmp_path, caplog, content):
     path = tmp_path / "gaps.json"
     path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert load_gaps(path).dumps() == ToolDurations().dumps()
+        assert load_durations(path).dumps() == ToolDurations().dumps()
     assert "set aside as" in caplog.text
     assert not path.exists()
     assert path.with_name("gaps.json.corrupt").read_bytes() == content
@@ -235,5 +235,5 @@ def test_a_corrupt_file_is_set_aside_with_a_warning(tmp_path, caplog, content):
 
 def test_a_file_that_cannot_be_read_stops_nothing(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
-        assert load_gaps(tmp_path).dumps() == ToolDurations().dumps()  # a folder
+        assert load_durations(tmp_path).dumps() == ToolDurations().dumps()  # a folder
     assert "starting without them" in caplog.text

@@ -154,6 +154,6 @@ def check_turns(bench: TierBench) -> None:
                 and newest[0] == number
                 and TurnId(request_id) not in lifecycle.turns.to_rekey
             ):
-                now = lifecycle.key(newest[1])
+                now = lifecycle.queue_key(newest[1])
                 assert key == now, f"{request_id} waits with {key}, not {now}; {newest[1].status}"
     assert running.isdisjoint(waiting) and running | set(waiting) == set(live), "a request is lost"

@@ -85,7 +85,7 @@ class PromptLinker:
         program: ProgramId,
         arrival_s: float,
         linked_tokens: int = 0,
-        says: ProgramFields = NOBODY,
+        fields: ProgramFields = NOBODY,
     ) -> None:
         """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
 
@@ -95,10 +95,10 @@ class PromptLinker:
         least = prompt_tokens - lost(prompt_tokens, linked_tokens)
         all_ends = sorted({least, prompt_tokens, len(request.all_token_ids)})
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
-        keys = tuple(self._key(request, end, says.owner) for end in ends)
-        context_tokens, hint = len(request.all_token_ids), (says.hint, says.owner)
+        keys = tuple(self._key(request, end, fields.owner) for end in ends)
+        context_tokens, hint = len(request.all_token_ids), (fields.hint, fields.owner)
         ancestor = LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint)
-        if says.hint and keys:
+        if fields.hint and keys:
             self._hinted.setdefault(hint, deque(maxlen=MAX_HINTED)).append(ancestor)
             self._hinted.move_to_end(hint)
             if len(self._hinted) > self._max_hashes:
@@ -113,12 +113,12 @@ class PromptLinker:
         while len(self._turns) > self._max_hashes:
             self._turns.popitem(last=False)
 
-    def ancestor(self, request: HashedPrompt, says: ProgramFields = NOBODY) -> ProgramLink | None:
+    def ancestor(self, request: HashedPrompt, fields: ProgramFields = NOBODY) -> ProgramLink | None:
         """The longest finished turn that this prompt extends; a prompt that is sent again extends nothing.
 
         A turn is continued once: forks start anew.
         """
-        found = self._extended(request, says.owner) or self._of_hint(request, (says.hint, says.owner))
+        found = self._extended(request, fields.owner) or self._of_hint(request, (fields.hint, fields.owner))
         if found is None:
             return None
         self._forget(found)

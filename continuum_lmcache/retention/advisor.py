@@ -64,9 +64,9 @@ class RetentionAdvisor:
         return self._policy.beyond and self.config.admission
 
     @property
-    def drops_dead(self) -> bool:
+    def evicts_ended(self) -> bool:
         """Whether the KV of a program that is over goes first."""
-        return self._policy.beyond and self.config.drop_dead
+        return self._policy.beyond and self.config.evict_ended_programs
 
     @property
     def decodes_first(self) -> bool:

@@ -10,7 +10,7 @@ from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
 
 REQUESTS = ("vllm:num_requests_waiting", "vllm:num_requests_running")
-CAPACITY, OUTSIDE = "continuum_gpu_capacity_tokens", "continuum_programs_outside"
+CAPACITY, OUTSIDE = "continuum_gpu_capacity_tokens", "continuum_programs_held"
 HEADROOM, WAIT = "continuum_admission_headroom_tokens", "continuum_oldest_returning_wait_seconds"
 TIER, TIER_RATE, TIER_FIXED = (
     "continuum_tier_capacity_tokens",

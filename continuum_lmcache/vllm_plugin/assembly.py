@@ -23,14 +23,14 @@ from continuum_lmcache.reload.tier_store import SelectiveLoader
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.telemetry.recorder import DisabledRecorder, EventRecorder
 from continuum_lmcache.tools.durations import ToolDurations
-from continuum_lmcache.vllm_plugin.files.durations_file import load_gaps, save_gaps
+from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
 from continuum_lmcache.vllm_plugin.files.recording_files import JOIN_S, RecordingWriter
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import Totals, totals_of
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
 logger = init_logger("vllm.continuum_lmcache")
-GAPS_EVERY_S = 60.0  # what a crash may cost of what was learned
+DURATIONS_EVERY_S = 60.0  # what a crash may cost of what was learned
 
 
 @dataclass
@@ -38,14 +38,15 @@ class EngineParts:
     """One engine's parts, and the files that outlive it."""
 
     lifecycle: TurnLifecycle
-    gaps_path: Path | None
+    durations: ToolDurations
+    durations_path: Path | None
     recording: RecordingWriter | None
     saver: FileSaver | None = None
     _saving: threading.RLock = field(default_factory=threading.RLock)  # an older save must not end last
 
     @property
     def writes_files(self) -> bool:
-        return self.recording is not None or self.gaps_path is not None
+        return self.recording is not None or self.durations_path is not None
 
     def totals(self, now_s: float) -> Totals:
         """Counts since the start, for the metrics."""
@@ -57,17 +58,17 @@ class EngineParts:
         with self._saving:
             if self.recording is not None:
                 self.recording.flush()
-            self.save_gaps()
+            self.save_durations()
 
-    def save_gaps(self) -> None:
+    def save_durations(self) -> None:
         """Write what was learned."""
-        if self.gaps_path is None:
+        if self.durations_path is None:
             return
         with self._saving:
             try:
-                save_gaps(self.gaps_path, self.lifecycle.advisor.gaps)
+                save_durations(self.durations_path, self.durations)
             except OSError as error:
-                logger.warning("tool durations not saved to %s: %s", self.gaps_path, error)
+                logger.warning("tool durations not saved to %s: %s", self.durations_path, error)
 
     def close(self) -> None:
         """The last time, at shutdown."""
@@ -79,9 +80,9 @@ class EngineParts:
 
 
 class FileSaver:
-    """A thread that saves an engine's files: all when asked to, what was learned every GAPS_EVERY_S."""
+    """A thread that saves an engine's files: all when asked to, what was learned every DURATIONS_EVERY_S."""
 
-    def __init__(self, parts: EngineParts, every_s: float = GAPS_EVERY_S) -> None:
+    def __init__(self, parts: EngineParts, every_s: float = DURATIONS_EVERY_S) -> None:
         self._parts, self._every_s = parts, every_s
         self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may interrupt itself
         self._thread = threading.Thread(target=self._run, name="continuum-files", daemon=True)
@@ -101,22 +102,22 @@ class FileSaver:
             try:
                 goes_on = self._asked.get(timeout=self._every_s)
             except queue.Empty:
-                self._parts.save_gaps()
+                self._parts.save_durations()
                 continue
             if not goes_on:
                 return
             self._parts.save()
 
 
-def furnish(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:
+def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:
     """Build the parts for one scheduler. Raises ConfigError or ProfileError."""
     rank = scheduler.parallel_config.data_parallel_index
-    gaps_path = ranked(Path(config.gaps_file), rank) if config.gaps_file else None
+    durations_path = ranked(Path(config.tool_durations_file), rank) if config.tool_durations_file else None
     residency = ResidencyLookup(scheduler.connector)
     advisor = RetentionAdvisor(
         config,
         costs_of(config, kv_bytes_per_token(scheduler.kv_cache_config)),
-        load_gaps(gaps_path) if gaps_path else ToolDurations(),
+        load_durations(durations_path) if durations_path else ToolDurations(),
         residency.capacity_tokens(),
     )
     folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
@@ -143,12 +144,12 @@ def furnish(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> Engi
     if isinstance(scheduler.connector, SelectiveLoader):
         scheduler.connector.load_by(lifecycle.load_policy.tokens)
         lifecycle.load_policy.is_asked = True
-    room = EngineParts(lifecycle, gaps_path, recording)
-    if room.writes_files:
-        room.saver = FileSaver(room)
+    parts = EngineParts(lifecycle, advisor.gaps, durations_path, recording)
+    if parts.writes_files:
+        parts.saver = FileSaver(parts)
         if owns_process():
-            save_on_signals(room, room.saver)
-    return room
+            save_on_signals(parts, parts.saver)
+    return parts
 
 
 def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> CostModel:
@@ -182,7 +183,7 @@ def owns_process() -> bool:
     return named and threading.current_thread() is threading.main_thread()
 
 
-def save_on_signals(room: EngineParts, saver: FileSaver) -> None:
+def save_on_signals(parts: EngineParts, saver: FileSaver) -> None:
     """SIGUSR1 to the engine's process has its thread write the files; SIGTERM writes them before vLLM's own
     handler.
 
@@ -194,7 +195,7 @@ def save_on_signals(room: EngineParts, saver: FileSaver) -> None:
         return
 
     def save_then_stop(number: int, frame: Any) -> None:
-        room.save()
+        parts.save()
         stock(number, frame)
 
     signal.signal(signal.SIGTERM, save_then_stop)

@@ -14,6 +14,7 @@ from continuum_lmcache.programs.divergence import EndedTurn, PrefixLoss
 from continuum_lmcache.programs.ended_turns import EndedTurns
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.reload.load_policy import LoadPolicy
+from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.telemetry.events import EventBus, PrefixLost, ProgramEnded
 from continuum_lmcache.types import Residency
 from continuum_lmcache.vllm_plugin.requests import TurnState
@@ -25,18 +26,23 @@ class PrefixLossReporter:
     """Compares what programs left with what they find, and publishes what they lost."""
 
     def __init__(
-        self, events: EventBus, load_policy: LoadPolicy, block_tokens: int, tokenizer: Any, shows_texts: bool
+        self,
+        events: EventBus,
+        load_policy: LoadPolicy,
+        rates: CalibratedCosts,
+        block_tokens: int,
+        tokenizer: Any | None,
     ) -> None:
         self.ended_turns = EndedTurns(block_tokens)
-        self._events, self._load_policy = events, load_policy
+        self._events, self._load_policy, self._rates = events, load_policy, rates
         events.subscribe(ProgramEnded, lambda event: self.ended_turns.over(event.program))
-        self._tokenizer = tokenizer if shows_texts else None
+        self._tokenizer = tokenizer  # None: texts are private
 
     def back(self, turn: TurnState, request: Request) -> None:
         """A program's next turn is here."""
         assert turn.program is not None
         turn.parted = self.ended_turns.back(
-            turn.program, name_of(turn), request.all_token_ids, request.block_hashes, turn.says.tools
+            turn.program, name_of(turn), request.all_token_ids, request.block_hashes, turn.fields.tools
         )
 
     def started(self, now_s: float, turn: TurnState) -> None:
@@ -44,7 +50,7 @@ class PrefixLossReporter:
         assert turn.program is not None
         found_tokens = turn.gpu_tokens + turn.loaded_tokens
         is_declined = self._load_policy.has_declined(turn.id)
-        curve = self._load_policy.rates.costs.prefill
+        curve = self._rates.costs.prefill
         for loss in self.ended_turns.found(turn.parted, found_tokens, is_declined, curve):
             self._events.publish(PrefixLost(now_s, turn.program, turn.id, loss, self._texts(loss)))
 
@@ -58,7 +64,7 @@ class PrefixLossReporter:
                 request.all_token_ids,
                 request.block_hashes,
                 request.num_prompt_tokens,
-                turn.says.tools,
+                turn.fields.tools,
                 thought,
                 tiers.dram_tokens + tiers.ssd_tokens,
             ),
@@ -79,5 +85,5 @@ class PrefixLossReporter:
 
 def name_of(turn: TurnState) -> str:
     """What the client calls the program, whatever its cache_salt."""
-    says = turn.says
-    return str(turn.program) if says.job_id is None else program_id(says.job_id, says.owner)
+    fields = turn.fields
+    return str(turn.program) if fields.job_id is None else program_id(fields.job_id, fields.owner)

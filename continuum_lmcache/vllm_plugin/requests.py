@@ -37,7 +37,7 @@ class TurnState:
 
     id: TurnId
     program: ProgramId | None
-    says: ProgramFields
+    fields: ProgramFields
     arrival_s: float
     program_arrival_s: float
     priority: int
@@ -54,7 +54,7 @@ class TurnState:
     @property
     def running_rank(self) -> tuple[bool, int, float, float]:
         """Who goes on when memory is short: smallest first. A last step is soon over."""
-        return (not self.says.is_last_step, self.priority, self.program_arrival_s, self.arrival_s)
+        return (not self.fields.is_last_step, self.priority, self.program_arrival_s, self.arrival_s)
 
 
 class TurnTable(dict[TurnId, TurnState]):
@@ -80,19 +80,19 @@ class TurnTable(dict[TurnId, TurnState]):
 
 def live_turn(now_s: float, request: Request, config: ContinuumConfig) -> tuple[TurnState, list[str]]:
     """The request as a turn whose program is yet to be found, and the names of fields that are ignored."""
-    says, bad = identity(request)
+    fields, bad = identity(request)
     ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]
     priority = request.priority
     if priority and not config.honor_priority:
         logger.warning_once("A request's priority is ignored: see continuum.honor_priority (said once)")
         ignored, priority = [*ignored, "priority"], 0
-    tenant = tenant_of(request.cache_salt, says.owner)
-    if says.turns and tenant and not config.honor_program_age:
+    tenant = tenant_of(request.cache_salt, fields.owner)
+    if fields.turns and tenant and not config.honor_program_age:
         logger.warning_once(
             "program_turns of tenants is ignored: see continuum.honor_program_age (said once)"
         )
-        ignored, says = [*ignored, "program_turns"], replace(says, turns=0, age_s=0.0)
-    return TurnState(TurnId(request.request_id), None, says, now_s, now_s, priority, tenant), ignored
+        ignored, fields = [*ignored, "program_turns"], replace(fields, turns=0, age_s=0.0)
+    return TurnState(TurnId(request.request_id), None, fields, now_s, now_s, priority, tenant), ignored
 
 
 def identity(request: Request) -> tuple[ProgramFields, str]:
@@ -101,18 +101,18 @@ def identity(request: Request) -> tuple[ProgramFields, str]:
     API servers have refused bad fields already. What comes by other ways (LLM.generate, a
     session id) must not harm the engine: it is ignored, and counted by the caller.
     """
-    fields, bad = extra_args(request), ""
+    sent, bad = extra_args(request), ""
     try:
-        says = parse(fields)
+        fields = parse(sent)
     except RequestError as error:
-        says, bad = ProgramFields(), str(error).split()[0]
-    if says.job_id is None and not bad:
+        fields, bad = ProgramFields(), str(error).split()[0]
+    if fields.job_id is None and not bad:
         try:
             session = name("session_id", request.session_id or None)
         except RequestError:
             session, bad = None, "session_id"
-        says = replace(says, job_id=session)
-    return says, bad
+        fields = replace(fields, job_id=session)
+    return fields, bad
 
 
 def extra_args(request: Request) -> dict[str, Any]:

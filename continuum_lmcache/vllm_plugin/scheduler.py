@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
-from continuum_lmcache.vllm_plugin.assembly import EngineParts, furnish
+from continuum_lmcache.vllm_plugin.assembly import EngineParts, build_parts
 from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus
 from continuum_lmcache.vllm_plugin.hooks.idle_timer import IdleTimer
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
@@ -52,10 +52,10 @@ class ContinuumMixin(Scheduler):
         transfer = self.vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         config = ContinuumConfig.load(extra, os.environ)
-        self._parts: EngineParts = furnish(self, config, self.clock())
+        self._parts: EngineParts = build_parts(self, config, self.clock())
         self._lifecycle: TurnLifecycle = self._parts.lifecycle
         lifecycle, advisor = self._lifecycle, self._lifecycle.advisor
-        self._turns, self._pins = lifecycle.turns, lifecycle.pins
+        self._turns, self._pins, self._stores = lifecycle.turns, lifecycle.pins, lifecycle.stores
         self._step_timer, self._load_policy = lifecycle.step_timer, lifecycle.load_policy
         self._metrics_delta = MetricsDelta(self._parts.totals, lifecycle.samples)
         self._tell_at_s = -math.inf
@@ -66,7 +66,7 @@ class ContinuumMixin(Scheduler):
         self._prompts_last = False  # of the running ones, in this step
         self._had_prompts = False  # the last step; without them nobody need be asked
         self._alarm: IdleTimer | None = None
-        self._renewal = PinRenewal(lifecycle.programs, self._pins, advisor, lifecycle.load)
+        self._renewal = PinRenewal(lifecycle.programs, self._pins, advisor, lifecycle.engine_load)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
         steps = 1 + self.parallel_config.pipeline_parallel_size
@@ -97,7 +97,7 @@ class ContinuumMixin(Scheduler):
         if self._pins.pinned:
             self._lifecycle.expire(now_s)
         self._lifecycle.forget_idle(now_s)
-        self._lifecycle.stores.update()
+        self._stores.update()
         self._lifecycle.admit(now_s, bool(self.running), any(self._queues.values()))
         self._choose_chunk()
         self._reorder()
@@ -145,13 +145,13 @@ class ContinuumMixin(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         now_s = self.clock()
         for new in scheduler_output.scheduled_new_reqs:
-            self._lifecycle.started(now_s, self.requests[new.req_id])
+            self._lifecycle.on_first_run(now_s, self.requests[new.req_id])
             self._running_changed = True
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._running_changed = True
         for turn_id in scheduler_output.preempted_req_ids or ():
-            self._lifecycle.preempted(now_s, TurnId(turn_id))
-        self._lifecycle.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
+            self._lifecycle.on_preemption(now_s, TurnId(turn_id))
+        self._lifecycle.on_resume(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         self._step_timer.scheduled(now_s, scheduler_output)
         tokens, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
         self._had_prompts = total > len(tokens)
@@ -179,13 +179,13 @@ class ContinuumMixin(Scheduler):
         if not self.requests:  # the first step after idleness has nothing new to tell
             self._tell_at_s = now_s + TELL_EVERY_S
         if request.request_id not in self.requests:  # else: one more piece of a streamed input
-            self._lifecycle.arrived(now_s, request)
+            self._lifecycle.on_arrival(now_s, request)
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.status == RequestStatus.FINISHED_ABORTED and self.connector is not None:
             self._invalid_blocks.client_left(request.request_id)
-        self._lifecycle.finished(self.clock(), request)
+        self._lifecycle.on_finish(self.clock(), request)
         return super()._free_request(request, *args, **kwargs)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
@@ -271,7 +271,7 @@ class ContinuumMixin(Scheduler):
     # order ------------------------------------------------------------------
 
     def _key(self, request: Request) -> Key:
-        return self._lifecycle.key(request)
+        return self._lifecycle.queue_key(request)
 
     def _running_rank(self, request: Request) -> tuple[bool, int, float, float]:
         return self._turns[TurnId(request.request_id)].running_rank

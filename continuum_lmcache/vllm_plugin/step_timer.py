@@ -72,6 +72,10 @@ class StepTimer:
         """A turn ended or was preempted; the step it was last in may not be reported yet."""
         self.returns.gone(turn)
 
+    def prompt_share(self, now_s: float) -> float:
+        """Of the latest time, the share in which prompts were computed, 0 to 1."""
+        return self.prompt_time.now(now_s)
+
     # a step ------------------------------------------------------------------
 
     def scheduled(self, now_s: float, output: SchedulerOutput) -> None:

@@ -86,14 +86,16 @@ class TurnLifecycle:
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
         self.step_timer = StepTimer(advisor.rates, advisor.moved, self.events, residency, self._slack_tokens)
         self.reuse = PrefixReusePredictor(hash_block_tokens, advisor.learns_matches)
+        texts_of = tokenizer if config.divergence_texts else None
         self.losses = PrefixLossReporter(
-            self.events, self.load_policy, hash_block_tokens, tokenizer, config.divergence_texts
+            self.events, self.load_policy, advisor.rates, hash_block_tokens, texts_of
         )
+        self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
         self.admission = AdmissionController(
             room_of(kv_tokens, advisor.cheap_tiers()),
             config.admission_max_hold_s,
             advisor.admission_order,
-            shared_prefixes=SharedPrefixIndex(hash_block_tokens),
+            shared_prefixes=self._shared_prefixes,
         )
         self.stores = StoreControl(residency, self.admission, kv_tokens, advisor)
         self.end_claims = EndClaims()
@@ -114,43 +116,45 @@ class TurnLifecycle:
 
     # a turn's life ---------------------------------------------------------
 
-    def arrived(self, now_s: float, request: Request) -> None:
+    def on_arrival(self, now_s: float, request: Request) -> None:
         """A request joins the queue: whose turn is it, and what did its tool gap teach?"""
         turn, ignored = live_turn(now_s, request, self.config)
         for field in ignored:
             self.ignored[field] += 1
-        if turn.says.job_id is not None:
-            self._joins(turn, request, program_id(turn.says.job_id, turn.tenant), None)
-        elif self.config.infer_programs and (link := self._prompt_linker.ancestor(request, turn.says)):
+        if turn.fields.job_id is not None:
+            self._bind_program(turn, request, program_id(turn.fields.job_id, turn.tenant), None)
+        elif self.config.infer_programs and (link := self._prompt_linker.ancestor(request, turn.fields)):
             turn.linked_tokens = link.tokens
-            self._joins(turn, request, link.program, link.arrival_s)
+            self._bind_program(turn, request, link.program, link.arrival_s)
         else:  # never held, and takes room
             sizes = (request.num_prompt_tokens, 0, 0, True)
             self.admission.arrives(now_s, alone(request), *sizes, hashes=request.block_hashes)
         self.turns[turn.id] = turn
 
-    def _joins(self, turn: TurnState, request: Request, program: ProgramId, since_s: float | None) -> None:
+    def _bind_program(
+        self, turn: TurnState, request: Request, program: ProgramId, since_s: float | None
+    ) -> None:
         """The turn is one of this program's."""
         now_s = turn.arrival_s
         before = self.end_claims.back(program)
         since_s = before.arrival_s if before else since_s
-        if turn.says.turns and since_s is None:  # under way elsewhere; its age counts with its turns only
-            since_s = now_s - turn.says.age_s
+        if turn.fields.turns and since_s is None:  # under way elsewhere; its age counts with its turns only
+            since_s = now_s - turn.fields.age_s
         back = self.programs.arrived(now_s, turn.id, program, turn.tenant, since_s)
-        if turn.says.turns > self.programs.records[program].turns:  # that gap was elsewhere
+        if turn.fields.turns > self.programs.records[program].turns:  # that gap was elsewhere
             back = None
         turn.program, turn.repeats_tokens = program, self.reuse.back(program, request.block_hashes)
         self.losses.back(turn, request)
         entry = self.programs.records[program]
         turn.program_arrival_s = entry.arrival_s
-        entry.turns = max(before.turns if before else entry.turns, turn.says.turns)
+        entry.turns = max(before.turns if before else entry.turns, turn.fields.turns)
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
         how = (request.num_prompt_tokens, turn.priority, turns, not self.advisor.admits)
         turn.held = not self.admission.arrives(now_s, program, *how, hashes=request.block_hashes)
-        gap = ((turn.says.last_tool or back.tool), back.gap_s) if back is not None else ((), None)
+        gap = ((turn.fields.last_tool or back.tool), back.gap_s) if back is not None else ((), None)
         self.events.publish(TurnArrived(now_s, program, turn.id, request.num_prompt_tokens, *gap))
 
-    def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
+    def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
         """A waiting request got its blocks: this much of its prompt was found, and where."""
         turn = self.turns.get(TurnId(request.request_id))
         if turn is not None:
@@ -158,14 +162,14 @@ class TurnLifecycle:
             self.load_policy.placed(turn.id)
             self.step_timer.placed(turn, request.num_prompt_tokens)
 
-    def loaded(self, request: Request) -> None:
+    def on_load_done(self, request: Request) -> None:
         """An asynchronous load has ended; of what was found, as much as is computed now came."""
         turn = self.turns.get(TurnId(request.request_id))
         if turn is not None:
             came = max(0, request.num_computed_tokens - turn.gpu_tokens)
             turn.loaded_tokens = min(turn.loaded_tokens, came)
 
-    def started(self, now_s: float, request: Request) -> None:
+    def on_first_run(self, now_s: float, request: Request) -> None:
         """A turn runs for the first time: it holds its own blocks now, so its program's pin ends."""
         turn = self.turns.get(TurnId(request.request_id))
         if turn is None or turn.started_s is not None:
@@ -175,8 +179,7 @@ class TurnLifecycle:
         served = self.residency.of(request, turn)
         self.residency.count(served)
         if turn.program is None:  # of what the GPU lost, only what a tier brought back is known
-            loaded_tokens = served.dram_tokens + served.ssd_tokens
-            self.stores.gate.turn(now_s, served.recompute_tokens, loaded_tokens)
+            self.stores.count(now_s, served, served.dram_tokens + served.ssd_tokens)
             return
         program, entry = turn.program, self.programs.records[turn.program]
         self.programs.started(turn.id, program)
@@ -189,7 +192,7 @@ class TurnLifecycle:
             context_tokens = min(context_tokens, turn.repeats_tokens)
         self.residency.returned(served, context_tokens)
         lost_tokens = context_tokens - turn.gpu_tokens
-        self.stores.gate.turn(now_s, served.recompute_tokens, max(0, lost_tokens))
+        self.stores.count(now_s, served, max(0, lost_tokens))
         evicted = lost_tokens > self._slack_tokens
         self.events.publish(TurnStarted(now_s, program, turn.id, served, now_s - turn.arrival_s, evicted))
         self.losses.started(now_s, turn)
@@ -197,7 +200,7 @@ class TurnLifecycle:
             is_reused = self.blocks.is_used_by(request.request_id, self.pins.blocks(program))
             self.pins.release(now_s, program, PinEnd.REUSED if is_reused else PinEnd.DIVERGED)
 
-    def preempted(self, now_s: float, turn_id: TurnId) -> None:
+    def on_preemption(self, now_s: float, turn_id: TurnId) -> None:
         """A running turn lost its memory and waits again."""
         turn = self.turns.get(turn_id)
         if turn is not None and turn.program is not None:
@@ -205,7 +208,7 @@ class TurnLifecycle:
             self.step_timer.gone(turn_id)
             self.events.publish(TurnPreempted(now_s, turn.program, turn_id))
 
-    def resumed(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
+    def on_resume(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
         """Of the preempted turns, those that run again in this step."""
         for turn_id in [t for t in self.turns.preempted if t in scheduled]:
             self.turns.preempted.discard(turn_id)
@@ -217,7 +220,7 @@ class TurnLifecycle:
                 TurnStarted(now_s, turn.program, turn_id, served, delay_s, evicted=False, resumed=True)
             )
 
-    def finished(self, now_s: float, request: Request) -> None:
+    def on_finish(self, now_s: float, request: Request) -> None:
         """A request is about to be freed: keep its KV, if it ended a turn and that pays."""
         turn = self.turns.drop(TurnId(request.request_id))
         if turn is None:
@@ -227,32 +230,32 @@ class TurnLifecycle:
         ended = is_end_of_turn(request)
         if turn.program is None:
             self.admission.leaves(now_s, alone(request))
-            if ended and self.config.infer_programs and not turn.says.is_last_step:
-                self._prompt_linker.finished(request, alone(request), turn.arrival_s, says=turn.says)
+            if ended and self.config.infer_programs and not turn.fields.is_last_step:
+                self._prompt_linker.finished(request, alone(request), turn.arrival_s, fields=turn.fields)
             return
         computed_tokens = request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
         self.programs.records[turn.program].attained_tokens += computed_tokens
-        if turn.says.is_last_step and ended:
-            self._last(now_s, turn, request)
+        if turn.fields.is_last_step and ended:
+            self._end_program(now_s, turn, request)
         elif ended:
-            self._pause(now_s, turn, request)
+            self._end_in_tool_call(now_s, turn, request)
         else:
-            self._left(now_s, turn, request)
+            self._end_without_pin(now_s, turn, request)
             self.admission.loses(now_s, turn.program)
 
-    def _pause(self, now_s: float, turn: TurnState, request: Request) -> None:
+    def _end_in_tool_call(self, now_s: float, turn: TurnState, request: Request) -> None:
         """A turn that ends in a tool call: for how long does its KV stay?"""
         assert turn.program is not None
         program = turn.program
-        text = "" if turn.says.this_tool else tail_text(request, self._tokenizer, self.ignored)
-        tool = turn.says.this_tool or self.advisor.tool(text)
+        text = "" if turn.fields.this_tool else tail_text(request, self._tokenizer, self.ignored)
+        tool = turn.fields.this_tool or self.advisor.tool(text)
         sizes = (request.num_prompt_tokens, request.num_tokens)
         kind = (turn.tenant, manner(text))
         tokens = self.reuse.left(program, kind, *sizes, request.block_hashes)
         blocks = self.blocks.pinnable(request.request_id, tokens)
         number, tiers = self.programs.records[program].turns + 1, self.residency.if_given_up(request, tokens)
         ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers)
-        keep = self.advisor.retain(now_s, ended, self.load())
+        keep = self.advisor.retain(now_s, ended, self.engine_load())
         self.pins.release(now_s, program, PinEnd.SUPERSEDED)
         self.programs.paused(now_s, turn.id, ended)
         self.step_timer.finished(program, tokens, keep.reload_s)
@@ -264,36 +267,36 @@ class TurnLifecycle:
             )
         )
         self.pins.take(now_s, ended, keep, blocks)
-        if turn.says.job_id is None:
+        if turn.fields.job_id is None:
             self._prompt_linker.finished(
-                request, program, turn.program_arrival_s, turn.linked_tokens, turn.says
+                request, program, turn.program_arrival_s, turn.linked_tokens, turn.fields
             )
 
-    def _last(self, now_s: float, turn: TurnState, request: Request) -> None:
+    def _end_program(self, now_s: float, turn: TurnState, request: Request) -> None:
         """The program's last turn: nothing of it will be needed again."""
         assert turn.program is not None
         self.pins.release(now_s, turn.program, PinEnd.ENDED)
-        self._left(now_s, turn, request)
-        entry = self._over(now_s, turn.program, own_turns=1)
+        self._end_without_pin(now_s, turn, request)
+        entry = self._drop_program(now_s, turn.program, own_turns=1)
         if entry is None:
             self.admission.loses(now_s, turn.program)
             return
         self.end_claims.over(entry.id, EndClaim(entry.arrival_s, entry.turns))
-        if self.advisor.drops_dead and self.end_claims.believed:
-            shared_tokens = self.admission.shared_prefixes.head(request.block_hashes).tokens
+        if self.advisor.evicts_ended and self.end_claims.believed:
+            shared_tokens = self._shared_prefixes.head(request.block_hashes).tokens
             self.blocks.evict_private(request.request_id, shared_tokens)
 
-    def _left(self, now_s: float, turn: TurnState, request: Request) -> None:
+    def _end_without_pin(self, now_s: float, turn: TurnState, request: Request) -> None:
         """A turn ended, and in no tool call."""
         assert turn.program is not None
         self.programs.left(now_s, turn.id, turn.program)
         self.pins.waits_no_more(turn.program)
-        sizes, last = (request.num_tokens, request.num_output_tokens), turn.says.is_last_step
+        sizes, last = (request.num_tokens, request.num_output_tokens), turn.fields.is_last_step
         self.events.publish(TurnFinished(now_s, turn.program, turn.id, (), *sizes, last))
 
     # a program's end -------------------------------------------------------
 
-    def _over(self, now_s: float, program: ProgramId, own_turns: int = 0) -> Program | None:
+    def _drop_program(self, now_s: float, program: ProgramId, own_turns: int = 0) -> Program | None:
         """Drop what is known of a program that has ended or was given up, unless another turn of it is live.
 
         `own_turns`: those that ended with it, and are not counted yet.
@@ -314,7 +317,7 @@ class TurnLifecycle:
             return
         self._forget_at_s = now_s + FORGET_EVERY_S
         for program in self.programs.idle(now_s, self.config.program_idle_s, self.pins.pinned):
-            entry = self._over(now_s, program)
+            entry = self._drop_program(now_s, program)
             if entry is not None and entry.finished_s is not None:
                 self.advisor.never_came(entry.tool, now_s - entry.finished_s)
 
@@ -323,7 +326,7 @@ class TurnLifecycle:
     def admit(self, now_s: float, is_running: bool, is_queued: bool) -> None:
         """Start programs for which there is room: their turns take their place in the queue. Whether a turn
         runs, and whether one waits that is not held."""
-        idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_time.now(now_s)
+        idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_share(now_s)
         for program in self.admission.opens(now_s, idle, 1.0 if is_queued else prompt_share):
             for turn_id in self.programs.records[program].live:
                 self.turns[turn_id].held = False
@@ -341,7 +344,7 @@ class TurnLifecycle:
 
     # answers ---------------------------------------------------------------
 
-    def load(self, away_s: float = 0.0) -> EngineLoad:
+    def engine_load(self, away_s: float = 0.0) -> EngineLoad:
         """How busy the engine is, for a program that has been away so long."""
         free, pinned = self.blocks.free_count(), self.pins.pinned_blocks
         is_short = bool(self.turns.refused_memory)
@@ -360,7 +363,7 @@ class TurnLifecycle:
         ]
         return max(0.0, now_s - min(later, default=now_s))
 
-    def key(self, request: Request) -> tuple[Any, ...]:
+    def queue_key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue: those that hold memory first, others wait for it."""
         turn = self.turns[TurnId(request.request_id)]
         preempted = request.num_preemptions > 0  # its status tells no more while its KV is loaded back

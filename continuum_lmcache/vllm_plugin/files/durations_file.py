@@ -1,4 +1,4 @@
-"""Where learned tool durations survive a restart: `continuum.gaps_file`. The only I/O about them."""
+"""Where learned tool durations survive a restart: `continuum.tool_durations_file`; all I/O about them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 64 << 20  # a full set of windows is about 5 MB
 
 
-def load_gaps(path: Path) -> ToolDurations:
+def load_durations(path: Path) -> ToolDurations:
     """What was learned before. A file that cannot be used is set aside with a warning, never an error.
 
     The names of set-aside files end in `.corrupt`; an older one of that name is replaced.
@@ -33,14 +33,14 @@ def load_gaps(path: Path) -> ToolDurations:
     return ToolDurations()
 
 
-def save_gaps(path: Path, gaps: ToolDurations) -> None:
+def save_durations(path: Path, durations: ToolDurations) -> None:
     """Write all or nothing: a reader sees the old file or the new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     temporary = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(gaps.dumps())
+            file.write(durations.dumps())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -36,8 +36,8 @@ def install(schedulers: str) -> None:
     def get_core_engine_for_request(self: Any, request: Any) -> Any:
         if not str(self.vllm_config.scheduler_config.scheduler_cls).startswith(schedulers):
             return stock(self, request)
-        says, _ = identity(request)
-        program = program_of(says, request)
+        fields, _ = identity(request)
+        program = program_of(fields, request)
         if program is None or request.request_id in self.reqs_in_flight:
             return stock(self, request)
         if not hasattr(self, TABLE):
@@ -46,7 +46,7 @@ def install(schedulers: str) -> None:
         if request.data_parallel_rank is None:
             request.data_parallel_rank = rank_of(program, homes, len(self.core_engines), self.client_count)
         engine = stock(self, request)
-        if says.is_last_step:
+        if fields.is_last_step:
             homes.leaves(program)
         else:
             homes.settles(program, self.core_engines.index(engine))
@@ -55,11 +55,11 @@ def install(schedulers: str) -> None:
     DPLBAsyncMPClient.get_core_engine_for_request = get_core_engine_for_request  # type: ignore[method-assign]
 
 
-def program_of(says: ProgramFields, request: Any) -> ProgramId | None:
+def program_of(fields: ProgramFields, request: Any) -> ProgramId | None:
     """The program that the request names, as the engine will call it."""
-    if says.job_id is None:
+    if fields.job_id is None:
         return None
-    return program_id(says.job_id, tenant_of(request.cache_salt, says.owner))
+    return program_id(fields.job_id, tenant_of(request.cache_salt, fields.owner))
 
 
 def rank_of(program: ProgramId, homes: Homes[int], ranks: int, api_servers: int) -> int | None:

@@ -123,7 +123,7 @@ def adopt(config: VllmConfig) -> None:
     settings = load_settings(config)
     name = "ContinuumAsyncScheduler" if config.scheduler_config.async_scheduling else "ContinuumScheduler"
     config.scheduler_config.scheduler_cls = SCHEDULERS + name
-    writes_files = settings.gaps_file or settings.run_output_dir or os.environ.get("RUN_OUTPUT_DIR")
+    writes_files = settings.tool_durations_file or settings.run_output_dir or os.environ.get("RUN_OUTPUT_DIR")
     if config.shutdown_timeout == 0 and writes_files:
         config.shutdown_timeout = FILES_TIMEOUT_S  # at 0 vLLM kills the engine before it can write
     request_fields.install()

@@ -69,7 +69,7 @@ GAUGES = {  # the label's name last; "" where there is none
     "gpu_capacity": ("continuum_gpu_capacity_tokens", "Tokens whose KV the GPU has room for", ""),
     "kv_token": ("continuum_kv_bytes_per_token", "What one token's KV takes, over all layers", ""),
     "store_stall": ("continuum_store_stall_seconds_per_byte", "How long a step waits for its stores", ""),
-    "outside": ("continuum_programs_outside", "Programs that wait until there is room to start", ""),
+    "held": ("continuum_programs_held", "Programs that wait until there is room to start", ""),
     "headroom": (
         "continuum_admission_headroom_tokens",
         "For how large a new program's forecast there is room; below 0 where there is too little",
@@ -81,7 +81,7 @@ GAUGES = {  # the label's name last; "" where there is none
         "",
     ),
     "lost_at_token": ("continuum_lost_at_token", "From which token on the latest return lost", "cause"),
-    "storing": ("continuum_storing", "1 while KV is stored to the tiers, 0 while that does not pay", ""),
+    "storing": ("continuum_stores_enabled", "1 while KV is stored to tiers, 0 while that does not pay", ""),
 }
 HISTOGRAMS = {  # the last: upper bounds of the buckets, seconds
     "ttl": ("continuum_ttl_seconds", "For how long a finished turn's KV should stay", "tool", TTL_BUCKETS_S),

@@ -35,10 +35,10 @@ Allocate = Callable[..., KVCacheBlocks | None]
 class Placements(Protocol):
     """Who is told of blocks that waiting requests got."""
 
-    def placed(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
+    def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
         """A request got its blocks: so much of its prompt was found on the GPU, so much is loaded."""
 
-    def loaded(self, request: Request) -> None:
+    def on_load_done(self, request: Request) -> None:
         """A request got the rest of its blocks, after an asynchronous load."""
 
 
@@ -127,11 +127,11 @@ class PinReclaimer:
             return
         self._turns.refused_memory.discard(turn_id)
         if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
-            self._placements.loaded(request)
+            self._placements.on_load_done(request)
         else:
             hits = kwargs.get("num_new_computed_tokens", 0)
             loads = kwargs.get("num_external_computed_tokens", 0)
-            self._placements.placed(request, hits, loads)
+            self._placements.on_allocated(request, hits, loads)
 
     def _reclaim(
         self, request: Request, num_new_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]

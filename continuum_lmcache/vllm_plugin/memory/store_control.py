@@ -6,6 +6,7 @@ from vllm.logger import init_logger
 
 from continuum_lmcache.admission.controller import AdmissionController, room_of
 from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.types import Residency
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 
 logger = init_logger("vllm.continuum_lmcache")
@@ -21,16 +22,20 @@ class StoreControl:
         kv_tokens: int,
         advisor: RetentionAdvisor,
     ) -> None:
-        self.gate = residency.stores()
+        self._gate = residency.stores()
         self.storing = True
         self._residency, self._admission, self._advisor = residency, admission, advisor
         self._rooms = {False: room_of(kv_tokens, {}), True: admission.room}
+
+    def count(self, now_s: float, served: Residency, lost_tokens: int) -> None:
+        """A turn starts with what `served` says; of its context the GPU had lost so much."""
+        self._gate.turn(now_s, served.recompute_tokens, lost_tokens)
 
     def update(self) -> None:
         """Say whether to go on storing. What is not stored has no room in the tiers."""
         if not self._advisor.stops_stores:
             return
-        before, self.storing = self.storing, self.gate.wanted(self._advisor.costs)
+        before, self.storing = self.storing, self._gate.wanted(self._advisor.costs)
         if self.storing != before:
             self._admission.room = self._rooms[self.storing]
             self._residency.store_from_now(self.storing)
