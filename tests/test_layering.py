@@ -193,9 +193,9 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
     }
 
 
-OF_VLLM = {"self._manager", "self._scheduler", "self.vllm_config"}  # who call these own what is behind them
+OF_VLLM = {"self._manager", "self._scheduler", "self.output_processor", "self.vllm_config"}
 VALUES = {"costs"}  # frozen: no owner's
-OF_CONTAINERS = {"add", "clear", "discard", "get", "items"}
+OF_CONTAINERS = {"add", "clear", "discard", "get", "items", "values"}
 
 
 def test_the_plugin_asks_nobody_for_what_another_one_owns() -> None:
