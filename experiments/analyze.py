@@ -29,7 +29,6 @@ from continuum_lmcache.errors import TraceError
 from continuum_lmcache.recordings.metrics import (
     CalibrationBin,
     calibration,
-    forecast_errors,
     jct_s,
     measure,
     outcomes,
@@ -38,7 +37,8 @@ from continuum_lmcache.recordings.metrics import (
     tools,
     waits_s,
 )
-from continuum_lmcache.recordings.reader import Recording, load, to_trace
+from continuum_lmcache.recordings.reader import Recording, load
+from experiments.recorded_runs import forecast_errors, to_trace
 
 matplotlib.use("Agg")  # no display
 matplotlib.rcParams["svg.hashsalt"] = "continuum"  # the same recording gives the same file

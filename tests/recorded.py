@@ -6,6 +6,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from continuum_lmcache.telemetry.events import PinReleased, PinTaken, TurnArrived, TurnFinished, TurnStarted
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Residency, Retention, TurnId
 from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
@@ -49,16 +50,22 @@ class Run:
         prompt_tokens = more.get("prompt_tokens", 100)
         served = Residency(*more.get("served", (0, 0, 0)), prompt_tokens)
         tool = more.get("tool", ("ls", "bash"))
-        self.recorder.arrived(arrival_s, program, turn_id, prompt_tokens)
-        self.recorder.started(start_s, program, turn_id, served, start_s - arrival_s, evicted=False)
+        self.recorder.record(TurnArrived(arrival_s, program, turn_id, prompt_tokens))
+        self.recorder.record(
+            TurnStarted(start_s, program, turn_id, served, start_s - arrival_s, evicted=False)
+        )
         keep = more.get("keep", DROP)
-        self.recorder.finished(finish_s, program, turn_id, tool, prompt_tokens + 10, 10, False, keep)
+        self.recorder.record(
+            TurnFinished(finish_s, program, turn_id, tool, prompt_tokens + 10, 10, False, keep)
+        )
         if keep.ttl_s > 0:
             ended = FinishedTurn(program, 1, tool, prompt_tokens + 10, 7, served)
-            self.recorder.pinned(finish_s, Pin(program, 7, finish_s, finish_s + keep.ttl_s, keep, ended))
+            self.recorder.record(
+                PinTaken(finish_s, Pin(program, 7, finish_s, finish_s + keep.ttl_s, keep, ended))
+            )
 
     def unpinned(self, at_s: float, job: str, outcome: PinEnd) -> None:
-        self.recorder.unpinned(at_s, ProgramId(job), outcome)
+        self.recorder.record(PinReleased(at_s, ProgramId(job), outcome))
 
 
 PROTOTYPE = {

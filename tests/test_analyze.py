@@ -6,11 +6,13 @@ import pytest
 from matplotlib import image
 from recorded import KEEP, PROTOTYPE, Run, printed, saved, told
 
-from continuum_lmcache.recordings.metrics import forecast_errors, measure, outcomes
+from continuum_lmcache.recordings.metrics import measure, outcomes
 from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
+from continuum_lmcache.telemetry.events import ContextReloaded
 from continuum_lmcache.telemetry.recorder import META, EventRecorder
 from continuum_lmcache.types import PinEnd, ProgramId, TurnId
+from experiments.recorded_runs import forecast_errors
 
 
 @pytest.fixture
@@ -121,7 +123,7 @@ def test_forecasts_of_the_reload_stand_beside_what_it_took(tmp_path: Path) -> No
         run.turn("a", f"a{number}", (number, number, number + 0.5))
         foretold_s, loaded = (2.0 if number < 50 else 1.1), (0 if number == 60 else 300)
         found = ReloadOutcome(TurnId(f"a{number}"), ProgramId("a"), foretold_s, 0.75, 0.25, loaded, 40)
-        run.recorder.reloaded(number + 0.5, found)
+        run.recorder.record(ContextReloaded(number + 0.5, found))
     path = told(tmp_path, run.recorder)
     errors = forecast_errors(load(path))
     assert {name: e.reloads for name, e in errors.items()} == {

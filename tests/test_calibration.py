@@ -10,6 +10,7 @@ from recorded import KEEP, Run, told
 
 from continuum_lmcache.recordings.metrics import ReturnPromise, calibration, realised
 from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.telemetry.events import ProgramEnded
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.types import PinEnd, ProgramId, Retention
 
@@ -73,7 +74,7 @@ def test_a_promise_that_the_recording_did_not_outlive_is_censored_not_broken(tmp
 def test_a_program_that_ended_within_its_ttl_is_censored_not_late(tmp_path: Path) -> None:
     run = Run()
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)
-    run.recorder.ended(2, ProgramId("a"))
+    run.recorder.record(ProgramEnded(2, ProgramId("a"), 1))
     run.turn("b", "b1", (0, 0, 9))
     (found,) = calibration(load(told(tmp_path, run.recorder)))
     assert (found.watches, found.censored, found.realised) == (1, 1, None)

@@ -13,6 +13,7 @@ from pin_tables import Tables
 
 from continuum_lmcache.programs.identity import FIELDS, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
+from continuum_lmcache.telemetry.events import TurnArrived
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.tools.durations import MAX_KEYS, MAX_LEVELS, WINDOW, ToolDurations
 from continuum_lmcache.types import ProgramId, TurnId
@@ -36,7 +37,7 @@ def test_a_hundred_thousand_ids_leave_a_table_of_its_bound() -> None:
     for i in range(100_000):
         program, turn = ProgramId(f"job-{i}"), TurnId(f"turn-{i}")
         tables.arrived(float(i), turn, program, f"salt-{i}")
-        recorder.arrived(float(i), program, turn, 10)
+        recorder.record(TurnArrived(float(i), program, turn, 10))
         tables.left(float(i), turn, program)
         if i % 100 == 0:
             for old in tables.idle(float(i), 3600.0):

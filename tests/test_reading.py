@@ -12,10 +12,12 @@ from recorded import EPOCH_S, KEEP, PROTOTYPE, Run, printed, saved, told
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.recordings.metrics import measure, watches
 from continuum_lmcache.recordings.program_history import KINDS
-from continuum_lmcache.recordings.reader import SHAPES, load, to_trace
+from continuum_lmcache.recordings.reader import SHAPES, load
+from continuum_lmcache.telemetry.events import TurnArrived, TurnFinished, TurnStarted
 from continuum_lmcache.telemetry.recorder import META, Event, EventRecorder
 from continuum_lmcache.types import ProgramId, Residency, TurnId
 from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
+from experiments.recorded_runs import to_trace
 
 
 def test_a_stream_and_a_directory_tell_the_same_as_the_file(tmp_path: Path) -> None:
@@ -46,11 +48,13 @@ def test_turns_of_one_program_may_overlap_and_finish_out_of_order(tmp_path: Path
     recorder = EventRecorder(EPOCH_S)
     a = ProgramId("a")
     for at_s, turn in ((0.0, "a1"), (1.0, "a2")):
-        recorder.arrived(at_s, a, TurnId(turn), 100 if turn == "a1" else 50)
-        recorder.started(at_s, a, TurnId(turn), Residency(0, 0, 0, 100 if turn == "a1" else 50), 0.0, False)
-    recorder.finished(3.0, a, TurnId("a2"), ("second",), 60, 11, False, KEEP)
-    recorder.finished(5.0, a, TurnId("a1"), ("first",), 110, 22, False, KEEP)
-    recorder.arrived(9.0, a, TurnId("a3"), 300)
+        recorder.record(TurnArrived(at_s, a, TurnId(turn), 100 if turn == "a1" else 50))
+        recorder.record(
+            TurnStarted(at_s, a, TurnId(turn), Residency(0, 0, 0, 100 if turn == "a1" else 50), 0.0, False)
+        )
+    recorder.record(TurnFinished(3.0, a, TurnId("a2"), ("second",), 60, 11, False, KEEP))
+    recorder.record(TurnFinished(5.0, a, TurnId("a1"), ("first",), 110, 22, False, KEEP))
+    recorder.record(TurnArrived(9.0, a, TurnId("a3"), 300))
     run = load(told(tmp_path, recorder))
     first, second, third = run.turns
     assert (first.tool, first.output_tokens, first.gap_s) == (("first",), 22, 4)
@@ -61,19 +65,19 @@ def test_turns_of_one_program_may_overlap_and_finish_out_of_order(tmp_path: Path
 
 def test_a_turn_that_arrives_while_another_runs_ends_no_gap(tmp_path: Path) -> None:
     recorder, a = EventRecorder(EPOCH_S), ProgramId("a")
-    recorder.arrived(0.0, a, TurnId("long"), 1)
-    recorder.arrived(1.0, a, TurnId("short"), 1)
-    recorder.finished(2.0, a, TurnId("short"), (), 1, 1, False, None)
-    recorder.arrived(3.0, a, TurnId("next"), 1)
+    recorder.record(TurnArrived(0.0, a, TurnId("long"), 1))
+    recorder.record(TurnArrived(1.0, a, TurnId("short"), 1))
+    recorder.record(TurnFinished(2.0, a, TurnId("short"), (), 1, 1, False, None))
+    recorder.record(TurnArrived(3.0, a, TurnId("next"), 1))
     assert [t.gap_s for t in load(told(tmp_path, recorder)).turns] == [None, None, None]
 
 
 def test_unfinished_and_cut_programs_do_not_count_as_fast_ones(tmp_path: Path) -> None:
     recorder = EventRecorder(EPOCH_S, max_events_per_program=3)
     for at_s in (0.0, 100.0):
-        recorder.arrived(at_s, ProgramId("cut"), TurnId(f"t{at_s}"), 1)
-        recorder.finished(at_s + 1, ProgramId("cut"), TurnId(f"t{at_s}"), (), 1, 1, False, None)
-    recorder.arrived(0.0, ProgramId("running"), TurnId("t"), 1)
+        recorder.record(TurnArrived(at_s, ProgramId("cut"), TurnId(f"t{at_s}"), 1))
+        recorder.record(TurnFinished(at_s + 1, ProgramId("cut"), TurnId(f"t{at_s}"), (), 1, 1, False, None))
+    recorder.record(TurnArrived(0.0, ProgramId("running"), TurnId("t"), 1))
     found = measure(load(told(tmp_path, recorder)))
     assert (found["programs"], found["programs complete"], found["JCT, mean [s]"]) == (2, 0, None)
 

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import EPOCH_S, KEEP, SERVICE_S, Run, printed, told
 
-from continuum_lmcache.recordings.reader import load, to_trace
+from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.telemetry.events import TurnArrived, TurnFinished, TurnStarted
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.types import ProgramId, Residency, TurnId
+from experiments.recorded_runs import to_trace
 from experiments.workload import Program, TurnSpec, load_trace
 
 
@@ -24,13 +26,15 @@ def played(programs: Iterable[Program]) -> EventRecorder:
         now_s, name = program.arrival_s, ProgramId(program.program_id)
         for number, turn in enumerate(program.turns):
             turn_id = TurnId(f"{name}/{number}")
-            recorder.arrived(now_s, name, turn_id, turn.input_tokens)
+            recorder.record(TurnArrived(now_s, name, turn_id, turn.input_tokens))
             served = Residency(0, 0, 0, turn.input_tokens)
-            recorder.started(now_s, name, turn_id, served, 0.0, evicted=False)
+            recorder.record(TurnStarted(now_s, name, turn_id, served, 0.0, evicted=False))
             now_s += SERVICE_S
             tool = tuple(part for part in (turn.command, turn.tool) if part)
             last = number == len(program.turns) - 1
-            recorder.finished(now_s, name, turn_id, tool, turn.context_tokens, turn.output_tokens, last, KEEP)
+            recorder.record(
+                TurnFinished(now_s, name, turn_id, tool, turn.context_tokens, turn.output_tokens, last, KEEP)
+            )
             now_s += turn.gap_s or 0.0
     return recorder
 

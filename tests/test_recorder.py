@@ -14,6 +14,15 @@ from pin_tables import Tables
 
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.telemetry import events as happened
+from continuum_lmcache.telemetry.events import (
+    PinReleased,
+    PinTaken,
+    ProgramEnded,
+    TurnArrived,
+    TurnFinished,
+    TurnPreempted,
+    TurnStarted,
+)
 from continuum_lmcache.telemetry.recorder import (
     MAX_NAME_CHARS,
     META,
@@ -34,17 +43,21 @@ ENDED = FinishedTurn(A, 1, ("pytest",), 1050, 66, Residency(0, 0, 0, 1050))
 def run_turn(recorder: EventRecorder, program: ProgramId, turn: str, at_s: float, last: bool = False) -> None:
     """Arrive at `at_s`, start 0.5 s later, finish 2 s after that."""
     turn_id = TurnId(turn)
-    recorder.arrived(at_s, program, turn_id, 1000)
-    recorder.started(at_s + 0.5, program, turn_id, Residency(400, 300, 200, 1000), 0.5, evicted=True)
-    recorder.finished(at_s + 2.5, program, turn_id, ("pytest tests", "pytest"), 1050, 50, last, KEEP)
+    recorder.record(TurnArrived(at_s, program, turn_id, 1000))
+    recorder.record(
+        TurnStarted(at_s + 0.5, program, turn_id, Residency(400, 300, 200, 1000), 0.5, evicted=True)
+    )
+    recorder.record(
+        TurnFinished(at_s + 2.5, program, turn_id, ("pytest tests", "pytest"), 1050, 50, last, KEEP)
+    )
 
 
 def test_a_turn_is_told_under_the_prototypes_names_with_what_they_lacked() -> None:
     recorder = EventRecorder(EPOCH_S)
     run_turn(recorder, A, "t1", 10.0)
-    recorder.pinned(12.5, Pin(A, 66, 12.5, 15.5, KEEP, ENDED))
-    recorder.unpinned(14.0, A, PinEnd.REUSED)
-    recorder.ended(20.0, A)
+    recorder.record(PinTaken(12.5, Pin(A, 66, 12.5, 15.5, KEEP, ENDED)))
+    recorder.record(PinReleased(14.0, A, PinEnd.REUSED))
+    recorder.record(ProgramEnded(20.0, A, 1))
     assert recorder.snapshot()[A] == [
         {"Request_arrival_time": 1_000_010.0, "turn": "t1", "prompt_length": 1000},
         {
@@ -85,12 +98,12 @@ def test_a_turn_is_told_under_the_prototypes_names_with_what_they_lacked() -> No
 
 def test_a_preempted_turn_resumes_under_the_prototypes_name_and_once_only() -> None:
     recorder, turn, served = EventRecorder(EPOCH_S), TurnId("t1"), Residency(0, 0, 0, 10)
-    recorder.arrived(0.0, A, turn, 10)
+    recorder.record(TurnArrived(0.0, A, turn, 10))
     for at_s in (1.0, 3.0):
-        recorder.started(at_s, A, turn, served, 1.0, evicted=False)
-        recorder.preempted(at_s + 1, A, turn)
-    recorder.started(5.0, A, turn, served, 1.0, evicted=False)
-    recorder.started(6.0, A, turn, served, 1.0, evicted=False)
+        recorder.record(TurnStarted(at_s, A, turn, served, 1.0, evicted=False))
+        recorder.record(TurnPreempted(at_s + 1, A, turn))
+    recorder.record(TurnStarted(5.0, A, turn, served, 1.0, evicted=False))
+    recorder.record(TurnStarted(6.0, A, turn, served, 1.0, evicted=False))
     kinds = [next(iter(event)) for event in recorder.snapshot()[A]]
     away = "Request_evicted_from_running_queue_time"
     first, back = "waiting_to_running", "evicted_to_running"
@@ -109,16 +122,16 @@ def test_the_snapshot_does_not_change_when_the_run_goes_on() -> None:
 def test_numbers_that_json_lacks_become_null() -> None:
     recorder = EventRecorder(EPOCH_S)
     forever = Retention(math.inf, "static-ttl", "", benefit_s=math.nan)
-    recorder.arrived(0.0, A, TurnId("t"), 1)
-    recorder.finished(1.0, A, TurnId("t"), (), 1, 0, False, forever)
-    recorder.pinned(1.0, Pin(A, 1, 1.0, math.inf, forever, ENDED))
+    recorder.record(TurnArrived(0.0, A, TurnId("t"), 1))
+    recorder.record(TurnFinished(1.0, A, TurnId("t"), (), 1, 0, False, forever))
+    recorder.record(PinTaken(1.0, Pin(A, 1, 1.0, math.inf, forever, ENDED)))
     text = json.dumps(recorder.snapshot(), allow_nan=False)
     assert '"ttl_s": null' in text and '"benefit_s": null' in text and '"deadline": null' in text
 
 
 def test_a_request_without_a_program_is_a_bug_and_not_a_history() -> None:
     with pytest.raises(InvariantError, match="None is no id"):
-        EventRecorder(EPOCH_S).arrived(0.0, None, TurnId("t"), 1)  # type: ignore[arg-type]
+        EventRecorder(EPOCH_S).record(TurnArrived(0.0, None, TurnId("t"), 1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["max_programs", "max_events_per_program", "max_events"])
@@ -141,8 +154,8 @@ def test_events_of_a_discarded_program_do_not_make_half_a_history() -> None:
     recorder = EventRecorder(EPOCH_S, max_programs=1)
     run_turn(recorder, A, "t1", 0.0)
     run_turn(recorder, B, "t1", 10.0)
-    recorder.unpinned(20.0, A, PinEnd.EXPIRED)
-    recorder.preempted(21.0, A, TurnId("t1"))
+    recorder.record(PinReleased(20.0, A, PinEnd.EXPIRED))
+    recorder.record(TurnPreempted(21.0, A, TurnId("t1")))
     assert A not in recorder.snapshot()
     assert recorder.dropped["events"] == 3 + 2
 
@@ -188,7 +201,7 @@ def test_a_sink_sees_also_what_the_bounds_discard() -> None:
     recorder = EventRecorder(EPOCH_S, max_programs=1, max_events_per_program=2, sink=lines)
     run_turn(recorder, A, "t1", 0.0)
     run_turn(recorder, B, "t1", 10.0)
-    recorder.ended(20.0, A)
+    recorder.record(ProgramEnded(20.0, A, 1))
     assert [e["job_id"] for e in lines.events] == [A] * 3 + [B] * 3 + [A]
 
 
@@ -203,11 +216,11 @@ def test_every_event_is_either_held_or_counted(
     recorder = EventRecorder(EPOCH_S, max_programs, max_each, max_events=max_events)
     for now_s, (program, what) in enumerate(taken):
         if what == "arrive":
-            recorder.arrived(now_s, program, TurnId(f"t{now_s}"), 1)
+            recorder.record(TurnArrived(now_s, program, TurnId(f"t{now_s}"), 1))
         elif what == "preempt":
-            recorder.preempted(now_s, program, TurnId("t"))
+            recorder.record(TurnPreempted(now_s, program, TurnId("t")))
         else:
-            recorder.ended(now_s, program)
+            recorder.record(ProgramEnded(now_s, program, 1))
     held = [e for n, es in recorder.snapshot().items() if n != META for e in es if "events_dropped" not in e]
     assert len(held) + recorder.dropped["events"] == len(taken)
     assert len(recorder.snapshot()) - 1 <= max_programs
@@ -223,7 +236,7 @@ names = st.text(st.characters(), min_size=0, max_size=8) | st.sampled_from(
 def test_any_id_is_safe_in_json_bounded_and_its_own(ids: list[str], hash_ids: bool) -> None:
     recorder = EventRecorder(EPOCH_S, hash_ids=hash_ids)
     for number, name in enumerate(ids):
-        recorder.arrived(float(number), ProgramId(name), TurnId(name), number)
+        recorder.record(TurnArrived(float(number), ProgramId(name), TurnId(name), number))
     text = json.dumps(recorder.snapshot())
     found = json.loads(text)
     assert text.isascii() and text.isprintable()
@@ -272,7 +285,7 @@ class PinsInALedger(RuleBasedStateMachine):
         self.turns += 1
         turn = TurnId(f"t{self.turns}")
         self.tables.arrived(self.now_s, turn, program)
-        self.recorder.arrived(self.now_s, program, turn, 10)
+        self.recorder.record(TurnArrived(self.now_s, program, turn, 10))
         self.live.append((program, turn))
         self.release(program, PinEnd.REUSED)
 
@@ -284,9 +297,9 @@ class PinsInALedger(RuleBasedStateMachine):
         self.release(program, PinEnd.DIVERGED)
         value = FinishedTurn(program, 1, (), 10, 10, Residency(0, 0, 0, 10))
         pin = self.tables.finished(self.now_s, turn, value, keep)
-        self.recorder.finished(self.now_s, program, turn, (), 10, 1, False, keep)
+        self.recorder.record(TurnFinished(self.now_s, program, turn, (), 10, 1, False, keep))
         if pin is not None:
-            self.recorder.pinned(self.now_s, pin)
+            self.recorder.record(PinTaken(self.now_s, pin))
 
     @rule(wait_s=st.floats(0, 5))
     def expire(self, wait_s: float) -> None:
@@ -301,7 +314,7 @@ class PinsInALedger(RuleBasedStateMachine):
 
     def release(self, program: ProgramId, outcome: PinEnd) -> None:
         if self.tables.release(program, outcome):
-            self.recorder.unpinned(self.now_s, program, outcome)
+            self.recorder.record(PinReleased(self.now_s, program, outcome))
 
     @invariant()
     def pins_balance(self) -> None:
@@ -327,8 +340,8 @@ TestPinsInALedger.settings = settings(max_examples=60, stateful_step_count=30)
 def test_a_commands_argument_is_hashed_and_what_a_client_called_its_tool_is_not():
     def told(*tool: str) -> list[str]:
         recorder = EventRecorder(0.0)
-        recorder.arrived(1.0, A, TurnId("t"), 10)
-        recorder.finished(2.0, A, TurnId("t"), tool, 10, 1, False, None)
+        recorder.record(TurnArrived(1.0, A, TurnId("t"), 10))
+        recorder.record(TurnFinished(2.0, A, TurnId("t"), tool, 10, 1, False, None))
         return recorder.snapshot()[A][-1]["tool"]
 
     assert told("cat /home/alice/diary", "cat", "bash")[1:] == ["cat", "bash"]

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.telemetry.events import ProgramEnded, TurnArrived
 from continuum_lmcache.telemetry.recorder import META, EventRecorder
 from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.files.recording_files import (
@@ -27,8 +28,8 @@ from continuum_lmcache.vllm_plugin.files.recording_files import (
 def turns(recorder: EventRecorder, count: int) -> None:
     """Two events a turn, a program a turn."""
     for number in range(count):
-        recorder.arrived(float(number), ProgramId(f"job-{number}"), TurnId("t"), 100)
-        recorder.ended(number + 0.5, ProgramId(f"job-{number}"))
+        recorder.record(TurnArrived(float(number), ProgramId(f"job-{number}"), TurnId("t"), 100))
+        recorder.record(ProgramEnded(number + 0.5, ProgramId(f"job-{number}"), 1))
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -138,7 +139,7 @@ def test_a_disk_that_fills_up_leaves_no_half_line_and_the_stream_goes_on(tmp_pat
         turns(recorder, 500)
         while not recording.lost["disk"]:
             time.sleep(0.01)
-    recorder.arrived(1e6, ProgramId("later"), TurnId("t"), 1)
+    recorder.record(TurnArrived(1e6, ProgramId("later"), TurnId("t"), 1))
     recording.close()
     told = lines(path)
     assert told[-1]["job_id"] == "later"

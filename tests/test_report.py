@@ -19,6 +19,7 @@ from continuum_lmcache.programs.divergence import LossCause, PrefixLoss
 from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.report.timeline import Span, spans
+from continuum_lmcache.telemetry.events import PrefixLost
 from continuum_lmcache.types import PinEnd, ProgramId, TurnId
 
 HOSTILE = "</script><script>document.title='taken'</script><b>"
@@ -40,7 +41,7 @@ def story(name: str = "a") -> Run:
     run.unpinned(8, "b", PinEnd.EXPIRED)
     run.turn(HOSTILE, "c1", (2, 3, 4))
     loss = PrefixLoss(LossCause.NONCE, 41, 120, 70, 0.0625, (1, 2), (3, 4))
-    run.recorder.lost(6.5, ProgramId(name), TurnId("a2"), loss, (HOSTILE, "cch=0aaa9"))
+    run.recorder.record(PrefixLost(6.5, ProgramId(name), TurnId("a2"), loss, (HOSTILE, "cch=0aaa9")))
     return run
 
 

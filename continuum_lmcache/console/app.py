@@ -66,27 +66,8 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Is it advisable to serve MODEL so? KV budget, break-even of each tier, whether pins pay, traps."""
-    ask = doctors.DoctorQuery(
-        model,
-        profile,
-        gpu,
-        memory_gib,
-        kv_gib,
-        weights_gib,
-        gpu_memory_utilization,
-        tensor_parallel_size,
-        block_size,
-        kv_cache_dtype,
-        lmcache,
-        lora,
-        trace,
-        context,
-        programs,
-        url.rstrip("/"),
-        router,
-        ray,
-    )
-    found = doctors.diagnosis(ask)
+    asked = {name: value for name, value in locals().items() if name != "as_json"}
+    found = doctors.diagnosis(doctors.DoctorQuery(**asked))
     if as_json:
         print(json.dumps(doctor_output.as_json(found), indent=1))
     else:

@@ -34,7 +34,7 @@ BLOCKS_OFF = 0.1  # share by which a server's KV cache may differ from the arith
 
 @dataclass(frozen=True, slots=True)
 class DoctorQuery:
-    """What the user asks about. None or 0: not said."""
+    """What the user asks about, under the names of the command's options. None or 0: not said."""
 
     model: str
     profile: Path | None = None
@@ -42,15 +42,15 @@ class DoctorQuery:
     memory_gib: float | None = None
     kv_gib: float | None = None
     weights_gib: float | None = None
-    utilisation: float = 0.92  # vLLM 0.32's default
-    ranks: int = 1
-    block_tokens: int | None = None
-    kv_dtype: str = "auto"
+    gpu_memory_utilization: float = 0.92  # vLLM 0.32's default
+    tensor_parallel_size: int = 1
+    block_size: int | None = None  # tokens
+    kv_cache_dtype: str = "auto"
     lmcache: Path | None = None
     lora: bool = False
     trace: Path | None = None
-    context_tokens: int | None = None
-    at_once: int | None = None
+    context: int | None = None  # tokens of a program
+    programs: int | None = None  # alive at the same time
     url: str = ""
     router: str = ""  # in front of the server
     ray: Path | None = None
@@ -91,7 +91,7 @@ def diagnosis(ask: DoctorQuery) -> Diagnosis:
     on = machine(ask.profile, ask.gpu)
     server = served(ask.url) if ask.url else None
     shape = model(ask, server)
-    block_tokens = ask.block_tokens or (server.block_tokens if server else None) or on.block_tokens
+    block_tokens = ask.block_size or (server.block_tokens if server else None) or on.block_tokens
     kv = kv_cache(ask, on, shape, server, block_tokens)
     worker = RankWorker(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
     connector = checked(read(ask.lmcache), worker, ask.lora) if ask.lmcache else None
@@ -102,7 +102,7 @@ def diagnosis(ask: DoctorQuery) -> Diagnosis:
         replace(on.costs, kv_bytes_per_token=kv.bytes_per_token),
         demand(ask),
         connector.tiers(kv.bytes_per_token) if connector else {},
-        ask.at_once,
+        ask.programs,
         settings.max_pinned_share,
         settings.max_ttl_s,
         on.costs.kv_bytes_per_token if on.profiled else None,
@@ -126,10 +126,12 @@ def in_order(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
 def model(ask: DoctorQuery, server: ServedModel | None) -> ModelShape:
     """The model's shape, as it is to be served."""
     shape = shape_of(ask.model)
-    if ask.kv_dtype != "auto":
-        if ask.kv_dtype not in KV_BYTES:
-            raise ConfigError(f"--kv-cache-dtype is {ask.kv_dtype!r}; known: auto, {', '.join(KV_BYTES)}")
-        shape = replace(shape, kv_value_bytes=KV_BYTES[ask.kv_dtype])
+    if ask.kv_cache_dtype != "auto":
+        if ask.kv_cache_dtype not in KV_BYTES:
+            raise ConfigError(
+                f"--kv-cache-dtype is {ask.kv_cache_dtype!r}; known: auto, {', '.join(KV_BYTES)}"
+            )
+        shape = replace(shape, kv_value_bytes=KV_BYTES[ask.kv_cache_dtype])
     if ask.weights_gib is not None:
         shape = replace(shape, weight_bytes=ask.weights_gib * GIB, source="as given")
     if server and server.window_tokens:
@@ -142,32 +144,32 @@ def kv_cache(
 ) -> KVBudget:
     """The KV cache: as the server has it, as given, or computed from the device's memory."""
     if server and server.blocks:
-        return kv_budget.of_blocks(shape, server.blocks, block_tokens, ask.ranks)
+        return kv_budget.of_blocks(shape, server.blocks, block_tokens, ask.tensor_parallel_size)
     if ask.kv_gib is not None:
-        return kv_budget.of_bytes(shape, ask.kv_gib * GIB, block_tokens, ask.ranks)
+        return kv_budget.of_bytes(shape, ask.kv_gib * GIB, block_tokens, ask.tensor_parallel_size)
     memory = memory_of(ask, on)
     if memory is None:
         where = "give --kv-gib (VLLM_CPU_KVCACHE_SPACE)" if on.on_cpu else "give --gpu or --memory-gib"
         raise ConfigError(f"the memory of {on.device!r} is not known; {where}")
-    return kv_budget.of_memory(shape, memory, block_tokens, ask.ranks)
+    return kv_budget.of_memory(shape, memory, block_tokens, ask.tensor_parallel_size)
 
 
 def memory_of(ask: DoctorQuery, on: MachineSpec) -> DeviceMemory | None:
     """The device's memory as vLLM would divide it; None if it is not known."""
     size = ask.memory_gib * GIB if ask.memory_gib is not None else on.device_bytes
-    return DeviceMemory(size, ask.utilisation, STEP_GIB * GIB) if size else None
+    return DeviceMemory(size, ask.gpu_memory_utilization, STEP_GIB * GIB) if size else None
 
 
 def demand(ask: DoctorQuery) -> ExpectedLoad:
     """The programs to serve: a trace's, a given context, or the paper's mean. Raises TraceError."""
-    if ask.trace is not None and ask.context_tokens is not None:
+    if ask.trace is not None and ask.context is not None:
         raise ConfigError("--trace and --context both say how long programs are; drop one")
     if ask.trace is not None:
         programs = load_trace(ask.trace)
         gaps_s = tuple(t.gap_s for program in programs for t in program.turns if t.gap_s is not None)
         return ExpectedLoad(ask.trace.name, tuple(program.context_tokens for program in programs), gaps_s)
-    if ask.context_tokens is not None:
-        return ExpectedLoad("as given", (ask.context_tokens,))
+    if ask.context is not None:
+        return ExpectedLoad("as given", (ask.context,))
     return TABLE1
 
 
@@ -204,7 +206,9 @@ def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> It
         )
     memory = memory_of(ask, machine(ask.profile, ask.gpu))
     if memory is not None and server.blocks:
-        predicted = kv_budget.of_memory(plan.shape, memory, plan.budget.block_tokens, ask.ranks)
+        predicted = kv_budget.of_memory(
+            plan.shape, memory, plan.budget.block_tokens, ask.tensor_parallel_size
+        )
         if abs(predicted.blocks - server.blocks) > BLOCKS_OFF * server.blocks:
             yield note(
                 "blocks-differ",

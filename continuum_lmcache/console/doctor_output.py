@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -47,9 +48,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             "measured": plan.costs.measured,
         },
         "budget": {
-            "steps": [
-                {"name": s.name, "how": s.how, "value": s.value, "unit": s.unit} for s in plan.budget.steps
-            ],
+            "steps": [asdict(step) for step in plan.budget.steps],
             "bytes_per_token": plan.budget.bytes_per_token,
             "blocks": plan.budget.blocks,
             "tokens": plan.budget.tokens,
@@ -89,10 +88,7 @@ TIERS = (Tier.DRAM, Tier.SSD)
 
 
 def findings_json(findings: Iterable[Finding]) -> list[dict[str, str]]:
-    return [
-        {"name": f.name, "severity": f.severity.value, "figure": f.figure, "remedy": f.remedy}
-        for f in findings
-    ]
+    return [{**asdict(finding), "severity": finding.severity.value} for finding in findings]
 
 
 def finite(value: float) -> float | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from continuum_lmcache.reload.cost_model import PrefillCurve
@@ -123,15 +123,12 @@ def parting(
     sizes = (left.prompt_tokens, len(left.tokens), len(tokens))
     seen = LossEvidence(at, *sizes, same_tokens_follow, other_tools, left.thought, edit)
     taken, put = (edit.taken_tokens, edit.put_tokens) if edit else (0, 0)
-    return Divergence(
-        at,
-        len(left.tokens),
-        kept_tokens,
-        left.tier_tokens,
-        cause_of(seen),
-        max(0, min(len(left.tokens) - at - taken, len(tokens) - at - put)),
-        tuple(left.tokens[at : at + SIDE_TOKENS]),
-        tuple(tokens[at : at + SIDE_TOKENS]),
+    return replace(
+        found,
+        cause=cause_of(seen),
+        again_tokens=max(0, min(len(left.tokens) - at - taken, len(tokens) - at - put)),
+        left_side=tuple(left.tokens[at : at + SIDE_TOKENS]),
+        now_side=tuple(tokens[at : at + SIDE_TOKENS]),
     )
 
 

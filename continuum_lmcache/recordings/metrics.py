@@ -11,14 +11,12 @@ from continuum_lmcache.recordings.program_history import (
     RecordedLoss,
     RecordedPin,
     RecordedProgram,
-    RecordedReload,
     RecordedTurn,
 )
 from continuum_lmcache.recordings.reader import Recording
 
 TIERS = ("gpu", "dram", "ssd")
 BINS = 10
-LEARNED_AFTER = 50  # loads: a forecast made before them rests on the profile
 ROUNDING_S = 2e-6  # files hold times to the microsecond
 
 
@@ -162,46 +160,6 @@ def tools(run: Recording) -> dict[str, list[RecordedTurn]]:
         if turn.tool is not None:
             found[turn.tool[0] if turn.tool else "(none)"].append(turn)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
-
-
-@dataclass(frozen=True, slots=True)
-class ForecastError:
-    """How wrong forecasts of PrefillReload were, in shares of what the reload took."""
-
-    reloads: int
-    median: float | None
-    p90: float | None
-    foretold_s: float | None  # median
-    took_s: float | None  # median
-
-
-def forecast_errors(run: Recording) -> dict[str, ForecastError]:
-    """Of all returns whose context had left the GPU, of those that loaded, and of these after the 50th."""
-    told = [turn.reload for turn in sorted(run.turns, key=started)]
-    reloads = [reload for reload in told if reload is not None and reload.took_s > 0]
-    loads = [reload for reload in reloads if reload.loaded_tokens]
-    groups = {
-        "all": reloads,
-        "computed only": [reload for reload in reloads if not reload.loaded_tokens],
-        "loaded": loads,
-        f"loaded, after {LEARNED_AFTER} loads": loads[LEARNED_AFTER:],
-    }
-    return {name: forecast_error(group) for name, group in groups.items() if group}
-
-
-def started(turn: RecordedTurn) -> float:
-    return turn.started_s or turn.arrival_s
-
-
-def forecast_error(reloads: Sequence[RecordedReload]) -> ForecastError:
-    errors = [reload.relative_error for reload in reloads]
-    return ForecastError(
-        len(reloads),
-        percentile(errors, 50),
-        percentile(errors, 90),
-        percentile([reload.foretold_s for reload in reloads], 50),
-        percentile([reload.took_s for reload in reloads], 50),
-    )
 
 
 def watches(run: Recording) -> list[ReturnPromise]:

@@ -105,15 +105,15 @@ def table(runs: Sequence[Recording]) -> str:
     both = len(runs) == 2
     heads = ["", *charts.LETTERS[: len(runs)], *(["B / A"] if both else [])]
     names = [f"<b>{a}</b> {html.escape(run.name)}" for a, run in zip(charts.LETTERS, runs, strict=False)]
-    rows = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
     measured = [measure(run) for run in runs]
+    lines = []
     for label in measured[0]:
         values = [found[label] for found in measured]
         first, last = values[0], values[-1]
-        quotient = [shown(last / first if first and last is not None else None)] if both else []
-        cells = "".join(f"<td>{cell}</td>" for cell in (*map(shown, values), *quotient))
-        rows.append(f"<tr><td>{html.escape(label)}</td>{cells}</tr>")
-    figures = f"<details><summary>Figures</summary><table>{''.join(rows)}</table></details>"
+        lines.append(
+            (label, *values, *([last / first if first and last is not None else None] if both else []))
+        )
+    figures = f"<details><summary>Figures</summary>{rows(heads, lines)}</details>"
     return f"<p>{'<br>'.join(names)}</p>{figures}"
 
 

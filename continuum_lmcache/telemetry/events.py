@@ -74,6 +74,10 @@ class PinTaken:
     now_s: float
     pin: Pin
 
+    @property
+    def program(self) -> ProgramId:
+        return self.pin.program
+
 
 @dataclass(frozen=True, slots=True)
 class PinRenewed:
@@ -119,6 +123,10 @@ class ContextReloaded:
 
     now_s: float
     outcome: ReloadOutcome
+
+    @property
+    def program(self) -> ProgramId:
+        return self.outcome.program
 
 
 E = TypeVar("E")

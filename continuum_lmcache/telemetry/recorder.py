@@ -11,16 +11,14 @@ from __future__ import annotations
 import math
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any, Protocol
 
 from continuum_lmcache.errors import ConfigError, InvariantError
-from continuum_lmcache.programs.divergence import PrefixLoss
-from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
 from continuum_lmcache.telemetry import events as happened
-from continuum_lmcache.types import Pin, PinEnd, ProgramId, Residency, Retention, ToolKey, TurnId
+from continuum_lmcache.types import Retention, ToolKey, TurnId
 
 Event = dict[str, Any]
 
@@ -72,149 +70,95 @@ class EventRecorder:
 
     def listen(self, events: happened.EventBus) -> None:
         """Record what happens."""
-        on = events.subscribe
-        on(happened.TurnArrived, lambda e: self.arrived(e.now_s, e.program, e.turn, e.prompt_tokens))
-        on(
-            happened.TurnStarted,
-            lambda e: self.started(e.now_s, e.program, e.turn, e.served, e.queue_delay_s, e.evicted),
-        )
-        on(happened.TurnPreempted, lambda e: self.preempted(e.now_s, e.program, e.turn))
-        on(happened.TurnFinished, self._turn_finished)
-        on(happened.PinTaken, lambda e: self.pinned(e.now_s, e.pin))
-        on(happened.PinRenewed, lambda e: self.renewed(e.now_s, e.program, e.deadline_s))
-        on(happened.PinReleased, lambda e: self.unpinned(e.now_s, e.program, e.why))
-        on(happened.PrefixLost, lambda e: self.lost(e.now_s, e.program, e.turn, e.loss, e.texts))
-        on(happened.ContextReloaded, lambda e: self.reloaded(e.now_s, e.outcome))
-        on(happened.ProgramEnded, self._program_ended)
+        for kind in RECORDED:
+            events.subscribe(kind, self.record)
 
-    def _turn_finished(self, e: happened.TurnFinished) -> None:
-        sizes = (e.context_tokens, e.output_tokens)
-        self.finished(e.now_s, e.program, e.turn, e.tool, *sizes, e.is_last, e.retention)
+    def record(self, event: Any) -> None:
+        """Record one event of events.py, under the public prototype's name for it."""
+        RECORDED[type(event)](self, event)
 
-    def _program_ended(self, e: happened.ProgramEnded) -> None:
-        if e.turns is not None:
-            self.ended(e.now_s, e.program)
+    def _arrived(self, e: happened.TurnArrived) -> None:
+        self._histories.setdefault(self._name(e.program), ProgramEvents())
+        self._add(e, "Request_arrival_time", e.turn, prompt_length=e.prompt_tokens)
 
-    def arrived(self, now_s: float, program: ProgramId, turn: TurnId, prompt_tokens: int) -> None:
-        """A turn joined the queue."""
-        self._histories.setdefault(self._name(program), ProgramEvents())
-        self._add(now_s, program, "Request_arrival_time", turn, prompt_length=prompt_tokens)
-
-    def started(
-        self,
-        now_s: float,
-        program: ProgramId,
-        turn: TurnId,
-        served: Residency,
-        queue_delay_s: float,
-        evicted: bool,
-    ) -> None:
-        """A turn left the queue; `served` is where its prompt's KV really came from.
-
-        `evicted`: its program had KV on the GPU once and lost it, so this delay counts in T
-        (§3.2). A turn that was preempted before is named as the prototype names it.
-        """
-        history = self._histories.get(self._name(program))
-        resumed = history is not None and turn in history.preempted
+    def _started(self, e: happened.TurnStarted) -> None:
+        history = self._histories.get(self._name(e.program))
+        resumed = history is not None and e.turn in history.preempted
         if history is not None:
-            history.preempted.discard(turn)
+            history.preempted.discard(e.turn)
         self._add(
-            now_s,
-            program,
+            e,
             "evicted_to_running" if resumed else "waiting_to_running",
-            turn,
-            prompt_length=served.total_tokens,
-            hit_length=served.total_tokens - served.recompute_tokens,
-            gpu_tokens=served.gpu_tokens,
-            dram_tokens=served.dram_tokens,
-            ssd_tokens=served.ssd_tokens,
-            queue_delay_s=plain(queue_delay_s),
-            kv_evicted=evicted,
+            e.turn,
+            prompt_length=e.served.total_tokens,
+            hit_length=e.served.total_tokens - e.served.recompute_tokens,
+            gpu_tokens=e.served.gpu_tokens,
+            dram_tokens=e.served.dram_tokens,
+            ssd_tokens=e.served.ssd_tokens,
+            queue_delay_s=plain(e.queue_delay_s),
+            kv_evicted=e.evicted,
         )
 
-    def preempted(self, now_s: float, program: ProgramId, turn: TurnId) -> None:
-        """A running turn lost its place and goes back to the queue."""
-        if self._add(now_s, program, "Request_evicted_from_running_queue_time", turn):
-            self._histories[self._name(program)].preempted.add(turn)
+    def _preempted(self, e: happened.TurnPreempted) -> None:
+        if self._add(e, "Request_evicted_from_running_queue_time", e.turn):
+            self._histories[self._name(e.program)].preempted.add(e.turn)
 
-    def finished(
-        self,
-        now_s: float,
-        program: ProgramId,
-        turn: TurnId,
-        tool: ToolKey,
-        context_tokens: int,
-        output_tokens: int,
-        last: bool,
-        retention: Retention | None,
-    ) -> None:
-        """A turn ended, calling `tool`; `retention` is what the policy said, also where it said 0."""
-        if history := self._histories.get(self._name(program)):
-            history.preempted.discard(turn)
+    def _finished(self, e: happened.TurnFinished) -> None:
+        """The policy's answer is kept also where it said 0."""
+        if history := self._histories.get(self._name(e.program)):
+            history.preempted.discard(e.turn)
         self._add(
-            now_s,
-            program,
+            e,
             "Request_departure_time",
-            turn,
-            tool=[name[:MAX_NAME_CHARS] for name in without_argument(tool, self._digest)],
-            context_tokens=context_tokens,
-            output_tokens=output_tokens,
-            last=last,
-            retention=explained(retention) if retention else None,
+            e.turn,
+            tool=[name[:MAX_NAME_CHARS] for name in without_argument(e.tool, self._digest)],
+            context_tokens=e.context_tokens,
+            output_tokens=e.output_tokens,
+            last=e.is_last,
+            retention=explained(e.retention) if e.retention else None,
         )
 
-    def reloaded(self, now_s: float, found: ReloadOutcome) -> None:
-        """A turn whose context the GPU had lost has it back: what that was foretold to cost, and cost."""
+    def _reloaded(self, e: happened.ContextReloaded) -> None:
         self._add(
-            now_s,
-            found.program,
+            e,
             "reloaded_time",
-            found.turn,
-            foretold_s=plain(found.foretold_s),
-            took_s=plain(found.took_s),
-            load_s=plain(found.load_s),
-            loaded_tokens=found.loaded_tokens,
-            computed_tokens=found.computed_tokens,
+            e.outcome.turn,
+            foretold_s=plain(e.outcome.foretold_s),
+            took_s=plain(e.outcome.took_s),
+            load_s=plain(e.outcome.load_s),
+            loaded_tokens=e.outcome.loaded_tokens,
+            computed_tokens=e.outcome.computed_tokens,
         )
 
-    def lost(
-        self, now_s: float, program: ProgramId, turn: TurnId, loss: PrefixLoss, texts: Sequence[str] = ()
-    ) -> None:
-        """A program came back to less than it left. What stood on both sides is a salted hash, and its text
-        only if given.
-        """
-        sides = {"left_side": loss.left_side, "now_side": loss.now_side} if loss.now_side else {}
+    def _lost(self, e: happened.PrefixLost) -> None:
+        """What stood on both sides is a salted hash, and its text only if given."""
+        sides = {"left_side": e.loss.left_side, "now_side": e.loss.now_side} if e.loss.now_side else {}
         self._add(
-            now_s,
-            program,
+            e,
             "lost_time",
-            turn,
-            cause=loss.cause.value,
-            at_token=loss.at_token,
-            left_tokens=loss.left_tokens,
-            lost_tokens=loss.tokens,
-            prefill_s=plain(loss.seconds),
+            e.turn,
+            cause=e.loss.cause.value,
+            at_token=e.loss.at_token,
+            left_tokens=e.loss.left_tokens,
+            lost_tokens=e.loss.tokens,
+            prefill_s=plain(e.loss.seconds),
             **{name: digest(str(tokens), self.salt) for name, tokens in sides.items()},
-            **dict(zip(("left_text", "now_text"), texts if sides else (), strict=False)),
+            **dict(zip(("left_text", "now_text"), e.texts if sides else (), strict=False)),
         )
 
-    def pinned(self, now_s: float, pin: Pin) -> None:
-        """A finished turn's blocks stay on the GPU."""
-        deadline = plain(self._wall_s(pin.deadline_s))
-        ttl_s = plain(pin.retention.ttl_s)
-        self._add(now_s, pin.program, "pinned_time", deadline=deadline, ttl_s=ttl_s, blocks=pin.blocks)
+    def _pinned(self, e: happened.PinTaken) -> None:
+        deadline, ttl_s = plain(self._wall_s(e.pin.deadline_s)), plain(e.pin.retention.ttl_s)
+        self._add(e, "pinned_time", deadline=deadline, ttl_s=ttl_s, blocks=e.pin.blocks)
 
-    def renewed(self, now_s: float, program: ProgramId, deadline_s: float) -> None:
-        """The program's pin was looked at again and ends at another time."""
-        self._add(now_s, program, "renewed_time", deadline=plain(self._wall_s(deadline_s)))
+    def _renewed(self, e: happened.PinRenewed) -> None:
+        self._add(e, "renewed_time", deadline=plain(self._wall_s(e.deadline_s)))
 
-    def unpinned(self, now_s: float, program: ProgramId, outcome: PinEnd) -> None:
-        """The program's pin is over."""
-        self._add(now_s, program, "unpinned_time", outcome=outcome.value)
+    def _unpinned(self, e: happened.PinReleased) -> None:
+        self._add(e, "unpinned_time", outcome=e.why.value)
 
-    def ended(self, now_s: float, program: ProgramId) -> None:
-        """The program is over, as far as anybody knows."""
-        self._add(now_s, program, "ended_time")
+    def _ended(self, e: happened.ProgramEnded) -> None:
+        if e.turns is not None:
+            self._add(e, "ended_time")
 
     def snapshot(self) -> dict[str, list[Event]]:
         """Everything held, ready for JSON: {program: [event, ...]}, and META's one entry first.
@@ -231,12 +175,10 @@ class EventRecorder:
         """What a reader must know about the recording itself."""
         return {"format": FORMAT, "hashed_ids": self.hash_ids, "dropped": dict(self.dropped)}
 
-    def _add(
-        self, now_s: float, program: ProgramId, kind: str, turn: TurnId | None = None, **facts: Any
-    ) -> bool:
+    def _add(self, of: Any, kind: str, turn: TurnId | None = None, **facts: Any) -> bool:
         """Record one event. False: the bounds keep it out."""
-        name = self._name(program)
-        event: Event = {kind: self._wall_s(now_s)}
+        name = self._name(of.program)
+        event: Event = {kind: self._wall_s(of.now_s)}
         if turn is not None:
             event["turn"] = self._name(turn)
         event |= facts
@@ -280,6 +222,20 @@ class EventRecorder:
 
     def _wall_s(self, now_s: float) -> float:
         return round(now_s + self.epoch_s, 6)
+
+
+RECORDED: Mapping[type, Callable[[EventRecorder, Any], None]] = {
+    happened.TurnArrived: EventRecorder._arrived,
+    happened.TurnStarted: EventRecorder._started,
+    happened.TurnPreempted: EventRecorder._preempted,
+    happened.TurnFinished: EventRecorder._finished,
+    happened.PinTaken: EventRecorder._pinned,
+    happened.PinRenewed: EventRecorder._renewed,
+    happened.PinReleased: EventRecorder._unpinned,
+    happened.PrefixLost: EventRecorder._lost,
+    happened.ContextReloaded: EventRecorder._reloaded,
+    happened.ProgramEnded: EventRecorder._ended,
+}
 
 
 class DisabledRecorder(EventRecorder):
