@@ -13,7 +13,9 @@ pytest.importorskip("vllm")
 
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 
+from continuum_lmcache.telemetry.events import EventBus, TurnArrived
 from continuum_lmcache.telemetry.samples import MOST_SAMPLES, MetricSamples, ToolLabels
+from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, GAUGES, HISTOGRAMS, detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
@@ -142,8 +144,9 @@ def test_labels_are_plain_whatever_a_client_calls_its_tool(name: str) -> None:
 
 
 def test_what_nobody_takes_is_bounded() -> None:
-    seen = MetricSamples()
+    seen, events = MetricSamples(), EventBus()
+    seen.listen(events)
     for i in range(2 * MOST_SAMPLES):
-        seen.gap(("ls",), float(i))
+        events.publish(TurnArrived(float(i), ProgramId("p"), TurnId(f"t{i}"), 1, ("ls",), float(i)))
     assert sum(map(len, seen.take_samples()["tool_gap"].values())) == MOST_SAMPLES
     assert seen.take_samples() == {}

@@ -17,7 +17,6 @@ from recorded import KEEP, PROTOTYPE, Run, saved, told
 
 from continuum_lmcache.programs.divergence import LossCause, PrefixLoss
 from continuum_lmcache.recordings.reader import load
-from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.report.timeline import Span, spans
 from continuum_lmcache.telemetry.events import PrefixLost
 from continuum_lmcache.types import PinEnd, ProgramId, TurnId
@@ -80,17 +79,7 @@ def test_a_programs_states_are_the_recordings_own_times(tmp_path: Path) -> None:
     ]
 
 
-def test_with_a_profile_a_load_is_as_long_as_it_says(tmp_path: Path) -> None:
-    run = load(told(tmp_path, story().recorder))
-    (loading,) = [s for s in spans(run, UNMEASURED) if s.state == "loading"]
-    kv_bytes = UNMEASURED.kv_bytes_per_token
-    expected = 0.001 + 30 * kv_bytes / 25e9 + 0.005 + 20 * kv_bytes / 3e9 + 0.001 + 20 * kv_bytes / 25e9
-    assert loading.end_s - loading.start_s == pytest.approx(expected, abs=1e-6)
-    assert "30 tokens from DRAM, 20 from disk" in loading.about
-
-
 def test_a_load_is_as_long_as_was_recorded(tmp_path: Path) -> None:
-    """The profile's word counts only where the recording has none."""
     events = [
         {"Request_arrival_time": 0.0, "turn": "t"},
         {"waiting_to_running": 1.0, "turn": "t", "prompt_length": 90, "hit_length": 50, "gpu_tokens": 0}
@@ -100,9 +89,9 @@ def test_a_load_is_as_long_as_was_recorded(tmp_path: Path) -> None:
         {"Request_departure_time": 4.0, "turn": "t"},
     ]
     run = load(saved(tmp_path, {"p": events}))
-    for costs in (None, UNMEASURED):
-        (loading,) = [s for s in spans(run, costs) if s.state == "loading"]
-        assert (loading.start_s, loading.end_s) == (1.0, 1.75)
+    (loading,) = [s for s in spans(run) if s.state == "loading"]
+    assert (loading.start_s, loading.end_s) == (1.0, 1.75)
+    assert "50 tokens from DRAM, 0 from disk: 0.75 s" in loading.about
 
 
 def test_what_was_going_on_at_the_end_lasts_until_then(tmp_path: Path) -> None:
@@ -194,7 +183,6 @@ def test_bad_input_ends_in_one_line(command: Command, tmp_path: Path) -> None:
     assert "not JSON" in command.refused("report", cut(tmp_path))
     good = told(tmp_path, story().recorder)
     assert "No such file" in command.refused("report", good, "--out", tmp_path / "no" / "r.html")
-    assert "profile" in command.refused("report", good, "--profile", tmp_path / "none.yaml")
 
 
 def cut(folder: Path) -> Path:

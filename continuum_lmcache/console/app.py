@@ -108,14 +108,11 @@ def report(
     run: Annotated[Path, typer.Argument(help="a recording: file or directory (docs/recording.md)")],
     other: Annotated[Path | None, typer.Argument(help="a second one, to stand beside it")] = None,
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
-    profile: Annotated[
-        Path | None, typer.Option(help="profile (YAML) to draw loads as long as it says")
-    ] = None,
 ) -> None:
     """Write one self-contained HTML page on a recorded run, or on two side by side."""
     from continuum_lmcache.report.page import write_report  # plotly is an extra and takes a second
 
-    pages = write_report([run] if other is None else [run, other], out, profile)
+    pages = write_report([run] if other is None else [run, other], out)
     print(f"wrote {out}: {pages / 1e6:.1f} MB, no network needed")
 
 

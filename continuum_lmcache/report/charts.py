@@ -10,7 +10,6 @@ from plotly.subplots import make_subplots
 
 from continuum_lmcache.recordings.metrics import calibration, jct_s, outcomes, sources, tools, waits_s
 from continuum_lmcache.recordings.reader import Recording
-from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.report.timeline import STATES, Span, spans
 
 LETTERS = ("A", "B")
@@ -47,10 +46,10 @@ def plain(text: str) -> str:
     return html.escape(clean if len(clean) <= NAME_CHARS else clean[: NAME_CHARS - 1] + "…")
 
 
-def timeline(run: Recording, letter: str, until_s: float, costs: CostModel | None) -> go.Figure:
+def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
     """A row a program, by arrival; drag to zoom, double click to see all again."""
     shown = {p.id: number for number, p in enumerate(run.programs[:PROGRAMS_SHOWN])}
-    drawn = [span for span in spans(run, costs) if span.program in shown]
+    drawn = [span for span in spans(run) if span.program in shown]
     figure = go.Figure([bars(state, drawn, shown) for state in STATES])
     rest = len(run.programs) - len(shown)
     title = f"{letter}: what each program was doing" + (
@@ -149,32 +148,35 @@ def ttl_against_gap(runs: Sequence[Recording]) -> go.Figure:
     for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
         seen = [(t.gap_s, t.retention["ttl_s"], t) for t in run.turns if t.gap_s is not None and t.retention]
         largest_s = max([largest_s, *(x for gap_s, ttl_s, _ in seen for x in (gap_s, ttl_s))])
-        figure.add_trace(
-            go.Scatter(
-                x=[max(gap_s, FLOOR_S) for gap_s, _, _ in seen],
-                y=[max(ttl_s, FLOOR_S) for _, ttl_s, _ in seen],
-                hovertext=[
-                    f"{plain(t.tool[0] if t.tool else 'no tool')}<br>gap {gap_s:.3g} s, TTL {ttl_s:.3g} s"
-                    for gap_s, ttl_s, t in seen
-                ],
-                hoverinfo="text",
-                name=letter,
-                mode="markers",
-                marker={"color": ink, "symbol": symbol, "size": 7, "opacity": 0.6},
-            )
-        )
-    line = {
-        "x": [FLOOR_S, largest_s],
-        "y": [FLOOR_S, largest_s],
-        "mode": "lines",
-        "line": {"color": "#999999"},
-    }
-    figure.add_trace(go.Scatter(**line, name="TTL = gap", hoverinfo="skip"))
+        about = [
+            f"{plain(t.tool[0] if t.tool else 'no tool')}<br>gap {gap_s:.3g} s, TTL {ttl_s:.3g} s"
+            for gap_s, ttl_s, t in seen
+        ]
+        points = [(max(gap_s, FLOOR_S), max(ttl_s, FLOOR_S)) for gap_s, ttl_s, _ in seen]
+        figure.add_trace(dots(letter, ink, symbol, points, about))
+    figure.add_trace(diagonal("TTL = gap", FLOOR_S, largest_s))
     figure.update_xaxes(title="realised gap, s", type="log")
     figure.update_yaxes(title=f"TTL, s; 0 is drawn at {FLOOR_S:g}", type="log")
     return figure.update_layout(
         PAPER, title="TTL against the gap that came (above the line: long enough)", height=420
     )
+
+
+def dots(
+    letter: str, ink: str, symbol: str, points: Sequence[tuple[float, float | None]], about: Sequence[str]
+) -> go.Scatter:
+    """A point a case, with a line about each."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    marker = {"color": ink, "symbol": symbol, "size": 8, "opacity": 0.7}
+    return go.Scatter(
+        x=xs, y=ys, hovertext=about, hoverinfo="text", name=letter, mode="markers", marker=marker
+    )
+
+
+def diagonal(name: str, first: float, last: float) -> go.Scatter:
+    """Where both axes say the same."""
+    ends, line = [first, last], {"color": "#999999"}
+    return go.Scatter(x=ends, y=ends, mode="lines", line=line, name=name, hoverinfo="skip")
 
 
 def stacks(title: str, runs: Sequence[Mapping[str, float]], unit: str) -> go.Figure:
@@ -205,23 +207,11 @@ def pin_outcomes(runs: Sequence[Recording]) -> go.Figure:
 
 def promises(runs: Sequence[Recording]) -> go.Figure:
     """Realised over promised P(tau); on the diagonal it is honest."""
-    figure = go.Figure(
-        go.Scatter(
-            x=[0, 1], y=[0, 1], mode="lines", line={"color": "#999999"}, name="honest", hoverinfo="skip"
-        )
-    )
+    figure = go.Figure(diagonal("honest", 0, 1))
     for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
         known = [b for b in calibration(run) if b.realised is not None]
-        figure.add_trace(
-            go.Scatter(
-                x=[b.promised for b in known],
-                y=[b.realised for b in known],
-                hovertext=[f"{b.watches} promises, {b.censored} censored" for b in known],
-                mode="markers",
-                name=letter,
-                marker={"color": ink, "symbol": symbol, "size": 11},
-            )
-        )
+        about = [f"{b.watches} promises, {b.censored} censored" for b in known]
+        figure.add_trace(dots(letter, ink, symbol, [(b.promised, b.realised) for b in known], about))
     figure.update_xaxes(title="promised P(tau)", range=[0, 1.02])
     figure.update_yaxes(title="realised", range=[0, 1.02])
     return figure.update_layout(PAPER, title="Was P(tau) true?", height=420)

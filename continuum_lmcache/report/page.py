@@ -6,12 +6,10 @@ import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from continuum_lmcache.console.machine_specs import machine
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.recordings.metrics import losses, losses_by_cause, measure, percentile
 from continuum_lmcache.recordings.program_history import RecordedLoss
 from continuum_lmcache.recordings.reader import Recording, load
-from continuum_lmcache.reload.cost_model import CostModel
 
 try:
     from plotly.graph_objects import Figure
@@ -47,22 +45,21 @@ LOSS_HEADS = (
 CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True, "doubleClick": "reset"}
 
 
-def write_report(paths: Sequence[Path], out: Path, profile: Path | None = None) -> int:
-    """Write the page on one or two recordings; its size in bytes. Raises TraceError, ProfileError."""
-    runs = [load(path) for path in paths]
-    text = page(runs, machine(profile, "").costs if profile else None).encode()
+def write_report(paths: Sequence[Path], out: Path) -> int:
+    """Write the page on one or two recordings; its size in bytes. Raises TraceError."""
+    text = page([load(path) for path in paths]).encode()
     out.write_bytes(text)
     return len(text)
 
 
-def page(runs: Sequence[Recording], costs: CostModel | None) -> str:
+def page(runs: Sequence[Recording]) -> str:
     """The page. Only ids, tool names, counts and times are in it: a recording holds no prompt."""
     names = " against ".join(html.escape(run.name) for run in runs)
     body = "\n".join(
         [
             f"<h1>{names}</h1>",
             table(runs),
-            *timelines(runs, costs),
+            *timelines(runs),
             div(charts.distributions(runs), "distributions"),
             pair(div(charts.ttl_against_gap(runs), "ttl"), div(charts.gaps_by_tool(runs), "gaps")),
             pair(div(charts.tier_split(runs), "tiers"), div(charts.pin_outcomes(runs), "outcomes")),
@@ -79,11 +76,11 @@ def page(runs: Sequence[Recording], costs: CostModel | None) -> str:
     )
 
 
-def timelines(runs: Sequence[Recording], costs: CostModel | None) -> Iterator[str]:
+def timelines(runs: Sequence[Recording]) -> Iterator[str]:
     """A timeline a run, on the same seconds so that they compare."""
     until_s = max(run.end_s - run.programs[0].turns[0].arrival_s for run in runs)
     for letter, run in zip(charts.LETTERS, runs, strict=False):
-        yield div(charts.timeline(run, letter, until_s, costs), f"timeline-{letter}")
+        yield div(charts.timeline(run, letter, until_s), f"timeline-{letter}")
     yield (
         "<p class='small'>Drag to zoom, scroll over an axis, double click to see all. A pin is the thin bar "
         "over the tool's time. A load whose duration nobody recorded is a mark.</p>"

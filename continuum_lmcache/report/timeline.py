@@ -5,7 +5,7 @@
                                     | pinned    |
 
 A pin lies over the tool's time. A load is as long as the recording says; where it does not (older
-ones, the public prototype's), as long as `CostModel` say, or, without them, a moment.
+ones, the public prototype's), it is a moment.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from continuum_lmcache.recordings.program_history import RecordedPin, RecordedProgram, RecordedTurn
 from continuum_lmcache.recordings.reader import Recording
-from continuum_lmcache.reload.cost_model import CostModel
 
 STATES = ("queued", "loading", "running", "tool", "pinned")
 
@@ -31,18 +30,16 @@ class Span:
     about: str  # one line for a reader
 
 
-def spans(run: Recording, costs: CostModel | None = None) -> Iterator[Span]:
+def spans(run: Recording) -> Iterator[Span]:
     """All spans of a run, program by program; what was going on when the recording ended lasts until then."""
     zero_s = run.programs[0].turns[0].arrival_s
     for program in run.programs:
-        for state, start_s, end_s, about in told(program, run.end_s, costs):
+        for state, start_s, end_s, about in told(program, run.end_s):
             if end_s >= start_s:
                 yield Span(program.id, state, start_s - zero_s, end_s - zero_s, about)
 
 
-def told(
-    program: RecordedProgram, end_s: float, costs: CostModel | None
-) -> Iterator[tuple[str, float, float, str]]:
+def told(program: RecordedProgram, end_s: float) -> Iterator[tuple[str, float, float, str]]:
     """One program's states with their times on the wall clock."""
     for number, turn in enumerate(program.turns, 1):
         started_s = end_s if turn.started_s is None else turn.started_s
@@ -51,8 +48,8 @@ def told(
         if turn.started_s is not None:
             running_s = started_s
             if loaded(turn):
-                running_s = min(gone_s, started_s + (load_s(turn, costs) or 0.0))
-                yield "loading", started_s, running_s, load_text(number, turn, costs)
+                running_s = min(gone_s, started_s + (load_s(turn) or 0.0))
+                yield "loading", started_s, running_s, load_text(number, turn)
             yield "running", running_s, gone_s, run_text(number, turn)
         if turn.gap_s is not None and turn.departure_s is not None:
             yield "tool", gone_s, gone_s + turn.gap_s, tool_text(turn)
@@ -65,20 +62,13 @@ def loaded(turn: RecordedTurn) -> int:
     return (turn.dram_tokens or 0) + (turn.ssd_tokens or 0)
 
 
-def load_s(turn: RecordedTurn, costs: CostModel | None) -> float | None:
-    """How long that took: as recorded, else by the profile; None if nobody says."""
-    if turn.reload is not None and turn.reload.load_s is not None:
-        return turn.reload.load_s
-    if costs is None:
-        return None
-    in_dram, on_disk = ((turn.dram_tokens or 0), (turn.ssd_tokens or 0))
-    disk_bytes = on_disk * costs.kv_bytes_per_token
-    dram_s = costs.dram.seconds(in_dram * costs.kv_bytes_per_token)
-    return dram_s + costs.ssd.seconds(disk_bytes) + costs.dram.seconds(disk_bytes)
+def load_s(turn: RecordedTurn) -> float | None:
+    """How long that took; None: it is not recorded."""
+    return turn.reload.load_s if turn.reload is not None else None
 
 
-def load_text(number: int, turn: RecordedTurn, costs: CostModel | None) -> str:
-    took_s = load_s(turn, costs)
+def load_text(number: int, turn: RecordedTurn) -> str:
+    took_s = load_s(turn)
     how = "for how long is not recorded" if took_s is None else f"{took_s:.3g} s"
     in_dram, on_disk = turn.dram_tokens or 0, turn.ssd_tokens or 0
     return f"turn {number} loads {in_dram:,} tokens from DRAM, {on_disk:,} from disk: {how}"

@@ -9,7 +9,6 @@ import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
 from continuum_lmcache.telemetry.events import (
     ContextReloaded,
     EventBus,
@@ -17,7 +16,7 @@ from continuum_lmcache.telemetry.events import (
     TurnFinished,
     TurnStarted,
 )
-from continuum_lmcache.types import Retention, ToolKey
+from continuum_lmcache.types import ToolKey
 
 MOST_SAMPLES = 2_000  # kept until they are told; a step ends far fewer turns
 UNSAFE = re.compile(r"[^A-Za-z0-9_.:/+-]+")
@@ -70,37 +69,24 @@ class MetricSamples:
         events.subscribe(TurnArrived, self._arrived)
         events.subscribe(TurnStarted, self._started)
         events.subscribe(TurnFinished, self._finished)
-        events.subscribe(ContextReloaded, lambda event: self.reloaded(event.outcome))
+        events.subscribe(ContextReloaded, self._reloaded)
 
     def _arrived(self, event: TurnArrived) -> None:
         if event.gap_s is not None:
-            self.gap(event.tool, event.gap_s)
+            self._add("tool_gap", self.tools.of(event.tool), event.gap_s)
 
     def _started(self, event: TurnStarted) -> None:
         if not event.resumed:
-            self.queued(event.queue_delay_s, event.evicted)
+            self._add("queue_delay", "lost" if event.evicted else "kept", event.queue_delay_s)
 
     def _finished(self, event: TurnFinished) -> None:
-        if event.retention is not None:
-            self.kept(event.tool, event.retention)
+        if (keep := event.retention) is not None:
+            self._add("ttl", self.tools.of(event.tool), keep.ttl_s)
+            self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
 
-    def gap(self, tool: ToolKey, gap_s: float) -> None:
-        """A program came back from its tool."""
-        self._add("tool_gap", self.tools.of(tool), gap_s)
-
-    def kept(self, tool: ToolKey, keep: Retention) -> None:
-        """A policy said for how long a finished turn's KV should stay."""
-        self._add("ttl", self.tools.of(tool), keep.ttl_s)
-        self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
-
-    def queued(self, delay_s: float, evicted: bool) -> None:
-        """A program's turn left the queue; `evicted`: the GPU had lost its context."""
-        self._add("queue_delay", "lost" if evicted else "kept", delay_s)
-
-    def reloaded(self, found: ReloadOutcome) -> None:
-        """A context that the GPU had lost is back."""
-        self._add("reload_foretold", "", found.foretold_s)
-        self._add("reload", "", found.took_s)
+    def _reloaded(self, event: ContextReloaded) -> None:
+        self._add("reload_foretold", "", event.outcome.foretold_s)
+        self._add("reload", "", event.outcome.took_s)
 
     def take_samples(self) -> dict[str, Samples]:
         """The samples since the last call, by metric and label."""
