@@ -67,6 +67,7 @@ def doctor(
 ) -> None:
     """Is it advisable to serve MODEL so? KV budget, break-even of each tier, whether pins pay, traps."""
     asked = {name: value for name, value in locals().items() if name != "as_json"}
+    asked["url"] = url.rstrip("/")
     found = doctors.diagnosis(doctors.DoctorQuery(**asked))
     if as_json:
         print(json.dumps(doctor_output.as_json(found), indent=1))
