@@ -78,14 +78,20 @@ def scheduler_class(policy: str) -> type[Scheduler]:
     class Embedded(Bridge):  # type: ignore[misc]
         """agentinfer in the engine."""
 
+        looked_s = -math.inf  # when it last had its turn
+
+        def schedule(self, *args: Any, **kwargs: Any) -> Any:
+            self.looked_s = self.clock()
+            return super().schedule(*args, **kwargs)
+
         def next_due_s(self) -> float | None:
             """When it would do something by itself; None: not before an event."""
-            controller, now_s = self._agentcache.controller, self.clock()
+            controller = self._agentcache.controller
             due_s = [controller._next_check_at_monotonic_s, controller._next_lightweight_check_at_monotonic_s]
             if controller.retained_request_count:
                 due_s.append(controller._next_periodic_check_at_monotonic_s)
             known = [at_s for at_s in due_s if at_s is not None]
-            return max(min(known), now_s + SOON_S) if known else None
+            return max(min(known), self.looked_s + SOON_S) if known else None
 
     return _routed(Embedded, policy) if policy in ROUTERS else Embedded
 
