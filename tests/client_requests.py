@@ -178,11 +178,26 @@ def agentic_context(agent: str, turn: int) -> Turn:
     return completion(agent, turn, {}, vllm_xargs={"agentic_context": json.dumps(context)})
 
 
-def agent_hint(agent: str, turn: int) -> Turn:
+def context_of_agents(agent: str, turn: int) -> Turn:
+    """Another that names a session and the agent within it, and no program."""
+    context = {"session_id": "session-7", "agent_id": agent, "expected_resume": (agent, turn) != (CHILD, 2)}
+    return completion(agent, turn, {}, vllm_xargs={"agentic_context": json.dumps(context)})
+
+
+def hint_of(agent: str, turn: int) -> dict[str, Any]:
     """agentinfer's other form."""
-    hint = {"session_id": f"s-{agent}", "blocks_parent": False}
-    hint["expected_resume"] = (agent, turn) != (CHILD, 2)
-    return completion(agent, turn, {}, agent_hint=hint)
+    last = (agent, turn) == (CHILD, 2)
+    return {"session_id": f"s-{agent}", "blocks_parent": False, "expected_resume": not last}
+
+
+def agent_hint(agent: str, turn: int) -> Turn:
+    """It in the body."""
+    return completion(agent, turn, {}, agent_hint=hint_of(agent, turn))
+
+
+def agent_hint_in_xargs(agent: str, turn: int) -> Turn:
+    """As JSON text: vLLM lets no mapping through there."""
+    return completion(agent, turn, {}, vllm_xargs={"agent_hint": json.dumps(hint_of(agent, turn))})
 
 
 def cache_key(agent: str, turn: int) -> Turn:
@@ -204,6 +219,12 @@ def conversation(agent: str, turn: int) -> Turn:
     return Turn(agent, "/v1/responses", {"authorization": SECRET}, body)
 
 
+def conversation_by_id(agent: str, turn: int) -> Turn:
+    """The same with the id alone."""
+    full = conversation(agent, turn)
+    return Turn(agent, full.path, full.headers, full.body | {"conversation": f"conv_{agent}"})
+
+
 CLIENTS: dict[str, Client] = {
     "Claude Code": session(claude_code),
     "Claude Code, headers stripped": session(claude_code_without_headers, hints=True),
@@ -214,9 +235,15 @@ CLIENTS: dict[str, Client] = {
     "OpenCode before 1.17": session(older_opencode),
     "Dynamo's plugins": session(dynamo),
     "agentic_context": session(agentic_context),
+    "agentic_context of a session's agents": session(context_of_agents),
     "agent_hint": session(agent_hint),
+    "agent_hint in vllm_xargs": session(agent_hint_in_xargs),
     "prompt_cache_key": session(cache_key, hints=True),
     "Harbor": session(harbor),
     "conversation": session(conversation),
+    "conversation by its id": session(conversation_by_id),
 }
-ENDS = {"Dynamo's plugins", "agentic_context", "agent_hint"}  # say which request is a program's last
+ENDS = {  # say which request is a program's last
+    *("Dynamo's plugins", "agentic_context", "agentic_context of a session's agents"),
+    *("agent_hint", "agent_hint in vllm_xargs"),
+}
