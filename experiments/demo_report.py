@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +13,7 @@ from experiments.demo_scenario import Measured, Proportion, Scenario, pressure
 from experiments.demo_servers import CONTINUUM, FCFS, ROOT, records_of
 from experiments.driver import TurnRecord
 from experiments.figures import draw
+from experiments.sweep.conditions import machine, versions
 from experiments.tables import (
     PINS,
     RATIO,
@@ -66,18 +64,6 @@ IN_README = (  # rows; docs/demo has all of them
 HELD = f"The pressure held, by what {FCFS.name} met:"
 
 
-def machine() -> str:
-    """This machine and the engines' versions, in one line."""
-    cpu = memory_gib = "unknown"
-    if platform.system() == "Linux":
-        info = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.partition(": ")[2] for line in info if line.startswith("model name")), cpu)
-        memory_gib = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f}"
-    engines = ", ".join(f"{name} {version(name)}" for name in ("vllm", "lmcache", "torch"))
-    cores = os.cpu_count()
-    return f"{cpu}, {cores} cores, {memory_gib} GiB; Python {platform.python_version()}, {engines}"
-
-
 def scenario_words(found: Measured, scenario: Scenario) -> str:
     """What was measured, and what follows from it."""
     return (
@@ -111,7 +97,7 @@ def write(runs: Runs, said: str, out: Path, console: Console) -> str:
     rows = comparison(runs, ROWS | (cut if any(s["cut_s"] for found in runs.values() for s in found) else {}))
     console.print(plain(rows, caption(runs)))
     console.print(said.replace("**", ""), soft_wrap=True)
-    page = f"{caption(runs)}\n\n{machine()}\n\n{markdown(rows)}\n\n{said}\n"
+    page = f"{caption(runs)}\n\n{machine()}; {versions()}\n\n{markdown(rows)}\n\n{said}\n"
     (out / "comparison.md").write_text(f"{page}\n![figure](comparison.png)\n")
     write_csv(runs, out / "comparison.csv", ROWS)
     draw(runs, out / "comparison")

@@ -14,7 +14,8 @@ at a small machine's size (sweep/live_plans.py). `goals` is the table of what th
 seeds it was not tuned on (--full: all of them; --regimes: some). `traces` is the table on real agents'
 traces, which lie outside the project (sim/trace_programs.py). `fleet` is several engines behind a router
 (experiments/fleet/): tables, bars, figures, and rows of its own in OUT/fleet.csv. Rows are appended to
-OUT/offload_sweep.csv, and finished ones are skipped: stop it and start it again as you like.
+OUT/offload_sweep.csv (of --engine live OUT/live_sweep.csv), and finished ones are skipped: stop it and
+start it again as you like. --seeds, --contenders and --tiers choose among a figure's rows.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from __future__ import annotations
 import csv
 import difflib
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -41,11 +44,12 @@ from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
 from experiments.sweep import goals, trace_goals
 from experiments.sweep.cases import Case, Point, SweepError
+from experiments.sweep.conditions import conditions
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
-from experiments.sweep.plans import PLANS, Plan
-from experiments.sweep.readout import caption, found, holds, table
-from experiments.sweep.rows import FLEET, Rows
+from experiments.sweep.plans import PLANS, WORDS, Plan
+from experiments.sweep.readout import Found, ahead, by_seed, caption, figures_by_case, found, holds, table
+from experiments.sweep.rows import FLEET, LIVE, Rows
 from experiments.sweep.runner import complete
 from experiments.tables import markdown, plain
 
@@ -55,6 +59,7 @@ TRACES = "traces"
 FLEETS = "fleet"
 PEERS = "peers"
 TABLES = (GOALS, TRACES, FLEETS)
+TIERS = ("none", "dram", "disk")  # the slowest that a case has
 WIDTH = 180  # of the goals' table, wherever it is printed
 
 
@@ -63,6 +68,32 @@ class Engine(Enum):
 
     SIM = "sim"
     LIVE = "live"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Of a figure's cases these; what is empty chooses none away."""
+
+    parts: str = ""  # of names, between semicolons
+    contenders: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()  # of TIERS
+
+    def has(self, case: Case, name: str) -> bool:
+        """Whether the case, which the figure calls `name`, is wanted."""
+        tiers = TIERS[2 if getattr(case, "ssd_gb", 0.0) else 1 if case.dram_gb else 0]
+        return (
+            goals.is_wanted(name, self.parts)
+            and case.contender in (self.contenders or (case.contender,))
+            and tiers in (self.tiers or TIERS)
+        )
+
+
+def wanted(parts: str, contenders: str, tiers: str) -> Wanted:
+    """From the command line. Raises SweepError."""
+    chosen = tuple(filter(None, tiers.split(",")))
+    if unknown := set(chosen) - set(TIERS):
+        raise SweepError(f"--tiers {', '.join(sorted(unknown))} is not known; known: {', '.join(TIERS)}")
+    return Wanted(parts, tuple(filter(None, contenders.split(","))), chosen)
 
 
 def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan]:
@@ -103,18 +134,21 @@ def sweep(
     plans: dict[str, Plan],
     size: Size,
     seeds: list[int] | None,
-    parts: str,
+    wants: Wanted,
     jobs: int,
     out: Path,
     suffix: str,
     p95_s: float,
+    is_live: bool = False,
+    docs: Path | None = None,
 ) -> None:
-    """Run what is missing, then write each figure and its table, as NAME-SUFFIX.
+    """Run what is missing, then write each figure, its table and its CSV, as NAME-SUFFIX.
 
-    `seeds` in place of each figure's own; of the cases those with `parts` in their names.
+    `seeds` in place of each figure's own; of the cases those that are wanted. `docs`: a folder where the same
+    is written once more, for the reader.
     """
-    rows = Rows(out / "offload_sweep.csv")
-    wanted = {name: cases_of(plan, size, seeds, parts) for name, plan in plans.items()}
+    rows = Rows(out / "live_sweep.csv", LIVE) if is_live else Rows(out / "offload_sweep.csv")
+    wanted = {name: cases_of(plan, size, seeds, wants) for name, plan in plans.items()}
     complete(rows, [case for cases in wanted.values() for case in cases], jobs)
     from experiments.sweep.drawing import draw  # matplotlib takes a second to import
 
@@ -124,20 +158,51 @@ def sweep(
         lines, path = table(plan, pairs), out / f"{name}-{suffix}"
         console.print(plain(lines, f"{name}. {plan.title}"), caption(pairs), "", sep="\n")
         text = f"{plan.title}. {caption(pairs)}\n\n{markdown(lines)}\n"
+        text += seed_by_seed(plan, pairs) if plan.by_seed else ""
         if name == "whatif":
             held = holds(plan, pairs, p95_s)
             console.print(plain(held, plan.title), "")
             text += f"\n{markdown(held)}\n"
         path.with_suffix(".md").write_text(text)
-        draw(plan, pairs, path)
+        if pairs:
+            with path.with_suffix(".csv").open("w", newline="") as file:
+                csv.writer(file).writerows(figures_by_case(plan, pairs))
+            draw(plan, pairs, path)
+            if docs is not None:
+                into_docs(f"{name}-live" if is_live else f"{name}-lab", text, path, docs)
 
 
-def cases_of(plan: Plan, size: Size, seeds: list[int] | None, parts: str) -> list[Case]:
+def seed_by_seed(plan: Plan, pairs: Found) -> str:
+    """Each seed's figures, and where others are ahead."""
+    first, last = WORDS[plan.shows[0]], WORDS[plan.shows[-1]]
+    lines = [f"- {first}: {line}" for line in ahead(plan, pairs, plan.shows[0])]
+    lines += [f"- {last}: {line}" for line in ahead(plan, pairs, plan.shows[-1])]
+    told = "\n".join(lines) or "Nowhere."
+    head = f"\nBy seed: {first} / {last}.\n\n{markdown(by_seed(plan, pairs))}\n"
+    return f"{head}\n## Where others are ahead of {plan.baseline}, means over seeds\n\n{told}\n"
+
+
+def into_docs(name: str, text: str, path: Path, docs: Path) -> None:
+    """The page, the CSV beside it, and the figure, of what was just written at `path`."""
+    figures = docs / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    for suffix in (".png", ".svg"):
+        shutil.copyfile(path.with_suffix(suffix), (figures / name).with_suffix(suffix))
+    shutil.copyfile(path.with_suffix(".csv"), (docs / name).with_suffix(".csv"))
+    title, _, rest = text.partition(". ")
+    told = f"{conditions()['versions']}; every row: [{name}.csv]({name}.csv)"
+    page = f"# {title}\n\n{rest}\n{told}.\n\n![{title}](figures/{name}.png)\n"
+    (docs / name).with_suffix(".md").write_text(page)
+
+
+def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> list[Case]:
     """What the plan runs here. A contender that is not installed is left out, and the reason is printed."""
     chosen = seeds or plan.seeds
     cases = plan.cases(size, chosen[:1] if size is Size.QUICK else chosen)
-    if parts:
-        cases = [case for case in cases if goals.is_wanted(f"{plan.label(case)}, {plan.panel(case)}", parts)]
+    if unknown := set(wants.contenders) - {case.contender for case in cases}:
+        known = ", ".join(dict.fromkeys(case.contender for case in cases))
+        raise SweepError(f"--contenders {', '.join(sorted(unknown))}: not in this figure; known: {known}")
+    cases = [case for case in cases if wants.has(case, f"{plan.label(case)}, {plan.panel(case)}")]
     reasons = {case.contender: missing(case.contender, isinstance(case, Point)) for case in cases}
     left_out = {contender: reason for contender, reason in reasons.items() if reason}
     for contender, reason in left_out.items():
@@ -236,6 +301,9 @@ def main(
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     jps: Annotated[float | None, typer.Option(help="--engine live: arrivals a second", min=1e-6)] = None,
     regimes: Annotated[str, typer.Option(help="of tables: parts of names, between semicolons")] = "",
+    contenders: Annotated[str, typer.Option(help="of a figure: these, between commas")] = "",
+    tiers: Annotated[str, typer.Option(help=f"of a figure: of {', '.join(TIERS)}, between commas")] = "",
+    docs: Annotated[Path | None, typer.Option(help="also NAME-lab or NAME-live for the reader, here")] = None,
     half: Annotated[str, typer.Option(help="traces: report, tune, or fitted (needs no trace)")] = "report",
     machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,
@@ -263,7 +331,8 @@ def main(
             told = seeds_of(seeds) if seeds else fleet_seeds(size)
             serve_fleets(size, told, regimes, jobs, out)
         if plans:
-            sweep(plans, size, chosen, regimes, jobs, out, suffix, p95_s)
+            wants, is_live = wanted(regimes, contenders, tiers), engine is Engine.LIVE
+            sweep(plans, size, chosen, wants, jobs, out, suffix, p95_s, is_live, docs)
     except (SweepError, TraceError) as error:
         raise SystemExit(f"offload_sweep: {error}") from error
 

@@ -15,6 +15,8 @@ from continuum_lmcache.retention.baselines import drop
 from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.types import QueueEntry, Retention
 from experiments.offload_sweep import Engine, at_rate, main, plans_named, seeds_of
+from experiments.server import ServerError
+from experiments.sweep import conditions
 from experiments.sweep.cases import ENDLESS, ORACLE, ROUTER_WARM, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live import run as run_live
@@ -22,7 +24,7 @@ from experiments.sweep.live import selection_of
 from experiments.sweep.live_plans import LADDER, LIVE_PLANS
 from experiments.sweep.plans import PLANS
 from experiments.sweep.readout import capacity, caption, found, ratios, table
-from experiments.sweep.rows import COLUMNS, Rows, key
+from experiments.sweep.rows import COLUMNS, LIVE, Rows, key
 from experiments.sweep.runner import complete
 from experiments.sweep.simulated import run
 
@@ -62,7 +64,7 @@ def test_a_quick_figure_leaves_its_rows_a_table_and_two_pictures(rows: Rows) -> 
     assert rows.missing(PLANS["fig8"].cases(Size.QUICK, [1])) == []
     assert rows.missing([SMALL, BARE]) == []
     names = {path.name for path in rows.path.parent.iterdir()}
-    assert names == {"offload_sweep.csv", "fig8-quick.md", "fig8-quick.png", "fig8-quick.svg"}
+    assert names == {"offload_sweep.csv", *(f"fig8-quick.{end}" for end in ("csv", "md", "png", "svg"))}
     assert "| 0.1 programs/s | continuum |" in (rows.path.parent / "fig8-quick.md").read_text()
 
 
@@ -181,10 +183,46 @@ def test_seeds_are_a_range_or_a_list() -> None:
         seeds_of("5..1")
 
 
+def test_live_rows_say_on_what_they_were_measured_and_those_of_another_machine_are_not_read(
+    tmp_path: Path,
+) -> None:
+    case = Live(STOCK, programs=3, jps=2.0, seed=1)
+    row = Rows(tmp_path / "live.csv", LIVE).add(case, {"job_mean_s": 1.0, "others_cores": 0.1})
+    assert row["measured_on"] == conditions.machine() and "lmcache" in row["versions"] and row["ended"]
+    assert Rows(tmp_path / "live.csv", LIVE).missing([case]) == []
+    text = (tmp_path / "live.csv").read_text()
+    (tmp_path / "live.csv").write_text(text.replace(conditions.machine(), "another"))
+    assert Rows(tmp_path / "live.csv", LIVE).missing([case]) == [case]
+
+
+def test_a_server_that_fails_costs_its_own_row_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second, third = cases = [Live(name, 3, 2.0, 1) for name in (STOCK, "plas", "continuum")]
+
+    def measured(case: Live, _keep: Path) -> dict[str, float]:
+        if case == second:
+            raise ServerError("exited with 1")
+        return {"job_mean_s": 1.0}
+
+    monkeypatch.setattr("experiments.sweep.live.run", measured)
+    rows = Rows(tmp_path / "live.csv", LIVE)
+    with pytest.raises(SweepError, match=r"1 rows are missing:\n.*'plas'.*exited with 1"):
+        complete(rows, cases, jobs=1, quiet=True)
+    assert rows.missing(cases) == [second] and len(rows.of([first, third])) == 2
+    assert "exited with 1" in capsys.readouterr().err
+
+
+def test_the_time_of_other_processes_is_not_ours() -> None:
+    others = conditions.OtherLoad()
+    sum(range(10**6))
+    assert others.cores() >= 0.0
+
+
 @pytest.mark.real
 def test_a_live_case_runs_on_a_server_of_its_own_and_once(tmp_path: Path) -> None:
     case = Live("static-ttl", programs=3, jps=2.0, seed=1, dram_gb=0.1, ssd_gb=0.2)
-    rows = Rows(tmp_path / "rows.csv")
+    rows = Rows(tmp_path / "rows.csv", LIVE)
     complete(rows, [case], jobs=1, quiet=True)
     [row] = rows.of([case])
     assert int(row["jobs"]) == 3
@@ -192,12 +230,12 @@ def test_a_live_case_runs_on_a_server_of_its_own_and_once(tmp_path: Path) -> Non
     assert int(row["pins_taken"]) > 0
     assert float(row["job_p95_s"]) >= float(row["job_p50_s"]) > 0
     before = rows.path.read_text()
-    complete(Rows(rows.path), [case], jobs=1, quiet=True)
+    complete(Rows(rows.path, LIVE), [case], jobs=1, quiet=True)
     assert rows.path.read_text() == before
 
 
 def test_a_live_figure_is_drawn_from_finished_rows_without_a_server(tmp_path: Path) -> None:
-    rows = Rows(tmp_path / "offload_sweep.csv")
+    rows = Rows(tmp_path / "live_sweep.csv", LIVE)
     for at, case in enumerate(LIVE_PLANS["fig9"].cases(Size.QUICK, [1]), 1):
         rows.add(case, {"job_mean_s": float(at), "jobs": 6})
     main(["fig9"], engine=Engine.LIVE, quick=True, out=tmp_path)

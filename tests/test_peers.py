@@ -14,13 +14,14 @@ import pytest
 from continuum_lmcache.retention.policies import POLICIES
 from experiments.client import Client
 from experiments.driver import Plan, run
-from experiments.offload_sweep import cases_of
+from experiments.offload_sweep import Engine, Wanted, cases_of, main, wanted
 from experiments.peers import install, live, settings
 from experiments.sweep import simulated
-from experiments.sweep.cases import AGENTINFER, MICHI, PEERS, ROUTER, ROUTER_WARM, Live, Point
+from experiments.sweep.cases import AGENTINFER, MICHI, PEERS, ROUTER, ROUTER_WARM, Live, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS
 from experiments.sweep.plans import PLANS
+from experiments.sweep.rows import LIVE, Rows
 from experiments.sweep.runner import named
 from experiments.workload import Program, TurnSpec
 from tests.openai_server import FakeServer
@@ -78,13 +79,13 @@ def test_a_contender_that_is_not_installed_is_left_out_with_the_reason(
 ) -> None:
     monkeypatch.setattr(install, "ROUTER", tmp_path / "vllm-router")
     monkeypatch.setattr(install, "ENGINE", tmp_path / "engine")
-    cases = cases_of(LIVE_PLANS["peers"], Size.DEFAULT, [3], "")
+    cases = cases_of(LIVE_PLANS["peers"], Size.DEFAULT, [3], Wanted())
     assert cases
     assert not {case.contender for case in cases} & {*PEERS}
     said = capsys.readouterr().err
     assert f"{ROUTER_WARM} is left out" in said
     assert "python -m experiments.peers.install makes it" in said
-    simulated_too = cases_of(PLANS["peers"], Size.DEFAULT, [3], "")
+    simulated_too = cases_of(PLANS["peers"], Size.DEFAULT, [3], Wanted())
     assert MICHI in {case.contender for case in simulated_too}
 
 
@@ -93,6 +94,38 @@ def test_who_goes_first_changes_with_the_seed_and_each_case_has_a_folder_of_its_
     first = {case.seed: case.contender for case in reversed(cases)}
     assert len(set(first.values())) == 5
     assert len({named(case) for case in cases}) == len(cases) == 5 * 4 * 2 * 6
+
+
+def test_contenders_and_tiers_choose_among_the_rows() -> None:
+    plan = LIVE_PLANS["peers"]
+    ours = cases_of(plan, Size.FULL, [3, 4], wanted("cpu-tiny-mp", "continuum,fcfs", "disk"))
+    assert {(case.contender, case.seed) for case in ours} == {
+        (name, seed) for name in ("continuum", "fcfs") for seed in (3, 4)
+    }
+    assert all(isinstance(case, Live) and case.ssd_gb and case.machine.endswith("mp") for case in ours)
+    with pytest.raises(SweepError, match="--tiers tape is not known; known: none, dram, disk"):
+        wanted("", "", "tape")
+    with pytest.raises(SweepError, match="--contenders lifo: not in this figure; known: .*continuum"):
+        cases_of(plan, Size.FULL, [3], wanted("", "lifo", ""))
+
+
+def test_the_tables_say_each_seed_and_where_others_are_ahead_and_go_into_docs(tmp_path: Path) -> None:
+    rows = Rows(tmp_path / "live_sweep.csv", LIVE)
+    means_s = {("fcfs", 3): 30.0, ("fcfs", 4): 40.0, ("continuum", 3): 35.0, ("continuum", 4): 20.0}
+    wants = {"contenders": "fcfs,continuum", "tiers": "disk", "seeds": "3,4"}
+    for case in cases_of(LIVE_PLANS["peers"], Size.DEFAULT, [3, 4], wanted("", "fcfs,continuum", "disk")):
+        mean_s = means_s[case.contender, case.seed]
+        figures = {"job_mean_s": mean_s, "job_p50_s": 1.0, "job_p99_s": 2.0, "jobs": 40}
+        rows.add(case, figures | {"ttft_max_s": 5.0 if case.contender == "fcfs" else 6.0})
+    main(["peers"], engine=Engine.LIVE, out=tmp_path, docs=tmp_path / "docs", **wants)
+    page = (tmp_path / "docs" / "peers-live.md").read_text()
+    assert "| seed 3 | seed 4 |" in page and "| 30 / 5 | 40 / 5 |" in page
+    assert "longest wait for a first token, s: swe, cpu-tiny" in page, "fcfs is ahead by 16.7 % there"
+    assert "fcfs by 16.7 % (5 for 6; in 2 of 2 seeds)" in page
+    assert "mean job time, s: swe" not in page, "and in the mean job time in one seed only"
+    lines = (tmp_path / "docs" / "peers-live.csv").read_text().splitlines()
+    assert len(lines) == 5 and "measured_on" in lines[0]
+    assert (tmp_path / "docs" / "figures" / "peers-live.png").exists()
 
 
 def test_the_extra_and_the_lock_file_name_the_same_versions() -> None:
@@ -118,6 +151,13 @@ def test_a_peer_runs_in_virtual_time_and_gives_the_clock_back(contender: str) ->
     from agentinfer.scheduling import runtime
 
     assert runtime.time is time
+
+
+@IN_THE_LAB
+def test_a_peer_lets_held_programs_in_when_their_time_comes_though_nothing_else_happens() -> None:
+    """On an idle engine after the last arrival; the lab once put that time off for ever."""
+    point = Point(ROUTER, 8, 1.0, 3)
+    assert simulated.run(point)["jobs"] == point.programs
 
 
 @IN_THE_LAB

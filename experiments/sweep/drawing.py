@@ -28,7 +28,7 @@ WIDE = 5.0  # a panel's largest value over its smallest, from which its scale is
 
 def draw(plan: Plan, pairs: Found, path: Path) -> list[Path]:
     """Write PNG and SVG at `path` (a suffix is added) and return them."""
-    laid = [(WORDS[figure], panels(plan, pairs, figure)) for figure in plan.shows]
+    laid = [(WORDS[figure], panels(plan, pairs, figure)) for figure in plan.drawn or plan.shows]
     cells = [(words, panel, labels) for words, found in laid for panel, labels in found.items()]
     columns = min(MOST_COLUMNS, len(laid[0][1]))
     lines = max(len(labels) for _, _, labels in cells)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from experiments.server import serve
 from experiments.sim.fitted_programs import shapes
 from experiments.sim.trace_programs import SOURCES
 from experiments.sweep.cases import PEERS, ROUTERS, STOCK, Live, SweepError
+from experiments.sweep.conditions import OtherLoad
 from experiments.table1 import GENERATORS
 from experiments.tiny_model import make_model
 
@@ -59,12 +61,14 @@ MACHINES["cpu-tiny-mp"] = replace(MACHINES["cpu-tiny"], mp=True)
 
 
 def run(case: Live, keep: Path) -> dict[str, Any]:
-    """Serve, replay, stop; the figures (rows.FIGURES). Turns and logs stay in `keep`, a folder of the case's.
+    """Serve, replay, stop; the figures (rows.LIVE_FIGURES). Turns and logs stay in `keep`, the case's folder.
 
+    Nothing is measured before all servers are healthy: how long that took is `start_s`.
     Raises SweepError for unknown names and failed turns, ServerError, ServerUnusable.
     """
     machine, policy, chosen = machine_of(case), policy_of(case.contender), selection_of(case)
     keep.mkdir(parents=True, exist_ok=True)
+    others, began_s = OtherLoad(), time.monotonic()
     with ExitStack() as until:
         folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="continuum-live-")))
         args, env = arguments(case, machine, policy, folder)
@@ -80,10 +84,12 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
             url = until.enter_context(
                 peers.router(case.contender, machine.profile, capacity_tokens, engine, log)
             )
+        start_s = time.monotonic() - began_s
         summary = replay(Job(f"{url}/v1", case.label, chosen, keep, identify=says, engine_url=engine))
     if summary["errors"]:
         raise SweepError(f"{case}: {summary['errors']} turns failed; the lines above say why")
-    return figures(summary, summary["job_times_s"])
+    told = {"start_s": start_s, "others_cores": others.cores()}
+    return figures(summary, summary["job_times_s"]) | told
 
 
 def machine_of(case: Live) -> Machine:

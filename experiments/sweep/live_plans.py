@@ -15,7 +15,7 @@ from itertools import product
 from experiments.sweep.cases import PEERS, ROUTER_WARM, STOCK, Case, Live
 from experiments.sweep.grids import Cases, Size
 from experiments.sweep.live import MACHINES
-from experiments.sweep.plans import LMCACHE, UNTUNED, Plan, bare_name, rate, tiers
+from experiments.sweep.plans import BESIDE, LMCACHE, UNTUNED, Plan, bare_name, rate, tiers
 
 KV_GB = MACHINES["cpu-tiny"].kv_gb
 SMALL, LARGE = 0.5 * KV_GB, 8 * KV_GB
@@ -74,7 +74,8 @@ def workload_and_tiers(case: Case) -> str:
 
 
 def in_turns(contenders: Sequence[str], memory_gb: Sequence[Memory]) -> Cases:
-    """Under pressure; FULL: also with LMCache in a server of its own, and on two agents' traces.
+    """Under pressure; FULL: also with LMCache in a server of its own, and on two agents' traces. QUICK: each
+    starts once in both modes of LMCache, with the largest memory.
 
     Who goes first changes with the seed.
     """
@@ -82,10 +83,13 @@ def in_turns(contenders: Sequence[str], memory_gb: Sequence[Memory]) -> Cases:
     def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
         programs, jps = (6, 1.0) if size is Size.QUICK else (40, 2.0)
         settings = [("swe", "cpu-tiny")]
+        if size is not Size.DEFAULT:
+            settings.append(("swe", "cpu-tiny-mp"))
         if size is Size.FULL:
-            settings += [("swe", "cpu-tiny-mp"), *((trace, "cpu-tiny") for trace in AGENTS)]
+            settings += [(trace, "cpu-tiny") for trace in AGENTS]
+        chosen = memory_gb[-1:] if size is Size.QUICK else memory_gb
         found: list[Case] = []
-        for seed, (workload, machine), (dram_gb, ssd_gb) in product(seeds, settings, memory_gb):
+        for seed, (workload, machine), (dram_gb, ssd_gb) in product(seeds, settings, chosen):
             first = seed % len(contenders)
             base = Live(STOCK, programs, jps, seed, workload, machine, dram_gb, ssd_gb)
             found += [replace(base, contender=name) for name in (*contenders[first:], *contenders[:first])]
@@ -143,7 +147,9 @@ LIVE_PLANS: dict[str, Plan] = {
         everything,
         bare_name,
         baseline="continuum",
-        shows=("job_mean_s", "job_p95_s", "ttft_max_s"),
+        shows=BESIDE,
+        drawn=("job_mean_s", "ttft_max_s"),
+        by_seed=True,
         seeds=UNTUNED,
     ),
     "fig15": Plan("Ablation", cases_of(LADDER, [(0.0, 0.0), (LARGE, 0.0)]), tiers, bare_name),

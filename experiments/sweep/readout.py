@@ -49,6 +49,47 @@ def table(plan: Plan, pairs: Found) -> list[list[str]]:
     return lines
 
 
+def by_seed(plan: Plan, pairs: Found) -> list[list[str]]:
+    """A header, then a line per panel and label: the plan's first and last figure of each seed."""
+    first, last = (panels(plan, pairs, figure) for figure in (plan.shows[0], plan.shows[-1]))
+    seeds = sorted({case.seed for case, _ in pairs})
+    lines = [["", "", *(f"seed {seed}" for seed in seeds)]]
+    for panel, labels in first.items():
+        for label, found in labels.items():
+            both = [(found.get(seed), last[panel][label].get(seed)) for seed in seeds]
+            cells = ["" if a is None or b is None else f"{shown(a)} / {shown(b)}" for a, b in both]
+            lines.append([panel, label, *cells])
+    return lines
+
+
+def ahead(plan: Plan, pairs: Found, figure: str) -> list[str]:
+    """Where others are below the baseline in the mean over the seeds that both ran, and by how much."""
+    found: list[str] = []
+    for panel, labels in panels(plan, pairs, figure).items():
+        ours = labels.get(plan.baseline, {})
+        for label, theirs in labels.items():
+            seeds = sorted(ours.keys() & theirs.keys())
+            mine_s, other_s = (sum(of[seed] for seed in seeds) for of in (ours, theirs))
+            if label != plan.baseline and other_s < mine_s:
+                won = sum(theirs[seed] < ours[seed] for seed in seeds)
+                means = f"{shown(other_s / len(seeds))} for {shown(mine_s / len(seeds))}"
+                much = f"{100 * (1 - other_s / mine_s):.1f} %"
+                found.append(f"{panel}: {label} by {much} ({means}; in {won} of {len(seeds)} seeds)")
+    return found
+
+
+def figures_by_case(plan: Plan, pairs: Found) -> list[list[str]]:
+    """Every case, a line each, with the plan's figures and where its row comes from, for a CSV."""
+    told = [
+        name for name in ("code", "commit", "measured_on", "ended", "others_cores") if name in pairs[0][1]
+    ]
+    lines = [["setting", "contender", "seed", *plan.shows, *told]]
+    for case, row in pairs:
+        figures = [f"{float(row[figure]):.4g}" for figure in plan.shows]
+        lines.append([plan.panel(case), plan.label(case), f"{case.seed}", *figures, *(row[n] for n in told)])
+    return lines
+
+
 def caption(pairs: Found) -> str:
     """What was run: sizes, rates, seeds, machine, and whether its numbers were measured."""
     cases = [case for case, _ in pairs]

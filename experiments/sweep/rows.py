@@ -1,7 +1,8 @@
 """A CSV with one schema: a row per finished case, appended, never rewritten.
 
 A row's key is a hash of the case and of the code that made it. A row made by other code stays in the
-file and is not read: a changed scheduler is measured again.
+file and is not read: a changed scheduler is measured again. Rows of real servers are in a file of their own:
+they say on what they were measured (conditions.py), and those of another machine are not read either.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.sweep.cases import Case, FleetPoint, Live, Point, SweepError, inputs
+from experiments.sweep.conditions import CONDITIONS, MACHINE, conditions, machine, versions
 
 SCHEMA = 3  # raise it when a column changes its meaning
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -34,8 +36,15 @@ FLEET_MODULES = (
 SERVERS = (
     *COMMON,
     "connectors/**/*.py",
-    "profiles/*.yaml",
-    *(f"experiments/{name}.py" for name in ("server", "tiny_model", "replay", "driver", "client", "summary")),
+    *(
+        "profiles/*.yaml",
+        "lmcache.json",
+        "lmcache-mp.json",
+        "experiments/peers/*.py",
+        "requirements/peers.lock",
+    ),
+    *(f"experiments/{name}.py" for name in ("server", "mp_server", "tiny_model", "replay", "selection")),
+    *(f"experiments/{name}.py" for name in ("driver", "client", "summary")),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "live")),
 )
 FLEETS = (*LAB, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
@@ -46,6 +55,12 @@ FIGURES = (
     *("gpu_tokens", "dram_tokens", "ssd_tokens", "offload_tokens", "computed_tokens", "scheduled_tokens"),
     *("steps", "preemptions", "pins_taken", "pins_reused", "pins_expired", "pins_reclaimed"),
     "measured",
+)
+LIVE_FIGURES = (
+    *("job_mean_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s", "ttft_mean_s", "ttft_p99_s"),
+    *("ttft_max_s", "end_s", "jobs", "jobs_per_s", "start_s", "others_cores"),
+    *("gpu_tokens", "dram_tokens", "ssd_tokens", "offload_tokens", "computed_tokens", "preemptions"),
+    *("pins_taken", "pins_reused", "pins_expired", "pins_reclaimed", "measured"),
 )
 FLEET_FIGURES = (
     *("job_mean_s", "job_p50_s", "job_p90_s", "job_p99_s", "end_s", "jobs", "turns"),
@@ -67,21 +82,24 @@ class Sheet:
 
     kinds: tuple[type, ...]  # of cases
     figures: tuple[str, ...]
+    conditions: tuple[str, ...] = ()  # conditions.CONDITIONS, where rows depend on them
 
     @property
     def columns(self) -> tuple[str, ...]:
         known = dict.fromkeys(field.name for kind in self.kinds for field in fields(kind))
-        return ("key", "code", "kind", *known, *self.figures)
+        return ("key", "code", "kind", *known, *self.figures, *self.conditions)
 
 
-SWEEP, FLEET = Sheet((Point, Live), FIGURES), Sheet((FleetPoint,), FLEET_FIGURES)
+SWEEP, FLEET = Sheet((Point,), FIGURES), Sheet((FleetPoint,), FLEET_FIGURES)
+LIVE = Sheet((Live,), LIVE_FIGURES, CONDITIONS)
 COLUMNS = SWEEP.columns
 
 
 @cache
 def code(kind: str) -> str:
-    """Names the schema, vLLM's version and the source that rows of this kind come from."""
-    digest = hashlib.sha256(f"{SCHEMA} {_vllm_version()}".encode())
+    """Names the schema, the versions and the source that rows of this kind come from."""
+    told = versions() if kind == "live" else _vllm_version()
+    digest = hashlib.sha256(f"{SCHEMA} {told}".encode())
     for path in sorted(path for pattern in CODE[kind] for path in ROOT.glob(pattern)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
@@ -119,7 +137,8 @@ class Rows:
         if unknown := figures.keys() - set(self.sheet.figures):
             raise SweepError(f"no column for {', '.join(sorted(unknown))}; add it to rows.py")
         known = inputs(case)
-        values = {"key": key(case), "code": code(known["kind"]), **known, **figures}
+        told = conditions() if self.sheet.conditions else {}
+        values = {"key": key(case), "code": code(known["kind"]), **known, **figures, **told}
         row = {name: "" if values.get(name) is None else str(values[name]) for name in self.sheet.columns}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not self.path.exists()
@@ -133,7 +152,8 @@ class Rows:
 
 
 def _is_of_now(row: Row) -> bool:
-    return row["kind"] in CODE and row["code"] == code(row["kind"])
+    is_here = MACHINE not in row or row[MACHINE] == machine()
+    return is_here and row["kind"] in CODE and row["code"] == code(row["kind"])
 
 
 def _read(path: Path, columns: Sequence[str]) -> Sequence[Row]:

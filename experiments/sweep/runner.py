@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -20,18 +21,28 @@ from experiments.sweep.rows import Rows
 
 
 def complete(rows: Rows, cases: Sequence[Case], jobs: int, quiet: bool = False) -> None:
-    """Add a row for each case that lacks one, each as soon as it is there."""
+    """Add a row for each case that lacks one, each as soon as it is there.
+
+    Raises SweepError for the first case of the lab that fails. A server's failure costs its own row alone: it
+    is told at once, the others are measured, and SweepError names all such cases at the end.
+    """
     refuse_settings()
-    missing = rows.missing(cases)
+    missing, failed = rows.missing(cases), list[SweepError]()
     keep = rows.path.parent / "live"
-    for case, figures in tqdm(measured(missing, jobs, keep), total=len(missing), unit="row", disable=quiet):
+    told = measured(missing, jobs, keep, failed)
+    for case, figures in tqdm(told, total=len(missing), unit="row", disable=quiet):
         rows.add(case, figures)
+    if failed:
+        raise SweepError("\n".join([f"{len(failed)} rows are missing:", *map(str, failed)]))
 
 
-def measured(cases: Sequence[Case], jobs: int, keep: Path) -> Iterator[tuple[Case, dict[str, Any]]]:
+def measured(
+    cases: Sequence[Case], jobs: int, keep: Path, failed: list[SweepError]
+) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Each case with its figures, as they end. Simulations share the cores, servers do not.
 
-    What a server and its clients said stays in a folder of the case's in `keep`.
+    What a server and its clients said stays in a folder of the case's in `keep`; why one has no figures
+    joins `failed`.
     """
     points = [case for case in cases if not isinstance(case, Live)]
     alone = [case for case in cases if isinstance(case, Live)]
@@ -45,7 +56,14 @@ def measured(cases: Sequence[Case], jobs: int, keep: Path) -> Iterator[tuple[Cas
                     yield running[done], done.result()
             finally:  # stopped or failed: do not wait for what has not begun
                 pool.shutdown(cancel_futures=True)
-    yield from ((case, measure(case, keep)) for case in alone)
+    for case in alone:
+        try:
+            figures = measure(case, keep)
+        except SweepError as error:
+            tqdm.write(f"{error}", file=sys.stderr)
+            failed.append(error)
+        else:
+            yield case, figures
 
 
 def measure(case: Case, keep: Path) -> dict[str, Any]:

@@ -1,0 +1,71 @@
+"""On what something was measured: machine, versions, commit, and how many cores others used meanwhile."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import time
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINE = "measured_on"
+CONDITIONS = (MACHINE, "versions", "commit", "ended")  # columns
+
+
+@cache
+def machine() -> str:
+    """This machine in a few words."""
+    cpu = memory_gib = "unknown"
+    if platform.system() == "Linux":
+        info = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.partition(": ")[2] for line in info if line.startswith("model name")), cpu)
+        memory_gib = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f}"
+    return f"{cpu}, {os.cpu_count()} cores, {memory_gib} GiB"
+
+
+def versions() -> str:
+    """Python's and the engines'."""
+    engines = ", ".join(f"{name} {version(name)}" for name in ("vllm", "lmcache", "torch"))
+    return f"Python {platform.python_version()}, {engines}"
+
+
+def conditions() -> dict[str, str]:
+    """Of a row that is written now."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return dict(zip(CONDITIONS, (machine(), versions(), commit(), now), strict=True))
+
+
+def commit() -> str:
+    """The checkout's, with a + where files differ from it; "" where there is no checkout."""
+    try:
+        told = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
+        return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+class OtherLoad:
+    """How busy everybody else on the machine is from now on: a row on a quiet machine has about 0.
+
+    Our own share is this process's and that of children which have ended and were waited for.
+    """
+
+    def __init__(self) -> None:
+        self._others_s, self._began_s = others_cpu_s(), time.monotonic()
+
+    def cores(self) -> float:
+        """The mean number of cores that others used. Ask once the servers have stopped."""
+        return max(0.0, others_cpu_s() - self._others_s) / (time.monotonic() - self._began_s)
+
+
+def others_cpu_s() -> float:
+    """Seconds of all cores since the machine's start, without ours."""
+    times = psutil.cpu_times()
+    idle_s = times.idle + getattr(times, "iowait", 0.0)
+    return float(sum(times[:8]) - idle_s - sum(os.times()[:4]))
