@@ -339,6 +339,34 @@ def test_a_program_moves_between_turns_only_and_stays_where_it_went() -> None:
     assert host.fleet.stays["cooldown"] == 1 and host.fleet.thrash == 0
 
 
+def too_many_at_home(**figures: Any) -> Host:
+    """p is between turns and nine others' turns run, all on a: contexts four times its memory. b joins."""
+    host = Host(1, margin_s=0.5)
+    host.news(0.0, **figures)
+    for program in "pqrstuvwxy":
+        route = host.sends(program, 4_000, said_turns=3)
+        assert isinstance(route, Route)
+        host.fleet.paused(0.0, route.turn, 4_000)
+    for program in "qrstuvwxy":
+        host.sends(program, 4_000)
+    host.fleet.joined(0.0, report("b", **figures))
+    return host
+
+
+def test_a_program_leaves_a_stock_engine_that_has_no_room_for_the_contexts_it_serves() -> None:
+    """What would have to be computed again there costs no less than elsewhere."""
+    host = too_many_at_home()
+    route = host.sends("p", 4_000)
+    assert isinstance(route, Route) and (route.replica, route.moved_from) == (B, A), host.fleet.stays
+    host.fleet.check()
+
+
+def test_an_engine_that_tells_its_headroom_is_taken_to_hold_what_it_let_in() -> None:
+    host = too_many_at_home(headroom_tokens=20_000.0)
+    route = host.sends("p", 4_000)
+    assert isinstance(route, Route) and route.replica == A
+
+
 def test_nothing_moves_by_a_report_that_is_old() -> None:
     host = waits_at_home()
     host.now_s = 2.6

@@ -435,14 +435,22 @@ class Fleet:
     ) -> Side:
         """A replica as the program's next turn would meet it."""
         is_fresh = place.age_s(now_s) <= self.config.move_age_s
+        costs, context_tokens = place.report.costs, entry.context_tokens
         return Side(
             place.report.replica,
             place.wait_s(is_fresh),
             place.pending_tokens,
-            0.0 if is_home else self._bring_s(place.report.costs, entry.context_tokens),
+            self._again_s(place, context_tokens) if is_home else self._bring_s(costs, context_tokens),
             is_home or (is_fresh and place.fits(now_s, prompt_tokens, max(1, entry.turns))),
             is_fresh,
         )
+
+    def _again_s(self, place: Place, context_tokens: int) -> float:
+        """What a context's KV costs its home, for the part that it is taken to have lost."""
+        kept_tokens = int(context_tokens * place.kept_share)
+        if kept_tokens == context_tokens:
+            return 0.0
+        return place.report.costs.prefill_s(context_tokens - kept_tokens, kept_tokens)
 
     def _bring_s(self, costs: CostModel, context_tokens: int) -> float:
         """What a context's KV costs a replica that it was never on."""
@@ -516,7 +524,8 @@ class Fleet:
         assert entry.home is not None
         admission = self.places.places[entry.home].admission
         admission.arrives(now_s, entry.id, prompt_tokens, turns=max(1, entry.turns))
-        held_tokens = entry.context_tokens if why is Why.HOME else 0
+        kept_share = self.places.places[entry.home].kept_share
+        held_tokens = int(entry.context_tokens * kept_share) if why is Why.HOME else 0
         entry.live.add(turn)
         entry.has_started = True
         route = replace(self._route(now_s, entry, turn, why), moved_from=moved_from)

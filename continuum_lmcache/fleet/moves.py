@@ -30,7 +30,7 @@ class Side:
     replica: ReplicaId
     wait_s: float  # before its prompt is computed
     pending_tokens: int  # of prompts that wait there or are being computed
-    bring_s: float  # to have its context's KV there: PrefillReload, 0 at home
+    bring_s: float  # to have its context's KV there: PrefillReload; at home for what is lost there
     has_room: bool = True  # for its forecast, beside all that is spoken for
     is_fresh: bool = True  # whether its report is new enough to move by
 

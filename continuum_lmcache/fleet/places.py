@@ -86,6 +86,17 @@ class Place:
             return self.admission.headroom_tokens
         return self.report.headroom_tokens - sum(tokens for _, tokens in self.promised)
 
+    @property
+    def kept_share(self) -> float:
+        """How much of its programs' contexts it is taken to hold still, 0 to 1.
+
+        Stock vLLM does not say: of contexts for which there is no room, the part that fits.
+        """
+        if self.report.headroom_tokens is not None:
+            return 1.0  # the engine's own admission sees to it
+        over_tokens = max(0.0, -self.admission.headroom_tokens)
+        return self.report.gpu_tokens / (self.report.gpu_tokens + over_tokens) if over_tokens else 1.0
+
     def fits(self, now_s: float, prompt_tokens: int, turns: int) -> bool:
         """Whether a program that has finished `turns` has room, and nobody waits here for room already."""
         if self.report.headroom_tokens is None:
