@@ -3,8 +3,9 @@
     python -m experiments.offload_sweep all --out results
     python -m experiments.gallery --results results --out docs
 
-Writes OUT/figures.md, and PNG and SVG into OUT/figures/. The page begins with OUT/figures-words.md,
-which is written by hand; all else is from the rows, and a figure that lacks one is left out by name.
+Writes OUT/figures.md, and PNG, SVG and the table as CSV into OUT/figures/. The page begins with
+OUT/figures-words.md, which is written by hand; all else is from the rows, and a figure that lacks one is
+left out by name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from experiments.sweep.grids import Size
 from experiments.sweep.plans import PLANS, Plan
 from experiments.sweep.readout import BySeed, Found, caption, found, holds, panels, ratios, table
 from experiments.sweep.rows import Rows, code
-from experiments.tables import markdown, spread
+from experiments.tables import markdown, spread, write_lines
 
 OURS = "continuum"
 LEAST_LOSS = 1.01  # below one percent nobody can tell
@@ -34,9 +35,9 @@ P95_S = 600.0  # for what a machine holds
 
 
 def section(name: str, plan: Plan, pairs: Found) -> str:
-    """One figure: how it is made, what was run, the picture, the table."""
+    """One figure: how it is made, what was run, the picture, where its table lies."""
     parts = [f"## {name}: {plan.title}", f"    python -m experiments.offload_sweep {name}", caption(pairs)]
-    parts += [f"![{name}](figures/{name}.png)", markdown(table(plan, pairs))]
+    parts += [f"![{name}](figures/{name}.png)", f"All cells: [figures/{name}.csv](figures/{name}.csv)."]
     if name == "whatif":
         parts.append(markdown(holds(plan, pairs, P95_S)))
     return "\n\n".join(parts)
@@ -107,6 +108,7 @@ def main(
         if not rows.missing(cases):
             finished[name] = found(rows, cases)
             draw(plan, finished[name], folder / name)
+            write_lines(table(plan, finished[name]), folder / f"{name}.csv")
     (out / "figures.md").write_text(page(words, finished, [name for name in PLANS if name not in finished]))
     print(f"wrote {out / 'figures.md'}: {', '.join(finished) or 'nothing'}")
 

@@ -20,7 +20,6 @@ start it again as you like. --seeds, --contenders and --tiers choose among a fig
 
 from __future__ import annotations
 
-import csv
 import difflib
 import os
 import shutil
@@ -51,7 +50,7 @@ from experiments.sweep.plans import PLANS, WORDS, Plan
 from experiments.sweep.readout import Found, ahead, by_seed, caption, figures_by_case, found, holds, table
 from experiments.sweep.rows import FLEET, LIVE, Rows
 from experiments.sweep.runner import complete
-from experiments.tables import markdown, plain
+from experiments.tables import markdown, plain, write_lines
 
 ALL = "all"
 GOALS = "goals"
@@ -165,8 +164,7 @@ def sweep(
             text += f"\n{markdown(held)}\n"
         path.with_suffix(".md").write_text(text)
         if pairs:
-            with path.with_suffix(".csv").open("w", newline="") as file:
-                csv.writer(file).writerows(figures_by_case(plan, pairs))
+            write_lines(figures_by_case(plan, pairs), path.with_suffix(".csv"))
             draw(plan, pairs, path)
             if docs is not None:
                 into_docs(f"{name}-live" if is_live else f"{name}-lab", text, path, docs)
@@ -218,8 +216,10 @@ def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) ->
     title = f"Goals, seeds {', '.join(map(str, seeds))} (tuned on 1 and 2)"
     conditions = caption(found(rows, goals.cases(chosen, seeds)))
     Console(width=WIDTH).print(plain(lines, title), conditions, "", sep="\n")
-    name = f"goals-{size.value}{'-some' if parts else ''}.md"
-    (out / name).write_text(f"{title}. {conditions}\n\n{markdown(lines)}\n")
+    path = out / f"goals-{size.value}{'-some' if parts else ''}"
+    short = markdown(goals.fallen_short(lines))
+    path.with_suffix(".md").write_text(f"{title}. {conditions}\n\n{goals.counted(lines)}\n\n{short}\n")
+    write_lines(lines, path.with_suffix(".csv"))
 
 
 def replay_traces(
@@ -246,8 +246,7 @@ def replay_traces(
     path.with_suffix(".md").write_text(
         "\n".join([f"{title}. {words[0]}", *words[1:], "", markdown(lines), ""])
     )
-    with path.with_suffix(".csv").open("w", newline="") as file:
-        csv.writer(file).writerows(lines)
+    write_lines(lines, path.with_suffix(".csv"))
     from experiments.sweep.drawing import draw_traces  # matplotlib takes a second to import
 
     draw_traces(trace_goals.by_name(rows, settings), title, path)

@@ -144,6 +144,12 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "|---" + "|---:" * (len(rows[0]) - 1) + "|", *lines[1:]])
 
 
+def write_lines(lines: Sequence[Sequence[str]], path: Path) -> None:
+    """The table as CSV."""
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(lines)
+
+
 def plain(rows: Sequence[Sequence[str]], title: str) -> Table:
     """The table for a terminal."""
     table = Table(title=title, title_justify="left")

@@ -60,7 +60,7 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Policy], Point]:
     return register
 
 
-def test_a_quick_figure_leaves_its_rows_a_table_and_two_pictures(rows: Rows) -> None:
+def test_a_quick_figure_leaves_its_rows_two_tables_and_two_pictures(rows: Rows) -> None:
     assert rows.missing(PLANS["fig8"].cases(Size.QUICK, [1])) == []
     assert rows.missing([SMALL, BARE]) == []
     names = {path.name for path in rows.path.parent.iterdir()}
@@ -299,6 +299,7 @@ def test_a_figure_says_its_size_rate_seeds_and_that_nothing_was_measured(rows: R
     words = caption(pairs)
     for said in ("n = 12 programs", "0.1 a second", "seeds 1", "machine a100, NOT measured"):
         assert said in words
+    assert "load 1.5, seeds 1" in caption([(replace(SMALL, jps=0.0, load=1.5), pairs[0][1])])
     assert [line[1] for line in table(plan, pairs)[1:]] == ["fcfs", "continuum"]
     png, svg = draw(plan, pairs, tmp_path / "figure")
     assert png.stat().st_size > 10_000 and "<svg" in svg.read_text()

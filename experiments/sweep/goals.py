@@ -6,6 +6,7 @@ policy was tuned on seeds 1 and 2; the seeds here are others.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -14,18 +15,16 @@ from statistics import mean, stdev
 
 from experiments.sim.trace_programs import FITTED
 from experiments.sweep.cases import STOCK, Point, SweepError
-from experiments.sweep.grids import DRAM_GB, SLOW_DRAM_GB, Size
+from experiments.sweep.grids import CODING, DRAM_GB, KV_CONTEXTS, SLOW_DRAM_GB, TIERS, Size
 from experiments.sweep.rows import Row, Rows
 from experiments.tables import spread
 
 OURS, PAPER, ORDER = "continuum", "continuum-published", "program-fcfs"
 SEEDS = {Size.QUICK: (3,), Size.DEFAULT: (3, 4), Size.FULL: (3, 4, 5, 6, 7)}
 PROGRAMS = {Size.QUICK: 12, Size.DEFAULT: 60, Size.FULL: 80}
-AGENTS = ("claude-code-swe", "mini-swe", "claude-code", "bfcl")  # shapes of sim/fitted_programs.py
+AGENTS = (CODING, "mini-swe", "claude-code", "bfcl")  # shapes of sim/fitted_programs.py
 CARDS = ("a100", "h200")  # a slow one and a fast one
 LOADS = (0.6, 1.0, 1.5)  # seconds of work a second
-TIERS = {"none": (0.0, 0.0), "DRAM": (1.5, 0.0), "DRAM, disk": (0.5, 4.0)}  # in sizes of the GPU's KV cache
-KV_CONTEXTS = 6.0  # mean final contexts in that, as 480k tokens are to Table 1's mean program
 MOST_P99 = 1.05  # times program-fcfs's P99 of job times, on the mean of the seeds
 
 
@@ -184,6 +183,9 @@ def cases(chosen: Sequence[Goal], seeds: Iterable[int]) -> list[Point]:
     return [point for seed in seeds for goal in chosen for point in goal.at(seed).points]
 
 
+VERDICT = 5  # its column in table()
+
+
 def table(rows: Rows, chosen: Sequence[Goal], seeds: Sequence[int]) -> list[list[str]]:
     """A header, then a line per goal. The mean of several seeds has its standard error."""
     header = ["", "against the best of", "least / aim", "by seed", "mean", "verdict", "P99 / order's"]
@@ -225,6 +227,21 @@ def verdict(goal: Goal, ratios: Sequence[float], tails: Sequence[float]) -> str:
     reached = min(ratios) if goal.worst_seed else mean(ratios)
     words = "aim" if reached >= goal.aim else "least" if reached >= goal.least else "MISSED"
     return words if mean(tails) <= MOST_P99 else f"{words}, TAIL"
+
+
+def fallen_short(lines: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Of table()'s lines the header, and those that miss their least or whose tail is too long."""
+    return [lines[0], *(line for line in lines[1:] if "MISSED" in line[VERDICT] or "TAIL" in line[VERDICT])]
+
+
+def counted(lines: Sequence[Sequence[str]]) -> str:
+    """Table()'s verdicts in a sentence."""
+    reached = Counter(line[VERDICT].partition(",")[0] for line in lines[1:])
+    tails = sum("TAIL" in line[VERDICT] for line in lines[1:])
+    return (
+        f"Of {len(lines) - 1} goals {reached['aim']} reach their aim, {reached['least']} their least, "
+        f"{reached['MISSED']} miss it; {tails} have a tail. Below: those that miss or have a tail."
+    )
 
 
 def row_of(rows: Rows, point: Point) -> Row:

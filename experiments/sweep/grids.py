@@ -12,6 +12,7 @@ from dataclasses import replace
 from enum import Enum
 from itertools import product
 
+from experiments.sim.trace_programs import FITTED
 from experiments.sweep.cases import AGENTINFER, ENDLESS, MICHI, ORACLE, ROUTERS, STOCK, Case, Point
 
 
@@ -33,6 +34,9 @@ FEW = (STOCK, "program-fcfs", "infercept", "continuum-published", "continuum")
 LADDER = (STOCK, "program-fcfs", "static-ttl", "continuum-published", "continuum")  # one rung each
 DRAM_GB = 100.0  # the paper's, for an A100
 SLOW_DRAM_GB = 20.0  # in front of a disk
+TIERS = {"none": (0.0, 0.0), "DRAM": (1.5, 0.0), "DRAM, disk": (0.5, 4.0)}  # in sizes of the GPU's KV cache
+KV_CONTEXTS = 6.0  # mean final contexts in that, as 480k tokens are to Table 1's mean program
+CODING = "claude-code-swe"  # a shape of sim/fitted_programs.py
 PUBLISHED_SEED = 42
 Cases = Callable[[Size, Sequence[int]], list[Case]]
 
@@ -84,6 +88,13 @@ def beside_peers(size: Size, seeds: Sequence[int]) -> list[Case]:
 def ladder(size: Size, seeds: Sequence[int]) -> list[Case]:
     """The ablation without tiers and with DRAM, at the highest rate."""
     return points(size, seeds, LADDER, *(setting(rates_of(size)[-1], gb) for gb in (0.0, DRAM_GB)))
+
+
+def by_tiers(size: Size, seeds: Sequence[int]) -> list[Case]:
+    """Programs like Claude Code's, as much work as the machine can do, with each tier behind the GPU."""
+    agents = Point(STOCK, 1, 0.0, 0, f"trace:{CODING}:{FITTED}", load=1.0, kv_contexts=KV_CONTEXTS)
+    tiered = [replace(agents, dram_kv=dram, ssd_kv=ssd) for dram, ssd in TIERS.values()]
+    return points(size, seeds, LADDER, *tiered)
 
 
 def by_ssd(size: Size, seeds: Sequence[int]) -> list[Case]:

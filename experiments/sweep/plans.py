@@ -15,6 +15,7 @@ from experiments.sweep.grids import (
     by_memory,
     by_rate,
     by_ssd,
+    by_tiers,
     by_turns,
     ladder,
     published,
@@ -66,6 +67,14 @@ def tiers(case: Case) -> str:
     if not case.dram_gb and not case.ssd_gb:
         return "no offloading"
     return f"DRAM {case.dram_gb:g} GB" + (f", disk {case.ssd_gb:g} GB" if case.ssd_gb else "")
+
+
+def in_kv_caches(case: Case) -> str:
+    """Tiers in sizes of the GPU's KV cache."""
+    assert isinstance(case, Point)
+    if not case.offloads:
+        return "no offloading"
+    return f"DRAM {case.dram_kv:g} x the GPU's" + (f", disk {case.ssd_kv:g} x" if case.ssd_kv else "")
 
 
 def bare_name(case: Case) -> str:
@@ -121,6 +130,14 @@ def of_survey(name: str, machine: str, dram_gb: float) -> Plan:
 BESIDE = ("job_mean_s", "job_p50_s", "job_p99_s", "ttft_max_s")  # of other projects' schedulers
 DRAM = f"{DRAM_GB:g} GB of DRAM"
 PLANS: dict[str, Plan] = {
+    "tiers": Plan(
+        "Programs like Claude Code's, a machine's whole work",
+        by_tiers,
+        in_kv_caches,
+        bare_name,
+        shows=("job_mean_s", "ttft_max_s"),
+        seeds=UNTUNED,
+    ),
     "fig8": Plan("No offloading", by_rate(0.0), rate),
     "fig9": Plan(DRAM, by_rate(DRAM_GB), rate, baseline=LMCACHE),
     "fig10": Plan(

@@ -102,11 +102,19 @@ def caption(pairs: Found) -> str:
         )
     merged = {case.merge_steps for case in cases if isinstance(case, Point)} != {1}
     return (
-        f"simulated: {_values(cases, 'workload')}, n = {jobs} programs, {_values(cases, 'jps')} a second, "
+        f"simulated: {_values(cases, 'workload')}, n = {jobs} programs, {_arrivals(cases)}, "
         f"seeds {_values(cases, 'seed')}\nmachine {_values(cases, 'machine')}, "
         f"{'measured' if measured else 'NOT measured: data sheet and assumed shares'}; {_loads(cases)}"
         f"{'; decode steps merged' if merged else ''}"
     )
+
+
+def _arrivals(cases: Sequence[Case]) -> str:
+    """Programs a second, or the work that arrives a second."""
+    loaded = [case for case in cases if isinstance(case, Point) and case.load]
+    timed = [case for case in cases if case not in loaded]
+    words = [f"{_values(timed, 'jps')} a second"] if timed else []
+    return " and ".join(words + ([f"load {_values(loaded, 'load')}"] if loaded else []))
 
 
 def _loads(cases: Sequence[Case]) -> str:

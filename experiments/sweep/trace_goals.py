@@ -18,8 +18,8 @@ from statistics import mean
 
 from experiments.sim.trace_programs import FITTED
 from experiments.sweep.cases import ENDLESS, TRUE_SIZES, Point
-from experiments.sweep.goals import AGENTS, KV_CONTEXTS, LOADS, ORDER, OURS, PAPER, TIERS, row_of, with_error
-from experiments.sweep.grids import Size
+from experiments.sweep.goals import AGENTS, LOADS, ORDER, OURS, PAPER, row_of, with_error
+from experiments.sweep.grids import KV_CONTEXTS, TIERS, Size
 from experiments.sweep.rows import Row, Rows
 
 CONTROL = "chat"
