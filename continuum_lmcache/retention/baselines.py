@@ -20,7 +20,7 @@ SLOW_TOOLS = SLOW | frozenset(("Task", "WebSearch", "WebFetch"))
 POSTERIOR_SAMPLES = 3  # below this a key's posterior is mostly the prior's
 
 
-def drop(
+def no_retention(
     _turn: FinishedTurn, _gaps: ToolDurations, _costs: CostModel, _load: EngineLoad, config: ContinuumConfig
 ) -> Retention:
     """Never pin: what vLLM does."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import CostModel
-from continuum_lmcache.retention.baselines import drop, infercept, mean_threshold, static_ttl, three_way
+from continuum_lmcache.retention import baselines
 from continuum_lmcache.retention.queue_order import Order, by_attained_service, by_pin, by_program, by_turn
 from continuum_lmcache.retention.ttl_solver import best_ttl, explained
 from continuum_lmcache.tools.durations import ToolDurations
@@ -48,13 +48,13 @@ def continuum(
 
 
 POLICIES: dict[str, Policy] = {
-    "fcfs": Policy(drop, by_turn),
-    "program-fcfs": Policy(drop, by_program),
-    "static-ttl": Policy(static_ttl, by_pin),
-    "mean-threshold": Policy(mean_threshold, by_pin),
-    "plas": Policy(drop, by_attained_service),
-    "infercept": Policy(infercept, by_program),
-    "three-way": Policy(three_way, by_pin),
+    "fcfs": Policy(baselines.no_retention, by_turn),
+    "program-fcfs": Policy(baselines.no_retention, by_program),
+    "static-ttl": Policy(baselines.static_ttl, by_pin),
+    "mean-threshold": Policy(baselines.mean_threshold, by_pin),
+    "plas": Policy(baselines.no_retention, by_attained_service),
+    "infercept": Policy(baselines.infercept, by_program),
+    "three-way": Policy(baselines.three_way, by_pin),
     "continuum-published": Policy(continuum, by_pin),
     "continuum": Policy(continuum, by_pin, beyond=True),
 }
