@@ -61,17 +61,17 @@ class RetentionAdvisor:
     @property
     def admits(self) -> bool:
         """Whether new programs wait until there is room."""
-        return self._policy.beyond and self.config.admission
+        return self._policy.has_extensions and self.config.admission
 
     @property
     def evicts_ended(self) -> bool:
         """Whether the KV of a program that is over goes first."""
-        return self._policy.beyond and self.config.evict_ended_programs
+        return self._policy.has_extensions and self.config.evict_ended_programs
 
     @property
     def decodes_first(self) -> bool:
         """Whether a step's budget goes to decodes before any prompt, and is ours to choose where measured."""
-        return self._policy.beyond and self.config.measured_chunk
+        return self._policy.has_extensions and self.config.measured_chunk
 
     def chunks(self, most_tokens: int) -> PrefillChunkTuner:
         """The budget of a step, where it is ours to choose and was measured."""
@@ -80,18 +80,18 @@ class RetentionAdvisor:
     @property
     def stops_stores(self) -> bool:
         """Whether storing may be left where it does not pay."""
-        return self._policy.beyond and self.config.stop_stores
+        return self._policy.has_extensions and self.config.stop_stores
 
     def prices(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier brings it
         back for little there is little to keep it for: then each second costs one, as in the paper."""
         dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
-        return self._policy.beyond and self.config.priced_pins and reload_s >= dear_s
+        return self._policy.has_extensions and self.config.priced_pins and reload_s >= dear_s
 
     @property
     def learns_matches(self) -> bool:
         """Whether only that part of a turn is kept which the next prompt is expected to repeat."""
-        return self._policy.beyond and self.config.learn_matches
+        return self._policy.has_extensions and self.config.learn_matches
 
     def cheap_tiers(self) -> dict[Tier, int]:
         """What the tiers have room for, in tokens, without those from which a reload costs nearly as much

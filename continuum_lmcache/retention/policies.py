@@ -28,7 +28,7 @@ class Policy:
 
     retain: Retain
     order: Callable[[QueueEntry], Order]
-    beyond: bool = False  # may do what its paper does not know: admission, dead KV (config has a switch each)
+    has_extensions: bool = False  # what its paper does not know: admission, dead KV (a setting each)
 
 
 def continuum(
@@ -56,7 +56,7 @@ POLICIES: dict[str, Policy] = {
     "infercept": Policy(baselines.infercept, by_program),
     "three-way": Policy(baselines.three_way, by_pin),
     "continuum-published": Policy(continuum, by_pin),
-    "continuum": Policy(continuum, by_pin, beyond=True),
+    "continuum": Policy(continuum, by_pin, has_extensions=True),
 }
 
 

@@ -72,7 +72,7 @@ def shared_clock() -> Iterator[tuple[VirtualClock, ExitStack]]:
     """One virtual time for all that is compared, and what closes when it is over."""
     clock = VirtualClock()
     with ExitStack() as until:
-        POLICIES[ON_DEMAND] = Policy(static_ttl, by_pin, beyond=True)
+        POLICIES[ON_DEMAND] = Policy(static_ttl, by_pin, has_extensions=True)
         until.callback(POLICIES.pop, ON_DEMAND)
         until.enter_context(virtual_time(clock))
         yield clock, until
