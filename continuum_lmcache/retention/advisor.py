@@ -14,7 +14,7 @@ from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvi
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.retention.engine_stats import EvictionStats
 from continuum_lmcache.retention.memory_pressure import FULL_PRICE, price
-from continuum_lmcache.retention.policies import policy_named
+from continuum_lmcache.retention.policies import effective, policy_named
 from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
 from continuum_lmcache.tools.call_parser import tool_calls, tool_key
@@ -46,7 +46,7 @@ class RetentionAdvisor:
         gaps: ToolDurations | None = None,
         capacity_tokens: Mapping[Tier, int] | None = None,
     ) -> None:
-        self.config = config
+        self.config = effective(config)
         self.gaps = gaps if gaps is not None else ToolDurations()
         self.history = EvictionStats()
         self.rates = CalibratedCosts(costs)
@@ -58,40 +58,15 @@ class RetentionAdvisor:
         """What loads and prefills cost, as far as it was measured."""
         return self.rates.costs
 
-    @property
-    def admits(self) -> bool:
-        """Whether new programs wait until there is room."""
-        return self._policy.has_extensions and self.config.admission
-
-    @property
-    def evicts_ended(self) -> bool:
-        """Whether the KV of a program that is over goes first."""
-        return self._policy.has_extensions and self.config.evict_ended_programs
-
-    @property
-    def decodes_first(self) -> bool:
-        """Whether a step's budget goes to decodes before any prompt, and is ours to choose where measured."""
-        return self._policy.has_extensions and self.config.measured_chunk
-
     def chunks(self, most_tokens: int) -> PrefillChunkTuner:
         """The budget of a step, where it is ours to choose and was measured."""
-        return PrefillChunkTuner(self.rates.costs.step_s if self.decodes_first else {}, most_tokens)
-
-    @property
-    def stops_stores(self) -> bool:
-        """Whether storing may be left where it does not pay."""
-        return self._policy.has_extensions and self.config.stop_stores
+        return PrefillChunkTuner(self.rates.costs.step_s if self.config.measured_chunk else {}, most_tokens)
 
     def prices(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier brings it
         back for little there is little to keep it for: then each second costs one, as in the paper."""
         dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
-        return self._policy.has_extensions and self.config.priced_pins and reload_s >= dear_s
-
-    @property
-    def learns_matches(self) -> bool:
-        """Whether only that part of a turn is kept which the next prompt is expected to repeat."""
-        return self._policy.has_extensions and self.config.learn_matches
+        return self.config.priced_pins and reload_s >= dear_s
 
     def cheap_tiers(self) -> dict[Tier, int]:
         """What the tiers have room for, in tokens, without those from which a reload costs nearly as much

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
@@ -28,7 +28,7 @@ class Policy:
 
     retain: Retain
     order: Callable[[QueueEntry], Order]
-    has_extensions: bool = False  # what its paper does not know: admission, dead KV (a setting each)
+    has_extensions: bool = False  # what its paper does not know: admission, priced pins, ... (`effective`)
 
 
 def continuum(
@@ -58,6 +58,21 @@ POLICIES: dict[str, Policy] = {
     "continuum-published": Policy(continuum, by_pin),
     "continuum": Policy(continuum, by_pin, has_extensions=True),
 }
+
+
+def effective(config: ContinuumConfig) -> ContinuumConfig:
+    """The settings, without those that a paper's policy does not have. Raises ConfigError."""
+    if policy_named(config.policy).has_extensions:
+        return config
+    return replace(
+        config,
+        admission=False,
+        evict_ended_programs=False,
+        stop_stores=False,
+        priced_pins=False,
+        measured_chunk=False,
+        learn_matches=False,
+    )
 
 
 def policy_named(name: str) -> Policy:

@@ -126,7 +126,6 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # decodes in half of the wrapper's time
     lifecycle = TurnLifecycle(
-        config,
         advisor,
         recorder,
         scheduler.kv_cache_manager,

@@ -62,7 +62,7 @@ class ContinuumMixin(Scheduler):
         self._chunks = advisor.chunks(self.max_num_scheduled_tokens)
         if not self._may_cut_anywhere():
             self._chunks.smallest = None
-        self._decodes_first = advisor.decodes_first
+        self._decodes_first = advisor.config.measured_chunk
         self._prompts_last = False  # of the running ones, in this step
         self._had_prompts = False  # the last step; without them nobody need be asked
         self._alarm: IdleTimer | None = None

@@ -15,7 +15,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.controller import AdmissionController, room_of
 from continuum_lmcache.admission.shared_prefixes import SharedPrefixIndex
-from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.programs.end_claims import EndClaim, EndClaims
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.programs.prefix_reuse import PrefixReusePredictor, manner
@@ -52,7 +51,6 @@ class TurnLifecycle:
 
     def __init__(
         self,
-        config: ContinuumConfig,
         advisor: RetentionAdvisor,
         recorder: EventRecorder,
         kv_cache_manager: KVCacheManager,
@@ -61,7 +59,8 @@ class TurnLifecycle:
         tokenizer: Any,
         residency: ResidencyLookup,
     ) -> None:
-        self.config, self.advisor, self.recorder, self.residency = config, advisor, recorder, residency
+        self.advisor, self.recorder, self.residency = advisor, recorder, residency
+        self.config = config = advisor.config
         self.pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
         self.kv_tokens = self.pool_blocks * block_tokens
         self.events, self.samples = EventBus(), MetricSamples()
@@ -85,7 +84,7 @@ class TurnLifecycle:
         self.load_policy = LoadPolicy(advisor.rates, beside, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
         self.step_timer = StepTimer(advisor.rates, advisor.moved, self.events, residency, self._slack_tokens)
-        self.reuse = PrefixReusePredictor(hash_block_tokens, advisor.learns_matches)
+        self.reuse = PrefixReusePredictor(hash_block_tokens, config.learn_matches)
         texts_of = tokenizer if config.divergence_texts else None
         self.losses = PrefixLossReporter(
             self.events, self.load_policy, advisor.rates, hash_block_tokens, texts_of
@@ -149,7 +148,7 @@ class TurnLifecycle:
         turn.program_arrival_s = entry.arrival_s
         entry.turns = max(before.turns if before else entry.turns, turn.fields.turns)
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
-        how = (request.num_prompt_tokens, turn.priority, turns, not self.advisor.admits)
+        how = (request.num_prompt_tokens, turn.priority, turns, not self.config.admission)
         turn.held = not self.admission.arrives(now_s, program, *how, hashes=request.block_hashes)
         gap = ((turn.fields.last_tool or back.tool), back.gap_s) if back is not None else ((), None)
         self.events.publish(TurnArrived(now_s, program, turn.id, request.num_prompt_tokens, *gap))
@@ -282,7 +281,7 @@ class TurnLifecycle:
             self.admission.loses(now_s, turn.program)
             return
         self.end_claims.over(entry.id, EndClaim(entry.arrival_s, entry.turns))
-        if self.advisor.evicts_ended and self.end_claims.believed:
+        if self.config.evict_ended_programs and self.end_claims.believed:
             shared_tokens = self._shared_prefixes.head(request.block_hashes).tokens
             self.blocks.evict_private(request.request_id, shared_tokens)
 

@@ -22,7 +22,7 @@ class StoreControl:
         kv_tokens: int,
         advisor: RetentionAdvisor,
     ) -> None:
-        self._gate = residency.stores()
+        self._gate, self._is_wanted = residency.stores(), advisor.config.stop_stores
         self.storing = True
         self._residency, self._admission, self._advisor = residency, admission, advisor
         self._rooms = {False: room_of(kv_tokens, {}), True: admission.room}
@@ -33,7 +33,7 @@ class StoreControl:
 
     def update(self) -> None:
         """Say whether to go on storing. What is not stored has no room in the tiers."""
-        if not self._advisor.stops_stores:
+        if not self._is_wanted:
             return
         before, self.storing = self.storing, self._gate.wanted(self._advisor.costs)
         if self.storing != before:
