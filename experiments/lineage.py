@@ -105,8 +105,8 @@ class Replay:
         output_tokens = branch.program.turns[branch.number - 1].output_tokens
         for draw in range(draws):
             request = self.request(branch, prompt)
-            linked_tokens = self.judges(replace(branch, again=branch.again or draw > 0), request)
-            ends = partial(self.ends, branch, request, draw, draw == draws - 1, linked_tokens)
+            matched_tokens = self.judges(replace(branch, again=branch.again or draw > 0), request)
+            ends = partial(self.ends, branch, request, draw, draw == draws - 1, matched_tokens)
             self.at(now_s + output_tokens * PACE_S, ends)
 
     def judges(self, branch: Branch, request: Request) -> int:
@@ -122,14 +122,14 @@ class Replay:
         return link.tokens
 
     def ends(
-        self, branch: Branch, request: Request, draw: int, goes_on: bool, linked_tokens: int, now_s: float
+        self, branch: Branch, request: Request, draw: int, goes_on: bool, matched_tokens: int, now_s: float
     ) -> None:
         """A turn has ended, and its program goes on from this answer or not."""
         turn = branch.program.turns[branch.number - 1]
         answer = random_tokens(self.plan, (ANSWER, branch.drawn, branch.number, draw), turn.output_tokens)
         request.append_output_token_ids(answer)
         name = f"{branch.tenant} {branch.program.program_id}/{branch.number}/{draw}"
-        self.prompt_linker.finished(request, ProgramId(name), now_s, linked_tokens)
+        self.prompt_linker.finished(request, ProgramId(name), now_s, matched_tokens)
         if not goes_on or branch.number == len(branch.program.turns):
             return
         later = replace(

@@ -428,9 +428,9 @@ def test_the_heads_that_were_not_found_for_longest_are_forgotten() -> None:
 def test_clients_are_believed_until_too_many_ended_programs_come_back() -> None:
     endings = EndClaims()
     for i in range(2 * LEAST_ENDINGS):
-        endings.over(ProgramId(f"p{i}"), EndClaim(float(i), 3))
-    assert endings.back(ProgramId("p7")) == EndClaim(7.0, 3) and endings.back(ProgramId("p7")) is None
-    assert endings.believed
+        endings.claim(ProgramId(f"p{i}"), EndClaim(float(i), 3))
+    assert endings.withdraw(ProgramId("p7")) == EndClaim(7.0, 3) and endings.withdraw(ProgramId("p7")) is None
+    assert endings.is_trusted
     for i in range(20, 24):
-        endings.back(ProgramId(f"p{i}"))
-    assert not endings.believed
+        endings.withdraw(ProgramId(f"p{i}"))
+    assert not endings.is_trusted

@@ -17,7 +17,7 @@ from continuum_lmcache.programs.prefix_reuse import (
     WINDOW,
     Kind,
     PrefixReusePredictor,
-    manner,
+    ending_of,
 )
 from continuum_lmcache.types import ProgramId
 
@@ -37,8 +37,8 @@ def returns(
     """So many programs return to `repeats` tokens of what they left. What the last return said."""
     said = None
     for story in range(1, times + 1):
-        matching.left(P, kind, prompt, prompt + output, chain(prompt + output, story))
-        said = matching.back(P, chain(prompt + 2 * output, -story, repeats, story))
+        matching.on_pause(P, kind, prompt, prompt + output, chain(prompt + output, story))
+        said = matching.on_return(P, chain(prompt + 2 * output, -story, repeats, story))
     return said
 
 
@@ -93,7 +93,7 @@ def test_plain_turns_are_kept_where_thoughts_are_dropped() -> None:
     returns(matching, 160, 160, 320, WINDOW, PLAIN)
     assert matching.expected_tokens(THOUGHT, 160, 320) == 160
     assert matching.expected_tokens(PLAIN, 160, 320) == 320
-    assert (manner(""), manner("<think>a</think>b"), manner("well, </think>b"), manner("b")) == (
+    assert (ending_of(""), ending_of("<think>a</think>b"), ending_of("well, </think>b"), ending_of("b")) == (
         *("unread", "thought", "thought", "plain"),
     )
 
@@ -111,9 +111,9 @@ def test_a_tenant_whose_prompts_never_come_back_shortens_nobody_elses_pins() -> 
 
 def test_a_program_that_is_over_teaches_nothing() -> None:
     matching = PrefixReusePredictor(BLOCK)
-    matching.left(P, PLAIN, 160, 320, chain(320, 1))
-    matching.over(P)
-    assert matching.back(P, chain(320, 2)) is None
+    matching.on_pause(P, PLAIN, 160, 320, chain(320, 1))
+    matching.on_program_end(P)
+    assert matching.on_return(P, chain(320, 2)) is None
 
 
 # in the scheduler -----------------------------------------------------------

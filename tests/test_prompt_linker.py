@@ -79,10 +79,10 @@ def test_strangers_whose_short_first_prompts_share_a_system_prompt_are_not_linke
 def test_of_two_draws_for_one_prompt_neither_is_taken_for_the_other(contexts: tuple[int, int]) -> None:
     """Both are remembered where the prompt ends, and a little before: one more, the other less."""
     prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
-    for draw, linked_tokens in enumerate(contexts):
+    for draw, matched_tokens in enumerate(contexts):
         request = replay.request(NEW, tuple(range(1000, 1200)))
         request.append_output_token_ids([draw] * 9)
-        prompt_linker.finished(request, ProgramId(f"draw {draw}"), 0.0, linked_tokens)
+        prompt_linker.finished(request, ProgramId(f"draw {draw}"), 0.0, matched_tokens)
     assert prompt_linker.ancestor(replay.request(NEW, (*range(1000, 1200), 7, 7, 7))) is None
     assert prompt_linker.ancestor(replay.request(NEW, (*range(1000, 1190), 7, 7, 7))) is None
     told_apart = prompt_linker.ancestor(replay.request(NEW, (*range(1000, 1200), *[1] * 9, 5)))

@@ -28,20 +28,20 @@ class EndClaims:
     wrong: int = 0
     _ended: OrderedDict[ProgramId, EndClaim] = field(default_factory=OrderedDict)
 
-    def over(self, program: ProgramId, ending: EndClaim) -> None:
+    def claim(self, program: ProgramId, ending: EndClaim) -> None:
         """The program is said to be over."""
         self.said += 1
         self._ended[program] = ending
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
-    def back(self, program: ProgramId) -> EndClaim | None:
+    def withdraw(self, program: ProgramId) -> EndClaim | None:
         """A program arrives: what it was, if it was said to be over."""
         ending = self._ended.pop(program, None)
         self.wrong += ending is not None
         return ending
 
     @property
-    def believed(self) -> bool:
+    def is_trusted(self) -> bool:
         """Whether so few came back that throwing away pays: a wrong word costs the whole context."""
         return self.wrong <= WRONG_SHARE * max(self.said, LEAST_ENDINGS)

@@ -28,7 +28,7 @@ MOST_KINDS = 1024  # of turns; the longest unseen are forgotten
 MOST_AWAY = 4096  # programs whose last turn is remembered; the longest away are not learned from
 
 Kind = tuple[str, str]
-"""Turns that are alike: their tenant, who can thus mislead only itself, and their manner."""
+"""Turns that are alike: their tenant, who can thus mislead only itself, and how they end."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class PrefixReusePredictor:
             return round(share * prompt_tokens)
         return prompt_tokens + round(usual_most(seen.output) * (context_tokens - prompt_tokens))
 
-    def left(
+    def on_pause(
         self,
         program: ProgramId,
         kind: Kind,
@@ -95,7 +95,7 @@ class PrefixReusePredictor:
         places = probed(min(prompt_tokens // self.block_tokens, whole), whole)
         return tuple([(blocks, hashes[blocks - 1]) for blocks in places])
 
-    def back(self, program: ProgramId, hashes: Sequence[Hashable]) -> int | None:
+    def on_return(self, program: ProgramId, hashes: Sequence[Hashable]) -> int | None:
         """The program's next prompt has come: how many of its tokens repeat the turn before, at most.
 
         None where that turn is not known.
@@ -116,7 +116,7 @@ class PrefixReusePredictor:
         seen.output.append(more_tokens / output_tokens if output_tokens else 1.0)
         return tokens
 
-    def over(self, program: ProgramId) -> None:
+    def on_program_end(self, program: ProgramId) -> None:
         """Nothing of the program is waited for."""
         self._away.pop(program, None)
 
@@ -144,7 +144,7 @@ def usual_most(shares: deque[float]) -> float:
     return sorted(shares)[-1 - int(RARE * len(shares))]
 
 
-def manner(text: str) -> str:
+def ending_of(text: str) -> str:
     """How a turn ended with this text: templates drop thoughts, and keep plain answers."""
     if not text:
         return "unread"

@@ -84,15 +84,15 @@ class PromptLinker:
         request: HashedPrompt,
         program: ProgramId,
         arrival_s: float,
-        linked_tokens: int = 0,
+        matched_tokens: int = 0,
         fields: ProgramFields = NOBODY,
     ) -> None:
         """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
 
-        `linked_tokens`: what its ProgramLink said, 0 if there was none.
+        `matched_tokens`: what its ProgramLink said, 0 if there was none.
         """
         prompt_tokens = request.num_prompt_tokens
-        least = prompt_tokens - lost(prompt_tokens, linked_tokens)
+        least = prompt_tokens - lost(prompt_tokens, matched_tokens)
         all_ends = sorted({least, prompt_tokens, len(request.all_token_ids)})
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
         keys = tuple(self._key(request, end, fields.owner) for end in ends)
@@ -187,15 +187,15 @@ class PromptLinker:
         return len(self._turns)
 
 
-def lost(prompt_tokens: int, linked_tokens: int) -> int:
+def lost(prompt_tokens: int, matched_tokens: int) -> int:
     """How many of a prompt's last tokens may not come back.
 
     A system prompt is sent by strangers too, and a history by forks: so of a first prompt only the last
     few, and of a later one at most half of what it has beyond the turn before.
     """
-    if not linked_tokens:
+    if not matched_tokens:
         return SUFFIX_TOKENS
-    new_tokens = prompt_tokens - linked_tokens
+    new_tokens = prompt_tokens - matched_tokens
     return max(min(SUFFIX_TOKENS, new_tokens - 1), min(LOST_TOKENS, new_tokens // 2))
 
 

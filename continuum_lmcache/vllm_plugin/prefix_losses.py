@@ -38,23 +38,23 @@ class PrefixLossReporter:
         events.subscribe(ProgramEnded, lambda event: self.ended_turns.over(event.program))
         self._tokenizer = tokenizer  # None: texts are private
 
-    def back(self, turn: TurnState, request: Request) -> None:
+    def on_arrival(self, turn: TurnState, request: Request) -> None:
         """A program's next turn is here."""
         assert turn.program is not None
-        turn.parted = self.ended_turns.back(
+        turn.divergence = self.ended_turns.back(
             turn.program, name_of(turn), request.all_token_ids, request.block_hashes, turn.fields.tools
         )
 
-    def started(self, now_s: float, turn: TurnState) -> None:
+    def on_first_run(self, now_s: float, turn: TurnState) -> None:
         """It runs, with what was found of its prompt."""
         assert turn.program is not None
         found_tokens = turn.gpu_tokens + turn.loaded_tokens
         is_declined = self._load_policy.has_declined(turn.id)
         curve = self._rates.costs.prefill
-        for loss in self.ended_turns.found(turn.parted, found_tokens, is_declined, curve):
+        for loss in self.ended_turns.found(turn.divergence, found_tokens, is_declined, curve):
             self._events.publish(PrefixLost(now_s, turn.program, turn.id, loss, self._texts(loss)))
 
-    def paused(self, turn: TurnState, request: Request, thought: bool, tiers: Residency) -> None:
+    def on_pause(self, turn: TurnState, request: Request, thought: bool, tiers: Residency) -> None:
         """It ended in a tool call."""
         assert turn.program is not None
         self.ended_turns.left(

@@ -47,9 +47,9 @@ class TurnState:
     started_s: float | None = None
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
     loaded_tokens: int = 0  # of the prompt, brought by the connector
-    repeats_tokens: int | None = None  # of the program's last turn; None: not known
-    linked_tokens: int = 0  # of the prompt, taken for those of the turn that it was found to continue
-    parted: Divergence | None = None  # how far it follows its program's last turn; None: not known
+    reusable_tokens: int | None = None  # of the program's last turn; None: not known
+    matched_tokens: int = 0  # of the prompt, taken for those of the turn that it was found to continue
+    divergence: Divergence | None = None  # how far it follows its program's last turn; None: not known
 
     @property
     def running_rank(self) -> tuple[bool, int, float, float]:

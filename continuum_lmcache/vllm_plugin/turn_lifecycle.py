@@ -17,7 +17,7 @@ from continuum_lmcache.admission.controller import AdmissionController, room_of
 from continuum_lmcache.admission.shared_prefixes import SharedPrefixIndex
 from continuum_lmcache.programs.end_claims import EndClaim, EndClaims
 from continuum_lmcache.programs.identity import program_id
-from continuum_lmcache.programs.prefix_reuse import PrefixReusePredictor, manner
+from continuum_lmcache.programs.prefix_reuse import PrefixReusePredictor, ending_of
 from continuum_lmcache.programs.prompt_linker import PromptLinker
 from continuum_lmcache.programs.table import Program, ProgramTable
 from continuum_lmcache.reload.load_policy import Contention, LoadPolicy, nobody
@@ -109,7 +109,7 @@ class TurnLifecycle:
         self.advisor.listen(self.events)
         self.samples.listen(self.events)
         self.recorder.listen(self.events)
-        on(ProgramEnded, lambda event: self.reuse.over(event.program))
+        on(ProgramEnded, lambda event: self.reuse.on_program_end(event.program))
         on(PinTaken, lambda event: self._rekey(event.pin.program))
         on(PinReleased, lambda event: self._rekey(event.program))
 
@@ -123,7 +123,7 @@ class TurnLifecycle:
         if turn.fields.job_id is not None:
             self._bind_program(turn, request, program_id(turn.fields.job_id, turn.tenant), None)
         elif self.config.infer_programs and (link := self._prompt_linker.ancestor(request, turn.fields)):
-            turn.linked_tokens = link.tokens
+            turn.matched_tokens = link.tokens
             self._bind_program(turn, request, link.program, link.arrival_s)
         else:  # never held, and takes room
             sizes = (request.num_prompt_tokens, 0, 0, True)
@@ -135,15 +135,15 @@ class TurnLifecycle:
     ) -> None:
         """The turn is one of this program's."""
         now_s = turn.arrival_s
-        before = self.end_claims.back(program)
+        before = self.end_claims.withdraw(program)
         since_s = before.arrival_s if before else since_s
         if turn.fields.turns and since_s is None:  # under way elsewhere; its age counts with its turns only
             since_s = now_s - turn.fields.age_s
         back = self.programs.arrived(now_s, turn.id, program, turn.tenant, since_s)
         if turn.fields.turns > self.programs.records[program].turns:  # that gap was elsewhere
             back = None
-        turn.program, turn.repeats_tokens = program, self.reuse.back(program, request.block_hashes)
-        self.losses.back(turn, request)
+        turn.program, turn.reusable_tokens = program, self.reuse.on_return(program, request.block_hashes)
+        self.losses.on_arrival(turn, request)
         entry = self.programs.records[program]
         turn.program_arrival_s = entry.arrival_s
         entry.turns = max(before.turns if before else entry.turns, turn.fields.turns)
@@ -187,14 +187,14 @@ class TurnLifecycle:
             found_tokens = turn.gpu_tokens + turn.loaded_tokens
             self.admission.finds(now_s, program, request.block_hashes, found_tokens)
         context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
-        if turn.repeats_tokens is not None:  # what is not asked for was not lost
-            context_tokens = min(context_tokens, turn.repeats_tokens)
+        if turn.reusable_tokens is not None:  # what is not asked for was not lost
+            context_tokens = min(context_tokens, turn.reusable_tokens)
         self.residency.returned(served, context_tokens)
         lost_tokens = context_tokens - turn.gpu_tokens
         self.stores.count(now_s, served, max(0, lost_tokens))
         evicted = lost_tokens > self._slack_tokens
         self.events.publish(TurnStarted(now_s, program, turn.id, served, now_s - turn.arrival_s, evicted))
-        self.losses.started(now_s, turn)
+        self.losses.on_first_run(now_s, turn)
         if program in self.pins.pinned:
             is_reused = self.blocks.is_used_by(request.request_id, self.pins.blocks(program))
             self.pins.release(now_s, program, PinEnd.REUSED if is_reused else PinEnd.DIVERGED)
@@ -249,8 +249,8 @@ class TurnLifecycle:
         text = "" if turn.fields.this_tool else tail_text(request, self._tokenizer, self.ignored)
         tool = turn.fields.this_tool or self.advisor.tool(text)
         sizes = (request.num_prompt_tokens, request.num_tokens)
-        kind = (turn.tenant, manner(text))
-        tokens = self.reuse.left(program, kind, *sizes, request.block_hashes)
+        kind = (turn.tenant, ending_of(text))
+        tokens = self.reuse.on_pause(program, kind, *sizes, request.block_hashes)
         blocks = self.blocks.pinnable(request.request_id, tokens)
         number, tiers = self.programs.records[program].turns + 1, self.residency.if_given_up(request, tokens)
         ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers)
@@ -259,7 +259,7 @@ class TurnLifecycle:
         self.programs.paused(now_s, turn.id, ended)
         self.step_timer.finished(program, tokens, keep.reload_s)
         self.admission.pauses(now_s, program, tokens, self.advisor.expected_s(tool))
-        self.losses.paused(turn, request, kind[1] == "thought", tiers)
+        self.losses.on_pause(turn, request, kind[1] == "thought", tiers)
         self.events.publish(
             TurnFinished(
                 now_s, program, turn.id, tool, request.num_tokens, request.num_output_tokens, False, keep
@@ -268,7 +268,7 @@ class TurnLifecycle:
         self.pins.take(now_s, ended, keep, blocks)
         if turn.fields.job_id is None:
             self._prompt_linker.finished(
-                request, program, turn.program_arrival_s, turn.linked_tokens, turn.fields
+                request, program, turn.program_arrival_s, turn.matched_tokens, turn.fields
             )
 
     def _end_program(self, now_s: float, turn: TurnState, request: Request) -> None:
@@ -280,8 +280,8 @@ class TurnLifecycle:
         if entry is None:
             self.admission.loses(now_s, turn.program)
             return
-        self.end_claims.over(entry.id, EndClaim(entry.arrival_s, entry.turns))
-        if self.config.evict_ended_programs and self.end_claims.believed:
+        self.end_claims.claim(entry.id, EndClaim(entry.arrival_s, entry.turns))
+        if self.config.evict_ended_programs and self.end_claims.is_trusted:
             shared_tokens = self._shared_prefixes.head(request.block_hashes).tokens
             self.blocks.evict_private(request.request_id, shared_tokens)
 
