@@ -48,7 +48,7 @@ from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, WORDS, Plan
 from experiments.sweep.readout import Found, ahead, by_seed, caption, figures_by_case, found, holds, table
-from experiments.sweep.rows import FLEET, LIVE, Rows
+from experiments.sweep.rows import FLEET, LIVE, Rows, code
 from experiments.sweep.runner import complete
 from experiments.tables import markdown, plain, write_lines
 
@@ -167,29 +167,29 @@ def sweep(
             write_lines(figures_by_case(plan, pairs), path.with_suffix(".csv"))
             draw(plan, pairs, path)
             if docs is not None:
-                into_docs(f"{name}-live" if is_live else f"{name}-lab", text, path, docs)
+                into_docs(name, text, path, docs, is_live)
 
 
 def seed_by_seed(plan: Plan, pairs: Found) -> str:
     """Each seed's figures, and where others are ahead."""
     first, last = WORDS[plan.shows[0]], WORDS[plan.shows[-1]]
-    lines = [f"- {first}: {line}" for line in ahead(plan, pairs, plan.shows[0])]
-    lines += [f"- {last}: {line}" for line in ahead(plan, pairs, plan.shows[-1])]
-    told = "\n".join(lines) or "Nowhere."
-    head = f"\nBy seed: {first} / {last}.\n\n{markdown(by_seed(plan, pairs))}\n"
-    return f"{head}\n## Where others are ahead of {plan.baseline}, means over seeds\n\n{told}\n"
+    head = f"\n## By seed: {first} / {last}\n\n{markdown(by_seed(plan, pairs))}\n"
+    return f"{head}\n## Where others are ahead of {plan.baseline}\n\n{markdown(ahead(plan, pairs))}\n"
 
 
-def into_docs(name: str, text: str, path: Path, docs: Path) -> None:
+def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> None:
     """The page, the CSV beside it, and the figure, of what was just written at `path`."""
-    figures = docs / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
+    name = f"{figure}-{'live' if is_live else 'lab'}"
+    (docs / "figures").mkdir(parents=True, exist_ok=True)
     for suffix in (".png", ".svg"):
-        shutil.copyfile(path.with_suffix(suffix), (figures / name).with_suffix(suffix))
+        shutil.copyfile(path.with_suffix(suffix), (docs / "figures" / name).with_suffix(suffix))
     shutil.copyfile(path.with_suffix(".csv"), (docs / name).with_suffix(".csv"))
     title, _, rest = text.partition(". ")
-    told = f"{conditions()['versions']}; every row: [{name}.csv]({name}.csv)"
-    page = f"# {title}\n\n{rest}\n{told}.\n\n![{title}](figures/{name}.png)\n"
+    command = f"python -m experiments.offload_sweep {figure}{' --engine live' if is_live else ''} --docs docs"
+    where = "on real servers" if is_live else "in the lab"
+    made = f"{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"
+    told = f"{made}, every one: [{name}.csv]({name}.csv). Cells: the median of the seeds and their range."
+    page = f"# {title}, {where}\n\n    {command}\n\n{told}\n\n![{title}](figures/{name}.png)\n\n{rest}"
     (docs / name).with_suffix(".md").write_text(page)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -53,19 +54,22 @@ def commit() -> str:
 class OtherLoad:
     """How busy everybody else on the machine is from now on: a row on a quiet machine has about 0.
 
-    Our own share is this process's and that of children which have ended and were waited for.
+    Ours are this process and its descendants, which must be the same when `cores` is asked.
     """
 
     def __init__(self) -> None:
         self._others_s, self._began_s = others_cpu_s(), time.monotonic()
 
     def cores(self) -> float:
-        """The mean number of cores that others used. Ask once the servers have stopped."""
+        """The mean number of cores that others used."""
         return max(0.0, others_cpu_s() - self._others_s) / (time.monotonic() - self._began_s)
 
 
 def others_cpu_s() -> float:
-    """Seconds of all cores since the machine's start, without ours."""
-    times = psutil.cpu_times()
-    idle_s = times.idle + getattr(times, "iowait", 0.0)
-    return float(sum(times[:8]) - idle_s - sum(os.times()[:4]))
+    """Seconds of all cores since the machine's start, less ours."""
+    every, me, ours_s = psutil.cpu_times(), psutil.Process(), 0.0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            spent = process.cpu_times()
+            ours_s += spent.user + spent.system
+    return float(every.user + every.nice + every.system - ours_s)

@@ -68,7 +68,7 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
     """
     machine, policy, chosen = machine_of(case), policy_of(case.contender), selection_of(case)
     keep.mkdir(parents=True, exist_ok=True)
-    others, began_s = OtherLoad(), time.monotonic()
+    began_s = time.monotonic()
     with ExitStack() as until:
         folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="continuum-live-")))
         args, env = arguments(case, machine, policy, folder)
@@ -84,12 +84,12 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
             url = until.enter_context(
                 peers.router(case.contender, machine.profile, capacity_tokens, engine, log)
             )
-        start_s = time.monotonic() - began_s
+        others, start_s = OtherLoad(), time.monotonic() - began_s
         summary = replay(Job(f"{url}/v1", case.label, chosen, keep, identify=says, engine_url=engine))
+        others_cores = others.cores()
     if summary["errors"]:
         raise SweepError(f"{case}: {summary['errors']} turns failed; the lines above say why")
-    told = {"start_s": start_s, "others_cores": others.cores()}
-    return figures(summary, summary["job_times_s"]) | told
+    return figures(summary, summary["job_times_s"]) | {"start_s": start_s, "others_cores": others_cores}
 
 
 def machine_of(case: Live) -> Machine:

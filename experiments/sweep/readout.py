@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean
 
 from experiments.sweep.cases import Case, Live, Point, inputs
 from experiments.sweep.plans import WORDS, Plan
@@ -62,20 +63,23 @@ def by_seed(plan: Plan, pairs: Found) -> list[list[str]]:
     return lines
 
 
-def ahead(plan: Plan, pairs: Found, figure: str) -> list[str]:
-    """Where others are below the baseline in the mean over the seeds that both ran, and by how much."""
-    found: list[str] = []
-    for panel, labels in panels(plan, pairs, figure).items():
-        ours = labels.get(plan.baseline, {})
-        for label, theirs in labels.items():
-            seeds = sorted(ours.keys() & theirs.keys())
-            mine_s, other_s = (sum(of[seed] for seed in seeds) for of in (ours, theirs))
-            if label != plan.baseline and other_s < mine_s:
-                won = sum(theirs[seed] < ours[seed] for seed in seeds)
-                means = f"{shown(other_s / len(seeds))} for {shown(mine_s / len(seeds))}"
-                much = f"{100 * (1 - other_s / mine_s):.1f} %"
-                found.append(f"{panel}: {label} by {much} ({means}; in {won} of {len(seeds)} seeds)")
-    return found
+def ahead(plan: Plan, pairs: Found) -> list[list[str]]:
+    """A header, then a line for each below the baseline in a seed, by the plan's first and last figure."""
+    lines = [["", "", "", f"its mean, {plan.baseline}'s", "over all seeds", "ahead in", "there by at most"]]
+    for figure in (plan.shows[0], plan.shows[-1]):
+        for panel, labels in panels(plan, pairs, figure).items():
+            ours = labels.get(plan.baseline, {})
+            for label, theirs in labels.items():
+                seeds = ours.keys() & theirs.keys()
+                won = [1 - theirs[seed] / ours[seed] for seed in seeds if theirs[seed] < ours[seed]]
+                if not won:
+                    continue
+                mine, other = (mean(of[seed] for seed in seeds) for of in (ours, theirs))
+                share = f"{100 * abs(1 - other / mine):.1f} % {'ahead' if other < mine else 'behind'}"
+                means = f"{shown(other)}, {shown(mine)}"
+                told = [means, share, f"{len(won)} of {len(seeds)}", f"{100 * max(won):.1f} %"]
+                lines.append([WORDS[figure], panel, label, *told])
+    return lines
 
 
 def figures_by_case(plan: Plan, pairs: Found) -> list[list[str]]:
