@@ -56,9 +56,9 @@ def victims_wait_s(
             waits_s.append(now_s - came.pop(program))
             do(now_s + FIRST_S, partial(pauses, program, 372))
             do(now_s + FIRST_S + GAP_S, lambda at_s: admission.arrives(at_s, program, 400))
-            do(now_s + VICTIM_S, lambda at_s: admission.leaves(at_s, program, 6))
+            do(now_s + VICTIM_S, lambda _: admission.leaves(program, 6))
         elif says_the_truth:
-            do(now_s + TURN_S, lambda at_s: admission.leaves(at_s, program, 1))
+            do(now_s + TURN_S, lambda _: admission.leaves(program, 1))
         else:
             do(now_s + TURN_S, partial(pauses, program, 5))
 

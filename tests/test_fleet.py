@@ -165,7 +165,7 @@ def test_programs_of_a_dead_replica_go_before_new_ones_oldest_first_as_many_as_f
     host = Host(2, max_rehome_s=5.0)
     for at_s, name in enumerate("pqrs"):
         host.now_s = float(at_s)
-        host.runs(name, 4_000)
+        host.runs(name, 2_000)
     lost = [name for name in "pqrs" if host.fleet.home(ProgramId(name)) == A]
     host.sends("new", 4_000)
     host.fleet.died(5.0, A)

@@ -15,7 +15,7 @@ PRIOR_GROWTHS = 4
 PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
 LEAST_FILL = 0.5  # of the cache, however unlike the programs are
-UNIFORM = 1 / math.sqrt(12)  # the standard deviation of what is spread evenly, in widths
+MARGIN_DEVIATIONS = 3  # standard deviations of the sum of contexts that must fit as well
 TRUST_PROGRAMS = 8  # known ones at which a first prompt is trusted by half
 
 
@@ -27,8 +27,8 @@ class ContextGrowth:
     _grown_tokens: int = 0
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
-    _sizes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
-    _spread: float = 0.0  # standard deviation of the last contexts' logarithms
+    _sizes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
+    _spread_tokens: float = 0.0  # standard deviation of a program's growth, first prompt to last context
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
 
     def first(self, tokens: int) -> None:
@@ -53,10 +53,11 @@ class ContextGrowth:
             self._lengths.append(turns)
             self._left.clear()
         if 0 < first_tokens <= final_tokens:
-            self._sizes.append((math.log(first_tokens), math.log(final_tokens)))
+            self._sizes.append((first_tokens, final_tokens))
             # statistics.pstdev is exact, and takes the engine's loop 0.16 ms at 256 programs; this 0.02
-            n, mean = len(self._sizes), math.fsum(final for _, final in self._sizes) / len(self._sizes)
-            self._spread = math.sqrt(math.fsum((final - mean) ** 2 for _, final in self._sizes) / n)
+            grown = [final - first for first, final in self._sizes]
+            mean = sum(grown) / len(grown)
+            self._spread_tokens = math.sqrt(sum((tokens - mean) ** 2 for tokens in grown) / len(grown))
 
     @property
     def trust(self) -> float:
@@ -68,9 +69,10 @@ class ContextGrowth:
         n = len(self._sizes)
         if n < 2:
             return 0.0
-        mean_x, mean_y = (sum(column) / n for column in zip(*self._sizes, strict=True))
-        spread = sum((x - mean_x) ** 2 for x, _ in self._sizes)
-        together = sum((x - mean_x) * (y - mean_y) for x, y in self._sizes)
+        logs = [(math.log(first), math.log(final)) for first, final in self._sizes]
+        mean_x, mean_y = (sum(column) / n for column in zip(*logs, strict=True))
+        spread = sum((x - mean_x) ** 2 for x, _ in logs)
+        together = sum((x - mean_x) * (y - mean_y) for x, y in logs)
         slope = together / spread if spread > 0 else 0.0
         return max(0.0, min(1.0, slope)) * n / (n + TRUST_PROGRAMS)
 
@@ -101,16 +103,16 @@ class ContextGrowth:
         """What forecasts may add up to, tokens, if the contexts behind them are to fit `gpu_tokens`.
 
         Programs of all ages hold (first + final) / 2 at the mean and are forecast (first + 3 final) / 4.
-        The sum of m contexts strays from m times the mean, and its standard deviation must fit too: much
-        in a cache that holds ten programs, little where it holds a hundred. One program's is that of a
-        context spread evenly from first to final, and of ends that differ: a logarithm's deviation is
-        taken for a relative one.
+        The sum of m contexts strays from m times the mean, and MARGIN_DEVIATIONS of its deviations must fit
+        too: much in a cache that holds ten programs, little where it holds a hundred. One program's is that
+        of an age spread evenly over a growth that differs. First prompts add nothing, however unlike they
+        are: they are known when programs start.
         """
         first, final = self.first_tokens, self.final_tokens
         if not first:
             return float(gpu_tokens)
         mean_tokens = (first + final) / 2
-        deviation = math.hypot(UNIFORM * (final - first), self._spread * mean_tokens) / mean_tokens
+        deviation = math.sqrt(((final - first) ** 2 / 4 + self._spread_tokens**2) / 3) / mean_tokens
         programs = max(1.0, gpu_tokens / mean_tokens)
-        filled = max(LEAST_FILL, 1.0 - deviation / math.sqrt(programs))
+        filled = max(LEAST_FILL, 1.0 - MARGIN_DEVIATIONS * deviation / math.sqrt(programs))
         return gpu_tokens * filled * (first + 3 * final) / 4 / mean_tokens

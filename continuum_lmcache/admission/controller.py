@@ -7,7 +7,7 @@ the tiers can hold, one more program makes all of them reload or recompute; outs
     active    programs with a turn that is queued, loading or running: their KV must be on the GPU
     started   these, and those in a tool call: theirs must be on the GPU or in a tier
 
-Two limits, one for each. No clock: every event brings its time. Nothing here moves a block.
+Two limits, one for each. No clock: events bring their time where it counts. Nothing here moves a block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
 from continuum_lmcache.admission.shared_prefixes import SharedPrefix, SharedPrefixesInUse, SharedPrefixIndex
-from continuum_lmcache.admission.working_set import WorkingSet
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.types import ProgramId, Tier
 
@@ -88,7 +87,8 @@ class AdmissionController:
     outside: dict[ProgramId, PendingProgram] = field(default_factory=dict)
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
-    _sums: WorkingSet = field(default_factory=WorkingSet)
+    _started_tokens: float = 0.0  # that the programs inside speak for, without the heads they share
+    _active_tokens: float = 0.0
     _heads: SharedPrefixesInUse = field(default_factory=SharedPrefixesInUse)  # by the programs inside
     _context_tokens: int = 0  # of everybody, inside and outside, without the heads in use
     _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
@@ -123,14 +123,14 @@ class AdmissionController:
         if seen is None:
             seen = self._enters(program, turns)
         seen.live += 1
-        self._counts(now_s, seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
+        self._counts(seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
         return True
 
-    def finds(self, now_s: float, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
+    def finds(self, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
         """The program's first turn found so much of its prompt: somebody else's head."""
         self.shared_prefixes.found(hashes, tokens)
         if (seen := self.inside.get(program)) is not None:
-            self._counts(now_s, seen, seen.context_tokens, self.shared_prefixes.head(hashes))
+            self._counts(seen, seen.context_tokens, self.shared_prefixes.head(hashes))
 
     def opens(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
         """Who may start now, first in line first. `idle`: without a new program the GPU has no work.
@@ -146,22 +146,22 @@ class AdmissionController:
                 self._first, self._first_since_s = first, now_s
             waited_s = now_s - self._first_since_s
             is_let_in = idle or prompt_share < BUSY_SHARE or waited_s >= self.max_wait_s
-            if not (is_let_in or self.fits(now_s, pending.prompt_tokens, hashes=pending.hashes)):
+            if not (is_let_in or self.fits(pending.prompt_tokens, hashes=pending.hashes)):
                 break
             heapq.heappop(self._line)
             del self.outside[pending.program]
             self._context_tokens -= pending.prompt_tokens
-            self.starts(now_s, pending)
+            self.starts(pending)
             found.append(pending.program)
             idle, prompt_share = False, 1.0
         return found
 
-    def starts(self, now_s: float, pending: PendingProgram) -> None:
+    def starts(self, pending: PendingProgram) -> None:
         """A new program comes in that is not in this line: one before several replicas has let it."""
         seen = self._enters(pending.program, 0)
         head = self.shared_prefixes.head(pending.hashes)
         seen.live, seen.first_tokens = pending.turns, max(0, pending.prompt_tokens - head.tokens)
-        self._counts(now_s, seen, pending.prompt_tokens, head)
+        self._counts(seen, pending.prompt_tokens, head)
 
     def pauses(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
         """A turn ended in a tool call that should be over within `expected_s`; after that the program
@@ -173,10 +173,10 @@ class AdmissionController:
         if seen.ended_tokens:
             self.growth.turn(context_tokens - seen.ended_tokens)
         seen.ended_tokens = context_tokens
-        self._counts(now_s, seen, context_tokens)
+        self._counts(seen, context_tokens)
         heapq.heappush(self._absent, (now_s + expected_s, program, seen.turns))
 
-    def loses(self, now_s: float, program: ProgramId) -> None:
+    def loses(self, program: ProgramId) -> None:
         """A turn of the program is gone, unfinished or its last. Without another it is not counted on."""
         seen, pending = self.inside.get(program), self.outside.get(program)
         if seen is not None and seen.live > 1:
@@ -184,9 +184,9 @@ class AdmissionController:
         elif pending is not None and pending.turns > 1:
             self.outside[program] = replace(pending, turns=pending.turns - 1)
         else:
-            self.leaves(now_s, program)
+            self.leaves(program)
 
-    def leaves(self, now_s: float, program: ProgramId, finished_turns: int = 0) -> None:
+    def leaves(self, program: ProgramId, finished_turns: int = 0) -> None:
         """The program is over, after so many turns, or nobody waits for it any more (0)."""
         seen = self.inside.pop(program, None)
         if finished_turns:
@@ -197,7 +197,8 @@ class AdmissionController:
         if seen is not None:
             self._context_tokens -= seen.own_tokens
             self._heads.give_back(seen.head)
-            self._sums.add(now_s, -seen.forecast_tokens, -seen.active_tokens)
+            self._started_tokens -= seen.forecast_tokens
+            self._active_tokens -= seen.active_tokens
 
     def gives_up(self, now_s: float) -> None:
         """Programs that should have come back by now count no longer."""
@@ -205,23 +206,21 @@ class AdmissionController:
             _, program, turns = heapq.heappop(self._absent)
             seen = self.inside.get(program)
             if seen is not None and seen.turns == turns and not seen.live:
-                self.leaves(now_s, program)
+                self.leaves(program)
 
-    def fits(self, now_s: float, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()) -> bool:
+    def fits(self, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()) -> bool:
         """Whether there is room beside all that are inside for a program that has finished `turns`."""
         head = self.shared_prefixes.head(hashes)
         need = self.growth.forecast_tokens(max(0, prompt_tokens - head.tokens), turns)
         need += 0 if head in self._heads else head.tokens
-        self._sums.add(now_s, 0.0, 0.0)
         return need <= self.headroom_tokens
 
     @property
     def headroom_tokens(self) -> float:
         """For how large a forecast there is room beside all that are inside; below 0 where there are too
         many of them."""
-        active = max(self._sums.active, self._sums.usually_active)
         fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
-        room = min(fits - active, max(fits, self.room.tier_tokens) - self._sums.started)
+        room = min(fits - self._active_tokens, max(fits, self.room.tier_tokens) - self._started_tokens)
         return room - self._heads.tokens
 
     @property
@@ -236,7 +235,7 @@ class AdmissionController:
         if held != self._context_tokens:
             raise InvariantError(f"context tokens({self._context_tokens}) != sum of programs({held})")
         for name, of in (("started", "forecast_tokens"), ("active", "active_tokens")):
-            summed = getattr(self._sums, name)
+            summed = getattr(self, f"_{name}_tokens")
             counted = sum(getattr(seen, of) for seen in self.inside.values())
             if not math.isclose(summed, counted, rel_tol=1e-6, abs_tol=1.0):
                 raise InvariantError(f"{name} tokens({summed:.1f}) != sum of programs({counted:.1f})")
@@ -264,9 +263,7 @@ class AdmissionController:
         self._heads.take(seen.head)
         return seen
 
-    def _counts(
-        self, now_s: float, seen: AdmittedProgram, context_tokens: int, head: SharedPrefix | None = None
-    ) -> None:
+    def _counts(self, seen: AdmittedProgram, context_tokens: int, head: SharedPrefix | None = None) -> None:
         """The program's context has grown, or a turn of it came or went. `head`: the one it shares, where
         that is looked up anew."""
         own_tokens = seen.own_tokens
@@ -280,5 +277,6 @@ class AdmissionController:
         grows = seen.live or seen.turns != 1
         forecast = self.growth.forecast_tokens(seen.own_tokens, seen.turns) if grows else seen.own_tokens
         active = forecast if seen.live else 0.0
-        self._sums.add(now_s, forecast - seen.forecast_tokens, active - seen.active_tokens)
+        self._started_tokens += forecast - seen.forecast_tokens
+        self._active_tokens += active - seen.active_tokens
         seen.forecast_tokens, seen.active_tokens = forecast, active

@@ -249,7 +249,7 @@ class Fleet:
             if entry is not None and (bool(known.live), known.turns) <= (bool(entry.live), entry.turns):
                 continue
             if entry is not None and entry.home in self.places.places:
-                self.places.places[entry.home].admission.leaves(now_s, known.program)
+                self.places.places[entry.home].admission.leaves(known.program)
             if entry is None:
                 entry = self._meets(now_s, known.program, known.age_s)
             entry.turns, entry.context_tokens, entry.home = known.turns, known.context_tokens, replica
@@ -258,7 +258,7 @@ class Fleet:
                 if turn not in self.turns and turn not in self.waiting:
                     self._send(now_s, entry, turn, known.context_tokens, Why.HOME)
                     place.first_token(turn)
-        self._forget_surplus(now_s, self.config.max_programs)
+        self._forget_surplus(self.config.max_programs)
 
     # turns -----------------------------------------------------------------
 
@@ -315,7 +315,7 @@ class Fleet:
         entry, place = self.programs.get(live.program), self._place(live)
         if entry is None:
             if place is not None:
-                place.admission.leaves(now_s, live.program)
+                place.admission.leaves(live.program)
             return
         entry.turns += 1
         entry.context_tokens = context_tokens
@@ -333,21 +333,21 @@ class Fleet:
             entry.turns += 1
             if entry.live or entry.id in self.places.line:
                 if place is not None:
-                    place.admission.loses(now_s, entry.id)
+                    place.admission.loses(entry.id)
                 return
-            self._forget(now_s, entry, entry.turns)
+            self._forget(entry, entry.turns)
         elif place is not None:
-            place.admission.leaves(now_s, live.program)
+            place.admission.leaves(live.program)
 
     def lost(self, now_s: float, turn: TurnId) -> None:
         """The turn is gone, unfinished. Its program may go on."""
         if (program := self.waiting.pop(turn, None)) is not None:
             self.places.leaves(program, turn)
-            self._forget_if_nothing(now_s, program)
+            self._forget_if_nothing(program)
         elif (live := self._gone(now_s, turn)) is not None:
             if (place := self._place(live)) is not None:
-                place.admission.loses(now_s, live.program)
-            self._forget_if_nothing(now_s, live.program)
+                place.admission.loses(live.program)
+            self._forget_if_nothing(live.program)
 
     # answers ---------------------------------------------------------------
 
@@ -441,7 +441,7 @@ class Fleet:
             place.wait_s(is_fresh),
             place.pending_tokens,
             self._again_s(place, context_tokens) if is_home else self._bring_s(costs, context_tokens),
-            is_home or (is_fresh and place.fits(now_s, prompt_tokens, max(1, entry.turns))),
+            is_home or (is_fresh and place.fits(prompt_tokens, max(1, entry.turns))),
             is_fresh,
         )
 
@@ -469,7 +469,7 @@ class Fleet:
         """The program leaves its home for another one, with this turn."""
         old = entry.home
         assert old is not None
-        self.places.places[old].admission.leaves(now_s, entry.id)
+        self.places.places[old].admission.leaves(entry.id)
         self.thrash += now_s - entry.moved_s < self.config.cooldown_s
         entry.home, entry.moved_s = to, now_s
         self.places.places[to].promises(now_s, prompt_tokens, max(1, entry.turns))
@@ -567,7 +567,7 @@ class Fleet:
 
     def _meets(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> FleetProgram:
         """A program that is not known."""
-        self._forget_surplus(now_s, self.config.max_programs - 1)
+        self._forget_surplus(self.config.max_programs - 1)
         entry = self.programs[program] = FleetProgram(program, now_s - age_s, now_s, turns)
         return entry
 
@@ -575,28 +575,28 @@ class Fleet:
         entry.seen_s = now_s
         self.programs.move_to_end(entry.id)
 
-    def _forget_if_nothing(self, now_s: float, program: ProgramId) -> None:
+    def _forget_if_nothing(self, program: ProgramId) -> None:
         """A program that never finished a turn and has none any more is as good as new."""
         entry = self.programs.get(program)
         if entry is not None and not (entry.live or entry.turns or program in self.places.line):
-            self._forget(now_s, entry, 0)
+            self._forget(entry, 0)
 
-    def _forget(self, now_s: float, entry: FleetProgram, finished_turns: int) -> None:
+    def _forget(self, entry: FleetProgram, finished_turns: int) -> None:
         del self.programs[entry.id]
         if entry.home is not None:
-            self.places.places[entry.home].admission.leaves(now_s, entry.id, finished_turns)
+            self.places.places[entry.home].admission.leaves(entry.id, finished_turns)
 
-    def _forget_surplus(self, now_s: float, most: int) -> None:
+    def _forget_surplus(self, most: int) -> None:
         """Of more programs those go that were unheard of for longest and have no turn here."""
         surplus = len(self.programs) - most
         if surplus > 0:
             idle = (p for p in self.programs.values() if not (p.live or p.id in self.places.line))
             for entry in list(itertools.islice(idle, surplus)):
                 self.forgotten += 1
-                self._forget(now_s, entry, 0)
+                self._forget(entry, 0)
 
     def _forget_idle(self, now_s: float) -> None:
-        self._forget_surplus(now_s, self.config.max_programs)
+        self._forget_surplus(self.config.max_programs)
         while self.programs:
             entry = next(iter(self.programs.values()))
             if (
@@ -605,4 +605,4 @@ class Fleet:
                 or entry.id in self.places.line
             ):
                 return
-            self._forget(now_s, entry, 0)
+            self._forget(entry, 0)

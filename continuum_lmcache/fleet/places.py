@@ -97,10 +97,10 @@ class Place:
         over_tokens = max(0.0, -self.admission.headroom_tokens)
         return self.report.gpu_tokens / (self.report.gpu_tokens + over_tokens) if over_tokens else 1.0
 
-    def fits(self, now_s: float, prompt_tokens: int, turns: int) -> bool:
+    def fits(self, prompt_tokens: int, turns: int) -> bool:
         """Whether a program that has finished `turns` has room, and nobody waits here for room already."""
         if self.report.headroom_tokens is None:
-            return self.admission.fits(now_s, prompt_tokens, turns)
+            return self.admission.fits(prompt_tokens, turns)
         need = self.admission.growth.forecast_tokens(prompt_tokens, turns)
         return not self.report.programs_outside and need <= self.headroom_tokens()
 
@@ -227,7 +227,7 @@ class Places:
             self._first, self._first_since_s = waiting.number, now_s
         tokens, done = waiting.prompt_tokens, waiting.finished
         heard = [p for p in self.places.values() if p.age_s(now_s) <= self.first_turn_age_s]
-        fitting = [p for p in heard if p.fits(now_s, tokens, done)]
+        fitting = [p for p in heard if p.fits(tokens, done)]
         if fitting:
             return self.fewest(fitting), True
         spare = [p for p in heard if p.has_spare_time()]
@@ -252,7 +252,7 @@ class Places:
                 place.admission.arrives(now_s, waiting.program, prompt_tokens, turns=done)
         else:
             pending = PendingProgram(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
-            place.admission.starts(now_s, pending)
+            place.admission.starts(pending)
 
     def fewest(self, places: Iterable[Place]) -> ReplicaId:
         """Of these, one or more, the replica with the fewest requests; of equals the one with most room."""

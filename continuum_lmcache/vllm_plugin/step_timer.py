@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from continuum_lmcache.admission.working_set import PrefillShare
+from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.reload.forecast_tracker import ReloadForecast, ReloadTracker, StepWork, waited_s
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.reload.tier_store import KVTransfer

@@ -185,7 +185,7 @@ class TurnLifecycle:
         self.pins.waits_no_more(program)
         if not entry.turns:
             found_tokens = turn.gpu_tokens + turn.loaded_tokens
-            self.admission.finds(now_s, program, request.block_hashes, found_tokens)
+            self.admission.finds(program, request.block_hashes, found_tokens)
         context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
         if turn.reusable_tokens is not None:  # what is not asked for was not lost
             context_tokens = min(context_tokens, turn.reusable_tokens)
@@ -228,7 +228,7 @@ class TurnLifecycle:
         self.step_timer.gone(turn.id)
         ended = is_end_of_turn(request)
         if turn.program is None:
-            self.admission.leaves(now_s, alone(request))
+            self.admission.leaves(alone(request))
             if ended and self.config.infer_programs and not turn.fields.is_last_step:
                 self._prompt_linker.finished(request, alone(request), turn.arrival_s, fields=turn.fields)
             return
@@ -240,7 +240,7 @@ class TurnLifecycle:
             self._end_in_tool_call(now_s, turn, request)
         else:
             self._end_without_pin(now_s, turn, request)
-            self.admission.loses(now_s, turn.program)
+            self.admission.loses(turn.program)
 
     def _end_in_tool_call(self, now_s: float, turn: TurnState, request: Request) -> None:
         """A turn that ends in a tool call: for how long does its KV stay?"""
@@ -278,7 +278,7 @@ class TurnLifecycle:
         self._end_without_pin(now_s, turn, request)
         entry = self._drop_program(now_s, turn.program, own_turns=1)
         if entry is None:
-            self.admission.loses(now_s, turn.program)
+            self.admission.loses(turn.program)
             return
         self.end_claims.claim(entry.id, EndClaim(entry.arrival_s, entry.turns))
         if self.config.evict_ended_programs and self.end_claims.is_trusted:
@@ -303,7 +303,7 @@ class TurnLifecycle:
         entry = self.programs.drop(program)
         if entry is not None:
             entry.turns += own_turns
-            self.admission.leaves(now_s, program, entry.turns)
+            self.admission.leaves(program, entry.turns)
         self.events.publish(ProgramEnded(now_s, program, entry.turns if entry is not None else None))
         return entry
 

@@ -81,9 +81,9 @@ class KnowingDoor(AdmissionController):
         self.growth.asked = program
         return super().arrives(now_s, program, *args, **kwargs)
 
-    def finds(self, now_s: float, program: ProgramId, *args: Any) -> None:
+    def finds(self, program: ProgramId, *args: Any) -> None:
         self.growth.asked = program
-        super().finds(now_s, program, *args)
+        super().finds(program, *args)
 
     def pauses(self, now_s: float, program: ProgramId, *args: Any, **kwargs: Any) -> None:
         self.growth.asked = program

@@ -1,28 +1,11 @@
-"""What the programs inside speak for, in tokens, and how much of the engine's time prompts take."""
+"""How much of the engine's time do prompts take?"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-SETTLING_S = 30.0  # active programs and prompts come and go within seconds: about this much past is looked at
-
-
-@dataclass(slots=True)
-class WorkingSet:
-    """Tokens spoken for by the programs inside, whatever their priority, without the heads they share."""
-
-    started: float = 0.0
-    active: float = 0.0
-    usually_active: float = 0.0  # exponentially weighted over SETTLING_S
-    at_s: float = 0.0
-
-    def add(self, now_s: float, started: float, active: float) -> None:
-        left = math.exp(-max(0.0, now_s - self.at_s) / SETTLING_S)
-        self.usually_active = self.usually_active * left + self.active * (1.0 - left)
-        self.at_s = now_s
-        self.started += started
-        self.active += active
+SETTLING_S = 30.0  # prompts come and go within seconds: about this much past is looked at
 
 
 @dataclass(slots=True)
