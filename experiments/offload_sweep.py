@@ -43,7 +43,7 @@ from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
 from experiments.sweep import goals, trace_goals
 from experiments.sweep.cases import Case, Point, SweepError
-from experiments.sweep.conditions import conditions
+from experiments.sweep.conditions import MACHINE, conditions
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, WORDS, Plan
@@ -187,7 +187,8 @@ def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> 
     title, _, rest = text.partition(". ")
     command = f"python -m experiments.offload_sweep {figure}{' --engine live' if is_live else ''} --docs docs"
     where = "on real servers" if is_live else "in the lab"
-    made = f"{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"
+    machine = f"{conditions()[MACHINE]}; " if is_live else ""
+    made = f"{machine}{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"
     told = f"{made}, every one: [{name}.csv]({name}.csv). Cells: the median of the seeds and their range."
     page = f"# {title}, {where}\n\n    {command}\n\n{told}\n\n![{title}](figures/{name}.png)\n\n{rest}"
     (docs / name).with_suffix(".md").write_text(page)

@@ -16,7 +16,7 @@ from experiments.client import Client
 from experiments.driver import Plan, run
 from experiments.offload_sweep import Engine, Wanted, cases_of, main, wanted
 from experiments.peers import install, live, settings
-from experiments.sweep import simulated
+from experiments.sweep import conditions, simulated
 from experiments.sweep.cases import AGENTINFER, MICHI, PEERS, ROUTER, ROUTER_WARM, Live, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS
@@ -119,6 +119,7 @@ def test_the_tables_say_each_seed_and_where_others_are_ahead_and_go_into_docs(tm
         rows.add(case, figures | {"ttft_max_s": 5.0 if case.contender == "fcfs" else 6.0})
     main(["peers"], engine=Engine.LIVE, out=tmp_path, docs=tmp_path / "docs", **wants)
     page = (tmp_path / "docs" / "peers-live.md").read_text()
+    assert conditions.machine() in page
     assert "| seed 3 | seed 4 |" in page and "| 30 / 5 | 40 / 5 |" in page
     assert "| fcfs | 35, 27.5 | 27.3 % behind | 1 of 2 | 14.3 % |" in page, "mean job time"
     assert "| fcfs | 5, 6 | 16.7 % ahead | 2 of 2 | 16.7 % |" in page, "longest first token"
