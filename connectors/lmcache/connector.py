@@ -23,6 +23,7 @@ With `--scheduling-policy continuum` it stands for vLLM's own name, `{"kv_connec
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -247,6 +248,9 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             self._check.loaded(getattr(meta, "expected_loads", []), getattr(meta, "written_blocks", []))
 
     def wait_for_save(self) -> None:
+        """Store what the step computed; nothing if it dies, as lmcache_mp/connector.py has it."""
+        if sys.exc_info()[1] is not None:
+            return
         if self._check is not None:
             meta: Any = self._get_connector_metadata()  # LMCache's, which has no types
             for request in meta.requests:

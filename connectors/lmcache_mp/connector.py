@@ -15,6 +15,7 @@ With `--scheduling-policy continuum` it stands for LMCache's own name, `{"kv_con
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, cast
@@ -278,6 +279,15 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
                 stored, loaded = super().get_finished(finished_req_ids - left_loading)
             ended = self._worker.stored(stored or set()), loaded
         return ended
+
+    def wait_for_save(self) -> None:
+        """Store what the step computed; nothing if it dies.
+
+        vLLM calls this also while an exception ends the step, such as SIGTERM's SystemExit. What was not
+        computed would then be stored under its prompt's name, for every server that shares the store.
+        """
+        if sys.exc_info()[1] is None:
+            super().wait_for_save()
 
     def build_connector_worker_meta(self) -> MpReport | None:
         return self._worker.report() if self._worker is not None else None

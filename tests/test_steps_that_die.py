@@ -1,0 +1,48 @@
+"""A step that an exception ends has computed nothing that may be stored.
+
+vLLM lets the connector store in a `finally`, and a worker's SIGTERM is an exception wherever it is: KV that
+was never computed would lie under a prompt's name, and every server that shares the store would load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("lmcache")
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("connectors.lmcache_mp.connector", "ContinuumLMCacheMPConnector"),
+        ("connectors.lmcache.connector", "ContinuumLMCacheConnector"),
+    ],
+)
+def test_a_step_that_an_exception_ends_stores_nothing(
+    module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind: Any = getattr(import_module(module), name)
+    stored: list[str] = []
+    monkeypatch.setattr(kind.__mro__[1], "wait_for_save", lambda _: stored.append("step"))
+    connector = object.__new__(kind)
+    connector._check = connector._worker = None
+
+    @contextmanager
+    def step() -> Iterator[None]:  # as vLLM's KVConnectorModelRunnerMixin has it
+        try:
+            yield
+        finally:
+            connector.wait_for_save()
+
+    with step():
+        pass
+    assert stored == ["step"]
+    with pytest.raises(SystemExit), step():
+        raise SystemExit
+    assert stored == ["step"]
