@@ -189,21 +189,19 @@ def reference(device: str = "cpu") -> Any:
 
 def off_by(story: Story, model: Any) -> list[float]:
     """By how much each generated token's log probability differs from the reference's, in their order."""
-    scores = scores_of(story, model)
-    return [abs(scores[at - 1, story.tokens[at]].item() - said) for at, said in story.logprobs.items()]
-
-
-def behind(story: Story, model: Any) -> list[float]:
-    """By how much each generated token's log probability is below that of the reference's likeliest."""
-    scores = scores_of(story, model)
-    return [(scores[at - 1].max() - scores[at - 1, story.tokens[at]]).item() for at in story.logprobs]
+    return [off for off, _ in judged(story, model)]
 
 
 @torch.inference_mode()
-def scores_of(story: Story, model: Any) -> torch.Tensor:
-    """The reference's log probabilities after each token."""
+def judged(story: Story, model: Any) -> list[tuple[float, float]]:
+    """The same, and by how much the reference has the token below its likeliest one."""
     logits = model(torch.tensor([story.tokens], device=model.device)).logits[0]
-    return torch.log_softmax(logits, dim=-1).cpu()
+    scores = torch.log_softmax(logits, dim=-1).cpu()
+    found = []
+    for at, said in story.logprobs.items():
+        own = scores[at - 1, story.tokens[at]].item()
+        found.append((abs(own - said), scores[at - 1].max().item() - own))
+    return found
 
 
 def sources(llm: Any) -> Counter[str]:

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 from continuum_lmcache.fleet.homes import MOST_PROGRAMS
 from continuum_lmcache.serve.books import Books
 from continuum_lmcache.serve.gauges import figures, report
+from continuum_lmcache.serve.listening import on_the_nodes_address_alone
 from continuum_lmcache.serve.settings import ServeSettings
 
 logger = logging.getLogger("ray.serve")
@@ -58,6 +59,7 @@ class Replica:
 
     def __init__(self, settings: ServeSettings, below: Any = None) -> None:
         """`below`: a handle of the LMCache servers; None: there are none of ours."""
+        on_the_nodes_address_alone()
         self._settings, self._below = settings, below
         self._has_ended = asyncio.Event()  # a turn, since the last report
         self._books = Books(MOST_PROGRAMS, on_end=self._has_ended.set)

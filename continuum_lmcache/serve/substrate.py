@@ -19,6 +19,7 @@ from ray import serve
 
 from connectors.lmcache_mp.server.command_line import HOST, left_behind, options
 from continuum_lmcache.errors import ServerError
+from continuum_lmcache.serve.listening import on_the_nodes_address_alone
 from continuum_lmcache.serve.settings import ServeSettings
 
 START_S = 180.0
@@ -35,6 +36,7 @@ class Substrate:
     """The deployment's class: the parent of one `lmcache server`."""
 
     def __init__(self, settings: ServeSettings) -> None:
+        on_the_nodes_address_alone()
         self._url = f"http://{HOST}:{settings.lmcache_http_port}/healthcheck"
         self._process: subprocess.Popen[bytes] | None = None
         if self._answers():

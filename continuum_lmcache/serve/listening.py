@@ -1,0 +1,28 @@
+"""Keep Ray's replicas off the public addresses of their node.
+
+Each replica of a deployment opens a port for requests of other deployments, on all addresses; what comes
+there is unpickled. Ray connects to it at its node's address alone, so it need listen nowhere else.
+
+Seam, read and run on Ray 2.60.0: ray.serve._private.replica.add_port_to_grpc_server, called after the
+deployment's class was made; no setting names the address.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.serve._private import replica
+
+EVERYWHERE = "[::]"
+stock = replica.add_port_to_grpc_server
+
+
+def on_the_nodes_address_alone() -> None:
+    """In the process of a replica, from its deployment's `__init__`."""
+    address = ray.util.get_node_ip_address()
+
+    def add_port(server: Any, place: str) -> int:
+        return int(stock(server, place.replace(EVERYWHERE, f"[{address}]" if ":" in address else address)))
+
+    replica.add_port_to_grpc_server = add_port
