@@ -40,7 +40,7 @@ def recording(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"}  # read at import
     os.environ |= {**quiet, "MSWEA_GLOBAL_CONFIG_DIR": str(folder)}
     args = ["--max-model-len", "6144", "--num-gpu-blocks-override", "60", "--scheduling-policy", "continuum"]
-    env = {"RUN_OUTPUT_DIR": str(folder / "run"), "CONTINUUM_GAPS_FILE": str(folder / "gaps.json")}
+    env = {"RUN_OUTPUT_DIR": str(folder / "run"), "CONTINUUM_TOOL_DURATIONS_FILE": str(folder / "gaps.json")}
     with (
         serve(model, args, log=folder / "server.log", env=env) as url,
         ThreadPoolExecutor(PROGRAMS) as pool,
