@@ -79,7 +79,10 @@ class Wanted:
 
     def has(self, case: Case, name: str) -> bool:
         """Whether the case, which the figure calls `name`, is wanted."""
-        tiers = TIERS[2 if getattr(case, "ssd_gb", 0.0) else 1 if case.dram_gb else 0]
+        has_dram, has_ssd = (
+            any(getattr(case, f"{tier}_{unit}", 0.0) for unit in ("gb", "kv")) for tier in ("dram", "ssd")
+        )
+        tiers = TIERS[2 if has_ssd else 1 if has_dram else 0]
         return (
             goals.is_wanted(name, self.parts)
             and case.contender in (self.contenders or (case.contender,))

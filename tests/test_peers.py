@@ -14,7 +14,7 @@ import pytest
 from continuum_lmcache.retention.policies import POLICIES
 from experiments.client import Client
 from experiments.driver import Plan, run
-from experiments.offload_sweep import Engine, Wanted, cases_of, main, wanted
+from experiments.offload_sweep import TIERS, Engine, Wanted, cases_of, main, wanted
 from experiments.peers import install, live, settings
 from experiments.sweep import conditions, simulated
 from experiments.sweep.cases import AGENTINFER, MICHI, PEERS, ROUTER, ROUTER_WARM, Live, Point, SweepError
@@ -94,6 +94,15 @@ def test_who_goes_first_changes_with_the_seed_and_each_case_has_a_folder_of_its_
     first = {case.seed: case.contender for case in reversed(cases)}
     assert len(set(first.values())) == 5
     assert len({named(case) for case in cases}) == len(cases) == 5 * 4 * 2 * 6
+
+
+def test_tiers_are_chosen_whether_their_sizes_are_in_gb_or_in_gpu_kv_caches() -> None:
+    for name in ("fig14", "tiers"):
+        cases = PLANS[name].cases(Size.QUICK, [3])
+        of = {tier: [case for case in cases if wanted("", "", tier).has(case, "")] for tier in TIERS}
+        assert sum(map(len, of.values())) == len(cases), name
+        assert {case.offloads for case in of["none"]} <= {False} and of["dram"] and of["disk"]
+        assert all(case.offloads for case in of["dram"] + of["disk"])
 
 
 def test_contenders_and_tiers_choose_among_the_rows() -> None:
