@@ -139,11 +139,14 @@ def play(llm: Any, programs: int, seed: int) -> list[Story]:
     return list(stories.values())
 
 
-def play_all_ways(llm: Any, programs: int, ways: Collection[str], most_rounds: int = 8) -> list[Story]:
-    """Rounds with other seeds until prompts have come in all `ways` (sources), or `most_rounds` are over."""
+def play_all_ways(llm: Any, programs: int, ways: Collection[str], most_rounds: int = 5) -> list[Story]:
+    """Rounds with other seeds until prompts have come in all `ways` (sources), or `most_rounds` are over.
+
+    Each has half of `programs` more than the one before: where few are in line, nobody is preempted.
+    """
     stories: list[Story] = []
     for seed in range(most_rounds):
-        stories += play(llm, programs, seed)
+        stories += play(llm, programs + seed * programs // 2, seed)
         if all(sources(llm)[way] for way in ways):
             break
     return stories
