@@ -139,14 +139,11 @@ def play(llm: Any, programs: int, seed: int) -> list[Story]:
     return list(stories.values())
 
 
-def play_all_ways(llm: Any, programs: int, ways: Collection[str], most_rounds: int = 5) -> list[Story]:
-    """Rounds with other seeds until prompts have come in all `ways` (sources), or `most_rounds` are over.
-
-    Each has half of `programs` more than the one before: where few are in line, nobody is preempted.
-    """
+def play_all_ways(llm: Any, programs: int, ways: Collection[str], most_rounds: int = 8) -> list[Story]:
+    """Rounds with other seeds until prompts have come in all `ways` (sources), or `most_rounds` are over."""
     stories: list[Story] = []
     for seed in range(most_rounds):
-        stories += play(llm, programs + seed * programs // 2, seed)
+        stories += play(llm, programs, seed)
         if all(sources(llm)[way] for way in ways):
             break
     return stories
@@ -208,7 +205,10 @@ def judged(story: Story, model: Any) -> list[tuple[float, float]]:
 
 
 def sources(llm: Any) -> Counter[str]:
-    """Where prompts came from: tokens by tier, preemptions, and what was loaded again after one."""
+    """Where prompts came from: tokens by tier, preemptions, and what was loaded again after one.
+
+    The last two are the recorder's: the engine must have a `continuum.run_output_dir`.
+    """
     lifecycle = llm.llm_engine.engine_core.engine_core.scheduler._lifecycle
     found = Counter(lifecycle.residency.prompt_tokens)
     for event in itertools.chain.from_iterable(lifecycle.recorder.snapshot().values()):

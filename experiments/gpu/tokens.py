@@ -91,7 +91,8 @@ def over_mp(until: ExitStack, disk: Path, dtype: str, folder: Path) -> dict[str,
         "kv_connector": "ContinuumLMCacheMPConnector",
         "kv_connector_module_path": "connectors.lmcache_mp",
     }
-    return {**mp.transfer_config, **ours}
+    recorded = mp.transfer_config["kv_connector_extra_config"] | {"continuum.run_output_dir": f"{disk}/run"}
+    return {**mp.transfer_config, **ours, "kv_connector_extra_config": recorded}
 
 
 def turns_off(stories: Sequence[Story], off: Callable[[Story], list[float]]) -> list[list[float]]:
