@@ -3,7 +3,7 @@
     python -m experiments.offload_sweep all --out results
     python -m experiments.gallery --results results --out docs
 
-Writes OUT/figures.md, and PNG, SVG and the table as CSV into OUT/figures/. The page begins with
+Writes OUT/figures.md, and PNG, SVG and the rows as CSV into OUT/figures/. The page begins with
 OUT/figures-words.md, which is written by hand; all else is from the rows, and a figure that lacks one is
 left out by name.
 """
@@ -25,7 +25,7 @@ from experiments.sweep.cases import Case, Point, SweepError
 from experiments.sweep.drawing import draw
 from experiments.sweep.grids import Size
 from experiments.sweep.plans import PLANS, Plan
-from experiments.sweep.readout import BySeed, Found, caption, found, holds, panels, ratios, table
+from experiments.sweep.readout import BySeed, Found, caption, figures_by_case, found, holds, panels, ratios
 from experiments.sweep.rows import Rows, code
 from experiments.tables import markdown, spread, write_lines
 
@@ -37,7 +37,7 @@ P95_S = 600.0  # for what a machine holds
 def section(name: str, plan: Plan, pairs: Found) -> str:
     """One figure: how it is made, what was run, the picture, where its table lies."""
     parts = [f"## {name}: {plan.title}", f"    python -m experiments.offload_sweep {name}", caption(pairs)]
-    parts += [f"![{name}](figures/{name}.png)", f"All cells: [figures/{name}.csv](figures/{name}.csv)."]
+    parts += [f"![{name}](figures/{name}.png)", f"Its rows: [figures/{name}.csv](figures/{name}.csv)."]
     if name == "whatif":
         parts.append(markdown(holds(plan, pairs, P95_S)))
     return "\n\n".join(parts)
@@ -108,7 +108,7 @@ def main(
         if not rows.missing(cases):
             finished[name] = found(rows, cases)
             draw(plan, finished[name], folder / name)
-            write_lines(table(plan, finished[name]), folder / f"{name}.csv")
+            write_lines(figures_by_case(plan, finished[name]), folder / f"{name}.csv")
     (out / "figures.md").write_text(page(words, finished, [name for name in PLANS if name not in finished]))
     print(f"wrote {out / 'figures.md'}: {', '.join(finished) or 'nothing'}")
 

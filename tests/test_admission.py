@@ -241,7 +241,7 @@ def test_an_engine_that_computes_prompts_all_the_time_is_busy_and_one_that_wakes
     assert prompts.now(5099.0) > 0.95
 
 
-class Doors(RuleBasedStateMachine):
+class AdmissionMachine(RuleBasedStateMachine):
     """Programs come, pause, return, end and vanish in any order."""
 
     def __init__(self) -> None:
@@ -321,8 +321,8 @@ class Doors(RuleBasedStateMachine):
         assert not self.at.inside.keys() & self.at.outside.keys()
 
 
-Doors.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestDoors = Doors.TestCase
+AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestAdmissionMachine = AdmissionMachine.TestCase
 
 
 # what is learned --------------------------------------------------------------

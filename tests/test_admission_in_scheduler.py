@@ -16,7 +16,7 @@ from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.types import ProgramId
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
-from experiments.sweep.oracle import KnowingDoor, true_sizes_of
+from experiments.sweep.oracle import TrueSizesAdmission, true_sizes_of
 from experiments.trust.soak_scheduler import tables
 
 Make = Callable[..., Bench]
@@ -403,5 +403,5 @@ def test_the_bound_that_knows_every_size_is_the_admission_of_an_engine_built_mea
 ) -> None:
     settings(policy="continuum")
     with true_sizes_of([]):
-        assert isinstance(Bench(ContinuumScheduler, model, blocks=20).lifecycle.admission, KnowingDoor)
+        assert isinstance(Bench(ContinuumScheduler, model, blocks=20).lifecycle.admission, TrueSizesAdmission)
     assert type(Bench(ContinuumScheduler, model, blocks=20).lifecycle.admission) is AdmissionController

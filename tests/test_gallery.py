@@ -39,5 +39,6 @@ def test_the_page_has_the_words_the_command_the_sizes_and_what_is_missing() -> N
     text = page("# Figures\n", {"fig8": pairs()}, ["h1"])
     assert text.startswith("# Figures\n\n## Where continuum is slower by 1 % or more, simulated")
     assert "python -m experiments.offload_sweep fig8" in text and "![fig8](figures/fig8.png)" in text
+    assert "[figures/fig8.csv](figures/fig8.csv)" in text
     assert "n = 30 programs, 0.08 a second, seeds 1, 2" in text
     assert "Not run at this size: h1." in text

@@ -121,10 +121,10 @@ def check_pins(bench: TierBench) -> None:
         assert live or pin.deadline_s > bench.now_s, f"{program!r} is overdue and nobody waits for it"
     assert all(blocks <= pins.max_tenant_blocks for blocks in by_tenant.values()), by_tenant
     check_turns(bench)
-    check_door(bench)
+    check_admission(bench)
 
 
-def check_door(bench: Bench) -> None:
+def check_admission(bench: Bench) -> None:
     """Who is held waits to start with all its turns; who is admitted is counted with all of its."""
     lifecycle, admission = bench.lifecycle, bench.lifecycle.admission
     admission.check()

@@ -440,12 +440,12 @@ class Fleet:
             place.report.replica,
             place.wait_s(is_fresh),
             place.pending_tokens,
-            self._again_s(place, context_tokens) if is_home else self._bring_s(costs, context_tokens),
+            self._recompute_s(place, context_tokens) if is_home else self._bring_s(costs, context_tokens),
             is_home or (is_fresh and place.fits(prompt_tokens, max(1, entry.turns))),
             is_fresh,
         )
 
-    def _again_s(self, place: Place, context_tokens: int) -> float:
+    def _recompute_s(self, place: Place, context_tokens: int) -> float:
         """What a context's KV costs its home, for the part that it is taken to have lost."""
         kept_tokens = int(context_tokens * place.kept_share)
         if kept_tokens == context_tokens:

@@ -72,7 +72,7 @@ class Sizes(ContextGrowth):
         return own_tokens + max(0.0, mean(later_tokens) - now_tokens)
 
 
-class KnowingDoor(AdmissionController):
+class TrueSizesAdmission(AdmissionController):
     """Tells its Sizes which program each forecast is of."""
 
     growth: Sizes
@@ -100,7 +100,7 @@ class KnowingDoor(AdmissionController):
 def true_sizes_of(programs: Sequence[Program]) -> Iterator[None]:
     """Within the block, the admission of engines that are built knows these programs' contexts."""
     known = {program.program_id: program for program in programs}
-    turn_lifecycle.AdmissionController = lambda *args, **kwargs: KnowingDoor(
+    turn_lifecycle.AdmissionController = lambda *args, **kwargs: TrueSizesAdmission(
         *args, growth=Sizes(known), **kwargs
     )  # type: ignore
     try:

@@ -183,7 +183,7 @@ class Rig:
         return stats
 
     def _step(self) -> None:
-        self.clock.advance_to(self.clock.now_s + 1.0)  # so that whoever waits at our door comes in
+        self.clock.advance_to(self.clock.now_s + 1.0)  # so that whoever admission holds comes in
         output = self.scheduler.schedule()
         self.scheduler.update_from_output(output, self._answer_to(output))
 
