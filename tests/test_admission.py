@@ -36,50 +36,50 @@ def admission(active_tokens: int = 100_000, started_tokens: float = 100_000) -> 
 
 
 def admitted(at: AdmissionController, now_s: float = 0.0, idle: bool = False) -> list[ProgramId]:
-    found = at.opens(now_s, idle)
+    found = at.admit(now_s, idle)
     at.check()
     return found
 
 
 def test_a_program_starts_at_once_while_there_is_room_and_waits_when_there_is_none() -> None:
     at = admission()
-    assert not at.arrives(0.0, A, 60_000) and admitted(at) == [A]
-    assert not at.arrives(1.0, B, 60_000) and admitted(at, 1.0) == []
-    at.leaves(A, finished_turns=3)
+    assert not at.on_arrival(0.0, A, 60_000) and admitted(at) == [A]
+    assert not at.on_arrival(1.0, B, 60_000) and admitted(at, 1.0) == []
+    at.remove_program(A, finished_turns=3)
     assert admitted(at, 100.0) == [B]
 
 
 def test_a_program_under_way_never_waits() -> None:
     at = admission()
-    at.arrives(0.0, A, 90_000)
+    at.on_arrival(0.0, A, 90_000)
     assert admitted(at, idle=True) == [A]
-    at.pauses(1.0, A, 95_000, expected_s=10.0)
-    assert at.arrives(2.0, A, 96_000)
-    assert at.arrives(900.0, B, 90_000, turns=4), "away for longer than expected, and under way all the same"
+    at.on_pause(1.0, A, 95_000, expected_s=10.0)
+    assert at.on_arrival(2.0, A, 96_000)
+    assert at.on_arrival(900.0, B, 90_000, turns=4), "away for longer than expected, and still under way"
 
 
-def test_a_request_that_passes_takes_room_and_waits_for_none() -> None:
+def test_an_exempt_request_takes_room_and_does_not_wait() -> None:
     at = admission()
-    assert at.arrives(0.0, A, 99_000, passes=True)
-    at.arrives(0.0, B, 10_000)
+    assert at.on_arrival(0.0, A, 99_000, exempt=True)
+    at.on_arrival(0.0, B, 10_000)
     assert admitted(at) == []
-    at.leaves(A)
+    at.remove_program(A)
     assert admitted(at, 31.0) == [B]
 
 
 def test_an_idle_gpu_gets_one_program_whatever_its_size() -> None:
     at = admission()
-    at.arrives(0.0, A, 900_000)
-    at.arrives(0.0, B, 900_000)
+    at.on_arrival(0.0, A, 900_000)
+    at.on_arrival(0.0, B, 900_000)
     assert admitted(at, idle=False) == []
     assert admitted(at, idle=True) == [A]
 
 
 def test_the_first_in_line_waits_no_longer_than_its_bound_under_any_load() -> None:
     at = admission()
-    at.arrives(0.0, A, 90_000, passes=True)
-    at.arrives(0.0, B, 90_000)
-    at.arrives(0.0, C, 90_000)
+    at.on_arrival(0.0, A, 90_000, exempt=True)
+    at.on_arrival(0.0, B, 90_000)
+    at.on_arrival(0.0, C, 90_000)
     assert admitted(at, 0.0) == [] and admitted(at, MAX_WAIT_S - 1) == []
     assert admitted(at, MAX_WAIT_S) == [B], "one, not the whole line"
     assert admitted(at, 2 * MAX_WAIT_S) == [C]
@@ -87,74 +87,74 @@ def test_the_first_in_line_waits_no_longer_than_its_bound_under_any_load() -> No
 
 def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:
     at = admission()
-    at.arrives(0.0, A, 90_000, passes=True)
-    at.arrives(0.0, B, 90_000)
+    at.on_arrival(0.0, A, 90_000, exempt=True)
+    at.on_arrival(0.0, B, 90_000)
     assert admitted(at, 0.0) == []
-    at.leaves(B)
-    at.arrives(MAX_WAIT_S, B, 90_000)
+    at.remove_program(B)
+    at.on_arrival(MAX_WAIT_S, B, 90_000)
     assert admitted(at, MAX_WAIT_S) == [], "what it waited before it left does not count"
     assert admitted(at, 2 * MAX_WAIT_S) == [B]
 
 
 def test_programs_in_a_tool_call_count_against_the_tiers_and_not_against_the_gpu() -> None:
     at = admission(active_tokens=100_000, started_tokens=300_000)
-    at.arrives(0.0, A, 70_000)
+    at.on_arrival(0.0, A, 70_000)
     assert admitted(at) == [A]
-    at.pauses(0.1, A, 70_000, expected_s=1e6)
-    at.arrives(1.0, B, 70_000)
+    at.on_pause(0.1, A, 70_000, expected_s=1e6)
+    at.on_arrival(1.0, B, 70_000)
     assert admitted(at, 1.0) == [B]
 
 
 def test_a_program_that_is_over_leaves_its_room_at_once_however_large_it_was() -> None:
     at = admission()
-    at.arrives(0.0, A, 90_000, passes=True)
-    at.arrives(300.0, B, 70_000)
+    at.on_arrival(0.0, A, 90_000, exempt=True)
+    at.on_arrival(300.0, B, 70_000)
     assert admitted(at, 300.0) == []
-    at.leaves(A, finished_turns=1)
+    at.remove_program(A, finished_turns=1)
     assert admitted(at, 300.1) == [B]
 
 
 def test_a_program_that_does_not_come_back_in_time_is_counted_no_longer() -> None:
     at = admission()
-    at.arrives(0.0, A, 90_000, passes=True)
-    at.pauses(1.0, A, 90_000, expected_s=10.0)
-    at.arrives(2.0, B, 90_000)
+    at.on_arrival(0.0, A, 90_000, exempt=True)
+    at.on_pause(1.0, A, 90_000, expected_s=10.0)
+    at.on_arrival(2.0, B, 90_000)
     assert admitted(at, 10.9) == []
     assert admitted(at, 200.0) == [B]
-    assert A not in at.inside
+    assert A not in at.admitted
 
 
 def test_an_urgent_program_is_first_in_line_and_all_under_way_count_for_it() -> None:
     at = admission()
-    at.arrives(0.0, A, 90_000, priority=0, passes=True)
-    at.arrives(1.0, B, 90_000, priority=0)
-    at.arrives(2.0, C, 90_000, priority=-1)
+    at.on_arrival(0.0, A, 90_000, priority=0, exempt=True)
+    at.on_arrival(1.0, B, 90_000, priority=0)
+    at.on_arrival(2.0, C, 90_000, priority=-1)
     assert admitted(at, 2.0) == []
-    at.leaves(A)
+    at.remove_program(A)
     assert admitted(at, 200.0) == [C]
 
 
 def test_who_leaves_before_starting_frees_the_way() -> None:
     at = admission()
-    at.arrives(0.0, A, 90_000, passes=True)
-    at.arrives(1.0, B, 90_000)
-    at.arrives(1.0, C, 10_000)
-    at.loses(B)
-    assert admitted(at, 2.0) == [] and at.outside.keys() == {C}
-    at.leaves(A)
+    at.on_arrival(0.0, A, 90_000, exempt=True)
+    at.on_arrival(1.0, B, 90_000)
+    at.on_arrival(1.0, C, 10_000)
+    at.remove_turn(B)
+    assert admitted(at, 2.0) == [] and at.pending.keys() == {C}
+    at.remove_program(A)
     assert admitted(at, 90.0) == [C]
 
 
-def test_a_program_stands_at_the_door_until_the_last_of_its_turns_has_left() -> None:
+def test_a_program_stays_in_line_until_the_last_of_its_turns_has_left() -> None:
     at = admission()
-    assert not at.arrives(0.0, A, 10_000) and not at.arrives(0.1, A, 12_000)
-    at.loses(A)
-    assert A in at.outside
-    assert not at.arrives(2.0, A, 12_000) and admitted(at, 2.0) == [A]
-    assert at.inside[A].live == 2, "both turns that stood there came in"
-    at.arrives(3.0, B, 10_000)
-    at.loses(B)
-    assert not at.outside
+    assert not at.on_arrival(0.0, A, 10_000) and not at.on_arrival(0.1, A, 12_000)
+    at.remove_turn(A)
+    assert A in at.pending
+    assert not at.on_arrival(2.0, A, 12_000) and admitted(at, 2.0) == [A]
+    assert at.admitted[A].live == 2, "both turns that stood there came in"
+    at.on_arrival(3.0, B, 10_000)
+    at.remove_turn(B)
+    assert not at.pending
 
 
 def sharing(at: AdmissionController, blocks: int = 10) -> list[str]:
@@ -168,10 +168,10 @@ def test_a_head_that_many_programs_share_takes_room_once() -> None:
     at = admission(active_tokens=100_000)
     hashes = sharing(at)
     for i in range(4):
-        at.arrives(0.0, ProgramId(f"p{i}"), 44_000, hashes=hashes)
+        at.on_arrival(0.0, ProgramId(f"p{i}"), 44_000, hashes=hashes)
     assert len(admitted(at)) == 4, "40,000 in common and 4,000 of each one's own"
     assert at.context_tokens == 40_000 + 4 * 4_000
-    at.arrives(0.0, A, 60_000)
+    at.on_arrival(0.0, A, 60_000)
     assert admitted(at) == [], "one that shares nothing needs all that it sends"
 
 
@@ -179,25 +179,25 @@ def test_a_shared_head_takes_room_until_the_last_program_that_uses_it_has_left()
     at = admission(active_tokens=100_000)
     hashes = sharing(at)
     for program in (A, B):
-        at.arrives(0.0, program, 44_000, hashes=hashes)
+        at.on_arrival(0.0, program, 44_000, hashes=hashes)
     assert admitted(at) == [A, B]
-    at.arrives(1.0, C, 70_000)
-    at.leaves(A)
+    at.on_arrival(1.0, C, 70_000)
+    at.remove_program(A)
     assert at.context_tokens == 44_000 + 70_000 and admitted(at, 40.0) == []
-    at.leaves(B)
+    at.remove_program(B)
     assert at.context_tokens == 70_000 and admitted(at, 80.0) == [C]
 
 
-def test_a_program_at_the_door_is_judged_by_its_own_tokens_once_its_head_is_known() -> None:
+def test_a_program_in_line_is_judged_by_its_own_tokens_once_its_head_is_known() -> None:
     at = admission(active_tokens=110_000, started_tokens=110_000)
     hashes = [f"head {i}" for i in range(11)]
     at.shared_prefixes = SharedPrefixIndex(block_tokens=4000)
     for program in (A, B, C):
-        at.arrives(0.0, program, 44_000, hashes=hashes)
+        at.on_arrival(0.0, program, 44_000, hashes=hashes)
     assert admitted(at) == [A, B], "nobody knows yet that they have 40,000 in common"
-    at.finds(B, hashes, 40_000)
+    at.on_prefix_hit(B, hashes, 40_000)
     assert admitted(at, 1.0) == [C]
-    assert at.arrives(2.0, A, 44_000, hashes=hashes)
+    assert at.on_arrival(2.0, A, 44_000, hashes=hashes)
     assert at.context_tokens == 40_000 + 3 * 4_000, "the first one too, from its next turn on"
 
 
@@ -208,20 +208,20 @@ def test_the_limits_follow_the_largest_tier() -> None:
 
 def test_who_comes_is_told_for_how_long_the_line_has_stood() -> None:
     at = admission()
-    at.arrives(0.0, A, 99_000, passes=True)
-    at.arrives(1.0, B, 90_000)
-    at.arrives(31.0, C, 90_000)
-    assert [at.outside[program].line_s for program in (B, C)] == [0.0, 30.0]
+    at.on_arrival(0.0, A, 99_000, exempt=True)
+    at.on_arrival(1.0, B, 90_000)
+    at.on_arrival(31.0, C, 90_000)
+    assert [at.pending[program].line_s for program in (B, C)] == [0.0, 30.0]
 
 
 def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is_no_room() -> None:
     at = admission()
-    at.arrives(0.0, A, 90_000, passes=True)
+    at.on_arrival(0.0, A, 90_000, exempt=True)
     for program in (B, C):
-        at.arrives(0.0, program, 90_000)
-    assert at.opens(0.0, idle=False, prompt_share=BUSY_SHARE) == []
-    assert at.opens(1.0, idle=False, prompt_share=0.2) == [B]
-    assert at.opens(2.0, idle=False, prompt_share=0.2) == [C]
+        at.on_arrival(0.0, program, 90_000)
+    assert at.admit(0.0, idle=False, prompt_share=BUSY_SHARE) == []
+    assert at.admit(1.0, idle=False, prompt_share=0.2) == [B]
+    assert at.admit(2.0, idle=False, prompt_share=0.2) == [C]
 
 
 def test_the_share_of_time_for_prompts_follows_half_a_minute_of_steps() -> None:
@@ -258,67 +258,67 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(
         tokens=st.integers(1, 150_000),
         priority=st.integers(-1, 1),
-        passes=st.booleans(),
+        exempt=st.booleans(),
         head=st.sampled_from("abc"),
     )
-    def a_program_comes(self, tokens: int, priority: int, passes: bool, head: str) -> None:
+    def a_program_comes(self, tokens: int, priority: int, exempt: bool, head: str) -> None:
         self.count += 1
         hashes = [(head, i) for i in range(tokens // 1000)]
         program = ProgramId(f"p{self.count}")
-        self.at.arrives(self.now_s, program, tokens, priority, passes=passes, hashes=hashes)
+        self.at.on_arrival(self.now_s, program, tokens, priority, exempt=exempt, hashes=hashes)
 
-    @precondition(lambda self: self.at.inside)
+    @precondition(lambda self: self.at.admitted)
     @rule(data=st.data(), blocks=st.integers(0, 30), head=st.sampled_from("abc"))
     def a_first_turn_finds_a_head(self, data: st.DataObject, blocks: int, head: str) -> None:
-        program = data.draw(st.sampled_from(sorted(self.at.inside)))
-        hashes = [(head, i) for i in range(self.at.inside[program].context_tokens // 1000)]
-        self.at.finds(program, hashes, min(blocks, len(hashes)) * 1000)
+        program = data.draw(st.sampled_from(sorted(self.at.admitted)))
+        hashes = [(head, i) for i in range(self.at.admitted[program].context_tokens // 1000)]
+        self.at.on_prefix_hit(program, hashes, min(blocks, len(hashes)) * 1000)
 
-    @precondition(lambda self: self.at.outside)
+    @precondition(lambda self: self.at.pending)
     @rule(data=st.data(), tokens=st.integers(1, 150_000))
-    def one_more_turn_of_a_program_outside_comes(self, data: st.DataObject, tokens: int) -> None:
-        program = data.draw(st.sampled_from(sorted(self.at.outside)))
-        assert not self.at.arrives(self.now_s, program, tokens)
+    def one_more_turn_of_a_pending_program_comes(self, data: st.DataObject, tokens: int) -> None:
+        program = data.draw(st.sampled_from(sorted(self.at.pending)))
+        assert not self.at.on_arrival(self.now_s, program, tokens)
 
-    @precondition(lambda self: self.at.inside)
+    @precondition(lambda self: self.at.admitted)
     @rule(data=st.data(), grown=st.integers(0, 20_000), expected_s=st.floats(0.0, 100.0))
     def a_turn_ends(self, data: st.DataObject, grown: int, expected_s: float) -> None:
-        program = data.draw(st.sampled_from(sorted(self.at.inside)))
-        self.at.pauses(self.now_s, program, self.at.inside[program].context_tokens + grown, expected_s)
+        program = data.draw(st.sampled_from(sorted(self.at.admitted)))
+        self.at.on_pause(self.now_s, program, self.at.admitted[program].context_tokens + grown, expected_s)
 
-    @precondition(lambda self: self.at.inside)
+    @precondition(lambda self: self.at.admitted)
     @rule(data=st.data(), turns=st.integers(1, 5))
     def a_program_returns(self, data: st.DataObject, turns: int) -> None:
-        program = data.draw(st.sampled_from(sorted(self.at.inside)))
-        assert self.at.arrives(self.now_s, program, 1000, 0, turns)
+        program = data.draw(st.sampled_from(sorted(self.at.admitted)))
+        assert self.at.on_arrival(self.now_s, program, 1000, 0, turns)
 
-    @precondition(lambda self: self.at.inside or self.at.outside)
+    @precondition(lambda self: self.at.admitted or self.at.pending)
     @rule(data=st.data(), turns=st.integers(0, 5))
     def a_program_leaves(self, data: st.DataObject, turns: int) -> None:
-        program = data.draw(st.sampled_from(sorted({*self.at.inside, *self.at.outside})))
-        self.at.loses(program) if turns == 0 else self.at.leaves(program, turns)
+        program = data.draw(st.sampled_from(sorted({*self.at.admitted, *self.at.pending})))
+        self.at.remove_turn(program) if turns == 0 else self.at.remove_program(program, turns)
 
     @rule()
     def the_gpu_is_idle(self) -> None:
-        waiting = bool(self.at.outside)
-        found = self.at.opens(self.now_s, idle=True)
+        waiting = bool(self.at.pending)
+        found = self.at.admit(self.now_s, idle=True)
         assert bool(found) == waiting, "no deadlock: an idle GPU always gets somebody who waits"
 
     @rule()
     def a_step_passes_and_the_first_in_line_is_not_held_beyond_the_bound(self) -> None:
         first = self.at._next()
-        self.at.opens(self.now_s, idle=False)
+        self.at.admit(self.now_s, idle=False)
         for program in list(self.first_since_s):
             if program != (first.program if first else None):
                 del self.first_since_s[program]
-        if first is not None and first.program in self.at.outside:
+        if first is not None and first.program in self.at.pending:
             since_s = self.first_since_s.setdefault(first.program, self.now_s)
             assert self.now_s - since_s < MAX_WAIT_S
 
     @invariant()
     def the_books_balance(self) -> None:
         self.at.check()
-        assert not self.at.inside.keys() & self.at.outside.keys()
+        assert not self.at.admitted.keys() & self.at.pending.keys()
 
 
 AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)

@@ -51,31 +51,31 @@ def victims_wait_s(
         for action in actions:
             heapq.heappush(later, (at_s, next(numbers), action))
 
-    def starts(now_s: float, program: ProgramId) -> None:
+    def start_program(now_s: float, program: ProgramId) -> None:
         if program in came:
             waits_s.append(now_s - came.pop(program))
-            do(now_s + FIRST_S, partial(pauses, program, 372))
-            do(now_s + FIRST_S + GAP_S, lambda at_s: admission.arrives(at_s, program, 400))
-            do(now_s + VICTIM_S, lambda _: admission.leaves(program, 6))
+            do(now_s + FIRST_S, partial(on_pause, program, 372))
+            do(now_s + FIRST_S + GAP_S, lambda at_s: admission.on_arrival(at_s, program, 400))
+            do(now_s + VICTIM_S, lambda _: admission.remove_program(program, 6))
         elif says_the_truth:
-            do(now_s + TURN_S, lambda _: admission.leaves(program, 1))
+            do(now_s + TURN_S, lambda _: admission.remove_program(program, 1))
         else:
-            do(now_s + TURN_S, partial(pauses, program, 5))
+            do(now_s + TURN_S, partial(on_pause, program, 5))
 
-    def pauses(program: ProgramId, tokens: int, at_s: float) -> None:
-        admission.pauses(at_s, program, tokens, EXPECTED_S)
+    def on_pause(program: ProgramId, tokens: int, at_s: float) -> None:
+        admission.on_pause(at_s, program, tokens, EXPECTED_S)
 
     for step in range(per_s * lasts_s):
         now_s = step / per_s
-        admission.arrives(now_s, ProgramId(f"tiny-{step}"), 4)
+        admission.on_arrival(now_s, ProgramId(f"tiny-{step}"), 4)
         if step % (2 * per_s) == 0:
             came[victim := ProgramId(f"victim-{step}")] = now_s
-            admission.arrives(now_s, victim, 300)
+            admission.on_arrival(now_s, victim, 300)
         while later and later[0][0] <= now_s:
             at_s, _, action = heapq.heappop(later)
             action(at_s)
-        for program in admission.opens(now_s, idle=False, prompt_share=prompt_share):
-            starts(now_s, program)
+        for program in admission.admit(now_s, idle=False, prompt_share=prompt_share):
+            start_program(now_s, program)
         admission.check()
     waits_s += [lasts_s - arrived_s for arrived_s in came.values()]
     return sorted(waits_s)[int(0.95 * len(waits_s))]

@@ -38,7 +38,7 @@ def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
         bench.run_until_idle()
         bench.advance(1000.0)
         bench.lifecycle.admission.check()
-        assert not bench.lifecycle.admission.outside
+        assert not bench.lifecycle.admission.pending
         bench.scheduler.shutdown()
         assert bench.used_blocks == 0, "blocks leaked"
 
@@ -225,7 +225,7 @@ def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
     bench.step()
     gone = held(bench)[0]
     bench.scheduler.finish_requests([gone], status_of("FINISHED_ABORTED"))
-    assert gone not in held(bench) and len(bench.lifecycle.admission.outside) == len(held(bench))
+    assert gone not in held(bench) and len(bench.lifecycle.admission.pending) == len(held(bench))
 
 
 def test_a_turn_at_the_door_is_let_in_although_another_of_its_program_left(make: Make) -> None:

@@ -137,7 +137,7 @@ def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_els
     assert list(lifecycle.pins.pinned) == [ProgramId("victim")] == list(lifecycle.programs.records)
     assert lifecycle.end_claims._ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
     assert not lifecycle.end_claims.is_trusted, "its word is not taken any more, nor is its KV dropped"
-    assert set(lifecycle.admission.inside) == {ProgramId("victim")}
+    assert set(lifecycle.admission.admitted) == {ProgramId("victim")}
 
 
 @pytest.mark.parametrize("lie", ["never-last", "always-last"])

@@ -168,7 +168,7 @@ class Machine(RuleBasedStateMachine):
         self.step(0.1)
         assert not bench.lifecycle.pins.pinned and bench.used_blocks == 0
         assert not bench.lifecycle.turns and not bench.lifecycle.turns.preempted
-        assert not bench.lifecycle.admission.outside
+        assert not bench.lifecycle.admission.pending
         outcomes = {f"pins {outcome.value}": n for outcome, n in bench.lifecycle.pins.outcomes.items()}
         taken.update({"failed loads": bench.failed, "preempted": len(bench.preempted), **outcomes})
         bench.scheduler.shutdown()
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
     def step(self, seconds: float) -> None:
         taken["steps"] += 1
         self.bench.step(seconds)
-        taken["held by admission"] += bool(self.bench.lifecycle.admission.outside)
+        taken["held by admission"] += bool(self.bench.lifecycle.admission.pending)
         check_books(self.bench)
 
 

@@ -1,7 +1,7 @@
 """Which new programs may start? They wait in line while the started ones fill the KV cache.
 
 A started program comes back for its next turn, and needs its context again. Beyond what the GPU and
-the tiers can hold, one more program makes all of them reload or recompute; outside it costs nothing
+the tiers can hold, one more program makes all of them reload or recompute; in the line it costs nothing
 (admission by working set: P. J. Denning, CACM 11(5), 1968; for agents CONCUR, arXiv 2601.22705).
 
     active    programs with a turn that is queued, loading or running: their KV must be on the GPU
@@ -28,7 +28,7 @@ TIER_SHARE = 0.9  # of the tier: an LRU that is quite full drops what is next
 
 @dataclass(frozen=True, slots=True)
 class KVCapacity:
-    """How many tokens' KV may be spoken for."""
+    """How many tokens' KV the admitted programs may need."""
 
     gpu_tokens: int  # for the active programs
     tier_tokens: float = 0.0  # for all started ones, if more than the GPU has
@@ -41,7 +41,7 @@ def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> KVCapacity:
 
 @dataclass(slots=True)
 class AdmittedProgram:
-    """A program inside."""
+    """A program that may queue its turns."""
 
     context_tokens: int  # with the head that it shares
     head: SharedPrefix = SharedPrefix()
@@ -76,46 +76,46 @@ Order = Callable[[PendingProgram, ContextGrowth], float]
 
 @dataclass(slots=True)
 class AdmissionController:
-    """Who is inside and who waits outside. `order`: who comes first among equal priorities."""
+    """The admitted programs and the line of pending ones. `order`: who comes first among equal priorities."""
 
     room: KVCapacity
     max_wait_s: float
     order: Order = lambda pending, _growth: pending.arrival_s
     growth: ContextGrowth = field(default_factory=ContextGrowth)
     shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
-    inside: dict[ProgramId, AdmittedProgram] = field(default_factory=dict)
-    outside: dict[ProgramId, PendingProgram] = field(default_factory=dict)
+    admitted: dict[ProgramId, AdmittedProgram] = field(default_factory=dict)
+    pending: dict[ProgramId, PendingProgram] = field(default_factory=dict)
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
-    _started_tokens: float = 0.0  # that the programs inside speak for, without the heads they share
+    _started_tokens: float = 0.0  # forecasts of all admitted programs, without the heads they share
     _active_tokens: float = 0.0
-    _heads: SharedPrefixesInUse = field(default_factory=SharedPrefixesInUse)  # by the programs inside
-    _context_tokens: int = 0  # of everybody, inside and outside, without the heads in use
+    _heads: SharedPrefixesInUse = field(default_factory=SharedPrefixesInUse)  # by the admitted programs
+    _context_tokens: int = 0  # of all programs, without the heads in use
     _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
     _first_since_s: float = 0.0
 
-    def arrives(
+    def on_arrival(
         self,
         now_s: float,
         program: ProgramId,
         prompt_tokens: int,
         priority: int = 0,
         turns: int = 0,
-        passes: bool = False,
+        exempt: bool = False,
         hashes: Sequence[Hashable] = (),
     ) -> bool:
-        """A turn of `program`, which has finished `turns`, has come. Whether it may queue now; if not,
-        `opens` will name the program. One under way never waits, nor does one that `passes`. `hashes`: of
-        its prompt's whole blocks.
+        """A turn of `program` has come, which has finished `turns`. Returns whether it may queue now; if
+        not, `admit` will name the program. A program under way never waits, nor does one that is `exempt`.
+        `hashes`: of its prompt's whole blocks.
         """
-        if (pending := self.outside.get(program)) is not None:
+        if (pending := self.pending.get(program)) is not None:
             self._asks_again(pending, prompt_tokens)
             return False
-        seen = self.inside.get(program)
-        if seen is None and not passes and not turns:
-            line_s = now_s - next(iter(self.outside.values())).arrival_s if self.outside else 0.0
+        seen = self.admitted.get(program)
+        if seen is None and not exempt and not turns:
+            line_s = now_s - next(iter(self.pending.values())).arrival_s if self.pending else 0.0
             pending = PendingProgram(program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes)
-            self.outside[program] = pending
+            self.pending[program] = pending
             heapq.heappush(self._line, (priority, self.order(pending, self.growth), now_s, program))
             self._context_tokens += prompt_tokens
             self.growth.first(max(0, prompt_tokens - self.shared_prefixes.head(hashes).tokens))
@@ -126,19 +126,19 @@ class AdmissionController:
         self._counts(seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
         return True
 
-    def finds(self, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
-        """The program's first turn found so much of its prompt: somebody else's head."""
+    def on_prefix_hit(self, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
+        """The program's first turn found `tokens` of its prompt in the cache: another program's head."""
         self.shared_prefixes.found(hashes, tokens)
-        if (seen := self.inside.get(program)) is not None:
+        if (seen := self.admitted.get(program)) is not None:
             self._counts(seen, seen.context_tokens, self.shared_prefixes.head(hashes))
 
-    def opens(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
-        """Who may start now, first in line first. `idle`: without a new program the GPU has no work.
+    def admit(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
+        """Admits the programs that may start now, first in line first. `idle`: the GPU has no other work.
 
-        `prompt_share`: of the latest time, that for prompts. While it leaves time, one program at a time
-        starts without room: what it evicts is computed again in time that nobody else needs.
+        `prompt_share`: the share of the latest time that prompts took. While it is small, one program a
+        step starts without room: what it evicts is computed again in time that no other turn needs.
         """
-        self.gives_up(now_s)
+        self.expire_absent(now_s)
         found: list[ProgramId] = []
         while (pending := self._next()) is not None:
             first = (pending.program, pending.arrival_s)  # one that left and came back is another
@@ -149,24 +149,24 @@ class AdmissionController:
             if not (is_let_in or self.fits(pending.prompt_tokens, hashes=pending.hashes)):
                 break
             heapq.heappop(self._line)
-            del self.outside[pending.program]
+            del self.pending[pending.program]
             self._context_tokens -= pending.prompt_tokens
-            self.starts(pending)
+            self.start_program(pending)
             found.append(pending.program)
             idle, prompt_share = False, 1.0
         return found
 
-    def starts(self, pending: PendingProgram) -> None:
-        """A new program comes in that is not in this line: one before several replicas has let it."""
+    def start_program(self, pending: PendingProgram) -> None:
+        """Admits a program that is not in this line: the line before several replicas has let it start."""
         seen = self._enters(pending.program, 0)
         head = self.shared_prefixes.head(pending.hashes)
         seen.live, seen.first_tokens = pending.turns, max(0, pending.prompt_tokens - head.tokens)
         self._counts(seen, pending.prompt_tokens, head)
 
-    def pauses(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
+    def on_pause(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
         """A turn ended in a tool call that should be over within `expected_s`; after that the program
         is not counted until it comes back."""
-        if (seen := self.inside.get(program)) is None:
+        if (seen := self.admitted.get(program)) is None:
             return
         seen.live = max(0, seen.live - 1)
         seen.turns += 1
@@ -176,23 +176,23 @@ class AdmissionController:
         self._counts(seen, context_tokens)
         heapq.heappush(self._absent, (now_s + expected_s, program, seen.turns))
 
-    def loses(self, program: ProgramId) -> None:
-        """A turn of the program is gone, unfinished or its last. Without another it is not counted on."""
-        seen, pending = self.inside.get(program), self.outside.get(program)
+    def remove_turn(self, program: ProgramId) -> None:
+        """A turn of the program was aborted or was its last. Without another one the program is removed."""
+        seen, pending = self.admitted.get(program), self.pending.get(program)
         if seen is not None and seen.live > 1:
             seen.live -= 1
         elif pending is not None and pending.turns > 1:
-            self.outside[program] = replace(pending, turns=pending.turns - 1)
+            self.pending[program] = replace(pending, turns=pending.turns - 1)
         else:
-            self.leaves(program)
+            self.remove_program(program)
 
-    def leaves(self, program: ProgramId, finished_turns: int = 0) -> None:
-        """The program is over, after so many turns, or nobody waits for it any more (0)."""
-        seen = self.inside.pop(program, None)
+    def remove_program(self, program: ProgramId, finished_turns: int = 0) -> None:
+        """The program ended after `finished_turns`, or is no longer expected back (0)."""
+        seen = self.admitted.pop(program, None)
         if finished_turns:
             sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
             self.growth.program(finished_turns, *sizes)
-        if (pending := self.outside.pop(program, None)) is not None:
+        if (pending := self.pending.pop(program, None)) is not None:
             self._context_tokens -= pending.prompt_tokens
         if seen is not None:
             self._context_tokens -= seen.own_tokens
@@ -200,16 +200,16 @@ class AdmissionController:
             self._started_tokens -= seen.forecast_tokens
             self._active_tokens -= seen.active_tokens
 
-    def gives_up(self, now_s: float) -> None:
-        """Programs that should have come back by now count no longer."""
+    def expire_absent(self, now_s: float) -> None:
+        """Removes the programs that should have come back by now."""
         while self._absent and self._absent[0][0] <= now_s:
             _, program, turns = heapq.heappop(self._absent)
-            seen = self.inside.get(program)
+            seen = self.admitted.get(program)
             if seen is not None and seen.turns == turns and not seen.live:
-                self.leaves(program)
+                self.remove_program(program)
 
     def fits(self, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()) -> bool:
-        """Whether there is room beside all that are inside for a program that has finished `turns`."""
+        """Whether a program that has finished `turns` fits beside the admitted ones."""
         head = self.shared_prefixes.head(hashes)
         need = self.growth.forecast_tokens(max(0, prompt_tokens - head.tokens), turns)
         need += 0 if head in self._heads else head.tokens
@@ -217,26 +217,25 @@ class AdmissionController:
 
     @property
     def headroom_tokens(self) -> float:
-        """For how large a forecast there is room beside all that are inside; below 0 where there are too
-        many of them."""
+        """The largest forecast that fits beside the admitted programs; below 0 where they are too many."""
         fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
         room = min(fits - self._active_tokens, max(fits, self.room.tier_tokens) - self._started_tokens)
         return room - self._heads.tokens
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of everybody who is here, inside and outside, as they are now; a head in use counts once."""
+        """Tokens that all programs have now, admitted and pending; a head in use counts once."""
         return self._context_tokens + self._heads.tokens
 
     def check(self) -> None:
         """Raise InvariantError unless the sums are those of the programs."""
-        held = sum(s.own_tokens for s in self.inside.values())
-        held += sum(k.prompt_tokens for k in self.outside.values())
+        held = sum(s.own_tokens for s in self.admitted.values())
+        held += sum(k.prompt_tokens for k in self.pending.values())
         if held != self._context_tokens:
             raise InvariantError(f"context tokens({self._context_tokens}) != sum of programs({held})")
         for name, of in (("started", "forecast_tokens"), ("active", "active_tokens")):
             summed = getattr(self, f"_{name}_tokens")
-            counted = sum(getattr(seen, of) for seen in self.inside.values())
+            counted = sum(getattr(seen, of) for seen in self.admitted.values())
             if not math.isclose(summed, counted, rel_tol=1e-6, abs_tol=1.0):
                 raise InvariantError(f"{name} tokens({summed:.1f}) != sum of programs({counted:.1f})")
 
@@ -245,21 +244,21 @@ class AdmissionController:
     def _next(self) -> PendingProgram | None:
         """First in line; those who left are skipped."""
         while self._line:
-            pending = self.outside.get(self._line[0][3])
+            pending = self.pending.get(self._line[0][3])
             if pending is not None and pending.arrival_s == self._line[0][2]:
                 return pending
             heapq.heappop(self._line)
         return None
 
     def _asks_again(self, pending: PendingProgram, prompt_tokens: int) -> None:
-        """One more turn of a program outside; its place in line stays."""
+        """One more turn of a pending program; its place in line stays."""
         longest_tokens = max(pending.prompt_tokens, prompt_tokens)
         self._context_tokens += longest_tokens - pending.prompt_tokens
         again = replace(pending, prompt_tokens=longest_tokens, turns=pending.turns + 1)
-        self.outside[pending.program] = again
+        self.pending[pending.program] = again
 
     def _enters(self, program: ProgramId, turns: int) -> AdmittedProgram:
-        seen = self.inside[program] = AdmittedProgram(0, turns=turns)
+        seen = self.admitted[program] = AdmittedProgram(0, turns=turns)
         self._heads.take(seen.head)
         return seen
 

@@ -221,7 +221,7 @@ class Fleet:
         place = self.places.places.get(report.replica)
         if place is not None and report.at_s >= place.report.at_s:
             place.reported(report)
-            place.admission.gives_up(now_s)  # a few at a time: the next first turn need not wait for many
+            place.admission.expire_absent(now_s)  # a few at a time, so that no first turn waits for many
         self._forget_idle(now_s)
 
     def left(self, replica: ReplicaId) -> None:
@@ -249,7 +249,7 @@ class Fleet:
             if entry is not None and (bool(known.live), known.turns) <= (bool(entry.live), entry.turns):
                 continue
             if entry is not None and entry.home in self.places.places:
-                self.places.places[entry.home].admission.leaves(known.program)
+                self.places.places[entry.home].admission.remove_program(known.program)
             if entry is None:
                 entry = self._meets(now_s, known.program, known.age_s)
             entry.turns, entry.context_tokens, entry.home = known.turns, known.context_tokens, replica
@@ -315,14 +315,14 @@ class Fleet:
         entry, place = self.programs.get(live.program), self._place(live)
         if entry is None:
             if place is not None:
-                place.admission.leaves(live.program)
+                place.admission.remove_program(live.program)
             return
         entry.turns += 1
         entry.context_tokens = context_tokens
         if not entry.live:
             entry.paused_s = now_s
         if place is not None and entry.home == live.route.replica:
-            place.admission.pauses(now_s, entry.id, context_tokens, expected_s(self.gaps, tool))
+            place.admission.on_pause(now_s, entry.id, context_tokens, expected_s(self.gaps, tool))
 
     def ended(self, now_s: float, turn: TurnId) -> None:
         """The turn ended, and was its program's last. One that has other turns goes on."""
@@ -333,11 +333,11 @@ class Fleet:
             entry.turns += 1
             if entry.live or entry.id in self.places.line:
                 if place is not None:
-                    place.admission.loses(entry.id)
+                    place.admission.remove_turn(entry.id)
                 return
             self._forget(entry, entry.turns)
         elif place is not None:
-            place.admission.leaves(live.program)
+            place.admission.remove_program(live.program)
 
     def lost(self, now_s: float, turn: TurnId) -> None:
         """The turn is gone, unfinished. Its program may go on."""
@@ -346,7 +346,7 @@ class Fleet:
             self._forget_if_nothing(program)
         elif (live := self._gone(now_s, turn)) is not None:
             if (place := self._place(live)) is not None:
-                place.admission.loses(live.program)
+                place.admission.remove_turn(live.program)
             self._forget_if_nothing(live.program)
 
     # answers ---------------------------------------------------------------
@@ -371,7 +371,7 @@ class Fleet:
                 raise InvariantError(
                     f"turns at {replica!r}({len(place.turns)}) != those sent({sent[replica]})"
                 )
-            inside = {p for p in place.admission.inside if p in self.programs}
+            inside = {p for p in place.admission.admitted if p in self.programs}
             if wrong := [p for p in inside if self.programs[p].home != replica]:
                 raise InvariantError(f"programs {wrong!r} count at {replica!r}, which is not their home")
         for entry in self.programs.values():
@@ -403,7 +403,7 @@ class Fleet:
             return Refused(turn, self.places.retry_after_s(now_s))
         replica = self.places.fewest(self.places.places.values())
         alone = ProgramId(f"~{turn}")
-        self.places.places[replica].admission.arrives(now_s, alone, prompt_tokens, passes=True)
+        self.places.places[replica].admission.on_arrival(now_s, alone, prompt_tokens, exempt=True)
         return self._sent(turn, alone, Route(turn, replica, Why.ALONE), prompt_tokens, 0)
 
     def _later(self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int) -> Route:
@@ -469,7 +469,7 @@ class Fleet:
         """The program leaves its home for another one, with this turn."""
         old = entry.home
         assert old is not None
-        self.places.places[old].admission.leaves(entry.id)
+        self.places.places[old].admission.remove_program(entry.id)
         self.thrash += now_s - entry.moved_s < self.config.cooldown_s
         entry.home, entry.moved_s = to, now_s
         self.places.places[to].promises(now_s, prompt_tokens, max(1, entry.turns))
@@ -490,7 +490,7 @@ class Fleet:
         if waiting is None or not there:
             return None
         for place in there.values():
-            place.admission.gives_up(now_s)
+            place.admission.expire_absent(now_s)
         choice = self.places.choice(now_s, waiting)
         why = Why.REHOMED if waiting.finished else Why.FIRST
         if choice is None:
@@ -523,7 +523,7 @@ class Fleet:
         """The turn goes to its program's home."""
         assert entry.home is not None
         admission = self.places.places[entry.home].admission
-        admission.arrives(now_s, entry.id, prompt_tokens, turns=max(1, entry.turns))
+        admission.on_arrival(now_s, entry.id, prompt_tokens, turns=max(1, entry.turns))
         kept_share = self.places.places[entry.home].kept_share
         held_tokens = int(entry.context_tokens * kept_share) if why is Why.HOME else 0
         entry.live.add(turn)
@@ -584,7 +584,7 @@ class Fleet:
     def _forget(self, entry: FleetProgram, finished_turns: int) -> None:
         del self.programs[entry.id]
         if entry.home is not None:
-            self.places.places[entry.home].admission.leaves(entry.id, finished_turns)
+            self.places.places[entry.home].admission.remove_program(entry.id, finished_turns)
 
     def _forget_surplus(self, most: int) -> None:
         """Of more programs those go that were unheard of for longest and have no turn here."""

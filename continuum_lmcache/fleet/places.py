@@ -249,10 +249,10 @@ class Places:
         place.promises(now_s, tokens, done)
         if done:
             for prompt_tokens in waiting.turns.values():
-                place.admission.arrives(now_s, waiting.program, prompt_tokens, turns=done)
+                place.admission.on_arrival(now_s, waiting.program, prompt_tokens, turns=done)
         else:
             pending = PendingProgram(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
-            place.admission.starts(pending)
+            place.admission.start_program(pending)
 
     def fewest(self, places: Iterable[Place]) -> ReplicaId:
         """Of these, one or more, the replica with the fewest requests; of equals the one with most room."""

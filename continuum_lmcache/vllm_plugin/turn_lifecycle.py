@@ -127,7 +127,7 @@ class TurnLifecycle:
             self._bind_program(turn, request, link.program, link.arrival_s)
         else:  # never held, and takes room
             sizes = (request.num_prompt_tokens, 0, 0, True)
-            self.admission.arrives(now_s, alone(request), *sizes, hashes=request.block_hashes)
+            self.admission.on_arrival(now_s, alone(request), *sizes, hashes=request.block_hashes)
         self.turns[turn.id] = turn
 
     def _bind_program(
@@ -149,7 +149,7 @@ class TurnLifecycle:
         entry.turns = max(before.turns if before else entry.turns, turn.fields.turns)
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
         how = (request.num_prompt_tokens, turn.priority, turns, not self.config.admission)
-        turn.held = not self.admission.arrives(now_s, program, *how, hashes=request.block_hashes)
+        turn.held = not self.admission.on_arrival(now_s, program, *how, hashes=request.block_hashes)
         gap = ((turn.fields.last_tool or back.tool), back.gap_s) if back is not None else ((), None)
         self.events.publish(TurnArrived(now_s, program, turn.id, request.num_prompt_tokens, *gap))
 
@@ -185,7 +185,7 @@ class TurnLifecycle:
         self.pins.waits_no_more(program)
         if not entry.turns:
             found_tokens = turn.gpu_tokens + turn.loaded_tokens
-            self.admission.finds(program, request.block_hashes, found_tokens)
+            self.admission.on_prefix_hit(program, request.block_hashes, found_tokens)
         context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
         if turn.reusable_tokens is not None:  # what is not asked for was not lost
             context_tokens = min(context_tokens, turn.reusable_tokens)
@@ -228,7 +228,7 @@ class TurnLifecycle:
         self.step_timer.gone(turn.id)
         ended = is_end_of_turn(request)
         if turn.program is None:
-            self.admission.leaves(alone(request))
+            self.admission.remove_program(alone(request))
             if ended and self.config.infer_programs and not turn.fields.is_last_step:
                 self._prompt_linker.finished(request, alone(request), turn.arrival_s, fields=turn.fields)
             return
@@ -240,7 +240,7 @@ class TurnLifecycle:
             self._end_in_tool_call(now_s, turn, request)
         else:
             self._end_without_pin(now_s, turn, request)
-            self.admission.loses(turn.program)
+            self.admission.remove_turn(turn.program)
 
     def _end_in_tool_call(self, now_s: float, turn: TurnState, request: Request) -> None:
         """A turn that ends in a tool call: for how long does its KV stay?"""
@@ -258,7 +258,7 @@ class TurnLifecycle:
         self.pins.release(now_s, program, PinEnd.SUPERSEDED)
         self.programs.paused(now_s, turn.id, ended)
         self.step_timer.finished(program, tokens, keep.reload_s)
-        self.admission.pauses(now_s, program, tokens, self.advisor.expected_s(tool))
+        self.admission.on_pause(now_s, program, tokens, self.advisor.expected_s(tool))
         self.losses.on_pause(turn, request, kind[1] == "thought", tiers)
         self.events.publish(
             TurnFinished(
@@ -278,7 +278,7 @@ class TurnLifecycle:
         self._end_without_pin(now_s, turn, request)
         entry = self._drop_program(now_s, turn.program, own_turns=1)
         if entry is None:
-            self.admission.loses(turn.program)
+            self.admission.remove_turn(turn.program)
             return
         self.end_claims.claim(entry.id, EndClaim(entry.arrival_s, entry.turns))
         if self.config.evict_ended_programs and self.end_claims.is_trusted:
@@ -303,7 +303,7 @@ class TurnLifecycle:
         entry = self.programs.drop(program)
         if entry is not None:
             entry.turns += own_turns
-            self.admission.leaves(program, entry.turns)
+            self.admission.remove_program(program, entry.turns)
         self.events.publish(ProgramEnded(now_s, program, entry.turns if entry is not None else None))
         return entry
 
@@ -326,7 +326,7 @@ class TurnLifecycle:
         """Start programs for which there is room: their turns take their place in the queue. Whether a turn
         runs, and whether one waits that is not held."""
         idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_share(now_s)
-        for program in self.admission.opens(now_s, idle, 1.0 if is_queued else prompt_share):
+        for program in self.admission.admit(now_s, idle, 1.0 if is_queued else prompt_share):
             for turn_id in self.programs.records[program].live:
                 self.turns[turn_id].held = False
                 self.turns.to_rekey.add(turn_id)

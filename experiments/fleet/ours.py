@@ -89,7 +89,7 @@ def report(now_s: float, replica: Replica) -> ReplicaReport:
         requests=requests,
         tier_tokens=admission.room.tier_tokens,
         headroom_tokens=admission.headroom_tokens,
-        programs_outside=len(admission.outside),
+        programs_outside=len(admission.pending),
         oldest_returning_wait_s=replica.oldest_returning_wait_s(now_s),
         prompt_time_share=lifecycle.step_timer.prompt_time.now(now_s),
         costs=lifecycle.advisor.rates.costs,

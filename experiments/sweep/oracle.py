@@ -77,17 +77,17 @@ class TrueSizesAdmission(AdmissionController):
 
     growth: Sizes
 
-    def arrives(self, now_s: float, program: ProgramId, *args: Any, **kwargs: Any) -> bool:
+    def on_arrival(self, now_s: float, program: ProgramId, *args: Any, **kwargs: Any) -> bool:
         self.growth.asked = program
-        return super().arrives(now_s, program, *args, **kwargs)
+        return super().on_arrival(now_s, program, *args, **kwargs)
 
-    def finds(self, program: ProgramId, *args: Any) -> None:
+    def on_prefix_hit(self, program: ProgramId, *args: Any) -> None:
         self.growth.asked = program
-        super().finds(program, *args)
+        super().on_prefix_hit(program, *args)
 
-    def pauses(self, now_s: float, program: ProgramId, *args: Any, **kwargs: Any) -> None:
+    def on_pause(self, now_s: float, program: ProgramId, *args: Any, **kwargs: Any) -> None:
         self.growth.asked = program
-        super().pauses(now_s, program, *args, **kwargs)
+        super().on_pause(now_s, program, *args, **kwargs)
 
     def _next(self) -> PendingProgram | None:
         pending = super()._next()

@@ -71,7 +71,7 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
         **residency.totals(),
         **rate_totals(advisor.rates),
         **formula_totals(advisor.history),
-        "held": {"": len(admission.outside)},
+        "held": {"": len(admission.pending)},
         "headroom": {"": admission.headroom_tokens},
         "storing": {"": float(lifecycle.stores.storing)},
         "working_set": {"": admission.context_tokens},
