@@ -74,7 +74,7 @@ def ablation(size: Size) -> Points:
     return [replace(p, link_gbps=PEER_GBPS) for p in found] if size is not Size.QUICK else []
 
 
-def doors(size: Size) -> Points:
+def lines(size: Size) -> Points:
     """One line before all replicas, against a line at each, with the same placement."""
     return [] if size is Size.QUICK else [p for r in (HOT, SWE_HOT) for p in at(r, size, NO_LINE, AFFINITY)]
 
@@ -145,7 +145,7 @@ SECTIONS = {
     "ablation": Section(
         f"Affinity, moves, both; link of {PEER_GBPS:g} GB/s", ablation, regime_of, router_of, "ear-affinity"
     ),
-    "doors": Section("One line or a line at each", doors, regime_of, router_of, NO_LINE),
+    "line": Section("One line or a line at each", lines, regime_of, router_of, NO_LINE),
     "told": Section(
         "Engines told that a program is under way",
         told,
