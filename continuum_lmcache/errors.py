@@ -3,7 +3,7 @@
 ContinuumError
 ├── ConfigError       a setting is unknown, malformed, or contradicts another
 ├── RequestError      one request carries a bad field; the others are fine
-├── ProfileError      a measured profile is missing, malformed, or not believable
+├── ProfileError      a measured profile is missing, malformed, or not is_plausible
 ├── GapsError         saved tool durations are not what their format says
 ├── TraceError        a trace file is not what its format says
 ├── ServerError       a running server does not answer, or not as vLLM does
@@ -24,7 +24,7 @@ class RequestError(ContinuumError, ValueError):
 
 
 class ProfileError(ContinuumError, ValueError):
-    """A measured profile is missing, malformed, or not believable."""
+    """A measured profile is missing, malformed, or not is_plausible."""
 
 
 class GapsError(ContinuumError, ValueError):

@@ -111,7 +111,7 @@ class Replay:
 
     def judges(self, branch: Branch, request: Request) -> int:
         """Count the link of a turn that has come. How much of its prompt is taken for the turn before."""
-        link = self.prompt_linker.ancestor(request)
+        link = self.prompt_linker.find_link(request)
         if link is None:
             unlinked = "begun anew" if branch.number == 1 or branch.again else "unlinked"
             self.counts["forks" if branch.again and branch.number > 1 else unlinked] += 1
@@ -129,7 +129,7 @@ class Replay:
         answer = random_tokens(self.plan, (ANSWER, branch.drawn, branch.number, draw), turn.output_tokens)
         request.append_output_token_ids(answer)
         name = f"{branch.tenant} {branch.program.program_id}/{branch.number}/{draw}"
-        self.prompt_linker.finished(request, ProgramId(name), now_s, matched_tokens)
+        self.prompt_linker.add_turn(request, ProgramId(name), now_s, matched_tokens)
         if not goes_on or branch.number == len(branch.program.turns):
             return
         later = replace(

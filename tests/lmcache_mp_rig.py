@@ -159,7 +159,7 @@ class MpEngine:
     def _take(self) -> list[KVTransfer]:
         """What has been timed since, with what the server told of it."""
         self.follower.poll()
-        self.tiers.absorb(self.worker.report() or MpReport())
+        self.tiers.apply_report(self.worker.report() or MpReport())
         fresh = self.tiers.transfers()
         self._told += fresh
         return fresh

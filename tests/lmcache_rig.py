@@ -100,7 +100,7 @@ class Rig:
         told = self.worker.stats().data.items()
         self.lost.update({key.removeprefix("lost_chunks/"): n for key, n in told if "lost_chunks" in key})
         if report := self.worker.report():
-            self.tiers.absorb(report)
+            self.tiers.apply_report(report)
 
     # ---- a store under test
 
@@ -144,7 +144,7 @@ class Rig:
             self.disk.current_cache_size -= before - self.disk.usage  # who evicts gives the room back
         self.step()
 
-    def store_from_now(self, wanted: bool) -> None:
+    def set_store_enabled(self, wanted: bool) -> None:
         """vLLM's side decides that: not in a rig without it."""
 
     def stalls(self) -> bool:

@@ -16,7 +16,7 @@ class Blocks:
     def hold(self, blocks: list[int]) -> None:
         self.held += len(blocks)
 
-    def let_go(self, blocks: list[int]) -> None:
+    def release(self, blocks: list[int]) -> None:
         self.held -= len(blocks)
 
 
@@ -38,19 +38,19 @@ class Tables:
     def arrived(
         self, now_s: float, turn: TurnId, program: ProgramId, tenant: str = ""
     ) -> ProgramReturn | None:
-        return self.programs.arrived(now_s, turn, program, tenant)
+        return self.programs.add_turn(now_s, turn, program, tenant)
 
     def started(self, turn: TurnId, program: ProgramId) -> None:
-        self.programs.started(turn, program)
-        self.pins.waits_no_more(program)
+        self.programs.start_turn(turn, program)
+        self.pins.turn_stopped_waiting(program)
 
     def finished(self, now_s: float, turn_id: TurnId, turn: FinishedTurn, keep: Retention) -> Pin | None:
-        self.programs.paused(now_s, turn_id, turn)
+        self.programs.finish_turn(now_s, turn_id, turn)
         return self.pins.take(now_s, turn, keep, [0] * turn.blocks)
 
     def left(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
-        self.programs.left(now_s, turn, program)
-        self.pins.waits_no_more(program)
+        self.programs.remove_turn(now_s, turn, program)
+        self.pins.turn_stopped_waiting(program)
 
     def release(self, program: ProgramId, why: PinEnd) -> Pin | None:
         return self.pins.release(0.0, program, why)
@@ -59,7 +59,7 @@ class Tables:
         return self.programs.drop(program)
 
     def idle(self, now_s: float, idle_s: float) -> list[ProgramId]:
-        return self.programs.idle(now_s, idle_s, self.pins.pinned)
+        return self.programs.idle_programs(now_s, idle_s, self.pins.pinned)
 
     def check(self) -> None:
         self.programs.check()

@@ -169,7 +169,7 @@ def test_the_time_a_program_spent_on_another_engine_is_no_tools(make: Make) -> N
         bench.advance(30.0)
         bench.send("p", prompt(60, 1), program_turns=said)
         bench.run_until_idle()
-        assert bench.lifecycle.advisor.gaps.own(()).n == gaps
+        assert bench.lifecycle.advisor.gaps.exact(()).n == gaps
         assert bench.lifecycle.programs.records[ProgramId("p")].turns == turns
 
 

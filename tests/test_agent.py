@@ -50,7 +50,7 @@ def recording(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     assert set(ends) == {"LimitsExceeded"}, "an agent ended otherwise than by its step limit"
     yield json.loads((folder / "run" / "scheduler_timestamps").read_text())
     learned = ToolDurations.loads((folder / "gaps.json").read_text())
-    assert learned.own(("bash",)).n > 50, "durations survive a restart"
+    assert learned.exact(("bash",)).n > 50, "durations survive a restart"
 
 
 def on_demand(path: Path) -> None:

@@ -51,10 +51,10 @@ def returned(
 ) -> Any:
     """The losses of one return; all that both have in common is found, unless so much is said."""
     departures = EndedTurns(BLOCK)
-    departures.left(P, left)
-    parted = departures.back(P, "p", now, hashes(now, salt), tools)
+    departures.add(P, left)
+    parted = departures.compare_return(P, "p", now, hashes(now, salt), tools)
     assert parted is not None
-    return departures.found(parted, parted.kept_tokens if found is None else found, False, CURVE)
+    return departures.count_losses(parted, parted.kept_tokens if found is None else found, False, CURVE)
 
 
 # the cause ------------------------------------------------------------------
@@ -138,9 +138,9 @@ def test_what_neither_the_gpu_nor_a_tier_has_any_more_is_charged_to_who_had_it(
 
 def test_what_is_computed_because_that_is_cheaper_is_no_tier_miss() -> None:
     departures = EndedTurns(BLOCK)
-    departures.left(P, departure(LAST, len(HEAD + ASK), tier_tokens=320))
-    parted = departures.back(P, "p", AGAIN, hashes(AGAIN), "")
-    assert [loss.cause for loss in departures.found(parted, 0, True, CURVE)] == [LossCause.EVICTED]
+    departures.add(P, departure(LAST, len(HEAD + ASK), tier_tokens=320))
+    parted = departures.compare_return(P, "p", AGAIN, hashes(AGAIN), "")
+    assert [loss.cause for loss in departures.count_losses(parted, 0, True, CURVE)] == [LossCause.EVICTED]
 
 
 def test_one_return_may_lose_by_its_prompt_and_by_the_cache() -> None:
@@ -202,11 +202,11 @@ def test_text_that_repeats_itself_costs_no_more_than_a_few_milliseconds(now: lis
 
 def test_a_title_in_between_hides_nothing_of_the_turn_before() -> None:
     departures = EndedTurns(BLOCK)
-    departures.left(P, departure(LAST, len(HEAD + ASK)))
+    departures.add(P, departure(LAST, len(HEAD + ASK)))
     title = HEAD[:5] + list(range(6000, 6100))
-    assert departures.back(P, "p", title, hashes(title), "").cause is LossCause.OTHER  # type: ignore[union-attr]
-    departures.left(P, departure(title, len(title) - 4))
-    parted = departures.back(P, "p", AGAIN, hashes(AGAIN), "")
+    assert departures.compare_return(P, "p", title, hashes(title), "").cause is LossCause.OTHER  # type: ignore[union-attr]
+    departures.add(P, departure(title, len(title) - 4))
+    parted = departures.compare_return(P, "p", AGAIN, hashes(AGAIN), "")
     assert parted is not None and parted.cause is None
 
 
@@ -214,23 +214,23 @@ def test_turns_are_kept_within_bounds_and_dropped_with_their_programs() -> None:
     departures = EndedTurns(BLOCK)
     tokens = [1] * 50_000
     for i in range(100):
-        departures.left(ProgramId(f"p{i}"), EndedTurn(f"n{i}", tokens, [], 0, "", False))
+        departures.add(ProgramId(f"p{i}"), EndedTurn(f"n{i}", tokens, [], 0, "", False))
         assert departures._tokens <= MOST_TOKENS
-    assert len(departures._left) == MOST_TOKENS // len(tokens) == len(departures._latest)
+    assert len(departures._turns) == MOST_TOKENS // len(tokens) == len(departures._latest)
     for _ in range(5):
-        departures.left(ProgramId("p99"), EndedTurn("n99", tokens, [], 0, "", False))
-    assert len(departures._left[ProgramId("p99")]) == KEPT_TURNS
+        departures.add(ProgramId("p99"), EndedTurn("n99", tokens, [], 0, "", False))
+    assert len(departures._turns[ProgramId("p99")]) == KEPT_TURNS
     for i in range(100):
-        departures.over(ProgramId(f"p{i}"))
-    assert departures._tokens == 0 and not departures._left and not departures._latest
+        departures.drop(ProgramId(f"p{i}"))
+    assert departures._tokens == 0 and not departures._turns and not departures._latest
 
 
 def test_another_tenants_program_of_the_same_name_is_not_taken_for_this_one() -> None:
     departures = EndedTurns(BLOCK)
-    departures.left(ProgramId("p@a"), departure(LAST, len(HEAD + ASK), salt="a"))
-    assert departures.back(ProgramId("p@b"), "p", TOOL, hashes(TOOL, "b"), "") is None
-    departures.left(ProgramId("p@b"), departure(AGAIN, len(AGAIN) - 4, salt="b"))
-    parted = departures.back(ProgramId("p@a"), "p", AGAIN, hashes(AGAIN, "a"), "")
+    departures.add(ProgramId("p@a"), departure(LAST, len(HEAD + ASK), salt="a"))
+    assert departures.compare_return(ProgramId("p@b"), "p", TOOL, hashes(TOOL, "b"), "") is None
+    departures.add(ProgramId("p@b"), departure(AGAIN, len(AGAIN) - 4, salt="b"))
+    parted = departures.compare_return(ProgramId("p@a"), "p", AGAIN, hashes(AGAIN, "a"), "")
     assert parted is not None and parted.cause is None, "each goes on from its own"
 
 
@@ -339,6 +339,6 @@ def test_a_return_is_looked_at_in_a_fraction_of_a_millisecond_whatever_its_conte
     now, departures = tokens + TOOL, EndedTurns(BLOCK)
     start_s = time.thread_time()
     for _ in range(1000):
-        departures.left(P, left)
-        departures.found(departures.back(P, "p", now, chain, ""), 99_984, False, CURVE)
+        departures.add(P, left)
+        departures.count_losses(departures.compare_return(P, "p", now, chain, ""), 99_984, False, CURVE)
     assert (time.thread_time() - start_s) / 1000 < 1e-4

@@ -101,7 +101,7 @@ def test_a_transfer_says_how_long_the_bytes_took_without_the_queue() -> None:
 def test_a_link_is_free_again_after_a_pause() -> None:
     link = BandwidthLink(gbps=1.0)
     assert link.reserve(0.0, 2 * 10**9) == 2.0
-    assert link.lag_s(0.5) == 1.5
+    assert link.backlog_s(0.5) == 1.5
     assert link.reserve(10.0, 10**9) == 11.0
 
 

@@ -110,9 +110,9 @@ def test_a_prediction_has_the_columns_of_a_measurement_and_follows_the_speed(mac
 def test_the_twins_lmcache_stores_what_our_connector_has_it_store() -> None:
     pytest.importorskip("lmcache")
     from connectors.lmcache.known_issues import WorkerSpec as Worker
-    from connectors.lmcache.known_issues import settled
+    from connectors.lmcache.known_issues import with_defaults
 
-    extra, _ = settled({}, {}, Worker(True, 128, 8192, "tiny"))
+    extra, _ = with_defaults({}, {}, Worker(True, 128, 8192, "tiny"))
     twin = lmcache_tiers(1.0, 2.0, 128)
     assert twin["save_decode_cache"] is extra["lmcache.save_decode_cache"]
 

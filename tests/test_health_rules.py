@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.telemetry.findings import Severity
-from continuum_lmcache.telemetry.health_rules import RULES, ServerWindow, Thresholds, diagnose, untold
+from continuum_lmcache.telemetry.health_rules import RULES, ServerWindow, Thresholds, diagnose, not_evaluated
 
 HEALTHY = ServerWindow(
     seconds=10,
@@ -58,7 +58,7 @@ CASES: dict[str, Any] = {
 
 def test_a_server_at_every_limit_is_well() -> None:
     assert diagnose(HEALTHY) == []
-    assert untold(HEALTHY) == {}
+    assert not_evaluated(HEALTHY) == {}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,7 +97,7 @@ def test_targets_are_the_users() -> None:
 def test_a_server_that_tells_nothing_is_not_judged() -> None:
     silent = ServerWindow(seconds=5)
     assert diagnose(silent) == []
-    assert untold(silent).keys() == RULES.keys()
+    assert not_evaluated(silent).keys() == RULES.keys()
 
 
 @given(st.data())
@@ -108,7 +108,7 @@ def test_any_part_of_a_window_can_be_missing(data: st.DataObject) -> None:
     bad = {k: v for case in CASES.values() for k, v in case.items()}
     seen = replace(replace(HEALTHY, **bad), **{name: getattr(empty, name) for name in gone})
     found = {finding.name for finding in diagnose(seen)}
-    missing = untold(seen)
+    missing = not_evaluated(seen)
     assert ("queue over its target" in missing) == ("queue_s" in gone) == ("queue-over-target" not in found)
     assert ("tier store up" in missing) == ("tier-store-down" not in found)
 

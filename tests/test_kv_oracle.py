@@ -263,7 +263,7 @@ def test_what_a_declined_mp_turn_found_on_the_gpu_is_counted_when_it_is_placed(
 ) -> None:
     """While it waits for memory, others take the blocks that it would have hit."""
     bench = make_mp(cls, is_v2, blocks=40, budget_tokens=64)
-    bench.scheduler.connector.load_by(lambda *_: 0)
+    bench.scheduler.connector.set_load_selector(lambda *_: 0)
     tokens = waits_for_memory(bench)
     bench.turn("c", tokens)
     assert bench.lmcache.loads == 0

@@ -203,9 +203,13 @@ class Machine(RuleBasedStateMachine):
         connector = self.bench.scheduler.connector
         if IS_STOCK:
             return
-        judged = self.judged = getattr(self, "judged", None) or self.bench.lifecycle.load_policy.tokens
+        judged = self.judged = (
+            getattr(self, "judged", None) or self.bench.lifecycle.load_policy.tokens_to_load
+        )
         allowed = {"load": 1 << 30, "recompute": 0}
-        connector.load_by(lambda turn, where: min(judged(turn, where), allowed.get(way, where.dram_tokens)))
+        connector.set_load_selector(
+            lambda turn, where: min(judged(turn, where), allowed.get(way, where.dram_tokens))
+        )
 
     def preempt_all(self) -> None:
         """vLLM does not support it beside a load, ended or not."""

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connectors.lmcache.known_issues import GIB, WorkerSpec, pool_chunks, settled
+from connectors.lmcache.known_issues import GIB, WorkerSpec, pool_chunks, with_defaults
 from connectors.lmcache.settings import ENV_FAMILIES, NAMES, given, unread
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import kv_bytes_per_token
@@ -35,7 +35,7 @@ SHIPPED = Path(__file__).parent.parent / "lmcache.json"
 def refusal(extra=None, environ=None, machine=CPU) -> str:
     """The one line with which these settings are refused."""
     with pytest.raises(ConfigError) as refused:
-        settled(extra or {}, environ or {}, machine)
+        with_defaults(extra or {}, environ or {}, machine)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
@@ -100,7 +100,7 @@ RECIPES = (
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_variable_of_old_recipes_or_of_a_deployment_is_told_and_not_refused(name):
     variable = f"LMCACHE_{name}"
-    settled({}, {variable: "1"}, CPU)
+    with_defaults({}, {variable: "1"}, CPU)
     assert unread({variable: "1"}) == ([] if name == "CONTROLLER_PORT" else [variable])  # a family of names
 
 
@@ -174,7 +174,7 @@ def test_the_extra_config_wins_over_variables_and_these_over_the_file(tmp_path):
 
 
 def test_hashes_agree_between_processes_by_default():
-    extra, ours = settled({}, {}, CPU)
+    extra, ours = with_defaults({}, {}, CPU)
     assert extra["lmcache.pre_caching_hash_algorithm"] == "sha256_cbor" == ours["pre_caching_hash_algorithm"]
 
 
@@ -187,14 +187,18 @@ def test_a_seeded_hash_without_a_seed_is_refused(algorithm):
 
 
 def test_a_seeded_hash_with_a_seed_is_the_users_choice():
-    extra, ours = settled({"lmcache.pre_caching_hash_algorithm": "builtin"}, {"PYTHONHASHSEED": "0"}, CPU)
+    extra, ours = with_defaults(
+        {"lmcache.pre_caching_hash_algorithm": "builtin"}, {"PYTHONHASHSEED": "0"}, CPU
+    )
     assert extra["lmcache.pre_caching_hash_algorithm"] == "builtin"
     assert "pre_caching_hash_algorithm" not in ours
 
 
 def test_generated_tokens_are_saved_unless_the_user_says_no():
-    assert settled({}, {}, CPU)[0]["lmcache.save_decode_cache"] is True
-    assert "lmcache.save_decode_cache" not in settled({}, {"LMCACHE_SAVE_DECODE_CACHE": "false"}, CPU)[0]
+    assert with_defaults({}, {}, CPU)[0]["lmcache.save_decode_cache"] is True
+    assert (
+        "lmcache.save_decode_cache" not in with_defaults({}, {"LMCACHE_SAVE_DECODE_CACHE": "false"}, CPU)[0]
+    )
 
 
 values = (
@@ -217,7 +221,7 @@ values = (
 def test_any_json_value_of_any_setting_is_taken_or_refused_in_one_line(extra):
     for machine in (CPU, GPU):
         try:
-            settled(extra, {}, machine)
+            with_defaults(extra, {}, machine)
         except ConfigError as error:
             assert str(error) and "\n" not in str(error)  # noqa: PT017 (either is right)
 
@@ -225,7 +229,7 @@ def test_any_json_value_of_any_setting_is_taken_or_refused_in_one_line(extra):
 @given_that(st.floats(0.05, 64), st.sampled_from([128, 256, 512]))
 def test_one_load_never_takes_more_than_the_dram_pool(dram_gib, chunk_tokens):
     extra = {"lmcache.max_local_cpu_size": dram_gib, "lmcache.chunk_size": chunk_tokens}
-    load_tokens = settled(extra, {}, CPU)[1]["max_tokens_per_load"]
+    load_tokens = with_defaults(extra, {}, CPU)[1]["max_tokens_per_load"]
     assert load_tokens % chunk_tokens == 0 and load_tokens > 0
     assert load_tokens * CPU.kv_bytes_per_token <= dram_gib * GIB
 
@@ -242,11 +246,14 @@ def test_a_load_limit_below_one_chunk_is_refused():
 
 def test_the_disk_is_read_past_the_page_cache_by_default():
     disk = {"lmcache.local_disk": "file://./d/", "lmcache.max_local_disk_size": 1}
-    assert settled(disk, {}, CPU)[0]["lmcache.extra_config"] == {"use_odirect": True}
+    assert with_defaults(disk, {}, CPU)[0]["lmcache.extra_config"] == {"use_odirect": True}
     kept = {**disk, "lmcache.extra_config": {"use_odirect": False, "disk_io_threads": 2}}
-    assert settled(kept, {}, CPU)[0]["lmcache.extra_config"] == {"use_odirect": False, "disk_io_threads": 2}
+    assert with_defaults(kept, {}, CPU)[0]["lmcache.extra_config"] == {
+        "use_odirect": False,
+        "disk_io_threads": 2,
+    }
     by_env = {"LMCACHE_EXTRA_CONFIG": '{"disk_io_threads": 2}'}
-    assert settled(disk, by_env, CPU)[0]["lmcache.extra_config"] == {
+    assert with_defaults(disk, by_env, CPU)[0]["lmcache.extra_config"] == {
         "use_odirect": True,
         "disk_io_threads": 2,
     }
@@ -274,25 +281,25 @@ def test_a_model_path_too_long_for_a_file_name_is_refused_with_a_disk():
     deep = WorkerSpec(True, 128, 8192, "/models/" + "x" * 240)
     disk = {"lmcache.local_disk": "/d", "lmcache.max_local_disk_size": 1}
     assert "shorter path" in refusal(disk, machine=deep)
-    settled({}, {}, deep)
+    with_defaults({}, {}, deep)
 
 
 def test_on_a_cpu_a_chunk_must_be_whole_blocks():
     message = refusal({"lmcache.chunk_size": 192})
     assert "192" in message and "128" in message and "set chunk_size to 256" in message
-    settled({"lmcache.chunk_size": 192}, {}, GPU)
+    with_defaults({"lmcache.chunk_size": 192}, {}, GPU)
 
 
 def test_on_a_cpu_parts_of_blocks_cannot_be_moved():
     assert "a CPU cannot" in refusal({"lmcache.save_unfull_chunk": True})
-    settled({"lmcache.save_unfull_chunk": True}, {}, GPU)
+    with_defaults({"lmcache.save_unfull_chunk": True}, {}, GPU)
 
 
 @pytest.mark.parametrize("name", ["lmcache.use_layerwise", "use_layerwise", "lmcache.enable_blending"])
 def test_moves_by_layer_are_refused_on_a_gpu_too(name):
     """Under the first key vLLM keeps its FULL graphs; of the second LMCache knows nothing."""
     assert f"{name} moves KV layer by layer" in refusal({name: True}, machine=GPU)
-    settled({name: False}, {}, GPU)
+    with_defaults({name: False}, {}, GPU)
 
 
 def test_kv_bytes_are_those_that_vllm_keeps_for_each_layer():
@@ -325,15 +332,15 @@ def test_kv_bytes_are_those_that_vllm_keeps_for_each_layer():
 )
 def test_settling_twice_changes_nothing_and_no_choice_of_the_users(extra):
     disk = {"lmcache.local_disk": "/d", "lmcache.max_local_disk_size": 1, **extra}
-    once, _ = settled(disk, {}, CPU)
-    assert settled(once, {}, CPU) == (once, {})
+    once, _ = with_defaults(disk, {}, CPU)
+    assert with_defaults(once, {}, CPU) == (once, {})
     for key, value in extra.items():
         assert once[key] == (value if key != "lmcache.extra_config" else {"use_odirect": True, **value})
 
 
 def test_the_shipped_file_names_only_what_lmcache_knows_and_passes():
     shipped = json.loads(SHIPPED.read_text())
-    extra, _ = settled(shipped["kv_connector_extra_config"], {}, CPU)
+    extra, _ = with_defaults(shipped["kv_connector_extra_config"], {}, CPU)
     assert {key.removeprefix("lmcache.") for key in extra} <= NAMES | {"max_tokens_per_load"}
     assert shipped["kv_connector"] == "LMCacheConnectorV1"
 

@@ -31,7 +31,7 @@ from connectors.lmcache_mp import startup, tier_mirror
 from connectors.lmcache_mp.load_join import LoadLookupJoin, TimedLoad
 from connectors.lmcache_mp.server.deadline import with_deadline
 from connectors.lmcache_mp.server.module import TierChangeLog
-from connectors.lmcache_mp.settings import settled
+from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.startup import caller
 from connectors.lmcache_mp.tier_mirror import (
     MAX_AGE_S,
@@ -143,8 +143,8 @@ def test_a_mirror_that_asks_now_and_then_holds_what_lies_whole_in_each_tier(data
             pieces.discard((ssd, chunk, rank))
         elif what == "restart":
             log, pieces = TierChangeLog(registry, max_changes=5), set()
-        mirror.absorb(told(log, mirror)) if what in ("ask", "restart") else None
-    mirror.absorb(told(log, mirror))
+        mirror.apply_report(told(log, mirror)) if what in ("ask", "restart") else None
+    mirror.apply_report(told(log, mirror))
     for ssd in (False, True):
         whole = {bytes([c]) for c in range(4) if {(ssd, c, 0), (ssd, c, 1)} <= pieces}
         assert mirror._held[ssd] == whole
@@ -443,17 +443,17 @@ def test_capacities_are_the_servers(mp_rig: Make) -> None:
 )
 def test_settings_that_would_be_ignored_or_fail_are_refused(extra: dict, reason: str) -> None:
     with pytest.raises(ConfigError) as error:
-        settled(extra)
+        with_defaults(extra)
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
 def test_defaults_fill_what_the_user_left_open() -> None:
-    extra, ours = settled(
+    extra, ours = with_defaults(
         {"lmcache.mp.port": 1, "lmcache.mp.save_decode_cache": False, "continuum.policy": "fcfs"}
     )
     assert extra["lmcache.mp.save_decode_cache"] is False and "save_decode_cache" not in ours
     assert ours.keys() == {"heartbeat_interval", "mq_timeout"}
-    assert settled(extra) == (extra, {})
+    assert with_defaults(extra) == (extra, {})
 
 
 ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 0.2, 300.0, "blake3")

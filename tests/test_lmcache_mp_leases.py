@@ -88,13 +88,13 @@ def locked(rig: MpRig) -> int:
 def renewals(connector: Any) -> list[str]:
     """The requests whose leases are given back from here on."""
     given_back: list[str] = []
-    stock = connector._leases.give_back
+    stock = connector._leases.release
 
-    def give_back(request_id: str, *args: Any) -> None:
+    def release(request_id: str, *args: Any) -> None:
         given_back.append(request_id)
         stock(request_id, *args)
 
-    connector._leases.give_back = give_back
+    connector._leases.release = release
     return given_back
 
 
@@ -103,7 +103,7 @@ def test_a_young_lease_is_used_and_an_old_one_is_looked_up_afresh(waiting: Waiti
     renewed = renewals(connector)
     assert look_up(connector, request) == 2 * CHUNK
     clock.now_s = 99.0
-    assert connector.loads_beside_steps
+    assert connector.async_loads
     assert connector.get_num_new_matched_tokens(request, 0) == (2 * CHUNK, True)
     assert not renewed and locked(rig) == 2
     clock.now_s = 101.0
@@ -156,7 +156,7 @@ def test_a_request_that_ends_before_its_lookup_leaves_nothing_behind(waiting: Wa
 def test_a_load_that_would_be_slower_than_computing_is_declined_and_unlocked(waiting: Waiting) -> None:
     rig, connector, request, _ = waiting
     asked: list[Residency] = []
-    connector.load_by(lambda _, where: asked.append(where) or 0)
+    connector.set_load_selector(lambda _, where: asked.append(where) or 0)
     assert look_up(connector, request) == 0
     assert asked == [Residency(0, 2 * CHUNK, 0, request.num_tokens)]
     wait_for(lambda: not locked(rig))

@@ -166,7 +166,7 @@ def test_what_the_policies_hear_of_its_loads_is_what_vllm_hears(engine, monkeypa
     engine.run(p)
     engine.forget_gpu()
     engine.run(p)
-    assert told[-1] == (2 * CHUNK, engine.connector.loads_beside_steps) == (2 * CHUNK, False)
+    assert told[-1] == (2 * CHUNK, engine.connector.async_loads) == (2 * CHUNK, False)
 
 
 def test_eight_programs_at_once_reload_exactly_from_dram_and_then_from_disk(engine):
@@ -271,8 +271,8 @@ def pinned_chunks(_worker) -> int:
 @pytest.fixture
 def rule(engine):
     """Lets a test say what is loaded, as the scheduler's judge does; everything again afterwards."""
-    yield engine.connector.load_by
-    engine.connector.load_by(lambda _, where: where.dram_tokens + where.ssd_tokens)
+    yield engine.connector.set_load_selector
+    engine.connector.set_load_selector(lambda _, where: where.dram_tokens + where.ssd_tokens)
 
 
 def test_a_declined_load_is_computed_exactly_and_leaves_no_pin_behind(engine, rule):

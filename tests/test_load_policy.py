@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
-from continuum_lmcache.reload.load_policy import Contention, LoadPolicy, LoadReason, offered, verdict
+from continuum_lmcache.reload.load_policy import (
+    Contention,
+    LoadPolicy,
+    LoadReason,
+    choose_load,
+    residency_of_offer,
+)
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Residency, Tier, TurnId
@@ -43,13 +49,13 @@ def at(gbps_of_ssd: float = 5_000.0, gbps_of_dram: float = 10_000.0) -> CostMode
     ],
 )
 def test_each_tier_is_loaded_as_long_as_it_beats_computing(costs, decision, tokens):
-    found = verdict(costs, BOTH)
+    found = choose_load(costs, BOTH)
     assert (found.decision, found.tokens) == (decision, tokens)
 
 
 def test_what_declining_saves_is_the_difference_to_loading_all():
     """1,000 tokens at 1 ms computed; from this disk at 10 ms, and the copy at 0.1 ms."""
-    found = verdict(at(gbps_of_ssd=100.0), ON_DISK)
+    found = choose_load(at(gbps_of_ssd=100.0), ON_DISK)
     assert found.chosen_s == pytest.approx(1.0)
     assert found.excess_s == pytest.approx(10.1 - 1.0)
 
@@ -60,7 +66,7 @@ ROOMY = 10**9  # tokens: no context takes a share worth speaking of
 def test_a_slow_load_is_taken_when_others_would_wait_for_the_prefill():
     """This disk and the copy take 10.1 s, computing 1 s: for this turn, and for each other one."""
     costs = at(gbps_of_ssd=100.0)
-    decisions = [verdict(costs, ON_DISK, Contention(n, ROOMY)).decision for n in (0, 9, 10)]
+    decisions = [choose_load(costs, ON_DISK, Contention(n, ROOMY)).decision for n in (0, 9, 10)]
     assert decisions == [LoadReason.RECOMPUTE, LoadReason.RECOMPUTE, LoadReason.LOAD]
 
 
@@ -70,14 +76,14 @@ def test_a_load_that_holds_the_memory_that_others_wait_for_is_not():
     So each gains 0.09 s by the load, and 102 of them what this turn loses by it.
     """
     costs = at(gbps_of_ssd=100.0)
-    decisions = [verdict(costs, ON_DISK, Contention(n, 10_000)).decision for n in (10, 101, 102)]
+    decisions = [choose_load(costs, ON_DISK, Contention(n, 10_000)).decision for n in (10, 101, 102)]
     assert decisions == [LoadReason.RECOMPUTE, LoadReason.RECOMPUTE, LoadReason.LOAD]
-    assert verdict(costs, ON_DISK, Contention(1000, 9_000)).decision is LoadReason.RECOMPUTE
+    assert choose_load(costs, ON_DISK, Contention(1000, 9_000)).decision is LoadReason.RECOMPUTE
 
 
 def test_a_disk_that_is_too_slow_even_so_leaves_the_dram_stretch_to_be_loaded():
     """Of BOTH: 0.04 s from DRAM, 0.5 s to compute the rest, or 0.2 s after 30.03 s of this disk."""
-    found = verdict(at(gbps_of_ssd=10.0), BOTH, Contention(20, ROOMY))
+    found = choose_load(at(gbps_of_ssd=10.0), BOTH, Contention(20, ROOMY))
     assert (found.decision, found.tokens) == (LoadReason.PARTIAL, 400)
     assert found.chosen_s == pytest.approx(0.04 + 21 * 0.5, rel=1e-4)
     assert found.excess_s == pytest.approx(0.07 + 30.0 + 21 * 0.2 - found.chosen_s, rel=1e-4)
@@ -86,20 +92,20 @@ def test_a_disk_that_is_too_slow_even_so_leaves_the_dram_stretch_to_be_loaded():
 @given(st.integers(0, 50), st.floats(1.0, 1e5), st.floats(1.0, 1e5))
 def test_with_memory_to_spare_the_more_turns_wait_the_more_is_loaded(turns, ssd, dram):
     costs = at(ssd, dram)
-    few, more = (verdict(costs, BOTH, Contention(n, ROOMY)).tokens for n in (turns, turns + 1))
+    few, more = (choose_load(costs, BOTH, Contention(n, ROOMY)).tokens for n in (turns, turns + 1))
     assert few <= more
 
 
 def test_the_judge_asks_at_each_question_who_is_there():
     there = iter([Contention(0, ROOMY), Contention(20, ROOMY)])
-    judge = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)), lambda: next(there))
-    assert [judge.tokens(TURN, ON_DISK), judge.tokens(TURN, ON_DISK)] == [0, 1000]
+    policy = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)), lambda: next(there))
+    assert [policy.tokens_to_load(TURN, ON_DISK), policy.tokens_to_load(TURN, ON_DISK)] == [0, 1000]
 
 
 def test_nothing_is_declined_on_a_guess():
     slow_guess = replace(UNMEASURED, ssd=TransferRate(bytes_per_s=1.0, fixed_s=0.0, samples=0))
-    assert verdict(slow_guess, ON_DISK).decision is LoadReason.UNMEASURED
-    assert verdict(slow_guess, ON_DISK).tokens == 1000
+    assert choose_load(slow_guess, ON_DISK).decision is LoadReason.UNMEASURED
+    assert choose_load(slow_guess, ON_DISK).tokens == 1000
 
 
 @pytest.mark.parametrize("unmeasured", ["prefill", "dram", "ssd"])
@@ -107,12 +113,12 @@ def test_every_rate_that_a_decision_hangs_on_must_be_measured(unmeasured):
     slow = at(gbps_of_ssd=1.0)
     costs = replace(slow, **{unmeasured: replace(getattr(slow, unmeasured), samples=2)})
     where = Residency(0, 500, 500, 1000)
-    assert verdict(costs, where).decision is LoadReason.UNMEASURED
+    assert choose_load(costs, where).decision is LoadReason.UNMEASURED
 
 
 def test_a_tier_that_holds_nothing_of_the_prompt_need_not_be_measured():
     costs = replace(at(gbps_of_dram=100.0), ssd=UNMEASURED.ssd)
-    assert verdict(costs, Residency(0, 1000, 0, 1000)).decision is LoadReason.RECOMPUTE
+    assert choose_load(costs, Residency(0, 1000, 0, 1000)).decision is LoadReason.RECOMPUTE
 
 
 TOKENS = st.integers(0, 4000)
@@ -121,7 +127,7 @@ TOKENS = st.integers(0, 4000)
 @given(TOKENS, TOKENS, TOKENS, TOKENS, st.integers(1, 500))
 def test_the_offered_tokens_are_split_without_loss(dram, ssd, gpu, found, rest):
     total = gpu + found + rest
-    where = offered(TierHit(dram, ssd), gpu, found, total)
+    where = residency_of_offer(TierHit(dram, ssd), gpu, found, total)
     assert where.dram_tokens + where.ssd_tokens == found
     assert min(where.dram_tokens, where.ssd_tokens) >= 0
     assert where.ssd_tokens <= ssd
@@ -129,45 +135,45 @@ def test_the_offered_tokens_are_split_without_loss(dram, ssd, gpu, found, rest):
 
 
 def test_what_the_store_has_not_heard_of_yet_came_in_just_now():
-    assert offered(TierHit(0, 0), 100, 300, 500) == Residency(100, 300, 0, 500)
-    assert offered(TierHit(200, 100), 100, 200, 500) == Residency(100, 100, 100, 500)
+    assert residency_of_offer(TierHit(0, 0), 100, 300, 500) == Residency(100, 300, 0, 500)
+    assert residency_of_offer(TierHit(200, 100), 100, 200, 500) == Residency(100, 100, 100, 500)
 
 
 def test_only_what_was_placed_is_counted_and_each_turn_once():
-    judge = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)))
+    policy = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)))
     for _ in range(5):
-        assert judge.tokens(TURN, ON_DISK) == 0  # asked at every step while it waits
-    judge.tokens(TurnId("aborted"), ON_DISK)
-    judge.gone(TurnId("aborted"))
-    judge.placed(TURN)
-    judge.placed(TURN)
-    judge.placed(TurnId("never asked"))
-    assert judge.counts == {"recompute": 1}
+        assert policy.tokens_to_load(TURN, ON_DISK) == 0  # asked at every step while it waits
+    policy.tokens_to_load(TurnId("aborted"), ON_DISK)
+    policy.on_turn_end(TurnId("aborted"))
+    policy.on_allocated(TURN)
+    policy.on_allocated(TURN)
+    policy.on_allocated(TurnId("never asked"))
+    assert policy.counts == {"recompute": 1}
 
 
-def declined(judge: LoadPolicy, turns: int) -> float:
+def declined(policy: LoadPolicy, turns: int) -> float:
     """Seconds lost to trials over so many turns on a disk that takes 10.1 s where computing takes 1 s."""
     lost_s = 0.0
     for _ in range(turns):
-        if judge.tokens(TURN, ON_DISK):
+        if policy.tokens_to_load(TURN, ON_DISK):
             lost_s += 9.1
-        judge.placed(TURN)
+        policy.on_allocated(TURN)
     return lost_s
 
 
 def test_trials_of_a_slow_tier_cost_two_percent_of_what_is_computed_and_no_more():
-    judge = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)))
-    lost_s = declined(judge, 2000)
+    policy = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)))
+    lost_s = declined(policy, 2000)
     assert 0 < lost_s <= 0.02 * 2000
-    assert judge.counts["trial"] == round(lost_s / 9.1)
+    assert policy.counts["trial"] == round(lost_s / 9.1)
 
 
 def test_a_tier_that_is_fast_again_is_found_out():
     rates = CalibratedCosts(at(gbps_of_ssd=100.0))
-    judge = LoadPolicy(rates)
+    policy = LoadPolicy(rates)
     for _ in range(4000):
-        if judge.tokens(TURN, ON_DISK):
+        if policy.tokens_to_load(TURN, ON_DISK):
             rates.observe(KVTransfer(Tier.SSD, "load", 1000, 1000, 0.3))
-        judge.placed(TURN)
-    assert verdict(rates.costs, ON_DISK).decision is LoadReason.LOAD
-    assert judge.counts["load"] > 2000
+        policy.on_allocated(TURN)
+    assert choose_load(rates.costs, ON_DISK).decision is LoadReason.LOAD
+    assert policy.counts["load"] > 2000

@@ -49,5 +49,5 @@ def test_the_timed_turns_teach_the_tool_that_they_call(named: bool, tool: tuple[
         rig = TurnRig("continuum", named, clock, until)
         for _ in range(4):
             rig.turn()
-        gaps = rig.scheduler._lifecycle.advisor.gaps.own(tool)
+        gaps = rig.scheduler._lifecycle.advisor.gaps.exact(tool)
     assert gaps.samples_s == pytest.approx([0.5] * 3, rel=0.1)

@@ -16,7 +16,7 @@ from test_policy_properties import BENEFITS_S, CEILINGS_S, SLACK, distributions
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.retention.advisor import RetentionAdvisor
-from continuum_lmcache.retention.memory_pressure import FREE_PRICE
+from continuum_lmcache.retention.memory_pressure import IDLE_PRICE
 from continuum_lmcache.retention.ttl_solver import best_ttl
 from continuum_lmcache.types import Tier, TurnId
 from continuum_lmcache.vllm_plugin.memory.pin_renewal import LOOKS_A_STEP
@@ -40,7 +40,7 @@ def test_a_gap_of_which_nothing_is_known_has_no_memory(elapsed_s, more_s):
     assert cold.after(elapsed_s).probability(more_s) == cold.probability(more_s)
 
 
-@given(distributions(), BENEFITS_S, CEILINGS_S, st.floats(FREE_PRICE, 1.0), st.floats(FREE_PRICE, 1.0))
+@given(distributions(), BENEFITS_S, CEILINGS_S, st.floats(IDLE_PRICE, 1.0), st.floats(IDLE_PRICE, 1.0))
 def test_a_dearer_second_never_lengthens_the_ttl(seen, benefit_s, ceiling_s, one, other):
     cheap, dear = sorted((one, other))
     longer, shorter = (best_ttl(seen, benefit_s, ceiling_s, price) for price in (cheap, dear))

@@ -194,7 +194,7 @@ def test_the_posteriors_normal_stands_in_for_students_t():
     scale = 2 + sum((x - mean) ** 2 for x in logs) / 2 + n * mean**2 / (2 * (1 + n))
     width = math.sqrt(scale * (n + 2) / ((2 + n / 2) * (n + 1)))
     exact = scipy_stats.t.cdf([(x - n * mean / (n + 1)) / width for x in logs], 4 + n)
-    assert as_posterior(gaps.own(MAKE)).cdf == pytest.approx(exact, abs=0.03)
+    assert as_posterior(gaps.exact(MAKE)).cdf == pytest.approx(exact, abs=0.03)
 
 
 def test_fcfs_asks_for_the_turns_arrival_and_nothing_else():

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
 
-from continuum_lmcache.retention.memory_pressure import FREE_PRICE, FULL_PRICE
+from continuum_lmcache.retention.memory_pressure import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.retention.policies import POLICIES
 from continuum_lmcache.retention.ttl_solver import PART, TtlChoice, best_ttl
 from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
@@ -51,7 +51,7 @@ def test_no_other_ttl_beats_the_chosen_one(seen, benefit_s, ceiling_s, shares):
     GAPS_S,
     BENEFITS_S,
     CEILINGS_S,
-    st.sampled_from((FREE_PRICE, FULL_PRICE)),
+    st.sampled_from((IDLE_PRICE, CONTENDED_PRICE)),
 )
 def test_the_chosen_ttl_is_the_one_that_a_look_at_every_gap_finds(
     ended_s, lost_s, benefit_s, ceiling_s, price

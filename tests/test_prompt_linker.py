@@ -70,9 +70,9 @@ def test_strangers_whose_short_first_prompts_share_a_system_prompt_are_not_linke
     prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
     for name in range(4):
         request = replay.request(NEW, (*range(1000, 1200), *range(100 * name, 100 * name + 6)))
-        assert prompt_linker.ancestor(request) is None
+        assert prompt_linker.find_link(request) is None
         request.append_output_token_ids([7, name])
-        prompt_linker.finished(request, ProgramId(str(name)), 0.0)
+        prompt_linker.add_turn(request, ProgramId(str(name)), 0.0)
 
 
 @pytest.mark.parametrize("contexts", [(0, 0), (0, 100), (100, 0)])
@@ -82,8 +82,8 @@ def test_of_two_draws_for_one_prompt_neither_is_taken_for_the_other(contexts: tu
     for draw, matched_tokens in enumerate(contexts):
         request = replay.request(NEW, tuple(range(1000, 1200)))
         request.append_output_token_ids([draw] * 9)
-        prompt_linker.finished(request, ProgramId(f"draw {draw}"), 0.0, matched_tokens)
-    assert prompt_linker.ancestor(replay.request(NEW, (*range(1000, 1200), 7, 7, 7))) is None
-    assert prompt_linker.ancestor(replay.request(NEW, (*range(1000, 1190), 7, 7, 7))) is None
-    told_apart = prompt_linker.ancestor(replay.request(NEW, (*range(1000, 1200), *[1] * 9, 5)))
+        prompt_linker.add_turn(request, ProgramId(f"draw {draw}"), 0.0, matched_tokens)
+    assert prompt_linker.find_link(replay.request(NEW, (*range(1000, 1200), 7, 7, 7))) is None
+    assert prompt_linker.find_link(replay.request(NEW, (*range(1000, 1190), 7, 7, 7))) is None
+    told_apart = prompt_linker.find_link(replay.request(NEW, (*range(1000, 1200), *[1] * 9, 5)))
     assert told_apart is not None and told_apart.program == "draw 1"

@@ -56,7 +56,7 @@ def test_what_was_learned_is_written_while_the_engine_runs(bench: Bench, tmp_pat
     saver = FileSaver(bench.scheduler._parts, every_s=0.02)
     path = tmp_path / "gaps.json"
     becomes(path.exists)
-    assert ToolDurations.loads(path.read_text()).own(("bash",)).n == 1
+    assert ToolDurations.loads(path.read_text()).exact(("bash",)).n == 1
     saver.close()
     assert not (tmp_path / "run" / "scheduler_timestamps").exists(), "the recording is written when asked for"
 

@@ -32,7 +32,7 @@ def test_fcfs_with_lmcache_is_within_fifteen_percent(jps: float, measured_s: flo
 def test_two_simulators_that_were_written_apart_agree() -> None:
     """Another simulator on vLLM's scheduler: 60.2 s for program order, 54.5 s with pins, at 6 jobs/s."""
     jobs = seeds_sweep(6)
-    by_program = simulate(jobs, replace(H200, policy="program-fcfs"))
+    program_fcfs = simulate(jobs, replace(H200, policy="program-fcfs"))
     pinned = simulate(jobs, replace(H200, policy="mean-threshold"))
-    assert by_program.mean_job_s == pytest.approx(60.2, rel=0.02)
+    assert program_fcfs.mean_job_s == pytest.approx(60.2, rel=0.02)
     assert pinned.mean_job_s == pytest.approx(54.5, rel=0.02)

@@ -16,7 +16,7 @@ from experiments.trust.soak_scheduler import LIMITS, SMALL, growing, soak, table
 def test_every_container_that_our_objects_hold_is_counted_under_its_path() -> None:
     programs = ProgramTable()
     for name in "abc":
-        programs.arrived(0.0, TurnId(name), ProgramId(name))
+        programs.add_turn(0.0, TurnId(name), ProgramId(name))
     counted = tables(programs)
     assert counted[".records"] == 3 and counted[".records[].live"] == 3
     assert counted[".records[].waiting"] == 3

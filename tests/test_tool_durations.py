@@ -40,9 +40,9 @@ def learned(*batches):
 
 def test_the_nearest_level_with_an_ended_gap_is_asked_however_few_it_has() -> None:
     gaps = learned((("pytest", "tests"), [4.0]), (("read",), [9.0]))
-    assert gaps.nearest(("pytest", "tests")).samples_s == (4.0,)
-    assert gaps.nearest(("never", "seen")).samples_s == (4.0, 9.0)
-    assert ToolDurations().nearest(("read",)).samples_s == ()
+    assert gaps.most_specific(("pytest", "tests")).samples_s == (4.0,)
+    assert gaps.most_specific(("never", "seen")).samples_s == (4.0, 9.0)
+    assert ToolDurations().most_specific(("read",)).samples_s == ()
 
 
 def test_nothing_is_believed_until_more_than_k_gaps_were_seen():
@@ -121,10 +121,10 @@ def test_a_gap_of_no_time_is_still_a_gap_that_a_pin_can_cover():
 
 def test_the_oldest_gap_leaves_a_full_window():
     gaps = learned((("read",), [9.0] * 10 + [1.0] * (WINDOW - 10)))
-    assert gaps.own(("read",)).samples_s[-1] == 9.0
+    assert gaps.exact(("read",)).samples_s[-1] == 9.0
     for _ in range(10):
         gaps.observe(("read",), 2.0)
-    assert gaps.own(("read",)).samples_s == (1.0,) * (WINDOW - 10) + (2.0,) * 10
+    assert gaps.exact(("read",)).samples_s == (1.0,) * (WINDOW - 10) + (2.0,) * 10
 
 
 def test_the_oldest_leaves_even_if_it_never_ended():
@@ -132,8 +132,8 @@ def test_the_oldest_leaves_even_if_it_never_ended():
     gaps.censor(("read",), 9.0)
     for _ in range(WINDOW):
         gaps.observe(("read",), 1.0)
-    assert gaps.own(("read",)).samples_s == (1.0,) * WINDOW
-    assert gaps.own(("read",)).cdf[-1] == 1.0
+    assert gaps.exact(("read",)).samples_s == (1.0,) * WINDOW
+    assert gaps.exact(("read",)).cdf[-1] == 1.0
 
 
 def test_the_key_not_heard_of_for_longest_is_forgotten():
@@ -141,9 +141,9 @@ def test_the_key_not_heard_of_for_longest_is_forgotten():
     for i in range(MAX_KEYS + 50):
         gaps.observe((f"tool{i}",), 1.0)
         gaps.observe(("read",), 0.1)
-    assert gaps.own(("tool0",)).n == 0
-    assert gaps.own((f"tool{MAX_KEYS + 49}",)).n == 1
-    assert gaps.own(("read",)).n == MAX_KEYS + 50
+    assert gaps.exact(("tool0",)).n == 0
+    assert gaps.exact((f"tool{MAX_KEYS + 49}",)).n == 1
+    assert gaps.exact(("read",)).n == MAX_KEYS + 50
     assert gaps.distribution(()).n == WINDOW
 
 
@@ -157,7 +157,7 @@ def test_of_parallel_calls_the_one_with_the_longest_mean_is_the_slowest():
 def test_an_unknown_call_teaches_only_what_every_tool_has_in_common():
     gaps = learned(((), [1.0]))
     assert suffixes(()) == [()]
-    assert gaps.own(()).n == 1
+    assert gaps.exact(()).n == 1
 
 
 @given(EVENTS, st.lists(GAPS_S, min_size=2, max_size=10))
@@ -165,7 +165,7 @@ def test_p_is_a_distribution_whatever_was_seen(events, at_s):
     gaps = ToolDurations()
     for tool, gap_s, ended in events:
         (gaps.observe if ended else gaps.censor)(tool, gap_s)
-    seen = gaps.own(())
+    seen = gaps.exact(())
     assert list(seen.samples_s) == sorted(seen.samples_s)
     curve = [seen.probability(t) for t in sorted(at_s)]
     assert curve == sorted(curve)
@@ -180,7 +180,7 @@ def test_what_was_saved_is_what_is_loaded(events):
     again = ToolDurations.loads(gaps.dumps())
     assert again.dumps() == gaps.dumps()
     for tool, _, _ in events:
-        assert again.own(tool) == gaps.own(tool)
+        assert again.own(tool) == gaps.exact(tool)
         assert again.slowest([tool, ("read",)]) == gaps.slowest([tool, ("read",)])
 
 

@@ -95,11 +95,11 @@ class FakeConnector(KVConnectorBase_V1):
         return self.planner.store.holding(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
 
     @property
-    def loads_beside_steps(self) -> bool:
+    def async_loads(self) -> bool:
         """Whether others run while a load does (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
         return self.config.load_async
 
-    def load_by(self, rule: LoadSelector) -> None:
+    def set_load_selector(self, rule: LoadSelector) -> None:
         """Load no more of a prompt than `rule` says (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
         self.planner.rule = rule
 
@@ -119,7 +119,7 @@ class FakeConnector(KVConnectorBase_V1):
         sizes = {tier: min(shelf.capacity, ENDLESS) for tier, shelf in shelves.items() if shelf.capacity >= 1}
         return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
 
-    def store_from_now(self, wanted: bool) -> None:
+    def set_store_enabled(self, wanted: bool) -> None:
         self.planner.storing = wanted
 
     def stalls(self) -> bool:

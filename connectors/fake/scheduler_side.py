@@ -12,7 +12,7 @@ from connectors.fake.config import FakeConfig
 from connectors.tier_model.lru_tier import ChunkName, Namer, chain
 from connectors.tier_model.two_tier_cache import ActiveLoad, TwoTierCache
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.reload.load_policy import offered
+from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import LoadSelector
 from continuum_lmcache.types import Tier, TurnId
 
@@ -95,7 +95,8 @@ class FakeSchedulerSide:
         if found <= gpu_tokens or self.rule is None:
             return max(0, found - gpu_tokens)
         return self.rule(
-            TurnId(request.request_id), offered(held, gpu_tokens, found - gpu_tokens, request.num_tokens)
+            TurnId(request.request_id),
+            residency_of_offer(held, gpu_tokens, found - gpu_tokens, request.num_tokens),
         )
 
     def admitted(self, request: Request, block_ids: Sequence[int], load_tokens: int) -> None:
@@ -130,7 +131,7 @@ class FakeSchedulerSide:
                 stores += copies
                 done_s = max(done_s, until_s)
         loads, self._loads = self._loads, []
-        return FakeMetadata(loads, stores, done_s - now_s, self.store.take_gone())
+        return FakeMetadata(loads, stores, done_s - now_s, self.store.take_evicted())
 
     def finished(self, request_id: str) -> None:
         self.tracked.pop(request_id, None)

@@ -41,7 +41,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.lmcache.cpu_copy import BlockCopier, cpu_copy_path
-from connectors.lmcache.known_issues import GIB, settled
+from connectors.lmcache.known_issues import GIB, with_defaults
 from connectors.lmcache.load_check import (
     AwaitedLoad,
     LoadCheck,
@@ -56,7 +56,7 @@ from connectors.lmcache.transfer_timer import TransferMetrics, TransferStats
 from connectors.lmcache.worker import LMCacheWorkerSide, TierReport
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.reload.load_policy import offered
+from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
 from continuum_lmcache.types import Tier, TurnId
 
@@ -79,7 +79,9 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
                 "LMCache 0.5.6 in-process does not tell LoRA adapters apart: it would load one adapter's KV "
                 "for another; drop --enable-lora or the KV connector"
             )
-        settled(transfer_config(vllm_config).kv_connector_extra_config, os.environ, machine(vllm_config))
+        with_defaults(
+            transfer_config(vllm_config).kv_connector_extra_config, os.environ, machine(vllm_config)
+        )
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -109,7 +111,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     # ---- scheduler: the core's TierStore
 
-    loads_beside_steps = False  # enable_async_loading is refused: each step waits for its loads
+    async_loads = False  # enable_async_loading is refused: each step waits for its loads
 
     @property
     def tiers(self) -> LMCacheTiers:
@@ -140,11 +142,11 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         }
         return {tier: int(size * GIB / self._kv_bytes_per_token) for tier, size in gib.items() if size}
 
-    def load_by(self, rule: LoadSelector) -> None:
+    def set_load_selector(self, rule: LoadSelector) -> None:
         """Load no more of a prompt than `rule` says (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
         self._rule = rule
 
-    def store_from_now(self, wanted: bool) -> None:
+    def set_store_enabled(self, wanted: bool) -> None:
         """For turns that start from now on (force_skip_save, vllm_v1_adapter.py:1633)."""
         self._impl.force_skip_save = self._never_saves or not wanted
 
@@ -210,7 +212,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         preempted turn, for which LMCache takes what it names for loaded.
         """
         held = self.locate(request.all_token_ids)
-        where = offered(held, spec.vllm_cached_tokens, found, request.num_tokens)
+        where = residency_of_offer(held, spec.vllm_cached_tokens, found, request.num_tokens)
         wanted = self._rule(TurnId(request.request_id), where) if self._rule is not None else found
         if wanted < found:
             known = where.dram_tokens if self._impl.config.local_cpu else found
@@ -224,7 +226,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         held = self.locate(request.all_token_ids)
         computed_tokens = self._impl.load_specs[request.request_id].vllm_cached_tokens
         if held.dram_tokens + held.ssd_tokens < computed_tokens + num_external_tokens:
-            self.tiers.doubt()  # LMCache found more than the mirror knows of
+            self.tiers.request_snapshot()  # LMCache found more than the mirror knows of
         host_tokens = min(max(held.dram_tokens - computed_tokens, 0), num_external_tokens)
         split = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: num_external_tokens - host_tokens}
         return {source: tokens for source, tokens in split.items() if tokens}
@@ -232,7 +234,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
         if isinstance(connector_output.kv_connector_worker_meta, TierReport):
-            self.tiers.absorb(connector_output.kv_connector_worker_meta)
+            self.tiers.apply_report(connector_output.kv_connector_worker_meta)
 
     # ---- worker: vLLM's calls
 

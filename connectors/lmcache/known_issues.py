@@ -37,7 +37,7 @@ class WorkerSpec:
     model: str
 
 
-def settled(
+def with_defaults(
     extra: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The extra config that LMCache should get, and the defaults in it that are ours.

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connectors.lmcache.known_issues import WorkerSpec, settled
+from connectors.lmcache.known_issues import WorkerSpec, with_defaults
 from connectors.lmcache.settings import unread
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.config import ContinuumConfig
@@ -40,7 +40,7 @@ def settle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, announce: bo
     """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
     transfer = transfer_config(vllm_config)
     fits = machine(vllm_config, kv_cache_config)
-    extra, ours = settled(transfer.kv_connector_extra_config, os.environ, fits)
+    extra, ours = with_defaults(transfer.kv_connector_extra_config, os.environ, fits)
     transfer.kv_connector_extra_config = extra
     wishes_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
     fails = wishes_error or not recomputes_rightly(vllm_config)

@@ -123,11 +123,11 @@ class LMCacheTiers:
             self._mirror.replace(snapshot)
             self._heard_s = self._clock()
         if self._mirror.is_behind and self._clock() - self._heard_s > BEHIND_S:
-            self.doubt()  # no step has reported: the engine was idle
+            self.request_snapshot()  # no step has reported: the engine was idle
         dram_chunks, ssd_chunks = self._mirror.plan(self._hashes.of(token_ids))
         return TierHit(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 
-    def doubt(self) -> None:
+    def request_snapshot(self) -> None:
         """Ask the workers; a later `locate` takes their answer in."""
         self._probe.ask()
 
@@ -141,13 +141,13 @@ class LMCacheTiers:
         taken, self._step_s = self._step_s, None
         return taken
 
-    def absorb(self, report: TierReport) -> None:
+    def apply_report(self, report: TierReport) -> None:
         self._heard_s = self._clock()
         for rank, told in report.ranks.items():
             self._transfers.extend(told.transfers)
             self._step_s = told.step_s if rank == 0 else self._step_s
             if not self._mirror.apply(rank, told):
-                self.doubt()
+                self.request_snapshot()
 
     def close(self) -> None:
         self._probe.close()

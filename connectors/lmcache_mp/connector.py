@@ -35,7 +35,7 @@ from vllm.v1.request import Request
 from connectors.lmcache.startup import machine
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import ReadLeases
-from connectors.lmcache_mp.settings import settled
+from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.startup import caller, first_answer, settle, warn_of_small_l1, warn_of_versions
 from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
 from connectors.lmcache_mp.wire import ChangesRequest
@@ -62,7 +62,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
                 "LMCache 0.5.6 does not tell LoRA adapters apart: it would load one adapter's KV for "
                 "another; drop --enable-lora or the KV connector"
             )
-        settled(transfer_config(vllm_config).kv_connector_extra_config)
+        with_defaults(transfer_config(vllm_config).kv_connector_extra_config)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -97,7 +97,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     # ---- scheduler: the core's TierStore
 
-    loads_beside_steps = True
+    async_loads = True
 
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
         """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
@@ -120,7 +120,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         """Where the request's KV lay when it was first looked up, before L2's part was read into L1."""
         return self._found.get(request_id)
 
-    def load_by(self, rule: LoadSelector) -> None:
+    def set_load_selector(self, rule: LoadSelector) -> None:
         """Load nothing of a prompt of which `rule` wants nothing (reload/tier_store.py: SelectiveLoader).
 
         All that was found, or nothing: by the time of the answer the server has read L2's part into L1.
@@ -146,9 +146,9 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         if request_id not in self._found:
             self._found[request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
 
-    def _is_renewing(self, request_id: str, tracker: Any) -> bool:
+    def _renew_lease_if_old(self, request_id: str, tracker: Any) -> bool:
         """Whether the request's lease is too old to be used, and is on its way back to the server."""
-        return self._leases.is_renewing(
+        return self._leases.renew_if_old(
             request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
         )
 
@@ -161,7 +161,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             align = self._hit_alignment_tokens
             tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
             return 0, False
-        if self._is_renewing(request.request_id, tracker):
+        if self._renew_lease_if_old(request.request_id, tracker):
             return None, True
         self._asks(request.request_id, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
@@ -169,7 +169,9 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             # tokens for computed, and stores their blocks before they are
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if found and self._is_renewing(request.request_id, tracker):  # an eager lookup's answer comes late
+        if found and self._renew_lease_if_old(
+            request.request_id, tracker
+        ):  # an eager lookup's answer comes late
             return None, True
         if found and self._rule is not None:
             where = Residency(num_computed_tokens, found, 0, request.num_tokens)
@@ -180,9 +182,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     def _decline(self, request_id: str, tracker: Any) -> None:
         """Unlock what was found. It stays stored, so LMCache need not store it again when it is computed."""
-        self._leases.give_back(
-            request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
-        )
+        self._leases.release(request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs)
         tracker.num_lmcache_hit_tokens = 0
         self._declined.add(request_id)
 
@@ -217,13 +217,13 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         super().update_connector_output(connector_output)
         self._loading -= connector_output.finished_recving or set()
         if isinstance(connector_output.kv_connector_worker_meta, MpReport):
-            self._tiers.absorb(connector_output.kv_connector_worker_meta)
+            self._tiers.apply_report(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # a request that ends before its load would keep its chunks locked until the lease ends;
         # one that never was first in line has no tracker, and no lookup
         if tracker := self.request_trackers.get(request.request_id):
-            self._leases.give_back(
+            self._leases.release(
                 request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
             )
         self._leases.forget(request.request_id)

@@ -38,10 +38,10 @@ class ReadLeases:
         """The request was admitted: its load, or its giving up, ends the lease."""
         self._asked_s.pop(request_id, None)
 
-    def is_renewing(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> bool:
+    def renew_if_old(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> bool:
         """Whether the scheduler must ask again later: an old lease is on its way back to the server."""
         if request_id not in self._returning and self._is_old(request_id):
-            self.give_back(request_id, token_ids, salt, configs)
+            self.release(request_id, token_ids, salt, configs)
             return True
         returned = all(reply.query() for reply in self._returning.get(request_id, ()))
         if not returned and self._adapter.is_healthy:
@@ -49,7 +49,7 @@ class ReadLeases:
         self._returning.pop(request_id, None)
         return False
 
-    def give_back(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> None:
+    def release(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> None:
         """Unlock what the request's lookup found, if it found something and has not used it."""
         hit_tokens = self._adapter._finished_lookup_results.get(request_id, 0)
         asked = self._asked_s.pop(request_id, None) is not None

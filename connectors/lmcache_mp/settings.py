@@ -47,7 +47,7 @@ UNSUPPORTED = {
 }
 
 
-def settled(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The extra config that LMCache should get, and the defaults in it that are ours. Raises ConfigError."""
     given = {name.removeprefix(MP): value for name, value in extra.items() if name.startswith(MP)}
     refuse_unknown(given, NAMES, MP, EXTRA)

@@ -13,7 +13,7 @@ from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequ
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
-from connectors.lmcache_mp.settings import settled
+from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.tier_mirror import Call, TierPoller
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
@@ -39,7 +39,7 @@ LMCACHE_VERSION = metadata.version("lmcache")
 def settle(vllm_config: VllmConfig, announce: bool) -> None:
     """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
     transfer = transfer_config(vllm_config)
-    extra, ours = settled(transfer.kv_connector_extra_config)
+    extra, ours = with_defaults(transfer.kv_connector_extra_config)
     transfer.kv_connector_extra_config = extra
     fails = ContinuumConfig.load(extra, os.environ).fail_on_load_error
     transfer.kv_load_failure_policy = "fail" if fails else "recompute"

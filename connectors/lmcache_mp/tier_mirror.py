@@ -41,7 +41,7 @@ class MpTierMirror:
         self.epoch: str | None = None
         self.number = 0
 
-    def absorb(self, told: ChangesReply) -> None:
+    def apply_report(self, told: ChangesReply) -> None:
         """Take an answer over."""
         held: tuple[set[bytes], set[bytes]] = (set(), set()) if told.is_snapshot else self._held
         for change in told.changes:
@@ -104,7 +104,7 @@ class TierPoller:
             asked_s = self._clock()
             ask = msgspec.structs.replace(self._ask, epoch=self.mirror.epoch, number=self.mirror.number)
             told = decoded(self._call(msgspec.msgpack.encode(ask), timeout_s))
-            self.mirror.absorb(told)
+            self.mirror.apply_report(told)
             self.lookups += told.lookups
             self._heard_s = asked_s
             return told
@@ -161,7 +161,7 @@ class MpTiers:
         return TierHit(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 
     def transfers(self) -> list[KVTransfer]:
-        self.absorb(MpReport())
+        self.apply_report(MpReport())
         taken = list(self._transfers)
         self._transfers.clear()
         return taken
@@ -171,7 +171,7 @@ class MpTiers:
         sizes = {Tier.DRAM: self._first.dram_bytes, Tier.SSD: self._first.ssd_bytes or 0}
         return {tier: size // self._bytes_per_token for tier, size in sizes.items() if size}
 
-    def absorb(self, report: MpReport) -> None:
+    def apply_report(self, report: MpReport) -> None:
         """Take over what the worker timed, and what the server has told of its lookups."""
         lookups = [self._follower.lookups.popleft() for _ in range(len(self._follower.lookups))]
         self._transfers += report.stores + self._book.join(report.loads, lookups)

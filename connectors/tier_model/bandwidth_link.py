@@ -22,6 +22,6 @@ class BandwidthLink:
         self.free_at_s = max(ready_s, self.free_at_s) + self.seconds(size_bytes)
         return self.free_at_s
 
-    def lag_s(self, now_s: float) -> float:
+    def backlog_s(self, now_s: float) -> float:
         """How far behind the link is."""
         return max(0.0, self.free_at_s - now_s)

@@ -169,7 +169,7 @@ class TwoTierCache:
         self._transfers.clear()
         return moved
 
-    def take_gone(self) -> list[ChunkName]:
+    def take_evicted(self) -> list[ChunkName]:
         """Chunks that have left every tier since the last call: their bytes may be thrown away."""
         gone = [n for n in self._gone if not self.has(n)]
         self._gone.clear()
@@ -201,7 +201,7 @@ class TwoTierCache:
         if name in self.ssd.names:
             self.ssd.touch((name,))
         elif name not in self.pending and self.ssd.capacity >= 1:
-            if self.disk_write.lag_s(now_s) > self.shape.max_ssd_lag_s:
+            if self.disk_write.backlog_s(now_s) > self.shape.max_ssd_lag_s:
                 return
             gone = self.ssd.make_room()
             if gone is None:  # the whole disk is promised to writes on their way

@@ -16,7 +16,7 @@ from continuum_lmcache.console.fleet import findings
 from continuum_lmcache.console.metrics_page import scrape
 from continuum_lmcache.console.scrape_window import METRICS, window
 from continuum_lmcache.telemetry.findings import Finding, Severity
-from continuum_lmcache.telemetry.health_rules import ServerWindow, Thresholds, diagnose, untold
+from continuum_lmcache.telemetry.health_rules import ServerWindow, Thresholds, diagnose, not_evaluated
 
 Place = tuple[str, int | None]
 """A URL, and which replica of the fleet there."""
@@ -71,7 +71,9 @@ def as_json(seen: ServerWindow, targets: Thresholds) -> dict[str, Any]:
         "ok": not wrong(found),
         "window": dataclasses.asdict(seen),
         "findings": findings_json(found),
-        "not_told": {rule: [METRICS[name] for name in fields] for rule, fields in untold(seen).items()},
+        "not_told": {
+            rule: [METRICS[name] for name in fields] for rule, fields in not_evaluated(seen).items()
+        },
     }
 
 
@@ -106,7 +108,7 @@ def show(url: str, seen: ServerWindow, targets: Thresholds, console: Console) ->
     console.print(table)
     found = diagnose(seen, targets)
     show_findings(found, console)
-    for rule, fields in untold(seen).items():
+    for rule, fields in not_evaluated(seen).items():
         names = ", ".join(METRICS[name] for name in fields)
         console.print(Text(f"not checked: {rule} (no {names} in these {seen.seconds:.0f} s)", style="dim"))
     console.print(Text("\nSomething is wrong." if wrong(found) else "\nNothing is wrong.", style="bold"))

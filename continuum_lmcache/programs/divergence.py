@@ -104,7 +104,7 @@ class PrefixLoss:
     now_side: tuple[int, ...] = ()
 
 
-def parting(
+def divergence_of(
     left: EndedTurn, tokens: Sequence[int], tools: str, kept_tokens: int, block_tokens: int
 ) -> Divergence:
     """Where a prompt parts from a turn, behind what their hashes say is the same, and why."""

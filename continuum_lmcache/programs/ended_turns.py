@@ -1,4 +1,4 @@
-"""The turns that programs left, for as long as they are away: what their returns are compared with."""
+"""The last turns of paused programs: the next prompt of each is compared with them to find lost prefixes."""
 
 from __future__ import annotations
 
@@ -12,62 +12,64 @@ from continuum_lmcache.programs.divergence import (
     EndedTurn,
     LossCause,
     PrefixLoss,
+    divergence_of,
     losses_of,
-    parting,
     same_blocks,
 )
 from continuum_lmcache.reload.cost_model import PrefillCurve
 from continuum_lmcache.types import ProgramId
 
-MOST_TOKENS = 2_000_000  # of all turns, about 80 MB; those of the programs longest away are forgotten
+MOST_TOKENS = 2_000_000  # of all turns, about 80 MB; beyond it the longest-paused programs' turns are dropped
 CAUSES = [cause.value for cause in LossCause]
-KEPT_TURNS = 2  # of a program: one request in between, a title's say, does not hide the turn before it
+KEPT_TURNS = (
+    2  # of a program: a request in between, such as one for a title, does not replace the turn before it
+)
 
 
 @dataclass(slots=True)
 class EndedTurns:
-    """The turns that programs left, and what was lost of them since the start, by cause.
+    """The last turns of paused programs, and the tokens lost since the start, by cause.
 
-    A program's `name` is that of its client, which programs under several salts may share.
+    A program's `name` is the client's; programs under different salts may share it.
     """
 
     block_tokens: int  # that one hash adds
     returns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     at_token: dict[str, float] = field(default_factory=dict)  # of the latest
-    _left: OrderedDict[ProgramId, list[EndedTurn]] = field(default_factory=OrderedDict)
+    _turns: OrderedDict[ProgramId, list[EndedTurn]] = field(default_factory=OrderedDict)
     _latest: dict[str, ProgramId] = field(default_factory=dict)  # by name
     _tokens: int = 0
 
     @property
     def slack_tokens(self) -> int:
-        """A block at either end is no loss."""
+        """A block at either end does not count as lost."""
         return 2 * self.block_tokens
 
-    def left(self, program: ProgramId, departure: EndedTurn) -> None:
+    def add(self, program: ProgramId, departure: EndedTurn) -> None:
         """A turn ended, and its program goes on."""
-        turns = self._left.setdefault(program, [])
-        self._left.move_to_end(program)
+        turns = self._turns.setdefault(program, [])
+        self._turns.move_to_end(program)
         self._latest[departure.name] = program
         turns.append(departure)
         self._tokens += len(departure.tokens)
         while len(turns) > KEPT_TURNS:
             self._tokens -= len(turns.pop(0).tokens)
-        while self._tokens > MOST_TOKENS and len(self._left) > 1:
-            self.over(next(iter(self._left)))
+        while self._tokens > MOST_TOKENS and len(self._turns) > 1:
+            self.drop(next(iter(self._turns)))
 
-    def back(
+    def compare_return(
         self, program: ProgramId, name: str, tokens: Sequence[int], hashes: Sequence[Hashable], tools: str
     ) -> Divergence | None:
-        """The program's next prompt is here. None: the turn before is not known.
+        """How far the program's next prompt repeats its last turn. None: no turn is known.
 
-        Of the turns kept that one counts which the prompt follows furthest, the latest among equals. One that
-        it follows for the most part is superseded. Of a program new under its salt that one of the same name
-        counts which begins with the same tokens.
+        Of the kept turns the one counts with which the prompt has the most blocks in common, the latest among
+        equals. A turn that the prompt repeats for the most part is dropped. For a program that is new under
+        its salt, a turn of another program of that name counts if it begins with the same tokens.
         """
-        turns = self._left.get(program)
+        turns = self._turns.get(program)
         if turns is None:
-            namesakes = self._left.get(self._latest.get(name, program), ())
+            namesakes = self._turns.get(self._latest.get(name, program), ())
             turns = [turn for turn in namesakes if begins_alike(turn.tokens, tokens)]
         if not turns:
             return None
@@ -75,13 +77,14 @@ class EndedTurns:
         if 2 * blocks * self.block_tokens >= len(turn.tokens):
             turns.remove(turn)
             self._tokens -= len(turn.tokens)
-        return parting(turn, tokens, tools, blocks * self.block_tokens, self.block_tokens)
+        return divergence_of(turn, tokens, tools, blocks * self.block_tokens, self.block_tokens)
 
-    def found(
+    def count_losses(
         self, parted: Divergence | None, found_tokens: int, is_declined: bool, curve: PrefillCurve
     ) -> list[PrefixLoss]:
-        """The prompt of a return begins to run, and so much of it was found; `is_declined`: a tier had more,
-        and computing was cheaper. What it lost, counted.
+        """Counts what a returning prompt lost, as it begins to run with `found_tokens` in the cache.
+
+        `is_declined`: a tier held more, and computing it was cheaper than loading.
         """
         if parted is None:
             return []
@@ -93,9 +96,9 @@ class EndedTurns:
             self.at_token[cause] = loss.at_token
         return losses
 
-    def over(self, program: ProgramId) -> None:
-        """Nothing of the program is waited for."""
-        turns = self._left.pop(program, [])
+    def drop(self, program: ProgramId) -> None:
+        """The program ended."""
+        turns = self._turns.pop(program, [])
         self._tokens -= sum(len(turn.tokens) for turn in turns)
         for name in {turn.name for turn in turns}:
             if self._latest.get(name) == program:

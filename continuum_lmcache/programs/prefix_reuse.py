@@ -16,7 +16,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from continuum_lmcache.tools.call_parser import spoken
+from continuum_lmcache.tools.call_parser import without_thinking
 from continuum_lmcache.types import ProgramId
 
 WINDOW = 64  # returns behind an estimate: a new template is learned within so many
@@ -148,4 +148,4 @@ def ending_of(text: str) -> str:
     """How a turn ended with this text: templates drop thoughts, and keep plain answers."""
     if not text:
         return "unread"
-    return "plain" if spoken(text) == text else "thought"
+    return "plain" if without_thinking(text) == text else "thought"

@@ -28,7 +28,7 @@ SUFFIX_TOKENS = 4  # the longest opening of an answer: an empty thought, two tag
 LOST_TOKENS = 64  # of what a known program has added to its history
 MAX_HINTED = 16  # turns of one hint: a session and its subagents
 
-NOBODY = ProgramFields()
+NO_FIELDS = ProgramFields()
 
 Key = tuple[Any, tuple[int, ...]]  # the hash and whose it is, the tail
 
@@ -79,20 +79,20 @@ class PromptLinker:
         self._turns: OrderedDict[Any, dict[tuple[int, ...], LinkableTurn | None]] = OrderedDict()
         self._hinted: OrderedDict[tuple[str, str], deque[LinkableTurn]] = OrderedDict()  # by hint and owner
 
-    def finished(
+    def add_turn(
         self,
         request: HashedPrompt,
         program: ProgramId,
         arrival_s: float,
         matched_tokens: int = 0,
-        fields: ProgramFields = NOBODY,
+        fields: ProgramFields = NO_FIELDS,
     ) -> None:
         """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
 
         `matched_tokens`: what its ProgramLink said, 0 if there was none.
         """
         prompt_tokens = request.num_prompt_tokens
-        least = prompt_tokens - lost(prompt_tokens, matched_tokens)
+        least = prompt_tokens - unstable_suffix(prompt_tokens, matched_tokens)
         all_ends = sorted({least, prompt_tokens, len(request.all_token_ids)})
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
         keys = tuple(self._key(request, end, fields.owner) for end in ends)
@@ -103,7 +103,7 @@ class PromptLinker:
             self._hinted.move_to_end(hint)
             if len(self._hinted) > self._max_hashes:
                 self._hinted.popitem(last=False)
-        equal = self._doubt(keys)
+        equal = self._mark_ambiguous(keys)
         for at, (block_hash, tail) in enumerate(keys):
             tails = self._turns.setdefault(block_hash, {})
             self._turns.move_to_end(block_hash)
@@ -113,7 +113,7 @@ class PromptLinker:
         while len(self._turns) > self._max_hashes:
             self._turns.popitem(last=False)
 
-    def ancestor(self, request: HashedPrompt, fields: ProgramFields = NOBODY) -> ProgramLink | None:
+    def find_link(self, request: HashedPrompt, fields: ProgramFields = NO_FIELDS) -> ProgramLink | None:
         """The longest finished turn that this prompt extends; a prompt that is sent again extends nothing.
 
         A turn is continued once: forks start anew.
@@ -130,7 +130,7 @@ class PromptLinker:
             tails = self._turns.get((request.block_hashes[blocks - 1], owner))
             if tails is not None:
                 at = blocks * self._block_tokens
-                tail = longest(tails, request.all_token_ids, at)
+                tail = longest_tail(tails, request.all_token_ids, at)
                 found = tails[tail] if tail is not None else None
                 if found is not None and found.prompt_tokens < len(request.all_token_ids):
                     return found
@@ -141,12 +141,12 @@ class PromptLinker:
         tokens, best, reached = request.all_token_ids, None, 0
         for ancestor in self._hinted.get(hint, ()):
             keys = zip(ancestor.ends, ancestor.keys, strict=True)
-            repeats = [end for end, key in keys if self._stands(request, end, key)]
+            repeats = [end for end, key in keys if self._is_prefix_of(request, end, key)]
             if repeats and ancestor.prompt_tokens < len(tokens) and repeats[-1] >= reached:
                 best, reached = (ancestor if repeats[-1] > reached else None), repeats[-1]
         return best
 
-    def _stands(self, request: HashedPrompt, end: int, key: Key) -> bool:
+    def _is_prefix_of(self, request: HashedPrompt, end: int, key: Key) -> bool:
         """Whether the request's first `end` tokens, and what is behind them, are a turn's."""
         (block_hash, _), tail = key
         blocks = (end - len(tail)) // self._block_tokens
@@ -154,7 +154,7 @@ class PromptLinker:
             return False
         return tuple(request.all_token_ids[end - len(tail) : end]) == tail
 
-    def _doubt(self, keys: Sequence[Key]) -> int:
+    def _mark_ambiguous(self, keys: Sequence[Key]) -> int:
         """How many of a turn's keys, shortest first, do not tell it from another turn, nor that from it."""
         equal = 0
         for at, (block_hash, tail) in enumerate(keys, 1):
@@ -187,7 +187,7 @@ class PromptLinker:
         return len(self._turns)
 
 
-def lost(prompt_tokens: int, matched_tokens: int) -> int:
+def unstable_suffix(prompt_tokens: int, matched_tokens: int) -> int:
     """How many of a prompt's last tokens may not come back.
 
     A system prompt is sent by strangers too, and a history by forks: so of a first prompt only the last
@@ -199,7 +199,7 @@ def lost(prompt_tokens: int, matched_tokens: int) -> int:
     return max(min(SUFFIX_TOKENS, new_tokens - 1), min(LOST_TOKENS, new_tokens // 2))
 
 
-def longest(
+def longest_tail(
     tails: dict[tuple[int, ...], LinkableTurn | None], tokens: Sequence[int], at: int
 ) -> tuple[int, ...] | None:
     """The longest of these tails that stands in `tokens` at `at`, with more behind it."""

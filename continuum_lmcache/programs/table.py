@@ -1,4 +1,4 @@
-"""Programs and their live turns: one record each, and one owner.
+"""One record for each program, with its live turns.
 
 No clock and no I/O: every event brings its time, every answer is a value. Pins: retention/pin_table.py.
 """
@@ -32,7 +32,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ProgramReturn:
-    """A program is back from its tool: what the gap teaches."""
+    """A program's next turn is here: how long its tool gap was."""
 
     tool: ToolKey
     gap_s: float
@@ -40,12 +40,12 @@ class ProgramReturn:
 
 @dataclass(slots=True)
 class ProgramTable:
-    """One record a program. Beyond `max_programs` the longest-idle ones are `idle`."""
+    """One record a program. Beyond `max_programs` the longest-idle ones are `idle_programs`."""
 
     max_programs: int = 100_000
     records: OrderedDict[ProgramId, Program] = field(default_factory=OrderedDict)  # idle longest first
 
-    def arrived(
+    def add_turn(
         self,
         now_s: float,
         turn: TurnId,
@@ -53,7 +53,7 @@ class ProgramTable:
         tenant: str = "",
         since_s: float | None = None,
     ) -> ProgramReturn | None:
-        """A turn of `program` joins the queue. Says what its tool gap was, if it was in one.
+        """A turn of `program` joins the queue. Returns its tool gap, if the program was in one.
 
         `since_s`: when a program that is new here really arrived, if that was earlier.
         """
@@ -67,29 +67,29 @@ class ProgramTable:
             entry.finished_s = None
         entry.live.add(turn)
         entry.waiting.add(turn)
-        self._seen(now_s, entry)
+        self._touch(now_s, entry)
         return back
 
-    def started(self, turn: TurnId, program: ProgramId) -> None:
-        """A turn runs."""
+    def start_turn(self, turn: TurnId, program: ProgramId) -> None:
+        """A turn runs for the first time."""
         self.records[program].waiting.discard(turn)
 
-    def paused(self, now_s: float, turn_id: TurnId, turn: FinishedTurn) -> None:
+    def finish_turn(self, now_s: float, turn_id: TurnId, turn: FinishedTurn) -> None:
         """A turn ended in a tool call."""
         entry = self.records[turn.program]
-        self.left(now_s, turn_id, turn.program)
+        self.remove_turn(now_s, turn_id, turn.program)
         entry.turns += 1
         entry.tool, entry.finished_s = turn.tool, now_s
         entry.context_tokens = turn.context_tokens
 
-    def left(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
-        """A turn is gone, for whatever reason; the program may go on."""
+    def remove_turn(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
+        """A turn ended or was aborted; the program may go on."""
         entry = self.records.get(program)
         if entry is None:
             return
         entry.live.discard(turn)
         entry.waiting.discard(turn)
-        self._seen(now_s, entry)
+        self._touch(now_s, entry)
 
     def drop(self, program: ProgramId) -> Program | None:
         """Forget the program, unless one of its turns is still live. Its pin must have been released."""
@@ -110,8 +110,8 @@ class ProgramTable:
             attained_tokens=entry.attained_tokens if entry else 0,
         )
 
-    def idle(self, now_s: float, idle_s: float, pinned: Container[ProgramId]) -> list[ProgramId]:
-        """Programs without a live turn or a pin: not heard of for `idle_s`, or beyond max_programs."""
+    def idle_programs(self, now_s: float, idle_s: float, pinned: Container[ProgramId]) -> list[ProgramId]:
+        """Programs without a live turn or a pin: no turn for `idle_s`, or beyond max_programs."""
         surplus = len(self.records) - self.max_programs
         found: list[ProgramId] = []
         for program, entry in self.records.items():
@@ -125,8 +125,10 @@ class ProgramTable:
         """Raise InvariantError unless each record agrees with itself."""
         for entry in self.records.values():
             if not entry.waiting <= entry.live:
-                raise InvariantError(f"program {entry.id!r} waits with turns that are gone: {entry.waiting}")
+                raise InvariantError(
+                    f"program {entry.id!r} has waiting turns that are not live: {entry.waiting}"
+                )
 
-    def _seen(self, now_s: float, entry: Program) -> None:
+    def _touch(self, now_s: float, entry: Program) -> None:
         entry.seen_s = now_s
         self.records.move_to_end(entry.id)

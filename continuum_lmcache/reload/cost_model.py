@@ -101,9 +101,9 @@ class CostModel:
 
         The cheapest of loading nothing, what DRAM holds, and what both hold.
         """
-        return min(self.ways(where), key=lambda cost: cost.total_s)
+        return min(self.load_options(where), key=lambda cost: cost.total_s)
 
-    def ways(self, where: Residency) -> list[ReloadCost]:
+    def load_options(self, where: Residency) -> list[ReloadCost]:
         """Loading nothing, what DRAM holds, and what both hold: the last is the whole load."""
         dram_tokens, ssd_tokens = where.dram_tokens, where.ssd_tokens
         return [self.loading(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
@@ -139,7 +139,7 @@ class CostModel:
         """
         if not isinstance(profile, Mapping):
             raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
-        refuse_strangers(profile, (*SECTIONS, *COUNTS, *LAB, "steps", "provenance"), where)
+        refuse_unknown_keys(profile, (*SECTIONS, *COUNTS, *LAB, "steps", "provenance"), where)
         return cls(
             **{name: section(profile, name, kind, where) for name, kind in SECTIONS.items()},
             kv_bytes_per_token=int(number(profile, "kv_bytes_per_token", where, least=1)),
@@ -181,7 +181,7 @@ def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any
     if not isinstance(given, Mapping):
         raise ProfileError(f"{where} has no section {name!r}; measure it with profiles/measure.py")
     fields = tuple(kind.__slots__)
-    refuse_strangers(given, fields, f"{where}, {name}")
+    refuse_unknown_keys(given, fields, f"{where}, {name}")
     found = {f: number(given, f, f"{where}, {name}") for f in fields}
     if found.get("bytes_per_s") == 0:
         raise ProfileError(f"{where}, {name}: bytes_per_s is 0; a tier that is never read has no place here")
@@ -203,7 +203,7 @@ def number(given: Mapping[Any, Any], name: Any, where: str, least: float = 0.0) 
     return value
 
 
-def refuse_strangers(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+def refuse_unknown_keys(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     if strangers := sorted(set(map(str, given)) - set(known)):
         raise ProfileError(f"{where}: unknown key {strangers[0]!r}; known: {', '.join(sorted(known))}")
 

@@ -1,12 +1,12 @@
-"""What bringing a context back really cost, beside what was foretold when its turn finished.
+"""Compares the predicted cost of bringing a context back with the real one.
 
-    finished     PrefillReload is foretold: what a return costs if the GPU's copy is lost
-    placed       the program is back and its copy was lost: so much is loaded, so much computed
-    stepped ...  loads as the connector timed them, and the context's share of each step's seconds
-    reloaded     both numbers
+    add_forecast    a turn finished: PrefillReload predicts what a return costs without the GPU's copy
+    on_allocated    the program is back and the GPU's copy was lost: so much is loaded, so much is computed
+    on_step         the loads as the connector timed them, and the context's share of each step's seconds
+    ReloadOutcome   both numbers
 
-A step's seconds, without those it waited for loads, are shared out over its tokens as the
-prefill curve weighs them; the tokens after the context, a tool's result say, are not the reload's.
+A step's seconds, without those it waited for loads, are divided among its tokens by the prefill curve. Tokens
+after the context, such as a tool's result, do not belong to the reload.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepWork:
         return sum(new for new, _ in self.work.values())
 
     def weights(self, curve: PrefillCurve) -> dict[TurnId, float]:
-        """Each turn's seconds by the curve, its fixed part left out."""
+        """Each turn's seconds by the curve, without its fixed part."""
         return {turn: weight_s(curve, new, before) for turn, (new, before) in self.work.items()}
 
 
@@ -49,7 +49,7 @@ class ReloadOutcome:
 
     turn: TurnId
     program: ProgramId
-    foretold_s: float
+    predicted_s: float
     load_s: float
     compute_s: float
     loaded_tokens: int
@@ -62,7 +62,7 @@ class ReloadOutcome:
 
 @dataclass(slots=True)
 class PendingReload:
-    """A return under way."""
+    """A return whose context is being loaded or computed."""
 
     program: ProgramId
     forecast: ReloadForecast
@@ -75,85 +75,85 @@ class PendingReload:
 
 
 class ReloadTracker:
-    """Forecasts of programs that are away, and watches of turns that are coming back.
+    """Forecasts of paused programs, and the reloads of those whose next turn is here.
 
-    Who lost no more than `slack_tokens`, a partial block say, lost nothing.
+    A turn that lost at most `slack_tokens` (a partial block) is not tracked.
     """
 
     def __init__(self, slack_tokens: int = 0) -> None:
         self._slack_tokens = slack_tokens
-        self._away: dict[ProgramId, ReloadForecast] = {}
-        self._watches: dict[TurnId, PendingReload] = {}
-        self._leaving: set[TurnId] = set()
+        self._forecasts: dict[ProgramId, ReloadForecast] = {}
+        self._pending: dict[TurnId, PendingReload] = {}
+        self._ending: set[TurnId] = set()
 
     @property
-    def watching(self) -> bool:
-        """Whether any return is under way."""
-        return bool(self._watches)
+    def is_tracking(self) -> bool:
+        """Whether any reload is under way."""
+        return bool(self._pending)
 
-    def finished(self, program: ProgramId, forecast: ReloadForecast) -> None:
+    def add_forecast(self, program: ProgramId, forecast: ReloadForecast) -> None:
         """A turn finished; the latest one's forecast counts."""
-        self._away[program] = forecast
+        self._forecasts[program] = forecast
 
-    def placed(
+    def on_allocated(
         self, turn: TurnId, program: ProgramId, gpu_tokens: int, loaded_tokens: int, prompt_tokens: int
     ) -> None:
-        """A turn got its blocks. Without a forecast, or with all of its context there, nothing is watched."""
-        forecast = self._away.pop(program, None)
+        """A turn got its blocks. Tracked if there is a forecast and the GPU lost a part of the context."""
+        forecast = self._forecasts.pop(program, None)
         if forecast is None:
             return
         context_tokens = min(forecast.context_tokens, prompt_tokens)
         if gpu_tokens + self._slack_tokens < context_tokens:
-            self._watches[turn] = PendingReload(
+            self._pending[turn] = PendingReload(
                 program, forecast, gpu_tokens, loaded_tokens, context_tokens, prompt_tokens
             )
 
-    def stepped(
+    def on_step(
         self, step: StepWork, moved: Sequence[KVTransfer], curve: PrefillCurve
     ) -> list[ReloadOutcome]:
-        """A step is over, and these transfers with it. Returns that are complete now."""
-        if not self._watches:
+        """A step ended, and these transfers with it. Returns the reloads that are complete now."""
+        if not self._pending:
             return []
         for transfer in moved:
-            watch = self._watches.get(TurnId(transfer.turn))
-            if watch is not None and transfer.direction == "load":
-                watch.load_s += transfer.duration_s
-        computing_s = step.seconds - waited_s([t for t in moved if t.direction == "load"])
+            pending = self._pending.get(TurnId(transfer.turn))
+            if pending is not None and transfer.direction == "load":
+                pending.load_s += transfer.duration_s
+        computing_s = step.seconds - step_wait_s([t for t in moved if t.direction == "load"])
         weights = step.weights(curve)
         whole_s = sum(weights.values())
         complete = []
-        for turn in self._watches.keys() & weights.keys():
-            watch, (new, before) = self._watches[turn], step.work[turn]
-            own = max(0, min(before + new, watch.context_tokens) - before)
+        for turn in self._pending.keys() & weights.keys():
+            pending, (new, before) = self._pending[turn], step.work[turn]
+            own = max(0, min(before + new, pending.context_tokens) - before)
             if whole_s:
-                watch.compute_s += max(0.0, computing_s) * weight_s(curve, own, before) / whole_s
-            if before + new >= watch.prompt_tokens:
-                complete.append(ended(turn, self._watches.pop(turn)))
-        for turn in self._leaving:
-            self._watches.pop(turn, None)
-        self._leaving.clear()
+                pending.compute_s += max(0.0, computing_s) * weight_s(curve, own, before) / whole_s
+            if before + new >= pending.prompt_tokens:
+                complete.append(outcome_of(turn, self._pending.pop(turn)))
+        for turn in self._ending:
+            self._pending.pop(turn, None)
+        self._ending.clear()
         return complete
 
-    def gone(self, turn: TurnId) -> None:
-        """The turn ended or lost its place: the step that is reported next is the last that counts."""
-        if turn in self._watches:
-            self._leaving.add(turn)
+    def on_turn_end(self, turn: TurnId) -> None:
+        """The turn ended or was preempted: only the step that is reported next still counts for it."""
+        if turn in self._pending:
+            self._ending.add(turn)
 
-    def over(self, program: ProgramId) -> None:
+    def on_program_end(self, program: ProgramId) -> None:
         """The program ended."""
-        self._away.pop(program, None)
+        self._forecasts.pop(program, None)
 
 
-def ended(turn: TurnId, watch: PendingReload) -> ReloadOutcome:
-    found = min(watch.found_tokens + watch.loaded_tokens, watch.context_tokens)
+def outcome_of(turn: TurnId, pending: PendingReload) -> ReloadOutcome:
+    found = min(pending.found_tokens + pending.loaded_tokens, pending.context_tokens)
     return ReloadOutcome(
         turn,
-        watch.program,
-        watch.forecast.reload_s,
-        watch.load_s,
-        watch.compute_s,
-        watch.loaded_tokens,
-        watch.context_tokens - found,
+        pending.program,
+        pending.forecast.reload_s,
+        pending.load_s,
+        pending.compute_s,
+        pending.loaded_tokens,
+        pending.context_tokens - found,
     )
 
 
@@ -162,6 +162,6 @@ def weight_s(curve: PrefillCurve, new_tokens: int, before_tokens: int) -> float:
     return curve.seconds(new_tokens, before_tokens) - (curve.fixed_s if new_tokens > 0 else 0.0)
 
 
-def waited_s(moved: Sequence[KVTransfer]) -> float:
+def step_wait_s(moved: Sequence[KVTransfer]) -> float:
     """How long a step waited for its transfers."""
     return sum(transfer.duration_s for transfer in moved if transfer.in_step)

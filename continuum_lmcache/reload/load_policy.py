@@ -1,13 +1,13 @@
-"""Load or recompute? For each prompt that a tier holds, and by what is measured only.
+"""Decides for each prompt that a tier holds: load it, load a part, or compute it. Uses measured rates only.
 
-The three ways, which `CostModel.ways` prices:
+`CostModel.load_options` prices the three options:
 
     load        all that DRAM and disk hold of the prompt
     partial     the DRAM stretch; what only the disk has is computed
     recompute   nothing is loaded
 
-A connector that can do so asks the judge what to offer vLLM (`tiers.SelectiveLoader`), with `offered`
-to say where the tokens lie.
+A `SelectiveLoader` connector asks LoadPolicy how many tokens to offer vLLM; `residency_of_offer` tells it
+where they lie.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.reload.tier_store import TierHit
 from continuum_lmcache.types import Residency, TurnId
 
-LEAST_SAMPLES = 3  # of each rate that a decision hangs on
-TRIAL_SHARE = 0.02  # of the time that declined loads take to compute
+LEAST_SAMPLES = 3  # of each rate that a decision uses
+TRIAL_SHARE = 0.02  # of the time that computing instead of loading takes
 
 
 class LoadReason(Enum):
-    """How a load was decided. Low cardinality: these are metric labels."""
+    """What was decided for one prompt. These are metric labels."""
 
     LOAD = "load"
     PARTIAL = "partial"
     RECOMPUTE = "recompute"
-    UNMEASURED = "unmeasured"  # loaded, since a rate it hangs on is only assumed
-    TRIAL = "trial"  # loaded although declined, to see whether the tier is still so slow
+    UNMEASURED = "unmeasured"  # loaded, since a rate that the decision uses is only assumed
+    TRIAL = "trial"  # loaded although computing is predicted cheaper, to measure the tier again
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,42 +42,42 @@ class LoadChoice:
 
     decision: LoadReason
     tokens: int  # after those that the GPU has
-    chosen_s: float = 0.0  # what all that is predicted to wait for it, the rest of the prompt included
-    excess_s: float = 0.0  # what loading everything is predicted to cost more
+    chosen_s: float = 0.0  # predicted time that all turns wait for the chosen option
+    excess_s: float = 0.0  # predicted time that loading everything costs beyond that
 
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """Who else is there, where loads go on beside the steps."""
+    """The other turns, where loads are asynchronous."""
 
     turns: int  # waiting and running
     kv_tokens: int  # of the GPU's KV cache, which all share
 
 
-NOBODY = Contention(0, 1)
+NO_CONTENTION = Contention(0, 1)
 
 
-def nobody() -> Contention:
-    """Where a step waits for its loads: the way that is fastest for one turn is the cheapest for all."""
-    return NOBODY
+def no_contention() -> Contention:
+    """Where a step waits for its loads, the option that is fastest for one turn is the cheapest for all."""
+    return NO_CONTENTION
 
 
-def verdict(costs: CostModel, where: Residency, others: Contention = NOBODY) -> LoadChoice:
-    """The cheapest way, if every rate it is weighed by was measured; else everything is loaded.
+def choose_load(costs: CostModel, where: Residency, contention: Contention = NO_CONTENTION) -> LoadChoice:
+    """The cheapest option if every rate it uses was measured; else everything is loaded.
 
-    What counts is the time of all turns. This one waits for its load and its prefill; each of the
-    `others` waits for the prefill, and for its share of the memory that this one holds meanwhile.
+    The cost is the time of all turns. This turn waits for its load and its prefill. Each other turn waits for
+    the prefill, and for its share of the memory that this turn holds meanwhile.
 
-    A guess must not turn a cache off, nor one freak load: without a profile nothing is declined before
-    LEAST_SAMPLES prefills and as many loads from each tier that has something of the prompt.
+    Neither a guess nor a single slow load may turn a cache off. So without a profile every load is made until
+    LEAST_SAMPLES prefills were measured, and as many loads from each tier that holds a part of the prompt.
     """
     everything = where.dram_tokens + where.ssd_tokens
     if not is_measured(costs, where):
         return LoadChoice(LoadReason.UNMEASURED, everything)
-    share = where.total_tokens / others.kv_tokens
+    share = where.total_tokens / contention.kv_tokens
     ways = {
-        way.loaded_tokens: way.total_s + others.turns * (way.compute_s + share * way.total_s)
-        for way in costs.ways(where)
+        way.loaded_tokens: way.total_s + contention.turns * (way.compute_s + share * way.total_s)
+        for way in costs.load_options(where)
     }
     best = min(ways, key=ways.__getitem__)
     if best == everything:
@@ -93,10 +93,10 @@ def is_measured(costs: CostModel, where: Residency) -> bool:
     return min(rates) >= LEAST_SAMPLES
 
 
-def offered(held: TierHit, gpu_tokens: int, found_tokens: int, total_tokens: int) -> Residency:
-    """Where `found_tokens` after the GPU's `gpu_tokens` lie, by what the store said it holds.
+def residency_of_offer(held: TierHit, gpu_tokens: int, found_tokens: int, total_tokens: int) -> Residency:
+    """In which tier the connector's `found_tokens` after the GPU's `gpu_tokens` lie, by the store's `held`.
 
-    What the connector found and the store does not know of came in just now: it is in DRAM.
+    What the connector found beyond `held` was stored just now, so it is in DRAM.
     """
     end = gpu_tokens + found_tokens
     on_disk = max(0, min(held.dram_tokens + held.ssd_tokens, end) - max(held.dram_tokens, gpu_tokens))
@@ -104,39 +104,39 @@ def offered(held: TierHit, gpu_tokens: int, found_tokens: int, total_tokens: int
 
 
 class LoadPolicy:
-    """Decides for waiting turns, and counts what was decided for those that were placed.
+    """Decides for waiting turns, and counts the decisions of those that got their blocks.
 
-    A tier whose loads are all declined is never timed again. So a declined load is made all the same
-    as soon as what it is predicted to cost too much is TRIAL_SHARE of what was computed instead: as a
-    rule trials make prompts that are declined 2 % slower, and a tier that is fast again is found out.
+    A tier from which nothing is loaded is not timed either. So LoadPolicy sometimes loads although computing
+    is predicted to be cheaper: once the predicted extra cost is TRIAL_SHARE of the time that such prompts took
+    to compute. Trials make those prompts about 2 % slower, and measure when a tier has become fast again.
     """
 
     def __init__(
-        self, rates: CalibratedCosts, others: Callable[[], Contention] = nobody, weighs: bool = True
+        self, rates: CalibratedCosts, others: Callable[[], Contention] = no_contention, weighs: bool = True
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.is_asked = False  # whether a connector loads as this says
-        self.rates, self._others, self._weighs = rates, others, weighs
+        self.controls_loads = False  # whether a connector asks tokens_to_load
+        self.rates, self._contention, self._weighs = rates, others, weighs
         self._open: dict[TurnId, LoadChoice] = {}
         self._failed: set[TurnId] = set()
-        self._declined: set[TurnId] = set()  # of what a tier had, not all was loaded: computing is cheaper
+        self._declined: set[TurnId] = set()  # turns of which a part was computed although a tier held it
         self._credit_s = 0.0
 
-    def tokens(self, turn: TurnId, where: Residency) -> int:
-        """How many tokens to load (tiers.LoadRule)."""
+    def tokens_to_load(self, turn: TurnId, where: Residency) -> int:
+        """How many tokens to load (tier_store.LoadSelector)."""
         if turn in self._failed:
             return 0
         if not self._weighs:
             return where.dram_tokens + where.ssd_tokens
-        found = verdict(self.rates.costs, where, self._others())
+        found = choose_load(self.rates.costs, where, self._contention())
         if 0.0 < found.excess_s <= self._credit_s:
             everything = where.dram_tokens + where.ssd_tokens
             found = LoadChoice(LoadReason.TRIAL, everything, found.chosen_s, found.excess_s)
         self._open[turn] = found
         return found.tokens
 
-    def placed(self, turn: TurnId) -> None:
-        """vLLM took the last answer: it counts."""
+    def on_allocated(self, turn: TurnId) -> None:
+        """vLLM allocated by the last answer: count it."""
         found = self._open.pop(turn, None)
         if found is None:
             return
@@ -149,15 +149,15 @@ class LoadPolicy:
             self._credit_s += TRIAL_SHARE * found.chosen_s
 
     def has_declined(self, turn: TurnId) -> bool:
-        """Whether a tier had more of the turn's prompt than pays to load."""
+        """Whether a part of the turn's prompt was computed although a tier held it."""
         return turn in self._declined
 
-    def failed(self, turn: TurnId) -> None:
-        """The turn's load failed: it is not tried again."""
+    def on_load_failure(self, turn: TurnId) -> None:
+        """The turn's load failed: nothing is loaded for it again."""
         self._failed.add(turn)
 
-    def gone(self, turn: TurnId) -> None:
-        """The turn ended, perhaps without having been placed."""
+    def on_turn_end(self, turn: TurnId) -> None:
+        """The turn ended, perhaps before it got blocks."""
         self._open.pop(turn, None)
         self._failed.discard(turn)
         self._declined.discard(turn)

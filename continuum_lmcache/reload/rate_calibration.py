@@ -95,7 +95,7 @@ class CalibratedCosts:
         if moved.direction == "store":
             self._stored(moved)
             return
-        if not believable(moved) or moved.tier not in self.drifts:
+        if not is_plausible(moved) or moved.tier not in self.drifts:
             return
         said_s = self._rate(moved.tier).seconds(moved.size_bytes)
         log_slower = math.log(self._own_s(moved)) - math.log(said_s)
@@ -118,7 +118,7 @@ class CalibratedCosts:
 
     def _stored(self, moved: KVTransfer) -> None:
         """A disk's own writes hold no step up; a store to DRAM is told with the tier DRAM."""
-        if not moved.in_step or moved.tier is not Tier.DRAM or not believable(moved):
+        if not moved.in_step or moved.tier is not Tier.DRAM or not is_plausible(moved):
             return
         said_s = self._profile.dram.seconds(moved.size_bytes)
         self.stall = self.stall.toward(math.log(moved.duration_s) - math.log(said_s))
@@ -184,7 +184,7 @@ class FillRate:
         return 0.5 * math.erfc((coming - room_tokens) / (spread * math.sqrt(2.0)))
 
 
-FILLS = {  # what comes into which tiers with a transfer
+TIERS_WRITTEN = {  # what comes into which tiers with a transfer
     (Tier.DRAM, "store"): (Tier.DRAM, Tier.SSD),
     (Tier.SSD, "load"): (Tier.DRAM,),
 }
@@ -210,9 +210,9 @@ class TierSurvival:
     def observe(self, moved: KVTransfer, now_s: float) -> None:
         """Learn from one transfer at `now_s`. LMCache writes a store through to every tier, and
         promotes what it loads from disk into DRAM."""
-        if not believable(moved) or moved.tokens <= 0:
+        if not is_plausible(moved) or moved.tokens <= 0:
             return
-        for tier in FILLS.get((moved.tier, moved.direction), ()):
+        for tier in TIERS_WRITTEN.get((moved.tier, moved.direction), ()):
             if tier in self.fills:
                 self.fills[tier] = self.fills[tier].after(moved.tokens, now_s)
 
@@ -230,6 +230,6 @@ def prior(rate: TransferRate | PrefillCurve) -> int:
     return PRIOR_LOADS if rate.samples else GUESS_LOADS
 
 
-def believable(moved: KVTransfer) -> bool:
+def is_plausible(moved: KVTransfer) -> bool:
     """Whether something moved, in a time that can be."""
     return moved.size_bytes > 0 and 0.0 < moved.duration_s < math.inf

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from continuum_lmcache.reload.cost_model import CostModel
 
 SETTLING_S = 120.0
-REPAYS = 1.25  # times its cost: not all that the GPU lost would have been found in a tier
-INSURANCE = 0.02  # of the time to compute the same tokens: a store cheaper than this is never stopped
+MIN_PAYBACK = 1.25  # times its cost: not all that the GPU lost would have been found in a tier
+ALWAYS_BELOW = 0.02  # of the time to compute the same tokens: a store cheaper than this is never stopped
 TYPICAL_TOKENS = 10_000  # at which computing and loading are compared
 LEAST_TRANSFERS = 8  # measured ones, before which the link's rate stands in
 
@@ -44,10 +44,10 @@ class StoreGate:
             return True
         store_s = store_token_s(costs)
         compute_s = costs.prefill_s(TYPICAL_TOKENS) / TYPICAL_TOKENS
-        if store_s < INSURANCE * compute_s:
+        if store_s < ALWAYS_BELOW * compute_s:
             return True
         load_s = costs.dram.seconds(TYPICAL_TOKENS * costs.kv_bytes_per_token) / TYPICAL_TOKENS
-        return self.lost_tokens * max(0.0, compute_s - load_s) > REPAYS * self.new_tokens * store_s
+        return self.lost_tokens * max(0.0, compute_s - load_s) > MIN_PAYBACK * self.new_tokens * store_s
 
 
 def store_token_s(costs: CostModel) -> float:

@@ -1,4 +1,4 @@
-"""The one boundary to whoever keeps KV outside the GPU. The core owns it, connectors implement it."""
+"""What the core asks of a connector that keeps KV outside the GPU. Connectors implement these protocols."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class KVTransfer:
     size_bytes: int
     duration_s: float
     turn: str = ""  # whose, where the connector knows: vLLM's request id
-    in_step: bool = True  # a step waited for it; false: it went on beside the steps
+    in_step: bool = True  # a step waited for it; false: it was asynchronous
 
 
 @runtime_checkable
-class Reporting(Protocol):
-    """Answers: what kind of store is this, and does it answer? A store without this is "unknown", and up."""
+class StoreStatus(Protocol):
+    """Names the store, and tells whether it answers. A store without this counts as "unknown", and as up."""
 
     mode: str
 
@@ -42,8 +42,8 @@ class Reporting(Protocol):
 
 
 @runtime_checkable
-class Remembering(Protocol):
-    """Answers: where did this request's KV lie, before its lookup moved it? For stores whose lookups do."""
+class LookupRecord(Protocol):
+    """Tells where a request's KV lay before its lookup moved it. For stores whose lookups move KV."""
 
     def found(self, request_id: str) -> TierHit | None:
         """What was held when the request was looked up; None once it has finished."""
@@ -51,57 +51,56 @@ class Remembering(Protocol):
 
 @runtime_checkable
 class TierStore(Protocol):
-    """Answers: where does this prompt's KV lie, below the GPU?"""
+    """Tells where a prompt's KV lies below the GPU."""
 
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
-        """What a load of this prompt would bring now. Reads only: no pin, no touch, no load.
+        """What a load of this prompt would bring now. Only reads: it pins, touches and loads nothing.
 
-        `salt` is the tenant's `cache_salt`; a store that keeps tenants apart finds only what is theirs.
+        `salt` is the tenant's `cache_salt`; a store that separates tenants finds only that tenant's KV.
         """
 
     def transfers(self) -> list[KVTransfer]:
-        """The movements since the last call, oldest first."""
+        """The transfers since the last call, oldest first."""
 
     def capacity_tokens(self) -> Mapping[Tier, int]:
-        """How many tokens' KV each tier has room for; a tier that is not there is not named."""
+        """How many tokens' KV each tier has room for; an absent tier is not in the mapping."""
 
 
 @runtime_checkable
 class StoreSwitch(Protocol):
-    """A store that need not store all that is computed. It starts by storing."""
+    """A store whose stores can be switched off. They are on at the start."""
 
-    def store_from_now(self, wanted: bool) -> None:
-        """Store what is computed from now on, or leave it."""
+    def set_store_enabled(self, wanted: bool) -> None:
+        """Whether KV that is computed from now on is stored."""
 
     def stalls(self) -> bool:
-        """Whether steps wait for their stores, and nobody else reads them: else storing is never stopped."""
+        """Whether steps wait for stores that no other engine reads; only then storing may stop."""
 
 
 @runtime_checkable
 class StepTiming(Protocol):
-    """A store for which steps wait. Where two are in flight, the outputs' times do not tell them apart."""
+    """A store for which steps wait. With two in flight, the outputs' times do not give each step's time."""
 
     def waits(self, metadata: Any) -> bool:
-        """Whether the step with this metadata of the connector's waits for loads or stores."""
+        """Whether the step with this connector metadata waits for loads or stores."""
 
     def step_s(self) -> float | None:
         """What the accelerator took for the step that was reported last; None: not known."""
 
 
 LoadSelector = Callable[[TurnId, Residency], int]
-"""How many of the tokens that the tiers hold of this turn's prompt should be loaded: all of them, the
-DRAM stretch, or 0. May be asked at every step while the turn waits; the last answer before it is
-placed is the one that counts."""
+"""How many of the tokens that the tiers hold of this turn's prompt to load: all, the DRAM part, or 0. It may be
+called at every step while the turn waits; the last answer before the turn gets its blocks counts."""
 
 
 @runtime_checkable
 class SelectiveLoader(Protocol):
-    """A connector that need not load all that it has."""
+    """A connector that can load less than it holds."""
 
-    loads_beside_steps: bool  # false: a step waits for its loads, so they cost everybody's time
+    async_loads: bool  # false: a step waits for its loads, which delays all its turns
 
-    def load_by(self, rule: LoadSelector) -> None:
-        """From now on offer vLLM no more tokens than `rule` says. The scheduler calls it once, at its start.
+    def set_load_selector(self, rule: LoadSelector) -> None:
+        """Offer vLLM no more tokens than `rule` returns. The scheduler calls this once, at its start.
 
-        What is not loaded must be let go of: no pin and no lease may stay behind.
+        The connector must release its pins and leases on what is not loaded.
         """

@@ -13,7 +13,7 @@ from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.retention.engine_stats import EvictionStats
-from continuum_lmcache.retention.memory_pressure import FULL_PRICE, price
+from continuum_lmcache.retention.memory_pressure import CONTENDED_PRICE, pin_price
 from continuum_lmcache.retention.policies import effective, policy_named
 from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
@@ -105,7 +105,7 @@ class RetentionAdvisor:
             queue_delay_s=self.history.queue_delay_s,
             eta=self.history.eta,
             reload_s=reload_s,
-            price=price(load.is_memory_short) if priced else FULL_PRICE,
+            price=pin_price(load.is_memory_short) if priced else CONTENDED_PRICE,
         )
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
@@ -116,7 +116,7 @@ class RetentionAdvisor:
         if len(calls) < 2:
             return calls[0] if calls else ()
         slowest = self.gaps.slowest(calls)
-        return slowest if self.gaps.own(slowest).n else tool_key(text)
+        return slowest if self.gaps.exact(slowest).n else tool_key(text)
 
     def listen(self, events: EventBus) -> None:
         """Learn from what happens to programs and turns."""
@@ -136,11 +136,11 @@ class RetentionAdvisor:
         if event.turns is not None:
             self.history.turn_count(event.turns)
 
-    def never_came(self, tool: ToolKey, waited_s: float) -> None:
+    def observe_abandoned(self, tool: ToolKey, waited_s: float) -> None:
         """A program was given up on after `waited_s`: the tool took at least that long."""
         self.gaps.censor(tool, waited_s)
 
-    def moved(self, now_s: float, transfers: Iterable[KVTransfer]) -> None:
+    def observe_transfers(self, now_s: float, transfers: Iterable[KVTransfer]) -> None:
         """What the tiers really moved: it corrects their rates, and tells how fast they fill."""
         for transfer in transfers:
             self.rates.observe(transfer)

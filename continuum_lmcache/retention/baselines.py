@@ -41,7 +41,7 @@ def mean_threshold(
 
     It keys by the command's first word, so the command level is asked here, without an argument.
     """
-    seen = gaps.own(turn.tool[-2:])
+    seen = gaps.exact(turn.tool[-2:])
     mean_s = seen.mean_s
     ttl_s = MEAN_THRESHOLD_S if mean_s is None or mean_s <= MEAN_THRESHOLD_S else 0.0
     reason = "no-history" if mean_s is None else "mean"
@@ -81,7 +81,7 @@ def three_way(
         ttl_s = FAST_TTL_S if program[0] in FAST_TOOLS else 0.0
         return Retention(ttl_s, config.policy, "rule", cost_s=ttl_s, level="rule")
     benefit_s = load.queue_delay_s * load.eta + load.reload_s
-    own = gaps.own(most_specific(turn.tool, gaps))
+    own = gaps.exact(most_specific(turn.tool, gaps))
     if len(own.samples_s) >= POSTERIOR_SAMPLES:
         best = best_ttl(as_posterior(own), benefit_s, config.max_ttl_s)
         return explained(own, best, benefit_s, "posterior", config)
@@ -92,7 +92,7 @@ def three_way(
 def most_specific(tool: ToolKey, gaps: ToolDurations) -> ToolKey:
     """The finest level with enough gaps for a posterior; the key itself if none has."""
     finest = (tool[at:] for at in range(len(tool)))
-    return next((k for k in finest if len(gaps.own(k).samples_s) >= POSTERIOR_SAMPLES), tool)
+    return next((k for k in finest if len(gaps.exact(k).samples_s) >= POSTERIOR_SAMPLES), tool)
 
 
 def as_posterior(own: DurationDistribution) -> DurationDistribution:

@@ -9,10 +9,10 @@ there is, so what a pin holds was mostly counted for its program anyhow.
 
 from __future__ import annotations
 
-FREE_PRICE = 0.1  # while nobody waits for memory: not 0, or a pin would never end; tuned (LOG.md, 2026-11-22)
-FULL_PRICE = 1.0  # the paper's
+IDLE_PRICE = 0.1  # while nobody waits for memory: not 0, or a pin would never end; tuned (LOG.md, 2026-11-22)
+CONTENDED_PRICE = 1.0  # the paper's
 
 
-def price(is_short: bool) -> float:
+def pin_price(is_short: bool) -> float:
     """Seconds that a second of pin is charged with. `is_short`: a turn waits that was refused memory."""
-    return FULL_PRICE if is_short else FREE_PRICE
+    return CONTENDED_PRICE if is_short else IDLE_PRICE

@@ -21,13 +21,13 @@ B = TypeVar("B")
 
 
 class BlockHolder(Protocol[B]):
-    """Whoever counts references on blocks."""
+    """Counts references on blocks."""
 
     def hold(self, blocks: list[B]) -> None:
-        """One more reference on each: somebody still uses them, or gave them back just now."""
+        """Add a reference to each; they are in use, or were freed in this call."""
 
-    def let_go(self, blocks: list[B]) -> None:
-        """One reference less on each, the last block first: so the prefix survives longest."""
+    def release(self, blocks: list[B]) -> None:
+        """Drop a reference of each, the last block first, so that the prefix is evicted last."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class PinTable(Generic[B]):
     taken: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     _blocks: dict[ProgramId, list[B]] = field(default_factory=dict)
-    _lent: set[ProgramId] = field(default_factory=set)  # whose blocks are free on trial
+    _on_trial: set[ProgramId] = field(default_factory=set)  # whose blocks are free on trial
     _by_tenant: Counter[str] = field(default_factory=Counter)
     _deadlines: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap, stale entries skipped
 
@@ -86,13 +86,13 @@ class PinTable(Generic[B]):
         self.pinned_blocks -= pin.blocks
         self._by_tenant[tenant] -= pin.blocks
         if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]  # salts come and go without end
+            del self._by_tenant[tenant]  # else the counter would grow with each new salt
         self.outcomes[why] += 1
         blocks = self._blocks.pop(program)
-        if program in self._lent:
-            self._lent.remove(program)
+        if program in self._on_trial:
+            self._on_trial.remove(program)
         else:
-            self.holder.let_go(blocks)
+            self.holder.release(blocks)
         self.publish(PinReleased(now_s, program, why))
         return pin
 
@@ -102,21 +102,21 @@ class PinTable(Generic[B]):
         heapq.heappush(self._deadlines, (min(deadline_s, pin.taken_s + self.max_ttl_s), program))
         self.publish(PinRenewed(now_s, program, deadline_s))
 
-    def waits_no_more(self, program: ProgramId) -> None:
-        """A turn of the program ran or is gone: its pin may have outstayed its deadline for that turn."""
+    def turn_stopped_waiting(self, program: ProgramId) -> None:
+        """A turn of the program ran or ended. Its pin may have stayed past its deadline for that turn."""
         if program in self.pinned and not self.programs[program].waiting:
             heapq.heappush(self._deadlines, (self._end_s(self.pinned[program]), program))
 
     # reclaiming ------------------------------------------------------------
 
-    def lend(self, program: ProgramId) -> None:
-        """Free the pin's blocks on trial. Ends with `release` if something was allocated, else `recall`."""
-        self.holder.let_go(self._blocks[program])
-        self._lent.add(program)
+    def free_on_trial(self, program: ProgramId) -> None:
+        """Free the pin's blocks for one allocation: `release` the pin if that succeeds, else `end_trial`."""
+        self.holder.release(self._blocks[program])
+        self._on_trial.add(program)
 
-    def recall(self, program: ProgramId) -> None:
-        """Nothing was allocated: the blocks are as they were, and held again."""
-        self._lent.remove(program)
+    def end_trial(self, program: ProgramId) -> None:
+        """The allocation failed: hold the pin's blocks again."""
+        self._on_trial.remove(program)
         self.holder.hold(self._blocks[program])
 
     def blocks(self, program: ProgramId) -> list[B]:
@@ -151,16 +151,16 @@ class PinTable(Generic[B]):
         return None
 
     def check(self) -> None:
-        """Raise InvariantError unless the books balance."""
+        """Raise InvariantError unless sums, pins and blocks agree."""
         total = sum(pin.blocks for pin in self.pinned.values())
         tenants, ends = sum(self._by_tenant.values()), sum(self.outcomes.values())
         strangers = self.pinned.keys() - self.programs.keys()
         for holds, equation in (
             (self.pinned_blocks == total, f"pinned_blocks {self.pinned_blocks} != sum of pins {total}"),
             (tenants == total, f"blocks by tenant {tenants} != sum of pins {total}"),
-            (not strangers, f"pins of programs that are unknown: {strangers}"),
+            (not strangers, f"pins of programs that are not in the table: {strangers}"),
             (self._blocks.keys() == self.pinned.keys(), "pins and their blocks are of different programs"),
-            (not self._lent, f"blocks still lent: {self._lent}"),
+            (not self._on_trial, f"pins whose blocks are still free on trial: {self._on_trial}"),
             (total <= self.max_pinned_blocks, f"pinned {total} > budget {self.max_pinned_blocks}"),
             (
                 self.taken - ends == len(self.pinned),

@@ -14,7 +14,13 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention import baselines
-from continuum_lmcache.retention.queue_order import Order, by_attained_service, by_pin, by_program, by_turn
+from continuum_lmcache.retention.queue_order import (
+    Order,
+    least_attained_service,
+    pinned_first,
+    program_fcfs,
+    request_fcfs,
+)
 from continuum_lmcache.retention.ttl_solver import best_ttl, explained
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention
@@ -48,15 +54,15 @@ def continuum(
 
 
 POLICIES: dict[str, Policy] = {
-    "fcfs": Policy(baselines.no_retention, by_turn),
-    "program-fcfs": Policy(baselines.no_retention, by_program),
-    "static-ttl": Policy(baselines.static_ttl, by_pin),
-    "mean-threshold": Policy(baselines.mean_threshold, by_pin),
-    "plas": Policy(baselines.no_retention, by_attained_service),
-    "infercept": Policy(baselines.infercept, by_program),
-    "three-way": Policy(baselines.three_way, by_pin),
-    "continuum-published": Policy(continuum, by_pin),
-    "continuum": Policy(continuum, by_pin, has_extensions=True),
+    "fcfs": Policy(baselines.no_retention, request_fcfs),
+    "program-fcfs": Policy(baselines.no_retention, program_fcfs),
+    "static-ttl": Policy(baselines.static_ttl, pinned_first),
+    "mean-threshold": Policy(baselines.mean_threshold, pinned_first),
+    "plas": Policy(baselines.no_retention, least_attained_service),
+    "infercept": Policy(baselines.infercept, program_fcfs),
+    "three-way": Policy(baselines.three_way, pinned_first),
+    "continuum-published": Policy(continuum, pinned_first),
+    "continuum": Policy(continuum, pinned_first, has_extensions=True),
 }
 
 

@@ -10,36 +10,36 @@ PLAS_PATIENCE_S = 30.0  # waiting so long makes up for one queue
 Order = tuple[float, ...]
 
 
-def by_turn(standing: QueueEntry) -> Order:
+def request_fcfs(entry: QueueEntry) -> Order:
     """vLLM's fcfs: preempted turns at the front, then by arrival. The client's priority is not asked."""
-    return (not standing.preempted, standing.turn_arrival_s)
+    return (not entry.preempted, entry.turn_arrival_s)
 
 
-def by_program(standing: QueueEntry) -> Order:
+def program_fcfs(entry: QueueEntry) -> Order:
     """A program keeps its place across its turns; the client's priority comes first."""
     return (
-        standing.priority,
-        not standing.preempted,
-        standing.program_arrival_s,
-        standing.turn_arrival_s,
+        entry.priority,
+        not entry.preempted,
+        entry.program_arrival_s,
+        entry.turn_arrival_s,
     )
 
 
-def by_pin(standing: QueueEntry) -> Order:
+def pinned_first(entry: QueueEntry) -> Order:
     """Continuum (arXiv 2511.02230 §4): preempted, then with a pin, then program arrival.
 
     The client's priority stands before it where `honor_priority` says so; else it is 0 for everybody.
     """
     return (
-        standing.priority,
-        not standing.preempted,
-        not standing.pinned,
-        standing.program_arrival_s,
-        standing.turn_arrival_s,
+        entry.priority,
+        not entry.preempted,
+        not entry.pinned,
+        entry.program_arrival_s,
+        entry.turn_arrival_s,
     )
 
 
-def by_attained_service(standing: QueueEntry) -> Order:
+def least_attained_service(entry: QueueEntry) -> Order:
     """Autellix's PLAS (arXiv 2502.13965): the program that was served least goes first.
 
     Queues double in width: queue 0 up to PLAS_QUANTUM_TOKENS of service, queue 1 up to twice that,
@@ -49,12 +49,12 @@ def by_attained_service(standing: QueueEntry) -> Order:
     moment waits differ by arrivals only, so the order can be written without the moment. A turn in
     queue q is overtaken by none that arrives more than q x PLAS_PATIENCE_S after it.
     """
-    queue = (standing.attained_tokens // PLAS_QUANTUM_TOKENS).bit_length()
+    queue = (entry.attained_tokens // PLAS_QUANTUM_TOKENS).bit_length()
     return (
-        standing.priority,
-        not standing.preempted,
-        standing.turn_arrival_s + queue * PLAS_PATIENCE_S,
-        standing.program_arrival_s,
+        entry.priority,
+        not entry.preempted,
+        entry.turn_arrival_s + queue * PLAS_PATIENCE_S,
+        entry.program_arrival_s,
     )
 
 

@@ -1,7 +1,7 @@
 """What is wrong with a running server, from what it tells of a stretch of time.
 
 Values in, findings out: `continuum-lmcache status` fills a Window from two scrapes of /metrics. What was
-not told is None, and the rules that would need it say so (`untold`) instead of guessing.
+not told is None, and the rules that would need it say so (`not_evaluated`) instead of guessing.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def diagnose(seen: ServerWindow, targets: Thresholds | None = None) -> list[Find
     return [finding for rule in RULES.values() for finding in rule.find(seen, within)]
 
 
-def untold(seen: ServerWindow) -> dict[str, tuple[str, ...]]:
+def not_evaluated(seen: ServerWindow) -> dict[str, tuple[str, ...]]:
     """The rules that could not be applied, each with the fields the window does not tell."""
     missing = {
         name: tuple(need for need in rule.needs if getattr(seen, need) in (None, NOTHING))

@@ -123,7 +123,7 @@ class EventRecorder:
             e,
             "reloaded_time",
             e.outcome.turn,
-            foretold_s=plain(e.outcome.foretold_s),
+            foretold_s=plain(e.outcome.predicted_s),
             took_s=plain(e.outcome.took_s),
             load_s=plain(e.outcome.load_s),
             loaded_tokens=e.outcome.loaded_tokens,

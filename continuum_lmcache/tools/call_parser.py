@@ -46,7 +46,7 @@ def tool_calls(text: str) -> tuple[ToolKey, ...]:
     Terminal-Bench `commands`), and Llama's pythonic list. An unclosed block counts: a stop string
     may have swallowed its end. Thoughts (`<think>`, closed or not) are not read.
     """
-    tail = spoken(text[-MAX_CHARS:])
+    tail = without_thinking(text[-MAX_CHARS:])
     for read in FORMATS:
         if calls := tuple(islice(read(tail), MAX_CALLS)):
             return calls
@@ -67,14 +67,14 @@ def declared(call: str) -> ToolKey:
     return levels(call)
 
 
-def spoken(text: str) -> str:
+def without_thinking(text: str) -> str:
     """The text without its thoughts: behind the last that ended, before the first that did not."""
     for opening, closing in THOUGHTS:
         text = text.rpartition(closing)[2].partition(opening)[0]
     return text
 
 
-def tagged(text: str) -> Iterator[ToolKey]:
+def hermes_calls(text: str) -> Iterator[ToolKey]:
     """<tool_call>{"name": ..., "arguments": ...}</tool_call> and its XML kin."""
     for block in text.split("<tool_call>")[1:]:
         body = block.partition("</tool_call>")[0]
@@ -113,14 +113,14 @@ def mistral(text: str) -> Iterator[ToolKey]:
             yield from json_calls(block)
 
 
-def addressed(text: str) -> Iterator[ToolKey]:
+def harmony_calls(text: str) -> Iterator[ToolKey]:
     """to=functions.name ...{...} (gpt-oss), and <|tool_call_begin|>functions.name:0...{...} (Kimi)."""
     for block in ADDRESS.split(text)[1:] if "functions." in text else ():
         if name := NAME.match(block):
             yield from call(name[1], block[max(block.find("{"), 0) :])
 
 
-def fenced(text: str) -> Iterator[ToolKey]:
+def bash_block_calls(text: str) -> Iterator[ToolKey]:
     """The last ```bash block."""
     starts = [found.end() for found in FENCE.finditer(text)] if "```" in text else []
     if starts:
@@ -213,11 +213,11 @@ def host_of(url: str) -> str:
 
 
 FORMATS: tuple[Callable[[str], Iterator[ToolKey]], ...] = (
-    tagged,
+    hermes_calls,
     functions,
     mistral,
-    addressed,
-    fenced,
+    harmony_calls,
+    bash_block_calls,
     json_calls,
     pythonic,
 )

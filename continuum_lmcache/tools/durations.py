@@ -93,14 +93,14 @@ class ToolDurations:
                 return window.distribution(f"tool:{len(key)}" if key else "all")
         return every.distribution("all")
 
-    def own(self, tool: ToolKey) -> DurationDistribution:
+    def exact(self, tool: ToolKey) -> DurationDistribution:
         """What was seen of exactly this key, however little; level "own"."""
         return self._windows.get(tool, DurationWindow()).distribution("own")
 
-    def nearest(self, tool: ToolKey) -> DurationDistribution:
+    def most_specific(self, tool: ToolKey) -> DurationDistribution:
         """What was seen at the most specific level where any gap ended, however few; level "own"."""
-        found = (self.own(key) for key in suffixes(tool))
-        return next((own for own in found if own.samples_s), self.own(()))
+        found = (self.exact(key) for key in suffixes(tool))
+        return next((own for own in found if own.samples_s), self.exact(()))
 
     def slowest(self, calls: Iterable[ToolKey]) -> ToolKey:
         """Of parallel calls, the one with the longest mean gap; () if there is none.
@@ -160,7 +160,7 @@ class ToolDurations:
         return window
 
     def _expected_s(self, tool: ToolKey) -> float:
-        return self.nearest(tool).mean_s or 0.0
+        return self.most_specific(tool).mean_s or 0.0
 
 
 def suffixes(tool: ToolKey) -> list[ToolKey]:

@@ -141,8 +141,8 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
             type(scheduler.connector).__name__,
         )
     if isinstance(scheduler.connector, SelectiveLoader):
-        scheduler.connector.load_by(lifecycle.load_policy.tokens)
-        lifecycle.load_policy.is_asked = True
+        scheduler.connector.set_load_selector(lifecycle.load_policy.tokens_to_load)
+        lifecycle.load_policy.controls_loads = True
     parts = EngineParts(lifecycle, advisor.gaps, durations_path, recording)
     if parts.writes_files:
         parts.saver = FileSaver(parts)

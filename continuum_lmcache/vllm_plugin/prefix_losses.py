@@ -35,13 +35,13 @@ class PrefixLossReporter:
     ) -> None:
         self.ended_turns = EndedTurns(block_tokens)
         self._events, self._load_policy, self._rates = events, load_policy, rates
-        events.subscribe(ProgramEnded, lambda event: self.ended_turns.over(event.program))
+        events.subscribe(ProgramEnded, lambda event: self.ended_turns.drop(event.program))
         self._tokenizer = tokenizer  # None: texts are private
 
     def on_arrival(self, turn: TurnState, request: Request) -> None:
         """A program's next turn is here."""
         assert turn.program is not None
-        turn.divergence = self.ended_turns.back(
+        turn.divergence = self.ended_turns.compare_return(
             turn.program, name_of(turn), request.all_token_ids, request.block_hashes, turn.fields.tools
         )
 
@@ -51,13 +51,13 @@ class PrefixLossReporter:
         found_tokens = turn.gpu_tokens + turn.loaded_tokens
         is_declined = self._load_policy.has_declined(turn.id)
         curve = self._rates.costs.prefill
-        for loss in self.ended_turns.found(turn.divergence, found_tokens, is_declined, curve):
+        for loss in self.ended_turns.count_losses(turn.divergence, found_tokens, is_declined, curve):
             self._events.publish(PrefixLost(now_s, turn.program, turn.id, loss, self._texts(loss)))
 
     def on_pause(self, turn: TurnState, request: Request, thought: bool, tiers: Residency) -> None:
         """It ended in a tool call."""
         assert turn.program is not None
-        self.ended_turns.left(
+        self.ended_turns.add(
             turn.program,
             EndedTurn(
                 name_of(turn),

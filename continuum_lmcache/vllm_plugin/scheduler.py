@@ -38,7 +38,7 @@ from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 from continuum_lmcache.vllm_plugin.waiting_queue import Key, ProgramQueue
 
-TELL_EVERY_S = 0.5  # more often than anybody scrapes; gathering and sending the news costs 0.1 ms
+REPORT_EVERY_S = 0.5  # more often than anybody scrapes; gathering and sending the news costs 0.1 ms
 
 
 class ContinuumMixin(Scheduler):
@@ -58,7 +58,7 @@ class ContinuumMixin(Scheduler):
         self._turns, self._pins, self._stores = lifecycle.turns, lifecycle.pins, lifecycle.stores
         self._step_timer, self._load_policy = lifecycle.step_timer, lifecycle.load_policy
         self._metrics_delta = MetricsDelta(self._parts.totals, lifecycle.samples)
-        self._tell_at_s = -math.inf
+        self._report_at_s = -math.inf
         self._chunks = advisor.chunks(self.max_num_scheduled_tokens)
         if not self._may_cut_anywhere():
             self._chunks.smallest = None
@@ -82,7 +82,7 @@ class ContinuumMixin(Scheduler):
             config.pin_reclaim_after_s,
         )
         self._queues = {
-            n: ProgramQueue(self._key, self._reclaimer.waiting_asked)
+            n: ProgramQueue(self._key, self._reclaimer.on_waiting_peeked)
             for n, q in vars(self).items()
             if isinstance(q, RequestQueue)
         }
@@ -152,7 +152,7 @@ class ContinuumMixin(Scheduler):
         for turn_id in scheduler_output.preempted_req_ids or ():
             self._lifecycle.on_preemption(now_s, TurnId(turn_id))
         self._lifecycle.on_resume(now_s, scheduler_output.num_scheduled_tokens, self.requests)
-        self._step_timer.scheduled(now_s, scheduler_output)
+        self._step_timer.on_schedule(now_s, scheduler_output)
         tokens, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
         self._had_prompts = total > len(tokens)
         if self._chunks.smallest is not None:
@@ -169,7 +169,7 @@ class ContinuumMixin(Scheduler):
         now_s = self.clock()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
         self._invalid_blocks.step_ended()
-        self._step_timer.stepped(now_s, scheduler_output)  # after: the step's transfers are known now
+        self._step_timer.on_step(now_s, scheduler_output)  # after: the step's transfers are known now
         return outputs
 
     # a request's life -------------------------------------------------------
@@ -177,14 +177,14 @@ class ContinuumMixin(Scheduler):
     def add_request(self, request: Request) -> None:
         now_s = self.clock()
         if not self.requests:  # the first step after idleness has nothing new to tell
-            self._tell_at_s = now_s + TELL_EVERY_S
+            self._report_at_s = now_s + REPORT_EVERY_S
         if request.request_id not in self.requests:  # else: one more piece of a streamed input
             self._lifecycle.on_arrival(now_s, request)
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.status == RequestStatus.FINISHED_ABORTED and self.connector is not None:
-            self._invalid_blocks.client_left(request.request_id)
+            self._invalid_blocks.on_client_abort(request.request_id)
         self._lifecycle.on_finish(self.clock(), request)
         return super()._free_request(request, *args, **kwargs)
 
@@ -208,9 +208,9 @@ class ContinuumMixin(Scheduler):
         """
         failed = super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)
         running = [request for request in self.running if request.request_id in failed]
-        if self.recompute_kv_load_failures and not self._load_policy.is_asked:
+        if self.recompute_kv_load_failures and not self._load_policy.controls_loads:
             running = []  # they would load again: vLLM computes into the same blocks
-        self._invalid_blocks.strike(invalid_block_ids, [request.request_id for request in running])
+        self._invalid_blocks.mark_invalid(invalid_block_ids, [request.request_id for request in running])
         if self.recompute_kv_load_failures:
             for request in running:
                 self._compute_again(request)
@@ -218,7 +218,7 @@ class ContinuumMixin(Scheduler):
 
     def _compute_again(self, request: Request) -> None:
         """As vLLM resets a running request."""
-        self._load_policy.failed(TurnId(request.request_id))
+        self._load_policy.on_load_failure(TurnId(request.request_id))
         self.running.remove(request)
         self._preempt_request(request, self.clock(), drop_stale_output=True)
         self.prev_step_scheduled_req_ids.discard(request.request_id)
@@ -246,14 +246,14 @@ class ContinuumMixin(Scheduler):
         return self._pins.next_deadline_s()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """vLLM's, with our news aboard: every TELL_EVERY_S of a busy engine, and in its last step."""
+        """vLLM's, with our news aboard: every REPORT_EVERY_S of a busy engine, and in its last step."""
         stats = super().make_stats(*args, **kwargs)
         if stats is None:
             return None
         now_s = self.clock()
-        if now_s < self._tell_at_s and (self.running or super().has_requests()):
+        if now_s < self._report_at_s and (self.running or super().has_requests()):
             return stats
-        self._tell_at_s = now_s + TELL_EVERY_S
+        self._report_at_s = now_s + REPORT_EVERY_S
         return prometheus.attach(stats, self._metrics_delta.told(now_s))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:

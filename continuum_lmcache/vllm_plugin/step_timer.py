@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from continuum_lmcache.admission.prefill_share import PrefillShare
-from continuum_lmcache.reload.forecast_tracker import ReloadForecast, ReloadTracker, StepWork, waited_s
+from continuum_lmcache.reload.forecast_tracker import ReloadForecast, ReloadTracker, StepWork, step_wait_s
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.telemetry.events import ContextReloaded, EventBus, ProgramEnded
@@ -34,7 +34,7 @@ class StepLaunch(NamedTuple):
 
 
 class StepTimer:
-    """Times steps, learns from what moved in them, and settles returns."""
+    """Times steps, learns from what moved in them, and completes forecasts of reloads."""
 
     def __init__(
         self,
@@ -44,33 +44,35 @@ class StepTimer:
         residency: ResidencyLookup,
         slack_tokens: int,
     ) -> None:
-        self.returns, self.prompt_time = ReloadTracker(slack_tokens), PrefillShare()
+        self.reloads, self.prompt_time = ReloadTracker(slack_tokens), PrefillShare()
         self._rates, self._learn_transfers, self._events = rates, learn_transfers, events
         self._residency = residency
-        events.subscribe(ProgramEnded, lambda event: self.returns.over(event.program))
+        events.subscribe(ProgramEnded, lambda event: self.reloads.on_program_end(event.program))
         self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
         self._last_s = 0.0
         self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for a load that nobody times
 
     # a turn ------------------------------------------------------------------
 
-    def placed(self, turn: TurnState, prompt_tokens: int) -> None:
+    def on_allocated(self, turn: TurnState, prompt_tokens: int) -> None:
         """A turn got its blocks; its gpu_tokens and loaded_tokens are known."""
         if turn.program is not None:
-            self.returns.placed(turn.id, turn.program, turn.gpu_tokens, turn.loaded_tokens, prompt_tokens)
+            self.reloads.on_allocated(
+                turn.id, turn.program, turn.gpu_tokens, turn.loaded_tokens, prompt_tokens
+            )
 
-    def starts(self, turn: TurnState) -> None:
+    def on_run(self, turn: TurnState) -> None:
         """A turn is in the step that was just scheduled, for the first time or again."""
         if turn.loaded_tokens and not self._residency.times_loads:
             self._untimed.add(turn.id)
 
-    def finished(self, program: ProgramId, context_tokens: int, reload_s: float) -> None:
+    def add_forecast(self, program: ProgramId, context_tokens: int, reload_s: float) -> None:
         """A turn finished with this forecast of its return."""
-        self.returns.finished(program, ReloadForecast(context_tokens, reload_s))
+        self.reloads.add_forecast(program, ReloadForecast(context_tokens, reload_s))
 
-    def gone(self, turn: TurnId) -> None:
+    def on_turn_end(self, turn: TurnId) -> None:
         """A turn ended or was preempted; the step it was last in may not be reported yet."""
-        self.returns.gone(turn)
+        self.reloads.on_turn_end(turn)
 
     def prompt_share(self, now_s: float) -> float:
         """Of the latest time, the share in which prompts were computed, 0 to 1."""
@@ -78,11 +80,11 @@ class StepTimer:
 
     # a step ------------------------------------------------------------------
 
-    def scheduled(self, now_s: float, output: SchedulerOutput) -> None:
+    def on_schedule(self, now_s: float, output: SchedulerOutput) -> None:
         """A step was scheduled and is about to run."""
         self._flight[id(output)] = StepLaunch(now_s, self._residency.waits(output), bool(self._flight))
 
-    def stepped(self, now_s: float, output: SchedulerOutput) -> None:
+    def on_step(self, now_s: float, output: SchedulerOutput) -> None:
         """Its output is here."""
         launch = self._flight.pop(id(output), None) or StepLaunch(now_s, False, False)
         took_s, is_own = self._took_s(now_s, launch)
@@ -93,12 +95,12 @@ class StepTimer:
         self._untimed -= untimed
         prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
         self.prompt_time.stepped(now_s, took_s if prefills else 0.0)
-        if prefills or self.returns.watching:
+        if prefills or self.reloads.is_tracking:
             step = StepWork(took_s, work_of(output))
-            for outcome in self.returns.stepped(step, moved, self._rates.costs.prefill):
+            for outcome in self.reloads.on_step(step, moved, self._rates.costs.prefill):
                 self._events.publish(ContextReloaded(now_s, outcome))
             if prefills and is_own and not untimed:
-                self._learn_pace(step, moved)
+                self._learn_prefill(step, moved)
         self._learn_transfers(now_s, moved)
 
     def _took_s(self, now_s: float, launch: StepLaunch) -> tuple[float, bool]:
@@ -115,10 +117,10 @@ class StepTimer:
             return measured_s, True
         return took_s, not (launch.waits or any(later.waits for later in self._flight.values()))
 
-    def _learn_pace(self, step: StepWork, moved: list[KVTransfer]) -> None:
+    def _learn_prefill(self, step: StepWork, moved: list[KVTransfer]) -> None:
         """What this step says of the prefill curve, if it was prefill for the most part."""
         curve = self._rates.costs.prefill
-        in_step_s = waited_s(moved)
+        in_step_s = step_wait_s(moved)
         prefill_tokens = sum(new for new, _ in step.work.values() if new > 1)
         if prefill_tokens >= LEAST_PREFILL_SHARE * step.new_tokens and in_step_s < step.seconds / 2:
             said_s = curve.fixed_s + sum(step.weights(curve).values())

@@ -20,7 +20,7 @@ from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.programs.prefix_reuse import PrefixReusePredictor, ending_of
 from continuum_lmcache.programs.prompt_linker import PromptLinker
 from continuum_lmcache.programs.table import Program, ProgramTable
-from continuum_lmcache.reload.load_policy import Contention, LoadPolicy, nobody
+from continuum_lmcache.reload.load_policy import Contention, LoadPolicy, no_contention
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.telemetry.events import (
@@ -80,10 +80,12 @@ class TurnLifecycle:
         def others() -> Contention:
             return Contention(len(self.turns) - 1, kv_tokens)
 
-        beside = others if residency.loads_beside_steps else nobody
+        beside = others if residency.async_loads else no_contention
         self.load_policy = LoadPolicy(advisor.rates, beside, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
-        self.step_timer = StepTimer(advisor.rates, advisor.moved, self.events, residency, self._slack_tokens)
+        self.step_timer = StepTimer(
+            advisor.rates, advisor.observe_transfers, self.events, residency, self._slack_tokens
+        )
         self.reuse = PrefixReusePredictor(hash_block_tokens, config.learn_matches)
         texts_of = tokenizer if config.divergence_texts else None
         self.losses = PrefixLossReporter(
@@ -122,12 +124,12 @@ class TurnLifecycle:
             self.ignored[field] += 1
         if turn.fields.job_id is not None:
             self._bind_program(turn, request, program_id(turn.fields.job_id, turn.tenant), None)
-        elif self.config.infer_programs and (link := self._prompt_linker.ancestor(request, turn.fields)):
+        elif self.config.infer_programs and (link := self._prompt_linker.find_link(request, turn.fields)):
             turn.matched_tokens = link.tokens
             self._bind_program(turn, request, link.program, link.arrival_s)
         else:  # never held, and takes room
             sizes = (request.num_prompt_tokens, 0, 0, True)
-            self.admission.on_arrival(now_s, alone(request), *sizes, hashes=request.block_hashes)
+            self.admission.on_arrival(now_s, anonymous_program(request), *sizes, hashes=request.block_hashes)
         self.turns[turn.id] = turn
 
     def _bind_program(
@@ -139,7 +141,7 @@ class TurnLifecycle:
         since_s = before.arrival_s if before else since_s
         if turn.fields.turns and since_s is None:  # under way elsewhere; its age counts with its turns only
             since_s = now_s - turn.fields.age_s
-        back = self.programs.arrived(now_s, turn.id, program, turn.tenant, since_s)
+        back = self.programs.add_turn(now_s, turn.id, program, turn.tenant, since_s)
         if turn.fields.turns > self.programs.records[program].turns:  # that gap was elsewhere
             back = None
         turn.program, turn.reusable_tokens = program, self.reuse.on_return(program, request.block_hashes)
@@ -158,8 +160,8 @@ class TurnLifecycle:
         turn = self.turns.get(TurnId(request.request_id))
         if turn is not None:
             turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
-            self.load_policy.placed(turn.id)
-            self.step_timer.placed(turn, request.num_prompt_tokens)
+            self.load_policy.on_allocated(turn.id)
+            self.step_timer.on_allocated(turn, request.num_prompt_tokens)
 
     def on_load_done(self, request: Request) -> None:
         """An asynchronous load has ended; of what was found, as much as is computed now came."""
@@ -174,22 +176,22 @@ class TurnLifecycle:
         if turn is None or turn.started_s is not None:
             return
         turn.started_s = now_s
-        self.step_timer.starts(turn)
-        served = self.residency.of(request, turn)
+        self.step_timer.on_run(turn)
+        served = self.residency.served_from(request, turn)
         self.residency.count(served)
         if turn.program is None:  # of what the GPU lost, only what a tier brought back is known
             self.stores.count(now_s, served, served.dram_tokens + served.ssd_tokens)
             return
         program, entry = turn.program, self.programs.records[turn.program]
-        self.programs.started(turn.id, program)
-        self.pins.waits_no_more(program)
+        self.programs.start_turn(turn.id, program)
+        self.pins.turn_stopped_waiting(program)
         if not entry.turns:
             found_tokens = turn.gpu_tokens + turn.loaded_tokens
             self.admission.on_prefix_hit(program, request.block_hashes, found_tokens)
         context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
         if turn.reusable_tokens is not None:  # what is not asked for was not lost
             context_tokens = min(context_tokens, turn.reusable_tokens)
-        self.residency.returned(served, context_tokens)
+        self.residency.count_returned(served, context_tokens)
         lost_tokens = context_tokens - turn.gpu_tokens
         self.stores.count(now_s, served, max(0, lost_tokens))
         evicted = lost_tokens > self._slack_tokens
@@ -204,7 +206,7 @@ class TurnLifecycle:
         turn = self.turns.get(turn_id)
         if turn is not None and turn.program is not None:
             self.turns.preempted.add(turn_id)
-            self.step_timer.gone(turn_id)
+            self.step_timer.on_turn_end(turn_id)
             self.events.publish(TurnPreempted(now_s, turn.program, turn_id))
 
     def on_resume(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
@@ -212,9 +214,9 @@ class TurnLifecycle:
         for turn_id in [t for t in self.turns.preempted if t in scheduled]:
             self.turns.preempted.discard(turn_id)
             turn, request = self.turns[turn_id], requests[turn_id]
-            self.step_timer.starts(turn)
+            self.step_timer.on_run(turn)
             assert turn.program is not None
-            served, delay_s = self.residency.of(request, turn), now_s - turn.arrival_s
+            served, delay_s = self.residency.served_from(request, turn), now_s - turn.arrival_s
             self.events.publish(
                 TurnStarted(now_s, turn.program, turn_id, served, delay_s, evicted=False, resumed=True)
             )
@@ -224,13 +226,15 @@ class TurnLifecycle:
         turn = self.turns.drop(TurnId(request.request_id))
         if turn is None:
             return
-        self.load_policy.gone(turn.id)
-        self.step_timer.gone(turn.id)
+        self.load_policy.on_turn_end(turn.id)
+        self.step_timer.on_turn_end(turn.id)
         ended = is_end_of_turn(request)
         if turn.program is None:
-            self.admission.remove_program(alone(request))
+            self.admission.remove_program(anonymous_program(request))
             if ended and self.config.infer_programs and not turn.fields.is_last_step:
-                self._prompt_linker.finished(request, alone(request), turn.arrival_s, fields=turn.fields)
+                self._prompt_linker.add_turn(
+                    request, anonymous_program(request), turn.arrival_s, fields=turn.fields
+                )
             return
         computed_tokens = request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
         self.programs.records[turn.program].attained_tokens += computed_tokens
@@ -252,12 +256,13 @@ class TurnLifecycle:
         kind = (turn.tenant, ending_of(text))
         tokens = self.reuse.on_pause(program, kind, *sizes, request.block_hashes)
         blocks = self.blocks.pinnable(request.request_id, tokens)
-        number, tiers = self.programs.records[program].turns + 1, self.residency.if_given_up(request, tokens)
+        number = self.programs.records[program].turns + 1
+        tiers = self.residency.after_eviction(request, tokens)
         ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers)
         keep = self.advisor.retain(now_s, ended, self.engine_load())
         self.pins.release(now_s, program, PinEnd.SUPERSEDED)
-        self.programs.paused(now_s, turn.id, ended)
-        self.step_timer.finished(program, tokens, keep.reload_s)
+        self.programs.finish_turn(now_s, turn.id, ended)
+        self.step_timer.add_forecast(program, tokens, keep.reload_s)
         self.admission.on_pause(now_s, program, tokens, self.advisor.expected_s(tool))
         self.losses.on_pause(turn, request, kind[1] == "thought", tiers)
         self.events.publish(
@@ -267,7 +272,7 @@ class TurnLifecycle:
         )
         self.pins.take(now_s, ended, keep, blocks)
         if turn.fields.job_id is None:
-            self._prompt_linker.finished(
+            self._prompt_linker.add_turn(
                 request, program, turn.program_arrival_s, turn.matched_tokens, turn.fields
             )
 
@@ -288,8 +293,8 @@ class TurnLifecycle:
     def _end_without_pin(self, now_s: float, turn: TurnState, request: Request) -> None:
         """A turn ended, and in no tool call."""
         assert turn.program is not None
-        self.programs.left(now_s, turn.id, turn.program)
-        self.pins.waits_no_more(turn.program)
+        self.programs.remove_turn(now_s, turn.id, turn.program)
+        self.pins.turn_stopped_waiting(turn.program)
         sizes, last = (request.num_tokens, request.num_output_tokens), turn.fields.is_last_step
         self.events.publish(TurnFinished(now_s, turn.program, turn.id, (), *sizes, last))
 
@@ -315,10 +320,10 @@ class TurnLifecycle:
         if now_s < self._forget_at_s:
             return
         self._forget_at_s = now_s + FORGET_EVERY_S
-        for program in self.programs.idle(now_s, self.config.program_idle_s, self.pins.pinned):
+        for program in self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned):
             entry = self._drop_program(now_s, program)
             if entry is not None and entry.finished_s is not None:
-                self.advisor.never_came(entry.tool, now_s - entry.finished_s)
+                self.advisor.observe_abandoned(entry.tool, now_s - entry.finished_s)
 
     # each step -------------------------------------------------------------
 
@@ -382,6 +387,6 @@ class TurnLifecycle:
         self.turns.to_rekey |= self.programs.records[program].live
 
 
-def alone(request: Request) -> ProgramId:
+def anonymous_program(request: Request) -> ProgramId:
     """A request without a program, as one that ends with it."""
     return ProgramId(f"~{request.request_id}")

@@ -23,7 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention.policies import POLICIES, Policy
-from continuum_lmcache.retention.queue_order import by_pin
+from continuum_lmcache.retention.queue_order import pinned_first
 from continuum_lmcache.retention.ttl_solver import best_ttl, explained
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, Retention
@@ -201,7 +201,7 @@ def michi(
 @contextmanager
 def michi_of(_programs: Sequence[Program]) -> Iterator[None]:
     """Within the block, MICHI is a policy's name."""
-    POLICIES[MICHI] = Policy(michi, by_pin)
+    POLICIES[MICHI] = Policy(michi, pinned_first)
     try:
         yield
     finally:

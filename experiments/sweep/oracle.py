@@ -12,7 +12,7 @@ from continuum_lmcache.admission.controller import AdmissionController, PendingP
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention.policies import POLICIES, Policy
-from continuum_lmcache.retention.queue_order import by_pin
+from continuum_lmcache.retention.queue_order import pinned_first
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, Retention
 from continuum_lmcache.vllm_plugin import turn_lifecycle
@@ -39,7 +39,7 @@ def knowing(programs: Sequence[Program]) -> Policy:
         ttl_s = gap_s + SLACK_S if pays and gap_s is not None else 0.0
         return Retention(ttl_s, config.policy, "oracle", 1.0, benefit_s, ttl_s)
 
-    return Policy(retain, by_pin)
+    return Policy(retain, pinned_first)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from continuum_lmcache.retention.baselines import static_ttl
 from continuum_lmcache.retention.policies import POLICIES, Policy
-from continuum_lmcache.retention.queue_order import by_pin
+from continuum_lmcache.retention.queue_order import pinned_first
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.serving import Setup, build_scheduler
 from experiments.sim.step_time import MACHINES
@@ -72,7 +72,7 @@ def shared_clock() -> Iterator[tuple[VirtualClock, ExitStack]]:
     """One virtual time for all that is compared, and what closes when it is over."""
     clock = VirtualClock()
     with ExitStack() as until:
-        POLICIES[ON_DEMAND] = Policy(static_ttl, by_pin, has_extensions=True)
+        POLICIES[ON_DEMAND] = Policy(static_ttl, pinned_first, has_extensions=True)
         until.callback(POLICIES.pop, ON_DEMAND)
         until.enter_context(virtual_time(clock))
         yield clock, until

@@ -95,7 +95,7 @@ class FakeStore:
         names = chain(token_ids, self.chunk_tokens)
         self.planner.store.forget(names[-(-kept_tokens // self.chunk_tokens) :])
 
-    def store_from_now(self, wanted: bool) -> None:
+    def set_store_enabled(self, wanted: bool) -> None:
         self.planner.storing = wanted
 
     def stalls(self) -> bool:

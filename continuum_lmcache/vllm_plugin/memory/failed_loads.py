@@ -26,7 +26,7 @@ class InvalidBlocks:
         self._ended = 0  # steps
         self._left: deque[tuple[int, list[int]]] = deque()
 
-    def client_left(self, request_id: str) -> None:
+    def on_client_abort(self, request_id: str) -> None:
         """Its blocks are about to be freed."""
         self._left.append((self._ended, self._blocks(request_id)))
 
@@ -36,7 +36,7 @@ class InvalidBlocks:
         while self._left and self._left[0][0] + self._steps_under_way <= self._ended:
             self._left.popleft()
 
-    def strike(self, invalid_block_ids: set[int], request_ids: Iterable[str]) -> None:
+    def mark_invalid(self, invalid_block_ids: set[int], request_ids: Iterable[str]) -> None:
         """Nobody may hit these requests' blocks from the first invalid one on, nor those of who left."""
         held = [self._blocks(request_id) for request_id in request_ids] + [blocks for _, blocks in self._left]
         spoilt = (itertools.dropwhile(lambda block: block not in invalid_block_ids, each) for each in held)

@@ -36,7 +36,7 @@ class GpuBlocks:
         """One more reference on each: somebody still uses them, or gave them back just now."""
         self._pool.touch(blocks)
 
-    def let_go(self, blocks: list[KVCacheBlock]) -> None:
+    def release(self, blocks: list[KVCacheBlock]) -> None:
         """One reference less, tail first: the tail is evicted first, and the prefix survives longest."""
         self._pool.free_blocks(reversed(blocks))
 

@@ -9,7 +9,7 @@
   the pin holds memory that nobody can use (docs/decisions/0002).
 
 Victims are the latest-arrived programs' pins, and none is dropped in vain: first they are counted,
-then lent, and taken back if the request does not fit after all.
+then freed, and taken back if the request does not fit after all.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PinReclaimer:
         """
         self._in_step, self._stock = True, self._manager.allocate_slots
         if self._pins.pinned and self.may_run_short():
-            self._stand_in(self.allocate_slots)
+            self._replace_allocate_slots(self.allocate_slots)
 
     def may_run_short(self) -> bool:
         """Whether the running requests could ask for more blocks than are free.
@@ -98,14 +98,14 @@ class PinReclaimer:
     def step_ends(self) -> None:
         """Leave the place as it was."""
         self._in_step = False
-        self._stand_in(self._stock)
+        self._replace_allocate_slots(self._stock)
 
-    def waiting_asked(self) -> None:
+    def on_waiting_peeked(self) -> None:
         """The waiting requests' turn has come: each of their allocations is looked at."""
         if self._in_step:
-            self._stand_in(self.allocate_slots)
+            self._replace_allocate_slots(self.allocate_slots)
 
-    def _stand_in(self, allocate_slots: Allocate) -> None:
+    def _replace_allocate_slots(self, allocate_slots: Allocate) -> None:
         self._manager.allocate_slots = allocate_slots  # type: ignore[method-assign]
 
     def allocate_slots(
@@ -116,10 +116,10 @@ class PinReclaimer:
         if blocks is None and self._pins.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
         if request.status is not RequestStatus.RUNNING:
-            self._note(request, blocks, kwargs)
+            self._report(request, blocks, kwargs)
         return blocks
 
-    def _note(self, request: Request, blocks: KVCacheBlocks | None, kwargs: dict[str, Any]) -> None:
+    def _report(self, request: Request, blocks: KVCacheBlocks | None, kwargs: dict[str, Any]) -> None:
         """A waiting request got its blocks, or was refused."""
         turn_id = TurnId(request.request_id)
         if blocks is None:
@@ -138,7 +138,7 @@ class PinReclaimer:
     ) -> KVCacheBlocks | None:
         now_s = self._clock()
         any_pin = self._may_reclaim(now_s, request)
-        victims = self._victims(request) if any_pin else self._behind(request)
+        victims = self._victims(request) if any_pin else self._pins_of_later_waiting_programs(request)
         if not victims:
             return None
         need = self._missing_blocks(request, num_new_tokens, kwargs)
@@ -147,25 +147,27 @@ class PinReclaimer:
         held = (self._pins.blocks(victim.program) for victim in victims)
         if wanted > most or not self._blocks.can_free(held, wanted):
             return None
-        return self._lend(now_s, victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs))
+        return self._release_until_fits(
+            now_s, victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs)
+        )
 
-    def _lend(
+    def _release_until_fits(
         self, now_s: float, victims: list[Pin], need: int, allocate: Callable[[], KVCacheBlocks | None]
     ) -> KVCacheBlocks | None:
         """Give up pins one by one until the request fits; all or nothing."""
-        pins, lent = self._pins, []
+        pins, freed = self._pins, []
         for victim in victims:
-            pins.lend(victim.program)
-            lent.append(victim.program)
+            pins.free_on_trial(victim.program)
+            freed.append(victim.program)
             if self._blocks.free_count() < need:
                 continue
             blocks = allocate()
             if blocks is not None:
-                for program in lent:
+                for program in freed:
                     pins.release(now_s, program, PinEnd.RECLAIMED)
                 return blocks
-        for program in reversed(lent):
-            pins.recall(program)
+        for program in reversed(freed):
+            pins.end_trial(program)
         return None
 
     def _may_reclaim(self, now_s: float, request: Request) -> bool:
@@ -197,7 +199,7 @@ class PinReclaimer:
         own = self._pins.pinned.get(mine) if mine is not None else None
         return victims + ([own] if own is not None else [])
 
-    def _behind(self, request: Request) -> list[Pin]:
+    def _pins_of_later_waiting_programs(self, request: Request) -> list[Pin]:
         """Of those, the pins of later programs whose next turn is here and does not run either."""
         turn = self._turns.get(TurnId(request.request_id))
         if turn is None:

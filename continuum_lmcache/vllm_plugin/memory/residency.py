@@ -1,6 +1,6 @@
-"""Where a prompt's tokens come from, now or if they were given up: vLLM's cache and the tiers together.
+"""Where a prompt's tokens come from, now or after the GPU evicts them: vLLM's cache and the tiers together.
 
-A connector that does not say where KV lies is priced as no tier: what the GPU loses is to be computed.
+A connector that does not tell where KV lies counts as no tier: what the GPU loses must be computed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from vllm.v1.request import Request
 from continuum_lmcache.reload.store_gate import StoreGate
 from continuum_lmcache.reload.tier_store import (
     KVTransfer,
-    Remembering,
-    Reporting,
+    LookupRecord,
     SelectiveLoader,
     StepTiming,
+    StoreStatus,
     StoreSwitch,
     TierHit,
     TierStore,
@@ -35,11 +35,11 @@ class ResidencyLookup:
     def __init__(self, connector: Any) -> None:
         store = connector if isinstance(connector, TierStore) else None
         self._store = store
-        # asked here, once: Python takes 10 us to find out whether an object follows a protocol
-        self._reporting = store if isinstance(store, Reporting) else None
-        self._remembering = store if isinstance(store, Remembering) else None
+        # checked once, here: isinstance with a protocol takes 10 us
+        self._reporting = store if isinstance(store, StoreStatus) else None
+        self._remembering = store if isinstance(store, LookupRecord) else None
         self._timing = store if isinstance(store, StepTiming) else None
-        self.loads_beside_steps = isinstance(store, SelectiveLoader) and store.loads_beside_steps
+        self.async_loads = isinstance(store, SelectiveLoader) and store.async_loads
         self.mode = mode_of(connector)
         self.times_loads = store is not None or connector is None
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
@@ -50,12 +50,12 @@ class ResidencyLookup:
         """Whether the store answers."""
         return True if self._reporting is None else self._reporting.is_up
 
-    def if_given_up(self, request: Request, tokens: int) -> Residency:
-        """Where the context's first `tokens` would come from once the GPU's copy is lost."""
+    def after_eviction(self, request: Request, tokens: int) -> Residency:
+        """Where the context's first `tokens` would come from after the GPU evicts them."""
         held = self._holding(request, tokens)
         return Residency(0, held.dram_tokens, held.ssd_tokens, tokens)
 
-    def of(self, request: Request, turn: TurnState) -> Residency:
+    def served_from(self, request: Request, turn: TurnState) -> Residency:
         """Where a turn's prompt comes from as it starts. Without a store a load counts as DRAM's."""
         total = request.num_prompt_tokens
         gpu = min(turn.gpu_tokens, total)
@@ -84,14 +84,14 @@ class ResidencyLookup:
         """For the metrics: what prompts were made of."""
         return {"prompt_tokens": dict(self.prompt_tokens), "returned_tokens": dict(self.returned_tokens)}
 
-    def stores(self) -> StoreGate:
+    def store_gate(self) -> StoreGate:
         """What says whether storing pays; without a switch nothing is to be stopped."""
         return StoreGate(stalls=isinstance(self._store, StoreSwitch) and self._store.stalls())
 
-    def store_from_now(self, wanted: bool) -> None:
+    def set_store_enabled(self, wanted: bool) -> None:
         """Store what is computed from now on, or do not."""
         if isinstance(self._store, StoreSwitch):
-            self._store.store_from_now(wanted)
+            self._store.set_store_enabled(wanted)
 
     def count(self, served: Residency) -> None:
         """Add one prompt to the counts."""
@@ -100,7 +100,7 @@ class ResidencyLookup:
         self.prompt_tokens["ssd"] += served.ssd_tokens
         self.prompt_tokens["none"] += served.recompute_tokens
 
-    def returned(self, served: Residency, context_tokens: int) -> None:
+    def count_returned(self, served: Residency, context_tokens: int) -> None:
         """Of one prompt the first `context_tokens` are what the program had when it left."""
         left = context_tokens
         held = {"gpu": served.gpu_tokens, "dram": served.dram_tokens, "ssd": served.ssd_tokens}
@@ -127,4 +127,4 @@ def mode_of(connector: Any) -> str:
     """Who keeps KV below the GPU: "none", "unknown", or the name that the connector gives itself."""
     if connector is None:
         return "none"
-    return connector.mode if isinstance(connector, Reporting) else "unknown"
+    return connector.mode if isinstance(connector, StoreStatus) else "unknown"

@@ -22,7 +22,7 @@ class StoreControl:
         kv_tokens: int,
         advisor: RetentionAdvisor,
     ) -> None:
-        self._gate, self._is_wanted = residency.stores(), advisor.config.stop_stores
+        self._gate, self._is_wanted = residency.store_gate(), advisor.config.stop_stores
         self.storing = True
         self._residency, self._admission, self._advisor = residency, admission, advisor
         self._rooms = {False: room_of(kv_tokens, {}), True: admission.room}
@@ -38,5 +38,5 @@ class StoreControl:
         before, self.storing = self.storing, self._gate.wanted(self._advisor.costs)
         if self.storing != before:
             self._admission.room = self._rooms[self.storing]
-            self._residency.store_from_now(self.storing)
+            self._residency.set_store_enabled(self.storing)
             logger.info("storing is %s: see continuum.stop_stores", "on" if self.storing else "off")
