@@ -43,7 +43,7 @@ def test_a_dram_that_turns_over_before_the_return_lengthens_the_ttl() -> None:
     roomy, tight = advisor(10_000_000), advisor(30_000)
     for second in range(60):
         for made in (roomy, tight):
-            made.moved(float(second), [stored(40_000)])
+            made.observe_transfers(float(second), [stored(40_000)])
     assert ttl_s(tight, 60.0) > ttl_s(roomy, 60.0)
 
 
@@ -52,7 +52,7 @@ def test_loads_at_a_tenth_of_the_rate_lengthen_the_ttl_within_fifty() -> None:
     before_s = ttl_s(made, 0.0)
     size_bytes = CONTEXT * KV_BYTES
     slow = KVTransfer(Tier.DRAM, "load", CONTEXT, size_bytes, size_bytes / 2.5e9)
-    made.moved(1.0, [slow] * 50)
+    made.observe_transfers(1.0, [slow] * 50)
     assert ttl_s(made, 1.0) > before_s
 
 

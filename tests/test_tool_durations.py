@@ -116,7 +116,7 @@ def test_a_gap_that_cannot_be_is_refused():
 
 
 def test_a_gap_of_no_time_is_still_a_gap_that_a_pin_can_cover():
-    assert learned((PYTEST, [0.0])).own(PYTEST).samples_s == (SHORTEST_GAP_S,)
+    assert learned((PYTEST, [0.0])).exact(PYTEST).samples_s == (SHORTEST_GAP_S,)
 
 
 def test_the_oldest_gap_leaves_a_full_window():
@@ -180,7 +180,7 @@ def test_what_was_saved_is_what_is_loaded(events):
     again = ToolDurations.loads(gaps.dumps())
     assert again.dumps() == gaps.dumps()
     for tool, _, _ in events:
-        assert again.own(tool) == gaps.exact(tool)
+        assert again.exact(tool) == gaps.exact(tool)
         assert again.slowest([tool, ("read",)]) == gaps.slowest([tool, ("read",)])
 
 

@@ -107,8 +107,8 @@ class LoadPolicy:
     """Decides for waiting turns, and counts the decisions of those that got their blocks.
 
     A tier from which nothing is loaded is not timed either. So LoadPolicy sometimes loads although computing
-    is predicted to be cheaper: once the predicted extra cost is TRIAL_SHARE of the time that such prompts took
-    to compute. Trials make those prompts about 2 % slower, and measure when a tier has become fast again.
+    is predicted to be cheaper: once the predicted extra cost is TRIAL_SHARE of the time that such prompts
+    took to compute. These trials make such prompts about 2 % slower, and show when a tier is fast again.
     """
 
     def __init__(

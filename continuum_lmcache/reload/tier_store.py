@@ -89,8 +89,8 @@ class StepTiming(Protocol):
 
 
 LoadSelector = Callable[[TurnId, Residency], int]
-"""How many of the tokens that the tiers hold of this turn's prompt to load: all, the DRAM part, or 0. It may be
-called at every step while the turn waits; the last answer before the turn gets its blocks counts."""
+"""How many of the tokens that the tiers hold of this turn's prompt to load: all, the DRAM part, or 0.
+It may be called at every step while the turn waits; the last answer before an allocation counts."""
 
 
 @runtime_checkable

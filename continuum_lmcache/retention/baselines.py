@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel
-from continuum_lmcache.retention.ttl_solver import TtlChoice, best_ttl, explained
+from continuum_lmcache.retention.ttl_solver import TtlChoice, best_ttl, retention_of
 from continuum_lmcache.tools.distribution import DurationDistribution
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.tools.shell_key import INSTANT, PLAIN, SLOW
@@ -45,7 +45,7 @@ def mean_threshold(
     mean_s = seen.mean_s
     ttl_s = MEAN_THRESHOLD_S if mean_s is None or mean_s <= MEAN_THRESHOLD_S else 0.0
     reason = "no-history" if mean_s is None else "mean"
-    return explained(seen, TtlChoice(ttl_s, seen.probability(ttl_s)), 0.0, reason, config)
+    return retention_of(seen, TtlChoice(ttl_s, seen.probability(ttl_s)), 0.0, reason, config)
 
 
 def infercept(
@@ -65,7 +65,7 @@ def infercept(
     ttl_s = min(discard_s, swap_s) * batch / max(turn.blocks, 1)
     seen = gaps.distribution(turn.tool)
     best = TtlChoice(min(ttl_s, config.max_ttl_s), seen.probability(min(ttl_s, config.max_ttl_s)))
-    return explained(seen, best, min(discard_s, swap_s), "min-waste", config)
+    return retention_of(seen, best, min(discard_s, swap_s), "min-waste", config)
 
 
 def three_way(
@@ -84,9 +84,9 @@ def three_way(
     own = gaps.exact(most_specific(turn.tool, gaps))
     if len(own.samples_s) >= POSTERIOR_SAMPLES:
         best = best_ttl(as_posterior(own), benefit_s, config.max_ttl_s)
-        return explained(own, best, benefit_s, "posterior", config)
+        return retention_of(own, best, benefit_s, "posterior", config)
     seen = gaps.distribution(turn.tool)
-    return explained(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
+    return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
 
 
 def most_specific(tool: ToolKey, gaps: ToolDurations) -> ToolKey:

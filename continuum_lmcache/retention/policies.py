@@ -21,7 +21,7 @@ from continuum_lmcache.retention.queue_order import (
     program_fcfs,
     request_fcfs,
 )
-from continuum_lmcache.retention.ttl_solver import best_ttl, explained
+from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention
 
@@ -50,7 +50,7 @@ def continuum(
     cold = seen.level == "cold"
     benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + load.reload_s
     best = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
-    return explained(seen, best, benefit_s, "cold-start" if cold else "cdf", config, load.price)
+    return retention_of(seen, best, benefit_s, "cold-start" if cold else "cdf", config, load.price)
 
 
 POLICIES: dict[str, Policy] = {

@@ -70,7 +70,7 @@ def best_cold_ttl(benefit_s: float, max_ttl_s: float) -> TtlChoice:
     return TtlChoice(ttl_s, -math.expm1(-ttl_s))
 
 
-def explained(
+def retention_of(
     seen: DurationDistribution,
     best: TtlChoice,
     benefit_s: float,

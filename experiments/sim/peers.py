@@ -24,7 +24,7 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.retention.queue_order import pinned_first
-from continuum_lmcache.retention.ttl_solver import best_ttl, explained
+from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, Retention
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
@@ -178,7 +178,7 @@ class Unguarded(ContinuumScheduler):
         super().__init__(*args, **kwargs)
         reclaimer = self._reclaimer
         reclaimer.may_run_short = lambda: False  # type: ignore[method-assign]
-        reclaimer._behind = lambda _: []  # type: ignore[method-assign]
+        reclaimer._pins_of_later_waiting_programs = lambda _: []  # type: ignore[method-assign]
 
 
 def michi(
@@ -195,7 +195,7 @@ def michi(
     if below:
         reload_s = min(reload_s, costs.dram.seconds(turn.context_tokens * costs.kv_bytes_per_token))
     benefit_s = load.queue_delay_s * (1.0 if seen.level == "cold" else load.eta) + reload_s
-    return explained(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
+    return retention_of(seen, best_ttl(seen, benefit_s, config.max_ttl_s), benefit_s, "cdf", config)
 
 
 @contextmanager
