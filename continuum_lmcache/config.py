@@ -38,7 +38,7 @@ class ContinuumConfig:
     first_prompt_order: bool = True  # in admission's line, a small first prompt goes before a large one
     evict_ended_programs: bool = True  # the KV of a program that has ended is the first to be evicted
     stop_stores: bool = False  # do not store while that holds steps up and nothing repays it
-    priced_pins: bool = True  # a pin costs only while a turn waits for memory, and is looked at again
+    priced_pins: bool = True  # a pin costs only while a turn or a new program waits, and is looked at again
     measured_chunk: bool = True  # decodes before prompts, in chunks as small as the profile's step times say
     learn_matches: bool = True  # of a turn, pin only what the next prompt is expected to repeat
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends

@@ -81,7 +81,7 @@ class EngineLoad:
     queue_delay_s: float = 0.0  # T: mean queueing delay of turns whose KV had been evicted
     eta: float = 1.0  # -Corr(turns done, turns left), in [-1, 1]
     reload_s: float = 0.0  # PrefillReload of the turn's context, if the GPU's copy is lost
-    is_memory_short: bool = False  # a waiting turn was refused its blocks
+    is_memory_short: bool = False  # a waiting turn was refused its blocks, or a new program waits to start
     price: float = 1.0  # seconds that a second of pin is charged with
     away_s: float = 0.0  # for how long the program has been in its tool call
 

@@ -184,6 +184,32 @@ def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: 
     assert not bench.lifecycle.engine_load().is_memory_short
 
 
+def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: Any) -> None:  # noqa: F811
+    settings(policy="continuum", priced_pins=True)
+    bench = Bench(ContinuumScheduler, model, blocks=20)
+    for i in range(8):
+        bench.send(f"p{i}", prompt(100, i), out=4)
+    bench.step()
+    assert bench.lifecycle.admission.pending and not bench.lifecycle.turns.refused_memory
+    assert bench.lifecycle.engine_load().is_memory_short
+    bench.run_until_idle(5000)
+    assert not bench.lifecycle.engine_load().is_memory_short
+
+
+def test_a_program_that_starts_at_once_takes_no_pin(model: Path, settings: Any) -> None:  # noqa: F811
+    """After 10 s of its tool a pin is not worth the other 20 at the full price."""
+    settings(policy="continuum", priced_pins=True)
+    bench = Bench(ContinuumScheduler, model, blocks=200)
+    bench.lifecycle.advisor.rates, bench.lifecycle.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
+    bench.turn("p", prompt(BLOCK))
+    bench.send("runs", prompt(BLOCK, 1), out=60)
+    for _ in range(5):
+        bench.step(seconds=2.0)
+    bench.send("starts", prompt(BLOCK, 2))
+    bench.step()
+    assert not bench.lifecycle.admission.pending and "p" in bench.lifecycle.pins.pinned
+
+
 def test_what_shared_pins_free_is_counted_once_and_no_further_than_wanted(bench: Bench) -> None:
     first = bench.turn("q", prompt(3 * BLOCK, 5))
     bench.turn("r", [*first, *prompt(BLOCK, 6)])

@@ -3,8 +3,9 @@
 Eq. 2 of Continuum (arXiv 2511.02230 §4) charges 1 s for each second that a pin lasts, as if somebody
 always waited for its blocks. Here the charge depends on whether somebody does, and so the question is
 asked again when a pin runs out and when somebody begins to wait, by what is known then: the gap is
-longer than it already took. Admission is why this pays: it gives out no more than the memory
-there is, so what a pin holds was mostly counted for its program anyhow.
+longer than it already took. A program that waits to start needs memory as much as a refused turn does.
+Admission is why this pays: it gives out no more than the memory there is, so what a pin holds was mostly
+counted for its program anyhow.
 """
 
 from __future__ import annotations
@@ -14,5 +15,5 @@ CONTENDED_PRICE = 1.0  # the paper's
 
 
 def pin_price(is_short: bool) -> float:
-    """Seconds that a second of pin is charged with. `is_short`: a turn waits that was refused memory."""
+    """Seconds that a second of pin is charged with. `is_short`: a refused turn or a new program waits."""
     return CONTENDED_PRICE if is_short else IDLE_PRICE

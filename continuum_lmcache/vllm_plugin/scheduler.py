@@ -93,12 +93,12 @@ class ContinuumMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         now_s = self.clock()
         self._report_due = False
-        self._renewal.renew_due(now_s)
+        self._lifecycle.admit(now_s, bool(self.running), any(self._queues.values()))
+        self._renewal.renew_due(now_s)  # after: a program that starts at once waits for nobody's pin
         if self._pins.pinned:
             self._lifecycle.expire(now_s)
         self._lifecycle.forget_idle(now_s)
         self._stores.update()
-        self._lifecycle.admit(now_s, bool(self.running), any(self._queues.values()))
         self._choose_chunk()
         self._reorder()
         self._reclaimer.step_begins()

@@ -351,7 +351,7 @@ class TurnLifecycle:
     def engine_load(self, away_s: float = 0.0) -> EngineLoad:
         """How busy the engine is, for a program that has been away so long."""
         free, pinned = self.blocks.free_count(), self.pins.pinned_blocks
-        is_short = bool(self.turns.refused_memory)
+        is_short = bool(self.turns.refused_memory or self.admission.pending)
         return EngineLoad(self.pool_blocks, free, pinned, is_memory_short=is_short, away_s=away_s)
 
     def oldest_returning_wait_s(self, now_s: float) -> float:
