@@ -11,7 +11,7 @@ import pytest
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route, Why
 from continuum_lmcache.fleet.homes import hashed
-from continuum_lmcache.fleet.moves import MOVERS, Case, Limits, Move, Side, Stay, decide
+from continuum_lmcache.fleet.moves import Case, Limits, Move, Side, Stay, decide
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId, TurnId
 
@@ -118,13 +118,13 @@ def test_nothing_starts_where_the_replica_holds_programs_itself() -> None:
     assert [r.replica for r in (host.sends("p"), host.sends("q")) if isinstance(r, Route)] == [B, B]
 
 
-def test_an_idle_replica_and_one_whose_prompts_leave_time_take_one_program_a_report_without_room() -> None:
+def test_an_idle_replica_takes_one_program_without_room() -> None:
     host = Host()
     host.news(1.0, "a", headroom_tokens=-1.0)
-    host.news(1.0, "b", headroom_tokens=-1.0, requests=2, prompt_time_share=0.1)
-    found = [host.sends(name, 9_000) for name in "pqr"]
-    assert [(r.replica, r.why) for r in found if isinstance(r, Route)] == [(A, Why.LET_IN), (B, Why.LET_IN)]
-    assert isinstance(found[2], Held)
+    host.news(1.0, "b", headroom_tokens=-1.0, requests=2)
+    found = [host.sends(name, 9_000) for name in "pq"]
+    assert isinstance(found[0], Route) and (found[0].replica, found[0].why) == (A, Why.LET_IN)
+    assert isinstance(found[1], Held)
 
 
 def test_the_first_in_line_starts_after_max_wait_s_though_it_fits_nowhere() -> None:
@@ -170,7 +170,7 @@ def test_programs_of_a_dead_replica_go_before_new_ones_oldest_first_as_many_as_f
     host.sends("new", 4_000)
     host.fleet.died(5.0, A)
     host.now_s = 5.0
-    host.news(5.0, "b", requests=1, headroom_tokens=-1.0, prompt_time_share=1.0)
+    host.news(5.0, "b", requests=1, headroom_tokens=-1.0)
     late, early = host.sends(lost[1], 4_000), host.sends(lost[0], 4_000)
     assert isinstance(late, Held) and isinstance(early, Held)
     host.news(6.0, "b", requests=1, headroom_tokens=9_000.0)
@@ -283,8 +283,8 @@ def test_the_programs_unheard_of_for_longest_are_forgotten() -> None:
 
 # moves ----------------------------------------------------------------------
 
-HOME = Side(A, wait_s=20.0, pending_tokens=60_000, bring_s=0.0)
-AWAY = Side(B, wait_s=1.0, pending_tokens=0, bring_s=3.0)
+HOME = Side(A, wait_s=20.0, bring_s=0.0)
+AWAY = Side(B, wait_s=1.0, bring_s=3.0)
 CASE = Case(HOME, [AWAY], math.inf)
 
 
@@ -307,11 +307,8 @@ def test_a_move_must_save_more_than_its_kv_costs(case: Case, said: Move | Stay) 
     assert decide("cost", case, Limits()) == said
 
 
-def test_the_movers_differ_in_what_they_look_at() -> None:
-    cool = replace(CASE, home=replace(HOME, pending_tokens=20_000))
-    dear = replace(CASE, others=[replace(AWAY, bring_s=90.0)])
-    said = {name: [type(decide(name, case, Limits())) for case in (cool, dear)] for name in MOVERS}
-    assert said == {"never": [Stay, Stay], "cost": [Move, Stay], "pending": [Stay, Move]}
+def test_without_a_mover_every_program_stays() -> None:
+    assert decide("never", CASE, Limits()) == Stay("never")
 
 
 def waits_at_home(**settings: Any) -> Host:

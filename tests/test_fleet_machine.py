@@ -26,7 +26,6 @@ FIGURES = st.fixed_dictionaries(
         "headroom_tokens": st.none() | st.floats(-1000, GPU_TOKENS),
         "programs_outside": st.sampled_from([0, 0, 0, 1]),
         "oldest_returning_wait_s": st.sampled_from([0.0, 1.0, 20.0]),
-        "prompt_time_share": st.sampled_from([0.1, 1.0]),
         "returning_first": st.booleans(),
     }
 )
@@ -35,10 +34,10 @@ FIGURES = st.fixed_dictionaries(
 class Machine(RuleBasedStateMachine):
     """One fleet, and beside it what the replicas and clients know themselves."""
 
-    @initialize(mover=st.sampled_from(["cost", "pending", "never"]), count=st.integers(0, 3))
+    @initialize(mover=st.sampled_from(["cost", "never"]), count=st.integers(0, 3))
     def start(self, mover: str, count: int) -> None:
         self.now_s = 100.0
-        self.config = FleetConfig(**{**_fields(CONFIG), "mover": mover, "hot_tokens": 500})
+        self.config = FleetConfig(**{**_fields(CONFIG), "mover": mover})
         self.fleet = Fleet(self.config, KEY)
         self.reports: dict[ReplicaId, ReplicaReport] = {}
         self.memory: dict[ReplicaId, dict[ProgramId, Known]] = {}  # of each replica that is there

@@ -72,10 +72,9 @@ class FleetConfig:
     """Settings of a fleet. Times in seconds."""
 
     mover: str = "cost"  # a name of moves.MOVERS
-    cooldown_s: float = 30.0  # moves.Limits has these four
+    cooldown_s: float = 30.0  # moves.Limits has these three
     cost_factor: float = 2.0
     margin_s: float = 2.0
-    hot_tokens: int = 20_000
     substrate: str = (
         "none"  # what a target can have of a program's KV: "none", "shared" (one pool), "peer" (a link)
     )
@@ -111,7 +110,7 @@ class FleetConfig:
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.cooldown_s, self.cost_factor, self.margin_s, self.hot_tokens)
+        return Limits(self.cooldown_s, self.cost_factor, self.margin_s)
 
 
 class Why(Enum):
@@ -425,7 +424,7 @@ class Fleet:
         there = self.places.places
         assert entry.home is not None
         home = self._side(now_s, entry, there[entry.home], prompt_tokens, is_home=True)
-        if not home.wait_s and not home.pending_tokens:
+        if not home.wait_s:
             return Stay("cool")
         sides = [self._side(now_s, entry, p, prompt_tokens) for r, p in there.items() if r != entry.home]
         return decide(self.config.mover, Case(home, sides, now_s - entry.moved_s), self._limits)
@@ -439,7 +438,6 @@ class Fleet:
         return Side(
             place.report.replica,
             place.wait_s(is_fresh),
-            place.pending_tokens,
             self._recompute_s(place, context_tokens) if is_home else self._bring_s(costs, context_tokens),
             is_home or (is_fresh and place.fits(prompt_tokens, max(1, entry.turns))),
             is_fresh,
@@ -500,7 +498,7 @@ class Fleet:
         replica, fits = choice
         if why is Why.FIRST and not fits:
             why = Why.LET_IN
-        self.places.starts(now_s, waiting, replica, fits)
+        self.places.starts(now_s, waiting, replica)
         entry = self.programs[waiting.program]
         entry.home = replica
         found = []

@@ -20,7 +20,6 @@ class Limits:
     cooldown_s: float = 30.0  # from a program's move to its next, at least
     cost_factor: float = 2.0  # by_cost: the wait saved must be so many times the extra cost of the KV
     margin_s: float = 2.0  # by_cost: and so much more; the hysteresis
-    hot_tokens: int = 20_000  # by_pending: of prompts that wait at home, from which on a turn leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Side:
 
     replica: ReplicaId
     wait_s: float  # before its prompt is computed
-    pending_tokens: int  # of prompts that wait there or are being computed
     bring_s: float  # to have its context's KV there: PrefillReload; at home for what is lost there
     has_room: bool = True  # for its forecast, beside all that is spoken for
     is_fresh: bool = True  # whether its report is new enough to move by
@@ -79,17 +77,7 @@ def by_cost(case: Case, limits: Limits) -> Move | Stay:
     return moved(case, best)
 
 
-def by_pending(case: Case, limits: Limits) -> Move | Stay:
-    """EAR's rule: home has more than `hot_tokens` pending; the target has the least, and less than home."""
-    if case.home.pending_tokens <= limits.hot_tokens:
-        return Stay("cool")
-    colder = [side for side in eligible(case) if side.pending_tokens < case.home.pending_tokens]
-    if not colder:
-        return Stay("room")
-    return moved(case, min(colder, key=lambda side: side.pending_tokens))
-
-
-MOVERS: dict[str, Mover] = {"never": never, "cost": by_cost, "pending": by_pending}
+MOVERS: dict[str, Mover] = {"never": never, "cost": by_cost}
 
 
 def decide(mover: str, case: Case, limits: Limits) -> Move | Stay:

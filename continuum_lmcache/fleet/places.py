@@ -11,14 +11,13 @@ Programs under way that lost their replica stand in the same line, before all ne
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
-from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity, PendingProgram
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity, PendingProgram
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId, TurnId
@@ -45,16 +44,17 @@ class Place:
     admission: AdmissionController
     turns: set[TurnId] = field(default_factory=set)  # live
     pending: dict[TurnId, Pending] = field(default_factory=dict)  # of these
-    pending_tokens: int = 0
-    later_s: float = 0.0  # seconds pending of later turns
-    first_s: float = 0.0  # and of first ones
     promised: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_PROMISES))
-    let_in_s: float = -math.inf  # when a program last started here without room
 
     @property
     def requests(self) -> int:
         """Live ones: those sent there or those it reports, whichever are more (as vLLM's balancer counts)."""
         return max(len(self.turns), self.report.requests)
+
+    @property
+    def pending_tokens(self) -> int:
+        """Of prompts that wait there or are being computed."""
+        return sum(pending.tokens for pending in self.pending.values())
 
     def age_s(self, now_s: float) -> float:
         """How old the report is."""
@@ -66,7 +66,8 @@ class Place:
         What is known to be pending before it; or what such a turn does wait there now, if that is more: then
         the replica is slower than it says, or short of memory.
         """
-        known_s = self.later_s + (0.0 if self.report.returning_first else self.first_s)
+        before = (p for p in self.pending.values() if not (p.is_first and self.report.returning_first))
+        known_s = sum(pending.seconds for pending in before)
         return max(known_s, self.report.oldest_returning_wait_s if is_fresh else 0.0)
 
     def reported(self, report: ReplicaReport) -> None:
@@ -104,48 +105,25 @@ class Place:
         need = self.admission.growth.forecast_tokens(prompt_tokens, turns)
         return not self.report.programs_outside and need <= self.headroom_tokens()
 
-    def has_spare_time(self) -> bool:
-        """Whether a program may start without room, as the engine's admission lets one: nothing runs here, or
-        prompts leave time. One a report: what it changes is not known before."""
-        if self.let_in_s >= self.report.at_s:
-            return False
-        return not self.requests or self.report.prompt_time_share < BUSY_SHARE
-
     def sends(self, turn: TurnId, pending: Pending) -> None:
         """A turn goes there."""
         self.turns.add(turn)
         self.pending[turn] = pending
-        self._adds(pending, 1)
 
     def first_token(self, turn: TurnId) -> None:
         """Its prompt is computed."""
-        if (pending := self.pending.pop(turn, None)) is not None:
-            self._adds(pending, -1)
+        self.pending.pop(turn, None)
 
     def gone(self, turn: TurnId) -> None:
         """It is over."""
         self.first_token(turn)
         self.turns.discard(turn)
 
-    def _adds(self, pending: Pending, sign: int) -> None:
-        self.pending_tokens += sign * pending.tokens
-        if pending.is_first:
-            self.first_s += sign * pending.seconds
-        else:
-            self.later_s += sign * pending.seconds
-        if not self.pending:  # no rounding stays behind
-            self.first_s = self.later_s = 0.0
-
     def check(self) -> None:
-        """Raise InvariantError unless the sums are those of the turns."""
+        """Raise InvariantError unless its books balance."""
         self.admission.check()
-        tokens = sum(one.tokens for one in self.pending.values())
-        if tokens != self.pending_tokens or not self.pending.keys() <= self.turns:
-            raise InvariantError(f"pending tokens({self.pending_tokens}) != sum of turns({tokens})")
-        for is_first, summed in ((True, self.first_s), (False, self.later_s)):
-            seconds = sum(one.seconds for one in self.pending.values() if one.is_first is is_first)
-            if not math.isclose(summed, seconds, rel_tol=1e-6, abs_tol=1e-6):
-                raise InvariantError(f"pending seconds({summed}) != sum of turns({seconds})")
+        if not self.pending.keys() <= self.turns:
+            raise InvariantError(f"turns without their first token({len(self.pending)}) are not all there")
 
 
 @dataclass(slots=True)
@@ -154,9 +132,10 @@ class Waiting:
 
     program: ProgramId
     since_s: float
+    arrival_s: float  # of the program
     turns: dict[TurnId, int]  # that wait, with the tokens of their prompts
     finished: int = 0  # turns; more than 0: it is under way, and lost its replica
-    number: int = 0  # of the entry: one that left and came back is another
+    first_s: float = math.inf  # since when it is first in line
 
     @property
     def prompt_tokens(self) -> int:
@@ -175,11 +154,6 @@ class Places:
     growth: ContextGrowth = field(default_factory=ContextGrowth)
     places: dict[ReplicaId, Place] = field(default_factory=dict)
     line: dict[ProgramId, Waiting] = field(default_factory=dict)
-    new: int = 0  # programs in the line that have no turn behind them
-    _order: list[tuple[bool, float, int, ProgramId]] = field(default_factory=list)  # heap, stale ones skipped
-    _numbers: int = 0
-    _first: int = 0  # the entry that is first in line, and since when
-    _first_since_s: float = 0.0
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_STARTS))
 
     def joins(self, report: ReplicaReport) -> Place:
@@ -197,11 +171,8 @@ class Places:
         if (waiting := self.line.get(program)) is not None:
             waiting.turns[turn] = tokens
             return
-        self._numbers += 1
-        self.line[program] = Waiting(program, now_s, {turn: tokens}, done, self._numbers)
-        heapq.heappush(self._order, (not done, now_s - age_s, self._numbers, program))
+        self.line[program] = Waiting(program, now_s, now_s - age_s, {turn: tokens}, done)
         if not done:
-            self.new += 1
             self.growth.first(tokens)
 
     def leaves(self, program: ProgramId, turn: TurnId) -> None:
@@ -209,43 +180,38 @@ class Places:
         if (waiting := self.line.get(program)) is not None:
             waiting.turns.pop(turn, None)
             if not waiting.turns:
-                self._drop(waiting)
+                del self.line[program]
+
+    @property
+    def new(self) -> int:
+        """Programs in the line that have no turn behind them."""
+        return sum(not waiting.finished for waiting in self.line.values())
 
     def head(self) -> Waiting | None:
-        """The first in line."""
-        while self._order:
-            _, _, number, program = self._order[0]
-            waiting = self.line.get(program)
-            if waiting is not None and waiting.number == number:
-                return waiting
-            heapq.heappop(self._order)
-        return None
+        """The first in line: those under way, then the oldest."""
+        return min(self.line.values(), key=lambda w: (not w.finished, w.arrival_s), default=None)
 
     def choice(self, now_s: float, waiting: Waiting) -> tuple[ReplicaId, bool] | None:
         """Where the first in line may start now, and whether it fits there; None: it waits on."""
-        if waiting.number != self._first:
-            self._first, self._first_since_s = waiting.number, now_s
+        waiting.first_s = min(waiting.first_s, now_s)
         tokens, done = waiting.prompt_tokens, waiting.finished
         heard = [p for p in self.places.values() if p.age_s(now_s) <= self.first_turn_age_s]
         fitting = [p for p in heard if p.fits(tokens, done)]
         if fitting:
             return self.fewest(fitting), True
-        spare = [p for p in heard if p.has_spare_time()]
-        if spare:
-            return self.fewest(spare), False
+        if idle := [p for p in heard if not p.requests]:
+            return self.fewest(idle), False
         over = now_s - waiting.since_s >= self.max_rehome_s if done else False
-        if heard and (over or now_s - self._first_since_s >= self.max_wait_s):
+        if heard and (over or now_s - waiting.first_s >= self.max_wait_s):
             return self.fewest(heard), False
         return None
 
-    def starts(self, now_s: float, waiting: Waiting, replica: ReplicaId, fits: bool) -> None:
+    def starts(self, now_s: float, waiting: Waiting, replica: ReplicaId) -> None:
         """The program leaves the line for this replica, with all its turns."""
-        self._drop(waiting)
+        del self.line[waiting.program]
         self._starts.append(now_s)
         place = self.places[replica]
         tokens, done = waiting.prompt_tokens, waiting.finished
-        if not fits:
-            place.let_in_s = now_s
         place.promises(now_s, tokens, done)
         if done:
             for prompt_tokens in waiting.turns.values():
@@ -270,18 +236,5 @@ class Places:
         """Raise InvariantError unless the line is that of its programs."""
         for place in self.places.values():
             place.check()
-        new = sum(not waiting.finished for waiting in self.line.values())
-        if new != self.new:
-            raise InvariantError(f"new programs in line({self.new}) != those without a turn({new})")
-        listed = {(number, program) for _, _, number, program in self._order}
-        for program, waiting in self.line.items():
-            if not waiting.turns or (waiting.number, program) not in listed:
-                raise InvariantError(f"program {program!r} is in the line without a turn or a place")
-
-    def _drop(self, waiting: Waiting) -> None:
-        del self.line[waiting.program]
-        self.new -= not waiting.finished
-        if len(self._order) > 64 and len(self._order) > 2 * len(self.line):  # those who left stay in the heap
-            alive = {w.number for w in self.line.values()}
-            self._order = [entry for entry in self._order if entry[2] in alive]
-            heapq.heapify(self._order)
+        if empty := [program for program, waiting in self.line.items() if not waiting.turns]:
+            raise InvariantError(f"programs {empty!r} are in the line without a turn")

@@ -22,6 +22,5 @@ class ReplicaReport:
     headroom_tokens: float | None = None  # continuum_admission_headroom_tokens; stock vLLM has None
     programs_outside: int = 0  # new programs that the replica itself holds: continuum_programs_held
     oldest_returning_wait_s: float = 0.0  # continuum_oldest_returning_wait_seconds; 0: no later turn waits
-    prompt_time_share: float = 1.0  # of the latest time, that for prompts, 0 to 1; 1: not known
     returning_first: bool = True  # later turns go before waiting first ones; False: stock vLLM
     costs: CostModel = UNMEASURED  # rates as measured there

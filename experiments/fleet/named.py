@@ -35,7 +35,6 @@ def ours(mover: str, **settings: float) -> Make:
         config = FleetConfig(
             mover=mover,
             cooldown_s=point.cool_s,
-            hot_tokens=int(point.hot_tokens),
             substrate=substrate,
         )
         if point.link_gbps:
@@ -62,6 +61,5 @@ ROUTERS: dict[str, Make] = {
     "program-sched": program_scheduling,
     "fleet": ours("cost"),
     "fleet-affinity": ours("never"),
-    "fleet-pending": ours("pending"),
     "fleet-no-line": ours("never", max_wait_s=0.0),
 }

@@ -91,6 +91,5 @@ def report(now_s: float, replica: Replica) -> ReplicaReport:
         headroom_tokens=admission.headroom_tokens,
         programs_outside=len(admission.pending),
         oldest_returning_wait_s=replica.oldest_returning_wait_s(now_s),
-        prompt_time_share=lifecycle.step_timer.prompt_time.now(now_s),
         costs=lifecycle.advisor.rates.costs,
     )

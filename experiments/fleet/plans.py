@@ -14,7 +14,7 @@ RIVALS = (
     *("round-robin", "least", "lmetric", "hits-load", "hash", "sticky", "ear-affinity", "ear"),
     "program-sched",
 )
-FLEET, AFFINITY, NO_LINE, PENDING = "fleet", "fleet-affinity", "fleet-no-line", "fleet-pending"
+FLEET, AFFINITY, NO_LINE = "fleet", "fleet-affinity", "fleet-no-line"
 ROUTERS = (*RIVALS, AFFINITY, FLEET)
 PROGRAMS = {Size.QUICK: 8, Size.DEFAULT: 60, Size.FULL: 200}
 REGIMES = (("skew", 0.6), ("skew", 0.9), ("skew", 1.3), ("swe", 1.1), ("fitted:claude-code-swe", 1.1))
@@ -66,8 +66,8 @@ def by_load(size: Size) -> Points:
 
 
 def ablation(size: Size) -> Points:
-    """Affinity alone, moves alone, both: EAR's rule with a link, and ours with each mover."""
-    routers = ("ear-affinity", "ear-migration", "ear", AFFINITY, PENDING, FLEET)
+    """Affinity alone, moves alone, both: EAR's rule and ours, both with a link."""
+    routers = ("ear-affinity", "ear-migration", "ear", AFFINITY, FLEET)
     found = [
         p for regime in (HOT, SWE_HOT) for e in (STOCK, OURS) for p in at(regime, size, *routers, engine=e)
     ]

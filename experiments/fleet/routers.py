@@ -14,8 +14,8 @@ that is dead is never offered.
     ear             the same, and it migrates: see Ear
     ear-migration   no home: each turn to the fewest pending prefill tokens, and its KV follows over the link
     program-sched   vllm-router's program scheduling (program_scheduling.py)
-    fleet           ours (ours.py); -affinity: without moves; -pending: moves by EAR's rule; -no-line: nobody
-                    waits at the router, and nobody moves
+    fleet           ours (ours.py); -affinity: without moves; -no-line: nobody waits at the router, and
+                    nobody moves
 """
 
 from __future__ import annotations
