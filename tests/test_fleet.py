@@ -91,6 +91,18 @@ def test_a_program_that_fits_nowhere_waits_in_one_line_and_starts_where_room_is_
     assert (started.turn, started.replica) == ("t3", big[1].replica)
 
 
+def test_over_a_stock_engine_a_program_in_a_tool_call_counts_for_minutes_and_not_for_ever() -> None:
+    host = Host(1, max_wait_s=10_000.0)
+    for at_s in (0.0, 1.0, 2.0):
+        host.now_s = at_s
+        host.runs("p", 9_000)
+    host.news(290.0, requests=1)
+    held = host.sends("q", 1_000)
+    assert isinstance(held, Held)
+    host.news(310.0, requests=1)
+    assert [r.turn for r in host.fleet.admits(310.0)] == [held.turn]
+
+
 def test_who_asks_again_for_a_turn_in_the_line_gets_its_route_once_there_is_room() -> None:
     host = Host(1)
     first = host.sends("big", 8_000)
