@@ -54,13 +54,12 @@ ROWS: Rows = {
 CUT = "programs cut off by the time limit"
 IN_README = (  # rows; docs/demo has all of them
     "job time mean, s",
-    "job time P95, s",
+    RATIO,
     "first token of a first turn, longest, s",
     "first token of a later turn, longest, s",
-    "prompt tokens computed again",
     CUT,
-    RATIO,
 )
+CUT_NOTE = "A program that was cut off counts with its time so far, which favours the slower."
 HELD = f"The pressure held, by what {FCFS.name} met:"
 
 
@@ -146,8 +145,7 @@ def gains(runs: Runs) -> str:
     is_cut = any(summary["cut_s"] for found in runs.values() for summary in found)
     return (
         f"Mean job time of {baseline} {', '.join(said)} (above 1: {baseline} is slower). "
-        f"The longest wait of a new program for its first token: {waits}."
-        + (" A program that was cut off counts with its time so far, which favours the slower." * is_cut)
+        f"The longest wait of a new program for its first token: {waits}." + f" {CUT_NOTE}" * is_cut
     )
 
 
@@ -198,18 +196,20 @@ def publish(page: str, out: Path) -> None:
 
 
 def excerpt(page: str) -> str:
-    """The page with the rows of IN_README alone; what held the pressure is left out, what did not is kept."""
+    """The rows of IN_README, then the conditions in one paragraph; a pressure that did not hold is kept."""
     said, held, _ = page.partition(HELD)
     lines = said.rstrip().splitlines()
-    table = [number for number, line in enumerate(lines) if line.startswith("|")]
-    head = set(table[:2])
-    kept = [
-        line
-        for number, line in enumerate(lines)
-        if number not in table or number in head or line.split("|")[1].strip() in IN_README
-    ]
-    more = "The pressure held; all rows: [docs/demo](docs/demo/comparison.md)." if held else ""
-    return "\n".join([*kept, *(["", more] if more else [])]) + "\n"
+    rows = [number for number, line in enumerate(lines) if line.startswith("|")]
+    head, body = lines[rows[0] : rows[0] + 2], [lines[number] for number in rows[2:]]
+    kept = [*head, *(row for row in body if row.split("|")[1].strip() in IN_README)]
+    conditions = " ".join(f"{line.partition('; Python')[0]}." for line in lines[: rows[0]] if line)
+    after = "\n".join(lines[rows[-1] + 1 :]).strip()
+    if held:
+        cut_note = f"{CUT_NOTE} " * (CUT_NOTE in after)
+        said = f"{conditions} {cut_note}The pressure held. All rows: [docs/demo](docs/demo/comparison.md)."
+    else:
+        said = f"{conditions}\n\n{after}"
+    return "\n".join([*kept, "", said]) + "\n"
 
 
 def filled(readme: str, page: str) -> str:
