@@ -12,7 +12,7 @@ TurnId = NewType("TurnId", str)  # vLLM's request id
 MAX_TURNS = 100_000  # of one program; beyond this it is no agent
 
 ToolKey = tuple[str, ...]
-"""What a turn called, most specific first: ("pytest tests", "pytest", "bash"). () is unknown."""
+"""What a turn called, most specific first: ("pytest", "bash"). () is unknown."""
 
 
 class Tier(Enum):

@@ -50,8 +50,7 @@ KEYS: dict[str, Callable[[Seen], ToolKey]] = {
     "nothing": lambda _: (),
     "tool": lambda s: (s.tool,),
     "first word": lambda s: (*s.command.split()[:1], s.tool) if s.command else (s.tool,),
-    "command": lambda s: command_key(s.command, s.tool)[-2:] if s.command else (s.tool,),
-    "command and argument": lambda s: command_key(s.command, s.tool) if s.command else (s.tool,),
+    "command": lambda s: command_key(s.command, s.tool) if s.command else (s.tool,),
 }
 
 

@@ -269,7 +269,7 @@ def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(server
     for process in server.processes:
         if "EngineCore" in " ".join(process.cmdline()):
             process.send_signal(signal.SIGUSR1)
-    texts = recorded(server, "pytest ~", files=2)  # the snapshot and the stream
+    texts = recorded(server, '"pytest"', files=2)  # the snapshot and the stream
     write_report([server.run], server.folder / "report.html")
     texts.append((server.folder / "report.html").read_text())
     assert not any(secret in text for text in texts for secret in (CANARY, "one-of-many"))

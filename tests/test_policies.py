@@ -167,7 +167,7 @@ def test_infercept_preserves_until_that_wastes_as_much_as_the_better_alternative
 
 def test_three_way_pins_fast_tools_by_rule_and_slow_ones_not():
     assert decide("three-way", turn(100, ("Read",))).ttl_s == 2.0
-    keep = decide("three-way", turn(100, ("pytest tests", "pytest", "bash")))
+    keep = decide("three-way", turn(100, ("pytest", "bash")))
     assert (keep.ttl_s, keep.reason) == (0.0, "rule")
 
 

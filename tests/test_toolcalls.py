@@ -12,7 +12,7 @@ from continuum_lmcache.tools.call_parser import MAX_CALLS, MAX_CHARS, declared, 
 from continuum_lmcache.tools.shell_key import MAX_KEY_CHARS, command_key
 
 FENCE = "```"
-PYTEST = ("pytest tests/unit", "pytest", "bash")
+PYTEST = ("pytest", "bash")
 RUN = "cd /repo && python -m pytest tests/unit -q"
 
 
@@ -60,8 +60,8 @@ def test_every_format_gives_the_same_call_the_same_key(text):
 def test_terminal_bench_commands_are_keyed_by_their_programs():
     batch = [{"keystrokes": "ls -la\n", "duration": 0.1}, {"keystrokes": "make all\n", "duration": 60}]
     text = "Next:\n" + as_json(analysis="a", plan="p", commands=batch, task_complete=False)
-    assert tool_calls(text) == (("ls", "terminal"), ("make all", "make", "terminal"))
-    assert tool_key(text) == ("make all", "make", "terminal")
+    assert tool_calls(text) == (("ls", "terminal"), ("make", "terminal"))
+    assert tool_key(text) == ("make", "terminal")
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,8 @@ def test_only_the_last_block_counts():
     assert tool_calls(text) == (("make", "bash"),)
 
 
-def test_a_fetch_is_keyed_by_its_host_and_another_tool_by_its_name():
-    fetch = as_json(name="fetch_url", arguments={"url": "https://docs.python.org/3/x.html"})
-    assert tool_key(fetch) == ("fetch_url docs.python.org", "fetch_url")
-    assert tool_key(as_json(name="fetch_url", arguments={"url": "http://[bad"})) == ("fetch_url",)
+def test_a_tool_that_is_no_shell_is_keyed_by_its_name():
+    assert tool_key(as_json(name="fetch_url", arguments={"url": "https://docs.python.org"})) == ("fetch_url",)
     assert tool_key(as_json(name="python", arguments={"code": "import time"})) == ("python",)
 
 
@@ -144,28 +142,28 @@ def test_a_clients_own_word_is_cleaned_like_any_key():
     ("command", "key"),
     [
         ("ls", ("ls",)),
-        ("cd /repo && make -j 8 all", ("make all", "make")),
-        ("sudo -u bob env A=b timeout -k 5 30 nice -n 5 cargo test", ("cargo test", "cargo")),
-        ("FOO=1 BAR=2 ./run_all.sh fast", ("run_all.sh fast", "run_all.sh")),
-        ("python3.11 -m pytest tests/a.py::test_b -x 2>&1 | tail -30", ("pytest tests/a.py", "pytest")),
+        ("cd /repo && make -j 8 all", ("make",)),
+        ("sudo -u bob env A=b timeout -k 5 30 nice -n 5 cargo test", ("cargo",)),
+        ("FOO=1 BAR=2 ./run_all.sh fast", ("run_all.sh",)),
+        ("python3.11 -m pytest tests/a.py::test_b -x 2>&1 | tail -30", ("pytest",)),
         ("python -u -W ignore -m unittest", ("unittest",)),
-        ("/venv/bin/python /repo/check.py --all", ("python check.py", "python")),
-        ("python - <<'EOF'\nimport pytest; pytest.main() | make\nEOF", ("python -", "python")),
-        ("cat <<EOF > a.sh\nmake\nEOF\nbash a.sh", ("bash a.sh", "bash")),
-        ("python manage.py test app", ("manage.py test", "manage.py")),
-        ("bash -lc 'cd x; npm run build'", ("npm run", "npm")),
+        ("/venv/bin/python /repo/check.py --all", ("python",)),
+        ("python - <<'EOF'\nimport pytest; pytest.main() | make\nEOF", ("python",)),
+        ("cat <<EOF > a.sh\nmake\nEOF\nbash a.sh", ("bash",)),
+        ("python manage.py test app", ("manage.py",)),
+        ("bash -lc 'cd x; npm run build'", ("npm",)),
         ("for f in $(ls | head); do pytest $f; done", ("pytest",)),
-        ("if grep -q x y; then cargo build; fi", ("cargo build", "cargo")),
-        ('git commit -m "$(cat <<EOF\nmake | pytest\nEOF\n)"', ("git commit", "git")),
-        ("git -C /repo log --oneline | grep fix | head", ("git log", "git")),
+        ("if grep -q x y; then cargo build; fi", ("cargo",)),
+        ('git commit -m "$(cat <<EOF\nmake | pytest\nEOF\n)"', ("git",)),
+        ("git -C /repo log --oneline | grep fix | head", ("git",)),
         ("find . -name '*.py' | xargs -I {} grep -l x {}", ("find",)),
-        ("source venv/bin/activate && pip3 install -e .", ("pip install", "pip")),
-        ("uv run pytest -k slow tests/unit/", ("pytest tests/unit", "pytest")),
-        ("(sleep 0.5; echo done) & wait", ("sleep 0.5", "sleep")),
+        ("source venv/bin/activate && pip3 install -e .", ("pip",)),
+        ("uv run pytest -k slow tests/unit/", ("pytest",)),
+        ("(sleep 0.5; echo done) & wait", ("sleep",)),
         ("cat log | grep error", ("cat",)),
         ("echo hi # then; make", ("echo",)),
         ("make 2> log.txt", ("make",)),
-        ("./prepare.sh && make all | tee log", ("make all", "make")),
+        ("./prepare.sh && make all | tee log", ("make",)),
         ("echo 'make && pytest'", ("echo",)),
         ("sudo", ("sudo",)),
         ("A=1", ()),

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.telemetry import events as happened
-from continuum_lmcache.types import Retention, ToolKey, TurnId
+from continuum_lmcache.types import Retention, TurnId
 
 Event = dict[str, Any]
 
@@ -111,7 +111,7 @@ class EventRecorder:
             e,
             "Request_departure_time",
             e.turn,
-            tool=[name[:MAX_NAME_CHARS] for name in without_argument(e.tool, self._digest)],
+            tool=[name[:MAX_NAME_CHARS] for name in e.tool],
             context_tokens=e.context_tokens,
             output_tokens=e.output_tokens,
             last=e.is_last,
@@ -243,17 +243,6 @@ class DisabledRecorder(EventRecorder):
 
     def listen(self, events: happened.EventBus) -> None:
         """Hear nothing."""
-
-
-def without_argument(tool: ToolKey, hashed: Callable[[str], str]) -> ToolKey:
-    """A key as files may hold it: the argument of a command, which is the model's own text, is hashed.
-
-    ("pytest tests/unit", "pytest", "bash") -> ("pytest ~1f0c...", "pytest", "bash"): calls with the
-    same argument can still be told from others. A name that the client gave is left as it is.
-    """
-    if len(tool) < 2 or not tool[0].startswith(f"{tool[1]} "):
-        return tool
-    return (f"{tool[1]} ~{hashed(tool[0][len(tool[1]) + 1 :])}", *tool[1:])
 
 
 def digest(text: str, salt: bytes = b"") -> str:

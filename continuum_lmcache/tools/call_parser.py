@@ -1,6 +1,6 @@
 """What did a finished turn call? From its text to tool keys, in the formats that models write.
 
-A key is hierarchical, most specific first: ("pytest tests/unit", "pytest", "bash"). Any text of any
+A key is hierarchical, most specific first: ("pytest", "bash"). Any text of any
 size is safe: only the tail is read, in one pass a format, and what cannot be parsed is no call.
 """
 
@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
-from urllib.parse import urlsplit
 
 from continuum_lmcache.tools.shell_key import command_key, levels, weight
 from continuum_lmcache.types import ToolKey
@@ -178,7 +177,7 @@ def pythonic(text: str) -> Iterator[ToolKey]:
 
 
 def call(name: Any, given: Any) -> Iterator[ToolKey]:
-    """The key of one call: a shell's by its command, a fetch's by its host, else by the tool's name."""
+    """The key of one call: a shell's by its command, else by the tool's name."""
     if not isinstance(name, str) or not levels(name):
         return
     arguments = loaded(given) if isinstance(given, str) else given
@@ -191,8 +190,6 @@ def call(name: Any, given: Any) -> Iterator[ToolKey]:
         command = shlex.join(word for word in command[:MAX_COMMAND_WORDS] if isinstance(word, str))
     if isinstance(command, str):
         yield command_key(command, name)
-    elif isinstance(url := arguments.get("url"), str):
-        yield levels(f"{name} {host}" if (host := host_of(url)) else "", name)
     else:
         yield levels(name)
 
@@ -203,13 +200,6 @@ def loaded(text: str) -> Any:
         return DECODER.raw_decode(text, max(text.find("{"), 0))[0]
     except (ValueError, RecursionError):
         return {}
-
-
-def host_of(url: str) -> str:
-    try:
-        return urlsplit(url).netloc
-    except ValueError:  # "Invalid IPv6 URL", and the like
-        return ""
 
 
 FORMATS: tuple[Callable[[str], Iterator[ToolKey]], ...] = (

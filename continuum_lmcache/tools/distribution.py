@@ -15,7 +15,7 @@ from operator import mul
 class DurationDistribution:
     """What is believed about one kind of gap: P(gap <= ttl_s), and on what grounds."""
 
-    level: str  # "tool:3" command and argument, "tool:2" command, "tool:1" tool, "all", "cold"
+    level: str  # "tool:2" a shell's program, "tool:1" tool, "all", "cold"
     samples_s: tuple[float, ...]  # gaps that ended, ascending
     cdf: tuple[float, ...]  # P(gap <= samples_s[i])
     n: int  # observations, those that never ended included

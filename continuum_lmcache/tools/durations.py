@@ -1,7 +1,7 @@
 """How long do tools take? What was seen, per key, and which of it may be believed.
 
-A key's levels (types.ToolKey) are kept side by side: ("pytest tests", "pytest", "bash") teaches
-itself, ("pytest", "bash"), ("bash",) and (), which is every tool together.
+A key's levels (types.ToolKey) are kept side by side: ("pytest", "bash") teaches
+itself, ("bash",) and (), which is every tool together.
 """
 
 from __future__ import annotations

@@ -1,16 +1,29 @@
-"""From a shell command to the program that takes its time."""
+"""From a shell command to the program that takes its time.
+
+Not a shell: quotes, substitutions, redirections and here-documents are told apart so that the words are
+the right ones; nothing is expanded, and no text raises.
+"""
 
 from __future__ import annotations
 
 import re
 
-from continuum_lmcache.tools.shell_lexer import steps
 from continuum_lmcache.types import ToolKey
 
 MAX_COMMAND_CHARS = 2048  # what follows can hardly change which program is the slow one
 MAX_KEY_CHARS = 64
 MAX_NESTED_SHELLS = 2
-MAX_OPERANDS = 16
+
+HERE_DOCUMENT = re.compile(  # one that never ends is all the rest
+    r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n(?:(?:.*?\n)??[ \t]*\2(?=\s|\Z)|.*\Z)", re.DOTALL
+)
+PIECE = re.compile(
+    r"(?P<space>[ \t\r]+|\\\n|\#[^\n]*)"
+    r"|(?P<redirect>[0-9]{0,2}(?:&>>?|<<<?-?|<>|>>|>\||[<>]&?)[ \t]*)"
+    r"|(?P<end>&&|\|[|&]?|;+|&|\n|[()])"
+    r"|(?P<word>(?:'[^']*'?|\"(?:[^\"\\]|\\.)*\"?|`[^`]*`?|\$\([^)]*\)?|[^\s'\"\\;&|()<>`]|\\.)+)",
+    re.DOTALL,
+)
 
 
 def names(text: str) -> frozenset[str]:
@@ -35,9 +48,6 @@ VALUED = {  # options whose value is the next word
     "stdbuf": names("-i -o -e"),
     "xargs": names("-I -n -P -L -d -a -s"),
     "python": names("-W -X"),
-    "pytest": names("-k -m -n -c -p -W -o -r --tb --maxfail --durations"),
-    "git": names("-C -c"),
-    "make": names("-C -f -j"),
 }
 
 # Over at once, wherever it stands.
@@ -45,8 +55,7 @@ INSTANT = names(
     "cd source . export set unset alias echo printf true false test [ [[ : pwd mkdir touch chmod which type"
     " exit return trap shopt ulimit pushd popd local declare read"
 )
-# Read and write files, or end when their input does. Their operands are patterns and paths: these say
-# nothing about the time, and no two are alike.
+# Read and write files, or end when their input does.
 PLAIN = INSTANT | names(
     "head tail grep egrep sed awk sort uniq wc tee cut tr cat less more column nl jq find ls rg ack diff stat"
     " file du cp mv rm ln tree xxd vi nano"
@@ -58,18 +67,14 @@ SLOW = names(
 
 
 def command_key(command: str, tool: str) -> ToolKey:
-    """Which program makes this command last? ("pytest tests/unit", "pytest", tool).
+    """Which program makes this command last? ("pytest", tool).
 
     Wrappers (`sudo`, `timeout 30`, `env A=b`, `bash -c`, `python -m`) are looked through. Of a
     compound the step that is likely to last longest decides, the first of equals: programs known
     to be slow, then unknown ones, then file tools and filters (`| tail`), then what is over at once
     (`cd`, `echo`). The gaps learned so far are not asked, so that a command always has the same key.
     """
-    found = deciding(steps(command[:MAX_COMMAND_CHARS]), MAX_NESTED_SHELLS)
-    if found is None:
-        return levels(tool)
-    name, argument = found
-    return levels(f"{name} {argument}" if argument else "", name, tool)
+    return levels(slowest(command[:MAX_COMMAND_CHARS], MAX_NESTED_SHELLS), tool)
 
 
 def levels(*given: str) -> ToolKey:
@@ -85,10 +90,10 @@ def clean(name: str) -> str:
     return " ".join(head.split())[:MAX_KEY_CHARS].rstrip()
 
 
-def deciding(found: list[list[str]], nested: int) -> tuple[str, str] | None:
-    """Program and first meaningful argument of the step likely to last longest."""
-    programs = [named for words in found if (named := program(words, nested))]
-    return max(programs, key=lambda named: weight(named[0]), default=None)
+def slowest(command: str, nested: int) -> str:
+    """The program of the step likely to last longest; "" if none runs any."""
+    found = (program(words, nested) for words in steps(command))
+    return max(filter(None, found), key=weight, default="")
 
 
 def weight(name: str) -> int:
@@ -96,29 +101,34 @@ def weight(name: str) -> int:
     return 3 if name in SLOW else 2 if name not in PLAIN else 1 if name not in INSTANT else 0
 
 
-def program(words: list[str], nested: int) -> tuple[str, str] | None:
-    """The program that a simple command runs in the end, and its first meaningful argument or "".
+def steps(command: str) -> list[list[str]]:
+    """The simple commands of a compound, as words without quotes, redirections and here-documents."""
+    found: list[list[str]] = [[]]
+    is_target = False
+    for piece in PIECE.finditer(HERE_DOCUMENT.sub(r"\3\n", command)):
+        if piece.lastgroup == "end":
+            found.append([])
+        elif piece.lastgroup == "word" and not is_target:
+            found[-1].append(re.sub(r"['\"\\]", "", piece[0]))
+        is_target = piece.lastgroup == "redirect"
+    return [words for words in found if words]
 
-    None where it runs none: an assignment, the header of a loop.
-    """
+
+def program(words: list[str], nested: int) -> str:
+    """The program that a simple command runs in the end; "" where it runs none: the header of a loop."""
     words = unwrapped(words)
     if not words or words[0] in HEADERS:
-        return None
+        return ""
     name, rest = basename(words[0]), words[1:]
     if name in SHELLS and nested and len(rest) > 1 and re.match(r"-[a-z]*c", rest[0]):
-        return deciding(steps(rest[1]), nested - 1) or (name, "")
+        return slowest(rest[1], nested - 1) or name
     if name == "python":
-        name, rest = python_program(after_options("python", rest))
-    return name, "" if name in PLAIN else operand(name, rest)
-
-
-def python_program(rest: list[str]) -> tuple[str, list[str]]:
-    """What an interpreter runs: a module, a known tool's script, else itself with the script's name."""
-    if rest[:1] == ["-m"] and len(rest) > 1:
-        return basename(rest[1]), rest[2:]
-    if rest and basename(rest[0]) in SLOW:  # python manage.py test, python setup.py build
-        return basename(rest[0]), rest[1:]
-    return "python", [basename(word) for word in rest[:1]]
+        rest = after_options(name, rest)
+        if rest[:1] == ["-m"] and len(rest) > 1:
+            return basename(rest[1])
+        if rest and basename(rest[0]) in SLOW:  # python manage.py test, python setup.py build
+            return basename(rest[0])
+    return name
 
 
 def unwrapped(words: list[str]) -> list[str]:
@@ -141,16 +151,11 @@ def unwrapped(words: list[str]) -> list[str]:
 
 
 def after_options(name: str, words: list[str]) -> list[str]:
-    """The words behind a program's leading options and these options' values; not behind -m, -c, -."""
-    valued, at = VALUED.get(name, names("")), 0
-    while at < len(words) and words[at].startswith("-") and words[at] not in stops(name):
+    """The words behind a program's leading options and their values; not behind an interpreter's -m, -c."""
+    valued, stops, at = VALUED.get(name, names("")), ("-m", "-c", "-") if name == "python" else (), 0
+    while at < len(words) and words[at].startswith("-") and words[at] not in stops:
         at += 2 if words[at] in valued else 1
     return words[at:]
-
-
-def stops(name: str) -> tuple[str, ...]:
-    """Options after which an interpreter's program comes."""
-    return ("-m", "-c", "-") if name == "python" else ()
 
 
 def basename(word: str) -> str:
@@ -159,15 +164,3 @@ def basename(word: str) -> str:
     if name.startswith(("python", "pip")):
         name = name.rstrip("0123456789.")
     return "pytest" if name == "py.test" else name
-
-
-def operand(name: str, words: list[str]) -> str:
-    """The first word that is neither an option nor its value, without the test inside the file."""
-    if name == "python" and words[:1] in (["-c"], ["-"]):
-        return words[0]
-    valued, skip = VALUED.get(name, names("")), False
-    for word in words[:MAX_OPERANDS]:
-        if not skip and not word.startswith(("-", "$")):
-            return word.partition("::")[0].rstrip("/")
-        skip = not skip and word in valued
-    return ""
