@@ -37,7 +37,6 @@ class ContinuumConfig:
     honor_program_age: bool = False  # believe a tenant's program_turns: where a router sets it
     first_prompt_order: bool = True  # in admission's line, a small first prompt goes before a large one
     evict_ended_programs: bool = True  # the KV of a program that has ended is the first to be evicted
-    stop_stores: bool = False  # do not store while that holds steps up and nothing repays it
     priced_pins: bool = True  # a pin costs only while a turn or a new program waits, and is looked at again
     measured_chunk: bool = True  # decodes before prompts, in chunks as small as the profile's step times say
     learn_matches: bool = True  # of a turn, pin only what the next prompt is expected to repeat
@@ -80,6 +79,7 @@ GONE = "does nothing any more; delete it"
 REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about them
     "no_loss_guard": GONE,
     "prefetch": GONE,
+    "stop_stores": "did what a server without a KV connector does; leave the connector out",
     "gaps_file": "is named tool_durations_file now",
     "drop_dead": "is named evict_ended_programs now",
     "max_wait_s": "is two settings now: admission_max_hold_s and pin_reclaim_after_s",

@@ -46,7 +46,6 @@ STATS = (
     Panel("programs known", "short", {"": "sum(continuum_programs)"}),
     Panel("wait to start", "short", {"": "sum(continuum_programs_held)"}, "wait for room to start"),
     Panel("pins held", "short", {"": "sum(continuum_pins_held)"}),
-    Panel("storing", "short", {"": "min(continuum_stores_enabled)"}, "0: it does not pay"),
     Panel("store up", "short", {"": "min(continuum_tier_store_up)"}),
     Panel("fewest samples of a rate", "short", {"{{rate}}": "min by (rate) (continuum_rate_samples)"}),
     Panel("policy", "short", {"{{policy}}": "max by (policy) (continuum_policy_info)"}),

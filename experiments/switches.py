@@ -36,7 +36,7 @@ from experiments.sweep.simulated import programs_of, setup_of
 
 SWITCHES = (
     *("admission", "first_prompt_order", "evict_ended_programs", "priced_pins"),
-    *("learn_matches", "load_or_recompute", "stop_stores", "measured_chunk", "infer_programs"),
+    *("learn_matches", "load_or_recompute", "measured_chunk", "infer_programs"),
 )
 
 

@@ -163,7 +163,7 @@ class OracleConnector(StockConnector, ContinuumLMCacheConnector):
         )
         self._impl, self._tiers = self._lmcache_engine, tiers if engine is None else None
         self._worker, self._rule = None, None
-        self._never_saves, self._is_shared, self._kv_bytes_per_token = False, False, 8
+        self._kv_bytes_per_token = 8
         self._expected, self._check = [], LoadCheck(engine, BLOCK) if engine is not None else None
 
     def _located(self, token_ids: Any) -> TierHit:

@@ -144,12 +144,6 @@ class Rig:
             self.disk.current_cache_size -= before - self.disk.usage  # who evicts gives the room back
         self.step()
 
-    def set_store_enabled(self, wanted: bool) -> None:
-        """vLLM's side decides that: not in a rig without it."""
-
-    def stalls(self) -> bool:
-        return True
-
     def check(self) -> None:
         """The mirror holds what LMCache holds, and nothing is left pinned."""
         self.settle()

@@ -213,12 +213,6 @@ def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
     assert seen[0] == seen[-1]
 
 
-def test_what_a_plain_request_computes_is_weighed_as_a_store_too(make: Make) -> None:
-    bench = make(blocks=20)
-    bench.turn(None, prompt(64, 77))
-    assert bench.lifecycle.stores._gate.new_tokens == 64
-
-
 def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
     bench = make(blocks=20)
     crowd_in(bench, 8)
@@ -340,29 +334,6 @@ def test_an_inferred_program_does_not_wait_at_the_door_with_its_context_inside(m
     bench.step()
     back = bench.send(None, first + prompt(16, 2))
     assert bench.lifecycle.turns[back].program is not None and back not in held(bench)
-
-
-@pytest.mark.parametrize("given", [{}, {"stop_stores": "true"}], ids=["default", "stop_stores"])
-def test_stores_that_hold_steps_up_stop_while_nothing_is_lost_where_that_is_asked_for(
-    model: Path,
-    settings: Any,  # noqa: F811
-    given: dict[str, str],
-) -> None:
-    settings(policy="continuum", **given)
-    extra = {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK, "fake.store_gbps": 1e-6, "fake.sleep": True}
-    transfer = {
-        "kv_connector": "FakeConnector",
-        "kv_connector_module_path": "connectors.fake",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }
-    bench = Bench(ContinuumScheduler, model, blocks=400, transfer=transfer)
-    for story in range(12):
-        bench.turn(f"p{story}", prompt(10 * BLOCK, story))
-    planner = bench.scheduler.connector.planner
-    storing = not given
-    assert planner.storing == storing and totals_of(bench.lifecycle, bench.now_s)["storing"] == {"": storing}
-    bench.scheduler.shutdown()
 
 
 # chosen chunks ----------------------------------------------------------------

@@ -13,12 +13,10 @@ pytest.importorskip("lmcache")
 
 from bench import BLOCK, prompt
 from bench import settings as settings  # a fixture
-from lmcache.v1.config import LMCacheEngineConfig
 from lmcache_bench import InProcessBench, one_rank
 from lmcache_mp_server import wait_for
 from lmcache_rig import Clock
 
-from connectors.lmcache.connector import is_shared
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
@@ -32,7 +30,7 @@ def make(model: Path, monkeypatch: pytest.MonkeyPatch, settings: Any) -> Iterato
     made: list[InProcessBench] = []
 
     def build(**extra: Any) -> InProcessBench:
-        settings(policy="continuum", stop_stores="true")
+        settings(policy="continuum")
         made.append(InProcessBench(ContinuumScheduler, model, 40, **extra))
         return made[-1]
 
@@ -44,7 +42,6 @@ def make(model: Path, monkeypatch: pytest.MonkeyPatch, settings: Any) -> Iterato
 
 def test_a_remote_backend_is_always_stored_to_and_its_time_is_no_tiers(make: Make, tmp_path: Path) -> None:
     bench = make(**{"lmcache.remote_url": f"fs://localhost:0{tmp_path}"})
-    assert not bench.lifecycle.stores._gate.stalls
     bench.turn("p", prompt(100))
     wait_for(lambda: len(list(tmp_path.glob("*.data"))) == 6)
     forget_but(bench, 3)
@@ -81,23 +78,3 @@ def slow_remote(bench: InProcessBench) -> tuple[Clock, list[KVTransfer]]:
 
     meter._get, meter.take = slow, taken
     return clock, told
-
-
-@pytest.mark.parametrize(
-    ("settings_of_lmcache", "kv_role", "shared"),
-    [
-        ({}, "kv_both", False),
-        ({"local_disk": "file://x/", "max_local_disk_size": 1.0}, "kv_both", False),
-        ({}, "kv_producer", True),
-        ({"remote_url": "redis://h:6379"}, "kv_both", True),
-        ({"remote_storage_plugins": ["mine"]}, "kv_both", True),
-        ({"storage_plugins": ["mine"]}, "kv_both", True),
-        ({"enable_p2p": True}, "kv_both", True),
-        ({"enable_pd": True}, "kv_both", True),
-    ],
-)
-def test_what_peers_may_load_is_told_by_the_settings(
-    settings_of_lmcache: dict[str, Any], kv_role: str, shared: bool
-) -> None:
-    config = LMCacheEngineConfig.from_defaults(**settings_of_lmcache)
-    assert is_shared(config, kv_role) is shared

@@ -119,13 +119,6 @@ class FakeConnector(KVConnectorBase_V1):
         sizes = {tier: min(shelf.capacity, ENDLESS) for tier, shelf in shelves.items() if shelf.capacity >= 1}
         return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
 
-    def set_store_enabled(self, wanted: bool) -> None:
-        self.planner.storing = wanted
-
-    def stalls(self) -> bool:
-        """Blocking loads and blocking stores go together, as in LMCache in-process."""
-        return not self.config.load_async
-
     # the scheduler's side of vLLM's interface
 
     @property

@@ -77,7 +77,6 @@ class FakeSchedulerSide:
         self.store = TwoTierCache(config.shape(bytes_per_token, block_tokens))
         self.tracked: dict[str, TrackedRequest] = {}
         self.rule: LoadSelector | None = None  # None: load all there is
-        self.storing = True
         self._loads: list[LoadJob] = []
 
     @property
@@ -166,8 +165,6 @@ class FakeSchedulerSide:
         self, seen: TrackedRequest, scheduled_tokens: int, now_s: float
     ) -> tuple[list[ChunkCopy], float]:
         """Chunks that this step completes, and when the GPU's copies of them are free again."""
-        if not self.storing:
-            return [], now_s
         request, span = seen.request, self.blocks_per_chunk
         end = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
         if not self.config.save_decode_cache:

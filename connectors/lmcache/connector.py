@@ -98,8 +98,6 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._addresses = addresses(str(transfer.engine_id), ranks)
         self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
-        self._never_saves = bool(getattr(self._impl, "force_skip_save", False))  # its user's own wish
-        self._is_shared = is_shared(self._impl.config, str(transfer.kv_role))
         self._expected: list[AwaitedLoad] = []  # what vLLM takes for loaded by the next step
         self._check: LoadCheck | None = None
         self._worker: LMCacheWorkerSide | None = None
@@ -145,17 +143,6 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     def set_load_selector(self, rule: LoadSelector) -> None:
         """Load no more of a prompt than `rule` says (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
         self._rule = rule
-
-    def set_store_enabled(self, wanted: bool) -> None:
-        """For turns that start from now on (force_skip_save, vllm_v1_adapter.py:1633)."""
-        self._impl.force_skip_save = self._never_saves or not wanted
-
-    def stalls(self) -> bool:
-        """In-process LMCache waits for the copy at the end of each step that stores.
-
-        What peers may load is stored all the same: whether that repays is not known here.
-        """
-        return not self._is_shared
 
     def waits(self, metadata: Any) -> bool:
         """Whether the step loads or stores (continuum_lmcache.reload.tier_store.StepTiming)."""
@@ -298,9 +285,3 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     @classmethod
     def build_prom_metrics(cls, *args: Any) -> TransferMetrics:
         return TransferMetrics(*args)
-
-
-def is_shared(config: Any, kv_role: str) -> bool:
-    """Whether other engines may load what this one stores."""
-    names = ("remote_url", "remote_storage_plugins", "storage_plugins", "enable_p2p", "enable_pd")
-    return kv_role == "kv_producer" or any(getattr(config, name) for name in names)

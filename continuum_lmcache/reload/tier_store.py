@@ -67,17 +67,6 @@ class TierStore(Protocol):
 
 
 @runtime_checkable
-class StoreSwitch(Protocol):
-    """A store whose stores can be switched off. They are on at the start."""
-
-    def set_store_enabled(self, wanted: bool) -> None:
-        """Whether KV that is computed from now on is stored."""
-
-    def stalls(self) -> bool:
-        """Whether steps wait for stores that no other engine reads; only then storing may stop."""
-
-
-@runtime_checkable
 class StepTiming(Protocol):
     """A store for which steps wait. With two in flight, the outputs' times do not give each step's time."""
 

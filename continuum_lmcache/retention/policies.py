@@ -74,7 +74,6 @@ def effective(config: ContinuumConfig) -> ContinuumConfig:
         config,
         admission=False,
         evict_ended_programs=False,
-        stop_stores=False,
         priced_pins=False,
         measured_chunk=False,
         learn_matches=False,

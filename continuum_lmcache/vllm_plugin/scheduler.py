@@ -55,7 +55,7 @@ class ContinuumMixin(Scheduler):
         self._parts: EngineParts = build_parts(self, config, self.clock())
         self._lifecycle: TurnLifecycle = self._parts.lifecycle
         lifecycle, advisor = self._lifecycle, self._lifecycle.advisor
-        self._turns, self._pins, self._stores = lifecycle.turns, lifecycle.pins, lifecycle.stores
+        self._turns, self._pins = lifecycle.turns, lifecycle.pins
         self._step_timer, self._load_policy = lifecycle.step_timer, lifecycle.load_policy
         self._metrics_delta = MetricsDelta(self._parts.totals, lifecycle.samples)
         self._report_at_s = -math.inf
@@ -98,7 +98,6 @@ class ContinuumMixin(Scheduler):
         if self._pins.pinned:
             self._lifecycle.expire(now_s)
         self._lifecycle.forget_idle(now_s)
-        self._stores.update()
         self._choose_chunk()
         self._reorder()
         self._reclaimer.step_begins()

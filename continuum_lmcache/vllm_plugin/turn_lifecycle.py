@@ -38,7 +38,6 @@ from continuum_lmcache.telemetry.samples import MetricSamples
 from continuum_lmcache.types import EngineLoad, FinishedTurn, PinEnd, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
-from continuum_lmcache.vllm_plugin.memory.store_control import StoreControl
 from continuum_lmcache.vllm_plugin.prefix_losses import PrefixLossReporter
 from continuum_lmcache.vllm_plugin.requests import TurnState, TurnTable, is_end_of_turn, live_turn, tail_text
 from continuum_lmcache.vllm_plugin.step_timer import StepTimer
@@ -98,7 +97,6 @@ class TurnLifecycle:
             advisor.admission_order,
             shared_prefixes=self._shared_prefixes,
         )
-        self.stores = StoreControl(residency, self.admission, kv_tokens, advisor)
         self.end_claims = EndClaims()
         self.ignored: Counter[str] = Counter()
         self._prompt_linker = PromptLinker(config.max_programs, hash_block_tokens)
@@ -179,8 +177,7 @@ class TurnLifecycle:
         self.step_timer.on_run(turn)
         served = self.residency.served_from(request, turn)
         self.residency.count(served)
-        if turn.program is None:  # of what the GPU lost, only what a tier brought back is known
-            self.stores.count(now_s, served, served.dram_tokens + served.ssd_tokens)
+        if turn.program is None:
             return
         program, entry = turn.program, self.programs.records[turn.program]
         self.programs.start_turn(turn.id, program)
@@ -192,9 +189,7 @@ class TurnLifecycle:
         if turn.reusable_tokens is not None:  # what is not asked for was not lost
             context_tokens = min(context_tokens, turn.reusable_tokens)
         self.residency.count_returned(served, context_tokens)
-        lost_tokens = context_tokens - turn.gpu_tokens
-        self.stores.count(now_s, served, max(0, lost_tokens))
-        evicted = lost_tokens > self._slack_tokens
+        evicted = context_tokens - turn.gpu_tokens > self._slack_tokens
         self.events.publish(TurnStarted(now_s, program, turn.id, served, now_s - turn.arrival_s, evicted))
         self.losses.on_first_run(now_s, turn)
         if program in self.pins.pinned:

@@ -95,12 +95,6 @@ class FakeStore:
         names = chain(token_ids, self.chunk_tokens)
         self.planner.store.forget(names[-(-kept_tokens // self.chunk_tokens) :])
 
-    def set_store_enabled(self, wanted: bool) -> None:
-        self.planner.storing = wanted
-
-    def stalls(self) -> bool:
-        return True
-
     def transfers(self) -> list[KVTransfer]:
         return self.worker.take_transfers()
 

@@ -73,7 +73,6 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
         **formula_totals(advisor.history),
         "held": {"": len(admission.pending)},
         "headroom": {"": admission.headroom_tokens},
-        "storing": {"": float(lifecycle.stores.storing)},
         "working_set": {"": admission.context_tokens},
         "gpu_capacity": {"": lifecycle.kv_tokens},
         **losses.ended_turns.totals(),

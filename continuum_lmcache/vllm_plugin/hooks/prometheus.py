@@ -81,7 +81,6 @@ GAUGES = {  # the label's name last; "" where there is none
         "",
     ),
     "lost_at_token": ("continuum_lost_at_token", "From which token on the latest return lost", "cause"),
-    "storing": ("continuum_stores_enabled", "1 while KV is stored to tiers, 0 while that does not pay", ""),
 }
 HISTOGRAMS = {  # the last: upper bounds of the buckets, seconds
     "ttl": ("continuum_ttl_seconds", "For how long a finished turn's KV should stay", "tool", TTL_BUCKETS_S),

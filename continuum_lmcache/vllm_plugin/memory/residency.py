@@ -12,14 +12,12 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from continuum_lmcache.reload.store_gate import StoreGate
 from continuum_lmcache.reload.tier_store import (
     KVTransfer,
     LookupRecord,
     SelectiveLoader,
     StepTiming,
     StoreStatus,
-    StoreSwitch,
     TierHit,
     TierStore,
 )
@@ -83,15 +81,6 @@ class ResidencyLookup:
     def totals(self) -> dict[str, dict[str, float]]:
         """For the metrics: what prompts were made of."""
         return {"prompt_tokens": dict(self.prompt_tokens), "returned_tokens": dict(self.returned_tokens)}
-
-    def store_gate(self) -> StoreGate:
-        """What says whether storing pays; without a switch nothing is to be stopped."""
-        return StoreGate(stalls=isinstance(self._store, StoreSwitch) and self._store.stalls())
-
-    def set_store_enabled(self, wanted: bool) -> None:
-        """Store what is computed from now on, or do not."""
-        if isinstance(self._store, StoreSwitch):
-            self._store.set_store_enabled(wanted)
 
     def count(self, served: Residency) -> None:
         """Add one prompt to the counts."""

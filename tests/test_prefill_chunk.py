@@ -1,8 +1,6 @@
-"""How small a chunk pays, and whether storing does. Both from measured times."""
+"""How small a chunk pays, by measured step times."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,8 +8,7 @@ from hypothesis import strategies as st
 
 from continuum_lmcache.admission.prefill_chunk import LARGEST_TOKENS, PrefillChunkTuner, smallest_chunk
 from continuum_lmcache.errors import ProfileError
-from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, TransferRate
-from continuum_lmcache.reload.store_gate import LEAST_TRANSFERS, TYPICAL_TOKENS, StoreGate, store_token_s
+from continuum_lmcache.reload.cost_model import CostModel
 
 SIZES = (0, 128, 256, 512, 2048, 8192)
 
@@ -74,41 +71,3 @@ def test_a_profiles_step_times_are_read_and_refused_where_they_are_none() -> Non
     for bad in ({"x": 1.0}, {128: -1.0}, [1]):
         with pytest.raises(ProfileError, match="steps"):
             CostModel.from_mapping({**profile, "steps": bad})
-
-
-# stores -----------------------------------------------------------------------
-
-
-def test_stores_that_nobody_waits_for_are_never_stopped() -> None:
-    stores = StoreGate(stalls=False)
-    stores.turn(0.0, 10_000, 0)
-    assert stores.wanted(UNMEASURED)
-
-
-def test_stores_stop_while_nothing_is_lost_and_go_on_when_much_is() -> None:
-    stores = StoreGate(stalls=True)
-    stores.turn(0.0, 10_000, 0)
-    assert not stores.wanted(UNMEASURED)
-    stores.turn(1.0, 1_000, 9_000)
-    assert stores.wanted(UNMEASURED)
-    stores.turn(2000.0, 10_000, 0)
-    assert not stores.wanted(UNMEASURED), "what was lost half an hour ago does not count"
-
-
-@pytest.mark.parametrize(("times", "goes_on"), [(1.1, False), (1.4, True)])
-def test_a_store_must_be_repaid_by_more_than_it_costs(times: float, goes_on: bool) -> None:
-    costs, new_tokens = UNMEASURED, 10_000
-    compute_s = costs.prefill_s(TYPICAL_TOKENS) / TYPICAL_TOKENS
-    load_s = costs.dram.seconds(TYPICAL_TOKENS * costs.kv_bytes_per_token) / TYPICAL_TOKENS
-    stores = StoreGate(stalls=True)
-    stores.turn(0.0, new_tokens, round(times * new_tokens * store_token_s(costs) / (compute_s - load_s)))
-    assert stores.wanted(costs) is goes_on
-
-
-def test_stores_measured_to_cost_next_to_nothing_go_on() -> None:
-    stores = StoreGate(stalls=True)
-    stores.turn(0.0, 10_000, 0)
-    fast, slow = (TransferRate(bytes_per_s, 0.0, LEAST_TRANSFERS) for bytes_per_s in (1e13, 1e9))
-    assert stores.wanted(replace(UNMEASURED, store=fast))
-    assert not stores.wanted(replace(UNMEASURED, store=slow))
-    assert not stores.wanted(replace(UNMEASURED, store=replace(fast, samples=LEAST_TRANSFERS - 1)))
