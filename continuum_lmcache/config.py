@@ -45,7 +45,6 @@ class ContinuumConfig:
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
     tool_durations_file: str = ""  # where learned tool durations survive a restart; empty: nowhere
     run_output_dir: str = ""  # where the recorder writes; empty: RUN_OUTPUT_DIR, else nowhere
-    stream_recording: bool = False  # also write each event at once, as a line of JSON
     hash_ids: bool = False  # recordings hold hashes of the programs' ids
     divergence_texts: bool = False  # recordings hold what stood where a prompt left its last turn, cut
 
@@ -79,6 +78,7 @@ GONE = "does nothing any more; delete it"
 REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about them
     "no_loss_guard": GONE,
     "prefetch": GONE,
+    "stream_recording": "is written when the server stops, and on SIGUSR1 to the engine",
     "stop_stores": "did what a server without a KV connector does; leave the connector out",
     "gaps_file": "is named tool_durations_file now",
     "drop_dead": "is named evict_ended_programs now",

@@ -4,7 +4,7 @@
     python -m experiments.analyze report --compare run-fcfs/ run-continuum/
     python -m experiments.analyze convert run/ trace.jsonl
 
-A recording is a file `scheduler_timestamps`, its `.jsonl` stream, or a directory with either of
+A recording is a file `scheduler_timestamps`, or a directory with one of
 every rank. The public prototype's files are read too: what they lack is said, not guessed.
 """
 

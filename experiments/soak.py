@@ -2,7 +2,7 @@
 
     python -m experiments.soak --minutes 6
 
-A real `vllm serve` with `--scheduling-policy continuum`, LMCache with DRAM and disk, a streaming
+A real `vllm serve` with `--scheduling-policy continuum`, LMCache with DRAM and disk, a
 recorder and a file of learned gaps that is full from the start. Agents of 3 to 9 turns, 16 at a time;
 one in eight never comes back and one in eight hangs up in the middle of an answer. Every two seconds:
 resident memory and open files of every process of the server, the program table, pinned blocks, and
@@ -173,7 +173,6 @@ def main(
         "lmcache.local_disk": f"file://{out.resolve()}/disk/",
         "lmcache.max_local_disk_size": 0.5,
         "continuum.run_output_dir": str(out.resolve()),
-        "continuum.stream_recording": True,
         "continuum.tool_durations_file": str(out.resolve() / "gaps.json"),
         "continuum.program_idle_s": IDLE_S,
         "continuum.policy": "static-ttl",  # whatever pays on this machine, pins come and go

@@ -20,15 +20,14 @@ from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
 from experiments.recorded_runs import to_trace
 
 
-def test_a_stream_and_a_directory_tell_the_same_as_the_file(tmp_path: Path) -> None:
+def test_a_directory_tells_the_same_as_the_file(tmp_path: Path) -> None:
     run = Run()
-    recording = RecordingWriter(tmp_path, run.recorder, stream=True)
+    recording = RecordingWriter(tmp_path, run.recorder)
     run.turn("a", "a1", (0, 1, 4), keep=KEEP)
     run.turn("a", "a2", (6, 6, 10))
-    recording.close()
-    found = [measure(load(path)) for path in (tmp_path, *sorted(tmp_path.iterdir()))]
-    assert len(found) == 3
-    assert found[0] == found[1] == found[2]
+    recording.flush()
+    (file,) = tmp_path.iterdir()
+    assert measure(load(tmp_path)) == measure(load(file))
 
 
 def test_ranks_of_one_run_are_read_together(tmp_path: Path) -> None:
@@ -38,7 +37,7 @@ def test_ranks_of_one_run_are_read_together(tmp_path: Path) -> None:
         recording = RecordingWriter(tmp_path, run.recorder, rank=rank)
         for at_s in starts_s:
             run.turn("a", f"t{at_s}", (at_s, at_s, at_s + 1))
-        recording.close()
+        recording.flush()
     (program,) = load(tmp_path).programs
     assert [t.gap_s for t in program.turns] == [3, 5, None]
 
@@ -151,20 +150,6 @@ def test_a_malformed_file_is_one_error_with_place_and_reason(
     assert words in str(refused.value) and str(path) in str(refused.value)
     said = printed("report", path, status=1)
     assert said.startswith("error: ") and "Traceback" not in said
-
-
-def test_a_line_cut_by_a_crash_is_left_out_and_said_but_one_in_the_middle_is_refused(tmp_path: Path) -> None:
-    whole = json.dumps({"job_id": "a", **ARRIVAL})
-    path = tmp_path / "scheduler_timestamps.jsonl"
-    path.write_text(f'{whole}\n{{"job_id": "b", "Requ')
-    run = load(path)
-    assert len(run.programs) == 1 and any("cut short" in note for note in run.notes)
-    path.write_text(f'{whole}\n{{"job_id": "b", "Requ\n{whole}\n')
-    with pytest.raises(TraceError, match="line 2: not JSON"):
-        load(path)
-    path.write_text(json.dumps(ARRIVAL) + "\n")
-    with pytest.raises(TraceError, match="line 1: no job_id"):
-        load(path)
 
 
 def test_a_directory_without_a_recording_is_refused(tmp_path: Path) -> None:

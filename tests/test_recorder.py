@@ -27,7 +27,6 @@ from continuum_lmcache.telemetry.recorder import (
     MAX_NAME_CHARS,
     META,
     DisabledRecorder,
-    Event,
     EventRecorder,
 )
 from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Residency, Retention, TurnId
@@ -183,23 +182,6 @@ def test_few_programs_with_many_events_are_bounded_too() -> None:
     for number in range(1_000):
         run_turn(recorder, ProgramId(f"job-{number % 50}"), f"t{number}", float(number))
     assert sum(len(events) for name, events in recorder.snapshot().items() if name != META) <= 300
-
-
-class Lines:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def write(self, event: Event) -> None:
-        self.events.append(event)
-
-
-def test_a_sink_sees_also_what_the_bounds_discard() -> None:
-    lines = Lines()
-    recorder = EventRecorder(EPOCH_S, max_programs=1, max_events_per_program=2, sink=lines)
-    run_turn(recorder, A, "t1", 0.0)
-    run_turn(recorder, B, "t1", 10.0)
-    recorder.record(ProgramEnded(20.0, A, 1))
-    assert [e["job_id"] for e in lines.events] == [A] * 3 + [B] * 3 + [A]
 
 
 programs = st.sampled_from([ProgramId(name) for name in "abcdef"])

@@ -3,11 +3,8 @@
 import contextlib
 import json
 import logging
-import os
 import resource
-import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +16,6 @@ from continuum_lmcache.telemetry.recorder import META, EventRecorder
 from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.files.recording_files import (
     BATCH_EVENTS,
-    EventStream,
     RecordingWriter,
     pieces,
 )
@@ -30,10 +26,6 @@ def turns(recorder: EventRecorder, count: int) -> None:
     for number in range(count):
         recorder.record(TurnArrived(float(number), ProgramId(f"job-{number}"), TurnId("t"), 100))
         recorder.record(ProgramEnded(number + 0.5, ProgramId(f"job-{number}"), 1))
-
-
-def lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @contextlib.contextmanager
@@ -47,12 +39,12 @@ def files_no_longer_than(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_close_writes_the_prototypes_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_flush_writes_the_prototypes_file_and_nothing_else(tmp_path: Path) -> None:
     recorder = EventRecorder(0.0)
     recording = RecordingWriter(tmp_path / "new" / "run", recorder)
     turns(recorder, 2)
-    recording.close()
-    recording.close()
+    recording.flush()
+    recording.flush()
     written = tmp_path / "new" / "run" / "scheduler_timestamps"
     assert list(json.loads(written.read_text())) == [META, "job-0", "job-1"]
     assert list(written.parent.iterdir()) == [written]
@@ -61,34 +53,12 @@ def test_close_writes_the_prototypes_file_and_nothing_else(tmp_path: Path) -> No
 def test_ranks_share_a_directory_and_no_file(tmp_path: Path) -> None:
     for rank in range(3):
         recorder = EventRecorder(0.0)
-        recording = RecordingWriter(tmp_path, recorder, rank=rank, stream=True)
+        recording = RecordingWriter(tmp_path, recorder, rank=rank)
         turns(recorder, rank + 1)
-        recording.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"scheduler_timestamps{rank}{ending}" for rank in ("", "_dp1", "_dp2") for ending in ("", ".jsonl")
-    ]
+        recording.flush()
+    names = [f"scheduler_timestamps{rank}" for rank in ("", "_dp1", "_dp2")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert len(json.loads((tmp_path / "scheduler_timestamps_dp2").read_text())) == 1 + 3
-
-
-def test_the_stream_tells_what_the_snapshot_tells(tmp_path: Path) -> None:
-    recorder = EventRecorder(0.0)
-    recording = RecordingWriter(tmp_path, recorder, stream=True)
-    turns(recorder, 5_000)
-    recording.close()
-    header, *streamed = lines(tmp_path / "scheduler_timestamps.jsonl")
-    held = json.loads((tmp_path / "scheduler_timestamps").read_text())
-    assert header[META]["format"] == held.pop(META)[0]["format"]  # type: ignore[index]
-    assert streamed == [{"job_id": name, **event} for name, events in held.items() for event in events]
-    assert not recording.lost
-
-
-def test_a_new_run_does_not_continue_an_older_runs_stream(tmp_path: Path) -> None:
-    for count in (5, 2):
-        recorder = EventRecorder(0.0)
-        recording = RecordingWriter(tmp_path, recorder, stream=True)
-        turns(recorder, count)
-        recording.close()
-    assert len(lines(tmp_path / "scheduler_timestamps.jsonl")) == 1 + 2 * 2
 
 
 def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -97,22 +67,19 @@ def test_a_directory_that_cannot_be_made_is_refused_at_the_start(tmp_path: Path)
         RecordingWriter(tmp_path / "file" / "run", EventRecorder(0.0))
 
 
-def test_a_directory_that_vanishes_is_one_warning_a_kind_and_a_count(
+def test_a_directory_that_vanishes_is_one_warning_and_a_count(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = EventRecorder(0.0)
-    recording = RecordingWriter(tmp_path / "run", recorder, stream=True)
-    while (tmp_path / "run").exists():  # the thread may be writing its header meanwhile
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    recording = RecordingWriter(tmp_path / "run", recorder)
+    (tmp_path / "run").rmdir()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             turns(recorder, 10)
             assert not recording.flush()
-        recording.close()
     assert not (tmp_path / "run").exists()
-    assert recording.lost["flush"] == 4
-    assert recording.lost["disk"] >= 60
-    assert len(caplog.records) == 2
+    assert recording.lost == {"flush": 3}
+    assert len(caplog.records) == 1
 
 
 def test_a_disk_that_fills_up_keeps_the_last_whole_snapshot(tmp_path: Path) -> None:
@@ -129,33 +96,6 @@ def test_a_disk_that_fills_up_keeps_the_last_whole_snapshot(tmp_path: Path) -> N
     assert recording.flush()
     meta = json.loads(recording.path.read_text())[META][0]
     assert meta["lost"] == {"flush": 1}
-
-
-def test_a_disk_that_fills_up_leaves_no_half_line_and_the_stream_goes_on(tmp_path: Path) -> None:
-    recorder = EventRecorder(0.0)
-    recording = RecordingWriter(tmp_path, recorder, stream=True)
-    path = tmp_path / "scheduler_timestamps.jsonl"
-    with files_no_longer_than(2_000):
-        turns(recorder, 500)
-        while not recording.lost["disk"]:
-            time.sleep(0.01)
-    recorder.record(TurnArrived(1e6, ProgramId("later"), TurnId("t"), 1))
-    recording.close()
-    told = lines(path)
-    assert told[-1]["job_id"] == "later"
-    assert len(told) + recording.lost["disk"] == 1 + 1_000 + 1
-
-
-def test_a_disk_that_stands_still_costs_events_and_never_a_wait(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)  # opening it for writing waits until somebody reads
-    stream = EventStream(fifo, max_events=10)
-    for number in range(500):
-        stream.write({"arrived": number})
-    assert stream.lost["queue"] >= 500 - 10 - 10
-    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    stream.close()
-    os.close(reader)
 
 
 def test_a_snapshot_is_written_in_small_pieces_that_read_as_one() -> None:

@@ -18,7 +18,7 @@ from continuum_lmcache.errors import TraceError
 from continuum_lmcache.recordings.program_history import KINDS, RecordedProgram, RecordedTurn
 from continuum_lmcache.telemetry.recorder import FORMAT, META, Event
 
-FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?(\.jsonl)?")
+FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?")
 TOKENS = ("prompt_length", "hit_length", "gpu_tokens", "dram_tokens", "ssd_tokens", "output_tokens")
 NO_PROGRAM = "null"  # where the prototype gathers requests without a job_id
 MISSING = {  # a turn's field that no turn of a recording has: what cannot be said then
@@ -74,11 +74,10 @@ class Recording:
 
 
 def load(path: Path) -> Recording:
-    """A recording from its file (JSON or JSONL) or its directory (every rank's). Raises TraceError."""
+    """A recording from its file or its directory (every rank's). Raises TraceError."""
     histories: dict[str, list[Event]] = defaultdict(list)
     for file in files(path):
-        read = streamed if file.suffix == ".jsonl" else held
-        for name, event in read(file, file.read_text(encoding="utf-8", errors="replace")):
+        for name, event in held(file, file.read_text(encoding="utf-8", errors="replace")):
             histories[name].append(event)
     headers = histories.pop(META, [])
     notes = [note for header in headers for note in confessed(path, header)]
@@ -95,16 +94,13 @@ def load(path: Path) -> Recording:
 
 
 def files(path: Path) -> list[Path]:
-    """What to read: the file itself, or one a rank from a directory, whole snapshots before streams."""
+    """What to read: the file itself, or one a rank from a directory."""
     if path.is_file():
         return [path]
-    found: dict[str, Path] = {}
-    for file in sorted(path.iterdir()) if path.is_dir() else []:
-        if match := FILE_NAME.fullmatch(file.name):
-            found.setdefault(match[1] or "", file)  # "x" sorts before "x.jsonl"
+    found = sorted(file for file in path.glob("scheduler_timestamps*") if FILE_NAME.fullmatch(file.name))
     if not found:
         raise TraceError(f"{path}: no recording here; expected a file or directory of scheduler_timestamps")
-    return list(found.values())
+    return found
 
 
 def held(file: Path, text: str) -> Iterator[tuple[str, Event]]:
@@ -117,22 +113,6 @@ def held(file: Path, text: str) -> Iterator[tuple[str, Event]]:
             raise TraceError(f"{file}: program {name!r} is not a list of events")
         for number, event in enumerate(events, 1):
             yield name, checked(event, f"{file}: program {name!r}, event {number}")
-
-
-def streamed(file: Path, text: str) -> Iterator[tuple[str, Event]]:
-    """Events of a stream, one a line. A last line that a crash cut short is left out."""
-    lines = text.split("\n")
-    if lines.pop():
-        yield META, {"format": FORMAT, "lost": {"last line, cut short": 1}}
-    for number, line in enumerate(lines, 1):
-        where = f"{file}: line {number}"
-        event = checked(parsed(line, where), where)
-        if META in event:
-            yield META, checked(event[META], where)
-        elif isinstance(name := event.get("job_id"), str):
-            yield name, event
-        else:
-            raise TraceError(f"{where}: no job_id; every line names its program")
 
 
 def parsed(text: str, where: str) -> Any:

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any
 
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.telemetry import events as happened
@@ -26,13 +26,6 @@ FORMAT = 1
 META = "_recording"  # the file's one entry that is no program: a list, as every entry is
 MAX_NAME_CHARS = 200  # ids and tool keys come from clients: longer ones are cut
 EXPLANATION = tuple(f.name for f in fields(Retention))
-
-
-class EventSink(Protocol):
-    """Takes events away while the engine runs."""
-
-    def write(self, event: Event) -> None:
-        """Keep one event, with its program under "job_id". Must neither block, raise nor change it."""
 
 
 @dataclass(slots=True)
@@ -49,7 +42,7 @@ class EventRecorder:
     """Events of at most `max_programs` programs and about `max_events` events.
 
     Beyond that the history of the program not heard of for longest goes, whole; of a program with
-    too many events the first ones stay. `dropped` counts both. A sink sees every event regardless.
+    too many events the first ones stay. `dropped` counts both.
     """
 
     epoch_s: float  # wall clock minus engine clock
@@ -58,7 +51,6 @@ class EventRecorder:
     hash_ids: bool = False  # write programs and turns as short hashes
     max_events: int = 200_000  # about 100 MB
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)  # up to 64 bytes
-    sink: EventSink | None = None
     dropped: Counter[str] = field(default_factory=Counter)  # "programs", "events"
     _histories: OrderedDict[str, ProgramEvents] = field(default_factory=OrderedDict)  # idle longest first
     _held: int = 0
@@ -182,8 +174,6 @@ class EventRecorder:
         if turn is not None:
             event["turn"] = self._name(turn)
         event |= facts
-        if self.sink is not None:
-            self.sink.write({"job_id": name, **event})
         history = self._histories.get(name)
         if history is None:  # it was discarded: a history without its beginning would mislead
             self.dropped["events"] += 1

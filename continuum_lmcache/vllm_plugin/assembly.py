@@ -24,13 +24,14 @@ from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.telemetry.recorder import DisabledRecorder, EventRecorder
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
-from continuum_lmcache.vllm_plugin.files.recording_files import JOIN_S, RecordingWriter
+from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import Totals, totals_of
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
 logger = init_logger("vllm.continuum_lmcache")
 DURATIONS_EVERY_S = 60.0  # what a crash may cost of what was learned
+JOIN_S = 5.0  # a disk that hangs must not keep the engine from stopping
 
 
 @dataclass
@@ -75,8 +76,6 @@ class EngineParts:
         if self.saver is not None:
             self.saver.close()
         self.save()
-        if self.recording is not None:
-            self.recording.close()
 
 
 class FileSaver:
@@ -122,7 +121,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     )
     folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
     recorder = (EventRecorder if folder else DisabledRecorder)(time.time() - now_s, hash_ids=config.hash_ids)
-    recording = RecordingWriter(Path(folder), recorder, rank, config.stream_recording) if folder else None
+    recording = RecordingWriter(Path(folder), recorder, rank) if folder else None
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # decodes in half of the wrapper's time
     lifecycle = TurnLifecycle(
