@@ -34,7 +34,7 @@ class PinEnd(Enum):
     REUSED = "reused"  # the program came back and took its blocks over
     DIVERGED = "diverged"  # the program came back with another prompt
     EXPIRED = "expired"  # its TTL ran out first
-    RECLAIMED = "reclaimed"  # somebody else could not run without the memory
+    RECLAIMED = "reclaimed"  # another request needed the memory
     SUPERSEDED = "superseded"  # another turn of the same program ended later
     ENDED = "ended"  # the program is over
     RESET = "reset"  # the cache was reset, or the engine slept or stopped

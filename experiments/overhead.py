@@ -35,6 +35,8 @@ from experiments.sweep.timed_turn import TurnRig
 
 PARTS = ("whole_us", "schedule_us", "update_us", "stats_us")
 SIZES = ((1, 0, 0), (1, 16, 16), (16, 0, 0), (16, 64, 256), (256, 0, 0), (256, 1000, 200))
+STEP_GOAL_MS, TURN_GOAL_MS = 0.02, 0.3  # more than stock's
+GOAL_RUNNING = 16  # steps with up to so many running turns have a goal
 Costs = Mapping[str, Sequence[StepCost]]  # by contender
 
 
@@ -123,31 +125,38 @@ def turn_costs_ms(rounds: int, repeats: int) -> Iterator[dict[str, float]]:
             yield {name: median(us) / 1e3 for name, us in costs_us.items()}
 
 
-def step_table(size: tuple[int, int, int], rounds: int, repeats: int) -> Table:
-    running, waiting, _ = size
-    benches = contenders(*size, (rounds + WARM_UP_ROUNDS) * repeats)
-    found = list(measured(benches, rounds, repeats))
+def step_table(running: int, waiting: int, found: Sequence[Costs]) -> Table:
     table = Table("contender", title=f"A decode step: {running} running, {waiting} waiting; CPU ms")
     for part in ("whole", "schedule()", "update", "stats"):
         table.add_column(part, justify="right")
     table.add_column("whole, more than stock")
     table.add_column("schedule() / stock's")
-    for name in benches:
+    for name in found[0]:
         middles = (median(middle_us(costs[name], part) for costs in found) / 1e3 for part in PARTS)
         compared = (str(more_ms(found, name, "whole_us")), str(ratio(found, name, "schedule_us")))
         table.add_row(name, *(f"{ms:.3f}" for ms in middles), *compared)
     return table
 
 
-def turn_table(rounds: int, repeats: int) -> Table:
-    found = list(turn_costs_ms(rounds, repeats))
+def turn_more_ms(found: Sequence[Mapping[str, float]], name: str) -> Spread:
+    """The contender's finished turn less stock's."""
+    return Spread.of([costs[name] - costs["stock"] for costs in found])
+
+
+def turn_table(found: Sequence[Mapping[str, float]]) -> Table:
     table = Table("contender", title="A finished turn, from its arrival to the idle engine; CPU ms")
     table.add_column("whole", justify="right")
     table.add_column("more than stock")
     for name in found[0]:
-        more = Spread.of([costs[name] - costs["stock"] for costs in found])
-        table.add_row(name, f"{median(costs[name] for costs in found):.3f}", str(more))
+        middle_ms = median(costs[name] for costs in found)
+        table.add_row(name, f"{middle_ms:.3f}", str(turn_more_ms(found, name)))
     return table
+
+
+def verdict(figure: str, more: Spread, goal_ms: float) -> str:
+    """A figure beside its goal, in a line."""
+    found = "met" if more.middle <= goal_ms else "MISSED"
+    return f"{figure}: {more} ms more than stock's, goal {goal_ms:g}: {found}"
 
 
 def main(
@@ -157,11 +166,20 @@ def main(
     rounds: Annotated[int, typer.Option(help="steps that a median is taken over")] = 60,
     repeats: Annotated[int, typer.Option(help="medians that the range is taken over")] = 7,
 ) -> None:
-    """Print the tables."""
-    console = Console(width=140)
+    """Print the tables, then each figure that has a goal beside it."""
+    console, verdicts = Console(width=140), []
     for size in SIZES if running is None else ((running, waiting, pinned),):
-        console.print(step_table(size, rounds, repeats))
-    console.print(turn_table(rounds, repeats))
+        steps = list(measured(contenders(*size, (rounds + WARM_UP_ROUNDS) * repeats), rounds, repeats))
+        console.print(step_table(*size[:2], steps))
+        if size[0] <= GOAL_RUNNING:
+            figure = f"a decode step, {size[0]} running, {size[1]} waiting"
+            verdicts.append(verdict(figure, more_ms(steps, "continuum", "whole_us"), STEP_GOAL_MS))
+    turns = list(turn_costs_ms(rounds, repeats))
+    console.print(turn_table(turns))
+    for name in turns[0]:
+        if not name.startswith("stock"):
+            verdicts.append(verdict(f"a finished turn, {name}", turn_more_ms(turns, name), TURN_GOAL_MS))
+    console.print("\n".join(verdicts), highlight=False)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from experiments.overhead import Spread, contenders, measured, more_ms, ratio, turn_costs_ms
+from experiments.overhead import Spread, contenders, measured, more_ms, ratio, turn_costs_ms, verdict
 from experiments.sweep.timed import StepCost, shared_clock
 from experiments.sweep.timed_turn import TOOL, TurnRig
 
@@ -24,6 +24,13 @@ def test_a_ratio_is_of_medians_of_one_repeat_and_its_range_over_the_repeats() ->
     assert ratio([calm], "ours", "whole_us").middle == pytest.approx(109 / 100)
     more = more_ms([calm, slow, jolt], "ours", "schedule_us")
     assert more == Spread(pytest.approx(0.009), pytest.approx(0.0), pytest.approx(0.09))
+
+
+def test_each_figure_stands_beside_its_goal() -> None:
+    assert verdict("a step", Spread(0.02, 0.01, 0.09), 0.02) == (
+        "a step: 0.020 (0.010 to 0.090) ms more than stock's, goal 0.02: met"
+    )
+    assert verdict("a turn", Spread(0.38, 0.2, 0.5), 0.3).endswith("goal 0.3: MISSED")
 
 
 def test_all_contenders_take_their_steps_in_one_process_pins_held() -> None:

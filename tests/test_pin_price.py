@@ -19,7 +19,7 @@ from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.memory_pressure import IDLE_PRICE
 from continuum_lmcache.retention.ttl_solver import best_ttl
 from continuum_lmcache.types import Tier, TurnId
-from continuum_lmcache.vllm_plugin.memory.pin_renewal import LOOKS_A_STEP
+from continuum_lmcache.vllm_plugin.memory.pin_renewal import DECISIONS_A_STEP
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 SOMEBODY = TurnId("somebody")
@@ -161,7 +161,7 @@ def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
         before = len(seen)
         bench.step(seconds=1.0)
         each.append(len(seen) - before)
-    assert max(each) == LOOKS_A_STEP and len(set(seen)) == 50
+    assert max(each) == DECISIONS_A_STEP and len(set(seen)) == 50
 
 
 def test_a_pins_new_deadline_is_recorded(bench: Bench) -> None:

@@ -88,7 +88,7 @@ class TierPoller:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the mirror is young enough to be believed."""
+        """Whether the mirror is recent enough to be used."""
         return self._clock() - self._heard_s < MAX_AGE_S
 
     def start(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-LOOK_S = 0.001  # between two looks at moves under way
+POLL_S = 0.001  # between two polls of the transfers under way
 
 
 class WatchedFuture:
@@ -53,7 +53,7 @@ class TransferTiming:
 
 
 class TransferWatch:
-    """Looks at all moves under way each LOOK_S, where they do not end as they are submitted."""
+    """Polls all transfers under way each POLL_S, where they do not end as they are submitted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -110,4 +110,4 @@ class TransferWatch:
             with self._lock:
                 if not self._moves:
                     self._is_busy.clear()
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)

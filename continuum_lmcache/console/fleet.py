@@ -65,7 +65,7 @@ def found(told: Mapping[str, Any]) -> Iterator[Finding]:
                 yield warning(
                     "fleet-public-address",
                     f"{name}: {what} is at {address}",
-                    "put Ray and LMCache on loopback or a private network: LMCache asks nobody who he is",
+                    "put Ray and LMCache on loopback or a private network: LMCache has no authentication",
                 )
     if told["refused"]:
         yield warning(

@@ -62,14 +62,14 @@ def parse(fields: Mapping[str, object]) -> ProgramFields:
 
 
 def tenant_of(cache_salt: str | None, owner: str) -> str:
-    """Whom a program belongs to: its API key, if there are any, and its cache salt; "" is nobody."""
+    """A program's tenant: its API key, if there are any, and its cache salt; "" is no tenant."""
     return f"{owner}/{cache_salt or ''}" if owner else cache_salt or ""
 
 
 def program_id(job_id: str, tenant: str | None) -> ProgramId:
     """A program's name in this engine: ids of different tenants never meet.
 
-    `id@digest` of a tenant; of nobody no name ends in `@digest` or equals an inferred one, `~id`.
+    `id@digest` of a tenant. Without a tenant no name ends in `@digest` or equals an inferred one, `~id`.
     """
     if not tenant:
         return ProgramId(f"{job_id}@" if "@" in job_id or job_id.startswith("~") else job_id)

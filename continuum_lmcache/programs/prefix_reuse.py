@@ -136,7 +136,7 @@ def probed(prompt_blocks: int, whole_blocks: int) -> list[int]:
     output_blocks = whole_blocks - prompt_blocks
     places = {prompt_blocks * part // PROMPT_PROBES for part in range(1, PROMPT_PROBES + 1)}
     places |= {prompt_blocks + output_blocks * part // OUTPUT_PROBES for part in range(1, OUTPUT_PROBES + 1)}
-    return sorted(place for place in places | {prompt_blocks + 1} if 0 < place <= whole_blocks)
+    return sorted([place for place in places | {prompt_blocks + 1} if 0 < place <= whole_blocks])
 
 
 def usual_most(shares: deque[float]) -> float:

@@ -217,7 +217,7 @@ UNMEASURED = CostModel(
     kv_bytes_per_token=131_072,  # 32 layers x 8 heads x 128 x 2 (K and V) x 2 bytes
     chunk_tokens=256,
 )
-"""What is assumed of a machine that nobody has measured. Every `samples` is 0."""
+"""What is assumed of a machine without a measured profile. Every `samples` is 0."""
 
 
 def kv_bytes_per_token(kv_cache_config: Any) -> int:

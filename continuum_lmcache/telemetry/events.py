@@ -1,7 +1,8 @@
-"""What happens to programs, turns and pins: frozen events, and who hears of them.
+"""What happens to programs, turns and pins: frozen events, and their subscribers.
 
-The owner of a piece of state publishes; recorder, metrics and trackers subscribe. Nobody calls them by name,
-and no subscriber answers: what decides is asked directly. Times are on the engine's clock.
+The owner of a piece of state publishes; recorder, metrics and trackers subscribe. No publisher calls them by
+name, and subscribers return nothing: the parts that decide are called directly. Times
+are on the engine's clock.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class PinRenewed:
 
 @dataclass(frozen=True, slots=True)
 class PinReleased:
-    """A pin is over."""
+    """A pin ended."""
 
     now_s: float
     program: ProgramId
@@ -99,7 +100,7 @@ class PinReleased:
 
 @dataclass(frozen=True, slots=True)
 class ProgramEnded:
-    """A program ended, or was given up. `turns`: that it had; None: another turn of it is still live."""
+    """A program ended or was forgotten. `turns`: how many it had; None: a turn of it is still live."""
 
     now_s: float
     program: ProgramId
@@ -108,7 +109,7 @@ class ProgramEnded:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLost:
-    """A program came back to less than it left. `texts`: what stood on both sides, if it may be shown."""
+    """A returning program found less than its last turn left. `texts`: both sides, if allowed."""
 
     now_s: float
     program: ProgramId
@@ -119,7 +120,7 @@ class PrefixLost:
 
 @dataclass(frozen=True, slots=True)
 class ContextReloaded:
-    """A turn whose context the GPU had lost has it back."""
+    """A context that the GPU had lost is on the GPU again."""
 
     now_s: float
     outcome: ReloadOutcome
@@ -143,6 +144,6 @@ class EventBus:
         self._subscribers.setdefault(kind, []).append(listener)
 
     def publish(self, event: object) -> None:
-        """Tell all who subscribed to this type."""
+        """Call all subscribers of this type."""
         for listener in self._subscribers.get(type(event), ()):
             listener(event)

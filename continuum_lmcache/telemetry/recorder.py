@@ -41,7 +41,7 @@ class ProgramEvents:
 class EventRecorder:
     """Events of at most `max_programs` programs and about `max_events` events.
 
-    Beyond that the history of the program not heard of for longest goes, whole; of a program with
+    Beyond that the whole history of the longest-idle program is dropped; of a program with
     too many events the first ones stay. `dropped` counts both.
     """
 
@@ -229,10 +229,10 @@ RECORDED: Mapping[type, Callable[[EventRecorder, Any], None]] = {
 
 
 class DisabledRecorder(EventRecorder):
-    """The recorder of a run that nobody asked to record: nothing is held, so nothing is made."""
+    """The recorder of a run without recording: it subscribes to nothing."""
 
     def listen(self, events: happened.EventBus) -> None:
-        """Hear nothing."""
+        """Subscribe to nothing."""
 
 
 def digest(text: str, salt: bytes = b"") -> str:

@@ -1,4 +1,4 @@
-"""What is believed about a tool's gaps: the distribution that the policies ask."""
+"""The distribution of a tool's gaps, as the policies use it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from operator import mul
 
 @dataclass(frozen=True, slots=True)
 class DurationDistribution:
-    """What is believed about one kind of gap: P(gap <= ttl_s), and on what grounds."""
+    """P(gap <= ttl_s) for one kind of gap, and the observations behind it."""
 
     level: str  # "tool:2" a shell's program, "tool:1" tool, "all", "cold"
     samples_s: tuple[float, ...]  # gaps that ended, ascending
@@ -44,7 +44,7 @@ class DurationDistribution:
 @functools.lru_cache(maxsize=2)
 def equal_steps(n: int) -> tuple[float, ...]:
     """1/n, 2/n, ... 1. Of a full window it is always the same."""
-    return tuple(i / n for i in range(1, n + 1))
+    return tuple([i / n for i in range(1, n + 1)])
 
 
 def kaplan_meier(ended_s: Sequence[float], censored_s: Sequence[float]) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""How long do tools take? What was seen, per key, and which of it may be believed.
+"""How long tools take: observations by key, and which key's observations are enough to use.
 
 A key's levels (types.ToolKey) are kept side by side: ("pytest", "bash") teaches
 itself, ("bash",) and (), which is every tool together.
@@ -19,7 +19,7 @@ from continuum_lmcache.types import ToolKey
 
 COLD_SAMPLES = 100  # K of Continuum, arXiv 2511.02230 §4
 WINDOW = 1024  # observations a key remembers, the latest
-MAX_KEYS = 512  # the ones least recently heard of are forgotten beyond this; about 50 MB when all are full
+MAX_KEYS = 512  # beyond this the least recently used are dropped; about 50 MB when all are full
 MAX_LEVELS = 4
 SHORTEST_GAP_S = 1e-6  # what counts as 0: a pin of 0 s would be no pin
 MAX_GAP_S = 1e6  # eleven days: a clock was wrong, not a tool slow
@@ -78,7 +78,7 @@ class ToolDurations:
         return self._add(tool, waited_s, ended=False)
 
     def distribution(self, tool: ToolKey) -> DurationDistribution:
-        """What to believe about `tool`: its most specific level with more than K observations.
+        """The distribution used for `tool`: its most specific level with more than K observations.
 
         The paper's cold start (§4, K = 100) with more than one level below "all": too few of every
         tool, "cold"; too few of this key's levels, "all". Abandoned calls count as observations,
@@ -115,7 +115,7 @@ class ToolDurations:
         """Everything learned, as versioned JSON in the order of use; loads() takes it back.
 
         Safe from another thread: each list is copied at once, and each key is written by itself, so that
-        whoever learns meanwhile waits for one key at most.
+        an observation meanwhile waits for one key at most.
         """
         keys = []
         for key, window in list(self._windows.items()):

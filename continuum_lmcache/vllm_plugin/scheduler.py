@@ -38,7 +38,7 @@ from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 from continuum_lmcache.vllm_plugin.waiting_queue import Key, ProgramQueue
 
-REPORT_EVERY_S = 0.5  # more often than anybody scrapes; gathering and sending the news costs 0.1 ms
+REPORT_EVERY_S = 0.5  # more often than anybody scrapes; gathering and sending the figures costs 0.1 ms
 
 
 class ContinuumMixin(Scheduler):
@@ -175,7 +175,7 @@ class ContinuumMixin(Scheduler):
 
     def add_request(self, request: Request) -> None:
         now_s = self.clock()
-        if not self.requests:  # the first step after idleness has nothing new to tell
+        if not self.requests:  # the first step after idleness has nothing new to report
             self._report_at_s = now_s + REPORT_EVERY_S
         if request.request_id not in self.requests:  # else: one more piece of a streamed input
             self._lifecycle.on_arrival(now_s, request)
@@ -245,7 +245,7 @@ class ContinuumMixin(Scheduler):
         return self._pins.next_deadline_s()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """vLLM's, with our news aboard: every REPORT_EVERY_S of a busy engine, and in its last step."""
+        """vLLM's, with our figures: every REPORT_EVERY_S of a busy engine, and in its last step."""
         stats = super().make_stats(*args, **kwargs)
         if stats is None:
             return None
@@ -253,7 +253,7 @@ class ContinuumMixin(Scheduler):
         if now_s < self._report_at_s and (self.running or super().has_requests()):
             return stats
         self._report_at_s = now_s + REPORT_EVERY_S
-        return prometheus.attach(stats, self._metrics_delta.told(now_s))
+        return prometheus.attach(stats, self._metrics_delta.delta(now_s))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._pins.pinned)

@@ -91,7 +91,7 @@ class StepTimer:
         self._last_s = now_s
         new_tokens = output.total_num_scheduled_tokens
         moved = self._residency.transfers()
-        untimed = {turn for turn in self._untimed if turn in output.num_scheduled_tokens}
+        untimed = self._untimed & output.num_scheduled_tokens.keys()
         self._untimed -= untimed
         prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
         self.prompt_time.stepped(now_s, took_s if prefills else 0.0)

@@ -1,6 +1,6 @@
 """A request's life as a turn of a program: arrived, started, finished; and its KV in between.
 
-Who decides is asked (advisor, admission, load policy); who only listens hears events (telemetry/events.py).
+It asks advisor, admission and load policy for decisions. Recorder and metrics subscribe to its events.
 """
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ class TurnLifecycle:
         return entry
 
     def forget_idle(self, now_s: float) -> None:
-        """Every FORGET_EVERY_S: give up programs not heard of for `program_idle_s`.
+        """Every FORGET_EVERY_S: forget programs without a turn for `program_idle_s`.
 
         What such a program's last tool took, at least, is still worth knowing.
         """

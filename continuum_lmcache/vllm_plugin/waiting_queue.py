@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-Key = tuple[Any, ...]  # the first is True for a request that is held back: last, and not asked for
+Key = tuple[Any, ...]  # the first is True for a held request: it sorts last and is not scheduled
 
 
 class ProgramQueue(RequestQueue):
@@ -22,7 +22,7 @@ class ProgramQueue(RequestQueue):
 
     def __init__(self, key: Callable[[Request], Key], asked: Callable[[], None] = lambda: None) -> None:
         self._key = key
-        self._asked = asked  # called when somebody wants to place the first request
+        self._asked = asked  # called when vLLM asks for the first request
         self._heap: list[tuple[Key, int, str]] = []  # stale entries are skipped when they surface
         self._live: dict[str, tuple[int, Request]] = {}  # request id -> its newest entry's number
         self._numbers = itertools.count()
@@ -77,7 +77,7 @@ class ProgramQueue(RequestQueue):
         return request.request_id in self._live
 
     def __bool__(self) -> bool:
-        """Whether there is somebody to ask for: held requests are counted by len() alone."""
+        """Whether a request may be scheduled: only len() counts held requests."""
         return bool(self._live) and not self.head_key()[0]
 
     def __len__(self) -> int:

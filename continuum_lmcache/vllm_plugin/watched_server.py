@@ -1,4 +1,4 @@
-"""vLLM's engine and vLLM's own OpenAI and Anthropic app in this process; somebody hears of each prompt.
+"""vLLM's engine and vLLM's own OpenAI and Anthropic app in this process; a watcher is called for each prompt.
 
 Nothing of vLLM's server is written again: its parser reads the options, its AsyncLLM runs the engine, its
 build_app and init_app_state make the app. The engine is watched where prompts go in and results come out, so
@@ -30,7 +30,7 @@ CHECKED_VERSIONS = ("0.32.",)
 
 
 class Prompt(Protocol):
-    """One prompt, to whoever watches the engine."""
+    """One prompt, as the watcher sees it."""
 
     def starts(self, sampling_params: Any) -> None:
         """It goes into the engine with these, which may be changed."""

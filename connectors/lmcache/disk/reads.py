@@ -3,7 +3,7 @@
 Stock LMCache 0.5.6, `local_disk_backend.py`: a load waits for ever when its staging chunks do not
 fit the DRAM pool (line 515: `allocate` in a busy loop, on the thread that would free the memory);
 one missing file is a KeyError that kills the engine (line 773), and a file cut short is read as if
-it were whole (line 801 ignores the count). Nobody looks whether the bytes are those that were
+it were whole (line 801 ignores the count). It does not check that the bytes are those that were
 written. Here each of them is a chunk that is not there: vLLM computes it again, given
 `kv_load_failure_policy: recompute`.
 """

@@ -1,7 +1,7 @@
 """LMCache's disk tier, written without what a disk that refuses does to stock LMCache 0.5.6.
 
 There (`local_disk_backend.py`) a write that fails keeps its chunk in the DRAM pool for ever, counts
-its bytes against the disk for ever and is "in flight" for ever (line 699, nobody reads the future);
+its bytes against the disk for ever and is "in flight" for ever (line 699, no code reads the future);
 a write cut short under O_DIRECT is taken for whole (line 786 ignores the count), and a later load
 brings zeros or whatever lay in the staging memory; and an evicted file that is gone already kills
 the engine (`os.remove`, line 290, on the engine's own thread). Here each of them is a chunk that

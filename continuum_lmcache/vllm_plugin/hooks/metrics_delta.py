@@ -1,4 +1,4 @@
-"""One engine's figures for the metrics: counts since its start, what is now, and what of it is news."""
+"""One engine's figures for the metrics: totals, gauges, and what changed since the last report."""
 
 from __future__ import annotations
 
@@ -21,35 +21,38 @@ REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
 
 
 class MetricsDelta:
-    """What one engine has to tell since it last did: growth of counts, gauges that moved, samples.
+    """What changed in one engine since its last report: growth of counts, changed gauges, new samples.
 
-    vLLM hands each step's stats to any one of its front-ends, and Prometheus adds these up: so every
-    event must be told once. A total would be counted by each front-end that sees it.
+    vLLM hands each step's stats to any one of its front-ends, and Prometheus adds these up. So every event
+    must be reported once: each front-end that sees a total would count it.
     """
 
     def __init__(self, totals: Callable[[float], Totals], observed: MetricSamples) -> None:
         self._totals, self._observed = totals, observed
         self._before: Totals = {}
 
-    def told(self, now_s: float) -> MetricsPayload:
-        """The news. What was told is not told again."""
+    def delta(self, now_s: float) -> MetricsPayload:
+        """The changes since the last call."""
         now, before = self._totals(now_s), self._before
-        news: MetricsPayload = {}
+        changed: MetricsPayload = {}
         for key, figures in now.items():
             old = before.get(key, {})
             if figures == old:  # of some thirty metrics few move in a step, and this runs in each
                 continue
-            moved = {label: v for label, v in figures.items() if label not in old or v != old[label]}
-            if key in COUNTERS:
-                moved = {label: v - old.get(label, 0.0) for label, v in moved.items()}
+            is_count = key in COUNTERS
+            moved = {
+                label: v - old.get(label, 0.0) if is_count else v
+                for label, v in figures.items()
+                if v != old.get(label)
+            }
             if moved:
-                news[key] = moved
+                changed[key] = moved
         self._before = now
-        return {**news, **self._observed.take_samples()}
+        return {**changed, **self._observed.take_samples()}
 
 
 def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
-    """All of them."""
+    """All figures of the engine now."""
     pins, residency, advisor = lifecycle.pins, lifecycle.residency, lifecycle.advisor
     admission, losses = lifecycle.admission, lifecycle.losses
     ends: dict[str, float] = {name: pins.outcomes[outcome] for outcome, name in OUTCOMES.items()}
@@ -80,7 +83,7 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
 
 
 def rate_totals(rates: CalibratedCosts) -> Totals:
-    """Every rate now in use, and how many measurements stand behind it."""
+    """Every rate in use, and from how many measurements it is."""
     costs = rates.costs
     curve, tiers = costs.prefill, {"dram": costs.dram, "ssd": costs.ssd}
     return {

@@ -18,7 +18,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
 KEY = "continuum"
-headroom_tokens: dict[int, float] = {}  # by engine, as this process last heard
+headroom_tokens: dict[int, float] = {}  # by engine, by the latest report to this process
 MetricsPayload = dict[
     str, Any
 ]  # by metric, then label: a count's growth, a gauge's value, a histogram's samples
@@ -93,7 +93,7 @@ HISTOGRAMS = {  # the last: upper bounds of the buckets, seconds
     ),
     "reload_foretold": (
         "continuum_reload_predicted_seconds",
-        "What returns were foretold to cost, of those whose context the GPU had lost",
+        "Predicted cost of the returns whose context the GPU had lost",
         "",
         RELOAD_BUCKETS_S,
     ),
@@ -102,23 +102,23 @@ HISTOGRAMS = {  # the last: upper bounds of the buckets, seconds
 
 
 def attach(stats: SchedulerStats, told: MetricsPayload) -> SchedulerStats:
-    """The scheduler's stats with our news aboard."""
+    """The scheduler's stats with our figures in them."""
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: told}
     return stats
 
 
 def detach(stats: SchedulerStats | None) -> MetricsPayload:
-    """Take our news out again and leave the field as vLLM expects it."""
-    aboard = stats.kv_connector_stats if stats is not None else None
-    if stats is None or not aboard or KEY not in aboard:
+    """Take our figures out again and leave the field as vLLM expects it."""
+    carried = stats.kv_connector_stats if stats is not None else None
+    if stats is None or not carried or KEY not in carried:
         return {}
-    rest = {k: v for k, v in aboard.items() if k != KEY}
+    rest = {k: v for k, v in carried.items() if k != KEY}
     stats.kv_connector_stats = rest or None
-    return dict(aboard[KEY])
+    return dict(carried[KEY])
 
 
 class MetricsExporter:
-    """Prometheus metrics of this process, fed with each engine's news."""
+    """Prometheus metrics of this process, fed with each engine's figures."""
 
     def __init__(self) -> None:
         self._counters = {key: Counter(*declared(*spec)) for key, spec in COUNTERS.items()}
@@ -160,7 +160,7 @@ def exporter() -> MetricsExporter:
 
 
 def install() -> None:
-    """Read our news in this API server, once."""
+    """Have this API server read our figures; called twice it changes nothing more."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     stock = StatLoggerManager.record

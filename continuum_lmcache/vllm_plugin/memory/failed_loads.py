@@ -1,12 +1,12 @@
-"""What a load within a step spoils when it fails: the blocks that did not come, and all computed on them.
+"""Which blocks are invalid after a load within a step fails: those not loaded, and all computed from them.
 
-vLLM 0.30 to 0.33 strike from the prefix cache what the load's own request holds, where that request is to
+vLLM 0.30 to 0.33 remove from the prefix cache what the load's own request holds, where that request is to
 fail. Two others may have computed on such a block before the failure is known:
 
     a request that shares it          its own blocks after it keep their hashes
-    a request whose client has left   all its blocks do, and nobody holds them any more
+    a request whose client has left   all its blocks do, and no request holds them any more
 
-Whoever asks with the same tokens later would attend to them.
+A later request with the same tokens would hit these blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class InvalidBlocks:
             self._left.popleft()
 
     def mark_invalid(self, invalid_block_ids: set[int], request_ids: Iterable[str]) -> None:
-        """Nobody may hit these requests' blocks from the first invalid one on, nor those of who left."""
+        """Drop the hashes of these requests' blocks from the first invalid one on, and aborted ones'."""
         held = [self._blocks(request_id) for request_id in request_ids] + [blocks for _, blocks in self._left]
         spoilt = (itertools.dropwhile(lambda block: block not in invalid_block_ids, each) for each in held)
         self._manager.evict_blocks(set(itertools.chain.from_iterable(spoilt)))

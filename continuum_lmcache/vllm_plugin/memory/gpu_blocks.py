@@ -33,7 +33,7 @@ class GpuBlocks:
         return [b for group in groups for b in group if b._block_hash is not None and not b.is_null]
 
     def hold(self, blocks: list[KVCacheBlock]) -> None:
-        """One more reference on each: somebody still uses them, or gave them back just now."""
+        """Add a reference to each; they are in use, or were freed in this call."""
         self._pool.touch(blocks)
 
     def release(self, blocks: list[KVCacheBlock]) -> None:
@@ -43,7 +43,7 @@ class GpuBlocks:
     def evict_private(self, request_id: str, shared_tokens: int) -> None:
         """Make the request's own blocks behind its first `shared_tokens` the next to be reused.
 
-        Without a hash nobody finds a block, and vLLM reuses it before all that are cached. Models with
+        A block without a hash cannot be hit, and vLLM reuses it before all cached ones. Models with
         more than one kind of KV are left alone: there a block's number says less of what is in it.
         """
         groups = self._manager.get_blocks(request_id).blocks
@@ -60,7 +60,7 @@ class GpuBlocks:
         return any(b.block_id in mine for b in held)
 
     def can_free(self, pins: Iterable[list[KVCacheBlock]], wanted_blocks: int) -> bool:
-        """Whether so many blocks would become free if all these pins were given up: nobody else uses them.
+        """Whether so many blocks would become free if all these pins were released: no request uses them.
 
         Asked in each step that refuses a request: it stops at the pin that covers what is wanted.
         """

@@ -1,4 +1,4 @@
-"""Pins are looked at again: when they run out, and when a turn begins to wait for memory."""
+"""Decides again about pins: when they run out, and when a turn begins to wait for memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import EngineLoad, Pin, ProgramId
 
-EVERY_S = 1.0  # between two looks: a queue short of memory in every other step asks for all pins each time,
-# and a pin worth a moment more would wake an idle engine again and again
-LOOKS_A_STEP = 16  # each takes 0.15 ms where a tool's window is full: so no step waits for more than 3 ms
+EVERY_S = (
+    1.0  # between two decisions about a pin. Else a queue that lacks memory in every other step asks for
+)
+# all pins each time, and a pin worth a moment more wakes an idle engine again and again
+DECISIONS_A_STEP = 16  # each takes 0.15 ms where a tool's window is full: so no step waits for more than 3 ms
 
 
 @dataclass(slots=True)
@@ -31,14 +33,16 @@ class PinRenewal:
     load: Callable[[float], EngineLoad]
     was_short: bool = False
     at_s: float = 0.0
-    unseen: deque[ProgramId] = field(default_factory=deque)  # pins to be looked at since memory became short
+    unseen: deque[ProgramId] = field(
+        default_factory=deque
+    )  # pins to decide about again since memory became short
 
     def renew_due(self, now_s: float) -> None:
         """Before pins expire: those that are due, and all of them if memory has become short.
 
-        At most LOOKS_A_STEP of them in a step. The other due ones get EVERY_S more, the rest wait.
+        At most DECISIONS_A_STEP of them in a step. The other due ones get EVERY_S more, the rest wait.
         """
-        pins, looks = self.pins, LOOKS_A_STEP
+        pins, looks = self.pins, DECISIONS_A_STEP
         if now_s >= self.at_s and self._becomes_short(now_s):
             self.unseen = deque(pins.pinned)
         elif not self.was_short:
