@@ -413,7 +413,7 @@ def test_a_router_says_that_a_program_is_under_way_and_reads_how_much_room_there
     programs = continuum.metric("continuum_programs")
     continuum.complete(ids(5 * BLOCK, 33), job_id="from elsewhere", program_turns=3, program_age_s=9.5)
     assert continuum.metric("continuum_programs") == programs + 1
-    assert continuum.metric("continuum_admission_headroom_tokens") < BLOCKS * BLOCK
+    assert continuum.metric("continuum_admission_headroom_tokens") > 0
     assert continuum.metric("continuum_oldest_returning_wait_seconds") == 0.0
     bad = {"model": "tiny", "prompt": [1], "job_id": "p", "program_turns": "three"}
     refused = httpx.post(f"{continuum.url}/v1/completions", json=bad, timeout=60)
