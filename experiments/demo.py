@@ -1,6 +1,6 @@
 """Show what the policy is for, on this machine: three servers, the same programs, more of them than fit.
 
-    python -m experiments.demo                  # programs like those of Claude Code on SWE tasks
+    python -m experiments.demo                  # the first ten turns of programs like Claude Code's
     python -m experiments.demo --generator swe  # programs drawn from the paper's Table 1
     TRACE=trace.jsonl python -m experiments.demo
     python -m experiments.demo --no-pressure    # the other end: nothing to gain, and what it costs
@@ -43,7 +43,8 @@ from experiments.server import ServerError
 from experiments.tiny_model import make_model
 
 TOTAL_S = 330.0  # for a run of one seed, all included
-GENERATOR = "claude-code-swe"  # of the fitted ones that with the longest contexts beside its turns
+GENERATOR = "claude-code"  # the fitted one of which the GPU holds most contexts beside so many programs
+MOST_TURNS = 10  # of a generated program: with all of them a slow machine ends too few in the time
 DRAWN = 40  # programs that the workload is known by before the scenario is
 
 
@@ -79,6 +80,8 @@ def workload(
     drawn closer or further apart, so that each seed's come at the scenario's.
     """
     chosen = Selection(seed, trace, generator, source=source, max_context_tokens=WINDOWS_TOKENS[0])
+    if trace is None:
+        chosen = replace(chosen, most_turns=MOST_TURNS)
     if scenario is None:
         return replace(chosen, count=DRAWN if trace is None else None, jps=1.0)
     chosen = replace(

@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from experiments.demo_scenario import Measured, Proportion, Scenario, pressure
-from experiments.demo_servers import CONTINUUM, FCFS, ROOT, records_of
+from experiments.demo_servers import CONTINUUM, FCFS, ROOT, fast_dtype, records_of
 from experiments.driver import TurnRecord
 from experiments.figures import draw
 from experiments.sweep.conditions import machine, versions
@@ -96,7 +96,7 @@ def write(runs: Runs, said: str, out: Path, console: Console) -> str:
     rows = comparison(runs, ROWS | (cut if any(s["cut_s"] for found in runs.values() for s in found) else {}))
     console.print(plain(rows, caption(runs)))
     console.print(said.replace("**", ""), soft_wrap=True)
-    page = f"{caption(runs)}\n\n{machine()}; {versions()}\n\n{markdown(rows)}\n\n{said}\n"
+    page = f"{caption(runs)}\n\n{machine()}; {versions()}; {fast_dtype()}\n\n{markdown(rows)}\n\n{said}\n"
     (out / "comparison.md").write_text(f"{page}\n![figure](comparison.png)\n")
     write_csv(runs, out / "comparison.csv", ROWS)
     draw(runs, out / "comparison")

@@ -24,7 +24,7 @@ from experiments.driver import TurnRecord
 from experiments.workload import Program
 
 BLOCK_TOKENS = 128  # vLLM's default on a CPU; LMCache's chunk here
-KV_BYTES_PER_TOKEN = 8192  # of the small model in bfloat16
+KV_BYTES_PER_TOKEN = {"bfloat16": 8192, "float32": 16384}  # of the small model
 WINDOWS_TOKENS = (4096, 3072, 2048)  # longest contexts; the machine is measured with the first
 OUTPUT_WORK, TURN_WORK = 4, 50  # what an output token and a turn cost, roughly, in new prompt tokens
 ENOUGH_PROGRAMS = 24  # else a shorter window is taken
@@ -104,10 +104,9 @@ class Scenario:
     def l1_tokens(self) -> int:
         return self.dram_tokens + math.ceil(FREE_WINDOWS * self.window_tokens)
 
-    @property
-    def l1_gb(self) -> float:
-        """As LMCache counts, in GiB."""
-        return self.l1_tokens * KV_BYTES_PER_TOKEN / 2**30
+    def l1_gb(self, dtype: str) -> float:
+        """As LMCache counts, in GiB, of KV of this type."""
+        return self.l1_tokens * KV_BYTES_PER_TOKEN[dtype] / 2**30
 
     @property
     def watermark(self) -> float:

@@ -31,13 +31,16 @@ class Selection:
     reading: str = READINGS[0]  # of the table's "tokens per program"
     max_context_tokens: int | None = None  # shrink all programs until the longest fits
     time_scale: float = 1.0  # of a trace's own arrivals, as of its gaps
+    least_turns: int = 1  # only programs of so many
+    most_turns: int | None = None  # of a program only the first so many
 
     @property
     def name(self) -> str:
         """What the programs are, for a table's caption."""
         drawn = f"agents-{self.generator}" if self.is_agents else f"table1-{self.generator}-{self.reading}"
         found = drawn if self.trace is None else self.trace.name
-        return f"{found}[{self.source}]" if self.source else found
+        found += f"[{self.source}]" if self.source else ""
+        return found if self.most_turns is None else f"{found}, first {self.most_turns} turns"
 
     @property
     def is_agents(self) -> bool:
@@ -46,7 +49,7 @@ class Selection:
 
     def programs(self, say: Callable[[str], None] = print) -> tuple[Program, ...]:
         """The programs in the order of their arrival; `say` hears what was made up. Raises TraceError."""
-        programs = self._chosen()
+        programs = tuple(first_turns(p, self.most_turns) for p in self._chosen())
         if unknown := workload.unknown_gaps(programs):
             tools = "swe" if self.is_agents else self.generator
             say(f"{unknown} tool gaps are not in the trace: drawn from Table 1's {tools} tool times")
@@ -63,6 +66,9 @@ class Selection:
         programs = tuple(p for p in workload.load_trace(self.trace) if self.source in p.source)
         if not programs:
             raise TraceError(f"{self.trace}: no program has a source that contains {self.source!r}")
+        programs = tuple(p for p in programs if len(p.turns) >= self.least_turns)
+        if not programs:
+            raise TraceError(f"{self.trace}: no program has {self.least_turns} turns")
         return programs if self.count is None else workload.sampled(programs, self.count, self.seed)
 
     def _agents(self, count: int) -> tuple[Program, ...]:
@@ -71,7 +77,8 @@ class Selection:
         name, _, part = self.generator.partition(":")
         pool = trace_programs.half(name, part or trace_programs.FITTED)
         longest = LONGEST * median(p.context_tokens for p in pool)
-        return trace_programs.drawn([p for p in pool if p.context_tokens <= longest], count, self.seed)
+        fitting = [p for p in pool if p.context_tokens <= longest and len(p.turns) >= self.least_turns]
+        return trace_programs.drawn(fitting, count, self.seed)
 
     def _arriving(self, programs: tuple[Program, ...]) -> tuple[Program, ...]:
         if self.jps is not None:
@@ -81,3 +88,11 @@ class Selection:
         first_s = min(p.arrival_s for p in programs)
         moved = (replace(p, arrival_s=(p.arrival_s - first_s) * self.time_scale) for p in programs)
         return tuple(sorted(moved, key=lambda p: p.arrival_s))
+
+
+def first_turns(program: Program, most: int | None) -> Program:
+    """The program, over after so many turns; None: as it is."""
+    if most is None or len(program.turns) <= most:
+        return program
+    *others, last = program.turns[:most]
+    return replace(program, turns=(*others, replace(last, gap_s=None)))

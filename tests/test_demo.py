@@ -10,7 +10,7 @@ from rich.console import Console
 from test_tables import summary
 
 from continuum_lmcache.errors import TraceError
-from experiments import demo, demo_report, small_tiers
+from experiments import demo, demo_report, demo_servers, small_tiers
 from experiments.demo_scenario import (
     ARRIVALS,
     BLOCK_TOKENS,
@@ -54,10 +54,12 @@ def record(program, turn, first_s, done_s, prompt=100, output=10, of_turns=2, ar
 def test_the_demo_draws_agents_programs_none_much_longer_than_the_middle_one():
     chosen = replace(demo.workload(None, "", 1), max_context_tokens=None, jps=1.0)
     programs = chosen.programs()
-    assert chosen.name == "agents-claude-code-swe" and len(programs) == demo.DRAWN
+    assert chosen.name == "agents-claude-code, first 10 turns" and len(programs) == demo.DRAWN
+    assert max(len(p.turns) for p in programs) == demo.MOST_TURNS
+    assert all(p.turns[-1].gap_s is None for p in programs)
     contexts = sorted(p.context_tokens for p in programs)
-    assert contexts[-1] <= 2 * contexts[len(contexts) // 2]
-    assert demo.workload(None, "", 1, None, "swe").name == "table1-swe-final-context"
+    assert contexts[-1] <= 3 * contexts[len(contexts) // 2]
+    assert demo.workload(None, "", 1, None, "swe").name == "table1-swe-final-context, first 10 turns"
     with pytest.raises(TraceError, match="known: claude-code-swe"):
         demo.workload(None, "", 1, None, "claude").programs()
 
@@ -117,7 +119,38 @@ def test_without_pressure_all_programs_fit_the_gpu_and_come_slowly(machine):
 
 
 def test_the_scenarios_sizes_are_those_of_the_small_model():
-    assert (BLOCK_TOKENS, KV_BYTES_PER_TOKEN) == (small_tiers.BLOCK_TOKENS, small_tiers.KV_BYTES_PER_TOKEN)
+    assert BLOCK_TOKENS == small_tiers.BLOCK_TOKENS
+    assert KV_BYTES_PER_TOKEN["bfloat16"] == small_tiers.KV_BYTES_PER_TOKEN
+    assert KV_BYTES_PER_TOKEN["float32"] == 2 * small_tiers.KV_BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("flags : fma avx512f avx512_bf16", "bfloat16"),
+        ("Features : asimd bf16", "bfloat16"),
+        ("flags : avx512f", "float32"),
+    ],
+)
+def test_a_cpu_that_would_emulate_bfloat16_computes_in_float32(tmp_path, monkeypatch, flags, dtype):
+    (tmp_path / "cpuinfo").write_text(flags + "\n")
+    monkeypatch.setattr(demo_servers, "CPU_FLAGS", tmp_path / "cpuinfo")
+    assert demo_servers.fast_dtype() == dtype
+
+
+def test_the_machine_is_measured_with_a_program_of_several_turns():
+    for seed in range(1, 9):
+        one = replace(demo.workload(None, "", seed), count=1, least_turns=demo_servers.ALONE_TURNS)
+        (program,) = one.programs()
+        assert len(program.turns) >= demo_servers.ALONE_TURNS
+
+
+def test_a_trace_without_a_program_of_several_turns_is_an_error(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    turn = {"input_tokens": 9, "new_tokens": 9, "output_tokens": 1}
+    trace.write_text(json.dumps({"program_id": "p", "arrival_s": 0.0, "turns": [turn]}) + "\n")
+    with pytest.raises(TraceError, match="no program has 3 turns"):
+        replace(demo.workload(trace, "", 1), least_turns=demo_servers.ALONE_TURNS).programs()
 
 
 def test_the_baselines_keep_lmcaches_own_connector_and_server(tmp_path):
