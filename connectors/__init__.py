@@ -1,1 +1,1 @@
-"""Adapters that move KV: the only files that import lmcache, and a fake that needs nothing."""
+"""KV connectors: the only files that import lmcache, and a fake that needs no LMCache."""

@@ -1,4 +1,4 @@
-"""The path that `--server-module` is given: connectors.lmcache_mp.server.module has the code."""
+"""The path for `--server-module`; the code is in connectors.lmcache_mp.server.module."""
 
 from connectors.lmcache_mp.server.module import MpTierModule, build_server_modules
 

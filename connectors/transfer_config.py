@@ -1,4 +1,4 @@
-"""The part of vLLM's configuration that a KV connector is built from."""
+"""The part of vLLM's configuration that a KV connector reads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from vllm.config import KVTransferConfig, VllmConfig
 
 
 def transfer_config(vllm_config: VllmConfig) -> KVTransferConfig:
-    """It is there wherever a connector is built; vLLM's type says that it may not be."""
+    """vLLM's type is optional, but every process that builds a connector has one."""
     found = vllm_config.kv_transfer_config
     assert found is not None
     return found

@@ -19,7 +19,7 @@ GB = 2**30  # as LMCache counts its `max_local_cpu_size`
 class FakeConfig:
     """Sizes in GB of 2^30 bytes per rank, rates in 10^9 bytes/s, times in seconds.
 
-    A rate that is not given takes no time. `async` in JSON is `load_async` here.
+    A missing rate takes no time. `async` in JSON is `load_async` here.
     """
 
     dram_gb: float = 1.0
@@ -33,12 +33,12 @@ class FakeConfig:
     max_ssd_lag_s: float = math.inf
     load_async: bool = False  # load between steps, while others run
     save_decode_cache: bool = True  # LMCache's default is false: generated tokens are then not stored
-    sleep: bool = False  # let the worker really take the time that the rates say
-    corrupt: bool = False  # load nothing, but say it was loaded: a test that passes now proves nothing
+    sleep: bool = False  # make the worker wait for the time that the rates give
+    corrupt: bool = False  # load nothing, but report it as loaded: a test that still passes checks nothing
 
     @classmethod
     def load(cls, extra: Mapping[str, Any]) -> FakeConfig:
-        """From a connector's extra config; keys of others are left alone. Raises ConfigError."""
+        """From a connector's extra config; ignores keys without the prefix. Raises ConfigError."""
         given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
         refuse_unknown(given, KEYS, PREFIX, "kv_connector_extra_config")
         return cls(
@@ -46,7 +46,7 @@ class FakeConfig:
         )
 
     def shape(self, bytes_per_token: int, block_tokens: int) -> TierSpec:
-        """For an engine with this much KV a token. Raises ConfigError."""
+        """The tiers of an engine with this much KV a token. Raises ConfigError."""
         if self.chunk_tokens % block_tokens:
             raise ConfigError(
                 f"{PREFIX}chunk_tokens is {self.chunk_tokens}, not a multiple of the engine's blocks of "
@@ -70,7 +70,7 @@ KEYS = {"async" if f.name == "load_async" else f.name: f for f in fields(FakeCon
 
 
 def _checked(key: str, value: Any, kind: str) -> Any:
-    """A JSON value of the kind the field has."""
+    """A JSON value of the field's kind. Raises ConfigError."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     kinds = {
         "bool": (isinstance(value, bool), "true or false"),

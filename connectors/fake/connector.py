@@ -4,8 +4,8 @@
      "kv_role": "kv_both", "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.ssd_gb": 8.0}}
 
 runs in a real server: tokens after a reload equal those after vLLM's own prefix hit. The scheduler's
-half (scheduler_side.py) owns the index of both tiers; the worker's half (worker_side.py) holds the bytes
-and does what each step's metadata says. FakeConfig lists the settings.
+side (scheduler_side.py) owns the index of both tiers. The worker's side (worker_side.py) holds the bytes
+and executes each step's metadata. FakeConfig lists the settings.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ ENDLESS = 1 << 50  # chunks
 
 @dataclass
 class TransferReport(KVConnectorWorkerMetadata):
-    """What a step really moved, from the workers to the scheduler."""
+    """What a step moved, sent from the workers to the scheduler."""
 
     transfers: list[KVTransfer]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TransferReport:
-        """Ranks move their shares at the same time: bytes add up, the slowest counts."""
+        """Ranks move their shares at the same time: bytes are summed, the slowest time counts."""
         assert isinstance(other, TransferReport)
         pairs = zip(self.transfers, other.transfers, strict=True)
         return TransferReport(
@@ -63,7 +63,7 @@ class TransferReport(KVConnectorWorkerMetadata):
 
 
 class FakeConnector(KVConnectorBase_V1):
-    """vLLM's connector interface over `FakeSchedulerSide` (scheduler role) or `Worker` (worker role)."""
+    """vLLM's connector interface over `FakeSchedulerSide` or `FakeWorkerSide`, by its role."""
 
     mode = "fake"
     is_up = True
@@ -90,31 +90,31 @@ class FakeConnector(KVConnectorBase_V1):
     # TierStore, in the scheduler
 
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
-        """What a load of this prompt would bring now (continuum_lmcache.reload.tier_store.TierStore)."""
+        """What a load of this prompt would return now (continuum_lmcache.reload.tier_store.TierStore)."""
         self.planner.store.settle(self.planner.clock())
         return self.planner.store.holding(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
 
     @property
     def async_loads(self) -> bool:
-        """Whether others run while a load does (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
+        """Whether steps run during a load (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
         return self.config.load_async
 
     def set_load_selector(self, rule: LoadSelector) -> None:
-        """Load no more of a prompt than `rule` says (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
+        """Load at most what `rule` returns (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
         self.planner.rule = rule
 
     def transfers(self) -> list[KVTransfer]:
-        """The movements since the last call, oldest first: as the rates say with `fake.sleep`, else timed."""
+        """The transfers since the last call, oldest first: with `fake.sleep` by the rates, else timed."""
         moved, self._moved = self._moved, []
         if self.config.sleep:
             moved = self.planner.store.transfers()
-        if self.config.load_async:  # only the fake's own copies of a store are made in the step
+        if self.config.load_async:  # only the fake's own copies for a store run within the step
             beside = ("load", "store") if self.config.sleep else ("load",)
             moved = [replace(t, in_step=t.direction not in beside) for t in moved]
         return moved
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """What each tier has room for."""
+        """The size of each tier."""
         shelves = {Tier.DRAM: self.planner.store.dram, Tier.SSD: self.planner.store.ssd}
         sizes = {tier: min(shelf.capacity, ENDLESS) for tier, shelf in shelves.items() if shelf.capacity >= 1}
         return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
@@ -123,7 +123,7 @@ class FakeConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """No: a store that is lost is a miss later, and nothing waits for it."""
+        """False: a lost store is a later miss, and nothing waits for it."""
         return False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
@@ -144,7 +144,7 @@ class FakeConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
         self.planner.finished(request.request_id)
-        return False, None  # stores are over when their step is: the blocks are free at once
+        return False, None  # stores end with their step: the blocks are free at once
 
     def reset_cache(self) -> bool:
         self.planner.store.clear()
@@ -159,10 +159,10 @@ class FakeConnector(KVConnectorBase_V1):
         self.worker.load(self._metadata.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole: nothing to wait for."""
+        """`start_load_kv` loads whole blocks of all layers: nothing to wait for."""
 
     def save_kv_layer(self, *_args: Any, **_kwargs: Any) -> None:
-        """Stores are whole, at the end of the step."""
+        """`wait_for_save` stores whole blocks of all layers at the end of the step."""
 
     def wait_for_save(self) -> None:
         self.worker.store(self._metadata.stores, self._metadata.store_s)

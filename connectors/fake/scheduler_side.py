@@ -1,4 +1,4 @@
-"""The scheduler's half of the fake connector: which chunks each step loads, stores and drops."""
+"""The scheduler's side of the fake connector: which chunks each step loads, stores and drops."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class ChunkCopy:
     """One chunk, and the GPU blocks that hold its tokens [first * block, chunk_tokens)."""
 
     name: ChunkName
-    tier: Tier  # where it comes from; stores go everywhere
-    first: int  # of the chunk's blocks; those before are on the GPU already
+    tier: Tier  # the source; a store goes to all tiers
+    first: int  # of the chunk's blocks; those before it are on the GPU already
     block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """What one request waits for."""
+    """The load of one request."""
 
     request_id: str
     copies: tuple[ChunkCopy, ...]
-    duration_s: float  # what the rates say, waiting for the link included
+    duration_s: float  # by the rates, with the wait for the link
 
 
 @dataclass
@@ -46,24 +46,24 @@ class FakeMetadata(KVConnectorMetadata):
 
     loads: list[LoadJob]
     stores: list[ChunkCopy]
-    store_s: float  # how long the stores hold the step up, as the rates say
+    store_s: float  # by how long the stores delay the step, by the rates
     drops: list[ChunkName]
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request, from the first question about it until its end."""
+    """A request, from its first lookup until its end."""
 
     request: Request
     names: list[ChunkName] = field(default_factory=list)  # of its whole chunks
     block_ids: list[int] = field(default_factory=list)
-    stored_chunks: int = 0  # chunks of the head that need no store any more
-    offered: bool = False  # asked for, and not yet answered by an allocation
-    gpu_tokens: int = 0  # found on the GPU when it was asked for
+    stored_chunks: int = 0  # leading chunks that need no store any more
+    offered: bool = False  # looked up, and not allocated yet
+    gpu_tokens: int = 0  # found on the GPU at the lookup
 
 
 class FakeSchedulerSide:
-    """Owns the index of both tiers and, for every live request, how far it is stored."""
+    """Owns the index of both tiers and, for each live request, how much of it is stored."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class FakeSchedulerSide:
         self.config, self.block_tokens, self.clock, self.namer = config, block_tokens, clock, namer
         self.store = TwoTierCache(config.shape(bytes_per_token, block_tokens))
         self.tracked: dict[str, TrackedRequest] = {}
-        self.rule: LoadSelector | None = None  # None: load all there is
+        self.rule: LoadSelector | None = None  # None: load all that is found
         self._loads: list[LoadJob] = []
 
     @property
@@ -84,12 +84,12 @@ class FakeSchedulerSide:
         return self.config.chunk_tokens // self.block_tokens
 
     def offer(self, request: Request, gpu_tokens: int) -> int:
-        """How many tokens after the first `gpu_tokens` a load would bring. Changes no tier."""
+        """How many tokens after the first `gpu_tokens` a load would return. Changes no tier."""
         seen = self.tracked.setdefault(request.request_id, TrackedRequest(request))
         seen.offered, seen.gpu_tokens = True, gpu_tokens
         self.store.settle(self.clock())
         held = self.store.holding(self._named(seen))
-        # the last token is always computed: the next one is sampled from it
+        # the last token is always computed, since the next one is sampled from it
         found = min(held.dram_tokens + held.ssd_tokens, request.num_tokens - 1)
         if found <= gpu_tokens or self.rule is None:
             return max(0, found - gpu_tokens)
@@ -99,7 +99,7 @@ class FakeSchedulerSide:
         )
 
     def admitted(self, request: Request, block_ids: Sequence[int], load_tokens: int) -> None:
-        """The request got its blocks, and is to load `load_tokens` of what was offered."""
+        """The request got its blocks, and loads `load_tokens` of the offered tokens."""
         seen = self.tracked.get(request.request_id)
         if seen is None or not seen.offered:
             return  # the second call after an asynchronous load
@@ -107,7 +107,7 @@ class FakeSchedulerSide:
         found = self.store.find(seen.names)
         seen.stored_chunks = len(found.dram) + len(found.ssd)
         end_chunk = -(-(seen.gpu_tokens + load_tokens) // self.config.chunk_tokens)
-        if end_chunk < seen.stored_chunks:  # the rest is computed, and goes to DRAM if it is not there
+        if end_chunk < seen.stored_chunks:  # the rest is computed, and stored to DRAM if it is not there
             seen.stored_chunks = max(len(found.dram), end_chunk)
         if load_tokens == 0:
             self.store.touch(found)
@@ -120,7 +120,7 @@ class FakeSchedulerSide:
         self._loads.append(LoadJob(request.request_id, copies, loading.done_s - now_s))
 
     def step(self, output: SchedulerOutput) -> FakeMetadata:
-        """The work that goes with this step, in the order in which it was planned."""
+        """The work of this step, in the order in which it was planned."""
         self._note_blocks(output)
         now_s = done_s = self.clock()
         stores = []
@@ -138,7 +138,7 @@ class FakeSchedulerSide:
     def names(self, request: Request, known: list[ChunkName]) -> list[ChunkName]:
         """Names of the request's whole chunks; `known` are the first of them."""
         if request.lora_request is not None or request.mm_features:
-            return []  # their KV hangs on more than the token ids, so it is not kept
+            return []  # their KV depends on more than the token ids, so it is not kept
         return self.namer(request.all_token_ids, self.config.chunk_tokens, request.cache_salt or "", known)
 
     def _named(self, seen: TrackedRequest) -> list[ChunkName]:
@@ -164,7 +164,7 @@ class FakeSchedulerSide:
     def _stores_of(
         self, seen: TrackedRequest, scheduled_tokens: int, now_s: float
     ) -> tuple[list[ChunkCopy], float]:
-        """Chunks that this step completes, and when the GPU's copies of them are free again."""
+        """Chunks that this step completes, and when the stores have read the GPU's copies."""
         request, span = seen.request, self.blocks_per_chunk
         end = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
         if not self.config.save_decode_cache:

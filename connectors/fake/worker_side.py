@@ -1,4 +1,4 @@
-"""The worker's half of the fake connector: it really copies whole KV blocks to a dict and back."""
+"""The worker's side of the fake connector: copies whole KV blocks to a dict and back."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from continuum_lmcache.types import Tier
 class FakeWorkerSide:
     """Holds the bytes of every chunk that any tier has, one tensor [blocks, ...] a layer.
 
-    What is inside a block is the attention backend's business: blocks are only ever moved whole.
+    The layout within a block is private to the attention backend, so only whole blocks are moved.
     """
 
     config: FakeConfig
     block_tokens: int
     layers: list[torch.Tensor] = field(default_factory=list)  # vLLM's KV, [num_blocks, ...] each
     chunks: dict[ChunkName, list[torch.Tensor]] = field(default_factory=dict)
-    loading: dict[str, float] = field(default_factory=dict)  # asynchronous loads, by when they are over
+    loading: dict[str, float] = field(default_factory=dict)  # asynchronous loads, by when they end
     transfers: list[KVTransfer] = field(default_factory=list)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """Remember vLLM's KV tensors. Raises ConfigError for a layout without blocks in front."""
+        """Keep vLLM's KV tensors. Raises ConfigError for a layout whose first dimension is not blocks."""
         for layer, kv in kv_caches.items():
             if kv.shape[0] != num_blocks:
                 raise ConfigError(
@@ -41,7 +41,7 @@ class FakeWorkerSide:
         self.layers = list(kv_caches.values())
 
     def load(self, jobs: Iterable[LoadJob]) -> None:
-        """Fill the GPU's blocks. In synchronous mode everything is there on return."""
+        """Fill the GPU's blocks. In synchronous mode the load is complete on return."""
         for job in jobs:
             for tier in (Tier.DRAM, Tier.SSD):
                 self._load([c for c in job.copies if c.tier is tier], tier, job.request_id)
@@ -62,12 +62,12 @@ class FakeWorkerSide:
             time.sleep(duration_s)
 
     def drop(self, names: Iterable[ChunkName]) -> None:
-        """No tier has these any more."""
+        """Delete chunks that no tier has any more."""
         for name in names:
             self.chunks.pop(name, None)
 
     def take_loaded(self) -> set[str]:
-        """Requests whose asynchronous load is over."""
+        """Requests whose asynchronous load has ended."""
         now_s = time.monotonic()
         done = {r for r, done_s in self.loading.items() if done_s <= now_s}
         for request_id in done:

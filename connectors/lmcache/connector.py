@@ -1,23 +1,23 @@
 """Stock in-process LMCache 0.5.6 as vLLM's KV connector, and as the core's TierStore.
 
-What it adds to vLLM's LMCacheConnectorV1, whose every call it passes on:
+It passes every call on to vLLM's LMCacheConnectorV1, and adds:
 
     a prompt's tokens   [0, computed)   in vLLM's prefix cache
                         [.., dram)      LMCache, CPU DRAM
                         [.., ssd)       LMCache, local disk
-                        [.., n)         nowhere: computed
+                                            [.., n)         not stored: computed
 
-    lmcache_settings, lmcache_traps   refuse settings that fail silently, and set defaults that work
-    lmcache_cpu                       the copy path where there is no GPU; on a GPU, nothing
-    lmcache_disk                      disk loads that cannot hang or kill the engine
-    lmcache_worker, lmcache_probe     what its tiers admit and evict,
-    lmcache_tiers                     mirrored where the scheduler decides
-    lmcache_meter                     what loading and storing it really took
-    lmcache_loads                     whether what vLLM takes for loaded was loaded
+        settings.py, known_issues.py   refuse settings that fail silently, and set defaults that work
+        cpu_copy.py                    the copy path where there is no GPU; unused on a GPU
+        disk/                          disk loads that cannot hang or kill the engine
+        worker.py, snapshot_rpc.py     which chunks LMCache's tiers admit and evict,
+        tier_mirror.py                 mirrored in the scheduler's process
+        transfer_timer.py              how long loads and stores took
+        load_check.py                  whether everything was loaded that vLLM counts as loaded
 
-With `--scheduling-policy continuum` it stands for vLLM's own name, `{"kv_connector":
-"LMCacheConnectorV1", ...}`. With another policy it is `"kv_connector": "ContinuumLMCacheConnector",
-"kv_connector_module_path": "connectors.lmcache"`. Any scheduler will do.
+With `--scheduling-policy continuum` it replaces vLLM's own `{"kv_connector": "LMCacheConnectorV1", ...}`.
+With another policy use `"kv_connector": "ContinuumLMCacheConnector",
+"kv_connector_module_path": "connectors.lmcache"`. It works with any scheduler.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ from continuum_lmcache.types import Tier, TurnId
 
 
 class ContinuumLMCacheConnector(LMCacheConnectorV1):
-    """LMCacheConnectorV1 that knows where KV lies, what loads cost, and which settings fail.
+    """LMCacheConnectorV1 that reports where KV is and what loads cost, and refuses settings that fail.
 
     On the scheduler's side it is a continuum_lmcache.reload.tier_store.TierStore.
     """
 
     mode = "lmcache-in-process"
-    is_up = True  # it lives and dies with the worker
-    copier: type[BlockCopier] = BlockCopier  # a test breaks it on purpose
+    is_up = True  # it starts and ends with the worker
+    copier: type[BlockCopier] = BlockCopier  # a test replaces it with a broken one
 
     @classmethod
     def check_settings(cls, vllm_config: VllmConfig) -> None:
@@ -86,23 +86,23 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        self.check_settings(vllm_config)  # under another policy nobody has
+        self.check_settings(vllm_config)  # under another policy no other code has checked them
         settle(vllm_config, kv_cache_config, announce=role == KVConnectorRole.SCHEDULER)
         with cpu_copy_path(self.copier, vllm_config.cache_config.block_size):
             super().__init__(vllm_config, role, kv_cache_config)
         self._impl = cast(Any, self._lmcache_engine)
         refuse_degraded(self._impl)
-        # with MLA every rank would hold the same bytes, and LMCache lets rank 0 alone keep them
+        # with MLA every rank would hold the same bytes, and LMCache stores them on rank 0 only
         ranks = 1 if mla_enabled(vllm_config.model_config) else vllm_config.parallel_config.world_size
         transfer = transfer_config(vllm_config)
         self._addresses = addresses(str(transfer.engine_id), ranks)
         self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
-        self._expected: list[AwaitedLoad] = []  # what vLLM takes for loaded by the next step
+        self._expected: list[AwaitedLoad] = []  # what vLLM counts as loaded in the next step
         self._check: LoadCheck | None = None
         self._worker: LMCacheWorkerSide | None = None
         self._tiers: LMCacheTiers | None = None
-        self._rule: LoadSelector | None = None  # None: load all there is
+        self._rule: LoadSelector | None = None  # None: load all that is found
         if role == KVConnectorRole.SCHEDULER:
             database = ChunkedTokenDatabase(self._impl.config, self._impl._manager.lmcache_engine_metadata)
             self._tiers = LMCacheTiers(database, self._impl.config.chunk_size, self._addresses)
@@ -113,26 +113,26 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     @property
     def tiers(self) -> LMCacheTiers:
-        """The scheduler's view of the tiers. Only in the scheduler's process."""
+        """The scheduler's mirror of the tiers. Only in the scheduler's process."""
         assert self._tiers is not None, "tiers are known to the scheduler's connector only"
         return self._tiers
 
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:  # noqa: ARG002
-        """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
+        """What LMCache would load of this prompt's head now. Reads only the mirror; never waits.
 
-        Behind by at most the step in flight, and by the disk writes that ended since the last one.
-        Hashing is remembered by chunk, so asking again, or for a longer prompt, is cheap. Of a prompt
-        with images, and of requests with LMCache tags, it knows nothing: their keys are others. The salt
-        is no part of LMCache's in-process keys.
+        The mirror may lack the step in flight, and the disk writes that ended since the last step.
+        Chunk hashes are cached, so a second call, also for a longer prompt, is cheap. Prompts with images
+        and requests with LMCache tags have other keys, so nothing is found for them. LMCache's in-process
+        keys do not contain the salt.
         """
         return self.tiers.locate(token_ids)
 
     def transfers(self) -> list[KVTransfer]:
-        """Loads and stores as rank 0 timed them, since the last call. A load's time includes the copy."""
+        """Loads and stores since the last call, as rank 0 timed them. A load's time includes the copy."""
         return self.tiers.transfers()
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """What LMCache's DRAM and disk of one rank have room for."""
+        """The size of LMCache's DRAM and disk on one rank."""
         config = self._impl.config
         gib = {
             Tier.DRAM: config.max_local_cpu_size if config.local_cpu else 0.0,
@@ -141,7 +141,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         return {tier: int(size * GIB / self._kv_bytes_per_token) for tier, size in gib.items() if size}
 
     def set_load_selector(self, rule: LoadSelector) -> None:
-        """Load no more of a prompt than `rule` says (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
+        """Load at most what `rule` returns (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
         self._rule = rule
 
     def waits(self, metadata: Any) -> bool:
@@ -153,7 +153,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         )
 
     def step_s(self) -> float | None:
-        """Of a step that stored something, by rank 0's accelerator."""
+        """The time of a step that stored something, measured on rank 0's accelerator."""
         return self.tiers.step_s()
 
     # ---- scheduler: vLLM's calls
@@ -181,8 +181,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         spec = self._impl.load_specs.get(request.request_id)
         if found and spec is not None:
-            # LMCache rounds a capped load down to chunks, but not what it tells vLLM, and then dies of
-            # the difference when vLLM's hit ends inside a chunk (vllm_v1_adapter.py:1597)
+            # LMCache rounds a capped load down to chunks, but not the number that it returns to vLLM. It then
+            # fails on the difference when vLLM's hit ends inside a chunk (vllm_v1_adapter.py:1597)
             found = min(found, spec.lmcache_cached_tokens - spec.vllm_cached_tokens)
             if found > 0 and self._rule is not None:
                 found = self._chosen(request, spec, found)
@@ -191,12 +191,12 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         return found, is_async
 
     def _chosen(self, request: Request, spec: Any, found: int) -> int:
-        """How many of the `found` tokens to load, by the rule; LMCache's note of them is cut to fit.
+        """How many of the `found` tokens to load, by the rule. LMCache's load spec is reduced to match.
 
-        The note goes to the worker with the step in any case, and there every lookup's pins are
-        undone, load or no load (vllm_v1_adapter.py:1122). What the note names is not stored again: so
-        it keeps what DRAM holds (all that was found, where nothing stays in DRAM), except for a
-        preempted turn, for which LMCache takes what it names for loaded.
+        The worker always gets the spec with the step, and releases the pins of every lookup there, with
+        or without a load (vllm_v1_adapter.py:1122). LMCache does not store again what the spec contains. So
+        it keeps what DRAM holds (everything found, where nothing stays in DRAM), except for a preempted
+        turn: for that LMCache counts everything in the spec as loaded.
         """
         held = self.locate(request.all_token_ids)
         where = residency_of_offer(held, spec.vllm_cached_tokens, found, request.num_tokens)
@@ -213,7 +213,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         held = self.locate(request.all_token_ids)
         computed_tokens = self._impl.load_specs[request.request_id].vllm_cached_tokens
         if held.dram_tokens + held.ssd_tokens < computed_tokens + num_external_tokens:
-            self.tiers.request_snapshot()  # LMCache found more than the mirror knows of
+            self.tiers.request_snapshot()  # LMCache found more than the mirror has
         host_tokens = min(max(held.dram_tokens - computed_tokens, 0), num_external_tokens)
         split = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: num_external_tokens - host_tokens}
         return {source: tokens for source, tokens in split.items() if tokens}
@@ -232,12 +232,12 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(with_attn_metadata(forward_context), **kwargs)  # also in steps without work
-        meta = self._get_connector_metadata()  # a warm-up step's has nothing of ours
+        meta = self._get_connector_metadata()  # a warm-up step's has no fields of ours
         if self._check is not None:
             self._check.loaded(getattr(meta, "expected_loads", []), getattr(meta, "written_blocks", []))
 
     def wait_for_save(self) -> None:
-        """Store what the step computed; nothing if it dies, as lmcache_mp/connector.py has it."""
+        """Store what the step computed; nothing if the step fails, as in lmcache_mp/connector.py."""
         if sys.exc_info()[1] is not None:
             return
         if self._check is not None:

@@ -1,8 +1,8 @@
 """The copy path that LMCache 0.5.6 lacks on a machine without a GPU.
 
-vLLM's CPU backend keeps one tensor per layer, `[blocks, heads, block tokens, 2 x head size]`. What
-lies inside a block is private to its attention kernel, which may pack K, so KV is moved in whole
-blocks and a chunk in LMCache is opaque bytes of the right size:
+vLLM's CPU backend keeps one tensor per layer, `[blocks, heads, block tokens, 2 x head size]`. The layout
+within a block is private to its attention kernel, which may pack K. So KV is moved in whole blocks, and a
+chunk in LMCache is opaque bytes of the right size:
 
     vLLM, per layer     [blocks, block values]
     LMCache, per chunk  [layers, chunk tokens / block tokens, block values]
@@ -37,7 +37,7 @@ class BlockCopier(GPUConnectorInterface):  # type: ignore[misc]
 
     def to_gpu(self, memory_obj: MemoryObj, start: int, end: int, **kwargs: Any) -> None:
         blocks = self._blocks(kwargs["slot_mapping"], start, end)
-        # blocks that vLLM has already may be shared with running requests: leave them alone
+        # running requests may share the blocks that vLLM has already: do not write them
         have = max(0, kwargs.get("vllm_cached_tokens", 0) - start) // self._block_tokens
         for page, rows in self._pairs(memory_obj, blocks, kwargs["kvcaches"]):
             page.index_copy_(0, blocks[have:], rows[have:])
@@ -76,10 +76,10 @@ class BlockCopier(GPUConnectorInterface):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def cpu_copy_path(copier: type[BlockCopier], block_tokens: int) -> Iterator[None]:
-    """Within: LMCache builds `copier` where it would say "No supported cpu connector found".
+    """Within it LMCache builds `copier` in place of its error "No supported cpu connector found".
 
-    LMCache looks its constructor up at the time of use, so one attribute is replaced and put back;
-    with any other device this does nothing.
+    LMCache looks its constructor up when it needs one, so one attribute is replaced and restored.
+    With any other device this does nothing.
     """
     if torch_device_type != "cpu":
         yield

@@ -1,6 +1,6 @@
 """Settings under which LMCache 0.5.6 caches nothing, hangs or dies: defaults that avoid them, and refusals.
 
-Every trap was met on a running server; each refusal says what, the numbers, and what to do.
+Every case occurred on a running server. Each refusal states the cause, the numbers, and what to do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GIB = 1024**3
 ALIGN_BYTES = 4096  # of a chunk in LMCache's DRAM pool
 FILE_NAME_BYTES = 255  # NAME_MAX of Linux's file systems
 KEY_BYTES = 64  # rank, hash and dtype, which LMCache appends to the model's name
-POOL_SHARE = 7 / 8  # of the DRAM pool for one load; the rest is for chunks on their way to disk
+POOL_SHARE = 7 / 8  # of the DRAM pool for one load; the rest is for chunks that are being written to disk
 
 LAYERWISE = (
     "{} moves KV layer by layer, in hooks that vLLM 0.32 skips where it replays a FULL CUDA graph, and "
@@ -29,7 +29,7 @@ LAYERWISE = (
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What the settings must fit: one worker of the engine."""
+    """One worker of the engine: the settings must fit it."""
 
     on_cpu: bool
     block_tokens: int
@@ -40,9 +40,9 @@ class WorkerSpec:
 def with_defaults(
     extra: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The extra config that LMCache should get, and the defaults in it that are ours.
+    """The extra config for LMCache, and which of its defaults are ours.
 
-    Settling twice changes nothing. Raises ConfigError on what is unknown or known to fail.
+    A second call changes nothing. Raises ConfigError for settings that are unknown or known to fail.
     """
     if extra.get("use_native"):
         raise ConfigError("use_native selects vLLM's old copy of LMCache's adapter; remove it")
@@ -55,7 +55,7 @@ def with_defaults(
 
 
 def defaults(user: Mapping[str, Any], machine: WorkerSpec) -> dict[str, Any]:
-    """Values for what the user left open. `user` has passed `refuse_traps`."""
+    """Values for what the user did not set. `user` has passed `refuse_traps`."""
     settings = {**DEFAULTS, **user}
     load_chunks = max(1, int(pool_chunks(settings, machine) * POOL_SHARE))
     found = {
@@ -65,7 +65,7 @@ def defaults(user: Mapping[str, Any], machine: WorkerSpec) -> dict[str, Any]:
     }
     found = {name: value for name, value in found.items() if name not in user}
     if settings["local_disk"]:
-        # without O_DIRECT the page cache answers, and the disk tier's measured rate is a fiction
+        # without O_DIRECT the page cache serves reads, and the measured rate of the disk tier is wrong
         found["extra_config"] = {"use_odirect": True, **(settings["extra_config"] or {})}
     return found
 
@@ -84,7 +84,7 @@ def refuse_traps(settings: Mapping[str, Any], environ: Mapping[str, str], machin
 
 
 def traps(settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec) -> list[str]:
-    """Why `refuse_traps` would refuse, the first reason of each kind; [] if it would not."""
+    """The reasons of `refuse_traps`, the first of each kind; [] if it would not refuse."""
     found = []
     for refuse in _refusals(settings, environ, machine):
         try:
@@ -97,7 +97,7 @@ def traps(settings: Mapping[str, Any], environ: Mapping[str, str], machine: Work
 def _refusals(
     settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec
 ) -> list[Callable[[], None]]:
-    """The checks of these settings, one a kind of trap."""
+    """The checks of these settings, one for each kind of failure."""
     checks: list[Callable[[], None]] = [
         partial(_refuse_modes, settings),
         partial(_refuse_hash, settings["pre_caching_hash_algorithm"], environ),
@@ -123,7 +123,7 @@ def _refuse_modes(settings: Mapping[str, Any]) -> None:
 
 
 def _refuse_hash(algorithm: str, environ: Mapping[str, str]) -> None:
-    """Scheduler and worker are two processes: a seed of their own gives each its own hashes, and 0 hits."""
+    """Scheduler and worker are two processes: with different seeds their hashes differ, and nothing hits."""
     seeded = environ.get("PYTHONHASHSEED", "random") != "random"
     if not algorithm.startswith("sha256") and not seeded:
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""What vLLM takes for loaded is loaded, or its blocks are reported.
+"""Reports the blocks that vLLM counts as loaded and LMCache did not load.
 
-LMCache 0.5.6 compares what it brings with what it asked itself for (vllm_v1_adapter.py:876). It says
-nothing of a load that it skips, nor of tokens that it was not told of. vLLM believes its own number, which
-update_state_after_alloc passes on: that is what is compared here.
+LMCache 0.5.6 compares what it loads with what it requested itself (vllm_v1_adapter.py:876). It does not
+report a load that it skips, nor tokens that it was not asked for. vLLM uses its own number, which it passes
+to update_state_after_alloc. This module compares the loads with that number.
 
-A step whose load failed computes on KV that is not there. vLLM discards its tokens and computes again, but
-LMCache would store what the step wrote under the right names, and keep it. So nothing is stored of a request
-that holds a block of a failed load, until that block has been written again.
+A step whose load failed computes on missing KV. vLLM discards its tokens and computes them again, but
+LMCache would store what the step wrote under valid keys, and keep it. So nothing is stored of a request
+that holds a block of a failed load, until that block was written again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = init_logger("vllm.continuum.lmcache")
 
 
 class AwaitedLoad(NamedTuple):
-    """Tokens [start, end) of one request, which vLLM takes for loaded within a step."""
+    """Tokens [start, end) of one request, which vLLM counts as loaded within a step."""
 
     request_id: str
     start: int
@@ -52,9 +52,9 @@ class LoadCheck:
 
     def __init__(self, engine: Any, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._came: dict[str, torch.Tensor] = {}  # in this step: by request, which of its tokens
+        self._came: dict[str, torch.Tensor] = {}  # in this step, by request: which of its tokens were loaded
         self._missing: set[int] = set()
-        self._lacking: set[int] = set()  # those of them that have not been written since
+        self._lacking: set[int] = set()  # blocks of failed loads that were not written since
         self._retrieve, engine.retrieve = engine.retrieve, self.retrieve
 
     def retrieve(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -64,9 +64,9 @@ class LoadCheck:
         return came
 
     def loaded(self, expected: Iterable[AwaitedLoad], written: Iterable[int]) -> None:
-        """The step's loads are done: note the blocks of all tokens that are not there.
+        """The step's loads have ended: note the blocks of all tokens that are missing.
 
-        `written` are the blocks that the step writes from their first token on: they are right again.
+        `written` are the blocks that the step writes from their first token on: these are valid again.
         """
         came, self._came = self._came, {}
         self._lacking.difference_update(written)
@@ -76,12 +76,12 @@ class LoadCheck:
             self._lacking |= missing
 
     def missing_blocks(self) -> set[int]:
-        """Those noted since the last call."""
+        """The blocks noted since the last call."""
         missing, self._missing = self._missing, set()
         return missing
 
     def is_whole(self, slots: torch.Tensor) -> bool:
-        """Whether none of these slots is in a block that a failed load left without its KV."""
+        """Whether no slot is in a block that a failed load left invalid."""
         return not self._lacking or self._lacking.isdisjoint((slots // self._block_tokens).tolist())
 
     def _missing_of(self, load: AwaitedLoad, came: torch.Tensor | None) -> set[int]:
@@ -98,10 +98,10 @@ class LoadCheck:
 
 
 def with_all_tokens(scheduler_output: SchedulerOutput) -> Any:
-    """The step as LMCache should see it: a request's tokens are all that it has.
+    """The step with all of each request's tokens, as LMCache needs it.
 
-    For vLLM's V2 model runner a preempted request comes back as a new one. Of a new one LMCache takes the
-    prompt for all there is, though it looked all tokens up, and would load no more than the prompt
+    vLLM's V2 model runner gets a preempted request as a new one. For a new request LMCache counts only
+    the prompt, though its lookup had all tokens, and would load no more than the prompt
     (RequestTracker.from_new_request, vllm_v1_adapter.py:158).
     """
     new = [with_tokens(request) for request in scheduler_output.scheduled_new_reqs]
@@ -109,16 +109,16 @@ def with_all_tokens(scheduler_output: SchedulerOutput) -> Any:
 
 
 def with_tokens(new: Any) -> Any:
-    """A new request, its generated tokens among its prompt's if it is none."""
+    """A new request; if it is a resumed one, its generated tokens count as prompt."""
     is_resumed = new.prompt_token_ids and len(new.prefill_token_ids or ()) > len(new.prompt_token_ids)
     return replace(new, prompt_token_ids=list(new.prefill_token_ids)) if is_resumed else new
 
 
 def with_attn_metadata(forward_context: ForwardContext) -> Any:
-    """A context under which LMCache loads: it asks for no more than that there is attention metadata.
+    """A context with attention metadata, without which LMCache does not load.
 
-    vLLM's V2 model runner has none in the context of a step that replays a FULL CUDA graph, nor of one that
-    is split in two (gpu/model_runner.py:1889, 2003). LMCache would load nothing and say nothing of it.
+    vLLM's V2 model runner has none in the context of a step that replays a FULL CUDA graph, or of one that
+    is split in two (gpu/model_runner.py:1889, 2003). LMCache would load nothing, without an error.
     """
     if forward_context.attn_metadata is not None:
         return forward_context

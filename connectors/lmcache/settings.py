@@ -1,9 +1,9 @@
-"""What the user told LMCache, read as LMCache reads it, except that nothing is dropped silently.
+"""The user's LMCache settings, read as LMCache reads them, except that nothing is dropped silently.
 
-LMCache only warns about a name it does not know, and a value that it cannot parse becomes None. A variable
-that nothing reads is refused where it looks like a slip, and told where it does not: the environment is
-not this server's alone.
-Sources, the later the stronger: the YAML file named by LMCACHE_CONFIG_FILE, LMCACHE_* variables,
+LMCache only warns about an unknown name, and a value that it cannot parse becomes None. Here an unread
+variable is refused if it looks like a misspelt setting, and logged if it does not: other programs may
+use the same environment.
+Sources, in ascending precedence: the YAML file named by LMCACHE_CONFIG_FILE, LMCACHE_* variables,
 `lmcache.*` keys of the KV connector's extra config.
 """
 
@@ -59,7 +59,7 @@ ENV_FAMILIES = ("ec_", "mp_", "coordinator_", "controller_", "resp_", "aerospike
 # Kubernetes puts these into every pod that has a Service whose name begins with "lmcache"
 KUBERNETES = re.compile(r"(service_host|service_port\w*|port_\d+_(tcp|udp|sctp)\w*)$")
 KUBERNETES_PORT = ("tcp://", "udp://", "sctp://")
-SLIP = 0.85  # how alike a slip and its name are, by difflib; LMCACHE_RPC_PORT and LMCACHE_MP_PORT are 0.8
+SLIP = 0.85  # similarity of a misspelt name, by difflib; LMCACHE_RPC_PORT and LMCACHE_MP_PORT have 0.8
 
 
 def given(extra: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _from_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """A setting in its type. Raises ConfigError where LMCache would not have it in that type."""
+    """A setting in its type. Raises ConfigError where LMCache would fail to parse it."""
     definition = _CONFIG_DEFINITIONS.get(_CONFIG_ALIASES.get(name, name))
     kind = definition["type"] if definition else DIRECT[name]
     if value is None and definition and definition["default"] is None:
@@ -150,6 +150,6 @@ def _parsed(name: str, value: Any) -> Any:
 
 
 def _is_of(kind: Any, value: Any) -> bool:
-    """Whether a value has the type that LMCache names: a plain one, a list of one, or either or None."""
+    """Whether a value has LMCache's type: a plain type, a list of one, or one of these or None."""
     choices = get_args(kind) if get_origin(kind) is Union else (kind,)
     return any(isinstance(value, get_origin(choice) or choice) for choice in choices)

@@ -1,6 +1,6 @@
-"""A worker's answer to "what do your tiers hold?": for start, idle engines and doubt.
+"""Snapshots of a worker's tiers, for the start, for idle engines and after lost reports.
 
-LMCache's own lookup is no way to ask: it pins what it finds and moves it up in the LRU. This one
+LMCache's own lookup is not suitable: it pins what it finds and moves it up in the LRU. This one
 copies the backends' keys, in a thread of the worker, over a ZMQ socket of its own.
 """
 
@@ -18,8 +18,8 @@ import zmq
 from vllm.logger import init_logger
 
 logger = init_logger("vllm.continuum.lmcache")
-ANSWER_S = 30.0  # how long a rank's answer may take; then it is asked again when next in doubt
-POLL_MS = 200  # how long the server takes to notice that it should end
+ANSWER_S = 30.0  # how long a rank's answer may take; then a later request asks it again
+POLL_MS = 200  # how long the server takes to notice that it should stop
 
 
 class Snapshot(msgspec.Struct):
@@ -33,7 +33,7 @@ class Snapshot(msgspec.Struct):
 
 
 class SnapshotServer:
-    """Answers each question with a fresh `snapshot()`, from its own thread, until closed."""
+    """Answers each request with a new `snapshot()`, from its own thread, until closed."""
 
     def __init__(self, address: str, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot = snapshot
@@ -56,15 +56,15 @@ class SnapshotServer:
 
 
 class SnapshotClient:
-    """The scheduler's side: asks all ranks and picks the answers up later. Never waits.
+    """The scheduler's side: asks all ranks and takes the answers later. Never waits.
 
-    A rank that cannot be asked (`ipc://` reaches no other node) is known by its reports alone.
+    For an unreachable rank (`ipc://` reaches no other node) the scheduler has its reports alone.
     """
 
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._addresses, self._clock = addresses, clock
-        self._waiting: set[int] = set()  # ranks that have not answered the last question
-        self._silent: set[int] = set()  # ranks that a warning was given of
+        self._waiting: set[int] = set()  # ranks that have not answered the last request
+        self._silent: set[int] = set()  # ranks for which a warning was logged
         self._asked_s = 0.0
         self._sockets = []
         for address in addresses:
@@ -73,15 +73,15 @@ class SnapshotClient:
             self._sockets.append(socket)
 
     def ask(self) -> None:
-        """Send the question, unless one is on its way."""
+        """Send a request, unless one is open."""
         if not self._waiting:
             for socket in self._sockets:
-                with contextlib.suppress(zmq.Again):  # a thousand questions wait for this rank already
+                with contextlib.suppress(zmq.Again):  # a thousand requests wait for this rank already
                     socket.send(b"", zmq.NOBLOCK)
             self._waiting, self._asked_s = set(range(len(self._sockets))), self._clock()
 
     def answers(self) -> Iterator[Snapshot]:
-        """What has come in since."""
+        """The answers since the last call."""
         for rank, socket in enumerate(self._sockets) if self._waiting else ():
             while socket.poll(0):
                 self._waiting.discard(rank)
@@ -90,7 +90,7 @@ class SnapshotClient:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Wait no longer for the ranks that have not answered: the next doubt asks all again."""
+        """Stop waiting for the ranks that have not answered: the next `ask` asks all again."""
         for rank in sorted(self._waiting - self._silent):
             logger.warning(
                 "LMCache's worker of rank %d has not said for %g s what its tiers hold (%s): what it reports "
@@ -108,6 +108,6 @@ class SnapshotClient:
 
 
 def addresses(engine_id: str, ranks: int) -> list[str]:
-    """The probe's socket of each rank. Short and unique: a socket's path has at most 107 bytes."""
+    """The snapshot socket of each rank. Short and unique: a socket's path has at most 107 bytes."""
     name = hashlib.blake2b(engine_id.encode(), digest_size=8).hexdigest()
     return [f"ipc://{envs.VLLM_RPC_BASE_PATH}/continuum-{name}-{rank}" for rank in range(ranks)]

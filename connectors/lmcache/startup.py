@@ -1,4 +1,4 @@
-"""What LMCache in-process is given as it starts: the machine that its settings must fit, and our defaults."""
+"""The start of LMCache in-process: the machine that its settings must fit, and our defaults."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = init_logger("vllm.continuum.lmcache")
 
 
 def machine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> WorkerSpec:
-    """What LMCache's settings must fit. Before vLLM has laid out its KV cache, by the model's shape alone.
+    """The machine that LMCache's settings must fit. Before the KV cache is laid out, by the model's shape.
 
-    The shape says nothing of an indexer's layers, nor of the scales in `fp8_ds_mla` (DeepSeek V3.2).
+    The shape lacks an indexer's layers, and the scales in `fp8_ds_mla` (DeepSeek V3.2).
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     layers = model.get_num_layers(parallel) + calculate_draft_layers(vllm_config)
@@ -55,8 +55,8 @@ def settle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, announce: bo
 def recomputes_rightly(vllm_config: VllmConfig) -> bool:
     """Whether a request whose load failed within a step gets the right tokens when it is computed again.
 
-    Under this package's schedulers always. Under vLLM's own, up to 0.33, neither where steps run ahead
-    (async scheduling) nor with its newer model runner, the default on GPUs (vllm-project/vllm#49250).
+    Always under this package's schedulers. Under vLLM's own, up to 0.33, not where steps run ahead
+    (async scheduling) and not with its newer model runner, the default on GPUs (vllm-project/vllm#49250).
     """
     scheduler = vllm_config.scheduler_config
     ours = "continuum_lmcache." in str(scheduler.scheduler_cls)
@@ -64,7 +64,7 @@ def recomputes_rightly(vllm_config: VllmConfig) -> bool:
 
 
 def refuse_degraded(impl: Any) -> None:
-    """LMCache logs why it cannot start and then serves without caching anything: say it and stop."""
+    """LMCache logs why it cannot start and then serves without caching: raise its error instead."""
     manager = impl._manager
     if manager._init_failed:
         raise ConfigError(f"LMCache could not start: {manager._init_failed_reason.strip().splitlines()[-1]}")

@@ -1,9 +1,9 @@
-"""The scheduler's half of tier truth: a mirror of where LMCache's chunks are.
+"""The scheduler's mirror of where LMCache's chunks are.
 
-    worker      backend --ADMIT/EVICT--> Journal --> TierReport, with every step's output
-    scheduler   TierReport --> Mirror <-- Snapshot <-- Probe (for start, idle engines, doubt)
+        worker      backend --ADMIT/EVICT--> ChangeLog --> TierReport, with every step's output
+        scheduler   TierReport --> TierMirror <-- Snapshot <-- SnapshotServer
 
-Both local backends report each change through `batched_msg_sender`, the seam meant for LMCache's own
+Both local backends report each change through `batched_msg_sender`, the interface for LMCache's own
 controller. Every change has a number, so a snapshot and the reports around it may overlap.
 """
 
@@ -19,12 +19,12 @@ from connectors.lmcache.worker import RankReport, TierReport
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 
 MEMO_CHUNKS = 65_536  # chunk hashes remembered, about 12 MB
-BEHIND_S = 1.0  # between questions while disk writes are pending: an answer of 400k chunks takes 45 ms
+BEHIND_S = 1.0  # between requests while disk writes are pending: an answer of 400k chunks takes 45 ms
 MAX_TRANSFERS = 10_000  # kept for a reader of transfers(), if there is one
 
 
 class TierMirror:
-    """Which chunks every rank holds in DRAM and on disk, as far as the workers have told."""
+    """Which chunks every rank holds in DRAM and on disk, by the workers' reports."""
 
     def __init__(self, ranks: int) -> None:
         self._held: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(ranks)]
@@ -33,11 +33,11 @@ class TierMirror:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a disk write was in flight when last heard: it ends without a step to report it."""
+        """Whether the last report had a disk write in flight: no step reports its end."""
         return any(self._pending)
 
     def apply(self, rank: int, report: RankReport) -> bool:
-        """Take a report over, as far as no snapshot has overtaken it. False: one before it was lost."""
+        """Apply a report, unless a newer snapshot has it. False: an earlier report was lost."""
         last = self._last[rank]
         is_next = report.since <= last
         for number, ssd, admitted, chunk in report.changes:
@@ -49,7 +49,7 @@ class TierMirror:
         return is_next
 
     def replace(self, snapshot: Snapshot) -> None:
-        """Take a snapshot over, unless a later report has overtaken it."""
+        """Apply a snapshot, unless a later report was applied."""
         if snapshot.last >= self._last[snapshot.rank]:
             self._held[snapshot.rank] = (set(snapshot.dram), set(snapshot.ssd))
             self._last[snapshot.rank] = snapshot.last
@@ -58,8 +58,8 @@ class TierMirror:
     def plan(self, chunks: Iterable[int]) -> tuple[int, int]:
         """(chunks from DRAM, chunks from disk after them) that LMCache would load of this prefix.
 
-        LMCache takes the leading run in DRAM, then the leading run of the rest on disk, then stops;
-        it does not pick each chunk's best tier (`StorageManager.batched_contains`).
+        LMCache takes the leading run in DRAM, then the leading run of the rest on disk, then stops.
+        It does not pick each chunk's best tier (`StorageManager.batched_contains`).
         """
         dram = ssd = 0
         for chunk in chunks:
@@ -73,10 +73,10 @@ class TierMirror:
 
 
 class ChunkHashes:
-    """LMCache's own chunk hashes, remembered: hashing 8k tokens afresh takes a millisecond.
+    """LMCache's own chunk hashes, cached: to hash 8k tokens takes a millisecond.
 
-    The memo's key is Python's hash of a chunk's tokens and the hash before it. A collision gives a
-    wrong guess of where KV lies, never wrong KV: LMCache hashes for itself.
+    The cache's key is Python's hash of a chunk's tokens and the hash before it. A collision gives a
+    wrong estimate of where KV is, never wrong KV: LMCache computes its own hashes.
     """
 
     def __init__(self, database: Any, chunk_tokens: int) -> None:
@@ -115,7 +115,7 @@ class LMCacheTiers:
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
         self._step_s: float | None = None
         self._probe = SnapshotClient(addresses, clock)
-        self._heard_s = clock()  # when a worker last told something
+        self._heard_s = clock()  # when a worker last reported
         self._probe.ask()
 
     def locate(self, token_ids: Sequence[int]) -> TierHit:
@@ -128,7 +128,7 @@ class LMCacheTiers:
         return TierHit(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 
     def request_snapshot(self) -> None:
-        """Ask the workers; a later `locate` takes their answer in."""
+        """Ask the workers for snapshots; a later `locate` applies their answers."""
         self._probe.ask()
 
     def transfers(self) -> list[KVTransfer]:
@@ -137,7 +137,7 @@ class LMCacheTiers:
         return taken
 
     def step_s(self) -> float | None:
-        """What rank 0's last step took, if it was timed."""
+        """The time of rank 0's last step, if it was timed."""
         taken, self._step_s = self._step_s, None
         return taken
 

@@ -1,9 +1,9 @@
-"""What LMCache's loads and stores really cost: timed in the worker, where the engine's step pays for them.
+"""What LMCache's loads and stores cost: timed in the worker, where the engine's step waits for them.
 
-A load is one `retrieve` of one request: reading from a tier (`StorageManager.batched_get`, whose
+A load is one `retrieve` of one request: reads from a tier (`StorageManager.batched_get`, whose
 `location` is the tier), then one copy of everything to the GPU, which LMCache's CUDA connectors
-synchronise before they return. The copy is shared out by bytes, so that each tier's seconds are what
-bringing its bytes all the way to the GPU took. A store is the synchronous part of one `store`: the
+synchronise before they return. The copy's time is divided by bytes, so each tier's seconds are the time
+of its bytes from the tier to the GPU. A store is the synchronous part of one `store`: the
 copy to DRAM and the hand-over to the disk's writer.
 """
 
@@ -43,7 +43,7 @@ class TransferTimer:
     def __init__(self, engine: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._reads: list[KVTransfer] = []
-        self._elsewhere: list[tuple[int, float]] = []  # bytes and seconds of reads that are no tier's of ours
+        self._elsewhere: list[tuple[int, float]] = []  # bytes and seconds of reads from no tier of ours
         self._puts: list[tuple[int, int]] = []
         self._done: list[KVTransfer] = []
         store = engine.storage_manager
@@ -58,7 +58,7 @@ class TransferTimer:
         return done
 
     def has_stored(self) -> bool:
-        """Whether anything was stored since the last `take`: LMCache has waited for the copy then."""
+        """Whether anything was stored since the last `take`; LMCache has then waited for the copy."""
         return any(done.direction == "store" for done in self._done)
 
     def retrieve(self, *args: Any, **kwargs: Any) -> Any:
@@ -93,18 +93,18 @@ class TransferTimer:
 
 
 class DeviceStepTimer:
-    """What the accelerator takes from a step's beginning on, with CUDA's events where there is a GPU."""
+    """The accelerator's time since a step's beginning, by CUDA events where there is a GPU."""
 
     def __init__(self, on_gpu: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._on_gpu, self._clock = on_gpu, clock
         self._began: Any = None
 
     def begins(self) -> None:
-        """What was launched before is not the step's: on a GPU it may still run."""
+        """Work launched before is not counted, though a GPU may still run it."""
         self._began = self._now()
 
     def seconds(self) -> float | None:
-        """Since then. Waits for what was launched: to be called when that is over."""
+        """The time since `begins`. Waits for all launched work, so call it when that has ended."""
         began, self._began = self._began, None
         if began is None:
             return None
@@ -123,21 +123,21 @@ class DeviceStepTimer:
 
 
 def sizes(chunks: Iterable[Any]) -> list[tuple[int, int]]:
-    """(tokens, bytes) of the chunks that are there; None is one that could not be had."""
+    """(tokens, bytes) of the chunks found; None is a missing chunk."""
     return [(chunk.get_num_tokens(), chunk.get_size()) for chunk in chunks if chunk is not None]
 
 
 def moved(tier: Tier, direction: str, sizes: list[tuple[int, int]], duration_s: float) -> KVTransfer:
-    """One Transfer of chunks of these sizes."""
+    """One KVTransfer of chunks of these sizes."""
     return KVTransfer(tier, direction, sum(t for t, _ in sizes), sum(b for _, b in sizes), duration_s)
 
 
 def with_copy(
     reads: Iterable[KVTransfer], total_s: float, elsewhere: Sequence[tuple[int, float]] = ()
 ) -> list[KVTransfer]:
-    """The reads of one load that brought something, with what else the load took shared out by bytes.
+    """The reads of one load that returned chunks; the rest of the load's time is divided by bytes.
 
-    What it read `elsewhere` (bytes, seconds), from a remote backend or a peer, has its share of that too.
+    Reads `elsewhere` (bytes, seconds), from a remote backend or a peer, get their share too.
     """
     reads = [read for read in reads if read.size_bytes]
     read_s = sum(read.duration_s for read in reads) + sum(took_s for _, took_s in elsewhere)
@@ -155,7 +155,7 @@ class TransferStats(KVConnectorStats):
     def of(
         cls, transfers: Iterable[KVTransfer], rank: int, losses: Mapping[str, int] | None = None
     ) -> TransferStats:
-        """Every rank moves its own bytes of the same tokens in the same seconds: rank 0 tells these."""
+        """Every rank moves its own bytes of the same tokens in the same seconds: only rank 0 counts these."""
         sums: Counter[str] = Counter({f"lost_chunks/{cause}": n for cause, n in (losses or {}).items()})
         for each in transfers:
             loads = each.direction == "load"
@@ -210,14 +210,14 @@ class TransferMetrics(KVConnectorPromMetrics):
 
 
 def forget_earlier_engine() -> None:
-    """Take an earlier engine's counters out of this process's registry, as vLLM does with its own."""
+    """Remove an earlier engine's counters from this process's registry, as vLLM does with its own."""
     for collector in list(REGISTRY._collector_to_names):
         if getattr(collector, "_name", "").removeprefix("continuum_") in COUNTERS:
             REGISTRY.unregister(collector)
 
 
 def all_keys() -> list[str]:
-    """Every key that TransferStats may hold."""
+    """Every key of TransferStats."""
     values = {"tier": [tier.value for tier in TIERS.values()], "cause": list(CAUSES)}
     return [
         f"{name}/{value}" if value else name

@@ -1,4 +1,4 @@
-"""The worker's half of tier truth: what LMCache's backends admit and evict, and what moving it took."""
+"""The worker's side: which chunks LMCache's backends admit and evict, and how long transfers took."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TierChange(NamedTuple):
 
 
 class ChangeLog:
-    """Numbered changes of one worker's tiers. Any thread writes; the worker's step takes."""
+    """Numbered changes of one worker's tiers. Any thread writes; the worker's step takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,13 +36,13 @@ class ChangeLog:
         self.last = 0
 
     def add(self, ssd: bool, admitted: bool, chunk: int) -> None:
-        # called under a backend's lock: no more than this
+        # called under a backend's lock, so it does no more
         with self._lock:
             self.last += 1
             self._changes.append(TierChange(self.last, ssd, admitted, chunk))
 
     def take(self) -> tuple[int, list[TierChange]]:
-        """The changes since the last call, and a number of the taking itself, above all of theirs."""
+        """The changes since the last call, and this call's own number, higher than theirs."""
         with self._lock:
             self.last += 1
             taken, self._changes = self._changes, []
@@ -50,7 +50,7 @@ class ChangeLog:
 
 
 class EvictionListener:
-    """What a backend takes for its BatchedMessageSender; passes on to the real one, if there is one."""
+    """Replaces a backend's BatchedMessageSender; passes on to the real one, if there is one."""
 
     def __init__(self, journal: ChangeLog, ssd: bool, stock: Any) -> None:
         self._journal, self._ssd, self._stock = journal, ssd, stock
@@ -66,11 +66,11 @@ class EvictionListener:
 
 
 class RankReport(NamedTuple):
-    """What one worker says after a step."""
+    """One worker's report after a step."""
 
-    number: int  # of the report, in the journal's count
+    number: int  # of the report, in the ChangeLog's count
     changes: list[TierChange]
-    pending_writes: int  # chunks on their way to disk: not there yet
+    pending_writes: int  # chunks that are being written to disk: not there yet
     transfers: list[KVTransfer]
     since: int = 0  # the number of the report before
     step_s: float | None = None  # of the step, if it waited for a store
@@ -88,9 +88,9 @@ class TierReport(KVConnectorWorkerMetadata):
 
 
 class LMCacheWorkerSide:
-    """Listens to one LMCache engine: its changes, its transfers, its disk.
+    """Observes one LMCache engine: its changes, its transfers, its disk.
 
-    `address` is the probe's socket. A rank that keeps no chunks of its own (MLA) has no LMCacheWorkerSide.
+    `address` is the snapshot socket. A rank without chunks of its own (MLA) has no LMCacheWorkerSide.
     """
 
     def __init__(self, engine: Any, rank: int, address: str) -> None:
@@ -107,7 +107,7 @@ class LMCacheWorkerSide:
         self._listen()
         if disk := self._backends.get("LocalDiskBackend"):
             cpu = self._backends["LocalCPUBackend"]
-            DiskReads(disk, DiskWrites(disk, self._losses), self._losses)  # in the place of its own
+            DiskReads(disk, DiskWrites(disk, self._losses), self._losses)  # replaces its own
             announce(disk, cpu.get_full_chunk_size_bytes())
         self._probe_server = SnapshotServer(address, self.snapshot)
 
@@ -115,7 +115,7 @@ class LMCacheWorkerSide:
         self._step.begins()
 
     def step_ends(self) -> None:
-        """After the step's stores. Without one the accelerator may be behind, and is not waited for."""
+        """After the step's stores. Without a store the accelerator may still run; nothing waits for it."""
         self._step_s = self._step.seconds() if self._meter.has_stored() else None
 
     def stats(self) -> TransferStats:
@@ -124,8 +124,8 @@ class LMCacheWorkerSide:
         return TransferStats.of(self._fresh, self._rank, self._losses.take())
 
     def report(self) -> TierReport | None:
-        """What the scheduler does not know yet. Called once a step, after `stats`."""
-        pending = self._pending_writes()  # before the changes: a write that ends in between is told twice
+        """Changes and transfers since the last report. Called once a step, after `stats`."""
+        pending = self._pending_writes()  # before the changes: a write that ends in between is reported twice
         number, changes = self._journal.take()
         fresh, self._fresh = self._fresh if self._rank == 0 else [], []
         step_s, self._step_s = self._step_s, None
@@ -136,8 +136,8 @@ class LMCacheWorkerSide:
         return TierReport({self._rank: RankReport(number, changes, pending, fresh, since, step_s)})
 
     def snapshot(self) -> Snapshot:
-        """All that the tiers hold now. Any thread."""
-        last = self._journal.last  # before looking, so that what happens meanwhile is told again
+        """All that the tiers hold now. Called from any thread."""
+        last = self._journal.last  # read first, so changes during the copy are reported again
         cpu, disk = self._backends.get("LocalCPUBackend"), self._backends.get("LocalDiskBackend")
         dram = [key.chunk_hash for key in cpu.get_keys()] if cpu is not None else []
         ssd = []

@@ -1,4 +1,4 @@
-"""Chunks that a disk tier could not keep or give back, by cause; and how to tell that one is not itself."""
+"""Counts of chunks that a disk tier could not store or return, by cause; and the checksum of a chunk."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CAUSES = {
     "no_room": "the DRAM pool had no room to stage it",
     "evicted": "it left the tier between lookup and load",
 }
-SECTOR_WORDS = 512  # 4 KiB, the unit in which disks lose and mix things up
+SECTOR_WORDS = 512  # 4 KiB, the unit in which disks lose or exchange data
 
 
 class LostChunks:
-    """Counts by cause. Any thread adds; the worker's step takes."""
+    """Counts by cause. Any thread adds; the worker's step takes them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,10 +39,10 @@ class LostChunks:
 
 
 def checksum(data: Any) -> int:
-    """Differs for certain if one bit flips or one sector is lost, and but for 1 in 2^32 otherwise.
+    """Always differs if one bit flips or one sector is lost, and with 1 - 2^-32 for other changes.
 
-    The sums of the sectors' 64-bit words, and a CRC over these: as fast as memory is read, 17 GB/s
-    where zlib's CRC of all bytes takes 1 GB/s. No protection from somebody who means it.
+    The sums of the sectors' 64-bit words, and a CRC over these. It runs at 17 GB/s, the speed of memory;
+    zlib's CRC of all bytes runs at 1 GB/s. It is no protection against intentional changes.
     """
     words = np.frombuffer(data, np.uint8)
     whole = len(words) // (SECTOR_WORDS * 8) * SECTOR_WORDS * 8

@@ -1,10 +1,10 @@
-"""LMCache's disk tier, read without its three ways to stop an engine, and without KV that is not a chunk's.
+"""Disk reads for LMCache that cannot deadlock or crash the engine, and that verify a checksum.
 
-Stock LMCache 0.5.6, `local_disk_backend.py`: a load waits for ever when its staging chunks do not
-fit the DRAM pool (line 515: `allocate` in a busy loop, on the thread that would free the memory);
-one missing file is a KeyError that kills the engine (line 773), and a file cut short is read as if
-it were whole (line 801 ignores the count). It does not check that the bytes are those that were
-written. Here each of them is a chunk that is not there: vLLM computes it again, given
+In stock LMCache 0.5.6 (`local_disk_backend.py`) a load waits for ever when its staging chunks do not
+fit the DRAM pool (line 515: `allocate` in a busy loop, on the thread that would free the memory).
+One missing file is a KeyError that kills the engine (line 773). A short file is read as if it were
+complete (line 801 ignores the count). Nothing checks that the bytes are those that were written.
+Here each of these chunks counts as missing: vLLM computes it again, with
 `kv_load_failure_policy: recompute`.
 """
 
@@ -29,7 +29,7 @@ STAGING_WAIT_S = 0.005
 
 
 class DiskReads:
-    """Takes the place of one LocalDiskBackend's `batched_get_blocking`."""
+    """Replaces one LocalDiskBackend's `batched_get_blocking`."""
 
     def __init__(self, disk: Any, writes: DiskWrites, losses: LostChunks) -> None:
         self._disk = disk
@@ -38,7 +38,7 @@ class DiskReads:
         disk.batched_get_blocking = self.read
 
     def read(self, keys: Sequence[Any]) -> list[Any]:
-        """The chunks of `keys`, None from the first on that is not there or has no room to be staged."""
+        """The chunks of `keys`; None from the first one on that is missing or has no staging memory."""
         disk = self._disk
         with disk.disk_lock:
             metas = [disk.dict.get(key) for key in keys]
@@ -52,7 +52,7 @@ class DiskReads:
         return chunks + [None] * (len(keys) - len(chunks))
 
     def _stage(self, keys: Sequence[Any], metas: Sequence[Any]) -> list[Any]:
-        """DRAM for the leading chunks whose files are whole."""
+        """DRAM for the leading chunks whose files are complete."""
         staged: list[Any] = []
         for key, meta in zip(keys, metas, strict=True):
             room = self._allocate(meta) if meta is not None else None
@@ -73,7 +73,7 @@ class DiskReads:
         return staged
 
     def _has_file(self, key: Any, meta: Any, room: Any) -> bool:
-        """Whether the chunk's file is whole; else its room is given back, and it is forgotten."""
+        """Whether the chunk's file is complete; if not, frees its memory and forgets the chunk."""
         if is_whole(meta.path, len(room.byte_array)):
             return True
         room.ref_count_down()
@@ -81,9 +81,9 @@ class DiskReads:
         return False
 
     def _load(self, key: Any, meta: Any, room: Any) -> Any:
-        """The chunk, if it is what was written; else None, and it is forgotten. From a reader's thread."""
+        """The chunk if its checksum is right; else None, and it is forgotten. Runs in a reader's thread."""
         written = self._sums.get(meta.path)
-        chunk = self._disk._load_chunk_into_memory(key, meta.path, room)  # which gives a failed room back
+        chunk = self._disk._load_chunk_into_memory(key, meta.path, room)  # frees the memory of a failed read
         if chunk is None:
             self._forget(key, "unreadable")
             return None
@@ -94,7 +94,7 @@ class DiskReads:
         return chunk
 
     def _allocate(self, meta: Any) -> Any:
-        """Room in the DRAM pool, or None. Waits only while writes in flight may give some back."""
+        """Memory in the DRAM pool, or None. Waits only while writes in flight may free some."""
         for _ in range(STAGING_WAITS):
             room = self._room(meta)
             if room is not None or not self._disk.disk_worker.put_tasks:
@@ -106,7 +106,7 @@ class DiskReads:
         return self._disk.local_cpu_backend.allocate(meta.shape, meta.dtype, meta.fmt, busy_loop=False)
 
     def _forget(self, key: Any, cause: str) -> None:
-        """Strike a lost chunk from the books that LMCache would leave it in."""
+        """Remove a lost chunk from LMCache's index, which LMCache itself would not do."""
         disk = self._disk
         with disk.disk_lock:
             meta = disk.dict.pop(key, None)
@@ -123,14 +123,14 @@ class DiskReads:
 
 
 def is_whole(path: str, size_bytes: int) -> bool:
-    """Whether the file is there, in its full length."""
+    """Whether the file exists with its full length."""
     with contextlib.suppress(OSError):
         return Path(path).stat().st_size == size_bytes
     return False
 
 
 def announce(disk: Any, chunk_bytes: int) -> None:
-    """Say at start what will make the disk tier's numbers wrong, and mend what would break it."""
+    """At start, log what makes the disk tier's measurements wrong, and change what would break it."""
     if disk.use_odirect and chunk_bytes % disk.os_disk_bs:
         logger.warning(
             "LMCache's disk tier falls back from O_DIRECT to the page cache: a chunk of %d bytes is not a "
@@ -153,7 +153,7 @@ def announce(disk: Any, chunk_bytes: int) -> None:
 
 
 def takes_odirect(directory: Path) -> bool:
-    """Whether the file system opens files with O_DIRECT; tmpfs and some overlays do not."""
+    """Whether the file system supports O_DIRECT; tmpfs and some overlays do not."""
     probe = directory / f".odirect-{os.getpid()}"
     try:
         os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o644))

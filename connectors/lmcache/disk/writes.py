@@ -1,11 +1,11 @@
-"""LMCache's disk tier, written without what a disk that refuses does to stock LMCache 0.5.6.
+"""Disk writes for LMCache that survive a disk that refuses them; stock LMCache 0.5.6 does not.
 
-There (`local_disk_backend.py`) a write that fails keeps its chunk in the DRAM pool for ever, counts
-its bytes against the disk for ever and is "in flight" for ever (line 699, no code reads the future);
-a write cut short under O_DIRECT is taken for whole (line 786 ignores the count), and a later load
-brings zeros or whatever lay in the staging memory; and an evicted file that is gone already kills
-the engine (`os.remove`, line 290, on the engine's own thread). Here each of them is a chunk that
-the disk does not have.
+In stock LMCache (`local_disk_backend.py`) a failed write keeps its chunk in the DRAM pool for ever, counts
+its bytes against the disk for ever and stays "in flight" for ever (line 699, no code reads the future).
+A short write under O_DIRECT counts as complete (line 786 ignores the count), and a later load
+returns zeros or old content of the staging memory. An evicted file that is gone already kills
+the engine (`os.remove`, line 290, on the engine's own thread). Here each of these chunks counts as
+not on the disk.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ logger = init_logger("vllm.continuum.lmcache_disk")
 
 
 class DiskWrites:
-    """Takes the place of one LocalDiskBackend's `write_file`, and stands before its save and remove."""
+    """Replaces one LocalDiskBackend's `write_file`, and wraps its save and remove."""
 
     def __init__(self, disk: Any, losses: LostChunks) -> None:
         self._disk = disk
         self._losses = losses
-        self.sums: dict[str, int] = {}  # of every file that is whole, by path
+        self.sums: dict[str, int] = {}  # of every complete file, by path
         self._is_refusing = False
         self._save, disk.async_save_bytes_to_disk = disk.async_save_bytes_to_disk, self.save
         self._remove, disk.remove = disk.remove, self.remove
@@ -50,7 +50,7 @@ class DiskWrites:
         self.sums[path] = checksum(buffer)
 
     def save(self, key: Any, memory_obj: Any, on_complete_callback: Any = None) -> None:
-        """LMCache's own, from a thread of its pool. A disk that refuses is a chunk not kept."""
+        """LMCache's own, from a thread of its pool. If the disk refuses it, the chunk is not kept."""
         try:
             self._save(key, memory_obj, on_complete_callback)
         except OSError as error:
@@ -65,19 +65,19 @@ class DiskWrites:
         meta = disk.dict.get(key)
         try:
             removed: bool = self._remove(key, force)
-        except OSError as error:  # out of LMCache's books already; the file is gone or cannot be deleted
+        except OSError as error:  # not in LMCache's index any more; the file is gone or cannot be deleted
             logger.warning("LMCache: %s was not deleted: %s", meta.path, error)
             disk.batched_msg_sender.add_kv_op(op_type=OpType.EVICT, key=key.chunk_hash)
             removed = True
         if removed:
             self.sums.pop(meta.path, None)
-            if force:  # LMCache gives the room back only where it evicts
+            if force:  # LMCache frees the disk's bytes only where it evicts
                 with disk.disk_lock:
                     disk.current_cache_size -= meta.size
         return removed
 
     def _undo(self, key: Any, memory_obj: Any) -> None:
-        """As if the chunk had never been handed over."""
+        """Restore the state before the chunk was submitted."""
         disk, path = self._disk, disk_path(self._disk, key)
         self.sums.pop(path, None)
         with contextlib.suppress(OSError):
@@ -102,5 +102,5 @@ class DiskWrites:
 
 
 def disk_path(disk: Any, key: Any) -> str:
-    """Where LMCache keeps a chunk."""
+    """The path of a chunk's file."""
     return str(disk._key_to_path(key))
