@@ -5,15 +5,15 @@ It passes every call on to vLLM's LMCacheConnectorV1, and adds:
     a prompt's tokens   [0, computed)   in vLLM's prefix cache
                         [.., dram)      LMCache, CPU DRAM
                         [.., ssd)       LMCache, local disk
-                                            [.., n)         not stored: computed
+                        [.., n)         not stored: computed
 
-        settings.py, known_issues.py   refuse settings that fail silently, and set defaults that work
-        cpu_copy.py                    the copy path where there is no GPU; unused on a GPU
-        disk/                          disk loads that cannot hang or kill the engine
-        worker.py, snapshot_rpc.py     which chunks LMCache's tiers admit and evict,
-        tier_mirror.py                 mirrored in the scheduler's process
-        transfer_timer.py              how long loads and stores took
-        load_check.py                  whether everything was loaded that vLLM counts as loaded
+    settings.py, known_issues.py   refuse settings that fail silently, and set defaults that work
+    cpu_copy.py                    the copy path where there is no GPU; unused on a GPU
+    disk/                          disk loads that cannot hang or kill the engine
+    worker.py, snapshot_rpc.py     which chunks LMCache's tiers admit and evict,
+    tier_mirror.py                 mirrored in the scheduler's process
+    transfer_timer.py              how long loads and stores took
+    load_check.py                  whether everything was loaded that vLLM counts as loaded
 
 With `--scheduling-policy continuum` it replaces vLLM's own `{"kv_connector": "LMCacheConnectorV1", ...}`.
 With another policy use `"kv_connector": "ContinuumLMCacheConnector",

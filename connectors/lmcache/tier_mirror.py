@@ -1,7 +1,7 @@
 """The scheduler's mirror of where LMCache's chunks are.
 
-        worker      backend --ADMIT/EVICT--> ChangeLog --> TierReport, with every step's output
-        scheduler   TierReport --> TierMirror <-- Snapshot <-- SnapshotServer
+    worker      backend --ADMIT/EVICT--> ChangeLog --> TierReport, with every step's output
+    scheduler   TierReport --> TierMirror <-- Snapshot <-- SnapshotServer
 
 Both local backends report each change through `batched_msg_sender`, the interface for LMCache's own
 controller. Every change has a number, so a snapshot and the reports around it may overlap.

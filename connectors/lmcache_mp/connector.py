@@ -1,16 +1,16 @@
 """LMCache 0.5.6's multi-process mode as vLLM's KV connector, and as the core's TierStore.
 
     vLLM: scheduler            vLLM: worker(s)               lmcache server
-    lmcache_mp_tiers    <---- changes and lookups, asked every 0.1 s ---- lmcache_mp_module, _lookups
-    lmcache_mp_leases   ----- lookups, kept young ----------------------> L1 (DRAM), L2 (disk)
-                               lmcache_mp_worker <--- loads, stores ----- shared memory or CUDA IPC
+    tier_mirror.py      <---- changes and lookups, polled every 0.1 s --- server/module.py, lookup_log.py
+    read_leases.py      ----- lookups, renewed --------------------------> L1 (DRAM), L2 (disk)
+                               worker.py <--------- loads, stores ------ shared memory or CUDA IPC
 
-L1 is the core's DRAM tier and L2 its SSD tier. Loads are asynchronous: a request waits for its own, other
-requests run on. A finished turn's blocks are freed when its stores have ended, pinned or not.
+L1 is the core's DRAM tier and L2 its SSD tier. Loads are asynchronous: a request waits for its own load,
+other requests continue. A finished turn's blocks are freed when its stores have ended, pinned or not.
 
-With `--scheduling-policy continuum` it stands for LMCache's own name, `{"kv_connector":
-"LMCacheMPConnector", ...}`. With another policy it is `"kv_connector": "ContinuumLMCacheMPConnector",
-"kv_connector_module_path": "connectors.lmcache_mp"`. docs/mp.md says how to start the server.
+With `--scheduling-policy continuum` it replaces LMCache's own `{"kv_connector": "LMCacheMPConnector", ...}`.
+With another policy use `"kv_connector": "ContinuumLMCacheMPConnector",
+"kv_connector_module_path": "connectors.lmcache_mp"`. docs/mp.md describes how to start the server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from continuum_lmcache.types import Residency, Tier, TurnId
 
 
 class ContinuumLMCacheMPConnector(LMCacheMPConnector):
-    """LMCacheMPConnector that knows where KV lies and what loads cost, and outlives its server.
+    """LMCacheMPConnector that reports where KV is and what loads cost, and outlives its server.
 
     On the scheduler's side it is a continuum_lmcache.reload.tier_store.TierStore.
     """
@@ -67,7 +67,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        self.check_settings(vllm_config)  # under another policy nobody has
+        self.check_settings(vllm_config)  # under another policy no other code has checked them
         settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
         super().__init__(vllm_config, role, kv_cache_config)
         self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
@@ -87,10 +87,10 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._tiers = MpTiers(self._follower, told, hasher, bytes_per_token)
         self._leases = ReadLeases(adapter, told.read_lease_s)
         self._found: dict[str, TierHit] = {}
-        self._rule: LoadSelector | None = None  # None: load all there is
-        self._declined: set[str] = set()  # requests that compute what could be loaded
+        self._rule: LoadSelector | None = None  # None: load all that is found
+        self._declined: set[str] = set()  # requests that compute what they could load
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
-        self._left: set[str] = set()  # those that ended meanwhile, until the workers are told
+        self._left: set[str] = set()  # those that ended during their load, until the workers have the message
         warn_of_versions(told)
         warn_of_small_l1(told, bytes_per_token, max_model_len)
         self._follower.start()
@@ -102,52 +102,52 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
         """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
 
-        Behind by at most a question's interval, 0.1 s; chunks stored since count as not there, and so
-        does everything while the server does not answer. It is a promise only as long as L1 has room
-        for what L2 would bring. Of a prompt with images it knows nothing: its keys are others.
+        The mirror is up to 0.1 s old, the polling interval. Chunks stored since then are missing in it. While
+        the server does not answer, nothing is found. The answer holds only as long as L1 has room for what
+        a load reads from L2. Prompts with images have other keys, so nothing is found for them.
         """
         return self._tiers.locate(token_ids, salt)
 
     def transfers(self) -> list[KVTransfer]:
-        """Loads and stores as rank 0 timed them, since the last call; reading L2 as the server timed it."""
+        """Loads and stores since the last call, timed by rank 0; reads of L2, timed by the server."""
         return self._tiers.transfers()
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """What the server's L1 and L2 have room for, all clients together."""
+        """The sizes of the server's L1 and L2, for all clients together."""
         return self._tiers.capacity_tokens()
 
     def found(self, request_id: str) -> TierHit | None:
-        """Where the request's KV lay when it was first looked up, before L2's part was read into L1."""
+        """Where the request's KV was at its first lookup, before L2's part was read into L1."""
         return self._found.get(request_id)
 
     def set_load_selector(self, rule: LoadSelector) -> None:
-        """Load nothing of a prompt of which `rule` wants nothing (reload/tier_store.py: SelectiveLoader).
+        """Load nothing of a prompt for which `rule` returns 0 (reload/tier_store.py: SelectiveLoader).
 
-        All that was found, or nothing: by the time of the answer the server has read L2's part into L1.
+        A load is all that was found, or nothing: before it answers, the server has read L2's part into L1.
         """
         self._rule = rule
 
     @property
     def is_up(self) -> bool:
-        """Whether the server answers, and LMCache uses it."""
+        """Whether the server answers and LMCache uses it."""
         return self._follower.is_up and self.scheduler_adapter.is_healthy
 
     # ---- scheduler: vLLM's calls
 
     def on_new_request(self, request: Request) -> None:
-        """With eager_prefetch the lookup is submitted here: its lease's age counts from now."""
+        """With eager_prefetch the lookup is submitted here, and its lease's age counts from now."""
         if self._eager_prefetch and not request.resumable:
             self._asks(request.request_id, self._get_or_create_request_tracker(request))
         super().on_new_request(request)
 
     def _asks(self, request_id: str, tracker: Any) -> None:
-        """The request's lookup is submitted now, or was before."""
+        """Note that the request's lookup is submitted now, or was before."""
         self._leases.asked(request_id)
         if request_id not in self._found:
             self._found[request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
 
     def _renew_lease_if_old(self, request_id: str, tracker: Any) -> bool:
-        """Whether the request's lease is too old to be used, and is on its way back to the server."""
+        """Whether the request's lease is too old to be used, and is being returned to the server."""
         return self._leases.renew_if_old(
             request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
         )
@@ -157,7 +157,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     ) -> tuple[int | None, bool]:
         tracker = self._get_or_create_request_tracker(request)
         if request.request_id in self._declined:
-            # LMCache counts on from what the GPU has when the request is placed, not when it was declined
+            # LMCache counts from what the GPU has when the request is placed, not from when it was declined
             align = self._hit_alignment_tokens
             tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
             return 0, False
@@ -165,13 +165,13 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             return None, True
         self._asks(request.request_id, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
-            # an earlier lookup's hits: LMCache leaves them when a later one finds nothing, takes that many
-            # tokens for computed, and stores their blocks before they are
+            # an earlier lookup's hits: LMCache keeps them when a later lookup finds nothing, counts that many
+            # tokens as computed, and stores their blocks before they are computed
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found and self._renew_lease_if_old(
             request.request_id, tracker
-        ):  # an eager lookup's answer comes late
+        ):  # an eager lookup's answer arrives late
             return None, True
         if found and self._rule is not None:
             where = Residency(num_computed_tokens, found, 0, request.num_tokens)
@@ -181,7 +181,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         return found, is_async
 
     def _decline(self, request_id: str, tracker: Any) -> None:
-        """Unlock what was found. It stays stored, so LMCache need not store it again when it is computed."""
+        """Unlock what was found. It stays stored, so LMCache need not store it again once it is computed."""
         self._leases.release(request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs)
         tracker.num_lmcache_hit_tokens = 0
         self._declined.add(request_id)
@@ -198,8 +198,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def _count_what_came(self, request: Request) -> None:
-        """Of a load that failed LMCache takes for computed what it had found, and stores blocks before they
-        are, unless vLLM has nothing of the prompt: then it starts anew."""
+        """Correct LMCache's counts after a failed load: it counts as computed what it had found, and stores
+        blocks too early. If vLLM has nothing of the prompt, LMCache itself restarts the count."""
         tracker, computed = self.request_trackers[request.request_id], request.num_computed_tokens
         if tracker.state == LMCacheMPRequestState.READY and computed < tracker.num_lmcache_hit_tokens - 1:
             tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens = computed, 0
@@ -208,7 +208,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         meta = super().build_connector_meta(scheduler_output)
-        meta.server_is_up = self._follower.is_up  # the worker would find out by waiting
+        meta.server_is_up = self._follower.is_up  # otherwise the worker would wait to find out
         meta.left_loading = self._left & scheduler_output.finished_req_ids
         self._left -= meta.left_loading
         return meta
@@ -220,8 +220,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             self._tiers.apply_report(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        # a request that ends before its load would keep its chunks locked until the lease ends;
-        # one that never was first in line has no tracker, and no lookup
+        # without this, a request that ends before its load keeps its chunks locked until the lease ends;
+        # a request that was never first in the queue has no tracker, and no lookup
         if tracker := self.request_trackers.get(request.request_id):
             self._leases.release(
                 request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
@@ -235,7 +235,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         return told
 
     def _server_went_down(self) -> None:
-        """Ask it nothing more until LMCache's heartbeat finds it again."""
+        """Send it no requests until LMCache's heartbeat finds it again."""
         for healthy in self.scheduler_adapter._health_events.values():
             healthy.clear()
 
@@ -264,10 +264,10 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             self._worker.server_is_down()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """What ended. A request that ended while its KV was loaded is told when the load has, and once.
+        """The ended transfers. A request that ended during its load is reported once, after its load.
 
-        LMCache 0.5.6 tells it at once, as stored: vLLM frees blocks that are still written to, and stops at
-        the second word of it (vllm/v1/core/sched/scheduler.py:3223, 3234).
+        LMCache 0.5.6 reports it at once, as stored: vLLM frees blocks that the load still writes, and fails
+        on the second report (vllm/v1/core/sched/scheduler.py:3223, 3234).
         """
         ended: tuple[set[str] | None, set[str] | None]
         if self._worker is None:
@@ -281,10 +281,10 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         return ended
 
     def wait_for_save(self) -> None:
-        """Store what the step computed; nothing if it dies.
+        """Store what the step computed; nothing if the step fails.
 
-        vLLM calls this also while an exception ends the step, such as SIGTERM's SystemExit. What was not
-        computed would then be stored under its prompt's name, for every server that shares the store.
+        vLLM also calls this while an exception ends the step, such as SIGTERM's SystemExit. KV that was not
+        computed would then be stored under its prompt's key, for every server that shares the store.
         """
         if sys.exc_info()[1] is None:
             super().wait_for_save()

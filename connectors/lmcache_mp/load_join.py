@@ -1,7 +1,7 @@
-"""What MP's asynchronous loads and stores really took, by tier.
+"""How long MP's asynchronous loads and stores took, by tier.
 
-The worker knows when a load began and ended; only the server knows what it had to read from L2 for it,
-and how long that took (lookup_log.py). Both name the request, so they are joined here.
+The worker knows when a load began and ended. Only the server knows what it read from L2 for the load,
+and how long that took (lookup_log.py). Both have the request's id, by which this module joins them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TimedLoad(NamedTuple):
 
 @dataclass
 class MpReport(KVConnectorWorkerMetadata):
-    """What rank 0 moved since its last report. The others move their shares in the same time."""
+    """What rank 0 moved since its last report. The other ranks move their shares in the same time."""
 
     loads: list[TimedLoad] = field(default_factory=list)
     stores: list[KVTransfer] = field(default_factory=list)
@@ -43,14 +43,14 @@ class MpReport(KVConnectorWorkerMetadata):
 
 
 class LoadLookupJoin:
-    """Loads that wait for word of their lookup, and lookups that wait for their load."""
+    """Loads without their lookup yet, and lookups without their load."""
 
     def __init__(self) -> None:
         self._loads: OrderedDict[str, TimedLoad] = OrderedDict()
         self._lookups: OrderedDict[str, LookupResult] = OrderedDict()
 
     def join(self, loads: Sequence[TimedLoad], lookups: Sequence[LookupResult]) -> list[KVTransfer]:
-        """The transfers of all loads of which both sides have told by now."""
+        """The transfers of all loads that both sides have reported."""
         for lookup in lookups:
             keep(self._lookups, lookup.request_id, lookup)
         for load in loads:
@@ -61,16 +61,16 @@ class LoadLookupJoin:
 
 
 def keep(book: OrderedDict[str, Entry], request_id: str, entry: Entry) -> None:
-    """Note it. The oldest goes: a lookup of another engine's, or a hit of which nothing was loaded."""
+    """Add it. The oldest is dropped: another engine's lookup, or a hit without a load."""
     book[request_id] = entry
     if len(book) > MAX_ENTRIES:
         book.popitem(last=False)
 
 
 def by_tier(load: TimedLoad, lookup: LookupResult) -> list[KVTransfer]:
-    """A load's transfers. The copy to the GPU is shared out by bytes, the time to read L2 is L2's alone.
+    """A load's transfers. The copy to the GPU is divided by bytes; the time to read L2 counts for L2 alone.
 
-    A load shorter than what was found leaves out the head, which vLLM's own cache had, and L1's first.
+    A load shorter than the hit lacks the head, which vLLM's own cache had; L1's part is reduced first.
     """
     ssd_tokens = min(lookup.ssd_tokens, load.tokens)
     read_s = {Tier.DRAM: 0.0, Tier.SSD: lookup.ssd_read_s}

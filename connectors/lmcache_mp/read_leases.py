@@ -1,14 +1,14 @@
-"""Read leases of lookups: what a lookup found stays locked in L1, but only for the server's read TTL.
+"""Read leases of lookups: what a lookup found stays locked in L1 for the server's read TTL.
 
     lookup submitted                                                      the lease ends
-    |-------- a third: as young as this, it may be used --------|----------------|
+    |-------- the first third: it may be used ------------------|----------------|
                                           the load may take a third of it, too
 
-LMCache asks once for each request, when it first comes to the head of the queue. If it then waits for
-memory longer than the lease, what was found may be evicted before it is loaded, or while. So a lease
-that is no longer young is given back, and the lookup is done afresh. Nothing here waits.
+LMCache looks each request up once, when it first is at the head of the queue. If the request then waits for
+memory longer than the lease, its KV may be evicted before or during the load. So an old lease is returned,
+and the lookup is repeated. Nothing here waits.
 
-Seams of LMCacheMPSchedulerAdapter, read in LMCache 0.5.6: req_clients, tp_size, cleanup_lookup_result,
+Used members of LMCacheMPSchedulerAdapter, as of LMCache 0.5.6: req_clients, tp_size, cleanup_lookup_result,
 and the private `_create_key` and `_finished_lookup_results`.
 """
 
@@ -22,7 +22,7 @@ LEASE_SHARE = 1 / 3
 
 
 class ReadLeases:
-    """When each waiting request's lookup was submitted, and which leases are being given back."""
+    """When each waiting request's lookup was submitted, and which leases are being returned."""
 
     def __init__(self, adapter: Any, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._adapter, self._clock = adapter, clock
@@ -35,11 +35,11 @@ class ReadLeases:
         self._asked_s.setdefault(request_id, self._clock())
 
     def used(self, request_id: str) -> None:
-        """The request was admitted: its load, or its giving up, ends the lease."""
+        """The request was admitted: its load ends the lease, or its release does."""
         self._asked_s.pop(request_id, None)
 
     def renew_if_old(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> bool:
-        """Whether the scheduler must ask again later: an old lease is on its way back to the server."""
+        """Whether the scheduler must ask again later, since an old lease is being returned to the server."""
         if request_id not in self._returning and self._is_old(request_id):
             self.release(request_id, token_ids, salt, configs)
             return True
@@ -50,7 +50,7 @@ class ReadLeases:
         return False
 
     def release(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> None:
-        """Unlock what the request's lookup found, if it found something and has not used it."""
+        """Unlock what the request's lookup found, unless it found nothing or was used."""
         hit_tokens = self._adapter._finished_lookup_results.get(request_id, 0)
         asked = self._asked_s.pop(request_id, None) is not None
         if not (asked and hit_tokens and self._adapter.is_healthy):
@@ -63,12 +63,12 @@ class ReadLeases:
         self._adapter.cleanup_lookup_result(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """The request has ended."""
         self._asked_s.pop(request_id, None)
         self._returning.pop(request_id, None)
 
     def _is_old(self, request_id: str) -> bool:
-        """Known to have found something, and no longer young. A lookup under way is left alone."""
+        """Whether the lookup has found something and its lease is old. A running lookup is not changed."""
         asked_s = self._asked_s.get(request_id)
         found = self._adapter._finished_lookup_results.get(request_id, 0)
         return asked_s is not None and found > 0 and self._clock() - asked_s > self._young_s

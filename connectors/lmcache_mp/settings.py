@@ -1,7 +1,7 @@
-"""`lmcache.mp.*` settings of the KV connector: unknown ones refused, defaults that serve agents.
+"""`lmcache.mp.*` settings of the KV connector: unknown ones are refused, defaults suit agents.
 
-LMCache drops a name that it does not know without a word. The tiers' sizes are no settings of the
-connector's: the MP server has them on its own command line.
+LMCache drops an unknown name silently. The tiers' sizes are no settings of the
+connector: the MP server has them on its own command line.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ DIRECT = frozenset(
 NAMES = DIRECT | {known.name for known in ExtraConfigDefault}
 OURS: Mapping[str, Any] = {
     "save_decode_cache": True,  # the next turn's prompt holds this turn's output
-    "heartbeat_interval": 5.0,  # how soon a server that is back is used again
-    "mq_timeout": 30.0,  # of 300: a server that does not answer at the start is not there
+    "heartbeat_interval": 5.0,  # how soon the connector uses a server that is back
+    "mq_timeout": 30.0,  # LMCache: 300; a server that does not answer at the start is not there
 }
 UNSUPPORTED = {
     "lazy_offload": "pins and lazy offload would both decide what stays on the GPU; remove it",
@@ -48,7 +48,7 @@ UNSUPPORTED = {
 
 
 def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The extra config that LMCache should get, and the defaults in it that are ours. Raises ConfigError."""
+    """The extra config for LMCache, and which of its defaults are ours. Raises ConfigError."""
     given = {name.removeprefix(MP): value for name, value in extra.items() if name.startswith(MP)}
     refuse_unknown(given, NAMES, MP, EXTRA)
     _refuse_in_process(extra)
@@ -62,7 +62,7 @@ def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _refuse_in_process(extra: Mapping[str, Any]) -> None:
-    """A key of in-process LMCache's, which the MP connector would ignore."""
+    """Refuse a key of in-process LMCache, which the MP connector would ignore."""
     for name in extra:
         if name.startswith(PREFIX) and not name.startswith(MP):
             raise ConfigError(

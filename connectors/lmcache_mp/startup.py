@@ -1,4 +1,4 @@
-"""What the MP connector does once, at its start: settle settings, reach the server's tier module, warn."""
+"""The MP connector's start: apply defaults, connect to the server's tier module, log warnings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 
 logger = init_logger("vllm.continuum.lmcache")
-# what LMCache 0.5.6's clients raise beside OSError. ZMQ: its socket, a reply to another request (mq.py:430);
-# gRPC: the call (client.py:172), a closed channel, a reply that its codec cannot read (proto_codec.py)
+# what LMCache 0.5.6's clients raise beside OSError. ZMQ: errors of its socket, a reply to another request
+# (mq.py:430); gRPC: of the call (client.py:172), a closed channel, an unreadable reply (proto_codec.py)
 CALL_ERRORS = (
     zmq.ZMQError,
     grpc.RpcError,
@@ -37,7 +37,7 @@ LMCACHE_VERSION = metadata.version("lmcache")
 
 
 def settle(vllm_config: VllmConfig, announce: bool) -> None:
-    """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
+    """Put our defaults where LMCache and vLLM read them. Every process does so, with the same result."""
     transfer = transfer_config(vllm_config)
     extra, ours = with_defaults(transfer.kv_connector_extra_config)
     transfer.kv_connector_extra_config = extra
@@ -69,7 +69,7 @@ def caller(client: Any) -> Call:
 
 
 def first_answer(follower: TierPoller) -> ChangesReply:
-    """The server's first answer, at the start, where waiting is no harm. Raises ConfigError."""
+    """The server's first answer, at the start, where a wait is acceptable. Raises ConfigError."""
     try:
         return follower.poll(FIRST_ANSWER_S)
     except OSError as error:
@@ -80,7 +80,7 @@ def first_answer(follower: TierPoller) -> ChangesReply:
 
 
 def warn_of_versions(told: ChangesReply) -> None:
-    """Client and server speak a wire format of LMCache's own, which no release promises to keep."""
+    """Client and server use a wire format of LMCache's own, which no release promises to keep."""
     for package, there, here in (
         ("lmcache", told.lmcache, LMCACHE_VERSION),
         ("continuum-lmcache", told.continuum, __version__),
@@ -96,7 +96,7 @@ def warn_of_versions(told: ChangesReply) -> None:
 
 
 def warn_of_small_l1(told: ChangesReply, bytes_per_token: int, max_model_len: int) -> None:
-    """A load from L2 needs free L1 for all of it at once, and nothing is evicted for it."""
+    """A load from L2 needs free L1 for all of it at once; LMCache evicts nothing for it."""
     spare_tokens = int(told.dram_bytes * told.dram_spare_share / bytes_per_token)
     if spare_tokens < max_model_len:
         logger.warning(

@@ -1,10 +1,10 @@
-"""The scheduler's half of tier truth with an LMCache MP server: a mirror, kept up by a thread of its own.
+"""The scheduler's mirror of an LMCache MP server's tiers, updated by a thread of its own.
 
     MP server   L1, L2 --> TierChangeLog --reply--> TierPoller (thread) --> MpTierMirror <-- locate
                 event bus --> LookupLog --'              '--> LoadLookupJoin <-- the worker's timed loads
 
-The scheduler reads sets in its own process and never waits: what the server has not told yet counts as
-not there, and so does everything once it has not answered for MAX_AGE_S.
+The scheduler reads sets in its own process and never waits. What the server has not reported yet is not
+found, and nothing is found once the server has not answered for MAX_AGE_S.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 logger = init_logger("vllm.continuum.lmcache")
-POLL_S = 0.1  # between an answer and the next question
-ANSWER_S = 2.0  # how long an answer may take; then the server is taken for dead
-MAX_AGE_S = 5.0  # an older mirror says nothing
+POLL_S = 0.1  # between an answer and the next request
+ANSWER_S = 2.0  # how long an answer may take; then the server counts as dead
+MAX_AGE_S = 5.0  # an older mirror is not used
 
 Call = Callable[[bytes, float], bytes]
 """(payload, timeout_s) -> payload: one exchange with the server's tier module. Raises OSError."""
@@ -42,7 +42,7 @@ class MpTierMirror:
         self.number = 0
 
     def apply_report(self, told: ChangesReply) -> None:
-        """Take an answer over."""
+        """Apply an answer."""
         held: tuple[set[bytes], set[bytes]] = (set(), set()) if told.is_snapshot else self._held
         for change in told.changes:
             tier = held[change.ssd]
@@ -52,8 +52,8 @@ class MpTierMirror:
     def plan(self, names: Iterable[bytes]) -> tuple[int, int]:
         """(chunks from L1, chunks from L2) that a lookup would find of this prefix.
 
-        The server takes each chunk from L1 where it can and fills the holes from L2, so the two may
-        alternate (`DefaultPrefetchPolicy.plan_load`). The first chunk that is in neither ends it.
+        The server takes each chunk from L1 where it can and the missing ones from L2, so the two may
+        alternate (`DefaultPrefetchPolicy.plan_load`). The first chunk that is in neither ends the prefix.
         """
         in_l1, in_l2 = self._held
         dram = ssd = 0
@@ -68,7 +68,7 @@ class MpTierMirror:
 
 
 class TierPoller:
-    """Asks the server what is new, again and again, from its own thread; knows whether it answers."""
+    """Polls the server for changes from its own thread, and notes whether it answers."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class TierPoller:
         self._thread.join(2 * ANSWER_S)
 
     def poll(self, timeout_s: float = ANSWER_S) -> ChangesReply:
-        """One question and its answer, taken over. Blocks: not for the scheduler's thread. Raises OSError."""
+        """One request; applies its answer. Blocks: not for the scheduler's thread. Raises OSError."""
         with self._polling:
             asked_s = self._clock()
             ask = msgspec.structs.replace(self._ask, epoch=self.mirror.epoch, number=self.mirror.number)
@@ -114,7 +114,7 @@ class TierPoller:
             self.try_poll()
 
     def try_poll(self) -> None:
-        """`poll`, and note whether there was an answer."""
+        """`poll`, and note whether the server answered."""
         try:
             self.poll()
         except OSError as error:
@@ -137,7 +137,7 @@ class TierPoller:
 
 
 def decoded(payload: bytes) -> ChangesReply:
-    """The server's answer. Raises ConnectionError for one that cannot be read."""
+    """The server's answer. Raises ConnectionError if it is unreadable."""
     try:
         return msgspec.msgpack.decode(payload, type=ChangesReply)
     except msgspec.MsgspecError as error:
@@ -167,12 +167,12 @@ class MpTiers:
         return taken
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """Of all ranks together: L1 and L2 hold every rank's pieces."""
+        """For all ranks together: L1 and L2 hold every rank's pieces."""
         sizes = {Tier.DRAM: self._first.dram_bytes, Tier.SSD: self._first.ssd_bytes or 0}
         return {tier: size // self._bytes_per_token for tier, size in sizes.items() if size}
 
     def apply_report(self, report: MpReport) -> None:
-        """Take over what the worker timed, and what the server has told of its lookups."""
+        """Apply the worker's timed loads and stores, and the server's lookups."""
         lookups = [self._follower.lookups.popleft() for _ in range(len(self._follower.lookups))]
         self._transfers += report.stores + self._book.join(report.loads, lookups)
 
@@ -181,7 +181,7 @@ class MpTiers:
 
 
 class TokenHasherAdapter:
-    """LMCache MP's TokenHasher with the two methods that ChunkHashes asks of a token database."""
+    """LMCache MP's TokenHasher with the two methods of a token database that ChunkHashes needs."""
 
     def __init__(self, hasher: Any) -> None:
         self._hasher = hasher

@@ -1,10 +1,10 @@
-"""When loads and stores with an MP server begin and end, seen by a thread and not once a step.
+"""When loads and stores with an MP server begin and end, polled by a thread, not once a step.
 
-    the step's forward runs        | the server's moves before it | the move
-    submitted          its event is over                         begins     its future is over
+    the step's forward runs        | the server's earlier transfers  | the transfer
+    submitted            its event has ended                         begins        its future has ended
 
-A GPU's moves are submitted behind the step's forward, whose event the server waits for, and it makes them
-one after the other. What a worker sees once a step is the step's time, not theirs.
+A GPU's transfers are submitted after the step's forward, whose event the server waits for. The server
+executes them in order. A worker that looks once a step measures the step's time, not theirs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-POLL_S = 0.001  # between two polls of the transfers under way
+POLL_S = 0.001  # between two polls of the running transfers
 
 
 class WatchedFuture:
-    """LMCache's future for two threads. Its own imports the server's event when it is first asked."""
+    """LMCache's future for two threads. LMCache's own imports the server's event at its first query."""
 
     def __init__(self, future: Any) -> None:
         self._future, self._lock = future, threading.Lock()
@@ -43,29 +43,29 @@ class WatchedFuture:
 
 @dataclass(eq=False, slots=True)
 class TransferTiming:
-    """Of one move."""
+    """The times of one transfer."""
 
     tokens: int
     future: WatchedFuture
-    event: Any  # what the server waits for; None: the move was made as it was submitted
-    ready_s: float | None  # that event was over
-    duration_s: float | None = None  # of the move alone
+    event: Any  # what the server waits for; None: the transfer ended as it was submitted
+    ready_s: float | None  # when that event had ended
+    duration_s: float | None = None  # of the transfer alone
 
 
 class TransferWatch:
-    """Polls all transfers under way each POLL_S, where they do not end as they are submitted."""
+    """Polls all running transfers each POLL_S, where they do not end as they are submitted."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # of the fields below
         self._moves: list[TransferTiming] = []
-        self._link_free_s = 0.0  # when the last of them ended
+        self._link_free_s = 0.0  # when the last transfer ended
         self._is_busy = threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def add(self, tokens: int, future: WatchedFuture, event: Any, submitted_s: float) -> TransferTiming:
-        """Watch a move from now on."""
+        """Watch a transfer from now on."""
         timing = TransferTiming(tokens, future, event, submitted_s if event is None else None)
         with self._lock:
             self._moves.append(timing)
@@ -77,12 +77,12 @@ class TransferWatch:
         return timing
 
     def forget(self, timing: TransferTiming) -> None:
-        """The move was given up."""
+        """The transfer was given up."""
         with self._lock:
             self._moves = [move for move in self._moves if move is not timing]
 
     def look(self) -> None:
-        """Note what has begun and ended since the last look."""
+        """Note which transfers have begun and ended since the last call."""
         with self._lock:
             now_s = self._clock()
             for move in self._moves:

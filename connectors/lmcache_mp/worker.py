@@ -1,18 +1,18 @@
-"""The worker's half with an LMCache MP server: times its moves, and does not hang with a dead server.
+"""The worker's side with an LMCache MP server: times its transfers, and does not hang with a dead server.
 
 On a CPU the worker itself waits for the server in each load and store, by default for 300 s, and a store
 that times out kills the engine (worker_transfer.py, EngineDrivenTransferContext.submit_store). Here it
-waits for STALL_S, once: then the server counts as dead until LMCache's own heartbeat finds it again.
+waits for STALL_S, once. Then the server counts as dead until LMCache's own heartbeat finds it again.
 
-On a GPU the server itself reads and writes vLLM's blocks, some time after it was asked. One that does not
-answer may be busy and do so yet, so blocks are not given back before
+On a GPU the server itself reads and writes vLLM's blocks, some time after the request. A server that does not
+answer may be busy and do so later, so blocks are not freed before one of
 
     the server's answer | its connection was closed | mq_timeout has passed
 
-since it was asked, where the server keeps to that too (lmcache_mp_deadline), else since it fell silent.
-LMCache gives up all moves as soon as a heartbeat goes unanswered: what is written then is another request's.
+mq_timeout counts from the request if the server obeys the deadline (server/deadline.py), else from its
+missed heartbeat. LMCache itself gives up all transfers at once; later writes then hit other requests.
 
-Seams of LMCacheMPWorkerAdapter, read in LMCache 0.5.6: submit_store_request and submit_retrieve_request
+Used members of LMCacheMPWorkerAdapter, as of LMCache 0.5.6: submit_store_request and submit_retrieve_request
 (wrapped on the instance), store_futures, retrieve_futures, req_client, and the private `_health_event` and
 `_mq_timeout`. Of its ZMQ client: `_message_queue_client.cancel_streams`, which its loop calls when the
 connection is closed (transport/zmq_impl/mq.py:272), wrapped on the instance.
@@ -45,7 +45,7 @@ HEALTHY.set()
 
 @dataclass(slots=True)
 class PendingTransfer:
-    """One load or store under way."""
+    """One running load or store."""
 
     request_id: str
     is_load: bool
@@ -53,11 +53,11 @@ class PendingTransfer:
     start_s: float
     future: WatchedFuture
     timing: TransferTiming
-    given_up_s: float = math.inf  # from then on it counts as over
+    given_up_s: float = math.inf  # from then on it counts as ended
 
 
 class MpWorkerSide:
-    """Wraps one rank's adapter. `rank` 0 reports what it timed; `lease_s` is the server's read lease."""
+    """Wraps one rank's adapter. Rank 0 reports its times; `lease_s` is the server's read lease."""
 
     def __init__(
         self,
@@ -69,12 +69,12 @@ class MpWorkerSide:
         has_one_clock: bool = False,
     ) -> None:
         self._adapter, self._rank, self._clock = adapter, rank, clock
-        self._has_one_clock = has_one_clock  # with the server: it begins no move of which it is too late
+        self._has_one_clock = has_one_clock  # with the server, which begins no late transfer
         self._kv_bytes_per_token = kv_bytes_per_token
         self._longest_load_s = lease_s * LEASE_SHARE
-        self._was_cut = threading.Event()  # the connection was closed: whoever was asked is gone
+        self._was_cut = threading.Event()  # the connection was closed: the server that was asked is gone
         self._running: list[PendingTransfer] = []
-        self._told: set[str] = set()  # requests that LMCache takes for stored, and that still are being
+        self._told: set[str] = set()  # requests that LMCache reports as stored while a store still runs
         self.watch = TransferWatch(clock)
         self._fresh = MpReport()
         self._store, adapter.submit_store_request = adapter.submit_store_request, self.store
@@ -83,7 +83,7 @@ class MpWorkerSide:
             self._cancel_streams, queue.cancel_streams = queue.cancel_streams, self.connection_closed
 
     def store(self, request_id: str, op: Any, event: Any, *args: Any, **kwargs: Any) -> None:
-        """submit_store_request. A server that does not answer costs the store, not the engine."""
+        """submit_store_request. If the server does not answer, the store is lost, not the engine."""
         start_s = self._ready()
         try:
             self._store(request_id, op, event, *args, **self._in_time(start_s, kwargs))
@@ -97,11 +97,11 @@ class MpWorkerSide:
     def retrieve(self, request_id: str, op: Any, event: Any, *args: Any, **kwargs: Any) -> None:
         """submit_retrieve_request. If it fails, vLLM computes the tokens.
 
-        Not those that it had: LMCache leaves them out, but would report their blocks, which others share.
+        vLLM's own hits are excluded: LMCache does not load them, but would report their shared blocks.
         """
         start_s = self._ready()
         self._retrieve(request_id, op, event, *args, **self._in_time(start_s, kwargs))
-        had = op.skip_first_n_tokens * len(op.flat_block_ids) // (op.end - op.start)  # in a chunk's beginning
+        had = op.skip_first_n_tokens * len(op.flat_block_ids) // (op.end - op.start)  # at a chunk's beginning
         if running := self._adapter.retrieve_futures.get(request_id):
             watched = WatchedFuture(running[0])
             self._adapter.retrieve_futures[request_id] = (watched, running[1][had:])
@@ -111,40 +111,40 @@ class MpWorkerSide:
             self._adapter.error_block_ids.difference_update(op.flat_block_ids[:had])
 
     def server_is_down(self) -> None:
-        """Submit nothing more until LMCache's heartbeat finds the server again and registers with it."""
+        """Submit nothing until LMCache's heartbeat finds the server again and registers with it."""
         self._adapter._health_event.clear()
 
     def await_stores(self) -> None:
-        """Wait for the stores under way: the blocks that they read are about to be overwritten.
+        """Wait for the running stores: the blocks that they read are about to be overwritten.
 
-        Not for a server that is gone; for one that does not answer mq_timeout in all, and LMCache waits for
-        that long for each store.
+        Does not wait for a server that is gone. For one that does not answer it waits mq_timeout in all,
+        where LMCache waits that long for each store.
         """
         end_s = self._clock() + self._adapter._mq_timeout
         for move in [move for move in self._running if not move.is_load]:
             while not move.future.query():
                 if self._was_cut.is_set() or self._clock() > end_s:
-                    self.server_is_down()  # the adapter then waits for nothing
+                    self.server_is_down()  # then the adapter waits for nothing
                     return
                 move.future.wait(0.01)
 
     def connection_closed(self) -> None:
-        """LMCache's client lost its connection. Called by a thread of the client's."""
+        """LMCache's client lost its connection. Called by a thread of that client."""
         self._was_cut.set()
         self._cancel_streams()
 
     def poll(self) -> None:
-        """Note which moves have ended. Called before the adapter's get_finished, which forgets them."""
+        """Note which transfers have ended. Called before the adapter's get_finished, which forgets them."""
         for move in [move for move in self._running if move.future.query()]:
             self._running.remove(move)
             self._ended(move)
         self._give_up()
 
     def stored(self, told: set[str]) -> set[str]:
-        """Of the requests told as stored, those of which no store is under way.
+        """Of the requests reported as stored, those without a running store.
 
-        LMCache keeps one store a request, the last, and tells it as stored once any of them has ended
-        (LMCache/LMCache#5062): vLLM frees blocks that are still read.
+        LMCache keeps one store per request, the last, and reports the request as stored once any store
+        has ended (LMCache/LMCache#5062). vLLM would then free blocks that are still read.
         """
         told |= self._told
         self._told = told & {move.request_id for move in self._running if not move.is_load}
@@ -152,9 +152,9 @@ class MpWorkerSide:
 
     @contextlib.contextmanager
     def giving_up_only_what_is_over(self) -> Iterator[None]:
-        """Within: the adapter takes the server for healthy, so that its get_finished gives up no move.
+        """Within it the adapter sees the server as healthy, so its get_finished gives up no transfer.
 
-        Its heartbeat has the event itself, and goes on.
+        LMCache's heartbeat has the event itself, and continues.
         """
         adapter = self._adapter
         health, adapter._health_event = adapter._health_event, HEALTHY
@@ -164,28 +164,28 @@ class MpWorkerSide:
             adapter._health_event = health
 
     def _give_up(self) -> None:
-        """End the moves that no server will execute any more, as failed: vLLM computes their tokens."""
+        """End the transfers that no server will execute, as failed: vLLM computes their tokens."""
         now_s, was_cut = self._clock(), self._was_cut.is_set()
         self._was_cut.clear()
         if was_cut:
-            self.server_is_down()  # another one may answer the next ping, and knows nothing of this worker
+            self.server_is_down()  # another server may answer the next ping, and does not know this worker
         for move in self._running:
-            if not self._adapter.is_healthy:  # it may be silent, and get to it yet
+            if not self._adapter.is_healthy:  # it may not answer now, and execute the transfer later
                 move.given_up_s = min(move.given_up_s, now_s + self._adapter._mq_timeout)
         for move in [move for move in self._running if was_cut or now_s >= move.given_up_s]:
             self._running.remove(move)
             self._fail(move)
 
     def report(self) -> MpReport | None:
-        """What ended since the last report, from rank 0."""
+        """The transfers that ended since the last report, from rank 0."""
         fresh, self._fresh = self._fresh, MpReport()
         return fresh if self._rank == 0 and (fresh.loads or fresh.stores) else None
 
     def _ready(self) -> float:
-        """Bound the adapter's own wait; the time is now. A new context comes with every registration.
+        """Limit the adapter's own wait, and return the time. Each registration makes a new context.
 
-        What an earlier server was asked for is given up first: the connection that was closed is not the
-        one that the next move goes by.
+        Transfers requested from an earlier server are given up first: the next transfer uses another
+        connection than the closed one.
         """
         self._give_up()
         context = self._adapter.transfer_ctx
@@ -194,7 +194,7 @@ class MpWorkerSide:
         return self._clock()
 
     def _in_time(self, start_s: float, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A submit's arguments, with the move's deadline."""
+        """A submit's arguments, with the transfer's deadline."""
         if not self._has_one_clock:
             return kwargs
         configs = with_deadline(kwargs.get("request_configs"), start_s + self._adapter._mq_timeout)
@@ -207,15 +207,15 @@ class MpWorkerSide:
         end_s = start_s + self._adapter._mq_timeout if self._has_one_clock else math.inf
         move = PendingTransfer(request_id, is_load, tokens, start_s, future, timing, end_s)
         self._running.append(move)
-        if move.future.query():  # on a CPU it has ended already: its time is now, not at the next poll
+        if move.future.query():  # on a CPU it has ended already: take the time now, not at the next poll
             self._running.pop()
             self._ended(move)
 
     def _ended(self, move: PendingTransfer) -> None:
-        self.watch.look()  # or its end may not have been seen yet
+        self.watch.look()  # its end may not have been seen yet
         duration_s = move.timing.duration_s
         if move.is_load and self._clock() - move.start_s > self._longest_load_s:
-            self._fail(move)  # the lease may have ended while it was read
+            self._fail(move)  # the lease may have ended during the load
         elif move.future.result(timeout=0) and duration_s:
             size_bytes = move.tokens * self._kv_bytes_per_token
             if move.is_load:
@@ -225,12 +225,12 @@ class MpWorkerSide:
                 self._fresh.stores.append(stored)
 
     def _fail(self, move: PendingTransfer) -> None:
-        """Put a failed one in its place, which the adapter reports."""
+        """Replace a failed transfer's future by a failed one, which the adapter reports."""
         self.watch.forget(move.timing)
         failed: MessagingFuture[bool] = MessagingFuture()
         failed.set_result(False)
         stores, loads = self._adapter.store_futures, self._adapter.retrieve_futures
-        if move.is_load and move.request_id in loads:  # else it ended since and was told
+        if move.is_load and move.request_id in loads:  # else it ended since and was reported
             loads[move.request_id] = (failed, loads[move.request_id][1])
         elif stores.get(move.request_id) is move.future:
             stores[move.request_id] = failed

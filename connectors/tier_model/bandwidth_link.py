@@ -1,4 +1,4 @@
-"""How long bytes take: a link of one rate, served first in, first out. Pure arithmetic."""
+"""Transfer times of a link with one rate, first in, first out. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class BandwidthLink:
     free_at_s: float = -math.inf
 
     def seconds(self, size_bytes: int) -> float:
-        """How long `size_bytes` take once the link is theirs."""
+        """How long `size_bytes` take without a wait for the link."""
         return size_bytes / (self.gbps * 1e9)
 
     def reserve(self, ready_s: float, size_bytes: int) -> float:
-        """When bytes that are ready at `ready_s` have passed, behind all that was asked before."""
+        """When bytes that are ready at `ready_s` have passed, after all earlier requests."""
         self.free_at_s = max(ready_s, self.free_at_s) + self.seconds(size_bytes)
         return self.free_at_s
 
     def backlog_s(self, now_s: float) -> float:
-        """How far behind the link is."""
+        """How long the link still needs for earlier requests."""
         return max(0.0, self.free_at_s - now_s)

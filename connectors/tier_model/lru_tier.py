@@ -1,4 +1,4 @@
-"""One tier's shelf of chunks, least recently used first, and what a chunk is called."""
+"""One tier's chunks, least recently used first, and the names of chunks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from continuum_lmcache.errors import InvariantError
 
 ChunkName = Hashable
-"""Stands for one chunk and all the tokens before it: equal names, equal KV."""
+"""Names one chunk and all tokens before it: equal names, equal KV."""
 
 Namer = Callable[[Sequence[int], int, str, Sequence[Any]], list[ChunkName]]
-"""(token ids, chunk tokens, salt, names known of the first chunks) -> names of all whole chunks."""
+"""(token ids, chunk tokens, salt, known names of the first chunks) -> names of all whole chunks."""
 
 
 def chain(
     token_ids: Sequence[int], chunk_tokens: int, salt: str = "", known: Sequence[Any] = ()
 ) -> list[ChunkName]:
-    """Names of the whole chunks of `token_ids`, each a hash over the one before; goes on from `known`."""
+    """Names of the whole chunks of `token_ids`, each a hash that includes the one before; `known` first."""
     names: list[ChunkName] = list(known)
     parent: bytes = known[-1] if known else salt.encode()
     for start in range(len(names) * chunk_tokens, len(token_ids) - chunk_tokens + 1, chunk_tokens):
@@ -37,11 +37,11 @@ class LruTier:
 
     capacity: float  # in chunks
     names: OrderedDict[ChunkName, None] = field(default_factory=OrderedDict)
-    promised: int = 0  # places kept for writes on their way
+    promised: int = 0  # places reserved for unfinished writes
     count: Counter[str] = field(default_factory=Counter)  # admitted, evicted, forgotten
 
     def make_room(self, keep: Collection[ChunkName] = ()) -> list[ChunkName] | None:
-        """Evict until one more chunk fits, never from `keep`; None if that cannot be."""
+        """Evict until one more chunk fits, never from `keep`; None if that is impossible."""
         gone = []
         while len(self.names) + self.promised + 1 > self.capacity:
             victim = next((n for n in self.names if n not in keep), None)
@@ -57,7 +57,7 @@ class LruTier:
         self.count["admitted"] += 1
 
     def touch(self, hit: Sequence[ChunkName]) -> None:
-        """Tail first, so that the head becomes the youngest."""
+        """Tail first, so that the head becomes the most recently used."""
         for name in reversed(hit):
             self.names.move_to_end(name)
 

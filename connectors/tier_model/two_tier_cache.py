@@ -1,6 +1,6 @@
-"""DRAM and disk below the GPU, as LMCache keeps them: which chunk of a prompt is where, and when.
+"""DRAM and disk below the GPU as LMCache keeps them: where each chunk of a prompt is, and when.
 
-Names and places only, no bytes and no clock: `now_s` is an argument. What a load brings, for chunks
+Names and places only, no bytes and no clock: `now_s` is an argument. A load returns, for chunks
 0, 1, ... of a prompt:
 
     [0, dram)     the leading run found in DRAM
@@ -25,12 +25,12 @@ from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
-TRANSFERS_KEPT = 4096  # the oldest go first when nobody asks
+TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
 
 
 @dataclass(frozen=True, slots=True)
 class TierLookup:
-    """The chunks of a prompt that a load would bring, in the prompt's order."""
+    """The chunks of a prompt that a load would return, in the prompt's order."""
 
     dram: Sequence[ChunkName]
     ssd: Sequence[ChunkName]  # those after the DRAM run
@@ -38,7 +38,7 @@ class TierLookup:
 
 @dataclass(frozen=True, slots=True)
 class ActiveLoad:
-    """A load under way."""
+    """A running load."""
 
     dram: Sequence[ChunkName]  # moved from there, without those the GPU had
     ssd: Sequence[ChunkName]
@@ -47,7 +47,7 @@ class ActiveLoad:
 
 @dataclass(frozen=True, slots=True)
 class ActiveStore:
-    """A store under way: the chunks no tier had, and when the GPU's copy of them is free again."""
+    """A running store: the chunks that no tier had, and when the store has read the GPU's copies."""
 
     new: Sequence[ChunkName]
     done_s: float
@@ -76,23 +76,23 @@ class TwoTierCache:
         self._gone: dict[ChunkName, None] = {}
 
     def locate(self, token_ids: Sequence[int]) -> TierHit:
-        """What a load of this prompt would bring now; changes nothing. Writes on their way do not count."""
+        """What a load of this prompt would return now; changes nothing. Unfinished writes do not count."""
         return self.holding(self.namer(token_ids))
 
     def holding(self, names: Sequence[ChunkName]) -> TierHit:
-        """`locate`, for a prompt whose chunks are named already."""
+        """`locate` for a prompt with known chunk names."""
         found = self.find(names)
         return TierHit(len(found.dram) * self.shape.chunk_tokens, len(found.ssd) * self.shape.chunk_tokens)
 
     def find(self, names: Sequence[ChunkName]) -> TierLookup:
-        """The chunks behind `holding`."""
+        """The chunks that `holding` counts."""
         dram = _leading(names, self.dram.names)
         return TierLookup(names[:dram], names[dram : dram + _leading(names[dram:], self.ssd.names)])
 
     def load(
         self, now_s: float, names: Sequence[ChunkName], gpu_tokens: int = 0, turn: str = ""
     ) -> ActiveLoad:
-        """Bring what `find` names, but for whole chunks below `gpu_tokens`, which the GPU has.
+        """Load what `find` returns, except whole chunks below `gpu_tokens`, which the GPU has.
 
         Touches all that was found. What comes from the disk stays in DRAM as far as there is room.
         """
@@ -114,20 +114,20 @@ class TwoTierCache:
         return ActiveLoad(dram, ssd, done_s)
 
     def store(self, now_s: float, names: Sequence[ChunkName]) -> ActiveStore:
-        """Write chunks through: into DRAM now, to the disk when its turn comes. Skips what is there."""
+        """Write chunks through: into DRAM now, to the disk after earlier writes. Skips stored chunks."""
         self.settle(now_s)
         new = [n for n in names if not self.has(n)]
-        keep = set(names)  # a prompt larger than DRAM is cut short, it does not push itself out
+        keep = set(names)  # a prompt larger than DRAM is cut short; it does not evict its own chunks
         into_dram = [n for n in names if n not in self.dram.names and self._admit(n, keep)]
         for name in names:
             self._write(now_s, name)
         self._record(Tier.DRAM, "store", into_dram, self.down.seconds(self._size(into_dram)))
         moved = [n for n in new if self.has(n)]
-        crossed = {*into_dram, *moved}  # the link: also what the disk had and DRAM had not
+        crossed = {*into_dram, *moved}  # over the link: also chunks that only the disk had
         return ActiveStore(moved, self.down.reserve(now_s, self._size(crossed)) if crossed else now_s)
 
     def settle(self, now_s: float) -> None:
-        """Let the disk writes that have ended by now be there."""
+        """Admit the disk writes that have ended by now."""
         due = []
         for name, done_s in self.pending.items():
             if done_s > now_s:
@@ -140,12 +140,12 @@ class TwoTierCache:
         self._record(Tier.SSD, "store", due, self.disk_write.seconds(self._size(due)))
 
     def touch(self, found: TierLookup) -> None:
-        """Make what was found the youngest, each tier's share tail first."""
+        """Make found chunks the most recently used, each tier's share tail first."""
         self.dram.touch(found.dram)
         self.ssd.touch(found.ssd)
 
     def forget(self, names: Iterable[ChunkName]) -> int:
-        """Drop chunks from every tier, also writes on their way. How many there were."""
+        """Drop chunks from every tier, with unfinished writes. Returns how many there were."""
         known = [n for n in names if self.has(n)]
         for name in known:
             self.dram.forget(name)
@@ -156,27 +156,27 @@ class TwoTierCache:
         return len(known)
 
     def clear(self) -> int:
-        """Forget everything."""
+        """Drop all chunks."""
         return self.forget([*self.dram.names, *self.ssd.names, *self.pending])
 
     def has(self, name: ChunkName) -> bool:
-        """Whether any tier has the chunk, or is about to."""
+        """Whether any tier has the chunk or writes it."""
         return name in self.dram.names or name in self.ssd.names or name in self.pending
 
     def transfers(self) -> list[KVTransfer]:
-        """Movements since the last call, oldest first, without the time they waited for a link."""
+        """Transfers since the last call, oldest first, without the time they waited for a link."""
         moved = list(self._transfers)
         self._transfers.clear()
         return moved
 
     def take_evicted(self) -> list[ChunkName]:
-        """Chunks that have left every tier since the last call: their bytes may be thrown away."""
+        """Chunks that have left every tier since the last call: their bytes may be deleted."""
         gone = [n for n in self._gone if not self.has(n)]
         self._gone.clear()
         return gone
 
     def check(self) -> None:
-        """Raise InvariantError unless the books balance."""
+        """Raise InvariantError unless the counts balance."""
         self.dram.check("DRAM")
         self.ssd.check("SSD")
         if self.ssd.promised != len(self.pending):
@@ -204,7 +204,7 @@ class TwoTierCache:
             if self.disk_write.backlog_s(now_s) > self.shape.max_ssd_lag_s:
                 return
             gone = self.ssd.make_room()
-            if gone is None:  # the whole disk is promised to writes on their way
+            if gone is None:  # the whole disk is reserved for unfinished writes
                 return
             self._gone.update(dict.fromkeys(gone))
             self.ssd.promised += 1

@@ -1,1 +1,1 @@
-"""What runs inside the LMCache MP server."""
+"""The modules that run inside the LMCache MP server."""

@@ -1,4 +1,4 @@
-"""The command line of `lmcache server` with this package's tier module (docs/mp.md says why each option)."""
+"""The command line of `lmcache server` with this package's tier module; docs/mp.md explains each option."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def options(
     module: bool = True,
     tuned: bool = True,
 ) -> list[str]:
-    """The words after `lmcache server`, on loopback.
+    """The arguments after `lmcache server`, on loopback.
 
-    `disk`: the directory of L2, "" for no L2; `disk_gb`: its bound, None for none: then nothing is evicted.
-    `module`: with our tier module; `tuned`: with the options beside it that docs/mp.md advises.
+    `disk`: the directory of L2, "" for no L2. `disk_gb`: its size; with None nothing is evicted.
+    `module`: with our tier module. `tuned`: with the other options that docs/mp.md recommends.
     """
     words = ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
     words += ["--chunk-size", str(CHUNK_TOKENS), "--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU"]
@@ -45,10 +45,10 @@ def options(
 
 
 def shm_name(port: int) -> str:
-    """Of the memory that L1 lies in: servers of one machine differ by their port."""
+    """The name of L1's shared memory; servers of one machine differ by their port."""
     return f"continuum-mp-{port}"
 
 
 def left_behind(port: int) -> Path:
-    """That memory as a file, which a killed server leaves. LMCache puts its own word before the name."""
+    """That memory as a file, which a killed server leaves. LMCache puts its own prefix before the name."""
     return Path("/dev/shm", f"lmcache_l1_pool_{shm_name(port)}")

@@ -1,14 +1,14 @@
-"""Until when an MP server may begin a load or a store that it was asked for.
+"""Until when an MP server may begin a requested load or store.
 
-    worker    asks at t: until t + mq_timeout - COPY_S, which goes along with the move's key
-    server    gets to it later: refuses it before it touches vLLM's blocks
-    worker    at t + mq_timeout: whatever became of it, its blocks are touched no more
+    worker    requests at t, with t + mq_timeout - COPY_S in the transfer's key
+    server    later than that: refuses the transfer before it touches vLLM's blocks
+    worker    at t + mq_timeout: the transfer has ended or never begins, so its blocks are free
 
-A server that stood still would otherwise go on with all that it was asked for, in blocks that others have by
-then. Both sides must read one clock: Linux's monotonic clock is the machine's, and a server that reads and
-writes GPUs itself is on the same one. The worker makes sure, and sends no time where it is not so.
+Without this a server that stood still would later execute all requests, in blocks that belong to others by
+then. Both sides must read one clock. Linux's monotonic clock is the machine's, and a server that reads and
+writes GPUs itself is on the same machine. The worker checks the clock, and else sends no deadline.
 
-Seams, read in LMCache 0.5.6: IPCCacheServerKey.request_configs, which is no part of a key's identity, and
+Used members (LMCache 0.5.6): IPCCacheServerKey.request_configs, which is no part of a key's identity, and
 MPCacheServerContext.resolve_obj_keys, which store and retrieve of LMCacheDrivenTransferModule call first.
 """
 
@@ -19,21 +19,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 UNTIL = "continuum.until_s"
-COPY_S = 5.0  # for what was begun in time, and what stands before it
+COPY_S = 5.0  # for a transfer begun in time, and those before it
 
 
 def with_deadline(configs: Mapping[str, Any] | None, end_s: float) -> dict[str, Any]:
-    """A move's request configs, where its blocks are somebody else's from `end_s` on."""
+    """A transfer's request configs with its deadline; from `end_s` on its blocks may belong to others."""
     return {**(configs or {}), UNTIL: end_s - COPY_S}
 
 
 def is_late(configs: Mapping[str, Any] | None, now_s: float) -> bool:
-    """Whether a move may not be begun any more."""
+    """Whether it is too late to begin a transfer."""
     return configs is not None and UNTIL in configs and now_s > configs[UNTIL]
 
 
 def refuse_late_moves(context: Any, clock: Callable[[], float] = time.monotonic) -> None:
-    """In the server: raise TimeoutError for them, which it logs. Nobody waits for the answer."""
+    """In the server: raise TimeoutError for late transfers; the server logs it, and no one waits for it."""
     resolve = context.resolve_obj_keys
 
     def resolve_in_time(key: Any, *args: Any, **kwargs: Any) -> Any:

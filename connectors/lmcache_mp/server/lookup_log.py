@@ -1,11 +1,11 @@
-"""Runs inside the LMCache MP server: which tier each lookup's KV came from, and how long reading L2 took.
+"""In the LMCache MP server: which tier each lookup's KV came from, and how long reading L2 took.
 
     LOOKUP ----- submit_prefetch_task ----> reads of L2, one task per adapter
        |            (names the request)        |  L2_LOAD_TASK_SUBMITTED .. COMPLETED
        '-- MP_LOOKUP_PREFETCH_END: keys found in L1, keys read from L2
 
-LMCache answers the engine with the sum only. Its events have the rest, each half under another id;
-StorageManager.submit_prefetch_task knows both, so it is wrapped (on the instance; LMCache 0.5.6).
+LMCache sends the engine only the sum. Its events have the parts, each under another id.
+StorageManager.submit_prefetch_task has both ids, so it is wrapped (on the instance; LMCache 0.5.6).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MAX_LOOKUPS = 10_000
 
 
 class LookupLog:
-    """Finished lookups that found something, numbered in the tier log's own count."""
+    """Finished lookups with a hit, numbered in the tier log's own count."""
 
     def __init__(self, log: Any, storage: Any, event_bus: Any, chunk_tokens: int) -> None:
         self._log = log
         self._chunk_tokens = chunk_tokens
         self._done: deque[LookupResult] = deque(maxlen=MAX_LOOKUPS)
-        self._tasks: OrderedDict[str, int] = OrderedDict()  # request -> its prefetch's own id
+        self._tasks: OrderedDict[str, int] = OrderedDict()  # request -> the id of its prefetch
         self._reads: OrderedDict[int, tuple[float, float]] = OrderedDict()  # that id -> start, end
         self._submit, storage.submit_prefetch_task = storage.submit_prefetch_task, self.submit
         event_bus.subscribe(EventType.L2_LOAD_TASK_SUBMITTED, self.read_begins)
@@ -35,7 +35,7 @@ class LookupLog:
         event_bus.subscribe(EventType.MP_LOOKUP_PREFETCH_END, self.lookup_ends)
 
     def submit(self, spec: Any, external_request_id: str = "", *args: Any, **kwargs: Any) -> Any:
-        """StorageManager.submit_prefetch_task, which also tells us both ids."""
+        """StorageManager.submit_prefetch_task, from which we take both ids."""
         handle = self._submit(spec, external_request_id, *args, **kwargs)
         remember(self._tasks, external_request_id, handle.prefetch_request_id)
         return handle
@@ -65,7 +65,7 @@ class LookupLog:
             )
 
     def since(self, number: int) -> list[LookupResult]:
-        """Those after `number`, oldest first. The caller holds the log's lock."""
+        """The lookups after `number`, oldest first. The caller holds the log's lock."""
         found = []
         for lookup in reversed(self._done):
             if lookup.number <= number:
@@ -75,7 +75,7 @@ class LookupLog:
 
 
 def remember(memo: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    """Put it in; the oldest goes when there are too many whose end was never told."""
+    """Add it; the oldest is dropped when too many have no end."""
     memo[key] = value
     if len(memo) > MAX_LOOKUPS:
         memo.popitem(last=False)

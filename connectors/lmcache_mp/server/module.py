@@ -1,12 +1,12 @@
-"""Runs inside the LMCache MP server: tells connectors which chunks its L1 (DRAM) and L2 (disk) hold.
+"""In the LMCache MP server: reports to connectors which chunks its L1 (DRAM) and L2 (disk) hold.
 
     lmcache server ... --server-module '{"module_path": "connectors.lmcache_mp_module"}'
 
-LMCache's own lookup is no way to ask: it locks what it finds and starts loads from L2. This module
-listens to both tiers' managers, numbers every change, and answers with those since the asker's last
-question. Answering takes no lock of LMCache's and touches nothing.
+LMCache's own lookup is not suitable: it locks what it finds and starts loads from L2. This module
+listens to both tiers' managers, numbers every change, and answers with the changes since a client's last
+request. An answer takes none of LMCache's locks and changes nothing.
 
-Seams, read in LMCache 0.5.6: `--server-module` (ext_server_module.py), L1ManagerListener and
+Used members, as of LMCache 0.5.6: `--server-module` (ext_server_module.py), L1ManagerListener and
 L2AdapterListener (distributed/internal_api.py), the event bus, and a private one:
 StorageManager._l1_managers_by_id, since only L2 has a public way to register a listener.
 """
@@ -31,13 +31,13 @@ from connectors.lmcache_mp.wire import METHOD, ChangesReply, ChangesRequest, Num
 from continuum_lmcache import __version__
 
 LMCACHE_VERSION = metadata.version("lmcache")
-MAX_CHANGES = 200_000  # kept for askers; who is further behind gets a snapshot
-Owner = tuple[str, int]  # a model, and the pieces that a chunk's KV is split into
+MAX_CHANGES = 200_000  # kept for clients; a client further behind gets a snapshot
+Owner = tuple[str, int]  # a model, and the number of pieces of a chunk's KV
 Piece = tuple[int, int]  # rank and object group
 
 
 class TierChangeLog:
-    """Which chunks lie whole in which tier, by owner, and the numbered changes of that. Any thread."""
+    """Which chunks are complete in which tier, by owner, and the numbered changes. Any thread."""
 
     def __init__(self, registry: Any, max_changes: int = MAX_CHANGES) -> None:
         self.epoch = uuid.uuid4().hex
@@ -49,12 +49,12 @@ class TierChangeLog:
         self._changes: deque[tuple[Owner, NumberedChange]] = deque(maxlen=max_changes)
 
     def next_number(self) -> int:
-        """For one more entry, of this log or of one that shares its count. The caller holds the lock."""
+        """The number of one more entry, of this log or one with its count. The caller holds the lock."""
         self.number += 1
         return self.number
 
     def admit(self, ssd: bool, keys: list[ObjectKey]) -> None:
-        """Pieces are readable in a tier now; naming one twice is no harm."""
+        """Pieces are readable in a tier now; a repeated call changes nothing."""
         with self.lock:
             for key in keys:
                 owner, name, piece = self._parts(key)
@@ -65,7 +65,7 @@ class TierChangeLog:
                         self._note(owner, ssd, True, name)
 
     def drop(self, ssd: bool, keys: list[ObjectKey]) -> None:
-        """Pieces are gone from a tier: the chunk is whole there no more."""
+        """Pieces are gone from a tier: the chunk is not complete there any more."""
         with self.lock:
             for key in keys:
                 owner, name, piece = self._parts(key)
@@ -88,7 +88,7 @@ class TierChangeLog:
         return found[::-1]
 
     def snapshot(self, owner: Owner) -> list[NumberedChange]:
-        """All that an owner's tiers hold whole. The caller holds the lock."""
+        """All complete chunks in an owner's tiers. The caller holds the lock."""
         whole = self._whole(owner)
         return [
             NumberedChange(self.number, ssd, True, name)
@@ -98,18 +98,18 @@ class TierChangeLog:
         ]
 
     def reaches(self, number: int) -> bool:
-        """Whether no change after `number` has been forgotten. The caller holds the lock."""
+        """Whether the log still has every change after `number`. The caller holds the lock."""
         return len(self._changes) < self._max_changes or self._changes[0][1].number <= number + 1
 
     def _note(self, owner: Owner, ssd: bool, admitted: bool, name: bytes) -> None:
         self._changes.append((owner, NumberedChange(self.next_number(), ssd, admitted, name)))
 
     def _whole(self, owner: Owner) -> int:
-        """Into how many pieces a chunk of this owner is cut: ranks times object groups."""
+        """How many pieces a chunk of this owner has: ranks times object groups."""
         if owner not in self._groups:
             try:
                 self._groups[owner] = self._registry.find_attn_desc(*owner).num_object_groups
-            except ValueError:  # nobody has registered it with this server yet
+            except ValueError:  # not registered with this server yet
                 return owner[1]
         return owner[1] * self._groups[owner]
 
@@ -121,7 +121,7 @@ class TierChangeLog:
 
 
 class DramListener(L1ManagerListener):
-    """L1's changes, told under its lock: so no more than noting them."""
+    """Notes L1's changes. LMCache calls it under L1's lock, so it does nothing else."""
 
     def __init__(self, log: TierChangeLog) -> None:
         self._log = log
@@ -149,7 +149,7 @@ class DramListener(L1ManagerListener):
 
 
 class DiskListener(L2AdapterListener):
-    """L2's changes. What was read was there: so files of an earlier server are learned by and by."""
+    """Notes L2's changes. A chunk that was read is there: so files of an earlier server become known."""
 
     def __init__(self, log: TierChangeLog) -> None:
         self._log = log
@@ -165,7 +165,7 @@ class DiskListener(L2AdapterListener):
 
 
 class MpTierModule:
-    """An LMCache engine module: context, report_status and close are what the server asks of one."""
+    """An LMCache engine module: the server calls its context, report_status and close."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -185,7 +185,7 @@ class MpTierModule:
         return {"continuum_tiers": {"epoch": self._log.epoch, "number": self._log.number}}
 
     def close(self) -> None:
-        """Nothing of its own is open."""
+        """It has no resources of its own."""
 
     @server_module_handler(METHOD)  # type: ignore[untyped-decorator]  # LMCache's
     def tell(self, payload: bytes) -> bytes:
@@ -195,7 +195,7 @@ class MpTierModule:
         """
         ask = msgspec.msgpack.decode(payload, type=ChangesRequest)
         owner, log = (ask.model, ask.world_size), self._log
-        # sizes first: L1's lock is taken before the log's when it tells of a change, so never after it
+        # sizes first: LMCache takes L1's lock before the log's when it reports a change, so never after it
         dram_bytes, ssd_bytes = self._sizes()
         with log.lock:
             known = ask.epoch == log.epoch and log.reaches(ask.number)
@@ -224,5 +224,5 @@ class MpTierModule:
 
 
 def build_server_modules(build: Any) -> MpTierModule:
-    """What `--server-module` calls."""
+    """The function that `--server-module` calls."""
     return MpTierModule(build.server_context)
