@@ -1,4 +1,4 @@
-"""From which context on is loading a prefix cheaper than computing it? And what is a pin worth then?"""
+"""The context from which on loading a prefix is faster than computing it; and what a pin is worth then."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LinearCost:
 
 
 def load_line(costs: CostModel, tier: Tier) -> LinearCost:
-    """What a load from `tier` costs; one from disk passes through DRAM, as in cost_model.py."""
+    """The cost of a load from `tier`; a load from disk passes through DRAM, as in cost_model.py."""
     dram = LinearCost(costs.dram.fixed_s, costs.kv_bytes_per_token / costs.dram.bytes_per_s)
     if tier is Tier.DRAM:
         return dram
@@ -39,8 +39,8 @@ def break_even_tokens(costs: CostModel, tier: Tier) -> float:
     """The least context such that loading it, and every longer one, is no slower than computing it.
 
     The largest root of prefill - load = (f - a) + (p - b) n + q n^2 / 2, in tokens; 0 where loading
-    always pays, infinite where it never does in the end. LMCache loads whole chunks only, which is
-    not in here.
+    always pays, infinite where computing is faster for all long contexts. That LMCache loads only whole
+    chunks is left out.
     """
     load, prefill = load_line(costs, tier), costs.prefill
     ahead_s = prefill.fixed_s - load.fixed_s
@@ -55,22 +55,22 @@ def break_even_tokens(costs: CostModel, tier: Tier) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PinValue:
-    """Eq. 2 (arXiv 2511.02230 §4) for one context, by where its KV would be found without the pin.
+    """Eq. 2 (arXiv 2511.02230 §4) for one context, by where its KV would be without the pin.
 
-    With no queue, T = 0; the least T from which some pin pays is told beside it.
+    With no queue, T = 0; beside it the least T from which some pin pays.
     """
 
     found: Tier
-    reload_s: float  # PrefillReload: what a return in time saves
-    best: TtlChoice  # the TTL that pays best
-    gain_s: float  # P(tau) * reload - tau, a turn; 0: no pin pays
+    reload_s: float  # PrefillReload: what the pin saves if the program returns in time
+    best: TtlChoice  # the TTL with the largest gain
+    gain_s: float  # P(tau) * reload - tau, per turn; 0: no pin pays
     least_delay_s: float  # pins pay where T * eta is above this; <= 0: always
 
 
 def pin_worths(
     costs: CostModel, context_tokens: int, gaps_s: Sequence[float], max_ttl_s: float
 ) -> dict[Tier, PinValue]:
-    """What a pin is worth by the place where the whole context would be. Without gaps: cold, Exp(1)."""
+    """The worth of a pin for each place of the whole context. Without gaps: cold, Exp(1)."""
     ended_s = tuple(sorted(gaps_s))
     seen = DurationDistribution(
         "all" if ended_s else "cold", ended_s, kaplan_meier(ended_s, ()), len(ended_s)
@@ -86,8 +86,8 @@ def pin_worths(
 def pin_worth(found: Tier, reload_s: float, seen: DurationDistribution, max_ttl_s: float) -> PinValue:
     """Eq. 2 with T = 0, and the T from which its maximum is above 0.
 
-    P(tau) (T + reload) > tau for some recorded tau where T is above the least tau / P(tau), less the
-    reload. Cold, P is Exp(1)'s, whose gain grows at 0 where T + reload is above 1.
+    P(tau) (T + reload) > tau for some recorded tau if T is above the least tau / P(tau), minus the
+    reload. Cold, P is Exp(1)'s, and its gain is above 0 if T + reload is above 1.
     """
     best = best_ttl(seen, reload_s, max_ttl_s)
     ratios = [gap / p for gap, p in zip(seen.samples_s, seen.cdf, strict=True) if gap <= max_ttl_s]

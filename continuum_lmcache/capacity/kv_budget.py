@@ -4,7 +4,7 @@
     KV cache        = memory x utilisation - weights - what a step needs     (or given)
     blocks          = KV cache / (block tokens x bytes per token)
 
-Everything is of one rank: with tensor parallelism each holds its share of the heads and of the weights.
+All values are of one rank: with tensor parallelism each has its share of the heads and of the weights.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model decides about its KV."""
+    """The properties of a model that its KV depends on."""
 
     name: str
     layers: int  # that keep KV of every token
-    kv_heads: int  # 0: latent attention (MLA), whose one latent every rank holds
-    head_size: int  # of one head's K or V; of the latent and its rotary part where kv_heads is 0
+    kv_heads: int  # 0: latent attention (MLA), with the one latent on every rank
+    head_size: int  # of one head's K or V; of the latent with its rotary part where kv_heads is 0
     kv_value_bytes: int
     weight_bytes: float
     window_tokens: int  # the longest context
-    source: str  # where these numbers are from
+    source: str  # of these numbers
 
     def values_per_layer(self, ranks: int) -> int:
         """K and V values of one token in one layer on one rank; a head is never split."""
@@ -75,7 +75,7 @@ class KVBudget:
 
 
 def of_memory(shape: ModelShape, memory: DeviceMemory, block_tokens: int, ranks: int = 1) -> KVBudget:
-    """The budget that vLLM would find. A KV cache below one block has 0 blocks."""
+    """The budget that vLLM would compute. A KV cache below one block has 0 blocks."""
     weights = shape.weight_bytes / ranks
     usable = memory.device_bytes * memory.utilisation
     kv_bytes = usable - weights - memory.step_bytes
@@ -97,7 +97,7 @@ def of_memory(shape: ModelShape, memory: DeviceMemory, block_tokens: int, ranks:
 def of_bytes(
     shape: ModelShape, kv_bytes: float, block_tokens: int, ranks: int = 1, before: Sequence[BudgetLine] = ()
 ) -> KVBudget:
-    """The budget of a KV cache of so many bytes."""
+    """The budget of a KV cache of this many bytes."""
     given = () if before else (BudgetLine("KV cache", "as given", kv_bytes / GIB, "GiB"),)
     block_bytes = block_tokens * shape.bytes_per_token(ranks)
     blocks = max(0, int(kv_bytes // block_bytes))
@@ -107,7 +107,7 @@ def of_bytes(
 
 
 def of_blocks(shape: ModelShape, blocks: int, block_tokens: int, ranks: int = 1) -> KVBudget:
-    """The budget of a server that said how many blocks it has."""
+    """The budget of a server that reports its number of blocks."""
     told = BudgetLine("blocks", "as the server says", blocks, "blocks")
     return _finished(shape, ranks, block_tokens, blocks, (told,))
 

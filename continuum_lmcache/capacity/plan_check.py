@@ -1,4 +1,4 @@
-"""Is it advisable to serve so? What a plan's own numbers say, before any server is started."""
+"""Checks a plan by its own numbers, before a server is started."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
 
 LOAD_SHARE = 7 / 8  # of the DRAM pool for one load (connectors/lmcache/known_issues.py)
-WORTH_IT = 0.05  # of the reload that a pin would save; less is hardly worth it
+WORTH_IT = 0.05  # of the reload that a pin would save; a smaller gain is "hardly"
 SIZES = {Tier.DRAM: "lmcache.max_local_cpu_size", Tier.SSD: "lmcache.max_local_disk_size"}
 MEASURE = "measure with profiles/measure.py on the machine that will serve"
 
@@ -25,7 +25,7 @@ class ExpectedLoad:
 
     source: str
     contexts_tokens: tuple[int, ...]  # the longest context of each program; not empty
-    gaps_s: tuple[float, ...] = ()  # how long tools took; empty: not known
+    gaps_s: tuple[float, ...] = ()  # durations of tools; empty: not known
 
     @property
     def mean_tokens(self) -> int:
@@ -34,17 +34,17 @@ class ExpectedLoad:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentPlan:
-    """What is to be served, on what. Tokens and bytes are of one rank."""
+    """The model, the machine and the programs. Tokens and bytes are of one rank."""
 
     shape: ModelShape
     budget: KVBudget
     costs: CostModel  # of this model: its KV bytes are the budget's
     demand: ExpectedLoad
     tiers: Mapping[Tier, int]  # tokens that DRAM and SSD hold
-    at_once: int | None = None  # programs alive at the same time; None: not said
+    at_once: int | None = None  # programs alive at the same time; None: not given
     max_pinned_share: float = 0.8
     max_ttl_s: float = 300.0
-    profiled_bytes_per_token: int | None = None  # what the profile was made for; None: no profile
+    profiled_bytes_per_token: int | None = None  # of the profile's model; None: no profile
 
     @property
     def fits(self) -> int:
@@ -53,7 +53,7 @@ class DeploymentPlan:
 
     @property
     def place(self) -> Tier:
-        """Where a program's KV is found that the GPU lost: the first tier that holds all programs.
+        """Where KV that the GPU lost is found: the first tier that holds all programs.
 
         Without `at_once`, the first that holds more than the GPU does.
         """
@@ -62,7 +62,7 @@ class DeploymentPlan:
 
 
 def advice(plan: DeploymentPlan) -> list[Finding]:
-    """Everything that the numbers object to."""
+    """All problems that the numbers show."""
     rules = (_memory, _contexts, _sizes, _speeds, _pins_fit, _evidence)
     return [finding for rule in rules for finding in rule(plan)]
 

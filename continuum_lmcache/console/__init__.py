@@ -1,1 +1,1 @@
-"""The command `continuum-lmcache`: reads files and asks servers; what they mean is the core's to say."""
+"""The command `continuum-lmcache`: reads files and queries servers; the core judges what they contain."""

@@ -1,4 +1,4 @@
-"""`continuum-lmcache doctor`: a plan from files and perhaps a running server, and what is wrong with it."""
+"""`continuum-lmcache doctor`: checks a plan from files, and optionally a running server."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TABLE1 = ExpectedLoad(
 CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")  # as vllm_plugin/hooks/engine_args.py has them
 GATED = "vllm-router"
 ROUTERS = (GATED, "production-stack", "llm-d")
-BLOCKS_OFF = 0.1  # share by which a server's KV cache may differ from the arithmetic
+BLOCKS_OFF = 0.1  # share by which a server's KV cache may differ from the computed one
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorQuery:
-    """What the user asks about, under the names of the command's options. None or 0: not said."""
+    """The user's query, with the names of the command's options. None or 0: not given."""
 
     model: str
     profile: Path | None = None
@@ -69,12 +69,12 @@ class Diagnosis:
 
     @property
     def advisable(self) -> bool:
-        """Whether serving so is: nothing found is worse than good to know."""
+        """Whether no finding is worse than a NOTE."""
         return all(finding.severity is Severity.NOTE for finding in self.findings)
 
     @property
     def verdict(self) -> str:
-        """One sentence for all the findings."""
+        """One sentence for all findings."""
         if self.advisable:
             return "Serving so is advisable."
         found = Counter(finding.severity for finding in self.findings)
@@ -87,7 +87,7 @@ class Diagnosis:
 
 
 def diagnosis(ask: DoctorQuery) -> Diagnosis:
-    """Read everything, compute, judge. Raises ConfigError, ProfileError, TraceError or ServerError."""
+    """Read, compute, judge. Raises ConfigError, ProfileError, TraceError or ServerError."""
     on = machine(ask.profile, ask.gpu)
     server = served(ask.url) if ask.url else None
     shape = model(ask, server)
@@ -119,7 +119,7 @@ def diagnosis(ask: DoctorQuery) -> Diagnosis:
 
 
 def in_order(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The gravest first."""
+    """The most serious first."""
     return tuple(sorted(findings, key=lambda finding: list(Severity).index(finding.severity)))
 
 
@@ -142,7 +142,7 @@ def model(ask: DoctorQuery, server: ServedModel | None) -> ModelShape:
 def kv_cache(
     ask: DoctorQuery, on: MachineSpec, shape: ModelShape, server: ServedModel | None, block_tokens: int
 ) -> KVBudget:
-    """The KV cache: as the server has it, as given, or computed from the device's memory."""
+    """The KV cache: as the server reports it, as given, or computed from the device's memory."""
     if server and server.blocks:
         return kv_budget.of_blocks(shape, server.blocks, block_tokens, ask.tensor_parallel_size)
     if ask.kv_gib is not None:
@@ -182,7 +182,7 @@ def no_connector() -> Finding:
 
 
 def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> Iterator[Finding]:
-    """What a running server's own words object to."""
+    """Findings from what a running server reports."""
     if server.version is not None and not server.version.startswith(CHECKED_VERSIONS):
         told = f"the server runs vLLM {server.version}"
         yield warning("version", told, "continuum was checked on 0.30 to 0.33 only")
@@ -218,7 +218,7 @@ def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> It
 
 
 def of_router(router: str, settings: ContinuumConfig) -> Iterator[Finding]:
-    """What a router in front and our admission do to each other (docs/fleet.md). Raises ConfigError."""
+    """Conflicts between a router in front and our admission (docs/fleet.md). Raises ConfigError."""
     if router and router not in ROUTERS:
         raise ConfigError(f"--router is {router!r}; known: {', '.join(ROUTERS)}")
     if router == GATED and settings.admission:
@@ -238,7 +238,7 @@ def of_router(router: str, settings: ContinuumConfig) -> Iterator[Finding]:
 
 
 def seconds_at(plan: DeploymentPlan, context_tokens: int) -> dict[str, float]:
-    """What a context costs: computed, and loaded from each tier."""
+    """The seconds of a context: computed, and loaded from each tier."""
     return {
         "recompute": plan.costs.prefill_s(context_tokens),
         **{t.value: load_line(plan.costs, t).seconds(context_tokens) for t in (Tier.DRAM, Tier.SSD)},

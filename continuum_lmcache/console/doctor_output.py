@@ -24,7 +24,7 @@ STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE:
 
 
 def contexts(found: Diagnosis) -> list[int]:
-    """Contexts to show costs at: round ones and the mean, within the window."""
+    """Contexts for the table of costs: round ones and the mean, within the window."""
     window = found.plan.shape.window_tokens
     return sorted({c for c in (*CONTEXTS_TOKENS, found.plan.demand.mean_tokens) if c <= window})
 
@@ -36,7 +36,7 @@ def holds(found: Diagnosis) -> dict[str, int]:
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
-    """Schema 1. What is infinite is null."""
+    """Schema 1. Infinite numbers are null."""
     plan = found.plan
     return {
         "schema": SCHEMA,
@@ -138,7 +138,7 @@ def times(found: Diagnosis) -> Titled:
 
 
 def break_even(found: Diagnosis, tier: Tier) -> str:
-    """As words."""
+    """The break-even in words."""
     tokens = break_even_tokens(found.plan.costs, tier)
     if math.isinf(tokens):
         return "never"
@@ -158,7 +158,7 @@ def pins(found: Diagnosis) -> Titled:
 
 
 def show_findings(findings: Iterable[Finding], console: Console) -> None:
-    """A line for what was found, one for what to do."""
+    """One line for each finding, and one for what to do."""
     for f in findings:
         console.print(Text(f"\n{f.severity.value.upper()} {f.name}", style=STYLES[f.severity]))
         console.print(Text(f"  found: {f.figure}"), soft_wrap=True)
@@ -166,7 +166,7 @@ def show_findings(findings: Iterable[Finding], console: Console) -> None:
 
 
 def headed(*heads: str) -> Table:
-    """A table whose first column is text, as is one headed "how", and whose others are numbers."""
+    """A table. Its first column, and one headed "how", are text; the others are numbers."""
     table = Table(box=None, padding=(0, 2))
     for index, head in enumerate(heads):
         table.add_column(head, justify="left" if index == 0 or head == "how" else "right")

@@ -1,4 +1,4 @@
-"""What a fleet on Ray Serve tells of itself at /fleet, and what is wrong with it (docs/ray.md)."""
+"""Reads the report of a fleet on Ray Serve at /fleet, and checks it (docs/ray.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from continuum_lmcache.telemetry.findings import Finding, note, warning
 
 TIMEOUT_S = 10.0
 BUILD = "continuum_lmcache.serve.app:build"
-ENVIRONMENT = {  # of Ray's proxies, as continuum_lmcache.serve.app has it: a test holds that
+ENVIRONMENT = {  # of Ray's proxies, as in continuum_lmcache.serve.app: a test compares them
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
     "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-continuum-turn",
 }
@@ -24,11 +24,11 @@ CONTINUUM = "--scheduling-policy continuum"
 
 
 def fleet_at(url: str) -> Mapping[str, Any] | None:
-    """What /fleet tells; None: there is no fleet, it is one server. Raises ServerError where one is away."""
+    """The report of /fleet; None: it is one server, not a fleet. Raises ServerError if none answers."""
     try:
         answer = httpx.get(f"{url}/fleet", timeout=TIMEOUT_S)
     except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol):
-        return None  # the scrape that comes next says it better
+        return None  # the next scrape reports it better
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         raise ServerError(f"{url}/fleet: {answer.text[:200]}")
     told = parsed(answer)
@@ -46,7 +46,7 @@ def parsed(answer: httpx.Response) -> Mapping[str, Any] | None:
 
 
 def findings(told: Mapping[str, Any]) -> list[Finding]:
-    """What is wrong with the fleet as a whole."""
+    """Problems of the fleet as a whole."""
     return list(found(told))
 
 
@@ -86,7 +86,7 @@ def found(told: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def of_config(path: Path) -> Iterator[Finding]:
-    """What is wrong with a Serve config file. Raises ConfigError for one that is none."""
+    """Problems in a Serve config file. Raises ConfigError if it is not one."""
     try:
         page = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
@@ -122,14 +122,14 @@ def of_config(path: Path) -> Iterator[Finding]:
 
 
 def inner(outer: Any, *keys: str) -> Any:
-    """A value inside objects; None: it, or one on the way, is missing."""
+    """A value inside nested objects; None if it, or an object around it, is missing."""
     for key in keys:
         outer = outer.get(key) if isinstance(outer, dict) else None
     return outer
 
 
 def is_public(address: str) -> bool:
-    """Whether an address, with or without a port, can be one of the internet's. Names count as private."""
+    """Whether an address, with or without a port, can be public. Names count as private."""
     host = address.rpartition("//")[2].rpartition(":")[0].strip("[]") or address
     try:
         return ipaddress.ip_address(host).is_global

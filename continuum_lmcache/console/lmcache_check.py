@@ -1,4 +1,4 @@
-"""An lmcache.json read and checked: the tiers it makes, its traps, and how to mend them."""
+"""Reads and checks an lmcache.json: its tiers, its known problems, and what to do."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEFAULTS: Mapping[str, Any] = {  # LMCache 0.5.6, v1/config.py; used where LMCac
 
 @dataclass(frozen=True, slots=True)
 class RankWorker:
-    """One rank's worker, which the settings must fit."""
+    """One rank's worker: the settings must fit it."""
 
     on_cpu: bool
     block_tokens: int
@@ -50,10 +50,10 @@ class RankWorker:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """What an lmcache.json asks for."""
+    """The settings of an lmcache.json."""
 
     kind: str
-    settings: Mapping[str, Any]  # LMCache's, with the defaults; empty where they are a server's
+    settings: Mapping[str, Any]  # LMCache's, with the defaults; empty where the LMCache server has them
     continuum: ContinuumConfig
     findings: tuple[Finding, ...]
 
@@ -84,7 +84,7 @@ def read(path: Path) -> Mapping[str, Any]:
 
 
 def checked(config: Mapping[str, Any], worker: RankWorker, lora: bool) -> ConnectorSettings:
-    """The connector with everything that is wrong about it. Wrong settings are findings, not errors."""
+    """The connector with all its problems. Wrong settings are findings, not errors."""
     kind, extra = config["kv_connector"], config.get(EXTRA, {})
     findings = list(frame(config, lora))
     continuum, more = ours(extra)
@@ -100,7 +100,7 @@ def checked(config: Mapping[str, Any], worker: RankWorker, lora: bool) -> Connec
 
 
 def frame(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
-    """What is wrong around the settings."""
+    """Problems outside the settings."""
     kind = config["kv_connector"]
     if strangers := sorted(config.keys() - FIELDS):
         told = f"{strangers[0]!r} is no field of vLLM 0.32's KV transfer config"
@@ -131,7 +131,7 @@ def frame(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
 
 
 def ours(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
-    """The `continuum.*` settings, or the defaults and what is wrong with them."""
+    """The `continuum.*` settings, or the defaults and the problems."""
     try:
         found = ContinuumConfig.load(extra, os.environ)
         policy_named(found.policy)
@@ -144,11 +144,11 @@ def ours(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
 
 
 def theirs(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, Any], list[Finding]]:
-    """LMCache's settings as our connector would give them to it, and why it would refuse them.
+    """LMCache's settings as our connector would pass them on, and why it would refuse them.
 
-    Read with LMCache's own definitions where it is installed; else as they are written.
+    Read with LMCache's own definitions where it is installed; else taken unchecked.
     """
-    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # its import logs to stdout otherwise
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # otherwise its import logs to stdout
     try:
         from connectors.lmcache.known_issues import WorkerSpec, defaults, traps
         from connectors.lmcache.settings import DEFAULTS as ALL
@@ -173,7 +173,7 @@ def theirs(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, A
 
 
 def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    """LMCache's settings without LMCache. Raises ConfigError for one that is not of its default's kind."""
+    """LMCache's settings without LMCache. Raises ConfigError for one with another type than its default."""
     told = {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
     for name in told.keys() & DEFAULTS.keys():
         value, default = told[name], DEFAULTS[name]
@@ -186,7 +186,7 @@ def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def habits(settings: Mapping[str, Any], worker: RankWorker) -> Iterator[Finding]:
-    """Settings that work and cost something."""
+    """Settings that work but cost something."""
     if not settings["local_cpu"] and not settings["local_disk"] and not settings["remote_url"]:
         yield error(
             "no-tier", "local_cpu is false and there is no disk: nothing is kept", "set lmcache.local_cpu"
@@ -216,7 +216,7 @@ def habits(settings: Mapping[str, Any], worker: RankWorker) -> Iterator[Finding]
 
 
 def on_this_machine(settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the machine that runs the doctor says to the tiers' sizes."""
+    """Compares the tiers' sizes with the machine that runs the doctor."""
     wanted = settings["max_local_cpu_size"] * GIB
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > total:

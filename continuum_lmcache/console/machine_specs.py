@@ -26,9 +26,9 @@ CPU_BLOCK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class MachineSpec:
-    """What is known of the machine to serve on."""
+    """The known properties of the machine to serve on."""
 
-    source: str  # where the costs are from
+    source: str  # source of the costs
     costs: CostModel
     device: str
     device_bytes: float | None  # None: not known
@@ -52,7 +52,7 @@ def machine(profile: Path | None, gpu: str) -> MachineSpec:
     found = read(profile)
     costs = CostModel.from_mapping(found, str(profile))
     told = found.get("provenance")
-    provenance = told if isinstance(told, Mapping) else {}  # for people: anything may stand there
+    provenance = told if isinstance(told, Mapping) else {}  # for the reader: any value is possible
     device = gpu or str(provenance.get("device", "unknown"))
     on_cpu = "cores" in provenance  # profiles/machine.py notes them for a CPU only
     return MachineSpec(str(profile), costs, device, memory_of(device), on_cpu, True)

@@ -1,4 +1,4 @@
-"""What a running server tells of itself over HTTP. Answers are checked; a metric that is missing is None."""
+"""Reads a running server's HTTP pages. Answers are checked; a missing metric is None."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class MetricsPage:
         return ((labels, value) for found, labels, value in self.samples if found == name)
 
     def total(self, name: str) -> float | None:
-        """The sum over engines and labels; None: the server does not tell."""
+        """The sum over engines and labels; None: the server does not have it."""
         values = [value for _, value in self.of(name)]
         return sum(values) if values else None
 
@@ -38,7 +38,7 @@ class MetricsPage:
         return min((value for _, value in self.of(name)), default=None)
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Sums by a label; {} if the server does not tell."""
+        """Sums by a label; {} if the server does not have it."""
         found: dict[str, float] = {}
         for labels, value in self.of(name):
             key = labels.get(label, "")
@@ -56,7 +56,7 @@ class MetricsPage:
 
 
 def scrape(url: str, replica: int | None = None) -> MetricsPage:
-    """The server's /metrics; `replica`: that of one in a fleet (docs/ray.md). Raises ServerError."""
+    """The server's /metrics; `replica`: of one in a fleet (docs/ray.md). Raises ServerError."""
     path = "/metrics" if replica is None else f"/metrics?replica={replica}"
     return page_of(answer(url, path).text, url)
 
@@ -92,7 +92,7 @@ def answer(url: str, path: str) -> httpx.Response:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a running server is."""
+    """The properties of a running server."""
 
     version: str | None
     window_tokens: int | None  # max_model_len
@@ -100,11 +100,11 @@ class ServedModel:
     block_tokens: int | None
     prefix_caching: bool | None
     has_policy: bool
-    has_tiers: bool  # LMCache's loads are told by tier
+    has_tiers: bool  # it reports LMCache's loads by tier
 
 
 def served(url: str) -> ServedModel:
-    """Ask a running server what it is. Raises ServerError if it does not answer."""
+    """Query a running server's properties. Raises ServerError if it does not answer."""
     page = scrape(url)
     info = page.info("vllm:cache_config_info")
     caching = info.get("enable_prefix_caching")
@@ -144,5 +144,5 @@ def body(response: httpx.Response) -> object:
 
 
 def whole(text: str | None) -> int | None:
-    """An info label's number; None where there is none."""
+    """An info label's number; None if it is missing."""
     return int(text) if text is not None and text.isdecimal() else None

@@ -95,7 +95,7 @@ def heads(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
 
 
 def refuse_hybrid(config: Mapping[str, Any], path: Path) -> None:
-    """Layers without KV of every token break the arithmetic, and in-process LMCache does not take them."""
+    """Refuse layers without KV of every token: the computation and in-process LMCache do not support them."""
     told = config.get("layer_types")
     kinds = {str(kind) for kind in told} if isinstance(told, list) else set()
     if others := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
@@ -106,7 +106,7 @@ def refuse_hybrid(config: Mapping[str, Any], path: Path) -> None:
 
 
 def weights(config: Mapping[str, Any], path: Path, value_bytes: int) -> tuple[float, str]:
-    """Bytes of the weights, and how that is known: the files beside config.json, else the shape."""
+    """Bytes of the weights, and their source: the files beside config.json, else the shape."""
     files = list(path.parent.glob("*.safetensors"))
     if files:
         return float(sum(file.stat().st_size for file in files)), f"{len(files)} safetensors files"

@@ -1,4 +1,4 @@
-"""Two scrapes of /metrics, some seconds apart, as the Window that the core's rules look at."""
+"""Two scrapes of /metrics, some seconds apart, as the ServerWindow that the core's rules check."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from continuum_lmcache.console.metrics_page import MetricsPage
 from continuum_lmcache.errors import ServerError
 from continuum_lmcache.telemetry.health_rules import ServerWindow
 
-METRICS = {  # which metrics a window's field is read from
+METRICS = {  # the metrics that each field of a window is read from
     "running_turns": "vllm:num_requests_running",
     "waiting_turns": "vllm:num_requests_waiting",
     "kv_usage": "vllm:kv_cache_usage_perc",
@@ -44,7 +44,7 @@ class ScrapePair:
     after: MetricsPage
 
     def grown(self, name: str) -> float | None:
-        """How far a counter got. Raises ServerError if it fell."""
+        """The growth of a counter. Raises ServerError if it fell."""
         first, last = self.before.total(name), self.after.total(name)
         if last is None:
             return None
@@ -64,13 +64,13 @@ class ScrapePair:
         return halfway(self.before.total(name), self.after.total(name))
 
     def average(self, histogram: str) -> float | None:
-        """A histogram's mean over what came meanwhile; None if nothing did."""
+        """A histogram's mean over the new samples; None if there are none."""
         total, n = self.grown(f"{histogram}_sum"), self.grown(f"{histogram}_count")
         return total / n if total is not None and n else None
 
 
 def window(before: MetricsPage, after: MetricsPage, seconds: float) -> ServerWindow:
-    """What the server told of these seconds. Raises ServerError if it restarted meanwhile."""
+    """The server's figures of these seconds. Raises ServerError if it restarted meanwhile."""
     pair = ScrapePair(before, after)
     computed = after.by(METRICS["computed_tokens"], "tier")
     return ServerWindow(
@@ -116,7 +116,7 @@ def pinned_share(page: MetricsPage) -> float | None:
 
 
 def samples(page: MetricsPage) -> dict[str, float]:
-    """Measurements behind each rate, by whatever label tells the rates apart; the fewest over engines."""
+    """Measurements of each rate, by the label that distinguishes rates; the least over engines."""
     found: dict[str, float] = {}
     for labels, value in page.of(METRICS["rate_samples"]):
         name = " ".join(v for k, v in sorted(labels.items()) if k not in ("engine", "model_name")) or "a rate"

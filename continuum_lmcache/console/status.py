@@ -28,7 +28,7 @@ OF_A_REPLICA = {  # in a fleet: title, field
     "room, tokens": "headroom_tokens",
     "pending, tokens": "pending_tokens",
 }
-FIGURES = {  # what is shown of a window: label -> field, format
+FIGURES = {  # what the screen shows of a window: label -> field, format
     "running turns": ("running_turns", "{:.1f}"),
     "waiting turns": ("waiting_turns", "{:.1f}"),
     "KV cache in use": ("kv_usage", "{:.0%}"),
@@ -44,7 +44,7 @@ FIGURES = {  # what is shown of a window: label -> field, format
 
 
 def watch(places: Sequence[Place], seconds: float) -> list[ServerWindow]:
-    """What the servers tell of the next seconds. Raises ServerError."""
+    """The servers' figures of the next seconds. Raises ServerError."""
     before = [(scrape(*place), time.monotonic()) for place in places]
     time.sleep(seconds)
     return [
@@ -59,12 +59,12 @@ def places_at(url: str, told: Mapping[str, Any] | None) -> list[Place]:
 
 
 def wrong(findings: list[Finding]) -> bool:
-    """Whether anything is worse than good to know."""
+    """Whether a finding is worse than a NOTE."""
     return any(finding.severity is not Severity.NOTE for finding in findings)
 
 
 def as_json(seen: ServerWindow, targets: Thresholds) -> dict[str, Any]:
-    """The window, what is wrong, and what could not be said."""
+    """The window, the findings, and the checks that could not be made."""
     found = diagnose(seen, targets)
     return {
         "schema": 1,
@@ -80,7 +80,7 @@ def as_json(seen: ServerWindow, targets: Thresholds) -> dict[str, Any]:
 def joined(
     places: Sequence[Place], servers: Sequence[dict[str, Any]], fleets: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Several servers (as_json), and the fleets that they are of, as one JSON object."""
+    """Several servers (as_json), and their fleets, as one JSON object."""
     found = {url: findings(told) for url, told in fleets.items()}
     return {
         "schema": 1,
@@ -93,7 +93,7 @@ def joined(
 
 
 def show(url: str, seen: ServerWindow, targets: Thresholds, console: Console) -> None:
-    """Figures, findings, and what this server does not tell."""
+    """Figures, findings, and the metrics that this server lacks."""
     console.print(Text(f"{url}, watched for {seen.seconds:.1f} s"), soft_wrap=True)
     table = headed("", "")
     for label, (name, form) in FIGURES.items():
@@ -115,7 +115,7 @@ def show(url: str, seen: ServerWindow, targets: Thresholds, console: Console) ->
 
 
 def lost(seen: ServerWindow, cause: str) -> str:
-    """What returns lost by one cause. With several engines the token is no one's."""
+    """What returns lost by one cause. With several engines no token is shown."""
     returns, at = seen.lost_returns[cause], seen.lost_at_token.get(cause)
     found = f"{returns:,.0f} returns, {seen.lost_s.get(cause, 0.0):.2f} s of prefill"
     return found if at is None else f"{found}, the latest at token {at:,.0f}"
@@ -126,7 +126,7 @@ def listed(counts: Mapping[str, float]) -> str:
 
 
 def show_fleet(url: str, told: Mapping[str, Any], console: Console) -> None:
-    """The replicas, what became of turns, and findings."""
+    """The replicas, the outcomes of turns, and findings."""
     console.print(Text(f"{url}, a fleet of {len(told['replicas'])} replicas", style="bold"), soft_wrap=True)
     console.print(replicas(told))
     turns = ", ".join(f"{n:,} {why}" for why, n in told["turns"].items()) or "none"

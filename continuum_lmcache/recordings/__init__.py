@@ -1,1 +1,1 @@
-"""What was recorded, read back: recordings of runs and traces of programs. Reads files; has no clock."""
+"""Reads recordings of runs and traces of programs from files. Has no clock."""

@@ -1,4 +1,4 @@
-"""What a recording amounts to: figures of a run, by tool, by pin outcome, and how true P(tau) was."""
+"""The figures of a recording: of the run, by tool, by pin outcome, and how accurate P(tau) was."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ ROUNDING_S = 2e-6  # files hold times to the microsecond
 
 @dataclass(frozen=True, slots=True)
 class ReturnPromise:
-    """One promise: back within `ttl_s` with chance `promised`; watched for `watched_s`."""
+    """One prediction: back within `ttl_s` with probability `promised`; observed for `watched_s`."""
 
     promised: float
     ttl_s: float
     watched_s: float
-    returned: bool  # at watched_s; else nobody saw it return up to then
+    returned: bool  # at watched_s; false: not before the observation ended
 
     @property
     def known(self) -> bool:
-        """Not censored: it returned, or was watched for the whole TTL."""
+        """Not censored: it returned, or was observed for the whole TTL."""
         return self.returned or self.watched_s >= self.ttl_s
 
     @property
@@ -42,16 +42,16 @@ class ReturnPromise:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationBin:
-    """Promises of about the same P(tau), and what came of them."""
+    """Predictions with about the same P(tau), and their outcomes."""
 
     promised: float  # mean
-    realised: float | None  # share back within their TTL; None: all censored at once
+    realised: float | None  # share that returned within their TTL; None: all censored at once
     watches: int
     censored: int
 
 
 def measure(run: Recording) -> dict[str, float | None]:
-    """A run's figures by label, units in the label; None where the recording does not say."""
+    """A run's figures by label, units in the label; None where the recording lacks the data."""
     turns, pins = run.turns, [pin for program in run.programs for pin in program.pins]
     complete = [p for p in run.programs if p.complete]
     return {
@@ -72,7 +72,7 @@ def measure(run: Recording) -> dict[str, float | None]:
 
 
 def spread(name: str, values_s: Sequence[float]) -> dict[str, float | None]:
-    """Mean and tail: a policy that helps the mean may ruin the tail."""
+    """Mean and tail: a policy with a better mean may have a worse tail."""
     ranks = {"median": 50, "P95": 95, "P99": 99, "max": 100}
     tails = {f"{name}, {label} [s]": percentile(values_s, rank) for label, rank in ranks.items()}
     return {f"{name}, mean [s]": mean(values_s), **tails}
@@ -126,12 +126,12 @@ def waits_s(turns: Iterable[RecordedTurn]) -> Iterable[float]:
 
 
 def held_s(pin: RecordedPin, end_s: float) -> float:
-    """How long a pin lasted; an open one until the recording's end."""
+    """How long a pin lasted; an open one lasts until the recording's end."""
     return (end_s if pin.ended_s is None else pin.ended_s) - pin.taken_s
 
 
 def outcomes(run: Recording) -> dict[str, list[float]]:
-    """Seconds that pins were held, by how they ended; the most frequent first."""
+    """For how many seconds pins were held, by how they ended; the most frequent first."""
     found = defaultdict(list)
     for pin in (pin for program in run.programs for pin in program.pins):
         how = "open" if pin.ended_s is None else pin.outcome or "not recorded"
@@ -140,13 +140,13 @@ def outcomes(run: Recording) -> dict[str, list[float]]:
 
 
 def losses(run: Recording) -> list[tuple[RecordedProgram, RecordedTurn, RecordedLoss]]:
-    """What returns had to compute again, the dearest first."""
+    """What returns computed again, the most expensive first."""
     found = [(p, turn, loss) for p in run.programs for turn in p.turns for loss in turn.losses]
     return sorted(found, key=lambda item: -item[2].prefill_s)
 
 
 def losses_by_cause(run: Recording) -> dict[str, list[RecordedLoss]]:
-    """The same by cause, the dearest first."""
+    """The same by cause, the most expensive first."""
     found = defaultdict(list)
     for _, _, loss in losses(run):
         found[loss.cause].append(loss)
@@ -154,7 +154,7 @@ def losses_by_cause(run: Recording) -> dict[str, list[RecordedLoss]]:
 
 
 def tools(run: Recording) -> dict[str, list[RecordedTurn]]:
-    """Turns by the command they called, the most frequent first; () is no tool recognised."""
+    """Turns by the command they called, the most frequent first; () means that no tool was recognised."""
     found = defaultdict(list)
     for turn in run.turns:
         if turn.tool is not None:
@@ -163,7 +163,7 @@ def tools(run: Recording) -> dict[str, list[RecordedTurn]]:
 
 
 def watches(run: Recording) -> list[ReturnPromise]:
-    """Every promise P(tau) > 0 that the run put to the test."""
+    """All predictions P(tau) > 0 of the run."""
     return [
         watch(turn, program, run.end_s)
         for program in run.programs
@@ -173,10 +173,10 @@ def watches(run: Recording) -> list[ReturnPromise]:
 
 
 def watch(turn: RecordedTurn, program: RecordedProgram, end_s: float) -> ReturnPromise:
-    """How long a promise was watched: to the return, else as far as the recording reaches.
+    """How long a prediction was observed: to the return, else to the recording's end.
 
-    A pin that was reclaimed is censored there, since the promise was not kept up any longer; so is
-    a program that ended, or that the recording did not outlive by its TTL.
+    A pin that was reclaimed is censored there, since its KV was not kept until tau. A program that
+    ended, or whose recording ended before its TTL, is censored too.
     """
     retention, since_s = turn.retention or {}, turn.departure_s or 0.0
     until_s = end_s if program.ended_s is None else min(end_s, program.ended_s)
@@ -189,7 +189,7 @@ def watch(turn: RecordedTurn, program: RecordedProgram, end_s: float) -> ReturnP
 
 
 def calibration(run: Recording, bins: int = BINS) -> list[CalibrationBin]:
-    """Promised against realised P(tau), by equal bins of what was promised."""
+    """Predicted against real P(tau), by equal bins of the prediction."""
     sorted_in = defaultdict(list)
     for seen in watches(run):
         sorted_in[min(int(seen.promised * bins), bins - 1)].append(seen)
@@ -205,10 +205,10 @@ def calibration(run: Recording, bins: int = BINS) -> list[CalibrationBin]:
 
 
 def realised(group: Sequence[ReturnPromise]) -> float | None:
-    """Share that is back within its TTL, by Kaplan and Meier's estimate on time as a share of TTL.
+    """Share that returns within its TTL, by Kaplan and Meier's estimate on time as a share of TTL.
 
-    Leaving the censored out instead would favour short gaps, which have less time to be censored.
-    Among equal times returns count before the censored, as is usual (Kaplan, Meier 1958, §1).
+    Without the censored ones short gaps would count too much, since they have less time to be censored.
+    At equal times returns count before the censored, as is usual (Kaplan, Meier 1958, §1).
     """
     if not any(seen.known for seen in group):
         return None
@@ -221,7 +221,7 @@ def realised(group: Sequence[ReturnPromise]) -> float | None:
 
 
 def calibration_error(found: Sequence[CalibrationBin]) -> float | None:
-    """Mean distance of realised from promised, bins weighted by their promises; 0 is honest."""
+    """Mean distance of realised from promised, weighted by the number of predictions; 0 is exact."""
     told = [(abs(b.realised - b.promised), b.watches) for b in found if b.realised is not None]
     total = sum(weight for _, weight in told)
     return sum(distance * weight for distance, weight in told) / total if total else None
@@ -233,7 +233,7 @@ def mean(values: Iterable[float]) -> float | None:
 
 
 def percentile(values: Sequence[float], rank: float) -> float | None:
-    """The value at `rank` in [0, 100], between neighbours linearly (numpy's default)."""
+    """The value at `rank` in [0, 100], interpolated linearly (numpy's default)."""
     if not values:
         return None
     ordered = sorted(values)

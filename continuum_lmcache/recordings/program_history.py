@@ -1,6 +1,6 @@
-"""One program's story, from its events: turns, gaps and pins as values.
+"""One program's events as values: turns, gaps and pins.
 
-The public prototype's events name no turn: they go to the earliest turn that still lacks them.
+The public prototype's events name no turn: each goes to the earliest turn that still lacks it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from continuum_lmcache.telemetry.recorder import Event
 
 @dataclass(slots=True)
 class RecordedPin:
-    """One pin. Times on the wall clock; None: the recording does not say."""
+    """One pin. Times on the wall clock; None: the recording lacks it."""
 
     taken_s: float
     ended_s: float | None = None
@@ -25,34 +25,34 @@ class RecordedPin:
 
 @dataclass(frozen=True, slots=True)
 class RecordedReload:
-    """What bringing a turn's context back took, and what had been foretold when the turn before ended."""
+    """The cost of returning a turn's context, and its forecast when the turn before ended."""
 
     foretold_s: float
     took_s: float
     loaded_tokens: int
-    load_s: float | None = None  # of took_s, what loads took
+    load_s: float | None = None  # the loads' part of took_s
 
     @property
     def relative_error(self) -> float:
-        """Of the forecast, in shares of what it took."""
+        """The error of the forecast, as a share of took_s."""
         return abs(self.foretold_s - self.took_s) / self.took_s
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedLoss:
-    """What a turn had to compute again of what its program had left, and why (divergence.py)."""
+    """KV that its program had left and a turn computed again, and why (divergence.py)."""
 
     cause: str
     at_token: int
     left_tokens: int  # of the turn before
     tokens: int
     prefill_s: float
-    sides: tuple[str, ...] = ()  # what stood there and stands there now: text, else hashes
+    sides: tuple[str, ...] = ()  # the tokens there, before and now: text, else hashes
 
 
 @dataclass(slots=True)
 class RecordedTurn:
-    """One turn. Times on the wall clock; None: it did not happen, or the recording does not say."""
+    """One turn. Times on the wall clock; None: it did not happen, or the recording lacks it."""
 
     arrival_s: float
     prompt_tokens: int | None = None
@@ -71,26 +71,26 @@ class RecordedTurn:
     losses: list[RecordedLoss] = field(default_factory=list)
     pin: RecordedPin | None = None
     went_idle: bool = False  # the program had no other turn when this one departed
-    gap_s: float | None = None  # from there to the program's next turn
+    gap_s: float | None = None  # from then to the program's next turn
 
 
 @dataclass(slots=True)
 class RecordedProgram:
-    """One program, told by its events in the order they happened."""
+    """One program, built from its events in the order in which they happened."""
 
     id: str
     turns: list[RecordedTurn] = field(default_factory=list)  # by arrival
     pins: list[RecordedPin] = field(default_factory=list)
     ended_s: float | None = None
     events_dropped: int = 0
-    strays: Counter[str] = field(default_factory=Counter)  # events that fit nowhere
+    strays: Counter[str] = field(default_factory=Counter)  # events that belong to no turn
     _live: list[RecordedTurn] = field(default_factory=list)
     _by_id: dict[str, RecordedTurn] = field(default_factory=dict)
-    _last: RecordedTurn | None = None  # that departed
+    _last: RecordedTurn | None = None  # the last that departed
 
     @property
     def complete(self) -> bool:
-        """Nothing was dropped and every turn departed."""
+        """No event was dropped, and every turn departed."""
         return bool(self.turns) and not self._live and not self.events_dropped
 
     def arrived(self, event: Event, time_s: float) -> None:
@@ -119,7 +119,7 @@ class RecordedProgram:
             turn.preemptions += 1
 
     def resumed(self, event: Event, time_s: float) -> None:
-        """After a preemption: what was served then is not a hit of the program's return."""
+        """After a preemption: tokens found then are no hit of the program's return."""
 
     def departed(self, event: Event, time_s: float) -> None:
         leaving = self._of(event)
@@ -167,7 +167,7 @@ class RecordedProgram:
         self.ended_s = time_s
 
     def _of(self, event: Event) -> list[RecordedTurn]:
-        """The live turns an event may belong to, earliest first."""
+        """The live turns that an event may belong to, earliest first."""
         if "turn" not in event:
             return self._live
         turn = self._by_id.get(event["turn"])

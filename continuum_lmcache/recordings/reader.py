@@ -1,6 +1,6 @@
-"""A recording read back: programs with their turns and pins, as values.
+"""Reads a recording: programs with their turns and pins, as values.
 
-Reads what continuum_lmcache writes and what the public prototype wrote. docs/recording.md is the schema.
+Reads the files of continuum_lmcache and of the public prototype. docs/recording.md has the schema.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from continuum_lmcache.telemetry.recorder import FORMAT, META, Event
 
 FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?")
 TOKENS = ("prompt_length", "hit_length", "gpu_tokens", "dram_tokens", "ssd_tokens", "output_tokens")
-NO_PROGRAM = "null"  # where the prototype gathers requests without a job_id
-MISSING = {  # a turn's field that no turn of a recording has: what cannot be said then
+NO_PROGRAM = "null"  # where the prototype puts requests without a job_id
+MISSING = {  # a field that no turn of a recording has -> what is unknown then
     "prompt_tokens": "prompt_length: no cache hit ratio, no trace",
     "gpu_tokens": "gpu_tokens, dram_tokens, ssd_tokens: hits are not split by tier",
     "queue_delay_s": "queue_delay_s: queue wait is taken as start minus arrival",
@@ -45,7 +45,7 @@ def decision(value: Any) -> bool:
 
 PROMISE = ("ttl_s", "probability")
 ANYTHING = ("anything", lambda _: True)
-SHAPES = {  # fields that are computed with; others may hold anything
+SHAPES = {  # fields that are computed with; others may have any value
     **dict.fromkeys((*KINDS, *TOKENS, "blocks", "events_dropped"), ("a number", number)),
     **dict.fromkeys(("foretold_s", "took_s", "load_s", "loaded_tokens"), ("a number", number)),
     **dict.fromkeys(("at_token", "left_tokens", "lost_tokens", "prefill_s"), ("a number", number)),
@@ -61,7 +61,7 @@ SHAPES = {  # fields that are computed with; others may hold anything
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One run: its programs by arrival, when it was last heard of, and what it does not tell."""
+    """One run: its programs by arrival, the time of its last event, and what it lacks."""
 
     name: str
     programs: tuple[RecordedProgram, ...]
@@ -94,7 +94,7 @@ def load(path: Path) -> Recording:
 
 
 def files(path: Path) -> list[Path]:
-    """What to read: the file itself, or one a rank from a directory."""
+    """The files to read: the file itself, or one per rank from a directory."""
     if path.is_file():
         return [path]
     found = sorted(file for file in path.glob("scheduler_timestamps*") if FILE_NAME.fullmatch(file.name))
@@ -123,7 +123,7 @@ def parsed(text: str, where: str) -> Any:
 
 
 def checked(event: Any, where: str) -> Event:
-    """The event, if its fields are of the kinds the format says. Raises TraceError."""
+    """The event, if its fields have the format's types. Raises TraceError."""
     if not isinstance(event, dict):
         raise TraceError(f"{where}: {event!r:.80} is not an event; expected an object")
     for key, value in event.items():
@@ -134,12 +134,12 @@ def checked(event: Any, where: str) -> Event:
 
 
 def times(event: Event) -> list[tuple[str, float]]:
-    """What happened and when: one pair, or none for an event this reader does not know."""
+    """The event's name and time: one pair, or none for an event that this reader does not know."""
     return [(key, event[key]) for key in KINDS if key in event][:1]
 
 
 def confessed(path: Path, header: Event) -> list[str]:
-    """What a recording's header says is not in it. Raises TraceError for a format unknown here."""
+    """What a recording lacks by its header. Raises TraceError for an unknown format."""
     if header.get("format") != FORMAT:
         raise TraceError(f"{path}: recording format {header.get('format')!r}; this reads format {FORMAT}")
     return [
@@ -150,7 +150,7 @@ def confessed(path: Path, header: Event) -> list[str]:
 
 
 def story(name: str, events: list[Event]) -> RecordedProgram:
-    """One program, its events in order: those of several ranks are merged."""
+    """One program with its events in order; those of several ranks are merged."""
     program = RecordedProgram(name, events_dropped=sum(e.get("events_dropped", 0) for e in events))
     known = [(time_s, kind, e) for e in events for kind, time_s in times(e)]
     for time_s, kind, event in sorted(known, key=lambda item: item[0]):
@@ -159,7 +159,7 @@ def story(name: str, events: list[Event]) -> RecordedProgram:
 
 
 def missing(programs: Sequence[RecordedProgram]) -> list[str]:
-    """What the recording does not say, so that nobody takes it for zero."""
+    """What the recording lacks, so that it is not read as zero."""
     turns = [turn for program in programs for turn in program.turns]
     said = [f"missing {what}" for key, what in MISSING.items() if all(getattr(t, key) is None for t in turns)]
     ended = [pin for program in programs for pin in program.pins if pin.ended_s is not None]

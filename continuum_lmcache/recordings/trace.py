@@ -1,4 +1,4 @@
-"""Programs of a trace, read and checked.
+"""Reads and checks the programs of a trace.
 
 A trace has one JSON object a line: {program_id, arrival_s, source, turns: [{input_tokens,
 new_tokens, output_tokens, tool, command, gap_s}]}.
@@ -30,7 +30,7 @@ class TraceTurn:
     output_tokens: int
     tool: str = ""
     command: str = ""
-    gap_s: float | None = None  # this output's end to the next request; None: last turn, or unknown
+    gap_s: float | None = None  # from this output's end to the next request; None: last turn, or unknown
 
     @property
     def kept_tokens(self) -> int:
@@ -39,7 +39,7 @@ class TraceTurn:
 
     @property
     def context_tokens(self) -> int:
-        """What the turn needs of the model's window."""
+        """The tokens of the model's window that the turn needs."""
         return self.input_tokens + self.output_tokens
 
 
@@ -54,12 +54,12 @@ class TraceProgram:
 
     @property
     def context_tokens(self) -> int:
-        """The largest window that any turn needs."""
+        """The largest window of any turn."""
         return max(turn.context_tokens for turn in self.turns)
 
 
 def load_trace(path: Path) -> tuple[TraceProgram, ...]:
-    """The programs of a trace file, in its order. Raises TraceError with file, line and what."""
+    """The programs of a trace file, in its order. Raises TraceError with file, line and reason."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,1 +1,1 @@
-"""The HTML page about recorded runs. Needs plotly."""
+"""The HTML page on recorded runs. Needs plotly."""

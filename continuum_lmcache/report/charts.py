@@ -1,4 +1,4 @@
-"""The report's figures. Told apart without colour: by shade, dash, symbol and pattern."""
+"""The report's figures. Readable without colour: by shade, dash, symbol and pattern."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ PROGRAMS_SHOWN = 300
 ROW_PX = 16
 NAME_CHARS = 40
 TOOLS_SHOWN = 12
-FLOOR_S = 1e-3  # shorter than this is drawn here: the axis is logarithmic, and a TTL may be 0
+FLOOR_S = 1e-3  # shorter times are drawn here: the axis is logarithmic, and a TTL may be 0
 
 
 def plain(text: str) -> str:
-    """A client's text for plotly, which takes markup: escaped, printable, and not endless."""
+    """A client's text for plotly, which reads markup: escaped, printable, and of limited length."""
     clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
     return html.escape(clean if len(clean) <= NAME_CHARS else clean[: NAME_CHARS - 1] + "…")
 
 
 def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
-    """A row a program, by arrival; drag to zoom, double click to see all again."""
+    """One row per program, by arrival; drag to zoom, double click to see all again."""
     shown = {p.id: number for number, p in enumerate(run.programs[:PROGRAMS_SHOWN])}
     drawn = [span for span in spans(run) if span.program in shown]
     figure = go.Figure([bars(state, drawn, shown) for state in STATES])
@@ -65,7 +65,7 @@ def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
 
 
 def bars(state: str, drawn: Iterable[Span], shown: Mapping[str, int]) -> go.Bar:
-    """All spans of one state. Loads get an outline, so that one of unknown duration is seen."""
+    """All spans of one state. Loads get an outline, so that one of unknown duration is visible."""
     mine = [span for span in drawn if span.state == state]
     colour, width = LOOKS[state]
     return go.Bar(
@@ -118,7 +118,7 @@ def shares(letter: str, line: str, ink: str, values_s: Sequence[float], legend: 
 
 
 def gaps_by_tool(runs: Sequence[Recording]) -> go.Figure:
-    """How long each command took, the most frequent ones."""
+    """How long each of the most frequent commands took."""
     figure = go.Figure()
     for letter, ink, run in zip(LETTERS, INKS, runs, strict=False):
         named = [
@@ -142,7 +142,7 @@ def gaps_by_tool(runs: Sequence[Recording]) -> go.Figure:
 
 
 def ttl_against_gap(runs: Sequence[Recording]) -> go.Figure:
-    """Every decision: the TTL it gave, and how long the program then stayed away."""
+    """For each decision its TTL, and how long the program was away afterwards."""
     figure = go.Figure()
     largest_s = 1.0
     for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
@@ -165,7 +165,7 @@ def ttl_against_gap(runs: Sequence[Recording]) -> go.Figure:
 def dots(
     letter: str, ink: str, symbol: str, points: Sequence[tuple[float, float | None]], about: Sequence[str]
 ) -> go.Scatter:
-    """A point a case, with a line about each."""
+    """One point per case, with a line of text for each."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     marker = {"color": ink, "symbol": symbol, "size": 8, "opacity": 0.7}
     return go.Scatter(
@@ -174,13 +174,13 @@ def dots(
 
 
 def diagonal(name: str, first: float, last: float) -> go.Scatter:
-    """Where both axes say the same."""
+    """The line where both axes are equal."""
     ends, line = [first, last], {"color": "#999999"}
     return go.Scatter(x=ends, y=ends, mode="lines", line=line, name=name, hoverinfo="skip")
 
 
 def stacks(title: str, runs: Sequence[Mapping[str, float]], unit: str) -> go.Figure:
-    """What a whole is made of, a bar a run."""
+    """The parts of a total, one bar per run."""
     parts = dict.fromkeys(part for run in runs for part in run)
     figure = go.Figure()
     for i, part in enumerate(parts):
@@ -206,7 +206,7 @@ def pin_outcomes(runs: Sequence[Recording]) -> go.Figure:
 
 
 def promises(runs: Sequence[Recording]) -> go.Figure:
-    """Realised over promised P(tau); on the diagonal it is honest."""
+    """Realised over promised P(tau); on the diagonal they are equal."""
     figure = go.Figure(diagonal("honest", 0, 1))
     for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
         known = [b for b in calibration(run) if b.realised is not None]

@@ -1,4 +1,4 @@
-"""`continuum-lmcache report`: one HTML page on a recorded run, or on two; everything it needs is in it."""
+"""`continuum-lmcache report`: one self-contained HTML page on one recorded run, or on two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ModuleNotFoundError as missing:
         f"{missing.name} is not installed; pip install 'continuum-lmcache[report]'"
     ) from missing
 
-# the page may run its own scripts and nothing else: no network, whatever plotly.js could ask for
+# the page may run its own scripts and nothing else: no network, whatever plotly.js requests
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1240px; padding: 0 1em }
@@ -46,14 +46,14 @@ CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True, "doubleC
 
 
 def write_report(paths: Sequence[Path], out: Path) -> int:
-    """Write the page on one or two recordings; its size in bytes. Raises TraceError."""
+    """Write the page on one or two recordings; returns its size in bytes. Raises TraceError."""
     text = page([load(path) for path in paths]).encode()
     out.write_bytes(text)
     return len(text)
 
 
 def page(runs: Sequence[Recording]) -> str:
-    """The page. Only ids, tool names, counts and times are in it: a recording holds no prompt."""
+    """The page. It has only ids, tool names, counts and times: a recording has no prompt."""
     names = " against ".join(html.escape(run.name) for run in runs)
     body = "\n".join(
         [
@@ -77,7 +77,7 @@ def page(runs: Sequence[Recording]) -> str:
 
 
 def timelines(runs: Sequence[Recording]) -> Iterator[str]:
-    """A timeline a run, on the same seconds so that they compare."""
+    """One timeline per run, on the same time axis."""
     until_s = max(run.end_s - run.programs[0].turns[0].arrival_s for run in runs)
     for letter, run in zip(charts.LETTERS, runs, strict=False):
         yield div(charts.timeline(run, letter, until_s), f"timeline-{letter}")
@@ -88,7 +88,7 @@ def timelines(runs: Sequence[Recording]) -> Iterator[str]:
 
 
 def div(figure: Figure, name: str) -> str:
-    """One figure, to be found by its name."""
+    """One figure, with its name as id."""
     found: str = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=CONFIG)
     return found
 
@@ -98,7 +98,7 @@ def pair(left: str, right: str) -> str:
 
 
 def table(runs: Sequence[Recording]) -> str:
-    """The figures, one column a run, and for two the second over the first."""
+    """The figures, one column per run, and for two runs the second over the first."""
     both = len(runs) == 2
     heads = ["", *charts.LETTERS[: len(runs)], *(["B / A"] if both else [])]
     names = [f"<b>{a}</b> {html.escape(run.name)}" for a, run in zip(charts.LETTERS, runs, strict=False)]
@@ -115,7 +115,7 @@ def table(runs: Sequence[Recording]) -> str:
 
 
 def lost(run: Recording) -> str:
-    """What returns of a run had to compute again: a row a cause, and the dearest one by one."""
+    """What a run's returns computed again: one row per cause, and the most expensive one by one."""
     causes = losses_by_cause(run)
     if not causes:
         return ""
@@ -159,13 +159,13 @@ def rows(heads: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
 
 
 def shown(value: float | None) -> str:
-    """Counts whole, everything else to four digits, the unknown as a dash."""
+    """Counts as integers, other numbers to four digits, unknown ones as a dash."""
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
 def notes(runs: Sequence[Recording]) -> str:
-    """What the recordings do not tell."""
+    """What the recordings lack."""
     lines = [f"<li>{html.escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes]
     return f"<ul>{''.join(lines)}</ul>" if lines else ""

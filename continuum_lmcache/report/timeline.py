@@ -1,11 +1,11 @@
-"""What every program was doing and when, as spans for a picture.
+"""The state of every program over time, as spans for a picture.
 
     arrival      start          departure        next arrival
        | queued   | loading running | tool            |
                                     | pinned    |
 
-A pin lies over the tool's time. A load is as long as the recording says; where it does not (older
-ones, the public prototype's), it is a moment.
+A pin overlaps the tool's time. A load has its recorded duration; where the recording has none (older
+ones, the public prototype's), it has duration 0.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Span:
     state: str  # one of STATES
     start_s: float
     end_s: float
-    about: str  # one line for a reader
+    about: str  # one line of text for the reader
 
 
 def spans(run: Recording) -> Iterator[Span]:
-    """All spans of a run, program by program; what was going on when the recording ended lasts until then."""
+    """All spans of a run, program by program; states that were open at its end last until then."""
     zero_s = run.programs[0].turns[0].arrival_s
     for program in run.programs:
         for state, start_s, end_s, about in told(program, run.end_s):
@@ -58,12 +58,12 @@ def told(program: RecordedProgram, end_s: float) -> Iterator[tuple[str, float, f
 
 
 def loaded(turn: RecordedTurn) -> int:
-    """Tokens that a start brought from below the GPU."""
+    """Tokens that a start loaded from below the GPU."""
     return (turn.dram_tokens or 0) + (turn.ssd_tokens or 0)
 
 
 def load_s(turn: RecordedTurn) -> float | None:
-    """How long that took; None: it is not recorded."""
+    """How long that took; None: not recorded."""
     return turn.reload.load_s if turn.reload is not None else None
 
 
