@@ -1,1 +1,1 @@
-"""Programs (agent runs): which one a request belongs to, and what is known of each."""
+"""Programs (agent runs): which one a request belongs to, and the state of each."""

@@ -1,12 +1,12 @@
-"""What a program that comes back has lost of the turn that it left, where, and why.
+"""What a returning program has lost of its last turn: at which token, and why.
 
     the last turn    |-- the same --|-- taken out --|-- the same again, or not
     the next prompt  |-- the same --|-- put in --|-- the same again, or not
                                     at_token
 
-Behind `at_token` no cache can help: a block's hash stands for all tokens before it too. What is before it,
-and neither on the GPU nor in a tier any more, was lost by them. Hashes are compared, by halves; tokens only
-in the block where they part, and around it where more is lost than a block at either end.
+After `at_token` no cache can help, since a block's hash covers all tokens before it. Tokens before it that
+are neither on the GPU nor in a tier were evicted. Hashes are compared by bisection. Tokens are compared
+only in the first differing block, and around it where more than a block at either end is lost.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from enum import Enum
 
 from continuum_lmcache.reload.cost_model import PrefillCurve
 
-FEW_TOKENS = 64  # what a client puts new into each prompt: a hash, a time
-EMPTY_THOUGHT_TOKENS = 8  # what a template puts where a thought was
-THOUGHT_TOKENS = 16_384  # the longest thought that is looked for
-SAME_AGAIN_TOKENS = 8  # so many equal tokens are no accident
-SUFFIX_TOKENS = 4  # of a prompt, the opening of an answer, which no history repeats
-COMPACT = 0.75  # of the last turn's length, at most, is a history that was made shorter
-LEAST_HEAD = 0.05  # of a prompt that must be the same, or it is another prompt and no shorter history
-SIDE_TOKENS = 16  # of either side, for who wants to see what stood there
+FEW_TOKENS = 64  # a client's short new text in each prompt: a hash, a time
+EMPTY_THOUGHT_TOKENS = 8  # what a template puts in place of a thought
+THOUGHT_TOKENS = 16_384  # the longest thought that is searched for
+SAME_AGAIN_TOKENS = 8  # this many equal tokens are no coincidence
+SUFFIX_TOKENS = 4  # at a prompt's end: the opening of an answer, which no history repeats
+COMPACT = 0.75  # at most this share of the last turn's length is a shortened history
+LEAST_HEAD = 0.05  # of a prompt that must be equal, or it is another prompt, not a shorter history
+SIDE_TOKENS = 16  # of either side, to show what was there
 
 
 class LossCause(Enum):
-    """Why a program came back to less than it left. These are metric labels."""
+    """Why a returning program lost a part of its prefix. These are metric labels."""
 
     SALT = "salt"  # the same tokens, but another cache_salt, adapter or image
-    THOUGHTS = "thoughts"  # the chat template left out what the model had thought
-    ANSWER = "answer"  # the last answer came back changed
+    THOUGHTS = "thoughts"  # the chat template left out the model's thoughts
+    ANSWER = "answer"  # the last answer was sent back changed
     TOOLS = "tools"  # the client offers other tools
-    NONCE = "nonce"  # a few tokens are others, and what follows is the same
+    NONCE = "nonce"  # a few tokens differ, and what follows is the same
     COMPACTION = "compaction"  # the client made the history shorter
-    OTHER = "other"  # another prompt, or a history that was edited
+    OTHER = "other"  # another prompt, or an edited history
     EVICTED = "evicted"  # the GPU lost it, and no tier had it
-    TIER_MISS = "tier-miss"  # a tier had it when the turn ended, and not at the return
+    TIER_MISS = "tier-miss"  # a tier had it when the turn ended, but not at the return
 
 
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
-    """A turn that ended while its program goes on."""
+    """A turn that ended while its program continues."""
 
     name: str  # of its program
     tokens: Sequence[int]  # prompt and output
     hashes: Sequence[Hashable]  # of the whole blocks
     prompt_tokens: int
-    tools: str  # a digest of the tools that were offered; "": none
+    tools: str  # a digest of the offered tools; "": none
     thought: bool  # the answer has a thought
-    tier_tokens: int = 0  # that the tiers held
+    tier_tokens: int = 0  # the tokens in the tiers
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEdit:
-    """What was taken out of the last turn, and put in instead, up to where both are the same again."""
+    """What was removed from the last turn and what replaces it, up to where both are equal again."""
 
     taken_tokens: int
     put_tokens: int
@@ -65,7 +65,7 @@ class PromptEdit:
 
 @dataclass(frozen=True, slots=True)
 class LossEvidence:
-    """What tells one cause from another where a prompt parts from the last turn."""
+    """The evidence for a cause, where a prompt differs from the last turn."""
 
     at_token: int
     left_prompt_tokens: int
@@ -79,15 +79,15 @@ class LossEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """How far a prompt goes along with the turn that its program left."""
+    """How far a prompt repeats the turn that its program left."""
 
     at_token: int
     left_tokens: int
-    kept_tokens: int  # whole blocks that both begin with
+    kept_tokens: int  # whole blocks at the beginning of both
     tier_tokens: int
     cause: LossCause | None = None  # None: it repeats all
-    again_tokens: int = 0  # behind at_token, that the last turn had too and are computed again, at most
-    left_side: tuple[int, ...] = ()  # what stood at at_token, and stands there now
+    again_tokens: int = 0  # after at_token, in the last turn too, and computed again, at most
+    left_side: tuple[int, ...] = ()  # the tokens at at_token, before and now
     now_side: tuple[int, ...] = ()
 
 
@@ -96,7 +96,7 @@ class PrefixLoss:
     """What one return computes again, and why."""
 
     cause: LossCause
-    at_token: int  # from where on
+    at_token: int  # the first lost token
     left_tokens: int  # of the turn before
     tokens: int
     seconds: float  # of prefill
@@ -107,7 +107,7 @@ class PrefixLoss:
 def divergence_of(
     left: EndedTurn, tokens: Sequence[int], tools: str, kept_tokens: int, block_tokens: int
 ) -> Divergence:
-    """Where a prompt parts from a turn, behind what their hashes say is the same, and why."""
+    """Where and why a prompt differs from a turn, after the tokens with equal hashes."""
     end = min(len(left.tokens), len(tokens))
     block_end = min(kept_tokens + block_tokens, end)
     at = kept_tokens
@@ -133,7 +133,7 @@ def divergence_of(
 
 
 def cause_of(seen: LossEvidence) -> LossCause:
-    """Why a prompt parts from the last turn."""
+    """Why a prompt differs from the last turn."""
     edit = seen.edit or PromptEdit(0, 0)
     is_left_out = edit.taken_tokens > edit.put_tokens and edit.put_tokens <= EMPTY_THOUGHT_TOKENS
     is_few = 0 < edit.put_tokens <= FEW_TOKENS and edit.taken_tokens <= FEW_TOKENS
@@ -174,7 +174,7 @@ def losses_of(
 
 
 def same_blocks(left: Sequence[Hashable], now: Sequence[Hashable]) -> int:
-    """How many whole blocks two contexts begin with alike: each hash stands for all blocks up to it."""
+    """How many whole blocks two contexts have in common: each hash covers all blocks up to it."""
     low, high = 0, min(len(left), len(now))
     while low < high:
         middle = (low + high + 1) // 2
@@ -186,7 +186,7 @@ def same_blocks(left: Sequence[Hashable], now: Sequence[Hashable]) -> int:
 
 
 def edited(left: Sequence[int], now: Sequence[int], at: int) -> PromptEdit | None:
-    """What was taken out and put in at `at`: a few tokens for a few, or little for a thought."""
+    """What was removed and inserted at `at`: a few tokens for a few, or a few for a thought."""
     return replaced(left, now, at, FEW_TOKENS, FEW_TOKENS) or replaced(
         left, now, at, THOUGHT_TOKENS, EMPTY_THOUGHT_TOKENS
     )
@@ -195,12 +195,12 @@ def edited(left: Sequence[int], now: Sequence[int], at: int) -> PromptEdit | Non
 def replaced(
     left: Sequence[int], now: Sequence[int], at: int, most_taken: int, most_put: int
 ) -> PromptEdit | None:
-    """The edit within these bounds that puts in the least. Found as bytes: C looks through them."""
+    """The edit within these bounds that inserts the least. The search runs on bytes, in C."""
     behind = array("i", left[at : at + most_taken + SAME_AGAIN_TOKENS])
     instead = array("i", now[at : at + most_put + SAME_AGAIN_TOKENS])
     text, size_bytes = behind.tobytes(), behind.itemsize
     for put in range(len(instead) - SAME_AGAIN_TOKENS + 1):
         place = text.find(instead[put : put + SAME_AGAIN_TOKENS].tobytes())
-        if place >= 0 and place % size_bytes == 0:  # else it is no token's: as good as none
+        if place >= 0 and place % size_bytes == 0:  # else it is not at a token's boundary
             return PromptEdit(place // size_bytes, put)
     return None

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from continuum_lmcache.types import ProgramId
 
 REMEMBERED = 4096  # ended programs
-LEAST_ENDINGS = 50  # the share of wrong claims is of at least so many
-WRONG_SHARE = 0.02  # above it claims evict nothing
+LEAST_ENDINGS = 50  # the share of wrong claims is not computed of fewer
+WRONG_SHARE = 0.02  # above it, claims evict nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +22,26 @@ class EndClaim:
 
 @dataclass(slots=True)
 class EndClaims:
-    """Programs whose clients said that they ended, and how many of them came back."""
+    """Programs whose clients reported their end, and how many of them returned."""
 
     said: int = 0
     wrong: int = 0
     _ended: OrderedDict[ProgramId, EndClaim] = field(default_factory=OrderedDict)
 
     def claim(self, program: ProgramId, ending: EndClaim) -> None:
-        """A client says that the program ended."""
+        """A client reports the program's end."""
         self.said += 1
         self._ended[program] = ending
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
 
     def withdraw(self, program: ProgramId) -> EndClaim | None:
-        """A program arrives. Returns its claim if it was said to have ended."""
+        """A program arrives. Returns its claim if its end was reported."""
         ending = self._ended.pop(program, None)
         self.wrong += ending is not None
         return ending
 
     @property
     def is_trusted(self) -> bool:
-        """Whether so few came back that evicting pays: a wrong claim costs the whole context."""
+        """Whether so few returned that eviction pays: a wrong claim costs the whole context."""
         return self.wrong <= WRONG_SHARE * max(self.said, LEAST_ENDINGS)

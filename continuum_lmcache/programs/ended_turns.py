@@ -33,7 +33,7 @@ class EndedTurns:
     A program's `name` is the client's; programs under different salts may share it.
     """
 
-    block_tokens: int  # that one hash adds
+    block_tokens: int  # covered by one hash
     returns: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     at_token: dict[str, float] = field(default_factory=dict)  # of the latest
@@ -47,7 +47,7 @@ class EndedTurns:
         return 2 * self.block_tokens
 
     def add(self, program: ProgramId, departure: EndedTurn) -> None:
-        """A turn ended, and its program goes on."""
+        """A turn ended, and its program continues."""
         turns = self._turns.setdefault(program, [])
         self._turns.move_to_end(program)
         self._latest[departure.name] = program
@@ -63,7 +63,7 @@ class EndedTurns:
     ) -> Divergence | None:
         """How far the program's next prompt repeats its last turn. None: no turn is known.
 
-        Of the kept turns the one counts with which the prompt has the most blocks in common, the latest among
+        Of the kept turns the one with the most blocks in common with the prompt is used, the latest among
         equals. A turn that the prompt repeats for the most part is dropped. For a program that is new under
         its salt, a turn of another program of that name counts if it begins with the same tokens.
         """
@@ -114,5 +114,5 @@ class EndedTurns:
 
 
 def begins_alike(left: Sequence[int], now: Sequence[int]) -> bool:
-    """Whether two texts share so much of their beginning that one goes on from the other."""
+    """Whether two texts have so much of their beginning in common that one continues the other."""
     return len(left) >= FEW_TOKENS and list(left[:FEW_TOKENS]) == list(now[:FEW_TOKENS])

@@ -1,9 +1,9 @@
-"""Whose turn a request is: the wire format's fields, checked as they come.
+"""The fields of a request that name its program, checked.
 
-A client names its program by `job_id` and may say that a turn is the last one (`is_last_step`),
-which tool it will call (`this_func_call`) and which one it has just called (`last_func_call`). A router that
-brings a program from another engine says how many turns it has finished (`program_turns`) and for how long
-it has been under way (`program_age_s`).
+A client names its program by `job_id`. It may mark a turn as the last one (`is_last_step`), and name the
+tool that it will call (`this_func_call`) and the one it has just called (`last_func_call`). A router that
+moves a program from another engine sends the number of finished turns (`program_turns`) and the seconds
+since the program's start (`program_age_s`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from continuum_lmcache.tools.call_parser import declared
 from continuum_lmcache.types import ProgramId, ToolKey
 
 FIELDS = ("job_id", "is_last_step", "this_func_call", "last_func_call", "program_turns", "program_age_s")
-OWNER_FIELD = "continuum_owner"  # these are set by the API server, never taken from a client
+OWNER_FIELD = "continuum_owner"  # the API server sets these; they are never taken from a client
 HINT_FIELD = "continuum_hint"
-UNUSED_FIELD = "continuum_unused"  # names of fields whose values are bad
-TOOLS_FIELD = "continuum_tools"  # a digest of the names of the tools that are offered
+UNUSED_FIELD = "continuum_unused"  # names of fields with bad values
+TOOLS_FIELD = "continuum_tools"  # a digest of the names of the offered tools
 SERVER_FIELDS = (OWNER_FIELD, HINT_FIELD, UNUSED_FIELD, TOOLS_FIELD)
 MAX_CHARS = 256
-MOST_TURNS = 10_000  # that a program may be said to have finished
-MOST_AGE_S = 86_400.0  # for which it may be said to be under way
+MOST_TURNS = 10_000  # upper bound of `program_turns`
+MOST_AGE_S = 86_400.0  # upper bound of `program_age_s`
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 YES = ("true", "1", "yes")
 NO = ("false", "0", "no", "")
@@ -33,21 +33,21 @@ NO = ("false", "0", "no", "")
 
 @dataclass(frozen=True, slots=True)
 class ProgramFields:
-    """What a request says of its program. `job_id` None: nothing."""
+    """The fields of a request about its program. `job_id` None: it names none."""
 
     job_id: str | None = None
     is_last_step: bool = False
     this_tool: ToolKey = ()
     last_tool: ToolKey = ()
-    turns: int = 0  # that the program has finished, here or elsewhere; 0: nothing is said
-    age_s: float = 0.0  # for which it has been under way
-    owner: str = ""  # a hash of the API key; "": there are none
-    hint: str = ""  # which its program may share with others; "": none
-    tools: str = ""  # a digest of the tools that are offered; "": none
+    turns: int = 0  # finished turns of the program, here or elsewhere; 0: not given
+    age_s: float = 0.0  # since the program's start
+    owner: str = ""  # a hash of the API key; "": there are no keys
+    hint: str = ""  # a name that several programs may share; "": none
+    tools: str = ""  # a digest of the offered tools; "": none
 
 
 def parse(fields: Mapping[str, object]) -> ProgramFields:
-    """Read the fields of FIELDS that are there. Raises RequestError with what is wrong and how to mend it."""
+    """Read the given fields of FIELDS. Raises RequestError with the problem and what to do."""
     return ProgramFields(
         job_id=name("job_id", fields.get("job_id")),
         is_last_step=flag("is_last_step", fields.get("is_last_step")),
@@ -62,18 +62,18 @@ def parse(fields: Mapping[str, object]) -> ProgramFields:
 
 
 def tenant_of(cache_salt: str | None, owner: str) -> str:
-    """A program's tenant: its API key, if there are any, and its cache salt; "" is no tenant."""
+    """A program's tenant: the owner of its API key, if keys are used, and its cache salt; "" is no tenant."""
     return f"{owner}/{cache_salt or ''}" if owner else cache_salt or ""
 
 
 def program_id(job_id: str, tenant: str | None) -> ProgramId:
-    """A program's name in this engine: ids of different tenants never meet.
+    """A program's name in this engine: ids of different tenants never collide.
 
-    `id@digest` of a tenant. Without a tenant no name ends in `@digest` or equals an inferred one, `~id`.
+    `id@digest` with a tenant. Without one no name ends in `@digest` or equals an inferred one, `~id`.
     """
     if not tenant:
         return ProgramId(f"{job_id}@" if "@" in job_id or job_id.startswith("~") else job_id)
-    text = tenant.encode("utf-8", "surrogatepass")  # JSON can bring lone surrogates
+    text = tenant.encode("utf-8", "surrogatepass")  # JSON can contain lone surrogates
     return ProgramId(f"{job_id}@{sha256(text).hexdigest()[:12]}")
 
 
@@ -83,7 +83,7 @@ def name(field: str, value: object) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise RequestError(f"{field} must be text, not {kind(value)}; send a string such as 'run-42'")
-    if isinstance(value, int) and abs(value) >= 10**18:  # text of a huge int is quadratic to make
+    if isinstance(value, int) and abs(value) >= 10**18:  # the text of a huge int takes quadratic time
         raise RequestError(f"{field} is a number of more than 18 digits; send a string")
     text = str(value)
     if not 1 <= len(text) <= MAX_CHARS:
@@ -122,6 +122,6 @@ def tool(field: str, value: object) -> ToolKey:
 
 
 def kind(value: object) -> str:
-    """A value's type in the client's words."""
+    """A value's type, in JSON's terms."""
     words = {dict: "an object", list: "a list", str: "text", bool: "true or false", float: "a fraction"}
     return words.get(type(value), type(value).__name__)

@@ -1,13 +1,13 @@
-"""How much of a finished turn does the program's next prompt repeat? Learned from every return.
+"""How much of a finished turn the program's next prompt repeats, learned from every return.
 
     the turn          |-- prompt --------------|-- output ------|
     the next prompt   |-- the same ---------------|  something else
 
-A chat template may drop what the model thought, and a client may encode an answer anew: what lies
-behind the place where the two part is never asked for again. While little is known, all is expected
-to come back.
+A chat template may drop the model's thoughts, and a client may encode an answer anew. KV after
+the first difference is never used again. With few returns the whole turn is expected
+to be repeated.
 
-Whole blocks are compared, by the hashes that name a block and all before it.
+Whole blocks are compared, by their hashes, which cover all tokens before them too.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dataclasses import dataclass, field
 from continuum_lmcache.tools.call_parser import without_thinking
 from continuum_lmcache.types import ProgramId
 
-WINDOW = 64  # returns behind an estimate: a new template is learned within so many
-LEAST_RETURNS = 16  # before that, all is expected
-RARE = 0.1  # of the returns may repeat more than what is expected
-OUTPUT_PROBES = 32  # blocks of an output at which it is looked whether the two have parted
+WINDOW = 64  # returns in an estimate: a new template is learned within as many
+LEAST_RETURNS = 16  # with fewer, the whole turn is expected
+RARE = 0.1  # of the returns may repeat more than expected
+OUTPUT_PROBES = 32  # blocks of an output that are compared
 PROMPT_PROBES = 8
-MOST_KINDS = 1024  # of turns; the longest unseen are forgotten
-MOST_AWAY = 4096  # programs whose last turn is remembered; the longest away are not learned from
+MOST_KINDS = 1024  # of turns; the longest unseen are dropped
+MOST_AWAY = 4096  # programs whose last turn is kept; for those away longest nothing is learned
 
 Kind = tuple[str, str]
-"""Turns that are alike: their tenant, who can thus mislead only itself, and how they end."""
+"""Turns of one kind: their tenant, which can mislead only itself, and how they end."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class ReuseShares:
 
 @dataclass(frozen=True, slots=True)
 class PausedTurn:
-    """A finished turn whose program is away. A probe: how many blocks, and the hash of the last of them."""
+    """A finished turn whose program is away. A probe: a number of blocks, and the hash of the last one."""
 
     kind: Kind
     prompt_tokens: int
@@ -53,13 +53,13 @@ class PausedTurn:
 class PrefixReusePredictor:
     """One model's returns, by the kind of the turn before."""
 
-    block_tokens: int  # that one hash adds
+    block_tokens: int  # covered by one hash
     learns: bool = True
     _away: OrderedDict[ProgramId, PausedTurn] = field(default_factory=OrderedDict)
     _shares: OrderedDict[Kind, ReuseShares] = field(default_factory=OrderedDict)
 
     def expected_tokens(self, kind: Kind, prompt_tokens: int, context_tokens: int) -> int:
-        """Of a turn that has ended with this context: how many of its first tokens may be asked for."""
+        """How many of the first tokens of a turn that ended with this context may be used again."""
         seen = self._shares.get(kind)
         if seen is None or len(seen.prompt) < LEAST_RETURNS:
             return context_tokens
@@ -77,7 +77,7 @@ class PrefixReusePredictor:
     ) -> int:
         """A turn has ended in a tool call; `hashes` are those of its context's whole blocks.
 
-        How many of its first tokens may be asked for again.
+        Returns how many of its first tokens may be used again.
         """
         probes = self._probes(prompt_tokens, context_tokens, hashes) if self.learns else ()
         if probes:  # else it is shorter than a block
@@ -90,15 +90,15 @@ class PrefixReusePredictor:
     def _probes(
         self, prompt_tokens: int, context_tokens: int, hashes: Sequence[Hashable]
     ) -> tuple[tuple[int, Hashable], ...]:
-        """The blocks at which the next prompt will be compared (Left.probes)."""
+        """The blocks with which the next prompt is compared (PausedTurn.probes)."""
         whole = min(context_tokens // self.block_tokens, len(hashes))
         places = probed(min(prompt_tokens // self.block_tokens, whole), whole)
         return tuple([(blocks, hashes[blocks - 1]) for blocks in places])
 
     def on_return(self, program: ProgramId, hashes: Sequence[Hashable]) -> int | None:
-        """The program's next prompt has come: how many of its tokens repeat the turn before, at most.
+        """The program's next prompt is here: how many of its tokens repeat the turn before, at most.
 
-        None where that turn is not known.
+        None if that turn is not known.
         """
         left = self._away.pop(program, None)
         if left is None:
@@ -117,11 +117,11 @@ class PrefixReusePredictor:
         return tokens
 
     def on_program_end(self, program: ProgramId) -> None:
-        """Nothing of the program is waited for."""
+        """The program ended: drop its turn."""
         self._away.pop(program, None)
 
     def _repeated_tokens(self, left: PausedTurn, hashes: Sequence[Hashable]) -> int:
-        """The whole turn, or the whole blocks before the first that is seen to differ."""
+        """The whole turn, or the whole blocks before the first known difference."""
         reached = 0
         for blocks, known in reversed(left.probes):
             if blocks <= len(hashes) and hashes[blocks - 1] == known:
@@ -132,7 +132,7 @@ class PrefixReusePredictor:
 
 
 def probed(prompt_blocks: int, whole_blocks: int) -> list[int]:
-    """Where to look: a few places in the prompt, its end, the block behind it, and the output."""
+    """The blocks to compare: a few in the prompt, its end, the block after it, and the output."""
     output_blocks = whole_blocks - prompt_blocks
     places = {prompt_blocks * part // PROMPT_PROBES for part in range(1, PROMPT_PROBES + 1)}
     places |= {prompt_blocks + output_blocks * part // OUTPUT_PROBES for part in range(1, OUTPUT_PROBES + 1)}
@@ -140,12 +140,12 @@ def probed(prompt_blocks: int, whole_blocks: int) -> list[int]:
 
 
 def usual_most(shares: deque[float]) -> float:
-    """What all but RARE of the returns do not exceed."""
+    """The value that all but RARE of the returns do not exceed."""
     return sorted(shares)[-1 - int(RARE * len(shares))]
 
 
 def ending_of(text: str) -> str:
-    """How a turn ended with this text: templates drop thoughts, and keep plain answers."""
+    """How a turn with this text ended: templates drop thoughts, and keep plain answers."""
     if not text:
         return "unread"
     return "plain" if without_thinking(text) == text else "thought"

@@ -1,16 +1,16 @@
-"""Programs of clients that name none: the new prompt extends the tokens of a finished turn.
+"""Links a prompt without a program's name to the finished turn whose tokens it continues.
 
     a turn's tokens    |-- full blocks, one hash for all --|-- tail, as it is --|
 
-A hash stands for everything before it and for the cache salt (vLLM chains them), and lies beside the
-API key's owner, so tenants never meet. A finished turn is remembered with its output and without: an
-output may come back changed, encoded anew or without its thoughts. The prompt before it comes back as
-it was, but for its last tokens: a chat template may open the answer with `<think>`, which no history
-repeats. So a third memory ends a little before the prompt does, and never where another program's
-prompt may go on too.
+A hash covers all tokens before it and the cache salt (vLLM chains them). The key also has the API key's
+owner, so tenants never share a turn. A finished turn is kept with its output and without: an output may be
+sent back changed, encoded anew or without its thoughts. The prompt before it comes back unchanged,
+except its last tokens: a chat template may open the answer with `<think>`, which no history repeats.
+So a third key ends a few tokens before the prompt does, and never where another program's
+prompt may continue too.
 
-Where that leaves a doubt, as of two equal first prompts, a hint settles it: a name that a client gives to
-some of its programs. It links a prompt that goes on where one turn of that hint ended, and no other.
+A hint, a name that a client gives to several of its programs, decides where that is ambiguous, as between
+two equal first prompts. It links a prompt that continues exactly one turn of that hint.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any, Protocol
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.types import ProgramId
 
-MAX_TAILS = 64  # of turns that differ only behind a common hash, such as a system prompt's
+MAX_TAILS = 64  # of turns that differ only after a common hash, such as a system prompt's
 SUFFIX_TOKENS = 4  # the longest opening of an answer: an empty thought, two tags and two line breaks
 LOST_TOKENS = 64  # of what a known program has added to its history
 MAX_HINTED = 16  # turns of one hint: a session and its subagents
 
 NO_FIELDS = ProgramFields()
 
-Key = tuple[Any, tuple[int, ...]]  # the hash and whose it is, the tail
+Key = tuple[Any, tuple[int, ...]]  # the hash and its owner, the tail
 
 
 class HashedPrompt(Protocol):
-    """What is read of a request: vLLM's `Request` (0.30 to 0.33) has all three."""
+    """The attributes of a request that are read: vLLM's `Request` (0.30 to 0.33) has all three."""
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -52,30 +52,30 @@ class LinkableTurn:
     arrival_s: float  # the program's
     prompt_tokens: int
     context_tokens: int
-    ends: tuple[int, ...]  # the tokens of each key
+    ends: tuple[int, ...]  # the length of each key in tokens
     keys: tuple[Key, ...]  # the shortest first
-    hint: tuple[str, str]  # and whose it is; the hint "" is none
+    hint: tuple[str, str]  # with its owner; the hint "" is none
 
     def repeated_tokens(self, next_prompt_tokens: int) -> int:
-        """What a next prompt of that length may repeat of it: all, or of a shortened history the prompt."""
+        """How many tokens a next prompt of that length may repeat: all, or the prompt if the history shrank."""
         return self.context_tokens if self.context_tokens < next_prompt_tokens else self.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramLink:
-    """A prompt goes on where a finished turn was."""
+    """A prompt continues a finished turn."""
 
     program: ProgramId
     arrival_s: float  # the program's
-    tokens: int  # of the prompt that are taken for that turn's
+    tokens: int  # of the prompt that count as that turn's
 
 
 class PromptLinker:
-    """Finished turns by hash; the oldest are forgotten."""
+    """Finished turns by hash; the oldest are dropped."""
 
     def __init__(self, max_turns: int, block_tokens: int) -> None:
         self._max_hashes = max_turns
-        self._block_tokens = block_tokens  # that one hash adds
+        self._block_tokens = block_tokens  # covered by one hash
         self._turns: OrderedDict[Any, dict[tuple[int, ...], LinkableTurn | None]] = OrderedDict()
         self._hinted: OrderedDict[tuple[str, str], deque[LinkableTurn]] = OrderedDict()  # by hint and owner
 
@@ -87,9 +87,9 @@ class PromptLinker:
         matched_tokens: int = 0,
         fields: ProgramFields = NO_FIELDS,
     ) -> None:
-        """A turn ended. One shorter than a block leaves nothing; two that are equal leave nothing certain.
+        """A turn ended. One shorter than a block is not kept; two equal ones are ambiguous.
 
-        `matched_tokens`: what its ProgramLink said, 0 if there was none.
+        `matched_tokens`: those of its ProgramLink, 0 if there was none.
         """
         prompt_tokens = request.num_prompt_tokens
         least = prompt_tokens - unstable_suffix(prompt_tokens, matched_tokens)
@@ -114,9 +114,9 @@ class PromptLinker:
             self._turns.popitem(last=False)
 
     def find_link(self, request: HashedPrompt, fields: ProgramFields = NO_FIELDS) -> ProgramLink | None:
-        """The longest finished turn that this prompt extends; a prompt that is sent again extends nothing.
+        """The longest finished turn that this prompt extends; a repeated prompt extends nothing.
 
-        A turn is continued once: forks start anew.
+        A turn is continued once: forks begin new programs.
         """
         found = self._extended(request, fields.owner) or self._of_hint(request, (fields.hint, fields.owner))
         if found is None:
@@ -125,7 +125,7 @@ class PromptLinker:
         return ProgramLink(found.program, found.arrival_s, found.repeated_tokens(len(request.all_token_ids)))
 
     def _extended(self, request: HashedPrompt, owner: str) -> LinkableTurn | None:
-        """The longest turn that this prompt alone tells."""
+        """The longest turn that this prompt alone identifies."""
         for blocks in range(len(request.block_hashes), 0, -1):
             tails = self._turns.get((request.block_hashes[blocks - 1], owner))
             if tails is not None:
@@ -137,7 +137,7 @@ class PromptLinker:
         return None
 
     def _of_hint(self, request: HashedPrompt, hint: tuple[str, str]) -> LinkableTurn | None:
-        """The hint's turn that this prompt extends furthest; None also where two are equal."""
+        """The hint's turn that this prompt extends furthest; None also if two are equal."""
         tokens, best, reached = request.all_token_ids, None, 0
         for ancestor in self._hinted.get(hint, ()):
             keys = zip(ancestor.ends, ancestor.keys, strict=True)
@@ -147,7 +147,7 @@ class PromptLinker:
         return best
 
     def _is_prefix_of(self, request: HashedPrompt, end: int, key: Key) -> bool:
-        """Whether the request's first `end` tokens, and what is behind them, are a turn's."""
+        """Whether the request begins with the `end` tokens of a turn's key."""
         (block_hash, _), tail = key
         blocks = (end - len(tail)) // self._block_tokens
         if blocks > len(request.block_hashes) or request.block_hashes[blocks - 1] != block_hash:
@@ -155,7 +155,7 @@ class PromptLinker:
         return tuple(request.all_token_ids[end - len(tail) : end]) == tail
 
     def _mark_ambiguous(self, keys: Sequence[Key]) -> int:
-        """How many of a turn's keys, shortest first, do not tell it from another turn, nor that from it."""
+        """How many of a turn's keys, shortest first, another turn has too; they identify neither turn now."""
         equal = 0
         for at, (block_hash, tail) in enumerate(keys, 1):
             tails = self._turns.get(block_hash, {})
@@ -190,8 +190,8 @@ class PromptLinker:
 def unstable_suffix(prompt_tokens: int, matched_tokens: int) -> int:
     """How many of a prompt's last tokens may not come back.
 
-    A system prompt is sent by strangers too, and a history by forks: so of a first prompt only the last
-    few, and of a later one at most half of what it has beyond the turn before.
+    Other programs send the same system prompt, and forks the same history. So it is only the last few tokens
+    of a first prompt, and at most half of what a later one adds to the turn before.
     """
     if not matched_tokens:
         return SUFFIX_TOKENS
@@ -202,7 +202,7 @@ def unstable_suffix(prompt_tokens: int, matched_tokens: int) -> int:
 def longest_tail(
     tails: dict[tuple[int, ...], LinkableTurn | None], tokens: Sequence[int], at: int
 ) -> tuple[int, ...] | None:
-    """The longest of these tails that stands in `tokens` at `at`, with more behind it."""
+    """The longest of these tails that is in `tokens` at `at`, with more tokens after it."""
     for tail in sorted(tails, key=len, reverse=True):
         end = at + len(tail)
         if end < len(tokens) and tuple(tokens[at:end]) == tail:

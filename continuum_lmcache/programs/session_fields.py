@@ -1,11 +1,11 @@
-"""Where clients say whose turn a request is: one table of places, read from the top.
+"""The fields in which clients name their program: one table, read from the top.
 
-docs/clients.md says who sends what, and since when. A place that names one agent goes before one that may
-name a whole session; what may be shared by several programs is a hint, and no name: it counts only where the
-prompt goes on where one of the hint's turns ended (programs/prompt_linker.py).
+docs/clients.md lists who sends which field, and since when. A field that names one agent comes before one
+that may name a whole session. A name that several programs may share is a hint: it counts only if the
+prompt continues one of the hint's turns (programs/prompt_linker.py).
 
-A bad value of our own fields is refused (RequestError). Of another convention, whose client did not write for
-us, it is passed over and counted: the next place is asked.
+A bad value of our own fields is refused (RequestError). A bad value in another convention's field is skipped
+and counted, and the next field is read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SESSION_MARK = "_session_"  # Claude Code before 2.1.78: user_<hash>_account_<id
 
 @dataclass(frozen=True, slots=True)
 class SentFields:
-    """The parts of a request that may say whose turn it is. Header names are in lower case."""
+    """The parts of a request that may name its program. Header names are in lower case."""
 
     body: Mapping[str, object]
     xargs: Mapping[str, object]  # vllm_xargs
@@ -31,7 +31,7 @@ class SentFields:
 
 
 Reader = Callable[[str, object], object]
-"""From a field's name and value to what it says; None: nothing. Raises RequestError."""
+"""From a field's name and value to the program's name; None: it names none. Raises RequestError."""
 
 
 def conversation(field: str, value: object) -> object:
@@ -40,7 +40,7 @@ def conversation(field: str, value: object) -> object:
 
 
 def session_part(field: str, value: object) -> object:
-    """The session in Claude Code's user id: JSON with a session_id, or text with a mark; else none."""
+    """The session in Claude Code's user id: JSON with a session_id, or text with a mark; else None."""
     text = name(field, value) if not isinstance(value, str) else value
     if text is not None and text.lstrip().startswith("{"):
         return name(field, inner(field, text, "session_id"))
@@ -55,16 +55,16 @@ def denied(field: str, value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class FieldPlace:
-    """One place to look at. A field "a.b" is the field b of a, an object or its JSON text."""
+    """One field of the table. "a.b" is the field b of a, an object or its JSON text."""
 
-    part: str  # of Sent
+    part: str  # of SentFields
     field: str
-    agent: str = ""  # a second field there, which tells the agents of one session apart
+    agent: str = ""  # a second field there, which distinguishes the agents of one session
     read: Reader = name
     ours: bool = False
 
     def says(self, sent: SentFields) -> object:
-        """What stands here; None: nothing. Raises RequestError."""
+        """The value of this field; None: it names no program. Raises RequestError."""
         found = self._value(sent, self.field)
         said = None if found is None else self.read(self.field, found)
         agent = self._value(sent, self.agent) if self.agent and said is not None else None
@@ -72,7 +72,7 @@ class FieldPlace:
 
     @property
     def label(self) -> str:
-        """What it is counted by."""
+        """The field's name in the counts."""
         return self.field.partition(".")[0]
 
     def _value(self, sent: SentFields, field: str) -> object:
@@ -137,7 +137,7 @@ HEADERS = frozenset({*(p.field for p in IN_HEADERS), *(p.agent for p in IN_HEADE
 
 
 def stated(sent: SentFields) -> dict[str, object]:
-    """What the request says, under the names of FIELDS, HINT_FIELD and UNUSED_FIELD. Raises RequestError."""
+    """The request's values, by the names of FIELDS, HINT_FIELD and UNUSED_FIELD. Raises RequestError."""
     own = {field: sent.body[field] for field in FIELDS if sent.body.get(field) is not None}
     parse({**{field: sent.xargs.get(field) for field in FIELDS}, **own})
     found: dict[str, object] = {}
@@ -154,7 +154,7 @@ def stated(sent: SentFields) -> dict[str, object]:
 
 
 def first(places: tuple[FieldPlace, ...], sent: SentFields, unused: list[str]) -> object:
-    """What the first place says that says anything; those whose value is bad join `unused`."""
+    """The value of the first field that has one; names of fields with bad values are added to `unused`."""
     for place in places:
         try:
             said = place.says(sent)
@@ -169,6 +169,6 @@ def first(places: tuple[FieldPlace, ...], sent: SentFields, unused: list[str]) -
 
 
 def unused_fields(fields: Mapping[str, object]) -> list[str]:
-    """The fields that the API server could not use, as `stated` named them."""
+    """The fields that the API server could not use, by `stated`."""
     named = fields.get(UNUSED_FIELD)
     return [field for field in named if field in LABELS] if isinstance(named, list) else []

@@ -1,6 +1,6 @@
 """One record for each program, with its live turns.
 
-No clock and no I/O: every event brings its time, every answer is a value. Pins: retention/pin_table.py.
+No clock and no I/O: every event has its time as an argument. Pins: retention/pin_table.py.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Program:
     attained_tokens: int = 0  # computed for it so far
     context_tokens: int = 0  # of the last finished turn
     live: set[TurnId] = field(default_factory=set)
-    waiting: set[TurnId] = field(default_factory=set)  # of these, those that have not run yet
-    tool: ToolKey = ()  # what the last finished turn called
-    finished_s: float | None = None  # when that was, while nothing has come back
+    waiting: set[TurnId] = field(default_factory=set)  # live turns that have not run yet
+    tool: ToolKey = ()  # called by the last finished turn
+    finished_s: float | None = None  # when that turn finished; None if a later one is here
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramReturn:
-    """A program's next turn is here: how long its tool gap was."""
+    """A program's next turn is here, after this tool gap."""
 
     tool: ToolKey
     gap_s: float
@@ -40,7 +40,7 @@ class ProgramReturn:
 
 @dataclass(slots=True)
 class ProgramTable:
-    """One record a program. Beyond `max_programs` the longest-idle ones are `idle_programs`."""
+    """One record per program. Beyond `max_programs` the longest-idle ones are `idle_programs`."""
 
     max_programs: int = 100_000
     records: OrderedDict[ProgramId, Program] = field(default_factory=OrderedDict)  # idle longest first
@@ -55,7 +55,7 @@ class ProgramTable:
     ) -> ProgramReturn | None:
         """A turn of `program` joins the queue. Returns its tool gap, if the program was in one.
 
-        `since_s`: when a program that is new here really arrived, if that was earlier.
+        `since_s`: the arrival of a program that is new here, if it was earlier.
         """
         entry = self.records.get(program)
         if entry is None:
@@ -83,7 +83,7 @@ class ProgramTable:
         entry.context_tokens = turn.context_tokens
 
     def remove_turn(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
-        """A turn ended or was aborted; the program may go on."""
+        """A turn ended or was aborted; the program may continue."""
         entry = self.records.get(program)
         if entry is None:
             return
@@ -92,14 +92,14 @@ class ProgramTable:
         self._touch(now_s, entry)
 
     def drop(self, program: ProgramId) -> Program | None:
-        """Forget the program, unless one of its turns is still live. Its pin must have been released."""
+        """Drop the record, unless one of its turns is live. Its pin must have been released."""
         entry = self.records.get(program)
         return None if entry is None or entry.live else self.records.pop(program)
 
     def queue_entry(
         self, program: ProgramId | None, turn_arrival_s: float, priority: int, preempted: bool, pinned: bool
     ) -> QueueEntry:
-        """What the waiting queue's order may depend on, for one turn."""
+        """The values that a turn's place in the waiting queue may depend on."""
         entry = self.records.get(program) if program is not None else None
         return QueueEntry(
             preempted=preempted,
@@ -122,7 +122,7 @@ class ProgramTable:
         return found
 
     def check(self) -> None:
-        """Raise InvariantError unless each record agrees with itself."""
+        """Raise InvariantError unless each record is consistent."""
         for entry in self.records.values():
             if not entry.waiting <= entry.live:
                 raise InvariantError(

@@ -1,1 +1,1 @@
-"""Where lost KV can be brought back from, what that costs, and when it is done."""
+"""Where lost KV can be loaded from, what that costs, and when it is done."""

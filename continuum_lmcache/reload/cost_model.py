@@ -1,13 +1,13 @@
-"""What a turn costs that comes back to a prefix which is not on the GPU: PrefillReload, tier by tier.
+"""PrefillReload: what a returning turn pays for a prefix that is not on the GPU, tier by tier.
 
     [0, gpu)     in vLLM's prefix cache    0
     [gpu, dram)  in LMCache's DRAM         bytes / host-to-device rate + fixed
     [dram, ssd)  on LMCache's disk         bytes / disk rate + fixed, and the copy after it
-    [ssd, n)     nowhere                   prefill at that context
+        [ssd, n)     in no tier                prefill at that context
 
-and never more than computing all of [gpu, n): loading stops at the tier where computing the rest is
-cheaper, and the connector is to stop there too (`ReloadCost.loaded_tokens`, load_policy.py). What is computed
-is stored again, and where a step waits for its stores that is a cost as well.
+It is never more than the time to compute all of [gpu, n). Loading ends at the tier where computing the rest
+is cheaper, and the connector must end there too (`ReloadCost.loaded_tokens`, load_policy.py). What is
+computed is stored again, which is a cost too where a step waits for its stores.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CERTAIN: Mapping[Tier, float] = {}  # every tier keeps what it holds
 
 @dataclass(frozen=True, slots=True)
 class PrefillCurve:
-    """Seconds to compute tokens: linear layers, and attention to all that comes before a token."""
+    """Seconds to compute tokens: linear layers, and attention to all tokens before."""
 
     fixed_s: float  # once a prefill
     per_token_s: float
     per_pair_s: float  # for each pair of a new token and one it attends to
-    samples: int  # measurements behind the fit; 0: assumed
+    samples: int  # number of measurements; 0: assumed
 
     def seconds(self, tokens: int, context_tokens: int) -> float:
         if tokens <= 0:
@@ -45,25 +45,25 @@ class TransferRate:
 
     bytes_per_s: float
     fixed_s: float  # once a load
-    samples: int  # measurements behind the fit; 0: assumed
+    samples: int  # number of measurements; 0: assumed
 
     def seconds(self, size_bytes: int) -> float:
         return self.fixed_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
 
 
 NO_STALL = TransferRate(bytes_per_s=math.inf, fixed_s=0.0, samples=0)
-"""No store was ever seen to hold a step up."""
+"""No store has ever delayed a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReloadCost:
-    """PrefillReload of one prompt, in seconds, by where the time goes."""
+    """PrefillReload of one prompt, in seconds, by its parts."""
 
-    loaded_tokens: int  # how far loading pays, from the end of the GPU's stretch
-    dram_s: float  # DRAM to GPU, of what lies in DRAM
-    ssd_s: float  # disk to DRAM to GPU, of what lies on disk
+    loaded_tokens: int  # how far loading pays, after the GPU's part
+    dram_s: float  # DRAM to GPU, of the part in DRAM
+    ssd_s: float  # disk to DRAM to GPU, of the part on disk
     prefill_s: float  # what must be computed
-    store_s: float = 0.0  # what a step waits to store of that
+    store_s: float = 0.0  # for which a step waits to store it
 
     @property
     def total_s(self) -> float:
@@ -71,7 +71,7 @@ class ReloadCost:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of the steps', which everybody on the GPU shares."""
+        """Seconds of the engine's steps, which all requests on the GPU share."""
         return self.prefill_s + self.store_s
 
 
@@ -83,38 +83,38 @@ class CostModel:
     dram: TransferRate  # host to device
     ssd: TransferRate  # disk to host
     kv_bytes_per_token: int
-    chunk_tokens: int  # LMCache's; a tail below it is nowhere
-    store: TransferRate = NO_STALL  # device to host, as far as a step waits for it; only ever measured
+    chunk_tokens: int  # LMCache's; a tail below it is in no tier
+    store: TransferRate = NO_STALL  # device to host, as far as a step waits for it; always measured
     step_s: Mapping[int, float] = field(default_factory=dict)  # measured, by tokens of prefill; 0: decodes
 
     @property
     def measured(self) -> bool:
-        """Whether every number has a measurement behind it."""
+        """Whether every number was measured."""
         return min(self.prefill.samples, self.dram.samples, self.ssd.samples) > 0
 
     def prefill_s(self, tokens: int, context_tokens: int = 0) -> float:
-        """Seconds to compute `tokens` tokens that follow `context_tokens` whose KV is there."""
+        """Seconds to compute `tokens` tokens after `context_tokens` whose KV is on the GPU."""
         return self.prefill.seconds(tokens, context_tokens)
 
     def reload(self, where: Residency) -> ReloadCost:
         """PrefillReload (Continuum, arXiv 2511.02230 §4, eq. 2), for a prompt found as `where` says.
 
-        The cheapest of loading nothing, what DRAM holds, and what both hold.
+        The cheapest of three: load nothing, load DRAM's part, load both parts.
         """
         return min(self.load_options(where), key=lambda cost: cost.total_s)
 
     def load_options(self, where: Residency) -> list[ReloadCost]:
-        """Loading nothing, what DRAM holds, and what both hold: the last is the whole load."""
+        """Load nothing, DRAM's part, or both parts: the last is the whole load."""
         dram_tokens, ssd_tokens = where.dram_tokens, where.ssd_tokens
         return [self.loading(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
 
     def reload_s(self, where: Residency, survival: Mapping[Tier, float] = CERTAIN) -> float:
         """PrefillReload in seconds, expected over what the tiers may lose before the return.
 
-        `survival` names the tiers that there are, with the chance, 0 to 1, that each still holds its
-        stretch then, independently; a tier that is not named loses nothing. A disk is written through:
-        what DRAM loses is read from it, as long as it has not lost it too. What is lost for good must
-        be computed, and all that comes after it: a prefix with a hole is no prefix.
+        `survival` has for each existing tier the probability, 0 to 1, that it still holds its part
+        then, independently; a tier that is missing there loses nothing. The disk has a copy of what
+        DRAM holds: what DRAM loses is read from disk, unless the disk has lost it too. What is lost in both
+        must be computed, with all that comes after it, since a prefix may have no hole.
         """
         if not where.dram_tokens and not where.ssd_tokens:
             return self.loading(where, 0, 0).total_s
@@ -131,11 +131,11 @@ class CostModel:
 
     @classmethod
     def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> CostModel:
-        """From a profile that was read at the edge (format: profiles/README.md). Raises ProfileError.
+        """From a profile that the caller has read (format: profiles/README.md). Raises ProfileError.
 
-        Sections `prefill`, `dram`, `ssd` hold the fields of PrefillCurve and Rate; `steps`, which may be
-        missing, has the measured time of a step by the tokens of its chunk. Those in LAB are for a
-        simulator, `provenance` is for people, anything else is refused.
+        Sections `prefill`, `dram`, `ssd` have the fields of PrefillCurve and TransferRate. `steps`, optional,
+        has the measured time of a step by the tokens of its chunk. Those in LAB are for the
+        simulator, `provenance` is for the reader, any other key is refused.
         """
         if not isinstance(profile, Mapping):
             raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
@@ -148,9 +148,9 @@ class CostModel:
         )
 
     def loading(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
-        """The cost if so much is loaded from each tier and the rest computed.
+        """The cost of loading this much from each tier and computing the rest.
 
-        Of what is computed, all that is not in DRAM is stored, as whole chunks.
+        Computed tokens that are not in DRAM are stored, as whole chunks.
         """
         new_tokens = where.ssd_tokens - ssd_tokens + where.recompute_tokens
         stored_tokens = new_tokens - new_tokens % self.chunk_tokens
@@ -171,7 +171,7 @@ LAB = ("step", "dram_store", "ssd_store", "kv_tokens")  # of the same file; no T
 
 
 def expected(chance: float, with_it_s: float, without_s: float) -> float:
-    """The mean of two costs, the first of which has this chance."""
+    """The mean of two costs; the first has this probability."""
     return chance * with_it_s + (1.0 - chance) * without_s
 
 
@@ -210,21 +210,21 @@ def refuse_unknown_keys(given: Mapping[str, Any], known: tuple[str, ...], where:
 
 UNMEASURED = CostModel(
     # An 8B model with grouped queries on an H200, by its data sheet: 16 GFLOP a token and 0.5 MFLOP a pair at
-    # half of 989 TFLOP/s. Cautious: slower machines gain more from a pin than this says.
+    # half of 989 TFLOP/s. On a slower machine a pin gains more than this predicts.
     prefill=PrefillCurve(fixed_s=0.004, per_token_s=3.2e-5, per_pair_s=1.1e-9, samples=0),
     dram=TransferRate(bytes_per_s=25e9, fixed_s=0.001, samples=0),  # PCIe 4.0 x16
     ssd=TransferRate(bytes_per_s=3e9, fixed_s=0.005, samples=0),  # one NVMe drive
     kv_bytes_per_token=131_072,  # 32 layers x 8 heads x 128 x 2 (K and V) x 2 bytes
     chunk_tokens=256,
 )
-"""What is assumed of a machine without a measured profile. Every `samples` is 0."""
+"""The assumed costs of a machine without a measured profile. Every `samples` is 0."""
 
 
 def kv_bytes_per_token(kv_cache_config: Any) -> int:
-    """What one token's KV takes on one rank, over all layers, by vLLM's KVCacheConfig.
+    """Bytes of one token's KV on one rank, over all layers, by vLLM's KVCacheConfig.
 
-    Of layers that share a block table a scheduler's names one spec for all; its tensors (vLLM 0.32) know
-    each layer's page: the smaller one of two strides, as layers or blocks may come first.
+    For layers with one block table the scheduler's config has one spec. Its tensors (vLLM 0.32) have
+    each layer's page: the smaller one of two strides, since layers or blocks may come first.
     """
     tensors = [each for each in kv_cache_config.kv_cache_tensors if hasattr(each, "layer_stride")]
     pages = {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}

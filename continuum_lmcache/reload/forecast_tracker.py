@@ -1,9 +1,9 @@
-"""Compares the predicted cost of bringing a context back with the real one.
+"""Compares the predicted cost of a reload with the real one.
 
     add_forecast    a turn finished: PrefillReload predicts what a return costs without the GPU's copy
-    on_allocated    the program is back and the GPU's copy was lost: so much is loaded, so much is computed
-    on_step         the loads as the connector timed them, and the context's share of each step's seconds
-    ReloadOutcome   both numbers
+        on_allocated    the program is back and the GPU's copy was lost: a part is loaded, a part is computed
+        on_step         the loads' times from the connector, and the context's share of each step's seconds
+        ReloadOutcome   both numbers
 
 A step's seconds, without those it waited for loads, are divided among its tokens by the prefill curve. Tokens
 after the context, such as a tool's result, do not belong to the reload.
@@ -88,7 +88,7 @@ class ReloadTracker:
 
     @property
     def is_tracking(self) -> bool:
-        """Whether any reload is under way."""
+        """Whether any reload is running."""
         return bool(self._pending)
 
     def add_forecast(self, program: ProgramId, forecast: ReloadForecast) -> None:
@@ -158,7 +158,7 @@ def outcome_of(turn: TurnId, pending: PendingReload) -> ReloadOutcome:
 
 
 def weight_s(curve: PrefillCurve, new_tokens: int, before_tokens: int) -> float:
-    """Seconds of so many tokens by the curve, without its fixed part."""
+    """Seconds of this many tokens by the curve, without its fixed part."""
     return curve.seconds(new_tokens, before_tokens) - (curve.fixed_s if new_tokens > 0 else 0.0)
 
 

@@ -3,11 +3,11 @@
 `CostModel.load_options` prices the three options:
 
     load        all that DRAM and disk hold of the prompt
-    partial     the DRAM stretch; what only the disk has is computed
+        partial     the part in DRAM; what only the disk has is computed
     recompute   nothing is loaded
 
-A `SelectiveLoader` connector asks LoadPolicy how many tokens to offer vLLM; `residency_of_offer` tells it
-where they lie.
+A `SelectiveLoader` connector asks LoadPolicy how many tokens to offer vLLM; `residency_of_offer` returns
+in which tiers they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRIAL_SHARE = 0.02  # of the time that computing instead of loading takes
 
 
 class LoadReason(Enum):
-    """What was decided for one prompt. These are metric labels."""
+    """The decision for one prompt. These are metric labels."""
 
     LOAD = "load"
     PARTIAL = "partial"
@@ -41,7 +41,7 @@ class LoadChoice:
     """What to load of one prompt."""
 
     decision: LoadReason
-    tokens: int  # after those that the GPU has
+    tokens: int  # after the GPU's tokens
     chosen_s: float = 0.0  # predicted time that all turns wait for the chosen option
     excess_s: float = 0.0  # predicted time that loading everything costs beyond that
 
@@ -68,7 +68,7 @@ def choose_load(costs: CostModel, where: Residency, contention: Contention = NO_
     The cost is the time of all turns. This turn waits for its load and its prefill. Each other turn waits for
     the prefill, and for its share of the memory that this turn holds meanwhile.
 
-    Neither a guess nor a single slow load may turn a cache off. So without a profile every load is made until
+    Neither an assumption nor a single slow load may disable a cache. So every load is made until
     LEAST_SAMPLES prefills were measured, and as many loads from each tier that holds a part of the prompt.
     """
     everything = where.dram_tokens + where.ssd_tokens
@@ -87,16 +87,16 @@ def choose_load(costs: CostModel, where: Residency, contention: Contention = NO_
 
 
 def is_measured(costs: CostModel, where: Residency) -> bool:
-    """Whether the prefill, and each tier that holds something of the prompt, has enough samples."""
+    """Whether the prefill, and each tier with a part of the prompt, has enough samples."""
     tiers = ((where.dram_tokens, costs.dram), (where.ssd_tokens, costs.ssd))
     rates = [costs.prefill.samples, *(rate.samples for tokens, rate in tiers if tokens)]
     return min(rates) >= LEAST_SAMPLES
 
 
 def residency_of_offer(held: TierHit, gpu_tokens: int, found_tokens: int, total_tokens: int) -> Residency:
-    """In which tier the connector's `found_tokens` after the GPU's `gpu_tokens` lie, by the store's `held`.
+    """In which tier the connector's `found_tokens` after the GPU's `gpu_tokens` are, by the store's `held`.
 
-    What the connector found beyond `held` was stored just now, so it is in DRAM.
+    What the connector found beyond `held` was stored since then, so it is in DRAM.
     """
     end = gpu_tokens + found_tokens
     on_disk = max(0, min(held.dram_tokens + held.ssd_tokens, end) - max(held.dram_tokens, gpu_tokens))
@@ -106,7 +106,7 @@ def residency_of_offer(held: TierHit, gpu_tokens: int, found_tokens: int, total_
 class LoadPolicy:
     """Decides for waiting turns, and counts the decisions of those that got their blocks.
 
-    A tier from which nothing is loaded is not timed either. So LoadPolicy sometimes loads although computing
+    A tier from which nothing is loaded is not timed. So LoadPolicy sometimes loads although computing
     is predicted to be cheaper: once the predicted extra cost is TRIAL_SHARE of the time that such prompts
     took to compute. These trials make such prompts about 2 % slower, and show when a tier is fast again.
     """

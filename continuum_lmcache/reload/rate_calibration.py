@@ -1,6 +1,6 @@
-"""What real loads say about the tiers: how fast they are now, and how long they keep what they hold.
+"""What real loads show about the tiers: how fast they are now, and how long they keep KV.
 
-Both are told of every Transfer, and both say how many stand behind an answer. Times are arguments.
+Both classes observe every KVTransfer, and report their number of samples. Times are arguments.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from continuum_lmcache.reload.cost_model import NO_STALL, CostModel, PrefillCurv
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
 
-LEAST_GAIN = 0.1  # a lasting change arrives within 2 % (of its logarithm) after 40 loads
-PRIOR_LOADS = 5  # what a measured rate weighs at first: the first load moves it by 1/5 of its error
-GUESS_LOADS = 2  # what an assumed one weighs
-NO_PRIOR = 1  # the first sample is believed as it is
-AGREEING, FAR_OFF = 3, 2.0  # loads in a row, and times: a change, not noise
-MOST_DRIFT = 1e6  # times; no tier is further from its profile than this
-MOST_OFF = 10.0  # times; a load further off than this says no more than one that is
-LEAST_READ_SHARE = 0.1  # of a disk load's seconds; the copy after it cannot have taken all of it
-SETTLING_S = 300.0  # half of what a fill rate remembers is younger than ln 2 times this
-LEAST_SEEN_S = 30.0  # a burst in a shorter time is spread over this: it says nothing of the next minute
+LEAST_GAIN = 0.1  # a lasting change is learned within 2 % (of its logarithm) after 40 loads
+PRIOR_LOADS = 5  # the initial weight of a measured rate: the first load moves it by 1/5 of its error
+GUESS_LOADS = 2  # the initial weight of an assumed one
+NO_PRIOR = 1  # the first sample replaces the rate
+AGREEING, FAR_OFF = 3, 2.0  # consecutive loads, and a factor: a change, not noise
+MOST_DRIFT = 1e6  # a factor; no tier is further from its profile
+MOST_OFF = 10.0  # a factor; a load further off counts as one that is this far off
+LEAST_READ_SHARE = 0.1  # of a disk load's seconds, since the copy cannot have taken all of them
+SETTLING_S = 300.0  # half of a fill rate's weight is younger than ln 2 times this
+LEAST_SEEN_S = 30.0  # a shorter burst is spread over this time: it does not predict the next minute
 
 
 @dataclass(frozen=True, slots=True)
 class RateDrift:
-    """How much slower a tier is than its profile says. 1/e to the `log_slower`-th of the rate is left."""
+    """How much slower a tier is than its profile: 1/e to the `log_slower`-th of the rate is left."""
 
     log_slower: float = 0.0
     loads: int = 0
-    prior: int = PRIOR_LOADS  # loads that the profile's rate weighs at first
+    prior: int = PRIOR_LOADS  # the profile's rate weighs as many loads at first
     latest: tuple[float, ...] = ()  # the last loads' log_slower, AGREEING at most
 
     def toward(self, log_slower: float) -> RateDrift:
-        """After one more load, as robust as a mean can be: its error is cut at MOST_OFF.
+        """After one more load, as robust as a mean can be: its error is limited to MOST_OFF.
 
-        But AGREEING loads in a row that are off by more than FAR_OFF, all to one side, are no noise:
-        the tier has another rate now, and theirs is taken.
+        But AGREEING consecutive loads that are off by more than FAR_OFF, all to one side, are not noise:
+        the tier has another rate now, and theirs is used.
         """
         latest = (*self.latest, log_slower)[-AGREEING:]
         errors = [one - self.log_slower for one in latest]
@@ -59,7 +59,7 @@ class RateDrift:
         return TransferRate(rate.bytes_per_s / slower, rate.fixed_s * slower, rate.samples + self.loads)
 
     def of_curve(self, curve: PrefillCurve) -> PrefillCurve:
-        """The profile's prefill curve, corrected alike."""
+        """The profile's prefill curve, corrected in the same way."""
         slower = math.exp(self.log_slower)
         return PrefillCurve(
             curve.fixed_s * slower,
@@ -72,12 +72,12 @@ class RateDrift:
 class CalibratedCosts:
     """Costs whose rates follow the loads and the steps: the profile times one factor each.
 
-    The factor is an exponentially weighted mean of log(seconds taken / seconds the profile says), a
-    geometric mean, so that twice as slow and twice as fast weigh the same. One load, however slow,
-    moves a measured rate by 10**(1/5), 1.6 times, at most, and an assumed one by 10**(1/2); three in a
-    row that agree on another rate move it there. Both parts of a Rate move together: loads of one
-    size cannot tell them apart, and at the sizes that are loaded the prediction is right. The prefill
-    curve follows in the same way. What a step waits for its stores is learned from them alone.
+    The factor is an exponentially weighted mean of log(measured seconds / the profile's seconds), a
+    geometric mean, so twice as slow and twice as fast have the same weight. One load, however slow,
+    moves a measured rate by 10**(1/5), 1.6 times, at most, and an assumed one by 10**(1/2). Three consecutive
+    loads that agree on another rate move it there. Both parts of a TransferRate move together: loads of
+    one size cannot separate them, and at that size the prediction is right. The prefill
+    curve follows in the same way. The time that steps wait for stores is learned from stores alone.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -91,7 +91,7 @@ class CalibratedCosts:
         self.stall = RateDrift(prior=NO_PRIOR)
 
     def observe(self, moved: KVTransfer) -> None:
-        """Learn from one movement: a load, or a store that a step waited for."""
+        """Learn from one transfer: a load, or a store that a step waited for."""
         if moved.direction == "store":
             self._stored(moved)
             return
@@ -103,7 +103,7 @@ class CalibratedCosts:
         self._correct()
 
     def computed(self, took_s: float, said_s: float) -> None:
-        """Learn from one step: its seconds without loads and stores, and what `costs` said of its tokens."""
+        """Learn from one step: its seconds without loads and stores, and those of its tokens by `costs`."""
         if not (0.0 < took_s < math.inf and 0.0 < said_s < math.inf):
             return
         self.pace = self.pace.toward(self.pace.log_slower + math.log(took_s) - math.log(said_s))
@@ -111,13 +111,13 @@ class CalibratedCosts:
 
     @property
     def samples(self) -> dict[str, int]:
-        """How many measurements stand behind each rate; 0: it is assumed."""
+        """How many measurements each rate has; 0: it is assumed."""
         of = self.costs
         counts = (of.prefill.samples, of.dram.samples, of.ssd.samples, of.store.samples)
         return dict(zip(("prefill", "dram", "ssd", "store"), counts, strict=True))
 
     def _stored(self, moved: KVTransfer) -> None:
-        """A disk's own writes hold no step up; a store to DRAM is told with the tier DRAM."""
+        """A disk's own writes delay no step; a store to DRAM has the tier DRAM."""
         if not moved.in_step or moved.tier is not Tier.DRAM or not is_plausible(moved):
             return
         said_s = self._profile.dram.seconds(moved.size_bytes)
@@ -139,7 +139,7 @@ class CalibratedCosts:
         return self._profile.dram if tier is Tier.DRAM else self._profile.ssd
 
     def _own_s(self, moved: KVTransfer) -> float:
-        """The seconds that were the tier's own: a disk load's hold the copy to the GPU, which Costs adds."""
+        """The tier's own seconds: a disk load includes the copy to the GPU, which the cost model adds."""
         if moved.tier is Tier.DRAM:
             return moved.duration_s
         copy_s = self.costs.dram.seconds(moved.size_bytes)
@@ -148,10 +148,10 @@ class CalibratedCosts:
 
 @dataclass(frozen=True, slots=True)
 class FillRate:
-    """What goes into a tier, remembered with exp(-age / SETTLING_S)."""
+    """Tokens stored into a tier, weighted with exp(-age / SETTLING_S)."""
 
     tokens: float = 0.0  # weighted sum
-    squares: float = 0.0  # of the sizes, so that squares / tokens is the size of the usual token's store
+    squares: float = 0.0  # of the sizes, so squares / tokens is the typical store of a token
     first_s: float = math.inf
     last_s: float = -math.inf
     n: int = 0
@@ -174,7 +174,7 @@ class FillRate:
         return self.tokens * left / (-math.expm1(-seen_s / SETTLING_S) * SETTLING_S)
 
     def chance(self, room_tokens: float, after_s: float, now_s: float) -> float:
-        """That no more than `room_tokens` come in within `after_s`."""
+        """The probability that at most `room_tokens` are stored within `after_s`."""
         coming = self.tokens_per_s(now_s) * max(0.0, after_s)
         if room_tokens < 0:
             return 0.0
@@ -184,23 +184,23 @@ class FillRate:
         return 0.5 * math.erfc((coming - room_tokens) / (spread * math.sqrt(2.0)))
 
 
-TIERS_WRITTEN = {  # what comes into which tiers with a transfer
+TIERS_WRITTEN = {  # the tiers that a transfer writes
     (Tier.DRAM, "store"): (Tier.DRAM, Tier.SSD),
     (Tier.SSD, "load"): (Tier.DRAM,),
 }
 
 
 class TierSurvival:
-    """Answers: with what chance does a tier still hold all of a prefix some seconds from now?
+    """The probability that a tier still holds a whole prefix some seconds from now.
 
-    An LRU drops a prefix once as much as the tier holds has come in after it: Che's characteristic
-    time, capacity / fill rate (Che, Tung & Wang, IEEE JSAC 20(7), 2002). Stores are taken as a
-    Poisson stream of the sizes seen, so what comes in within tau has mean r * tau and variance
-    r * tau * size, and the chance is that of a normal to stay within capacity - prefix.
+    An LRU drops a prefix after as many newer tokens as the tier holds: Che's characteristic
+    time, capacity / fill rate (Che, Tung & Wang, IEEE JSAC 20(7), 2002). Stores are modelled as a
+    Poisson stream of the observed sizes, so the stored tokens within tau have mean r * tau and variance
+    r * tau * size. The probability is that of a normal variable below capacity - prefix.
 
-    Limits: hits move others' chunks ahead of this prefix and are not counted, nor is its own age
-    (it is asked about as if just stored, as a finished turn's is); so it is a little hopeful. Where
-    only the tail was lost it is cautious. It knows LRU only. Nothing stored lately: certain.
+    Limits: hits that move other chunks ahead of this prefix are not counted, nor is the prefix's age
+    (it counts as just stored, like a finished turn's), so the estimate is slightly high. It is low where
+    only the tail is lost. It models LRU only. Without recent stores it is 1.
     """
 
     def __init__(self, capacity_tokens: Mapping[Tier, int]) -> None:
@@ -217,7 +217,7 @@ class TierSurvival:
                 self.fills[tier] = self.fills[tier].after(moved.tokens, now_s)
 
     def chances(self, prefix_tokens: int, after_s: float, now_s: float) -> dict[Tier, float]:
-        """By tier, 0 to 1, what Costs.reload_s weighs: that the prefix is all there `after_s` from now."""
+        """By tier, 0 to 1, for CostModel.reload_s: that the whole prefix is there `after_s` from now."""
         return {tier: self._chance(tier, prefix_tokens, after_s, now_s) for tier in self.fills}
 
     def _chance(self, tier: Tier, prefix_tokens: int, after_s: float, now_s: float) -> float:
@@ -226,10 +226,10 @@ class TierSurvival:
 
 
 def prior(rate: TransferRate | PrefillCurve) -> int:
-    """How many loads a profile's rate is worth."""
+    """The weight of a profile's rate, in loads."""
     return PRIOR_LOADS if rate.samples else GUESS_LOADS
 
 
 def is_plausible(moved: KVTransfer) -> bool:
-    """Whether something moved, in a time that can be."""
+    """Whether something moved, in a possible time."""
     return moved.size_bytes > 0 and 0.0 < moved.duration_s < math.inf

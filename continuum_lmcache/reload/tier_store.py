@@ -1,4 +1,4 @@
-"""What the core asks of a connector that keeps KV outside the GPU. Connectors implement these protocols."""
+"""The protocols of a connector that keeps KV outside the GPU."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from continuum_lmcache.types import Residency, Tier, TurnId
 
 @dataclass(frozen=True, slots=True)
 class TierHit:
-    """What the tiers hold of a prompt's head, in the order it would be loaded."""
+    """What the tiers hold of a prompt's head, in the order of loading."""
 
     dram_tokens: int
-    ssd_tokens: int  # those after the DRAM stretch
+    ssd_tokens: int  # those after DRAM's part
 
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """One real movement of KV from or to a tier, as it was timed."""
+    """One timed transfer of KV from or to a tier."""
 
     tier: Tier
     direction: str  # "load" or "store"
     tokens: int
     size_bytes: int
     duration_s: float
-    turn: str = ""  # whose, where the connector knows: vLLM's request id
+    turn: str = ""  # its turn, if the connector knows it: vLLM's request id
     in_step: bool = True  # a step waited for it; false: it was asynchronous
 
 
 @runtime_checkable
 class StoreStatus(Protocol):
-    """Names the store, and tells whether it answers. A store without this counts as "unknown", and as up."""
+    """Has the store's name and whether it answers. A store without this is "unknown", and up."""
 
     mode: str
 
     @property
     def is_up(self) -> bool:
-        """Whether what it holds can be loaded now."""
+        """Whether its KV can be loaded now."""
 
 
 @runtime_checkable
 class LookupRecord(Protocol):
-    """Tells where a request's KV lay before its lookup moved it. For stores whose lookups move KV."""
+    """Returns where a request's KV was before its lookup moved it. For stores whose lookups move KV."""
 
     def found(self, request_id: str) -> TierHit | None:
         """What was held when the request was looked up; None once it has finished."""
@@ -51,10 +51,10 @@ class LookupRecord(Protocol):
 
 @runtime_checkable
 class TierStore(Protocol):
-    """Tells where a prompt's KV lies below the GPU."""
+    """Returns where a prompt's KV is below the GPU."""
 
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
-        """What a load of this prompt would bring now. Only reads: it pins, touches and loads nothing.
+        """What a load of this prompt would return now. Only reads: it pins, touches and loads nothing.
 
         `salt` is the tenant's `cache_salt`; a store that separates tenants finds only that tenant's KV.
         """
@@ -63,22 +63,22 @@ class TierStore(Protocol):
         """The transfers since the last call, oldest first."""
 
     def capacity_tokens(self) -> Mapping[Tier, int]:
-        """How many tokens' KV each tier has room for; an absent tier is not in the mapping."""
+        """How many tokens each tier can hold; a missing tier is not in the mapping."""
 
 
 @runtime_checkable
 class StepTiming(Protocol):
-    """A store for which steps wait. With two in flight, the outputs' times do not give each step's time."""
+    """A store for which steps wait. With two steps in flight, output times do not give a step's time."""
 
     def waits(self, metadata: Any) -> bool:
         """Whether the step with this connector metadata waits for loads or stores."""
 
     def step_s(self) -> float | None:
-        """What the accelerator took for the step that was reported last; None: not known."""
+        """The accelerator's time of the step that was reported last; None: not known."""
 
 
 LoadSelector = Callable[[TurnId, Residency], int]
-"""How many of the tokens that the tiers hold of this turn's prompt to load: all, the DRAM part, or 0.
+"""How many of the tokens that the tiers hold of this turn's prompt to load: all, DRAM's part, or 0.
 It may be called at every step while the turn waits; the last answer before an allocation counts."""
 
 
