@@ -57,7 +57,7 @@ class LinkableTurn:
     hint: tuple[str, str]  # with its owner; the hint "" is none
 
     def repeated_tokens(self, next_prompt_tokens: int) -> int:
-        """How many tokens a next prompt of that length may repeat: all, or the prompt if the history shrank."""
+        """How much a next prompt of that length may repeat: all, or the prompt if the history shrank."""
         return self.context_tokens if self.context_tokens < next_prompt_tokens else self.prompt_tokens
 
 

@@ -1,10 +1,10 @@
-"""The only files of the package that import vllm. `register` is what vLLM's plugin loader calls."""
+"""The only files of the package that import vllm. vLLM's plugin loader calls `register`."""
 
 
 def register() -> None:
-    """Teach this process's vLLM the word `continuum`. Safe to call more than once.
+    """Add the policy `continuum` to this process's vLLM. Safe to call more than once.
 
-    All else is installed where the policy is chosen (hooks/engine_args.py: adopt) or its scheduler is built:
+    The rest is installed where the policy is chosen (hooks/engine_args.py: adopt) or its scheduler is built:
     an engine with another policy is vLLM's own.
     """
     from continuum_lmcache.vllm_plugin.hooks import engine_args

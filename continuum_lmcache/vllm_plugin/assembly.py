@@ -1,4 +1,4 @@
-"""Puts one engine's parts together. What they read from files and write to them goes through here."""
+"""Builds one engine's parts. Their reads and writes of files go through this module."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
 logger = init_logger("vllm.continuum_lmcache")
-DURATIONS_EVERY_S = 60.0  # what a crash may cost of what was learned
-JOIN_S = 5.0  # a disk that hangs must not keep the engine from stopping
+DURATIONS_EVERY_S = 60.0  # a crash loses at most this much of what was learned
+JOIN_S = 5.0  # a disk that hangs must not prevent the engine from stopping
 
 
 @dataclass
@@ -55,14 +55,14 @@ class EngineParts:
         return {**totals_of(self.lifecycle, now_s), "unrecorded": dict(lost)}
 
     def save(self) -> None:
-        """Write what was learned and what happened so far."""
+        """Write the learned durations and the recording."""
         with self._saving:
             if self.recording is not None:
                 self.recording.flush()
             self.save_durations()
 
     def save_durations(self) -> None:
-        """Write what was learned."""
+        """Write the learned durations."""
         if self.durations_path is None:
             return
         with self._saving:
@@ -72,14 +72,14 @@ class EngineParts:
                 logger.warning("tool durations not saved to %s: %s", self.durations_path, error)
 
     def close(self) -> None:
-        """The last time, at shutdown."""
+        """The last save, at shutdown."""
         if self.saver is not None:
             self.saver.close()
         self.save()
 
 
 class FileSaver:
-    """A thread that saves an engine's files: all when asked to, what was learned every DURATIONS_EVERY_S."""
+    """A thread that saves an engine's files: all on request, learned durations every DURATIONS_EVERY_S."""
 
     def __init__(self, parts: EngineParts, every_s: float = DURATIONS_EVERY_S) -> None:
         self._parts, self._every_s = parts, every_s
@@ -88,11 +88,11 @@ class FileSaver:
         self._thread.start()
 
     def ask(self) -> None:
-        """Save everything soon. May be called from a signal handler."""
+        """Request a save of all files. May be called from a signal handler."""
         self._asked.put(True)
 
     def close(self) -> None:
-        """End the thread, after what it writes now."""
+        """End the thread, after its running save."""
         self._asked.put(False)
         self._thread.join(JOIN_S)
 
@@ -151,7 +151,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
 
 
 def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> CostModel:
-    """The measured profile, or cautious numbers that say that they are not measured."""
+    """The measured profile, or cautious costs that are marked as not measured."""
     if not config.profile:
         logger.warning("continuum.profile is not set: reload costs are guesses, not measurements")
         return replace(UNMEASURED, kv_bytes_per_token=kv_bytes_per_token)
@@ -173,7 +173,7 @@ def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> CostModel:
 
 
 def owns_process() -> bool:
-    """Whether this is an engine's own process: an application's signals are its own (in-process `LLM`).
+    """Whether this is an engine's own process; an application (in-process `LLM`) keeps its signals.
 
     Read on vLLM 0.30 to 0.33: CoreEngineProcManager names them "EngineCore" or "EngineCore_DP<rank>".
     """
@@ -182,8 +182,8 @@ def owns_process() -> bool:
 
 
 def save_on_signals(parts: EngineParts, saver: FileSaver) -> None:
-    """SIGUSR1 to the engine's process has its thread write the files; SIGTERM writes them before vLLM's own
-    handler.
+    """On SIGUSR1 the engine's thread writes the files. On SIGTERM they are written before vLLM's own
+    handler runs.
 
     vLLM gives an engine its shutdown timeout and then kills it: a busy one may not reach shutdown().
     """
@@ -200,5 +200,5 @@ def save_on_signals(parts: EngineParts, saver: FileSaver) -> None:
 
 
 def ranked(path: Path, rank: int) -> Path:
-    """A file of one data-parallel rank's own."""
+    """The file of one data-parallel rank."""
     return path.with_name(f"{path.name}_dp{rank}") if rank else path

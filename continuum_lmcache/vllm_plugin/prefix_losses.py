@@ -1,6 +1,6 @@
-"""What programs lose between their turns: from vLLM's requests to divergence.py, and on to the recorder.
+"""Finds what programs lose between their turns: from vLLM's requests to divergence.py and the recorder.
 
-Touches, on vLLM 0.30 to 0.33: Request.all_token_ids, .block_hashes, .num_prompt_tokens, as
+Reads, on vLLM 0.30 to 0.33: Request.all_token_ids, .block_hashes, .num_prompt_tokens, as
 programs/prompt_linker.py does.
 """
 
@@ -46,7 +46,7 @@ class PrefixLossReporter:
         )
 
     def on_first_run(self, now_s: float, turn: TurnState) -> None:
-        """It runs, with what was found of its prompt."""
+        """The turn runs, with the tokens found of its prompt."""
         assert turn.program is not None
         found_tokens = turn.gpu_tokens + turn.loaded_tokens
         is_declined = self._load_policy.has_declined(turn.id)
@@ -55,7 +55,7 @@ class PrefixLossReporter:
             self._events.publish(PrefixLost(now_s, turn.program, turn.id, loss, self._texts(loss)))
 
     def on_pause(self, turn: TurnState, request: Request, thought: bool, tiers: Residency) -> None:
-        """It ended in a tool call."""
+        """The turn ended in a tool call."""
         assert turn.program is not None
         self.ended_turns.add(
             turn.program,
@@ -71,7 +71,7 @@ class PrefixLossReporter:
         )
 
     def _texts(self, loss: PrefixLoss) -> tuple[str, ...]:
-        """What stood there and stands there now, cut; nothing where texts are private."""
+        """The texts there, before and now, cut; nothing where texts are private."""
         if self._tokenizer is None:
             return ()
         try:
@@ -84,6 +84,6 @@ class PrefixLossReporter:
 
 
 def name_of(turn: TurnState) -> str:
-    """What the client calls the program, whatever its cache_salt."""
+    """The client's name of the program, whatever its cache_salt."""
     fields = turn.fields
     return str(turn.program) if fields.job_id is None else program_id(fields.job_id, fields.owner)

@@ -1,6 +1,6 @@
-"""From vLLM's Request to this package's values, and back to nothing else.
+"""Converts vLLM's Request into this package's values.
 
-Touches, on vLLM 0.30 to 0.33: Request.sampling_params.extra_args, .cache_salt, .block_hashes,
+Reads, on vLLM 0.30 to 0.33: Request.sampling_params.extra_args, .cache_salt, .block_hashes,
 .output_token_ids, .status, .priority, .session_id.
 """
 
@@ -43,17 +43,17 @@ class TurnState:
     priority: int
     tenant: str = ""
     held: bool = False  # its program waits to start (admission/controller.py)
-    refused_s: float | None = None  # when it was first in line and there were no blocks
+    refused_s: float | None = None  # when it was first in the queue and there were no blocks
     started_s: float | None = None
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
-    loaded_tokens: int = 0  # of the prompt, brought by the connector
+    loaded_tokens: int = 0  # of the prompt, loaded by the connector
     reusable_tokens: int | None = None  # of the program's last turn; None: not known
-    matched_tokens: int = 0  # of the prompt, taken for those of the turn that it was found to continue
-    divergence: Divergence | None = None  # how far it follows its program's last turn; None: not known
+    matched_tokens: int = 0  # of the prompt, those of the turn that it continues
+    divergence: Divergence | None = None  # how far it repeats its program's last turn; None: not known
 
     @property
     def running_rank(self) -> tuple[bool, int, float, float]:
-        """Who goes on when memory is short: smallest first. A last step is soon over."""
+        """Which turn keeps its memory when memory is short: smallest first. A last step ends soon."""
         return (not self.fields.is_last_step, self.priority, self.program_arrival_s, self.arrival_s)
 
 
@@ -62,12 +62,12 @@ class TurnTable(dict[TurnId, TurnState]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.to_rekey: set[TurnId] = set()  # waiting, and their key in the queue is stale
-        self.preempted: set[TurnId] = set()  # they ran, and do not now
-        self.refused_memory: set[TurnId] = set()  # waiting, since there were no blocks for them
+        self.to_rekey: set[TurnId] = set()  # waiting turns whose key in the queue is out of date
+        self.preempted: set[TurnId] = set()  # turns that ran and do not run now
+        self.refused_memory: set[TurnId] = set()  # waiting turns that got no blocks
 
     def drop(self, turn_id: TurnId) -> TurnState | None:
-        """Forget a turn that is over; None: it was not known."""
+        """Drop a turn that has ended; None: it was not known."""
         self.preempted.discard(turn_id)
         self.refused_memory.discard(turn_id)
         return self.pop(turn_id, None)
@@ -79,7 +79,7 @@ class TurnTable(dict[TurnId, TurnState]):
 
 
 def live_turn(now_s: float, request: Request, config: ContinuumConfig) -> tuple[TurnState, list[str]]:
-    """The request as a turn whose program is yet to be found, and the names of fields that are ignored."""
+    """The request as a turn without its program yet, and the names of ignored fields."""
     fields, bad = identity(request)
     ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]
     priority = request.priority
@@ -96,10 +96,10 @@ def live_turn(now_s: float, request: Request, config: ContinuumConfig) -> tuple[
 
 
 def identity(request: Request) -> tuple[ProgramFields, str]:
-    """What the request says of its program; the second value names a field that could not be used.
+    """The request's fields about its program; the second value names a field that could not be used.
 
-    API servers have refused bad fields already. What comes by other ways (LLM.generate, a
-    session id) must not harm the engine: it is ignored, and counted by the caller.
+    API servers have refused bad fields already. Values from other ways (LLM.generate, a
+    session id) must not harm the engine: a bad one is ignored, and the caller counts it.
     """
     sent, bad = extra_args(request), ""
     try:
@@ -116,7 +116,7 @@ def identity(request: Request) -> tuple[ProgramFields, str]:
 
 
 def extra_args(request: Request) -> dict[str, Any]:
-    """What the API server, or the caller of LLM.generate, sent along."""
+    """The extra arguments from the API server, or from the caller of LLM.generate."""
     params = request.sampling_params
     return (params.extra_args if params is not None else None) or {}
 

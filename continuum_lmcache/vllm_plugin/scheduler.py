@@ -38,17 +38,17 @@ from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 from continuum_lmcache.vllm_plugin.waiting_queue import Key, ProgramQueue
 
-REPORT_EVERY_S = 0.5  # more often than anybody scrapes; gathering and sending the figures costs 0.1 ms
+REPORT_EVERY_S = 0.5  # more often than any scrape; gathering and sending the figures costs 0.1 ms
 
 
 class ContinuumMixin(Scheduler):
-    """What `--scheduling-policy continuum` changes, for the sync and the async scheduler alike."""
+    """The changes of `--scheduling-policy continuum`, for the sync and the async scheduler alike."""
 
-    clock: Callable[[], float] = staticmethod(time.monotonic)  # the lab sets its own
+    clock: Callable[[], float] = staticmethod(time.monotonic)  # the lab replaces it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        idle_timer.install()  # the engine around it exists already, and idles later
+        idle_timer.install()  # the engine exists already, and becomes idle later
         transfer = self.vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         config = ContinuumConfig.load(extra, os.environ)
@@ -63,8 +63,8 @@ class ContinuumMixin(Scheduler):
         if not self._may_cut_anywhere():
             self._chunks.smallest = None
         self._decodes_first = advisor.config.measured_chunk
-        self._prompts_last = False  # of the running ones, in this step
-        self._had_prompts = False  # the last step; without them nobody need be asked
+        self._prompts_last = False  # among the running ones, in this step
+        self._had_prompts = False  # in the last step; without them the requests need no check
         self._alarm: IdleTimer | None = None
         self._renewal = PinRenewal(lifecycle.programs, self._pins, advisor, lifecycle.engine_load)
         self._running_changed = False
@@ -94,7 +94,7 @@ class ContinuumMixin(Scheduler):
         now_s = self.clock()
         self._report_due = False
         self._lifecycle.admit(now_s, bool(self.running), any(self._queues.values()))
-        self._renewal.renew_due(now_s)  # after: a program that starts at once waits for nobody's pin
+        self._renewal.renew_due(now_s)  # after admit: a program that starts at once waits for no pin
         if self._pins.pinned:
             self._lifecycle.expire(now_s)
         self._lifecycle.forget_idle(now_s)
@@ -107,23 +107,23 @@ class ContinuumMixin(Scheduler):
             self._reclaimer.step_ends()
 
     def _reorder(self) -> None:
-        """Turns whose place changed move; the newest program's request becomes vLLM's victim."""
+        """Move turns whose place changed; the newest program's request becomes vLLM's victim."""
         for turn_id in self._turns.to_rekey:
             request = self.requests.get(turn_id)
             for queue in self._queues.values():
                 if request is not None and request in queue:
                     queue.rekey(request)
         self._turns.to_rekey.clear()
-        decodes_first = self._prompts_last and not self._reclaimer.may_run_short()  # then nobody is a victim
+        decodes_first = self._prompts_last and not self._reclaimer.may_run_short()  # no victims then
         if decodes_first or self._running_changed:  # stock FCFS preempts running[-1]
             self.running.sort(
                 key=lambda request: (decodes_first and request.is_prefill_chunk, self._running_rank(request))
             )
-            self._running_changed = decodes_first  # a prompt that is done goes back to its place
+            self._running_changed = decodes_first  # a finished prompt returns to its place
 
     def _choose_chunk(self) -> None:
-        """Decodes before prompts, or an older program's prompt would take their share of the budget too; and
-        with measured step times as much of the prompts as pays beside them."""
+        """Schedule decodes before prompts, else an older program's prompt takes their share of the budget;
+        with measured step times, add as many prompt tokens as pay beside them."""
         if not self._decodes_first:
             return
         prompts = sum(request.is_prefill_chunk for request in self.running) if self._had_prompts else 0
@@ -133,7 +133,7 @@ class ContinuumMixin(Scheduler):
         self.max_num_scheduled_tokens = budget_tokens
 
     def _may_cut_anywhere(self) -> bool:
-        """Whether vLLM schedules any part of a prompt: one that it may not cut never fits a small budget."""
+        """Whether vLLM may schedule any part of a prompt: a prompt in one piece never fits a small budget."""
         config = self.scheduler_config
         return bool(
             config.enable_chunked_prefill
@@ -160,7 +160,7 @@ class ContinuumMixin(Scheduler):
         super()._update_after_schedule(scheduler_output)
 
     def _decoded(self, tokens: Mapping[str, int]) -> int:
-        """How many of a step's tokens are no prompt's."""
+        """How many of a step's tokens belong to no prompt."""
         scheduled = ((n, self.requests[i]) for i, n in tokens.items())
         return sum(n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens)
 
@@ -175,9 +175,9 @@ class ContinuumMixin(Scheduler):
 
     def add_request(self, request: Request) -> None:
         now_s = self.clock()
-        if not self.requests:  # the first step after idleness has nothing new to report
+        if not self.requests:  # the first step after an idle time has nothing new to report
             self._report_at_s = now_s + REPORT_EVERY_S
-        if request.request_id not in self.requests:  # else: one more piece of a streamed input
+        if request.request_id not in self.requests:  # else: a further piece of a streamed input
             self._lifecycle.on_arrival(now_s, request)
         super().add_request(request)
 
@@ -188,11 +188,11 @@ class ContinuumMixin(Scheduler):
         return super()._free_request(request, *args, **kwargs)
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
-        """A load that failed from its first block left nothing: no memory is kept for its rest, nor a place
-        before those whose loads came.
+        """After a load that failed from its first block, keep no memory for its rest and no place before
+        requests whose loads have ended.
 
-        vLLM 0.30 to 0.33 keep both: a retry of more than half of the memory never fits beside what it had
-        reserved, and one that waits for what others have reserved stands before them for ever.
+        vLLM 0.30 to 0.33 keep both. A retry of more than half of the memory never fits beside its own
+        reservation, and one that waits for others' reservations blocks these for ever.
         """
         super()._update_waiting_for_remote_kv(request)
         if not request.num_computed_tokens:
@@ -200,15 +200,15 @@ class ContinuumMixin(Scheduler):
             self._turns.to_rekey.add(TurnId(request.request_id))
 
     def _handle_invalid_blocks(self, invalid_block_ids: set[int], *args: Any, **kwargs: Any) -> set[str]:
-        """A request whose load within a step failed is preempted, and computes what the load should bring.
+        """Preempt a request whose load within a step failed; it then computes the tokens of the load.
 
-        vLLM 0.30 to 0.33 let it go on where it is: with steps ahead it takes tokens for new that came of the
-        failed load, and on GPUs the newer runner reads the wrong ones (vllm-project/vllm#49250).
+        vLLM 0.30 to 0.33 let it run on: with steps ahead, tokens computed from the failed load count as
+        new, and on GPUs the newer runner reads the wrong ones (vllm-project/vllm#49250).
         """
         failed = super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)
         running = [request for request in self.running if request.request_id in failed]
         if self.recompute_kv_load_failures and not self._load_policy.controls_loads:
-            running = []  # they would load again: vLLM computes into the same blocks
+            running = []  # they would load again, since vLLM computes into the same blocks
         self._invalid_blocks.mark_invalid(invalid_block_ids, [request.request_id for request in running])
         if self.recompute_kv_load_failures:
             for request in running:
@@ -216,13 +216,13 @@ class ContinuumMixin(Scheduler):
         return failed
 
     def _compute_again(self, request: Request) -> None:
-        """As vLLM resets a running request."""
+        """Preempt it as vLLM does when it resets running requests."""
         self._load_policy.on_load_failure(TurnId(request.request_id))
         self.running.remove(request)
         self._preempt_request(request, self.clock(), drop_stale_output=True)
         self.prev_step_scheduled_req_ids.discard(request.request_id)
 
-    # the engine around it ---------------------------------------------------
+    # the engine's calls -----------------------------------------------------
 
     def has_requests(self) -> bool:
         """True also when a pin is due: one step without tokens releases it and reports."""
@@ -233,7 +233,7 @@ class ContinuumMixin(Scheduler):
         return is_due and self.pause_state == PauseState.UNPAUSED
 
     def before_idle(self, wake: Callable[[], None]) -> None:
-        """The engine may be about to sleep: have it woken for what falls due."""
+        """The engine may go to sleep: set the timer for the next deadline."""
         if super().has_requests():
             return
         if self._alarm is None:
@@ -241,7 +241,7 @@ class ContinuumMixin(Scheduler):
         self._alarm.set(self.next_due_s())
 
     def next_due_s(self) -> float | None:
-        """When a pin runs out, though nothing may run then; None: never."""
+        """When a pin expires, though nothing may run then; None: never."""
         return self._pins.next_deadline_s()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
@@ -276,7 +276,7 @@ class ContinuumMixin(Scheduler):
         return self._turns[TurnId(request.request_id)].running_rank
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
-        """vLLM up to 0.30 asks this, and would let a skipped newer program pass an older one."""
+        """vLLM up to 0.30 calls this, and would let a skipped newer program pass an older one."""
         queues = [q for q in self._queues.values() if q]
         return min(queues, key=ProgramQueue.head_key) if queues else None
 

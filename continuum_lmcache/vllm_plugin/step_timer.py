@@ -1,4 +1,4 @@
-"""What steps and returns really cost: the measurements behind the rates, and beside the forecasts.
+"""Measures what steps and returns cost, for the rates and the forecasts.
 
 A step lasts from the end of schedule() to its output, or from the output before it where vLLM
 schedules ahead. Reads, on vLLM 0.30 to 0.33: SchedulerOutput.num_scheduled_tokens,
@@ -21,20 +21,20 @@ from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.requests import TurnState
 
-LEAST_PREFILL_TOKENS = 128  # a step with fewer says little of the prefill curve
-LEAST_PREFILL_SHARE = 0.9  # of a step's tokens: decoding is bound by other things
+LEAST_PREFILL_TOKENS = 128  # a step with fewer shows little of the prefill curve
+LEAST_PREFILL_SHARE = 0.9  # of a step's tokens: decoding is limited by other things
 
 
 class StepLaunch(NamedTuple):
     """A step in flight."""
 
     at_s: float
-    waits: bool  # for its transfers
-    is_behind: bool  # another one
+    waits: bool  # the step waits for its transfers
+    is_behind: bool  # another step was in flight at its launch
 
 
 class StepTimer:
-    """Times steps, learns from what moved in them, and completes forecasts of reloads."""
+    """Times steps, learns from their transfers, and completes forecasts of reloads."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class StepTimer:
         events.subscribe(ProgramEnded, lambda event: self.reloads.on_program_end(event.program))
         self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
         self._last_s = 0.0
-        self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for a load that nobody times
+        self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for an untimed load
 
     # a turn ------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ class StepTimer:
             )
 
     def on_run(self, turn: TurnState) -> None:
-        """A turn is in the step that was just scheduled, for the first time or again."""
+        """The step that was just scheduled has this turn, for the first time or again."""
         if turn.loaded_tokens and not self._residency.times_loads:
             self._untimed.add(turn.id)
 
@@ -71,11 +71,11 @@ class StepTimer:
         self.reloads.add_forecast(program, ReloadForecast(context_tokens, reload_s))
 
     def on_turn_end(self, turn: TurnId) -> None:
-        """A turn ended or was preempted; the step it was last in may not be reported yet."""
+        """A turn ended or was preempted; its last step may not be reported yet."""
         self.reloads.on_turn_end(turn)
 
     def prompt_share(self, now_s: float) -> float:
-        """Of the latest time, the share in which prompts were computed, 0 to 1."""
+        """The share of the latest time in which prompts were computed, 0 to 1."""
         return self.prompt_time.now(now_s)
 
     # a step ------------------------------------------------------------------
@@ -85,7 +85,7 @@ class StepTimer:
         self._flight[id(output)] = StepLaunch(now_s, self._residency.waits(output), bool(self._flight))
 
     def on_step(self, now_s: float, output: SchedulerOutput) -> None:
-        """Its output is here."""
+        """The step's output is here."""
         launch = self._flight.pop(id(output), None) or StepLaunch(now_s, False, False)
         took_s, is_own = self._took_s(now_s, launch)
         self._last_s = now_s
@@ -106,8 +106,8 @@ class StepTimer:
     def _took_s(self, now_s: float, launch: StepLaunch) -> tuple[float, bool]:
         """A step's seconds, and whether they are its own alone.
 
-        Where the worker runs inside the engine, the launch of a step that waits for its store waits for its
-        forward too, and only then the output before it is looked at. The store has timed such a step.
+        Where the worker runs inside the engine, the launch of a step that waits for its store also waits for
+        its forward, and the engine reads the output before it only then. The store has timed such a step.
         """
         took_s = now_s - max(launch.at_s, self._last_s)
         measured_s = self._residency.step_s()
@@ -118,7 +118,7 @@ class StepTimer:
         return took_s, not (launch.waits or any(later.waits for later in self._flight.values()))
 
     def _learn_prefill(self, step: StepWork, moved: list[KVTransfer]) -> None:
-        """What this step says of the prefill curve, if it was prefill for the most part."""
+        """Correct the prefill curve by this step, if it was prefill for the most part."""
         curve = self._rates.costs.prefill
         in_step_s = step_wait_s(moved)
         prefill_tokens = sum(new for new, _ in step.work.values() if new > 1)

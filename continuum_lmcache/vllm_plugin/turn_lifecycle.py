@@ -1,4 +1,4 @@
-"""A request's life as a turn of a program: arrived, started, finished; and its KV in between.
+"""A request's life as a turn of a program, from arrival to end, and its KV in between.
 
 It asks advisor, admission and load policy for decisions. Recorder and metrics subscribe to its events.
 """
@@ -46,7 +46,7 @@ FORGET_EVERY_S = 10.0
 
 
 class TurnLifecycle:
-    """One engine's programs, turns and pins: what each event of a request changes in the tables."""
+    """One engine's programs, turns and pins: how each event of a request changes the tables."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TurnLifecycle:
 
         beside = others if residency.async_loads else no_contention
         self.load_policy = LoadPolicy(advisor.rates, beside, config.load_or_recompute)
-        self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end is not "evicted"
+        self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end does not count as evicted
         self.step_timer = StepTimer(
             advisor.rates, advisor.observe_transfers, self.events, residency, self._slack_tokens
         )
@@ -116,7 +116,7 @@ class TurnLifecycle:
     # a turn's life ---------------------------------------------------------
 
     def on_arrival(self, now_s: float, request: Request) -> None:
-        """A request joins the queue: whose turn is it, and what did its tool gap teach?"""
+        """A request joins the queue: find its program, and learn from its tool gap."""
         turn, ignored = live_turn(now_s, request, self.config)
         for field in ignored:
             self.ignored[field] += 1
@@ -125,7 +125,7 @@ class TurnLifecycle:
         elif self.config.infer_programs and (link := self._prompt_linker.find_link(request, turn.fields)):
             turn.matched_tokens = link.tokens
             self._bind_program(turn, request, link.program, link.arrival_s)
-        else:  # never held, and takes room
+        else:  # never held, and needs room
             sizes = (request.num_prompt_tokens, 0, 0, True)
             self.admission.on_arrival(now_s, anonymous_program(request), *sizes, hashes=request.block_hashes)
         self.turns[turn.id] = turn
@@ -133,11 +133,11 @@ class TurnLifecycle:
     def _bind_program(
         self, turn: TurnState, request: Request, program: ProgramId, since_s: float | None
     ) -> None:
-        """The turn is one of this program's."""
+        """Make the turn one of this program's."""
         now_s = turn.arrival_s
         before = self.end_claims.withdraw(program)
         since_s = before.arrival_s if before else since_s
-        if turn.fields.turns and since_s is None:  # under way elsewhere; its age counts with its turns only
+        if turn.fields.turns and since_s is None:  # started elsewhere; its age counts with its turns only
             since_s = now_s - turn.fields.age_s
         back = self.programs.add_turn(now_s, turn.id, program, turn.tenant, since_s)
         if turn.fields.turns > self.programs.records[program].turns:  # that gap was elsewhere
@@ -154,7 +154,7 @@ class TurnLifecycle:
         self.events.publish(TurnArrived(now_s, program, turn.id, request.num_prompt_tokens, *gap))
 
     def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
-        """A waiting request got its blocks: this much of its prompt was found, and where."""
+        """A waiting request got its blocks: so much of its prompt was found on the GPU, so much is loaded."""
         turn = self.turns.get(TurnId(request.request_id))
         if turn is not None:
             turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
@@ -162,7 +162,7 @@ class TurnLifecycle:
             self.step_timer.on_allocated(turn, request.num_prompt_tokens)
 
     def on_load_done(self, request: Request) -> None:
-        """An asynchronous load has ended; of what was found, as much as is computed now came."""
+        """An asynchronous load has ended; the tokens that now count as computed were loaded."""
         turn = self.turns.get(TurnId(request.request_id))
         if turn is not None:
             came = max(0, request.num_computed_tokens - turn.gpu_tokens)
@@ -186,7 +186,7 @@ class TurnLifecycle:
             found_tokens = turn.gpu_tokens + turn.loaded_tokens
             self.admission.on_prefix_hit(program, request.block_hashes, found_tokens)
         context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
-        if turn.reusable_tokens is not None:  # what is not asked for was not lost
+        if turn.reusable_tokens is not None:  # tokens that are not used again were not lost
             context_tokens = min(context_tokens, turn.reusable_tokens)
         self.residency.count_returned(served, context_tokens)
         evicted = context_tokens - turn.gpu_tokens > self._slack_tokens
@@ -205,7 +205,7 @@ class TurnLifecycle:
             self.events.publish(TurnPreempted(now_s, turn.program, turn_id))
 
     def on_resume(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
-        """Of the preempted turns, those that run again in this step."""
+        """Note the preempted turns that run again in this step."""
         for turn_id in [t for t in self.turns.preempted if t in scheduled]:
             self.turns.preempted.discard(turn_id)
             turn, request = self.turns[turn_id], requests[turn_id]
@@ -242,7 +242,7 @@ class TurnLifecycle:
             self.admission.remove_turn(turn.program)
 
     def _end_in_tool_call(self, now_s: float, turn: TurnState, request: Request) -> None:
-        """A turn that ends in a tool call: for how long does its KV stay?"""
+        """A turn ends in a tool call: decide for how long its KV stays."""
         assert turn.program is not None
         program = turn.program
         text = "" if turn.fields.this_tool else tail_text(request, self._tokenizer, self.ignored)
@@ -272,7 +272,7 @@ class TurnLifecycle:
             )
 
     def _end_program(self, now_s: float, turn: TurnState, request: Request) -> None:
-        """The program's last turn: nothing of it will be needed again."""
+        """The program's last turn: none of its KV is needed again."""
         assert turn.program is not None
         self.pins.release(now_s, turn.program, PinEnd.ENDED)
         self._end_without_pin(now_s, turn, request)
@@ -286,7 +286,7 @@ class TurnLifecycle:
             self.blocks.evict_private(request.request_id, shared_tokens)
 
     def _end_without_pin(self, now_s: float, turn: TurnState, request: Request) -> None:
-        """A turn ended, and in no tool call."""
+        """A turn ended, but not in a tool call."""
         assert turn.program is not None
         self.programs.remove_turn(now_s, turn.id, turn.program)
         self.pins.turn_stopped_waiting(turn.program)
@@ -296,9 +296,9 @@ class TurnLifecycle:
     # a program's end -------------------------------------------------------
 
     def _drop_program(self, now_s: float, program: ProgramId, own_turns: int = 0) -> Program | None:
-        """Drop what is known of a program that has ended or was given up, unless another turn of it is live.
+        """Drop the records of a program that ended or was given up, unless another turn of it is live.
 
-        `own_turns`: those that ended with it, and are not counted yet.
+        `own_turns`: turns that ended with it, and are not counted yet.
         """
         entry = self.programs.drop(program)
         if entry is not None:
@@ -308,9 +308,9 @@ class TurnLifecycle:
         return entry
 
     def forget_idle(self, now_s: float) -> None:
-        """Every FORGET_EVERY_S: forget programs without a turn for `program_idle_s`.
+        """Every FORGET_EVERY_S: drop programs without a turn for `program_idle_s`.
 
-        What such a program's last tool took, at least, is still worth knowing.
+        The time since such a program's last tool call is a lower bound of that call's duration.
         """
         if now_s < self._forget_at_s:
             return
@@ -323,8 +323,8 @@ class TurnLifecycle:
     # each step -------------------------------------------------------------
 
     def admit(self, now_s: float, is_running: bool, is_queued: bool) -> None:
-        """Start programs for which there is room: their turns take their place in the queue. Whether a turn
-        runs, and whether one waits that is not held."""
+        """Start programs for which there is room: their turns take their place in the queue.
+        `is_running`: a turn runs. `is_queued`: a turn that is not held waits."""
         idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_share(now_s)
         for program in self.admission.admit(now_s, idle, 1.0 if is_queued else prompt_share):
             for turn_id in self.programs.records[program].live:
@@ -332,7 +332,7 @@ class TurnLifecycle:
                 self.turns.to_rekey.add(turn_id)
 
     def expire(self, now_s: float) -> None:
-        """Release every pin whose TTL has run out, unless its program's next turn is here."""
+        """Release every expired pin, unless its program's next turn is here."""
         for program in self.pins.due(now_s):
             self.pins.release(now_s, program, PinEnd.EXPIRED)
 
@@ -344,13 +344,13 @@ class TurnLifecycle:
     # answers ---------------------------------------------------------------
 
     def engine_load(self, away_s: float = 0.0) -> EngineLoad:
-        """How busy the engine is, for a program that has been away so long."""
+        """How busy the engine is, for a program that has been away this long."""
         free, pinned = self.blocks.free_count(), self.pins.pinned_blocks
         is_short = bool(self.turns.refused_memory or self.admission.pending)
         return EngineLoad(self.pool_blocks, free, pinned, is_memory_short=is_short, away_s=away_s)
 
     def oldest_returning_wait_s(self, now_s: float) -> float:
-        """For how long that later turn of a program has waited which waits for longest; 0: none does."""
+        """The longest wait among later turns of programs; 0: none waits."""
         programs = self.programs.records
         later = [
             turn.arrival_s
@@ -363,9 +363,9 @@ class TurnLifecycle:
         return max(0.0, now_s - min(later, default=now_s))
 
     def queue_key(self, request: Request) -> tuple[Any, ...]:
-        """The request's place in the waiting queue: those that hold memory first, others wait for it."""
+        """The request's place in the waiting queue: requests that hold memory first: others wait for it."""
         turn = self.turns[TurnId(request.request_id)]
-        preempted = request.num_preemptions > 0  # its status tells no more while its KV is loaded back
+        preempted = request.num_preemptions > 0  # its status does not show it while its KV is loaded back
         pinned = turn.program in self.pins.pinned
         entry = self.programs.queue_entry(turn.program, turn.arrival_s, turn.priority, preempted, pinned)
         order = self.advisor.order(entry)
@@ -378,10 +378,10 @@ class TurnLifecycle:
             table.check()
 
     def _rekey(self, program: ProgramId) -> None:
-        """The program's waiting turns have another place in the queue now, preempted ones too."""
+        """The place of the program's waiting turns in the queue has changed, preempted ones too."""
         self.turns.to_rekey |= self.programs.records[program].live
 
 
 def anonymous_program(request: Request) -> ProgramId:
-    """A request without a program, as one that ends with it."""
+    """A name for a request without a program, as a program that ends with it."""
     return ProgramId(f"~{request.request_id}")

@@ -1,6 +1,6 @@
 """The waiting queue: a heap whose keys are snapshots, so that no later change can corrupt it.
 
-add, pop, peek, remove and rekey are O(log n) amortised. Stands in for vLLM's own queues
+add, pop, peek, remove and rekey are O(log n) amortised. Replaces vLLM's own queues
 (RequestQueue, unchanged from vLLM 0.30 to 0.33).
 """
 
@@ -18,17 +18,17 @@ Key = tuple[Any, ...]  # the first is True for a held request: it sorts last and
 
 
 class ProgramQueue(RequestQueue):
-    """Requests in the order of `key(request)`; equal keys in the order they came."""
+    """Requests in the order of `key(request)`; equal keys in the order of their arrival."""
 
     def __init__(self, key: Callable[[Request], Key], asked: Callable[[], None] = lambda: None) -> None:
         self._key = key
         self._asked = asked  # called when vLLM asks for the first request
-        self._heap: list[tuple[Key, int, str]] = []  # stale entries are skipped when they surface
+        self._heap: list[tuple[Key, int, str]] = []  # stale entries are skipped when they reach the top
         self._live: dict[str, tuple[int, Request]] = {}  # request id -> its newest entry's number
         self._numbers = itertools.count()
 
     def add_request(self, request: Request) -> None:
-        """Also moves a request that is here already to where its key now belongs."""
+        """Also moves a request that is in the queue to the place of its new key."""
         number = next(self._numbers)
         self._live[request.request_id] = (number, request)
         heapq.heappush(self._heap, (self._key(request), number, request.request_id))
@@ -37,7 +37,7 @@ class ProgramQueue(RequestQueue):
             heapq.heapify(self._heap)
 
     rekey = add_request
-    prepend_request = add_request  # the order is the key's alone
+    prepend_request = add_request  # only the key decides the order
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -1,8 +1,8 @@
-"""vLLM's engine and vLLM's own OpenAI and Anthropic app in this process; a watcher is called for each prompt.
+"""vLLM's engine and vLLM's own OpenAI and Anthropic app in this process; a watcher observes each prompt.
 
-Nothing of vLLM's server is written again: its parser reads the options, its AsyncLLM runs the engine, its
-build_app and init_app_state make the app. The engine is watched where prompts go in and results come out, so
-that token counts are the engine's own.
+No part of vLLM's server is rewritten: its parser reads the options, its AsyncLLM runs the engine, its
+build_app and init_app_state make the app. The engine is observed where prompts enter and results leave, so
+token counts are the engine's own.
 
 Seams, read and run on vLLM 0.32, and refused on any other: entrypoints.launchers
 (cli_args.make_arg_parser, .validate_parsed_serve_args, app.build_app, api_server.app_state.init_app_state);
@@ -33,20 +33,20 @@ class Prompt(Protocol):
     """One prompt, as the watcher sees it."""
 
     def starts(self, sampling_params: Any) -> None:
-        """It goes into the engine with these, which may be changed."""
+        """It enters the engine with these parameters, which may be changed."""
 
     def first_token(self, prompt_tokens: int) -> None:
-        """It is computed."""
+        """Its prefill has ended."""
 
     def stops(self, context_tokens: int) -> None:
-        """Its generation is over, with a context of so many tokens; 0: it did not finish."""
+        """Its generation has ended, with a context of this many tokens; 0: it did not finish."""
 
 
 class WatchedEngine(AsyncLLM):
-    """vLLM's engine. `watch` makes a Prompt for each that goes in."""
+    """vLLM's engine. `watch` makes a Prompt for each prompt that enters."""
 
     watch: Callable[[], Prompt]
-    _uncomputed: dict[str, Prompt]  # by request id: those that have no first token yet
+    _uncomputed: dict[str, Prompt]  # by request id: those without a first token yet
 
     async def generate(
         self, prompt: Any, sampling_params: Any, request_id: str, **more: Any
@@ -71,8 +71,8 @@ class WatchedEngine(AsyncLLM):
             watched.stops(prompt_tokens + generated_tokens if finished else 0)
 
     def look(self) -> None:
-        """Tell of prompts that are computed though nothing came out yet: an answer that is not streamed comes
-        when it is whole."""
+        """Report prompts whose prefill has ended without an output yet: an answer that is not streamed comes
+        only when it is complete."""
         for state in self.output_processor.request_states.values():
             if not state.is_prefilling:
                 watched = self._uncomputed.pop(state.external_req_id, None)
@@ -81,7 +81,7 @@ class WatchedEngine(AsyncLLM):
 
     @property
     def gpu_tokens(self) -> int:
-        """Tokens whose KV the engine has room for."""
+        """How many tokens' KV the engine can hold."""
         cache = self.vllm_config.cache_config
         return int((cache.num_gpu_blocks or 0) * cache.block_size)
 
@@ -89,7 +89,7 @@ class WatchedEngine(AsyncLLM):
 async def started(words: list[str], watch: Callable[[], Prompt]) -> tuple[WatchedEngine, FastAPI]:
     """The engine and the app of `vllm serve WORDS`.
 
-    Raises ConfigError on a vLLM that was not checked, and otherwise as vLLM does.
+    Raises ConfigError on an unchecked vLLM, and otherwise the errors of vLLM.
     """
     refuse_unchecked(version("vllm"))
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -113,14 +113,14 @@ async def started(words: list[str], watch: Callable[[], Prompt]) -> tuple[Watche
 
 
 def refuse_unchecked(found: str) -> None:
-    """Raise ConfigError unless this vLLM's internals are those that this file was run with."""
+    """Raise ConfigError unless this file was run with this vLLM's internals."""
     if not found.startswith(CHECKED_VERSIONS):
         checked = ", ".join(each.rstrip(".") for each in CHECKED_VERSIONS)
         raise ConfigError(f"vLLM {found}: a replica under Ray Serve needs {checked}")
 
 
 def parsed(words: list[str]) -> Namespace:
-    """The words after `vllm serve`, read by its own parser. Raises ValueError, where it would exit."""
+    """The arguments after `vllm serve`, read by its own parser. Raises ValueError where that would exit."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""What an engine reads from and writes to files."""
+"""The files that an engine reads and writes."""

@@ -1,4 +1,4 @@
-"""Where learned tool durations survive a restart: `continuum.tool_durations_file`; all I/O about them."""
+"""Reads and writes the learned tool durations, which survive a restart (`continuum.tool_durations_file`)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_BYTES = 64 << 20  # a full set of windows is about 5 MB
 
 
 def load_durations(path: Path) -> ToolDurations:
-    """What was learned before. A file that cannot be used is set aside with a warning, never an error.
+    """The durations learned before. An unusable file is set aside with a warning, never an error.
 
-    The names of set-aside files end in `.corrupt`; an older one of that name is replaced.
+    The names of set-aside files end in `.corrupt`; an older file of that name is replaced.
     """
     try:
         if path.stat().st_size > MAX_BYTES:

@@ -2,7 +2,7 @@
 
     RecordingWriter(Path("run"), recorder).flush()  # run/scheduler_timestamps
 
-Nothing that happens to a disk reaches the engine: it is said once, and counted.
+No failure of the disk reaches the engine: it is logged once, and counted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH_EVENTS = 1_000
 
 
 class RecordingWriter:
-    """Writes what `recorder` holds into `directory`, one run a directory.
+    """Writes the contents of `recorder` into `directory`, one run per directory.
 
     `rank` is the data-parallel rank: engines share a directory, not a file. Raises ConfigError if
     the directory cannot be made; later failures count in `lost` and warn once.
@@ -45,10 +45,10 @@ class RecordingWriter:
         self._drafts = itertools.count()
 
     def flush(self) -> bool:
-        """Write the whole snapshot, whole or not at all. False if the disk refused.
+        """Write the whole snapshot, or nothing. False if the disk refused it.
 
-        From any thread: the snapshot's lists are copies and its events never change. A signal handler may
-        find another flush half done, so each has a draft of its own.
+        Any thread may call it: the snapshot's lists are copies and its events never change. A signal
+        handler may interrupt another flush, so each has its own draft.
         """
         snapshot = self._recorder.snapshot()
         snapshot[META][0]["lost"] = dict(self.lost)
@@ -77,7 +77,7 @@ def pieces(snapshot: dict[str, list[Event]]) -> Iterator[str]:
 
 
 def write_whole(path: Path, texts: Iterable[str]) -> None:
-    """Write a file and wait until it lies on the disk; leave none behind on failure."""
+    """Write a file and wait until it is on the disk; leave none behind on failure."""
     try:
         with path.open("w", encoding="ascii") as file:
             file.writelines(texts)

@@ -1,7 +1,7 @@
-"""Whose a request is, by its API key: a keyed hash travels with it, the key does not.
+"""Separates requests by their API keys: a keyed hash of the key goes to the engine, the key does not.
 
 Seam, unchanged from vLLM 0.30 to 0.33, run on 0.32: AuthenticationMiddleware.__call__, which vLLM puts
-before its endpoints where keys are configured, and only there. An ASGI request has a task of its own, so a
+in front of its endpoints only where keys are configured. An ASGI request has a task of its own, so a
 context variable reaches its `to_sampling_params` (request_fields.py).
 """
 
@@ -18,7 +18,7 @@ from starlette.datastructures import Headers
 
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
-SECRET = "_CONTINUUM_KEY_SECRET"  # no setting: made by the first process, inherited by its API servers
+SECRET = "_CONTINUUM_KEY_SECRET"  # not a setting: the first process makes it, its API servers inherit it
 owner: ContextVar[str] = ContextVar("continuum_owner", default="")
 
 
@@ -41,12 +41,12 @@ def install() -> None:
 
 
 def share_secret() -> None:
-    """Make the secret unless the process that started this one has: all API servers name an owner alike."""
+    """Make the secret, unless the parent process has: all API servers compute the same owner."""
     os.environ.setdefault(SECRET, secrets.token_hex(32))
 
 
 def secret() -> bytes:
-    """What all API servers of this one start share, and no client knows; 64 bytes."""
+    """A secret that all API servers of this start share, unknown to clients; 64 bytes."""
     return os.environ[SECRET].encode()
 
 

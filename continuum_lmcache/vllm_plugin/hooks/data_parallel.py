@@ -1,10 +1,10 @@
-"""A program's turns go to one rank of `--data-parallel-size N`.
+"""Sends a program's turns to one rank of `--data-parallel-size N`.
 
-vLLM's load balancer is asked for each request and answers with the least busy rank, so that a turn's pin lies
-on one rank and its program's next turn runs on another. Here the first turn goes where vLLM says, and later
-ones where the first went. API servers share no tables: where there are several, which is vLLM's default for
-N > 1, a program's rank is a keyed hash of its name. What names no program goes where vLLM says; so does what
-names a rank.
+vLLM's load balancer picks the least busy rank for each request. A turn's pin may then be on one rank while
+the program's next turn runs on another. Here the first turn goes to vLLM's choice, and later
+ones to the same rank. API servers share no tables: where there are several, which is vLLM's default for
+N > 1, a program's rank is a keyed hash of its name. Requests without a program go to vLLM's choice, and
+so do requests that name a rank.
 
 Seam, read on vLLM 0.32: DPLBAsyncMPClient.get_core_engine_for_request(request), .core_engines (by rank),
 .client_count, .reqs_in_flight, .vllm_config; EngineCoreRequest.sampling_params, .cache_salt, .session_id,
@@ -56,14 +56,14 @@ def install(schedulers: str) -> None:
 
 
 def program_of(fields: ProgramFields, request: Any) -> ProgramId | None:
-    """The program that the request names, as the engine will call it."""
+    """The request's program, with the engine's name for it."""
     if fields.job_id is None:
         return None
     return program_id(fields.job_id, tenant_of(request.cache_salt, fields.owner))
 
 
 def rank_of(program: ProgramId, homes: Homes[int], ranks: int, api_servers: int) -> int | None:
-    """Where the turn goes; None: where vLLM says. A home that is gone (vLLM can scale down) is none."""
+    """The turn's rank; None: vLLM's choice. A home that is gone (vLLM can scale down) does not count."""
     if api_servers > 1:
         return hashed(program, range(ranks), api_keys.secret())
     home = homes.of(program)

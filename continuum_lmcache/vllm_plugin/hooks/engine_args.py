@@ -90,7 +90,7 @@ def text_or_file(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
-    """create_engine_config that turns the policy's name into this package's scheduler."""
+    """create_engine_config that replaces the policy's name by this package's scheduler."""
 
     @functools.wraps(stock)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
@@ -110,7 +110,7 @@ def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
 
 
 def adopt(config: VllmConfig) -> None:
-    """Put our scheduler into a finished config, or say why it cannot be."""
+    """Put our scheduler into a finished config. Raises ConfigError if that is impossible."""
     model, parallel = config.model_config, config.parallel_config
     refuse(config.scheduler_config.scheduler_cls is not None, "this model brings a scheduler of its own")
     refuse(getattr(model, "is_diffusion", False), "diffusion models are not scheduled by turns")
@@ -137,19 +137,19 @@ def adopt(config: VllmConfig) -> None:
 
 
 def version_note(found: str) -> str:
-    """One line about a vLLM that was not checked, else ''."""
+    """One line about an unchecked vLLM, else ''."""
     if found.startswith(CHECKED_VERSIONS):
         return ""
     return f"vLLM {found} was not checked; {SUPPORTED}"
 
 
 def is_too_old(found: str) -> bool:
-    """Whether this vLLM is one on which our own tests fail (docs/versions.md)."""
+    """Whether our own tests fail on this vLLM (docs/versions.md)."""
     return tuple(int(part) for part in found.split(".")[:2]) < OLDEST
 
 
 def load_settings(config: VllmConfig) -> ContinuumConfig:
-    """The settings in force, checked here so that a mistake ends the start and not the engine."""
+    """The settings in use, checked here so that a mistake stops the start and not the engine."""
     transfer = config.kv_transfer_config
     extra = transfer.kv_connector_extra_config if transfer is not None else {}
     settings = ContinuumConfig.load(extra, os.environ)
@@ -158,9 +158,9 @@ def load_settings(config: VllmConfig) -> ContinuumConfig:
 
 
 def prepare_connector(config: VllmConfig) -> None:
-    """Our subclass of a connector we know, with its settings checked before any engine starts.
+    """Replace a connector that we know by our subclass, with its settings checked before any engine starts.
 
-    Whoever wants LMCache's own under this policy names its module: then its path is set already.
+    To use LMCache's own under this policy, name its module: then its path is set already.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:

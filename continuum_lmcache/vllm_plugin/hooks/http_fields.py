@@ -1,8 +1,8 @@
-"""What of an HTTP request its `to_sampling_params` does not get: some headers, and Anthropic's own fields.
-And the other way, what an answer's headers say of its turn.
+"""The parts of an HTTP request that `to_sampling_params` does not get: some headers, and Anthropic's fields.
+In the other direction, headers of an answer about its turn.
 
 Seam: Starlette.__call__, the ASGI entry point of vLLM's FastAPI app in all versions. An ASGI request has a
-task of its own, so a context variable set there reaches what it calls, and nothing else.
+task of its own, so a context variable set there reaches its callees, and no other request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def install() -> None:
             return await stock(self, scope, receive, send)
         headers.set(chosen(scope["headers"]))
         said: dict[str, str] = {}
-        answer.set(said)  # filled by the endpoint, whose task may be another
+        answer.set(said)  # the endpoint fills it, whose task may be another
 
         async def with_headers(message: Any) -> None:
             if message["type"] == "http.response.start" and said:
@@ -47,14 +47,14 @@ def install() -> None:
 
 
 def answers(name: str, value: str) -> None:
-    """The answer to this task's request has this header, where a header can say the value."""
+    """Add this header to the answer to this task's request, if a header can hold the value."""
     said = answer.get()
     if said is not None and value.isascii() and value.isprintable():
         said[name] = value
 
 
 def chosen(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:
-    """The headers that may say whose turn a request is, the first of each name: no credentials."""
+    """The headers that may name a request's program, the first of each name: no credentials."""
     found: dict[str, str] = {}
     for name, value in raw:
         text = name.decode("latin-1").lower()

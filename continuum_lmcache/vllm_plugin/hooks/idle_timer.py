@@ -1,4 +1,4 @@
-"""Wakes an idle engine when a pin runs out, so that its memory shows as free without a spin.
+"""Wakes an idle engine when a pin expires, so that its memory is reported as free without polling.
 
 vLLM calls schedule() only while there is work. Seam, unchanged from vLLM 0.30 to 0.33:
 EngineCoreProc._process_input_queue (where an idle engine sleeps) and EngineCoreRequestType.WAKEUP.
@@ -16,7 +16,7 @@ from continuum_lmcache.vllm_plugin.hooks import wrapping
 
 
 def install() -> None:
-    """Hand each engine's scheduler a way to wake it. Once a process, by our scheduler when it is built."""
+    """Give each engine's scheduler a way to wake it. Once a process, when our scheduler is built."""
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -40,7 +40,7 @@ class IdleTimer:
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
         self._at_s: float | None = None
-        self._wakes_s = math.inf  # when its thread looks next
+        self._wakes_s = math.inf  # when its thread wakes next
         self._changed = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="continuum-alarm", daemon=True)
@@ -49,7 +49,7 @@ class IdleTimer:
     def set(self, at_s: float | None) -> None:
         """Ring at `at_s` on time.monotonic()'s clock; None: not at all.
 
-        Its thread is woken only if it would sleep for too long: each turn's end sets another time, mostly a
+        The thread is woken only if it would sleep for too long: each turn's end sets another time, mostly a
         later one.
         """
         if at_s != self._at_s:

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
 Totals = dict[str, dict[str, float]]  # by metric (metrics.py), then by its label
-# an enum's value takes longer to read than a dict's
+# reading an enum's value takes longer than a dict lookup
 OUTCOMES = {outcome: outcome.value for outcome in PinEnd}
 REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
 
 
 class MetricsDelta:
-    """What changed in one engine since its last report: growth of counts, changed gauges, new samples.
+    """The changes in one engine since its last report: growth of counts, changed gauges, new samples.
 
-    vLLM hands each step's stats to any one of its front-ends, and Prometheus adds these up. So every event
-    must be reported once: each front-end that sees a total would count it.
+    vLLM sends each step's stats to any one of its API servers, and Prometheus adds these up. So every event
+    must be reported once: a total would be counted by each API server that gets one.
     """
 
     def __init__(self, totals: Callable[[float], Totals], observed: MetricSamples) -> None:
@@ -37,7 +37,7 @@ class MetricsDelta:
         changed: MetricsPayload = {}
         for key, figures in now.items():
             old = before.get(key, {})
-            if figures == old:  # of some thirty metrics few move in a step, and this runs in each
+            if figures == old:  # of some thirty metrics few change in a step, and this runs in each
                 continue
             is_count = key in COUNTERS
             moved = {
@@ -83,7 +83,7 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
 
 
 def rate_totals(rates: CalibratedCosts) -> Totals:
-    """Every rate in use, and from how many measurements it is."""
+    """Every rate in use, and its number of measurements."""
     costs = rates.costs
     curve, tiers = costs.prefill, {"dram": costs.dram, "ssd": costs.ssd}
     return {
@@ -99,7 +99,7 @@ def rate_totals(rates: CalibratedCosts) -> Totals:
 
 
 def formula_totals(history: EvictionStats) -> Totals:
-    """T and eta of eq. 2, and the samples behind them."""
+    """T and eta of eq. 2, and their numbers of samples."""
     return {
         "delay": {"": history.queue_delay_s},
         "eta": {"": history.eta},

@@ -1,9 +1,9 @@
-"""The scheduler's figures in vLLM's own /metrics.
+"""Adds the scheduler's figures to vLLM's own /metrics.
 
-They travel inside SchedulerStats.kv_connector_stats under the key "continuum", the one field vLLM
-passes on untouched, and are taken out again before vLLM's loggers see it. Seam, read on vLLM 0.30
-to 0.33: StatLoggerManager.record. vLLM sends a step's stats to one of its front-ends, and each message
-tells what is new since the last (metrics_delta.py), so the counts of several front-ends add up.
+They are sent in SchedulerStats.kv_connector_stats under the key "continuum", the one field that vLLM
+passes on unchanged, and are removed before vLLM's loggers read it. Seam, read on vLLM 0.30
+to 0.33: StatLoggerManager.record. vLLM sends a step's stats to one of its API servers. Each message
+has the changes since the last one (metrics_delta.py), so the counts of several servers add up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
 KEY = "continuum"
-headroom_tokens: dict[int, float] = {}  # by engine, by the latest report to this process
+headroom_tokens: dict[int, float] = {}  # by engine, from the latest report to this process
 MetricsPayload = dict[
     str, Any
 ]  # by metric, then label: a count's growth, a gauge's value, a histogram's samples
@@ -27,7 +27,7 @@ GAP_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1
 DELAY_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 RELOAD_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
-COUNTERS = {  # by key of what is told: name, help, label
+COUNTERS = {  # by key of the report: name, help, label
     "pins": ("continuum_pins", "Pins by what became of them; taken counts all", "outcome"),
     "refused": ("continuum_pins_refused", "Pins that a limit did not allow", "reason"),
     "prompt_tokens": ("continuum_prompt_tokens", "Prompt tokens by where their KV came from", "tier"),
@@ -82,7 +82,7 @@ GAUGES = {  # the label's name last; "" where there is none
     ),
     "lost_at_token": ("continuum_lost_at_token", "From which token on the latest return lost", "cause"),
 }
-HISTOGRAMS = {  # the last: upper bounds of the buckets, seconds
+HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
     "ttl": ("continuum_ttl_seconds", "For how long a finished turn's KV should stay", "tool", TTL_BUCKETS_S),
     "tool_gap": ("continuum_tool_gap_seconds", "From a turn's end to the next", "tool", GAP_BUCKETS_S),
     "queue_delay": (
@@ -102,13 +102,13 @@ HISTOGRAMS = {  # the last: upper bounds of the buckets, seconds
 
 
 def attach(stats: SchedulerStats, told: MetricsPayload) -> SchedulerStats:
-    """The scheduler's stats with our figures in them."""
+    """The scheduler's stats with our figures added."""
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: told}
     return stats
 
 
 def detach(stats: SchedulerStats | None) -> MetricsPayload:
-    """Take our figures out again and leave the field as vLLM expects it."""
+    """Remove our figures and leave the field as vLLM expects it."""
     carried = stats.kv_connector_stats if stats is not None else None
     if stats is None or not carried or KEY not in carried:
         return {}
@@ -118,7 +118,7 @@ def detach(stats: SchedulerStats | None) -> MetricsPayload:
 
 
 class MetricsExporter:
-    """Prometheus metrics of this process, fed with each engine's figures."""
+    """Prometheus metrics of this process, updated from each engine's figures."""
 
     def __init__(self) -> None:
         self._counters = {key: Counter(*declared(*spec)) for key, spec in COUNTERS.items()}
@@ -139,7 +139,7 @@ class MetricsExporter:
                     take(value)
 
     def _taker_of(self, key: str, label: str, engine: int) -> Callable[[float], None]:
-        """What one figure of one engine is given to."""
+        """The function that takes one figure of one engine."""
         labels = [*([label] if label else []), str(engine)]
         if key in self._counters:
             return self._counters[key].labels(*labels).inc
@@ -149,18 +149,18 @@ class MetricsExporter:
 
 
 def declared(name: str, text: str, label: str) -> tuple[str, str, list[str]]:
-    """Name, help and labels, as prometheus_client takes them."""
+    """Name, help and labels in the order of prometheus_client."""
     return name, text, [*([label] if label else []), "engine"]
 
 
 @functools.cache
 def exporter() -> MetricsExporter:
-    """The one of this process: Prometheus refuses a name twice."""
+    """The exporter of this process: Prometheus refuses a name twice."""
     return MetricsExporter()
 
 
 def install() -> None:
-    """Have this API server read our figures; called twice it changes nothing more."""
+    """Make this API server read our figures; a second call changes nothing."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     stock = StatLoggerManager.record

@@ -1,10 +1,10 @@
-"""Carries the program's name from an HTTP request to the scheduler, on all four endpoints.
+"""Passes the program's name from an HTTP request to the scheduler, on all four endpoints.
 
 Seams, read on vLLM 0.30 to 0.33, run on 0.32: `to_sampling_params` of the three OpenAI requests, whose
 unknown fields are attributes; and AnthropicServingMessages.create_messages, whose request drops unknown
-fields, so that they are read from the body again. Headers: http_fields.py. A bad field of ours raises
-RequestError (a ValueError) here, which vLLM answers with HTTP 400: none reaches the engine. The answer's
-headers say the program's name and how much room there was, for a router in front.
+fields, so they are read from the body again. Headers: http_fields.py. A bad field of ours raises
+RequestError (a ValueError) here, which vLLM answers with HTTP 400; it never reaches the engine. The answer's
+headers have the program's name and the headroom, for a router in front.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ OPENAI = {
     "vllm.entrypoints.openai.responses.protocol": "ResponsesRequest",
 }
 MAX_RESPONSES = 10_000
-SESSION_HEADER = "x-session-id"  # sent back, it names the program
-HEADROOM_HEADER = "x-continuum-headroom-tokens"  # of the rank that has most, as last told
+SESSION_HEADER = "x-session-id"  # a client that sends it back names the program
+HEADROOM_HEADER = "x-continuum-headroom-tokens"  # of the rank that has most, by its last report
 
 
 @dataclass
 class ResponsePrograms:
-    """Which program a stored response belongs to. vLLM stores responses in this process too."""
+    """The program of each stored response. vLLM stores responses in this process too."""
 
     _programs: OrderedDict[str, str] = field(default_factory=OrderedDict)
 
     def program_of(self, response_id: object) -> object:
-        """The program that goes on there; of an unknown one the response itself names it."""
+        """The program of the response; for an unknown response its own id."""
         return self._programs.get(response_id, response_id) if isinstance(response_id, str) else response_id
 
     def answered(self, response_id: str, program: str) -> None:
-        """The response is one of this program."""
+        """The response belongs to this program."""
         self._programs[response_id] = program
         if len(self._programs) > MAX_RESPONSES:
             self._programs.popitem(last=False)
@@ -65,7 +65,7 @@ def install() -> None:
 
 
 def sent(body: Mapping[str, Any], xargs: Mapping[str, Any] | None) -> SentFields:
-    """A request's parts; a program's name stands for the response that the request goes on from."""
+    """A request's parts; the id of the response that it continues is replaced by the program's name."""
     found = {name: value for name in BODY_FIELDS if (value := body.get(name)) is not None}
     if "previous_response_id" in found:
         found["previous_response_id"] = responses.program_of(found["previous_response_id"])
@@ -73,7 +73,7 @@ def sent(body: Mapping[str, Any], xargs: Mapping[str, Any] | None) -> SentFields
 
 
 def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """to_sampling_params that puts what the request says, and whose it is, into extra_args."""
+    """to_sampling_params that adds the program's fields and the owner to extra_args."""
 
     @wrapping.wraps(stock)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tool_name(tool: Any) -> str:
-    """The name of a function that is offered, else the kind of the tool."""
+    """The name of an offered function, else the kind of the tool."""
     said = tool if isinstance(tool, Mapping) else vars(tool)
     function = said.get("function")
     if function is not None:
@@ -107,7 +107,7 @@ def tool_name(tool: Any) -> str:
 
 
 def with_body_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """create_messages that keeps the fields within reach of the chat completion it becomes."""
+    """create_messages that keeps the fields for the chat completion that it makes."""
 
     @wrapping.wraps(stock)
     async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
@@ -115,7 +115,7 @@ def with_body_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
         found = {name: body[name] for name in BODY_FIELDS if body.get(name) is not None}
         try:
             stated(sent(found, request.vllm_xargs))
-        except RequestError as error:  # raised, it would fill the log with a client's mistakes
+        except RequestError as error:  # raised, it would fill the log with clients' mistakes
             return self.create_error_response(error)
         kept = http_fields.body.set(found)
         try:

@@ -1,4 +1,4 @@
-"""What this package wraps carries a mark of its own: `__wrapped__` may be any other plugin's."""
+"""Marks functions that this package has wrapped: `__wrapped__` may be any other plugin's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MARK = "_continuum_hook"
 
 
 def wraps(stock: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """functools.wraps, and the mark. Who wraps ours with functools.wraps takes the mark along."""
+    """functools.wraps, and the mark. A later functools.wraps by another plugin copies the mark."""
 
     def mark(hook: Callable[..., Any]) -> Callable[..., Any]:
         functools.update_wrapper(hook, stock)
@@ -21,5 +21,5 @@ def wraps(stock: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[
 
 
 def is_hooked(function: Callable[..., Any]) -> bool:
-    """Whether our hook is in this function already."""
+    """Whether this function has our hook."""
     return getattr(function, MARK, False)

@@ -1,1 +1,1 @@
-"""GPU blocks: which ones a pin holds, when pins yield, and where else the KV lies."""
+"""GPU blocks: which ones a pin holds, when pins are reclaimed, and where else KV is."""

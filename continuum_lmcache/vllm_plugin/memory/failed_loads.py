@@ -1,6 +1,6 @@
 """Which blocks are invalid after a load within a step fails: those not loaded, and all computed from them.
 
-vLLM 0.30 to 0.33 remove from the prefix cache what the load's own request holds, where that request is to
+vLLM 0.30 to 0.33 remove from the prefix cache the blocks of the load's own request, if that request is to
 fail. Two others may have computed on such a block before the failure is known:
 
     a request that shares it          its own blocks after it keep their hashes
@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 
 class InvalidBlocks:
-    """Strikes them. Remembers the blocks of clients that left while steps may be under way."""
+    """Removes them. Keeps the blocks of clients that left while steps may be in flight."""
 
     def __init__(self, manager: KVCacheManager, steps_under_way: int) -> None:
         self._manager, self._steps_under_way = manager, steps_under_way
@@ -31,7 +31,7 @@ class InvalidBlocks:
         self._left.append((self._ended, self._blocks(request_id)))
 
     def step_ended(self) -> None:
-        """What it loaded is known."""
+        """The result of the step's loads is known."""
         self._ended += 1
         while self._left and self._left[0][0] + self._steps_under_way <= self._ended:
             self._left.popleft()
@@ -43,6 +43,6 @@ class InvalidBlocks:
         self._manager.evict_blocks(set(itertools.chain.from_iterable(spoilt)))
 
     def _blocks(self, request_id: str) -> list[int]:
-        """Of a model with several KV cache groups vLLM takes no failures by block."""
+        """vLLM reports no failures by block for a model with several KV cache groups."""
         groups: tuple[list[int], ...] = self._manager.get_block_ids(request_id)
         return groups[0] if len(groups) == 1 else []

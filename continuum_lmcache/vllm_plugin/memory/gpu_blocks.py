@@ -1,6 +1,6 @@
 """A pin is one more reference on each of a finished turn's hashed blocks; vLLM's own code does the rest.
 
-Privates touched, unchanged from vLLM 0.30 to 0.33: KVCacheManager.get_blocks and .block_pool,
+Private members used, unchanged from vLLM 0.30 to 0.33: KVCacheManager.get_blocks and .block_pool,
 BlockPool.touch / free_blocks / evict_blocks / get_num_free_blocks, KVCacheBlock.ref_cnt / is_null /
 _block_hash (`block_hash` is a call for each block of each turn).
 """
@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class GpuBlocks:
-    """vLLM's block pool, as pins use it. Which blocks each pin holds, retention/pin_table.py knows."""
+    """vLLM's block pool, as pins use it. retention/pin_table.py has the blocks of each pin."""
 
     def __init__(self, kv_cache_manager: KVCacheManager, block_tokens: int) -> None:
         self._manager = kv_cache_manager
@@ -25,7 +25,7 @@ class GpuBlocks:
     def pinnable(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
         """The full, hashed blocks of the request's first `tokens`, head first: what a next turn could hit.
 
-        All of them for models with more than one kind of KV, where a block's number says less.
+        All blocks for models with more than one kind of KV, where a block's number does not give its tokens.
         """
         groups = self._manager.get_blocks(request_id).blocks
         if len(groups) == 1:
@@ -37,14 +37,14 @@ class GpuBlocks:
         self._pool.touch(blocks)
 
     def release(self, blocks: list[KVCacheBlock]) -> None:
-        """One reference less, tail first: the tail is evicted first, and the prefix survives longest."""
+        """Remove a reference from each, tail first: the tail is evicted first, the prefix last."""
         self._pool.free_blocks(reversed(blocks))
 
     def evict_private(self, request_id: str, shared_tokens: int) -> None:
-        """Make the request's own blocks behind its first `shared_tokens` the next to be reused.
+        """Make the request's own blocks after its first `shared_tokens` the next to be reused.
 
         A block without a hash cannot be hit, and vLLM reuses it before all cached ones. Models with
-        more than one kind of KV are left alone: there a block's number says less of what is in it.
+        more than one kind of KV are excluded: there a block's number does not give its tokens.
         """
         groups = self._manager.get_blocks(request_id).blocks
         if len(groups) == 1:
@@ -52,17 +52,17 @@ class GpuBlocks:
             self._pool.evict_blocks({b.block_id for b in own if b.ref_cnt == 1 and not b.is_null})
 
     def is_used_by(self, request_id: str, held: list[KVCacheBlock]) -> bool:
-        """Whether the request took over any of these blocks."""
+        """Whether the request uses any of these blocks."""
         groups = self._manager.get_blocks(request_id).blocks
-        if held and groups[0] and groups[0][0] is held[0]:  # as a rule
+        if held and groups[0] and groups[0][0] is held[0]:  # usually
             return True
         mine = {b.block_id for group in groups for b in group}
         return any(b.block_id in mine for b in held)
 
     def can_free(self, pins: Iterable[list[KVCacheBlock]], wanted_blocks: int) -> bool:
-        """Whether so many blocks would become free if all these pins were released: no request uses them.
+        """Whether this many blocks would become free if all these pins were released.
 
-        Asked in each step that refuses a request: it stops at the pin that covers what is wanted.
+        Called in each step that refuses a request: it stops at the pin that completes the number.
         """
         counts: Counter[int] = Counter()
         freed = 0

@@ -1,4 +1,4 @@
-"""Decides again about pins: when they run out, and when a turn begins to wait for memory."""
+"""Computes TTLs of pins again: when they expire, and when a turn begins to wait for memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import EngineLoad, Pin, ProgramId
 
-EVERY_S = (
-    1.0  # between two decisions about a pin. Else a queue that lacks memory in every other step asks for
-)
-# all pins each time, and a pin worth a moment more wakes an idle engine again and again
+# Without it, a queue that lacks memory in every other step would decide about all pins each time, and a pin
+# that pays for a moment more would wake an idle engine again and again
+EVERY_S = 1.0  # between two decisions about a pin
 DECISIONS_A_STEP = 16  # each takes 0.15 ms where a tool's window is full: so no step waits for more than 3 ms
 
 
 @dataclass(slots=True)
 class PinRenewal:
-    """Gives pins another deadline, by what is known of their gaps and of the memory now.
+    """Sets pins' deadlines again, by their programs' gaps so far and the memory now.
 
     `load`: how busy the engine is, for a program that has been away for so many seconds.
     """
@@ -33,14 +32,12 @@ class PinRenewal:
     load: Callable[[float], EngineLoad]
     was_short: bool = False
     at_s: float = 0.0
-    unseen: deque[ProgramId] = field(
-        default_factory=deque
-    )  # pins to decide about again since memory became short
+    unseen: deque[ProgramId] = field(default_factory=deque)  # to decide about again: memory became short
 
     def renew_due(self, now_s: float) -> None:
-        """Before pins expire: those that are due, and all of them if memory has become short.
+        """Before pins expire: decide about due pins, and about all pins if memory has become short.
 
-        At most DECISIONS_A_STEP of them in a step. The other due ones get EVERY_S more, the rest wait.
+        At most DECISIONS_A_STEP decisions in a step. Other due pins get EVERY_S more, the rest wait.
         """
         pins, looks = self.pins, DECISIONS_A_STEP
         if now_s >= self.at_s and self._becomes_short(now_s):
@@ -68,12 +65,12 @@ class PinRenewal:
         return self.was_short and not before
 
     def _is_renewable(self, pin: Pin) -> bool:
-        """Whether what the pin is worth depends on the memory now, and its program is away."""
+        """Whether the pin's worth depends on the memory now, and its program is away."""
         is_priced = self.advisor.prices(pin.turn.context_tokens, pin.retention.reload_s)
         return is_priced and not self.programs.records[pin.program].live
 
     def _renew(self, now_s: float, pin: Pin) -> None:
-        """The pin's deadline as if it were taken now, by a program that has been away so long."""
+        """Set the deadline as if the pin began now, for a program that has been away this long."""
         away_s = now_s - pin.taken_s
         keep = self.advisor.retain(now_s, pin.turn, self.load(away_s))
         ttl_s = max(keep.ttl_s, EVERY_S) if keep.ttl_s > 0 else 0.0

@@ -1,15 +1,15 @@
-"""Who may take whose pin when a request cannot be placed.
+"""Decides which pins are released when a request cannot be placed.
 
-- A running request takes any pin before anything is preempted.
-- A waiting one honours the pins of programs whose tool runs, however long the queue: giving way to
-  every waiting head costs 15-25 % of job time. It takes them when nothing runs and nothing else will
-  free memory (the paper's deadlock rule, §4), or `pin_reclaim_after_s` after it was first in line and
+- A running request takes any pin before a request is preempted.
+- A waiting request does not take pins of programs whose tool runs, however long the queue: to release pins
+  for every waiting head costs 15-25 % of job time. It takes them when nothing runs and no other event will
+  free memory (the paper's deadlock rule, §4), or `pin_reclaim_after_s` after it was first in the queue and
   refused.
 - It takes the pin of a later program whose next turn waits behind it: that turn cannot run first, so
-  the pin holds memory that nobody can use (docs/decisions/0002).
+  no request can use the pin's memory (docs/decisions/0002).
 
-Victims are the latest-arrived programs' pins, and none is dropped in vain: first they are counted,
-then freed, and taken back if the request does not fit after all.
+Pins of the latest-arrived programs go first. No pin is released without use: blocks are counted first,
+then freed on trial, and taken back if the request does not fit.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ Allocate = Callable[..., KVCacheBlocks | None]
 
 
 class Placements(Protocol):
-    """Who is told of blocks that waiting requests got."""
+    """Receives the allocations of waiting requests."""
 
     def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
-        """A request got its blocks: so much of its prompt was found on the GPU, so much is loaded."""
+        """A request got its blocks; these tokens of its prompt were found on the GPU, these are loaded."""
 
     def on_load_done(self, request: Request) -> None:
         """A request got the rest of its blocks, after an asynchronous load."""
 
 
 class PinReclaimer:
-    """Stands in for kv_cache_manager.allocate_slots, whose own signature it passes through.
+    """Replaces kv_cache_manager.allocate_slots while schedule() runs, with the same signature.
 
-    Only while schedule() runs: between two steps all is as somebody else may have left it. Read on vLLM
-    0.32: schedule() looks the method up at each call, the running requests' first, and peeks into a
+    Between two steps the attribute is as other code left it. Read on vLLM
+    0.32: schedule() looks the method up at each call, for the running requests first, and peeks into a
     waiting queue before it allocates for a waiting request. Read too: the coordinator's
     single_type_managers (unchanged from vLLM 0.30 to 0.33; none that keeps all tokens recycles blocks).
     """
@@ -73,9 +73,9 @@ class PinReclaimer:
         self._in_step = False
 
     def step_begins(self) -> None:
-        """Leave the running requests to vLLM alone where memory cannot run short in this step.
+        """Leave vLLM's own method in place for running requests where memory cannot run short in this step.
 
-        vLLM asks for each of them, so what stands in between would cost time for each of them.
+        vLLM calls it for each of them, so a wrapper would cost time for each of them.
         """
         self._in_step, self._stock = True, self._manager.allocate_slots
         if self._pins.pinned and self.may_run_short():
@@ -84,7 +84,7 @@ class PinReclaimer:
     def may_run_short(self) -> bool:
         """Whether the running requests could ask for more blocks than are free.
 
-        A decode needs one, and those its guesses may reach into; a prompt needs the step's budget at most.
+        A decode needs one, and those for its speculative tokens; a prompt needs the step's budget at most.
         Read on vLLM 0.30 to 0.33: Request.is_prefill_chunk, num_spec_tokens, num_lookahead_tokens.
         """
         scheduler, block = self._scheduler, self._block_size
@@ -96,12 +96,12 @@ class PinReclaimer:
         return left < 0 or any(request.is_prefill_chunk for request in scheduler.running)
 
     def step_ends(self) -> None:
-        """Leave the place as it was."""
+        """Restore vLLM's own method."""
         self._in_step = False
         self._replace_allocate_slots(self._stock)
 
     def on_waiting_peeked(self) -> None:
-        """The waiting requests' turn has come: each of their allocations is looked at."""
+        """vLLM now allocates for waiting requests: each of these calls goes through `allocate_slots`."""
         if self._in_step:
             self._replace_allocate_slots(self.allocate_slots)
 
@@ -111,7 +111,7 @@ class PinReclaimer:
     def allocate_slots(
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        """vLLM's own answer, after giving up pins if that is allowed and helps."""
+        """vLLM's own answer; if it is None, pins are released where that is allowed and helps."""
         blocks = self._stock(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._pins.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
@@ -120,7 +120,7 @@ class PinReclaimer:
         return blocks
 
     def _report(self, request: Request, blocks: KVCacheBlocks | None, kwargs: dict[str, Any]) -> None:
-        """A waiting request got its blocks, or was refused."""
+        """Report that a waiting request got its blocks, or was refused."""
         turn_id = TurnId(request.request_id)
         if blocks is None:
             self._turns.refused_memory.add(turn_id)
@@ -154,7 +154,7 @@ class PinReclaimer:
     def _release_until_fits(
         self, now_s: float, victims: list[Pin], need: int, allocate: Callable[[], KVCacheBlocks | None]
     ) -> KVCacheBlocks | None:
-        """Give up pins one by one until the request fits; all or nothing."""
+        """Release pins one by one until the request fits; all or nothing."""
         pins, freed = self._pins, []
         for victim in victims:
             pins.free_on_trial(victim.program)
@@ -182,7 +182,7 @@ class PinReclaimer:
         return not self._scheduler.running and not self._memory_will_come()
 
     def _memory_will_come(self) -> bool:
-        """A KV load in flight, or blocks of a finished request that a connector still reads or writes."""
+        """Whether a KV load is in flight, or a connector still uses a finished request's blocks."""
         scheduler = self._scheduler
         loads = {RequestStatus.WAITING_FOR_REMOTE_KVS}
         return any(
@@ -200,7 +200,7 @@ class PinReclaimer:
         return victims + ([own] if own is not None else [])
 
     def _pins_of_later_waiting_programs(self, request: Request) -> list[Pin]:
-        """Of those, the pins of later programs whose next turn is here and does not run either."""
+        """Of `_victims`, the pins of later programs whose next turn is here and does not run either."""
         turn = self._turns.get(TurnId(request.request_id))
         if turn is None:
             return []
@@ -215,10 +215,10 @@ class PinReclaimer:
         return [pin for pin in later if any(map(self._turns.waits, programs[pin.program].live))]
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
-        """At least so many free blocks are needed: what the request lacks, its prefix hits aside.
+        """A lower bound of the free blocks that the request needs, without its prefix hits.
 
-        Where no layer keeps all tokens (windows, states), older ones give their blocks back on the way: then
-        no more is sure than what this step's tokens fill.
+        Where no layer keeps all tokens (windows, states), older tokens' blocks are freed on the way: then
+        only the blocks that this step's tokens fill are certain.
         """
         if not self._keeps_all_tokens:
             return max(1, num_new_tokens // self._block_size)

@@ -1,6 +1,6 @@
 """Where a prompt's tokens come from, now or after the GPU evicts them: vLLM's cache and the tiers together.
 
-A connector that does not tell where KV lies counts as no tier: what the GPU loses must be computed.
+A connector that does not report where KV is counts as no tier: what the GPU loses must be computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOTHING = TierHit(0, 0)
 
 
 class ResidencyLookup:
-    """Asks the tier store, where there is one, and counts what prompts were made of."""
+    """Queries the tier store, if there is one, and counts the sources of prompts' tokens."""
 
     def __init__(self, connector: Any) -> None:
         store = connector if isinstance(connector, TierStore) else None
@@ -63,23 +63,23 @@ class ResidencyLookup:
         return Residency(gpu, dram, loaded - dram, total)
 
     def capacity_tokens(self) -> Mapping[Tier, int]:
-        """How many tokens' KV each tier has room for."""
+        """How many tokens each tier can hold."""
         return self._store.capacity_tokens() if self._store is not None else {}
 
     def transfers(self) -> list[KVTransfer]:
-        """What the tiers moved since the last call."""
+        """The tiers' transfers since the last call."""
         return self._store.transfers() if self._store is not None else []
 
     def waits(self, output: SchedulerOutput) -> bool:
-        """Whether the step waits for its transfers, as far as the store says so."""
+        """Whether the step waits for its transfers, if the store reports that."""
         return self._timing is not None and self._timing.waits(output.kv_connector_metadata)
 
     def step_s(self) -> float | None:
-        """What the step that was reported last took, where the store has measured it."""
+        """The time of the step that was reported last, where the store has measured it."""
         return None if self._timing is None else self._timing.step_s()
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """For the metrics: what prompts were made of."""
+        """For the metrics: the sources of prompts' tokens."""
         return {"prompt_tokens": dict(self.prompt_tokens), "returned_tokens": dict(self.returned_tokens)}
 
     def count(self, served: Residency) -> None:
@@ -90,7 +90,7 @@ class ResidencyLookup:
         self.prompt_tokens["none"] += served.recompute_tokens
 
     def count_returned(self, served: Residency, context_tokens: int) -> None:
-        """Of one prompt the first `context_tokens` are what the program had when it left."""
+        """Add one prompt whose first `context_tokens` are those that the program had when it left."""
         left = context_tokens
         held = {"gpu": served.gpu_tokens, "dram": served.dram_tokens, "ssd": served.ssd_tokens}
         for tier, tokens in held.items():
@@ -113,7 +113,7 @@ class ResidencyLookup:
 
 
 def mode_of(connector: Any) -> str:
-    """Who keeps KV below the GPU: "none", "unknown", or the name that the connector gives itself."""
+    """The tier store's name: "none", "unknown", or the name that the connector gives itself."""
     if connector is None:
         return "none"
     return connector.mode if isinstance(connector, StoreStatus) else "unknown"
