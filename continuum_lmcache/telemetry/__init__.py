@@ -1,1 +1,1 @@
-"""What is recorded and reported of a run."""
+"""The records and reports of a run."""

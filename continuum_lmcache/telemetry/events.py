@@ -1,4 +1,4 @@
-"""What happens to programs, turns and pins: frozen events, and their subscribers.
+"""Frozen events of programs, turns and pins, and their subscribers.
 
 The owner of a piece of state publishes; recorder, metrics and trackers subscribe. No publisher calls them by
 name, and subscribers return nothing: the parts that decide are called directly. Times
@@ -18,7 +18,7 @@ from continuum_lmcache.types import Pin, PinEnd, ProgramId, Residency, Retention
 
 @dataclass(frozen=True, slots=True)
 class TurnArrived:
-    """A program's turn joined the queue. `gap_s`: what its tool call took; None: it was in none."""
+    """A program's turn joined the queue. `gap_s`: the duration of its tool call; None: there was none."""
 
     now_s: float
     program: ProgramId
@@ -32,8 +32,8 @@ class TurnArrived:
 class TurnStarted:
     """A program's turn left the queue for the first time, or again (`resumed`) after a preemption.
 
-    `served`: where its prompt came from. `evicted`: of its context the GPU had lost more than a partial
-    block, so that this delay counts in T (eq. 2).
+    `served`: where its prompt came from. `evicted`: the GPU had lost more of its context than a partial
+    block, so T (eq. 2) includes this delay.
     """
 
     now_s: float
@@ -56,7 +56,7 @@ class TurnPreempted:
 
 @dataclass(frozen=True, slots=True)
 class TurnFinished:
-    """A turn ended. `retention`: what the policy said of its KV; None: it was not asked."""
+    """A turn ended. `retention`: the policy's decision on its KV; None: there was none."""
 
     now_s: float
     program: ProgramId
@@ -82,7 +82,7 @@ class PinTaken:
 
 @dataclass(frozen=True, slots=True)
 class PinRenewed:
-    """A pin ends at another time."""
+    """A pin's deadline changed."""
 
     now_s: float
     program: ProgramId
@@ -100,7 +100,7 @@ class PinReleased:
 
 @dataclass(frozen=True, slots=True)
 class ProgramEnded:
-    """A program ended or was forgotten. `turns`: how many it had; None: a turn of it is still live."""
+    """A program ended or was dropped. `turns`: how many it had; None: a turn of it is still live."""
 
     now_s: float
     program: ProgramId

@@ -1,4 +1,4 @@
-"""What is wrong, how wrong, and what to do about it: the answer of every check of this package."""
+"""The findings of this package's checks: what is wrong, how serious it is, and what to do."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from enum import Enum
 
 
 class Severity(Enum):
-    """How much a finding matters."""
+    """How serious a finding is."""
 
     ERROR = "error"  # it does not work
-    WARNING = "warning"  # it works, and costs something that can be had back
+    WARNING = "warning"  # it works, at a cost that can be avoided
     NOTE = "note"  # good to know
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was found."""
+    """The result of one check."""
 
     name: str  # low cardinality: "memory-full"
     severity: Severity
-    figure: str  # what was seen, with its numbers and units
+    figure: str  # the observation, with its numbers and units
     remedy: str  # what to do
 
 

@@ -1,7 +1,7 @@
-"""What is wrong with a running server, from what it tells of a stretch of time.
+"""Checks a running server by its metrics over some time.
 
-Values in, findings out: `continuum-lmcache status` fills a Window from two scrapes of /metrics. What was
-not told is None, and the rules that would need it say so (`not_evaluated`) instead of guessing.
+`continuum-lmcache status` fills a ServerWindow from two scrapes of /metrics. A missing metric is None; the
+rules that need it are listed as not evaluated (`not_evaluated`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOTHING: Mapping[str, float] = {}
 
 @dataclass(frozen=True, slots=True)
 class ServerWindow:
-    """One server over `seconds`. Counts are of that time, gauges are means over it; None: not told."""
+    """One server over `seconds`. Counts are of that time, gauges are means over it; None: missing."""
 
     seconds: float
     running_turns: float | None = None
@@ -27,39 +27,39 @@ class ServerWindow:
     preemptions: float | None = None
     queue_s: float | None = None  # mean wait of the turns that left the queue
     prefill_s: float | None = None  # sum over the turns that started
-    computed_tokens: float | None = None  # prompt tokens whose KV was nowhere
+    computed_tokens: float | None = None  # prompt tokens whose KV was neither on the GPU nor in a tier
     programs: float | None = None  # known to the scheduler
     context_tokens: float | None = None  # mean prompt
-    working_set_tokens: float | None = None  # of all contexts that are counted on
+    working_set_tokens: float | None = None  # of all contexts in the working set
     tier_capacity_tokens: Mapping[str, float] = field(default_factory=dict)
-    asked_tokens: float | None = None  # that the GPU had lost, and the tiers were asked for
+    asked_tokens: float | None = None  # that the GPU had lost, and that were looked up in the tiers
     loaded_tokens: Mapping[str, float] = field(default_factory=dict)  # by tier, here and below
     load_s: Mapping[str, float] = field(default_factory=dict)
-    store_s: float | None = None  # in which a step waited for stores
+    store_s: float | None = None  # in which steps waited for stores
     load_decisions: Mapping[str, float] = field(default_factory=dict)
     rate_samples: Mapping[str, float] = field(default_factory=dict)
     tier_store_up: float | None = None  # 1: the tier store answers
-    lost_s: Mapping[str, float] = field(default_factory=dict)  # prefill, by why returns need it again
+    lost_s: Mapping[str, float] = field(default_factory=dict)  # prefill of lost prefixes, by cause
     lost_returns: Mapping[str, float] = field(default_factory=dict)
     lost_at_token: Mapping[str, float] = field(default_factory=dict)  # of the latest
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """From where on something is wrong."""
+    """The values from which on a rule finds something."""
 
     queue_s: float = 5.0  # mean wait in the queue
     memory_full: float = 0.9  # share of the KV blocks
     low_batch_turns: float = 8.0  # running turns below which a GPU idles
     preemption_share: float = 0.05  # preemptions per finished turn
-    store_share: float = 0.05  # of the time, that steps wait for stores
-    tier_hit_share: float = 0.5  # of what the GPU lost, that the tiers bring back
-    least_tokens: float = 1000.0  # fewer say nothing
-    lost_share: float = 0.02  # of the time, that is prefill which a client could have spared
+    store_share: float = 0.05  # share of the time in which steps wait for stores
+    tier_hit_share: float = 0.5  # share of the tokens that the GPU lost, loaded from the tiers
+    least_tokens: float = 1000.0  # with fewer, no rule about tokens applies
+    lost_share: float = 0.02  # share of the time: prefill that a client could have avoided
 
 
 def low_batch(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
-    """Memory is full while few turns run and others wait: memory, not compute, bounds this server."""
+    """Memory is full while few turns run and others wait: memory limits this server, not compute."""
     running, waiting, usage = seen.running_turns, seen.waiting_turns, seen.kv_usage
     if running is None or waiting is None or usage is None:
         return
@@ -75,7 +75,7 @@ def low_batch(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
 
 
 def preempting(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
-    """Running turns lose their place, and what they had computed."""
+    """Running turns lose their memory, and what they had computed."""
     if not seen.preemptions or seen.finished_turns is None:
         return
     share = seen.preemptions / max(seen.finished_turns, 1.0)
@@ -89,7 +89,7 @@ def preempting(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
 
 
 def queueing(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
-    """Turns wait longer than they should."""
+    """Turns wait longer than the target."""
     if seen.queue_s is not None and seen.queue_s > targets.queue_s:
         yield warning(
             "queue-over-target",
@@ -115,7 +115,7 @@ def small_tier(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:  #
 
 
 def few_hits(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
-    """The GPU is full and the tiers bring back little of what it lost: the sign of a tier too small."""
+    """The GPU is full and the tiers return little of what it lost: a tier is too small."""
     asked, full = seen.asked_tokens, (seen.kv_usage or 0.0) >= targets.memory_full
     if not full or asked is None or asked < targets.least_tokens:
         return
@@ -131,11 +131,11 @@ def few_hits(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
 
 
 def slow_reload(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
-    """A tier gives back a token more slowly than computing one.
+    """A tier returns a token more slowly than it is computed.
 
-    Prefill time counts from the first schedule to the first token, so it holds the loads, which are
-    taken out, and others' work in the same steps: computing looks dearer than it is, and what is
-    reported is slower for certain.
+    Prefill time counts from the first schedule to the first token. It includes the loads, which are
+    subtracted, and other turns' work in the same steps. So computing looks slower than it is, and a tier
+    that is reported is slower for certain.
     """
     if seen.prefill_s is None or not seen.computed_tokens or seen.computed_tokens < targets.least_tokens:
         return
@@ -153,7 +153,7 @@ def slow_reload(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
 
 
 def store_stalls(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
-    """Steps wait for what is written below the GPU."""
+    """Steps wait for stores to the tiers."""
     if seen.store_s is not None and seen.store_s / seen.seconds > targets.store_share:
         yield warning(
             "store-stalls",
@@ -175,7 +175,7 @@ def store_down(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:  #
 
 
 def guessed_rates(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:  # noqa: ARG001
-    """TTLs rest on assumed numbers."""
+    """TTLs depend on assumed rates."""
     guessed = sorted(what for what, samples in seen.rate_samples.items() if samples <= 0)
     if guessed:
         yield note(
@@ -185,7 +185,7 @@ def guessed_rates(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
         )
 
 
-MENDED = {  # causes in divergence.py that somebody can do away with
+MENDED = {  # causes in divergence.py that a user can remove
     "nonce": "something new stands in each prompt there: take it out, or send it last "
     "(Claude Code: CLAUDE_CODE_ATTRIBUTION_HEADER=0)",
     "tools": "a client changes its list of tools within a session: keep one list, in one order",
@@ -197,7 +197,7 @@ MENDED = {  # causes in divergence.py that somebody can do away with
 
 
 def parted(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
-    """Prompts part from the turns before them, and prefill is done again for that."""
+    """Prompts differ from the turns before them, which costs prefill."""
     for cause, remedy in MENDED.items():
         lost_s = seen.lost_s.get(cause, 0.0)
         if lost_s > targets.lost_share * seen.seconds:
@@ -213,7 +213,7 @@ def parted(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class HealthRule:
-    """One check, and what a window must tell for it."""
+    """One check, and the fields of a window that it needs."""
 
     find: Callable[[ServerWindow, Thresholds], Iterator[Finding]]
     needs: tuple[str, ...]
@@ -238,13 +238,13 @@ RULES: dict[str, HealthRule] = {
 
 
 def diagnose(seen: ServerWindow, targets: Thresholds | None = None) -> list[Finding]:
-    """Everything that is wrong, in the order of RULES; [] if nothing is, as far as the window tells."""
+    """All findings, in the order of RULES; [] if nothing is wrong, as far as the window shows."""
     within = targets or Thresholds()
     return [finding for rule in RULES.values() for finding in rule.find(seen, within)]
 
 
 def not_evaluated(seen: ServerWindow) -> dict[str, tuple[str, ...]]:
-    """The rules that could not be applied, each with the fields the window does not tell."""
+    """The rules that could not be applied, each with its missing fields."""
     missing = {
         name: tuple(need for need in rule.needs if getattr(seen, need) in (None, NOTHING))
         for name, rule in RULES.items()

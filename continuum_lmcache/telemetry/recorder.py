@@ -1,9 +1,9 @@
-"""What happened to every program and when, in bounded memory: the memory of one run.
+"""Records what happened to every program and when, in bounded memory, for one run.
 
-Events lie by program, oldest first, under the names of the public prototype's file
-`scheduler_timestamps` (Continuum, arXiv 2511.02230; its readers skip what they do not know), with
-what that file lacked: docs/recording.md is the schema. No prompt text ever comes here. Times are
-arguments on the engine's clock, files hold wall time.
+Events are kept by program, oldest first, with the names of the public prototype's file
+`scheduler_timestamps` (Continuum, arXiv 2511.02230; its readers skip what they do not know), and with
+additions: docs/recording.md has the schema. No prompt text is passed to it. Times are
+arguments on the engine's clock, files have wall time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from continuum_lmcache.types import Retention, TurnId
 Event = dict[str, Any]
 
 FORMAT = 1
-META = "_recording"  # the file's one entry that is no program: a list, as every entry is
+META = "_recording"  # the file's one entry that is no program: a list, like every entry
 MAX_NAME_CHARS = 200  # ids and tool keys come from clients: longer ones are cut
 EXPLANATION = tuple(f.name for f in fields(Retention))
 
@@ -33,7 +33,7 @@ class ProgramEvents:
     """One program's events, and how many more there were."""
 
     events: list[Event] = field(default_factory=list)
-    preempted: set[TurnId] = field(default_factory=set)  # and not running again yet
+    preempted: set[TurnId] = field(default_factory=set)  # and do not run again yet
     dropped: int = 0
 
 
@@ -42,7 +42,7 @@ class EventRecorder:
     """Events of at most `max_programs` programs and about `max_events` events.
 
     Beyond that the whole history of the longest-idle program is dropped; of a program with
-    too many events the first ones stay. `dropped` counts both.
+    too many events the first are kept. `dropped` counts both.
     """
 
     epoch_s: float  # wall clock minus engine clock
@@ -61,7 +61,7 @@ class EventRecorder:
                 raise ConfigError(f"recorder: {name} is {getattr(self, name)}; it must be at least 1")
 
     def listen(self, events: happened.EventBus) -> None:
-        """Record what happens."""
+        """Subscribe to the events that are recorded."""
         for kind in RECORDED:
             events.subscribe(kind, self.record)
 
@@ -96,7 +96,7 @@ class EventRecorder:
             self._histories[self._name(e.program)].preempted.add(e.turn)
 
     def _finished(self, e: happened.TurnFinished) -> None:
-        """The policy's answer is kept also where it said 0."""
+        """The policy's decision is recorded also if its TTL is 0."""
         if history := self._histories.get(self._name(e.program)):
             history.preempted.discard(e.turn)
         self._add(
@@ -123,7 +123,7 @@ class EventRecorder:
         )
 
     def _lost(self, e: happened.PrefixLost) -> None:
-        """What stood on both sides is a salted hash, and its text only if given."""
+        """Both sides are salted hashes, with their texts only if given."""
         sides = {"left_side": e.loss.left_side, "now_side": e.loss.now_side} if e.loss.now_side else {}
         self._add(
             e,
@@ -153,9 +153,9 @@ class EventRecorder:
             self._add(e, "ended_time")
 
     def snapshot(self) -> dict[str, list[Event]]:
-        """Everything held, ready for JSON: {program: [event, ...]}, and META's one entry first.
+        """All events, ready for JSON: {program: [event, ...]}, with META's entry first.
 
-        Lists are copies, events are shared and never change. Safe from a signal handler.
+        Lists are copies; events are shared and never change. Safe in a signal handler.
         """
         found: dict[str, list[Event]] = {META: [self.header()]}
         for name, history in list(self._histories.items()):
@@ -164,18 +164,18 @@ class EventRecorder:
         return found
 
     def header(self) -> Event:
-        """What a reader must know about the recording itself."""
+        """The properties of the recording that a reader needs."""
         return {"format": FORMAT, "hashed_ids": self.hash_ids, "dropped": dict(self.dropped)}
 
     def _add(self, of: Any, kind: str, turn: TurnId | None = None, **facts: Any) -> bool:
-        """Record one event. False: the bounds keep it out."""
+        """Record one event. False: the bounds exclude it."""
         name = self._name(of.program)
         event: Event = {kind: self._wall_s(of.now_s)}
         if turn is not None:
             event["turn"] = self._name(turn)
         event |= facts
         history = self._histories.get(name)
-        if history is None:  # it was discarded: a history without its beginning would mislead
+        if history is None:  # it was dropped: a history without its beginning would mislead
             self.dropped["events"] += 1
             return False
         self._histories.move_to_end(name)
@@ -198,7 +198,7 @@ class EventRecorder:
             self.dropped["events"] += len(history.events)
 
     def _name(self, name: str) -> str:
-        """A program's or turn's name in the file: bounded, hashed if asked, never META."""
+        """A program's or turn's name in the file: bounded, hashed if configured, never META."""
         if not isinstance(name, str):
             raise InvariantError(f"recorder: {name!r} is no id; a turn without a program has no history")
         if self.hash_ids:
@@ -236,13 +236,13 @@ class DisabledRecorder(EventRecorder):
 
 
 def digest(text: str, salt: bytes = b"") -> str:
-    """Sixteen hex digits that stand for a text."""
-    encoded = text.encode("utf-8", "surrogatepass")  # JSON can bring lone surrogates
+    """Sixteen hex digits, a hash of a text."""
+    encoded = text.encode("utf-8", "surrogatepass")  # JSON can contain lone surrogates
     return blake2b(encoded, digest_size=8, key=salt).hexdigest()
 
 
 def explained(retention: Retention) -> Mapping[str, object]:
-    """A decision with every number that led to it."""
+    """A decision with all numbers that it depends on."""
     return {name: plain(getattr(retention, name)) for name in EXPLANATION}
 
 

@@ -1,6 +1,6 @@
-"""What an engine saw since it last told: the samples of its histograms.
+"""An engine's histogram samples since its last report.
 
-No clock, and bounded whether anybody asks or not.
+No clock; memory is bounded, also without reports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from continuum_lmcache.telemetry.events import (
 )
 from continuum_lmcache.types import ToolKey
 
-MOST_SAMPLES = 2_000  # kept until they are told; a step ends far fewer turns
+MOST_SAMPLES = 2_000  # kept until the next report; a step ends far fewer turns
 UNSAFE = re.compile(r"[^A-Za-z0-9_.:/+-]+")
 MAX_LABEL_CHARS = 40
 OTHER, UNKNOWN = "other", "unknown"
@@ -27,7 +27,7 @@ Samples = dict[str, list[float]]  # by label
 
 
 class ToolLabels:
-    """Metric labels for tools: at most `most`, for those seen `after` times first; the rest is "other".
+    """Metric labels for tools: at most `most`, for those first seen `after` times; the rest is "other".
 
     Clients name tools, so both the labels and the candidates for one are bounded.
     """
@@ -38,7 +38,7 @@ class ToolLabels:
         self._calls: Counter[str] = Counter()
 
     def of(self, tool: ToolKey) -> str:
-        """The label of what a turn called: the program that a shell ran, else the tool."""
+        """The label of a turn's tool call: the program that a shell ran, else the tool."""
         given = tool[-2:][0] if tool else UNKNOWN
         if given in self._named:
             return given
@@ -58,14 +58,14 @@ class ToolLabels:
 
 @dataclass(slots=True)
 class MetricSamples:
-    """Samples by metric (metrics.py names them)."""
+    """Samples by metric (prometheus.py names them)."""
 
     tools: ToolLabels = field(default_factory=ToolLabels)
-    decisions: Counter[str] = field(default_factory=Counter)  # why a TTL is what it is, since the start
+    decisions: Counter[str] = field(default_factory=Counter)  # by the reason of the TTL, since the start
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
 
     def listen(self, events: EventBus) -> None:
-        """Take samples of what happens."""
+        """Subscribe to the events that give samples."""
         events.subscribe(TurnArrived, self._arrived)
         events.subscribe(TurnStarted, self._started)
         events.subscribe(TurnFinished, self._finished)

@@ -14,7 +14,7 @@ from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, MetricsPayl
 if TYPE_CHECKING:
     from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
-Totals = dict[str, dict[str, float]]  # by metric (metrics.py), then by its label
+Totals = dict[str, dict[str, float]]  # by metric (prometheus.py), then by its label
 # reading an enum's value takes longer than a dict lookup
 OUTCOMES = {outcome: outcome.value for outcome in PinEnd}
 REFUSALS = {"budget": 0.0, "tenant": 0.0}  # shown as 0 from the start
