@@ -1,44 +1,44 @@
-"""A fleet of replicas: where each turn goes, when a new program starts, what moves. The owner of that state.
+"""A fleet of replicas: where each turn goes, when a new program starts, what moves. Owns that state.
 
-No clock, no I/O, no engine: every event brings its time, every answer is a value. A host (an actor of Ray
-Serve, the simulator) tells it what happens and does what it answers.
+No clock, no I/O, no engine: every event has its time as an argument, every answer is a value. A host (an
+actor of Ray Serve, the simulator) reports events and executes the answers.
 
     joined(now_s, report)                a replica is there
-    reported(now_s, report)              its news; those of an unknown replica are passed over
-    left(replica)                        it drains: nothing goes there any more, what runs there ends there
-    died(now_s, replica)                 it is gone, and the turns that were there
-    restores(now_s, replica, programs)   after a restart of the fleet: what the replica remembers
+    reported(now_s, report)              its latest report; ignored for an unknown replica
+    left(replica)                        it drains: nothing is sent there any more, its turns end there
+    died(now_s, replica)                 it is gone, and its turns with it
+    restores(now_s, replica, programs)   after a restart of the fleet: the programs that the replica knows
 
     arrived(now_s, turn, program, prompt_tokens)   -> Route | Held | Refused
     admits(now_s)                                  -> Routes of turns that were Held
-    first_token(turn)                    its prompt is computed
+    first_token(turn)                    its prefill has ended
     paused(now_s, turn, context_tokens)  it ended in a tool call
     ended(now_s, turn)                   it was the program's last
     lost(now_s, turn)                    it failed, or the client left, also out of the line
 
-Call `admits` after whatever may have made room, and at each report. A host that cannot be called back may
-ask `arrived` again for a turn that is Held: it gets its Route when its program is first in line and fits. A
-turn that has its Route gets the same one again.
+Call `admits` after each event that may have made room, and at each report. A host that cannot be called
+back may call `arrived` again for a turn that is Held: it gets its Route when its program is first in line
+and fits. A turn that has its Route gets the same one again.
 
-`program` is identity.program_id(job_id, tenant): ids of two tenants never meet. None: a request of no
-program, which never waits. `prompt_tokens` may be an estimate; `paused` says what it really was. `said_turns`
-and `said_age_s` are what the request says of a program that is unknown here: hand in only what you believe,
-for who says it passes the line (docs/settings.md, continuum.honor_program_age). A Route carries the same two
-figures for the engine, `program_turns` and `program_age_s`: hand them on with each turn.
+`program` is identity.program_id(job_id, tenant): ids of two tenants never collide. None: a request without a
+program, which never waits. `prompt_tokens` may be an estimate; `paused` has the real number. `said_turns`
+and `said_age_s` are the request's claims about a program that is unknown here. Pass only trusted claims:
+with them a program skips the line (docs/settings.md, continuum.honor_program_age). A Route has the same two
+figures for the engine, `program_turns` and `program_age_s`: pass them on with each turn.
 
 Where a turn goes:
-    of no program                      to the replica with the fewest requests
-    of a program with a home           home; elsewhere, if it is between turns and a mover says so (moves.py)
+    without a program                  to the replica with the fewest requests
+    of a program with a home           home; elsewhere, if a mover decides so between turns (moves.py)
     of a program that lost its home    from the line, before all new ones; it waits max_rehome_s at most
-    of a new program                   from the line (places.py); Refused with a time if max_line stand there
-    of one said to be under way, but   to the replica that a keyed hash names (homes.py)
-      unknown here
+    of a new program                   from the line (places.py); Refused with a time if it has max_line
+    of one that claims to have started to the replica of a keyed hash (homes.py)
+      but is unknown here
 
-Old reports: where one is older than move_age_s, nothing moves from or to that replica; where it is older than
-first_turn_age_s, no first turn goes there; later turns go home as ever. Where no replica's report is new
-enough, the hash names it for first turns too: a fleet without news is a hash ring, not an outage.
+Old reports: nothing moves from or to a replica whose report is older than move_age_s. No first turn goes to
+one whose report is older than first_turn_age_s. Later turns still go home. If no report is new
+enough, the hash also picks the replica of first turns: without reports a fleet is a hash ring, not an outage.
 
-Memory: max_programs, of which those unheard of for longest and without a turn here are forgotten; max_line;
+Memory: max_programs, of which those idle longest and without a live turn are dropped; max_line;
 and the turns in flight, which the host bounds.
 """
 
@@ -115,15 +115,15 @@ class FleetConfig:
 
 
 class Why(Enum):
-    """Why a turn goes where it goes. Low cardinality: these are metric labels."""
+    """Why a turn goes to its replica. Low cardinality: these are metric labels."""
 
     HOME = "home"
     FIRST = "first"  # its program starts there
-    LET_IN = "let in"  # so it does, though its forecast does not fit
+    LET_IN = "let in"  # its program starts there, though its forecast does not fit
     MOVED = "moved"
     REHOMED = "rehomed"  # its program had lost its replica
     HASHED = "hashed"  # nothing else is known
-    ALONE = "alone"  # a request of no program
+    ALONE = "alone"  # a request without a program
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Route:
     replica: ReplicaId
     why: Why
     moved_from: ReplicaId | None = None
-    program_turns: int = 0  # finished: what the engine is to be told
+    program_turns: int = 0  # finished: for the engine
     program_age_s: float = 0.0
 
 
@@ -148,7 +148,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Too many wait: come again."""
+    """The line is full: come again."""
 
     turn: TurnId
     retry_after_s: float
@@ -156,7 +156,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A program as a replica remembers it."""
+    """A program in a replica's report."""
 
     program: ProgramId
     turns: int  # finished
@@ -167,14 +167,14 @@ class Known:
 
 @dataclass(slots=True)
 class FleetProgram:
-    """One that the fleet knows."""
+    """A program that the fleet knows."""
 
     id: ProgramId
     arrival_s: float
     seen_s: float
     turns: int = 0  # finished
     context_tokens: int = 0  # of the last finished turn
-    home: ReplicaId | None = None  # None: it has none yet, or has lost it
+    home: ReplicaId | None = None  # None: none yet, or lost
     live: set[TurnId] = field(default_factory=set)  # sent to a replica
     has_started: bool = False  # a turn of it was sent
     moved_s: float = -math.inf
@@ -184,21 +184,21 @@ class FleetProgram:
 class Live:
     """A turn that was sent."""
 
-    program: ProgramId  # of a request of no program a name of its own
+    program: ProgramId  # for a request without a program, a name of its own
     route: Route
 
 
 class Fleet:
-    """Replicas, programs and turns. `key`: 1 to 64 bytes, the same wherever the hash must agree."""
+    """Replicas, programs and turns. `key`: 1 to 64 bytes, the same wherever the hashes must be equal."""
 
     def __init__(self, config: FleetConfig, key: bytes) -> None:
         self.config, self._key, self._limits = config, key, config.limits
         self.places = Places(config.max_wait_s, config.max_rehome_s, config.first_turn_age_s)
-        self.programs: OrderedDict[ProgramId, FleetProgram] = OrderedDict()  # unheard of for longest first
+        self.programs: OrderedDict[ProgramId, FleetProgram] = OrderedDict()  # idle longest first
         self.turns: dict[TurnId, Live] = {}
         self.waiting: dict[TurnId, ProgramId] = {}  # turns in the line
         self.routes: Counter[Why] = Counter()
-        self.stays: Counter[str] = Counter()  # later turns that might have moved, by why they did not
+        self.stays: Counter[str] = Counter()  # later turns that could have moved, by why they did not
         self.refused = 0
         self.forgotten = 0
         self.thrash = 0  # moves within cooldown_s of the program's last one; must stay 0
@@ -206,8 +206,8 @@ class Fleet:
     # replicas --------------------------------------------------------------
 
     def joined(self, now_s: float, report: ReplicaReport) -> None:
-        """A replica is there. It gets first turns, and no program that has a home; one that is known is only
-        heard."""
+        """A replica is there. It gets first turns, and no program that has a home. For a known replica this
+        is only a report."""
         if report.replica in self.places.places:
             self.reported(now_s, report)
         else:
@@ -215,7 +215,7 @@ class Fleet:
             place.turns |= {t for t, live in self.turns.items() if live.route.replica == report.replica}
 
     def reported(self, now_s: float, report: ReplicaReport) -> None:
-        """A replica's news, unless newer ones are here."""
+        """A replica's report, unless a newer one is here."""
         place = self.places.places.get(report.replica)
         if place is not None and report.at_s >= place.report.at_s:
             place.reported(report)
@@ -223,7 +223,7 @@ class Fleet:
         self._forget_idle(now_s)
 
     def left(self, replica: ReplicaId) -> None:
-        """It drains: its programs have no home any more; turns that run there may end."""
+        """It drains: its programs have no home any more; its turns may end."""
         if self.places.places.pop(replica, None) is None:
             return
         for program in self.programs.values():
@@ -231,14 +231,14 @@ class Fleet:
                 program.home = None
 
     def died(self, now_s: float, replica: ReplicaId) -> None:
-        """It is gone, and so are the turns that were sent there. Programs of theirs keep their age."""
+        """It is gone with all turns that were sent there. Their programs keep their age."""
         self.left(replica)
         for turn in [turn for turn, live in self.turns.items() if live.route.replica == replica]:
             self._gone(now_s, turn)
 
     def restores(self, now_s: float, replica: ReplicaId, programs: Iterable[Known]) -> None:
-        """What a replica remembers is news to a fleet that has just started. Of two that know a program its
-        home is the one where a turn of it is, else the one that knows more turns."""
+        """Add a replica's programs to a fleet that has just started. If two replicas know a program, its
+        home is the one with a turn of it, else the one that knows more turns."""
         place = self.places.places.get(replica)
         if place is None:
             return
@@ -269,7 +269,7 @@ class Fleet:
         said_turns: int = 0,
         said_age_s: float = 0.0,
     ) -> Route | Held | Refused:
-        """A turn came: where it goes, or that it waits. It may be asked again for a turn that is here."""
+        """A turn arrived: where it goes, or that it waits. May be called again for a turn that is here."""
         if (live := self.turns.get(turn)) is not None:
             return live.route
         if turn in self.waiting:
@@ -295,19 +295,19 @@ class Fleet:
         return self._asked_again(now_s, turn)
 
     def admits(self, now_s: float) -> tuple[Route, ...]:
-        """Start programs of the line for which there is room, first in line first: all their turns."""
+        """Start programs of the line for which there is room, in order, with all their turns."""
         found: list[Route] = []
         while (started := self._starts(now_s)) is not None:
             found += started
         return tuple(found)
 
     def first_token(self, turn: TurnId) -> None:
-        """The turn's prompt is computed."""
+        """The turn's prefill has ended."""
         if (live := self.turns.get(turn)) is not None and (place := self._place(live)) is not None:
             place.first_token(turn)
 
     def paused(self, now_s: float, turn: TurnId, context_tokens: int) -> None:
-        """The turn ended in a tool call, with a context of so many tokens, prompt and output."""
+        """The turn ended in a tool call, with a context of this many tokens, prompt and output."""
         if (live := self._gone(now_s, turn)) is None:
             return
         entry, place = self.programs.get(live.program), self._place(live)
@@ -321,7 +321,7 @@ class Fleet:
             place.admission.on_pause(now_s, entry.id, context_tokens, ABSENT_S)
 
     def ended(self, now_s: float, turn: TurnId) -> None:
-        """The turn ended, and was its program's last. One that has other turns goes on."""
+        """The turn ended, and was its program's last. A program with other turns continues."""
         if (live := self._gone(now_s, turn)) is None:
             return
         entry, place = self.programs.get(live.program), self._place(live)
@@ -336,7 +336,7 @@ class Fleet:
             place.admission.remove_program(live.program)
 
     def lost(self, now_s: float, turn: TurnId) -> None:
-        """The turn is gone, unfinished. Its program may go on."""
+        """The turn is gone, unfinished. Its program may continue."""
         if (program := self.waiting.pop(turn, None)) is not None:
             self.places.leaves(program, turn)
             self._forget_if_nothing(program)
@@ -348,17 +348,17 @@ class Fleet:
     # answers ---------------------------------------------------------------
 
     def home(self, program: ProgramId) -> ReplicaId | None:
-        """Where the program's turns go; None: it has no home, or is not known."""
+        """The replica of the program's turns; None: it has no home, or is not known."""
         entry = self.programs.get(program)
         return entry.home if entry is not None else None
 
     def line_wait_s(self, now_s: float) -> float:
-        """For how long the first in line has waited; 0: there is none."""
+        """How long the first in line has waited; 0: the line is empty."""
         head = self.places.head()
         return now_s - head.since_s if head is not None else 0.0
 
     def check(self) -> None:
-        """Raise InvariantError unless the books balance."""
+        """Raise InvariantError unless the tables balance."""
         self.places.check()
         there = self.places.places
         sent = Counter(live.route.replica for live in self.turns.values())
@@ -393,7 +393,7 @@ class Fleet:
         return self.places.new >= self.config.max_line
 
     def _visits(self, now_s: float, turn: TurnId, prompt_tokens: int) -> Route | Refused:
-        """A request of no program."""
+        """A request without a program."""
         if not self.places.places:
             self.refused += 1
             return Refused(turn, self.places.retry_after_s(now_s))
@@ -414,7 +414,7 @@ class Fleet:
         return self._send(now_s, entry, turn, prompt_tokens, Why.HOME)
 
     def _weighs(self, now_s: float, entry: FleetProgram, prompt_tokens: int) -> Move | Stay:
-        """Shall the program, which is between turns, move?"""
+        """Whether the program, which is between turns, should move."""
         there = self.places.places
         assert entry.home is not None
         home = self._side(now_s, entry, there[entry.home], prompt_tokens, is_home=True)
@@ -426,7 +426,7 @@ class Fleet:
     def _side(
         self, now_s: float, entry: FleetProgram, place: Place, prompt_tokens: int, is_home: bool = False
     ) -> Side:
-        """A replica as the program's next turn would meet it."""
+        """A replica as the program's next turn would find it."""
         is_fresh = place.age_s(now_s) <= self.config.move_age_s
         costs, context_tokens = place.report.costs, entry.context_tokens
         return Side(
@@ -438,14 +438,14 @@ class Fleet:
         )
 
     def _recompute_s(self, place: Place, context_tokens: int) -> float:
-        """What a context's KV costs its home, for the part that it is taken to have lost."""
+        """Seconds to compute a context again at home, for the part that it has probably lost."""
         kept_tokens = int(context_tokens * place.kept_share)
         if kept_tokens == context_tokens:
             return 0.0
         return place.report.costs.prefill_s(context_tokens - kept_tokens, kept_tokens)
 
     def _bring_s(self, costs: CostModel, context_tokens: int) -> float:
-        """What a context's KV costs a replica that it was never on."""
+        """Seconds to bring a context to a replica that never had it."""
         if self.config.substrate == "none":
             return costs.prefill_s(context_tokens)
         if self.config.substrate == "peer":
@@ -458,7 +458,7 @@ class Fleet:
     def _moves(
         self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int, to: ReplicaId
     ) -> Route:
-        """The program leaves its home for another one, with this turn."""
+        """The program moves to another home, with this turn."""
         old = entry.home
         assert old is not None
         self.places.places[old].admission.remove_program(entry.id)
@@ -476,7 +476,7 @@ class Fleet:
         return live.route if live is not None else Held(turn, waiting.since_s)
 
     def _starts(self, now_s: float) -> list[Route] | None:
-        """The first in line starts, with all its turns; None: nobody does."""
+        """Start the first in line, with all its turns; None: none starts."""
         waiting = self.places.head()
         there = self.places.places
         if waiting is None or not there:
@@ -531,7 +531,7 @@ class Fleet:
     def _sent(
         self, turn: TurnId, program: ProgramId, route: Route, prompt_tokens: int, held_tokens: int
     ) -> Route:
-        """The turn is on its way. Of its prompt the replica is taken to hold `held_tokens`."""
+        """The turn was sent. The replica is assumed to hold `held_tokens` of its prompt."""
         place = self.places.places[route.replica]
         there_tokens = min(held_tokens, prompt_tokens)
         tokens = prompt_tokens - there_tokens
@@ -542,7 +542,7 @@ class Fleet:
         return route
 
     def _gone(self, now_s: float, turn: TurnId) -> Live | None:
-        """A turn that was sent is over."""
+        """A turn that was sent has ended."""
         live = self.turns.pop(turn, None)
         if live is None:
             return None
@@ -558,7 +558,7 @@ class Fleet:
         return self.places.places.get(live.route.replica)
 
     def _meets(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> FleetProgram:
-        """A program that is not known."""
+        """Add a program that is not known."""
         self._forget_surplus(self.config.max_programs - 1)
         entry = self.programs[program] = FleetProgram(program, now_s - age_s, now_s, turns)
         return entry
@@ -568,7 +568,7 @@ class Fleet:
         self.programs.move_to_end(entry.id)
 
     def _forget_if_nothing(self, program: ProgramId) -> None:
-        """A program that never finished a turn and has none any more is as good as new."""
+        """Drop a program without a finished turn and without a live one."""
         entry = self.programs.get(program)
         if entry is not None and not (entry.live or entry.turns or program in self.places.line):
             self._forget(entry, 0)
@@ -579,7 +579,7 @@ class Fleet:
             self.places.places[entry.home].admission.remove_program(entry.id, finished_turns)
 
     def _forget_surplus(self, most: int) -> None:
-        """Of more programs those go that were unheard of for longest and have no turn here."""
+        """Drop programs beyond `most`, those idle longest and without a live turn first."""
         surplus = len(self.programs) - most
         if surplus > 0:
             idle = (p for p in self.programs.values() if not (p.live or p.id in self.places.line))

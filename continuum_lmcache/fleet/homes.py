@@ -1,7 +1,7 @@
-"""Which replica a program's turns go to, so that they find the KV its last turn left there.
+"""Which replica a program's turns go to, so that they find the KV of its last turn there.
 
-A program's home is the replica of its first turn. Who places first turns keeps a table (Homes); who shares
-no more than a key with the others, or has lost the table, agrees with them by a hash (hashed).
+A program's home is the replica of its first turn. The process that places first turns keeps a table (Homes).
+Processes that share only a key, or have lost the table, agree on a home by a hash (hashed).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MOST_PROGRAMS = 100_000  # of one table: as many as an engine knows (continuum.m
 def hashed(program: ProgramId, replicas: Iterable[Replica], key: bytes) -> Replica:
     """The program's replica, of one or more, by rendezvous hashing.
 
-    The same wherever `key` (1 to 64 bytes) is: who does not know it cannot choose names for one replica. One
-    replica more takes its share of the programs and moves no other; one less gives its own to the others.
+    The same wherever `key` (1 to 64 bytes) is: without it a client cannot choose names for one replica. A new
+    replica takes its share of the programs and moves no other; a lost one gives its own to the others.
     Raises ValueError where there is no replica.
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
     """
@@ -41,7 +41,7 @@ def digest(program: ProgramId, key: bytes) -> bytes:
 
 
 class Homes(Generic[Replica]):
-    """The homes of at most `most` programs; of more, those unheard of for longest are forgotten.
+    """The homes of at most `most` programs; beyond that, those idle longest are dropped.
 
     `key`: 1 to 64 bytes, as for `hashed`; the table holds no name that a client chose.
     """
@@ -68,13 +68,13 @@ class Homes(Generic[Replica]):
             self._replicas.popitem(last=False)
 
     def leaves(self, program: ProgramId) -> None:
-        """The program is over."""
+        """The program has ended."""
         self._replicas.pop(digest(program, self._key), None)
 
     def __len__(self) -> int:
         return len(self._replicas)
 
     def check(self) -> None:
-        """Raise AssertionError if the table is not as it must be."""
+        """Raise AssertionError if the table is inconsistent."""
         assert len(self._replicas) <= self.most, f"{len(self._replicas)} homes, {self.most} at most"
         assert all(len(name) == NAME_BYTES for name in self._replicas), "a name is no digest"

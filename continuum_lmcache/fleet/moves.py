@@ -1,8 +1,8 @@
-"""Shall a program's next turn go to another replica than its home? Pure functions of one case.
+"""Whether a program's next turn goes to another replica than its home. Pure functions of one case.
 
 A move saves waiting at home and costs the context's KV, which the target must load or compute. It is
-weighed as a turn arrives, between turns only. Two rules stand before every mover: nothing moves by old
-reports, and no program moves twice within `cooldown_s`, so that thrash (several moves within it) cannot be.
+considered as a turn arrives, between turns only. Two rules come before every mover: nothing moves by old
+reports, and no program moves twice within `cooldown_s`, so thrash (several moves within it) is impossible.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from continuum_lmcache.fleet.report import ReplicaId
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a mover may be told by an operator."""
+    """The limits that an operator may set."""
 
     cooldown_s: float = 30.0  # from a program's move to its next, at least
-    cost_factor: float = 2.0  # by_cost: the wait saved must be so many times the extra cost of the KV
-    margin_s: float = 2.0  # by_cost: and so much more; the hysteresis
+    cost_factor: float = 2.0  # by_cost: the wait saved must be this many times the extra cost of the KV
+    margin_s: float = 2.0  # by_cost: and this much more; the hysteresis
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One replica, as a program's next turn would meet it."""
+    """One replica, as a program's next turn would find it."""
 
     replica: ReplicaId
     wait_s: float  # before its prompt is computed
-    bring_s: float  # to have its context's KV there: PrefillReload; at home for what is lost there
-    has_room: bool = True  # for its forecast, beside all that is spoken for
-    is_fresh: bool = True  # whether its report is new enough to move by
+    bring_s: float  # to bring its context's KV there: PrefillReload; at home for the lost part
+    has_room: bool = True  # for its forecast, beside all reservations
+    is_fresh: bool = True  # whether its report is new enough for a move
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Go there."""
+    """Send the turn there."""
 
     to: ReplicaId
     saved_s: float  # of waiting
@@ -53,7 +53,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Go home. Low cardinality: `reason` is a metric's label."""
+    """Send the turn home. Low cardinality: `reason` is a metric label."""
 
     reason: str  # "never", "stale", "cooldown", "room", "cost", "cool"
 
@@ -62,12 +62,12 @@ Mover = Callable[[Case, Limits], Move | Stay]
 
 
 def never(_case: Case, _limits: Limits) -> Move | Stay:
-    """Affinity alone."""
+    """Always home."""
     return Stay("never")
 
 
 def by_cost(case: Case, limits: Limits) -> Move | Stay:
-    """Where the wait saved most exceeds what the KV costs, if it does by `cost_factor` and `margin_s`."""
+    """Where the saved wait most exceeds the KV's cost, if it does by `cost_factor` and `margin_s`."""
     targets = eligible(case)
     if not targets:
         return Stay("room")
@@ -81,7 +81,7 @@ MOVERS: dict[str, Mover] = {"never": never, "cost": by_cost}
 
 
 def decide(mover: str, case: Case, limits: Limits) -> Move | Stay:
-    """What `mover`, a name of MOVERS, says, where the two rules let it. Raises KeyError for another name."""
+    """The decision of `mover`, a name of MOVERS, after the two rules. Raises KeyError for another name."""
     if not case.home.is_fresh:
         return Stay("stale")
     if case.since_move_s < limits.cooldown_s:
@@ -95,7 +95,7 @@ def eligible(case: Case) -> list[Side]:
 
 
 def gain_s(case: Case, side: Side, limits: Limits) -> float:
-    """The wait that a move there saves, less what its KV costs, weighed."""
+    """The wait that a move there saves, minus the weighted cost of its KV."""
     move = moved(case, side)
     return move.saved_s - limits.cost_factor * move.extra_s
 

@@ -1,12 +1,12 @@
-"""Where new programs start, and when: one line before all replicas.
+"""Where new programs start, and when: one line in front of all replicas.
 
-A program starts where its forecast fits beside all that is spoken for there, on the replica with the fewest
-requests of those; while it fits nowhere, it waits, and costs nobody anything. The arithmetic is the engine's
-own (controller.py), one account for each replica, with one Growth for all: a replica that
-has just joined knows what the others have learned. Where the engine reports its headroom, that is taken for
-the account's: it knows shared heads and requests that came another way.
+A program starts where its forecast fits beside all reservations, on the replica with the fewest requests
+among those. While it fits nowhere, it waits and holds no memory. The arithmetic is the engine's
+own (controller.py), with one account for each replica and one Growth for all: a replica that
+has just joined uses what the others have learned. Where the engine reports its headroom, that replaces
+the account's, since the engine knows shared heads and requests from other ways.
 
-Programs under way that lost their replica stand in the same line, before all new ones, oldest first.
+Started programs that lost their replica are in the same line, before all new ones, oldest first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId, TurnId
 
-RATE_STARTS = 64  # latest starts from the line that its speed is taken from
+RATE_STARTS = 64  # latest starts from the line, for its speed
 LEAST_RETRY_S = 1.0
 MOST_PROMISES = 1024  # since one report, whose period is half a second
 
@@ -32,13 +32,13 @@ class Pending:
     """A turn without its first token."""
 
     tokens: int  # to be computed, as far as is known
-    seconds: float  # that they take on an idle replica
+    seconds: float  # for these on an idle replica
     is_first: bool  # of its program
 
 
 @dataclass(slots=True)
 class Place:
-    """One replica: what it said last, and what was sent there since."""
+    """One replica: its latest report, and what was sent there since."""
 
     report: ReplicaReport
     admission: AdmissionController
@@ -53,7 +53,7 @@ class Place:
 
     @property
     def pending_tokens(self) -> int:
-        """Of prompts that wait there or are being computed."""
+        """Tokens of prompts that wait there or are being computed."""
         return sum(pending.tokens for pending in self.pending.values())
 
     def age_s(self, now_s: float) -> float:
@@ -63,8 +63,8 @@ class Place:
     def wait_s(self, is_fresh: bool) -> float:
         """What a later turn would wait there before its prompt is computed, seconds.
 
-        What is known to be pending before it; or what such a turn does wait there now, if that is more: then
-        the replica is slower than it says, or short of memory.
+        The time of what is known to be pending before it; or the wait of such turns there now, if longer:
+        then the replica is slower than its report, or short of memory.
         """
         before = (p for p in self.pending.values() if not (p.is_first and self.report.returning_first))
         known_s = sum(pending.seconds for pending in before)
@@ -78,28 +78,28 @@ class Place:
             self.promised.popleft()
 
     def promises(self, now_s: float, prompt_tokens: int, turns: int) -> None:
-        """A program that has finished `turns` goes there: the next report will count it."""
+        """A program that has finished `turns` goes there, which the next report will count."""
         self.promised.append((now_s, self.admission.growth.forecast_tokens(prompt_tokens, turns)))
 
     def headroom_tokens(self) -> float:
-        """For how large a forecast there is room."""
+        """The largest forecast for which there is room."""
         if self.report.headroom_tokens is None:
             return self.admission.headroom_tokens
         return self.report.headroom_tokens - sum(tokens for _, tokens in self.promised)
 
     @property
     def kept_share(self) -> float:
-        """How much of its programs' contexts it is taken to hold still, 0 to 1.
+        """The share of its programs' contexts that it probably still holds, 0 to 1.
 
-        Stock vLLM does not say: of contexts for which there is no room, the part that fits.
+        Stock vLLM does not report it: of contexts for which there is no room, the part that fits.
         """
         if self.report.headroom_tokens is not None:
-            return 1.0  # the engine's own admission sees to it
+            return 1.0  # the engine's own admission ensures it
         over_tokens = max(0.0, -self.admission.headroom_tokens)
         return self.report.gpu_tokens / (self.report.gpu_tokens + over_tokens) if over_tokens else 1.0
 
     def fits(self, prompt_tokens: int, turns: int) -> bool:
-        """Whether a program that has finished `turns` has room, and nobody waits here for room already."""
+        """Whether a program with `turns` finished turns has room, and no program waits for room there."""
         if self.report.headroom_tokens is None:
             return self.admission.fits(prompt_tokens, turns)
         need = self.admission.growth.forecast_tokens(prompt_tokens, turns)
@@ -111,16 +111,16 @@ class Place:
         self.pending[turn] = pending
 
     def first_token(self, turn: TurnId) -> None:
-        """Its prompt is computed."""
+        """Its prefill has ended."""
         self.pending.pop(turn, None)
 
     def gone(self, turn: TurnId) -> None:
-        """It is over."""
+        """It has ended."""
         self.first_token(turn)
         self.turns.discard(turn)
 
     def check(self) -> None:
-        """Raise InvariantError unless its books balance."""
+        """Raise InvariantError unless its tables balance."""
         self.admission.check()
         if not self.pending.keys() <= self.turns:
             raise InvariantError(f"turns without their first token({len(self.pending)}) are not all there")
@@ -133,9 +133,9 @@ class Waiting:
     program: ProgramId
     since_s: float
     arrival_s: float  # of the program
-    turns: dict[TurnId, int]  # that wait, with the tokens of their prompts
-    finished: int = 0  # turns; more than 0: it is under way, and lost its replica
-    first_s: float = math.inf  # since when it is first in line
+    turns: dict[TurnId, int]  # waiting ones, with the tokens of their prompts
+    finished: int = 0  # turns; more than 0: it has started, and lost its replica
+    first_s: float = math.inf  # when it became the first in line
 
     @property
     def prompt_tokens(self) -> int:
@@ -145,12 +145,12 @@ class Waiting:
 
 @dataclass(slots=True)
 class Places:
-    """The replicas, and the one line before them. `max_wait_s`: for how long the first in line waits, at
-    most, while it fits nowhere; `max_rehome_s`: for how long a program under way does."""
+    """The replicas, and the one line in front of them. `max_wait_s`: how long the first in line waits at
+    most while it fits nowhere; `max_rehome_s`: the same for a started program."""
 
     max_wait_s: float
     max_rehome_s: float
-    first_turn_age_s: float  # no first turn goes where the report is older
+    first_turn_age_s: float  # no first turn goes to a replica with an older report
     growth: ContextGrowth = field(default_factory=ContextGrowth)
     places: dict[ReplicaId, Place] = field(default_factory=dict)
     line: dict[ProgramId, Waiting] = field(default_factory=dict)
@@ -166,8 +166,8 @@ class Places:
     def waits(
         self, now_s: float, program: ProgramId, turn: TurnId, tokens: int, age_s: float, done: int
     ) -> None:
-        """A turn of a program without a home joins the line, or its program's place there. `age_s`: since the
-        program arrived; `done`: turns it has finished."""
+        """Add a turn of a program without a home to the line, or to its program's place there. `age_s`: since
+        the program arrived; `done`: turns it has finished."""
         if (waiting := self.line.get(program)) is not None:
             waiting.turns[turn] = tokens
             return
@@ -176,7 +176,7 @@ class Places:
             self.growth.first(tokens)
 
     def leaves(self, program: ProgramId, turn: TurnId) -> None:
-        """A turn that waits is given up."""
+        """Remove a turn that waits."""
         if (waiting := self.line.get(program)) is not None:
             waiting.turns.pop(turn, None)
             if not waiting.turns:
@@ -184,15 +184,15 @@ class Places:
 
     @property
     def new(self) -> int:
-        """Programs in the line that have no turn behind them."""
+        """Programs in the line that have no finished turn."""
         return sum(not waiting.finished for waiting in self.line.values())
 
     def head(self) -> Waiting | None:
-        """The first in line: those under way, then the oldest."""
+        """The first in line: started programs before new ones, then the oldest."""
         return min(self.line.values(), key=lambda w: (not w.finished, w.arrival_s), default=None)
 
     def choice(self, now_s: float, waiting: Waiting) -> tuple[ReplicaId, bool] | None:
-        """Where the first in line may start now, and whether it fits there; None: it waits on."""
+        """Where the first in line may start now, and whether it fits there; None: it waits."""
         waiting.first_s = min(waiting.first_s, now_s)
         tokens, done = waiting.prompt_tokens, waiting.finished
         heard = [p for p in self.places.values() if p.age_s(now_s) <= self.first_turn_age_s]
@@ -207,7 +207,7 @@ class Places:
         return None
 
     def starts(self, now_s: float, waiting: Waiting, replica: ReplicaId) -> None:
-        """The program leaves the line for this replica, with all its turns."""
+        """Remove the program from the line; all its turns go to this replica."""
         del self.line[waiting.program]
         self._starts.append(now_s)
         place = self.places[replica]
@@ -226,14 +226,14 @@ class Places:
         return best.report.replica
 
     def retry_after_s(self, now_s: float) -> float:
-        """How long the line as it stands takes at its latest speed: 1 s to max_wait_s."""
+        """How long the present line takes at its latest speed: 1 s to max_wait_s."""
         if len(self._starts) < 2 or now_s <= self._starts[0]:
             return max(LEAST_RETRY_S, self.max_wait_s)
         a_start_s = (now_s - self._starts[0]) / len(self._starts)
         return max(LEAST_RETRY_S, min(self.max_wait_s, len(self.line) * a_start_s))
 
     def check(self) -> None:
-        """Raise InvariantError unless the line is that of its programs."""
+        """Raise InvariantError unless the line has exactly its programs."""
         for place in self.places.values():
             place.check()
         if empty := [program for program, waiting in self.line.items() if not waiting.turns]:

@@ -1,4 +1,4 @@
-"""What a replica says of itself, each half second or so. All frozen."""
+"""A replica's report, sent each half second or so. Frozen."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ ReplicaId = NewType("ReplicaId", str)
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """One replica at one moment. Beside each figure the engine's gauge that says so (docs/metrics.md)."""
+    """One replica at one moment. Beside each figure its gauge in the engine (docs/metrics.md)."""
 
     replica: ReplicaId
-    at_s: float  # when it was so, on the fleet's clock
-    gpu_tokens: int  # whose KV the GPU has room for: continuum_gpu_capacity_tokens
+    at_s: float  # time of the figures, on the fleet's clock
+    gpu_tokens: int  # that the GPU's KV cache holds: continuum_gpu_capacity_tokens
     requests: int = 0  # vllm:num_requests_waiting and vllm:num_requests_running together
     tier_tokens: float = 0.0  # the tiers' room for started programs (admission.room_of); 0: none
     headroom_tokens: float | None = None  # continuum_admission_headroom_tokens; stock vLLM has None
     programs_outside: int = 0  # new programs that the replica itself holds: continuum_programs_held
     oldest_returning_wait_s: float = 0.0  # continuum_oldest_returning_wait_seconds; 0: no later turn waits
-    returning_first: bool = True  # later turns go before waiting first ones; False: stock vLLM
+    returning_first: bool = True  # later turns are scheduled before waiting first ones; False: stock vLLM
     costs: CostModel = UNMEASURED  # rates as measured there

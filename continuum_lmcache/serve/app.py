@@ -1,8 +1,8 @@
 """`serve run continuum_lmcache.serve.app:build model=NAME key=value ...`, or a Serve config file's
 import_path.
 
-settings.py has the keys. What is Ray Serve's (autoscaling, resources, limits) is set in its config file, by
-the deployment's name `vllm`.
+settings.py has the keys. Ray Serve's own settings (autoscaling, resources, limits) are in its config file,
+under the deployment's name `vllm`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.serve.state import FleetState
 
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on 127.0.0.1 alone
-ONGOING = 4096  # requests of one replica: vLLM's queue is the one that orders them
-CALLS = 1000  # that the state may have in hand beside those that wait in its line
+ONGOING = 4096  # requests of one replica: vLLM's queue orders them
+CALLS = 1000  # that the state may execute beside those that wait in its line
 ANSWER_SLACK_S = 30.0
 
 
@@ -39,7 +39,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def prepare() -> None:
-    """Set what a Ray that is started here reads from the environment: `serve run` starts one after this.
+    """Set the environment of a Ray that is started here: `serve run` starts one after this.
 
     A Ray that runs already has its own (docs/ray.md). Ray 2.60 has read LOOPBACK when it was imported.
     """
@@ -79,5 +79,5 @@ def deployment(settings: ServeSettings) -> serve.Deployment:
 
 
 def answer_s(settings: ServeSettings) -> float:
-    """Longer than any first turn waits in the line, each of whose places may wait max_wait_s."""
+    """Longer than any first turn waits in the line, where each place may wait max_wait_s."""
     return (settings.fleet.max_line + 1) * settings.fleet.max_wait_s + ANSWER_SLACK_S

@@ -1,4 +1,4 @@
-"""What one replica knows of the programs that it serves: for the state, which may have to learn it anew."""
+"""The programs that one replica serves, as a report for the state, which may have lost them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from continuum_lmcache.types import ProgramId, TurnId
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """A turn has its first token: its prompt is known and computed."""
+    """A turn has its first token: its prompt's length is known and its prefill has ended."""
 
     turn: TurnId
     prompt_tokens: int
@@ -21,7 +21,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """A turn is over. `context_tokens` 0: it came to nothing, its client left or it failed."""
+    """A turn has ended. `context_tokens` 0: its client left or it failed."""
 
     turn: TurnId
     context_tokens: int
@@ -44,12 +44,12 @@ class _Turn:
     program: ProgramId
     running: int = 0  # generations: a request may bring several prompts
     context_tokens: int = 0  # of the longest that finished; 0: none did
-    told: bool = False  # that it has its first token
+    told: bool = False  # whether its first token was reported
 
 
 @dataclass(slots=True)
 class Books:
-    """The programs of this replica, `most` at most (those unheard of for longest are forgotten); the news.
+    """The programs of this replica, `most` at most (those idle longest are dropped), and their events.
 
     `on_end` is called as a turn ends.
     """
@@ -61,7 +61,7 @@ class Books:
     _turns: dict[TurnId, _Turn] = field(default_factory=dict)
 
     def starts(self, now_s: float, turn: TurnId, program: ProgramId, turns: int, age_s: float) -> None:
-        """A prompt of a turn goes into the engine; the program had finished `turns` when it came here."""
+        """A turn's prompt enters the engine; the program had finished `turns` when it came here."""
         seen = self._programs.get(program)
         if seen is None:
             seen = self._programs[program] = _Program(now_s - age_s, turns)
@@ -73,14 +73,14 @@ class Books:
         seen.live.add(turn)
 
     def first_token(self, turn: TurnId, prompt_tokens: int, body_bytes: int) -> None:
-        """The prompt is computed."""
+        """The prefill has ended."""
         live = self._turns[turn]
         if not live.told:
             live.told = True
             self.news.append(FirstToken(turn, prompt_tokens, body_bytes))
 
     def stops(self, turn: TurnId, context_tokens: int, is_last: bool) -> None:
-        """The prompt's generation is over, with a context of so many tokens; 0: it did not finish."""
+        """The prompt's generation has ended, with a context of this many tokens; 0: it did not finish."""
         live = self._turns[turn]
         live.running -= 1
         live.context_tokens = max(live.context_tokens, context_tokens)
@@ -99,7 +99,7 @@ class Books:
             del self._programs[live.program]
 
     def known(self, now_s: float) -> list[Known]:
-        """Every program here, those unheard of for longest first."""
+        """Every program here, those idle longest first."""
         return [
             Known(name, p.turns, p.context_tokens, now_s - p.first_s, tuple(p.live))
             for name, p in self._programs.items()

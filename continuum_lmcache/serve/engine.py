@@ -1,4 +1,4 @@
-"""What a replica's engine does, told to its Books: whose turn a prompt is, its first token and its end.
+"""Notes in a replica's Books what its engine does: the turn of each prompt, its first token and its end.
 
 vLLM itself is in vllm_plugin/watched_server.py. Seam on Ray 2.60: the request context's session_id and
 _internal_request_id.
@@ -30,12 +30,12 @@ class TurnPrompt:
 
     @classmethod
     def of_this_request(cls, books: Books) -> TurnPrompt:
-        """Of the request whose task this is."""
+        """The prompt of the request whose task this is."""
         context = _get_serve_request_context()
         return cls(books, TurnId(context._internal_request_id), TurnName.read(context.session_id))
 
     def starts(self, sampling_params: Any) -> None:
-        """The engine is told what the program did elsewhere."""
+        """Pass on to the engine what the program did elsewhere."""
         turn = self.turn
         program = ProgramId(turn.program or f"~{self.key}")
         self.books.starts(time.monotonic(), self.key, program, turn.turns, turn.age_s)
@@ -49,7 +49,7 @@ class TurnPrompt:
 
 
 def under_way(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
-    """A request's fields with what its program did, as the fleet knows it and not as its client says."""
+    """A request's fields with its program's progress, from the fleet and not from the client."""
     kept = {name: value for name, value in (extra_args or {}).items() if name not in PROGRESS}
     if turn.turns:
         kept |= dict(zip(PROGRESS, (turn.turns, round(turn.age_s)), strict=True))

@@ -24,13 +24,13 @@ CURVE = (
     "continuum_prefill_seconds_per_token_pair",
 )
 NAMES = (*REQUESTS, CAPACITY, OUTSIDE, HEADROOM, WAIT, TIER, TIER_RATE, TIER_FIXED, SAMPLES, KV_BYTES, *CURVE)
-OF_THE_PROCESS = {"engine", "model_name"}  # labels that tell nothing here: there is one engine
+OF_THE_PROCESS = {"engine", "model_name"}  # labels without information: there is one engine
 Figures = Mapping[tuple[str, str], float]
 """By name, and the value of the label that is the metric's own; "" where it has none."""
 
 
 def figures() -> Figures:
-    """The gauges of this process; one that is not told is not there."""
+    """The gauges of this process; a missing gauge has no entry."""
     found: dict[tuple[str, str], float] = {}
     for family in REGISTRY.restricted_registry(NAMES).collect():
         for sample in family.samples:
@@ -40,7 +40,7 @@ def figures() -> Figures:
 
 
 def report(replica: str, gpu_tokens: int, seen: Figures) -> ReplicaReport:
-    """What the replica says of itself; the state adds the time. `gpu_tokens`: as vLLM's start found."""
+    """The replica's report; the state adds the time. `gpu_tokens`: as vLLM found at its start."""
     is_continuum = (CAPACITY, "") in seen
     return ReplicaReport(
         ReplicaId(replica),
@@ -57,7 +57,7 @@ def report(replica: str, gpu_tokens: int, seen: Figures) -> ReplicaReport:
 
 
 def costs(seen: Figures) -> CostModel:
-    """The rates as the engine has measured or assumed them; of an engine that tells none what is assumed."""
+    """The rates that the engine has measured or assumed; for an engine without rates the assumed ones."""
     told = [seen.get((name, "")) for name in (*CURVE, KV_BYTES)]
     if any(value is None for value in told):
         return UNMEASURED

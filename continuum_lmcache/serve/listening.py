@@ -1,7 +1,7 @@
-"""Keep Ray's replicas off the public addresses of their node.
+"""Keeps Ray's replicas off the public addresses of their node.
 
-Each replica of a deployment opens a port for requests of other deployments, on all addresses; what comes
-there is unpickled. Ray connects to it at its node's address alone, so it need listen nowhere else.
+Each replica of a deployment opens a port for requests of other deployments, on all addresses, and unpickles
+what it receives. Ray connects to it at its node's address only, so it need not listen elsewhere.
 
 Seam, read and run on Ray 2.60.0: ray.serve._private.replica.add_port_to_grpc_server, called after the
 deployment's class was made; no setting names the address.

@@ -1,9 +1,9 @@
-"""Whose turn a request is, for a router that sees no bodies.
+"""Finds a request's program for a router that sees no bodies.
 
-Ray's proxy hands its router a request's headers and leaves the body to the replica; most clients name their
-program in the body. So this middleware runs in the proxy, reads the body, and says in one header what the
-router must know. The header is Ray's session id, so Ray's own routers work by it too. What a client sends
-under that name is dropped. A request that says nothing goes where fewest requests are.
+Ray's proxy passes a request's headers to its router and leaves the body to the replica. Most clients name
+their program in the body. So this middleware runs in the proxy, reads the body, and puts what the router
+needs into one header. The header is Ray's session id, so Ray's own routers use it too. A client's
+header of that name is dropped. A request without a program goes where the fewest requests are.
 
 Seam, read on Ray 2.60.0: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names `middlewares`, which each proxy
 calls once; RAY_SERVE_SESSION_ID_HEADER_KEY names the header. app.py sets both.
@@ -31,7 +31,7 @@ ENVIRONMENT = {  # of Ray's proxies
     "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
 }
 PLACES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-MOST_BYTES = 32 << 20  # of a body that is read here; a longer one goes unnamed
+MOST_BYTES = 32 << 20  # of a body that is read here; a longer one stays unnamed
 WRITTEN = re.compile(r"([^;]*);(\d+);([01]);(\d*);(\d+);(\d+\.\d+)")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -41,14 +41,14 @@ App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class TurnName:
-    """What the router knows of a request. As text it is a header's value."""
+    """What the router knows of a request. Its text is a header's value."""
 
     program: str = ""  # identity.program_id of its tenant, then the router's hash of it; "": it names none
     body_bytes: int = 0  # of its body; 0: not known
     is_last: bool = False
-    rank: int | None = None  # not a turn: a question to the replica of this rank
-    turns: int = 0  # that the program has finished; the router adds these two
-    age_s: float = 0.0  # since its first turn came
+    rank: int | None = None  # not a turn: a request to the replica of this rank
+    turns: int = 0  # finished turns of the program; the router adds these two
+    age_s: float = 0.0  # since its first turn arrived
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else str(self.rank)
@@ -57,7 +57,7 @@ class TurnName:
 
     @classmethod
     def read(cls, text: str) -> TurnName:
-        """What __str__ wrote; other text is a program's own name, as X-Session-ID has it."""
+        """The inverse of __str__; other text is a program's own name, as in X-Session-ID."""
         if (written := WRITTEN.fullmatch(text)) is None:
             return cls(program=text)
         name, body_bytes, last, rank, turns, age_s = written.groups()
@@ -67,7 +67,7 @@ class TurnName:
 
 
 def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
-    """What body and headers (names in lower case) say. Bad fields name nothing: vLLM refuses them."""
+    """The name in body and headers (names in lower case). Bad fields name nothing: vLLM refuses them."""
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError):
@@ -91,10 +91,10 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
 
 
 def owner_of(authorization: str) -> str:
-    """A hash of the credentials, 32 characters; "": none were sent. Who may do what is vLLM's to check.
+    """A hash of the credentials, 32 characters; "": none were sent. vLLM checks the permissions.
 
-    It has no key, for proxies share none. The request carries it beside the credentials themselves; what the
-    state and the replicas keep is the router's keyed hash (router.py).
+    It has no key, since proxies share none. The request carries it beside the credentials themselves. The
+    state and the replicas keep the router's keyed hash (router.py).
     """
     return sha256(authorization.encode("utf-8", "surrogatepass")).hexdigest()[:32] if authorization else ""
 
@@ -121,7 +121,7 @@ class NameTurns:
 
 
 def plain(key: bytes) -> bytes:
-    """A header's name as Ray compares it: proxies between may write _ for -."""
+    """A header's name as Ray compares it: proxies on the way may write _ for -."""
     return key.lower().replace(b"_", b"-")
 
 
@@ -134,7 +134,7 @@ def rank_asked(scope: Any) -> int | None:
 
 
 async def read_body(receive: Receive) -> tuple[bytes | None, Receive]:
-    """The whole body, and a receive that tells it again; None: too long, or its client left."""
+    """The whole body, and a receive that returns it again; None: too long, or its client left."""
     parts: list[Message] = []
     size = 0
     while True:
@@ -154,5 +154,5 @@ async def read_body(receive: Receive) -> tuple[bytes | None, Receive]:
 
 
 def middlewares() -> list[Middleware]:
-    """What RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names."""
+    """The function that RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names."""
     return [Middleware(NameTurns)]

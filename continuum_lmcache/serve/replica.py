@@ -1,4 +1,4 @@
-"""One replica of the deployment: vLLM's server in Ray's process, which tells the fleet's state what happens.
+"""One replica of the deployment: vLLM's server in Ray's process, which reports to the fleet's state.
 
 Seams, read and run on Ray 2.60.0: serve.ingress() with __serve_build_asgi_app__, check_health,
 record_replica_metadata, serve.get_replica_context, serve.get_deployment_actor.
@@ -28,13 +28,13 @@ from continuum_lmcache.serve.settings import ServeSettings
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
 HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
-ANSWERS_S = 5.0  # the state, at most
-AWAY = (RayError, ValueError, TimeoutError)  # Ray says ValueError where no actor has the name
-GATHERS_S = 0.05  # from a turn's end until it is told, with others that end meanwhile
+ANSWERS_S = 5.0  # for the state's answer, at most
+AWAY = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
+GATHERS_S = 0.05  # from a turn's end to its report, which has others that end meanwhile
 
 
 def away(error: BaseException) -> Response:
-    """Ray starts another state; it has answered within seconds."""
+    """The answer while the state is missing; Ray starts another within seconds."""
     return PlainTextResponse(f"The fleet's state does not answer: {error}", 503, {"Retry-After": "2"})
 
 
@@ -68,11 +68,11 @@ class Replica:
         self._reporting: asyncio.Task[None] | None = None
 
     async def __serve_build_asgi_app__(self) -> Signed:
-        """Start the engine; vLLM's app around it, with two paths more."""
+        """Start the engine; return vLLM's app around it, with two more paths."""
         from continuum_lmcache.serve.engine import TurnPrompt
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
-        os.environ.setdefault(HONOR, "true")  # what engine.under_way says is the fleet's, whoever the tenant
+        os.environ.setdefault(HONOR, "true")  # engine.under_way has the fleet's figures, whoever the tenant
         if self._below is not None:
             await self._below.ready.remote()
         watch = partial(TurnPrompt.of_this_request, self._books)
@@ -83,7 +83,7 @@ class Replica:
         return Signed(app, self._name)
 
     async def fleet(self) -> Response:
-        """GET /fleet: the state, as it tells itself."""
+        """GET /fleet: the state as JSON."""
         try:
             return JSONResponse(await self._ask("told"))
         except AWAY as error:
@@ -97,15 +97,15 @@ class Replica:
             return away(error)
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What routers know of a replica: `?replica=N` asks the one of rank N."""
+        """What routers know of a replica: `?replica=N` selects the one of rank N."""
         return {"rank": self.rank}
 
     async def check_health(self) -> None:
-        """Ray asks each few seconds; an exception makes it replace the replica."""
+        """Ray calls this every few seconds; an exception makes it replace the replica."""
         if self._engine is not None:
             await self._engine.check_health()
         if self._reporting is not None and self._reporting.done():
-            self._reporting.result()  # raises what ended it
+            self._reporting.result()  # raises the exception that ended it
 
     def __del__(self) -> None:
         if self._engine is not None:
@@ -116,12 +116,12 @@ class Replica:
         return int(serve.get_replica_context().rank.rank)
 
     async def _ask(self, method: str, *words: object) -> Any:
-        """Ask the state. Its handle is looked up each time: it may be another actor now."""
+        """Call the state. Its handle is looked up each time: it may be another actor now."""
         state = serve.get_deployment_actor(STATE)
         return await asyncio.wait_for(getattr(state, method).remote(*words), ANSWERS_S)
 
     async def _report(self) -> None:
-        """Tell the state how full this replica is, each report_s and as soon as a turn has ended."""
+        """Report to the state how full this replica is, each report_s and as soon as a turn has ended."""
         known_to, books = "", self._books
         about = {"rank": self.rank, "pid": os.getpid(), "addresses": {"Ray": ray.util.get_node_ip_address()}}
         while True:
@@ -131,11 +131,11 @@ class Replica:
             try:
                 says = report(self._name, self._engine.gpu_tokens, figures())
                 answer = await self._ask("hears", self._name, about, says, news)
-                if answer != known_to:  # it is new, and knows nobody
+                if answer != known_to:  # a new state, without any programs
                     await self._ask("learns", self._name, books.known(time.monotonic()))
                     known_to = answer
             except AWAY as error:
-                if known_to:  # said once, not each half second
+                if known_to:  # logged once, not each half second
                     logger.warning("The fleet's state does not answer (%s); the next is told all", error)
                 known_to = ""
             with contextlib.suppress(TimeoutError):

@@ -1,13 +1,13 @@
-"""Ray's router, in each proxy: the fleet's state says where a turn goes, and a hash ring where it does not
-answer.
+"""Ray's router, in each proxy: it asks the fleet's state where a turn goes, and uses a hash ring if the
+state does not answer.
 
-It puts a keyed hash in the place of the program's name, which has a hash of the client's credentials in it
+It replaces the program's name by a keyed hash. That name has a hash of the client's credentials in it
 (names.py): the state and the replicas see no other name. The key is in the application's config, which
 Serve's controller keeps: the same in all routers, and for the state's actor after each restart.
 
-A turn is routed in its own coroutine, as Ray's CapacityQueueRouter does: Ray's routing tasks are two a
-replica, and first turns that wait for room would keep those from turns that need not. Without the state a
-program goes on where this router last sent it, and otherwise where Ray's ring has it.
+A turn is routed in its own coroutine, as Ray's CapacityQueueRouter does. Ray has two routing tasks per
+replica, and first turns that wait for room would take them from turns that need not. Without the state a
+program continues where this router last sent it, and otherwise where Ray's ring puts it.
 
 Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
 .update_replicas, .on_replica_actor_died, .on_request_completed, ._replicas, ._backoff;
@@ -35,17 +35,17 @@ from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.types import ProgramId
 
 logger = logging.getLogger("ray.serve")
-LOOKS_AGAIN_S = 1.0  # for a state that did not answer; until then nobody waits for it
+LOOKS_AGAIN_S = 1.0  # after a state that did not answer; until then no request waits for it
 SOON_S = 10.0  # for an answer on a turn that need not wait for room, longer than a program without a home may
-SEES_S = 2.0  # for how long a replica may be known to the state and not yet here
-AGAIN = 3  # the backoff's step before a turn that a replica was too full for is sent there again: 0.2 s
+SEES_S = 2.0  # for how long the state may know a replica before this router does
+AGAIN = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
 
 
 class ProgramRouter(ConsistentHashRouter):
     """One in each proxy, and in each handle of the deployment."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """`answer_s`: for how long an answer is waited for, longer than any first turn stands in line.
+        """`answer_s`: how long to wait for an answer, longer than any first turn waits in the line.
         `key`: of programs' names, hexadecimal, the same in all routers."""
         self._answer_s, self._key = float(kwargs.pop("answer_s")), bytes.fromhex(kwargs.pop("key"))
         super().initialize_state(**kwargs)
@@ -55,7 +55,7 @@ class ProgramRouter(ConsistentHashRouter):
         self._by_name: dict[str, RunningReplica] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Ray's controller says who there is."""
+        """Ray's controller reports the replicas."""
         super().update_replicas(replicas)
         before, self._by_name = self._by_name, {r.replica_id.unique_id: r for r in replicas}
         for name in before.keys() - self._by_name.keys():
@@ -68,7 +68,7 @@ class ProgramRouter(ConsistentHashRouter):
         self._tell("gone", replica_id.unique_id, True)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request is over, however it ended."""
+        """A request has ended, with any result."""
         super().on_request_completed(replica_id, internal_request_id)
         self._tell("over", internal_request_id)
 
@@ -89,7 +89,7 @@ class ProgramRouter(ConsistentHashRouter):
             pending_request.metadata.session_id = str(turn)
         if turn.rank is not None:
             return await self._of_rank(pending_request, turn.rank)
-        if not turn.body_bytes and not turn.program:  # no turn at all: a look at /health, /v1/models, /fleet
+        if not turn.body_bytes and not turn.program:  # not a turn: /health, /v1/models, /fleet
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         if is_retry:
             await self._backoff(AGAIN)
@@ -103,7 +103,7 @@ class ProgramRouter(ConsistentHashRouter):
         return chosen
 
     async def _of_rank(self, pending_request: PendingRequest, rank: int) -> RunningReplica:
-        """The replica that was asked for; if there is none of this rank, any: its answer says which it is."""
+        """The requested replica; if none has this rank, any: its answer names it."""
         for replica in self._by_name.values():
             if replica.replica_metadata.get("rank") == rank:
                 return replica
@@ -112,7 +112,7 @@ class ProgramRouter(ConsistentHashRouter):
     async def _told(
         self, pending_request: PendingRequest, turn: TurnName, again: bool
     ) -> RunningReplica | None:
-        """Where the state says. None: it does not answer, or names a replica that does not appear here."""
+        """The state's choice. None: it does not answer, or names a replica that is unknown here."""
         state = self._find()
         if state is None:
             return None
@@ -142,7 +142,7 @@ class ProgramRouter(ConsistentHashRouter):
         return self._by_name.get(answer.replica)
 
     def _tell(self, method: str, *words: object) -> None:
-        """One way. A state that is away learns from its replicas."""
+        """Send without an answer. A state that is missing learns from its replicas later."""
         if self._state is not None:
             getattr(self._state, method).remote(*words)
 
@@ -152,7 +152,7 @@ class ProgramRouter(ConsistentHashRouter):
             self._looks_at_s = asyncio.get_running_loop().time() + LOOKS_AGAIN_S
 
     def _find(self) -> Any:
-        """The state's actor; None: it is not there just now."""
+        """The state's actor; None: it does not exist at the moment."""
         now_s = asyncio.get_running_loop().time()
         if self._state is None and now_s >= self._looks_at_s:
             self._looks_at_s = now_s + LOOKS_AGAIN_S

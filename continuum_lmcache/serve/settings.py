@@ -1,4 +1,4 @@
-"""What `serve run continuum_lmcache.serve.app:build key=value ...` takes. An unknown key is refused."""
+"""The arguments of `serve run continuum_lmcache.serve.app:build key=value ...`. Unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY = re.compile(r"(([0-9a-fA-F]{2}){16,64})?")  # blake2 takes 64 bytes at most
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """One fleet of replicas that are alike."""
+    """One fleet of equal replicas."""
 
     model: str  # as after `vllm serve`
     replicas: int = 1
@@ -46,7 +46,7 @@ class ServeSettings:
 
     @property
     def vllm_args(self) -> list[str]:
-        """The words after `vllm serve`: with our LMCache server, its connector unless one is named."""
+        """The arguments after `vllm serve`: with our LMCache server, its connector unless one is named."""
         words = [self.model, *shlex.split(self.vllm)]
         if self.lmcache_gb and not any(word.startswith("--kv-transfer-config") for word in words):
             words += ["--kv-transfer-config", CONNECTOR % self.lmcache_port]
@@ -54,7 +54,7 @@ class ServeSettings:
 
     @classmethod
     def of(cls, args: Mapping[str, object]) -> ServeSettings:
-        """From text on a command line or values in YAML. Raises ConfigError with what is wrong."""
+        """From text on a command line or values in YAML. Raises ConfigError with the problem."""
         kinds = {each.name: str(each.type) for each in dataclasses.fields(cls) if each.name != "fleet"}
         own = {name: value for name, value in args.items() if not name.startswith(PREFIX)}
         refuse_unknown(own, kinds, "", "the arguments")

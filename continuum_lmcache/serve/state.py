@@ -1,11 +1,11 @@
 """The fleet's state in a deployment actor: one for all proxies and replicas, kept alive by Ray's controller.
 
-It decides nothing: continuum_lmcache.fleet does. Here are its clock, its callers and those who wait in its
-line. When the actor is lost, Ray starts another, which knows nobody; each replica's next report brings what
-it remembers.
+It decides nothing: continuum_lmcache.fleet does. It has the clock, the callers and the requests that wait
+in the line. If the actor is lost, Ray starts another without any programs; each replica's next report has
+those that it knows.
 
-Callers: a router asks `arrives` and says `withdraws`, `over`, `gone`; a replica says `hears` and `learns`;
-people ask `told` and `metrics`.
+Callers: a router calls `arrives`, `withdraws`, `over`, `gone`; a replica calls `hears` and `learns`;
+users call `told` and `metrics`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from continuum_lmcache.serve.books import FirstToken, News
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.types import ProgramId, TurnId
 
-FIRST_BYTES_PER_TOKEN = 4.0  # of a request's body, until prompts have told
-SETTLES_S = 3.0  # for how long a turn's end may be on its way after its answer has reached the client
+FIRST_BYTES_PER_TOKEN = 4.0  # of a request's body, until prompts have been measured
+SETTLES_S = 3.0  # how long a turn's end may be missing after its answer has reached the client
 MOST_GONE = 1000
 BEGINS_S = 5.0  # ten periods of a replica's reports
 LOOKS_S = 0.02
@@ -39,7 +39,7 @@ LOOKS_S = 0.02
 class FleetState:
     """The actor's class. Its methods run in one event loop; times are this process's.
 
-    `config`: FleetConfig's fields; `key`: hexadecimal. Plain values: Ray turns others into such on their way.
+    `config`: FleetConfig's fields; `key`: hexadecimal. Plain values: Ray converts others when it sends them.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FleetState:
         self._body_bytes, self._tokens = FIRST_BYTES_PER_TOKEN, 1.0
         self._sweeping: asyncio.Task[None] | None = None
 
-    # a router's -------------------------------------------------------------
+    # called by a router ------------------------------------------------------
 
     async def arrives(
         self, key: str, named: TurnName, again: bool, there: Collection[str]
@@ -86,16 +86,16 @@ class FleetState:
             self._waiting.pop(turn, None)
 
     async def withdraws(self, key: str) -> None:
-        """The client left, maybe out of the line."""
+        """The client left, also while its turn waited in the line."""
         self._lost(TurnId(key))
 
     async def over(self, key: str) -> None:
-        """The answer is with the client. Its replica tells how it ended; one that died never does."""
+        """The client has the answer. Its replica reports how it ended, unless the replica died."""
         if TurnId(key) in self.fleet.turns:
             asyncio.get_running_loop().call_later(SETTLES_S, self._lost, TurnId(key))
 
     async def gone(self, replica: str, died: bool) -> None:
-        """The router was told that the replica is no more (`died`: with all its turns), or that it drains."""
+        """The router knows that the replica is gone (`died`: with all its turns), or that it drains."""
         name, now_s = ReplicaId(replica), self.now_s()
         self._gone[name] = None
         if len(self._gone) > MOST_GONE:
@@ -107,13 +107,13 @@ class FleetState:
             self.fleet.left(name)
         self._admit()
 
-    # a replica's ------------------------------------------------------------
+    # called by a replica -----------------------------------------------------
 
     async def hears(
         self, replica: str, about: Mapping[str, Any], report: ReplicaReport, news: Iterable[News]
     ) -> str:
-        """What happened at a replica and how full it is. Answers with this state's name: a new name has to be
-        told everything (`learns`)."""
+        """A replica's report: its events and how full it is. The answer is this state's name: to a new name
+        the replica must report all its programs (`learns`)."""
         name, now_s = ReplicaId(replica), self.now_s()
         if name not in self._gone:
             self._about[name] = about
@@ -124,15 +124,15 @@ class FleetState:
         return self.name
 
     async def learns(self, replica: str, held: Iterable[Known]) -> None:
-        """All that a replica remembers."""
+        """All programs that a replica knows."""
         if ReplicaId(replica) not in self._gone:
             self.fleet.restores(self.now_s(), ReplicaId(replica), held)
             self._learnt.add(replica)
 
-    # people's ---------------------------------------------------------------
+    # called by users ---------------------------------------------------------
 
     async def told(self) -> dict[str, Any]:
-        """The state for GET /fleet: JSON's own types. No program's name is in it."""
+        """The state for GET /fleet, in JSON's types. It has no program's name."""
         now_s, fleet = self.now_s(), self.fleet
         at_home: dict[ReplicaId, int] = {}
         for program in fleet.programs.values():
@@ -173,18 +173,18 @@ class FleetState:
         return generate_latest(registry).decode()
 
     async def check(self) -> None:
-        """Raise InvariantError unless the books balance."""
+        """Raise InvariantError unless the tables balance."""
         self.fleet.check()
 
     # ------------------------------------------------------------------------
 
     def tokens_of(self, body_bytes: int) -> int:
-        """About how many tokens a request's prompt has, by what prompts have had so far; 1 or more."""
+        """About how many tokens a request's prompt has, by earlier prompts; 1 or more."""
         return max(1, round(body_bytes * self._tokens / self._body_bytes))
 
     async def _begins(self, there: Collection[str]) -> None:
-        """A new state answers nobody before it has learnt from those replicas what they remember: it would
-        take a program under way for a new one. One that says nothing is waited for BEGINS_S at most."""
+        """Wait until those replicas have reported their programs, since a new state would take a started
+        program for a new one. Waits at most BEGINS_S for a replica that does not report."""
         while self.now_s() < self._begins_s and not self._learnt.issuperset(there):
             await asyncio.sleep(LOOKS_S)
 
@@ -206,14 +206,14 @@ class FleetState:
         self._admit()
 
     def _admit(self) -> None:
-        """Those in the line for whom there is room now are told."""
+        """Answer the waiting requests for which there is room now."""
         for route in self.fleet.admits(self.now_s()):
             waits = self._waiting.get(route.turn)
             if waits is not None and not waits.done():
                 waits.set_result(route)
 
     def _keep_sweeping(self) -> None:
-        """While somebody waits, time alone can let him in."""
+        """While a request waits, time alone can admit it."""
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
 
@@ -224,7 +224,7 @@ class FleetState:
 
 
 class _Figures(Collector):
-    """GET /fleet as Prometheus has it."""
+    """The figures of GET /fleet for Prometheus."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         self._told = told

@@ -1,7 +1,7 @@
 """One LMCache MP server a node, kept alive by Ray: a deployment whose replica is that server's parent.
 
-What it does is LMCache's; the options are docs/mp.md's. A server that already answers at the place is taken
-as it is: one that somebody else runs, or one that outlived this actor. It listens on 127.0.0.1, so each node
+LMCache does the work; docs/mp.md has the options. A server that already answers at the address is used
+as it is: another program's, or one that outlived this actor. It listens on 127.0.0.1, so each node
 needs its own.
 """
 
@@ -26,7 +26,7 @@ START_S = 180.0
 
 
 def command(settings: ServeSettings) -> list[str]:
-    """The server at the settings' place and of their size."""
+    """The command line of the server with the settings' address and size."""
     place = settings.lmcache_port, settings.lmcache_http_port
     words = options(*place, settings.lmcache_gb, settings.lmcache_disk)
     return [sys.executable, "-m", "lmcache.cli.main", "server", *words]
@@ -57,10 +57,10 @@ class Substrate:
         return False
 
     async def ready(self) -> None:
-        """Returns at once: a replica that can be asked has a server that answered."""
+        """Returns at once: a replica that answers this has a server that answered."""
 
     async def check_health(self) -> None:
-        """Ray asks each few seconds; an exception makes it start another."""
+        """Ray calls this every few seconds; an exception makes it start another."""
         if not await asyncio.to_thread(self._answers):
             raise ServerError(f"lmcache server does not answer at {self._url}")
 
