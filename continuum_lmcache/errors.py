@@ -1,13 +1,13 @@
-"""What can go wrong, and whose fault it is.
+"""The errors of this package, by their cause.
 
 ContinuumError
 ├── ConfigError       a setting is unknown, malformed, or contradicts another
-├── RequestError      one request carries a bad field; the others are fine
-├── ProfileError      a measured profile is missing, malformed, or not is_plausible
-├── GapsError         saved tool durations are not what their format says
-├── TraceError        a trace file is not what its format says
+├── RequestError      one request has a bad field; the others are fine
+├── ProfileError      a measured profile is missing, malformed, or implausible
+├── GapsError         saved tool durations do not have their format
+├── TraceError        a trace file does not have its format
 ├── ServerError       a running server does not answer, or not as vLLM does
-└── InvariantError    this package's own books do not balance: a bug, please report
+└── InvariantError    this package's own tables do not balance: a bug, please report
 """
 
 
@@ -20,19 +20,19 @@ class ConfigError(ContinuumError, ValueError):
 
 
 class RequestError(ContinuumError, ValueError):
-    """One request carries a bad field; it alone is refused (HTTP 400)."""
+    """One request has a bad field; it alone is refused (HTTP 400)."""
 
 
 class ProfileError(ContinuumError, ValueError):
-    """A measured profile is missing, malformed, or not is_plausible."""
+    """A measured profile is missing, malformed, or implausible."""
 
 
 class GapsError(ContinuumError, ValueError):
-    """Saved tool durations are not what their format says."""
+    """Saved tool durations do not have their format."""
 
 
 class TraceError(ContinuumError, ValueError):
-    """A trace file is not what its format says."""
+    """A trace file does not have its format."""
 
 
 class ServerError(ContinuumError, RuntimeError):
@@ -40,4 +40,4 @@ class ServerError(ContinuumError, RuntimeError):
 
 
 class InvariantError(ContinuumError, AssertionError):
-    """The books do not balance. The message is the equation, with its numbers."""
+    """The tables do not balance. The message is the equation, with its numbers."""

@@ -9,16 +9,16 @@ from typing import NewType
 ProgramId = NewType("ProgramId", str)
 TurnId = NewType("TurnId", str)  # vLLM's request id
 
-MAX_TURNS = 100_000  # of one program; beyond this it is no agent
+MAX_TURNS = 100_000  # of one program; more is no agent
 
 ToolKey = tuple[str, ...]
 """What a turn called, most specific first: ("pytest", "bash"). () is unknown."""
 
 
 class Tier(Enum):
-    """Where a prefix lies."""
+    """Where a prefix is."""
 
-    __hash__ = object.__hash__  # Enum's own is Python code, and tables are asked by it all the time
+    __hash__ = object.__hash__  # Enum's own is Python code, and tables are indexed by it often
 
     GPU = "gpu"
     DRAM = "dram"
@@ -33,10 +33,10 @@ class PinEnd(Enum):
 
     REUSED = "reused"  # the program came back and took its blocks over
     DIVERGED = "diverged"  # the program came back with another prompt
-    EXPIRED = "expired"  # its TTL ran out first
+    EXPIRED = "expired"  # its TTL ended first
     RECLAIMED = "reclaimed"  # another request needed the memory
     SUPERSEDED = "superseded"  # another turn of the same program ended later
-    ENDED = "ended"  # the program is over
+    ENDED = "ended"  # the program has ended
     RESET = "reset"  # the cache was reset, or the engine slept or stopped
 
 
@@ -55,7 +55,7 @@ class Residency:
 
     @property
     def recompute_tokens(self) -> int:
-        """Tokens that lie nowhere."""
+        """Tokens that neither the GPU nor a tier has."""
         return self.total_tokens - self.gpu_tokens - self.dram_tokens - self.ssd_tokens
 
 
@@ -68,7 +68,7 @@ class FinishedTurn:
     tool: ToolKey  # what it called
     context_tokens: int  # prompt and output: tokens whose KV is on the GPU now
     blocks: int  # GPU blocks that a pin would hold
-    residency: Residency  # where the context would be found if it were not pinned
+    residency: Residency  # where the context would be found without the pin
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ class Retention:
     reason: str  # low cardinality: "cdf", "cold-start", "budget", ...
     probability: float = 0.0  # P(tau): chance that the program is back within ttl_s
     benefit_s: float = 0.0  # T * eta + PrefillReload, what a return in time saves
-    cost_s: float = 0.0  # what holding the memory is charged with
-    samples: int = 0  # durations behind the estimate
-    level: str = ""  # which distribution answered: "tool", "all", "cold"
+    cost_s: float = 0.0  # the price of holding the memory
+    samples: int = 0  # number of durations in the estimate
+    level: str = ""  # which distribution was used: "tool", "all", "cold"
     reload_s: float = 0.0  # PrefillReload, if the GPU's copy is lost
 
 
@@ -115,7 +115,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
-    """What the order of the waiting queue may depend on. Times on the engine's clock."""
+    """The values that the order of the waiting queue may depend on. Times on the engine's clock."""
 
     preempted: bool
     pinned: bool

@@ -1,4 +1,4 @@
-"""How large will a program become? Learned from every turn that came back and every program that ended."""
+"""Forecasts a program's context, from every finished turn and every ended program."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 
 from continuum_lmcache.types import MAX_TURNS
 
-TURN_WINDOW = 512  # growths behind the mean: some dozens of programs
+TURN_WINDOW = 512  # number of growths in the mean: some dozens of programs
 PROGRAM_WINDOW = 256
-PRIOR_GROWTH_SHARE = 0.25  # of the usual first prompt, a turn: what a tool answers and the model says
+PRIOR_GROWTH_SHARE = 0.25  # of the usual first prompt, per turn: a tool's answer and the model's output
 PRIOR_GROWTHS = 4
 PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
-LEAST_FILL = 0.5  # of the cache, however unlike the programs are
-MARGIN_DEVIATIONS = 3  # standard deviations of the sum of contexts that must fit as well
-TRUST_PROGRAMS = 8  # known ones at which a first prompt is trusted by half
+LEAST_FILL = 0.5  # of the cache, however much programs differ
+MARGIN_DEVIATIONS = 3  # standard deviations of the sum of contexts that must fit too
+TRUST_PROGRAMS = 8  # number of known programs at which a first prompt is trusted by half
 
 
 @dataclass(slots=True)
 class ContextGrowth:
-    """Contexts by age. A prior stands in while little was seen, and fades with what is."""
+    """Contexts by age. A prior replaces missing observations, and fades with their number."""
 
     _growths: deque[int] = field(default_factory=lambda: deque(maxlen=TURN_WINDOW))
     _grown_tokens: int = 0
@@ -32,7 +32,7 @@ class ContextGrowth:
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
 
     def first(self, tokens: int) -> None:
-        """A program came with a first prompt of so many tokens."""
+        """A program arrived with a first prompt of this many tokens."""
         self._firsts.append(tokens)
 
     @property
@@ -48,23 +48,23 @@ class ContextGrowth:
         self._grown_tokens += max(0, tokens)
 
     def program(self, turns: int, first_tokens: int = 0, final_tokens: int = 0) -> None:
-        """A program ended after so many turns; its first prompt and last context, where they are known."""
+        """A program ended after this many turns; with its first prompt and last context, if known."""
         if 1 <= turns <= MAX_TURNS:
             self._lengths.append(turns)
             self._left.clear()
         if 0 < first_tokens <= final_tokens:
             self._sizes.append((first_tokens, final_tokens))
-            # statistics.pstdev is exact, and takes the engine's loop 0.16 ms at 256 programs; this 0.02
+            # statistics.pstdev is exact and takes 0.16 ms of the engine's loop at 256 programs; this 0.02
             grown = [final - first for first, final in self._sizes]
             mean = sum(grown) / len(grown)
             self._spread_tokens = math.sqrt(sum((tokens - mean) ** 2 for tokens in grown) / len(grown))
 
     @property
     def trust(self) -> float:
-        """How much a first prompt tells of the whole program: final ~ first ** trust, in [0, 1].
+        """How well a first prompt predicts the whole program: final ~ first ** trust, in [0, 1].
 
-        Least squares of the logarithms, drawn to 0 while few programs are known. In agents' traces it
-        is anything from 0 to 0.6 (experiments/LOG.md), so it is not to be assumed.
+        Least squares of the logarithms, shrunk to 0 while few programs are known. In agents' traces it
+        is between 0 and 0.6 (experiments/LOG.md), so it cannot be assumed.
         """
         n = len(self._sizes)
         if n < 2:
@@ -78,12 +78,12 @@ class ContextGrowth:
 
     @property
     def turn_tokens(self) -> float:
-        """By how much a context grows from one turn's end to the next one's, tokens."""
+        """How much a context grows from one turn's end to the next one's, in tokens."""
         prior = PRIOR_GROWTHS * PRIOR_GROWTH_SHARE * self.first_tokens
         return (self._grown_tokens + prior) / (len(self._growths) + PRIOR_GROWTHS)
 
     def turns_left(self, done: int) -> float:
-        """E[N - done | N > done], at least 1: it is here, so there is one more."""
+        """E[N - done | N > done], at least 1, since the program has a turn here."""
         if done not in self._left:
             longer = [n - done for n in self._lengths if n > done]
             longer += [PRIOR_TURNS - done] * PRIOR_PROGRAMS if done < PRIOR_TURNS else []
@@ -100,13 +100,13 @@ class ContextGrowth:
         return own_tokens + self.turn_tokens * max(1.0, self.turns_left(turns) / 2)
 
     def forecasts_that_fit(self, gpu_tokens: int) -> float:
-        """What forecasts may add up to, tokens, if the contexts behind them are to fit `gpu_tokens`.
+        """The largest sum of forecasts, in tokens, with which the contexts still fit `gpu_tokens`.
 
         Programs of all ages hold (first + final) / 2 at the mean and are forecast (first + 3 final) / 4.
-        The sum of m contexts strays from m times the mean, and MARGIN_DEVIATIONS of its deviations must fit
-        too: much in a cache that holds ten programs, little where it holds a hundred. One program's is that
-        of an age spread evenly over a growth that differs. First prompts add nothing, however unlike they
-        are: they are known when programs start.
+        The sum of m contexts varies around m times the mean, and MARGIN_DEVIATIONS of its deviations must fit
+        too: much in a cache that holds ten programs, little where it holds a hundred. One program's deviation
+        is that of a uniform age over a growth that varies. First prompts add no deviation, however much
+        they differ, since they are known when programs start.
         """
         first, final = self.first_tokens, self.final_tokens
         if not first:

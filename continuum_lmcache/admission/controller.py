@@ -1,13 +1,13 @@
-"""Which new programs may start? They wait in line while the started ones fill the KV cache.
+"""Decides which new programs may start. They wait in line while the started ones fill the KV cache.
 
-A started program comes back for its next turn, and needs its context again. Beyond what the GPU and
-the tiers can hold, one more program makes all of them reload or recompute; in the line it costs nothing
+A started program returns for its next turn, and needs its context again. Beyond what the GPU and
+the tiers can hold, one more program makes all of them reload or recompute; in the line it needs no memory
 (admission by working set: P. J. Denning, CACM 11(5), 1968; for agents CONCUR, arXiv 2601.22705).
 
     active    programs with a turn that is queued, loading or running: their KV must be on the GPU
     started   these, and those in a tool call: theirs must be on the GPU or in a tier
 
-Two limits, one for each. No clock: events bring their time where it counts. Nothing here moves a block.
+Two limits, one for each. No clock: times are arguments. Nothing here moves a block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.types import ProgramId, Tier
 
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
-TIER_SHARE = 0.9  # of the tier: an LRU that is quite full drops what is next
+TIER_SHARE = 0.9  # of the tier: an LRU that is nearly full drops what is needed next
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> KVCapacity:
 class AdmittedProgram:
     """A program that may queue its turns."""
 
-    context_tokens: int  # with the head that it shares
+    context_tokens: int  # with its shared head
     head: SharedPrefix = SharedPrefix()
     turns: int = 0  # finished
     live: int = 0  # turns that are queued, loading or running
     ended_tokens: int = 0  # the last finished turn's context
     first_tokens: int = 0  # the first prompt without the head; 0: not known
-    forecast_tokens: float = 0.0  # what it counts for among the started
-    active_tokens: float = 0.0  # and among the active
+    forecast_tokens: float = 0.0  # its part of the started programs' sum
+    active_tokens: float = 0.0  # its part of the active programs' sum
 
     @property
     def own_tokens(self) -> int:
-        """Of its context, what nobody else begins with."""
+        """Its context without the shared head."""
         return max(0, self.context_tokens - self.head.tokens)
 
 
@@ -66,8 +66,8 @@ class PendingProgram:
     prompt_tokens: int  # of its longest turn here
     priority: int
     arrival_s: float
-    turns: int = 1  # that stand here; the program leaves with the last of them
-    line_s: float = 0.0  # for how long whoever was here longest had waited when it came
+    turns: int = 1  # that wait here; the program leaves with the last of them
+    line_s: float = 0.0  # the longest wait in the line when it came
     hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
 
 
@@ -76,7 +76,7 @@ Order = Callable[[PendingProgram, ContextGrowth], float]
 
 @dataclass(slots=True)
 class AdmissionController:
-    """The admitted programs and the line of pending ones. `order`: who comes first among equal priorities."""
+    """The admitted programs and the line of pending ones. `order`: the order among equal priorities."""
 
     room: KVCapacity
     max_wait_s: float
@@ -104,8 +104,8 @@ class AdmissionController:
         exempt: bool = False,
         hashes: Sequence[Hashable] = (),
     ) -> bool:
-        """A turn of `program` has come, which has finished `turns`. Returns whether it may queue now; if
-        not, `admit` will name the program. A program under way never waits, nor does one that is `exempt`.
+        """A turn of `program`, which has finished `turns`, has arrived. Returns whether it may queue now; if
+        not, `admit` returns the program later. A started program never waits, nor does an `exempt` one.
         `hashes`: of its prompt's whole blocks.
         """
         if (pending := self.pending.get(program)) is not None:
@@ -157,7 +157,7 @@ class AdmissionController:
         return found
 
     def start_program(self, pending: PendingProgram) -> None:
-        """Admits a program that is not in this line: the line before several replicas has let it start."""
+        """Admits a program that is not in this line: the fleet's line has let it start."""
         seen = self._enters(pending.program, 0)
         head = self.shared_prefixes.head(pending.hashes)
         seen.live, seen.first_tokens = pending.turns, max(0, pending.prompt_tokens - head.tokens)
@@ -201,7 +201,7 @@ class AdmissionController:
             self._active_tokens -= seen.active_tokens
 
     def expire_absent(self, now_s: float) -> None:
-        """Removes the programs that should have come back by now."""
+        """Removes the programs that should have returned by now."""
         while self._absent and self._absent[0][0] <= now_s:
             _, program, turns = heapq.heappop(self._absent)
             seen = self.admitted.get(program)
@@ -242,7 +242,7 @@ class AdmissionController:
     # -----------------------------------------------------------------------
 
     def _next(self) -> PendingProgram | None:
-        """First in line; those who left are skipped."""
+        """First in line; programs that left are skipped."""
         while self._line:
             pending = self.pending.get(self._line[0][3])
             if pending is not None and pending.arrival_s == self._line[0][2]:
@@ -251,7 +251,7 @@ class AdmissionController:
         return None
 
     def _asks_again(self, pending: PendingProgram, prompt_tokens: int) -> None:
-        """One more turn of a pending program; its place in line stays."""
+        """Adds a turn of a pending program; its place in line stays."""
         longest_tokens = max(pending.prompt_tokens, prompt_tokens)
         self._context_tokens += longest_tokens - pending.prompt_tokens
         again = replace(pending, prompt_tokens=longest_tokens, turns=pending.turns + 1)
@@ -263,8 +263,8 @@ class AdmissionController:
         return seen
 
     def _counts(self, seen: AdmittedProgram, context_tokens: int, head: SharedPrefix | None = None) -> None:
-        """The program's context has grown, or a turn of it came or went. `head`: the one it shares, where
-        that is looked up anew."""
+        """The program's context has grown, or its number of turns has changed. `head`: its shared head, where
+        that is looked up again."""
         own_tokens = seen.own_tokens
         seen.context_tokens = context_tokens
         if head is not None:
@@ -272,7 +272,7 @@ class AdmissionController:
             self._heads.give_back(seen.head)
             seen.head = head
         self._context_tokens += seen.own_tokens - own_tokens
-        # in its first pause a program has not shown that it ever comes back: it counts for what it holds
+        # in its first tool gap a program has not shown that it returns: it counts with what it holds
         grows = seen.live or seen.turns != 1
         forecast = self.growth.forecast_tokens(seen.own_tokens, seen.turns) if grows else seen.own_tokens
         active = forecast if seen.live else 0.0

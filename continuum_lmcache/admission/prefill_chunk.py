@@ -1,9 +1,9 @@
-"""How many tokens should a step compute? Every decode in it waits for the prompts' chunk beside it.
+"""Chooses a step's token budget. Every decode in a step waits for the prompts' chunk in it.
 
-Agents' turns say little and read much, so most of a decode's time is others' prefill. A small chunk
-makes a step short, but costs its fixed part more often: what weights and launches take, and what the
-linear layers lose on few tokens. How small a chunk pays is therefore the machine's to say: this
-goes by measured step times, and without them leaves vLLM's own setting alone.
+Agents' turns have short outputs and long prompts, so most of a decode's time is others' prefill. A small
+chunk makes a step short, but its fixed part is paid more often: weights, launches, and the
+linear layers' loss on few tokens. The smallest chunk that pays depends on the machine, so this
+uses measured step times, and without them keeps vLLM's own setting.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LARGEST_TOKENS = 2048  # of a chosen chunk: beyond it the fixed part is nothing
+LARGEST_TOKENS = 2048  # of a chosen chunk: beyond it the fixed part is negligible
 SMALLEST = ((128, 0.40), (256, 0.55), (LARGEST_TOKENS, 0.85))
-"""A chunk of so many tokens pays if its fixed time is below this share of a decode-only step's:
-then the prompt's tokens ride along with steps that decodes need anyhow. Shares from the lab."""
-FORGETS = 0.99995  # each step: minutes. Sooner, a chunk chosen too small would prove itself right
+"""A chunk of this many tokens pays if its fixed time is below this share of a decode-only step's:
+then the prompt's tokens are added to steps that decodes need anyway. Shares from the lab."""
+FORGETS = 0.99995  # each step: minutes. With a faster decay, a chunk that is too small would confirm itself
 
 
 def smallest_chunk(step_s: Mapping[int, float]) -> int | None:
     """The smallest chunk, in tokens, that pays by these times of a step, by tokens of chunk (0: decodes
-    alone). None where none does, or where too little was measured: 0 and two sizes at least.
+    alone). None if none pays, or if too little was measured: 0 and two sizes at least.
 
-    What a token costs is read off the two largest sizes up to LARGEST_TOKENS: beyond, a chunk's attention
-    to itself would pass for a cost of tokens, and its fixed part for less than it is.
+    A token's cost is taken from the two largest sizes up to LARGEST_TOKENS. Beyond that, a chunk's attention
+    to itself would raise a token's cost and lower the fixed part.
     """
     sizes = sorted(n for n in step_s if 0 < n <= LARGEST_TOKENS)
     if 0 not in step_s or len(sizes) < 2:
@@ -37,7 +37,7 @@ def smallest_chunk(step_s: Mapping[int, float]) -> int | None:
 
 @dataclass(slots=True)
 class PrefillChunkTuner:
-    """The budget of a step, from what was measured and from what prompts and decodes have needed."""
+    """The budget of a step, from measured times and the tokens of earlier prompts and decodes."""
 
     step_s: Mapping[int, float]
     most_tokens: int  # vLLM's own budget: never more
@@ -49,15 +49,15 @@ class PrefillChunkTuner:
         self.smallest = smallest_chunk(self.step_s)
 
     def saw(self, prompt_tokens: int, decode_tokens: int) -> None:
-        """A step computed so many tokens of either kind."""
+        """A step computed this many tokens of each kind."""
         self._prompt_tokens = self._prompt_tokens * FORGETS + prompt_tokens
         self._decode_tokens = self._decode_tokens * FORGETS + decode_tokens
 
     def budget_tokens(self, decoding: int, running: int = 0) -> int:
-        """For a step with so many decodes: room for these, and for as much of the prompts as keeps pace.
+        """For a step with this many decodes: room for these, and for prompts at their arrival rate.
 
-        A share of prompts below what comes in would only move the wait from decodes to prompts. So it is
-        reckoned for all `running`: prompts that pile up leave few decodes, and would get less and less.
+        A share of prompts below their arrival rate would only move the wait from decodes to prompts. So it is
+        computed for all `running`: prompts that pile up leave few decodes, and would get less and less.
         """
         if self.smallest is None or not decoding:
             return self.most_tokens

@@ -1,11 +1,11 @@
-"""How much of the engine's time do prompts take?"""
+"""The share of the engine's time that prompts take."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-SETTLING_S = 30.0  # prompts come and go within seconds: about this much past is looked at
+SETTLING_S = 30.0  # prompts begin and end within seconds: the length of the past that counts
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Which head of a program's tokens do others use too? It takes memory once, and outlives the program."""
+"""Finds the head of a program's tokens that others use too. It takes memory once and outlives the program."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-MOST_HEADS = 1024  # distinct shared heads: system prompts and forks; the longest unused go first
+MOST_HEADS = 1024  # distinct shared heads: system prompts and forks; the longest unused are dropped first
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +18,15 @@ class SharedPrefix:
 
 
 class SharedPrefixIndex:
-    """Heads that a program's first turn found, so that somebody else had left them there.
+    """Heads that a program's first turn found in the cache, so another program has them too.
 
-    A block's hash stands for everything before it, so the deepest one found stands for the head.
+    A block's hash covers all tokens before it, so the deepest found hash identifies the head.
     """
 
     def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens  # that one hash adds
+        self._block_tokens = block_tokens  # covered by one hash
         self._heads: OrderedDict[Hashable, int] = OrderedDict()  # blocks
-        self._depths: Counter[int] = Counter()  # heads of so many blocks
+        self._depths: Counter[int] = Counter()  # number of heads with this many blocks
 
     def found(self, hashes: Sequence[Hashable], tokens: int) -> None:
         """A program's first turn found the KV of its first `tokens`."""
@@ -45,16 +45,16 @@ class SharedPrefixIndex:
                 del self._depths[lost]
 
     def head(self, hashes: Sequence[Hashable]) -> SharedPrefix:
-        """The longest one that another program has found; without tokens where there is none."""
+        """The longest head that another program has found; without tokens if there is none."""
         within = (depth for depth in self._depths if depth <= len(hashes))
         blocks = max((depth for depth in within if hashes[depth - 1] in self._heads), default=0)
         return SharedPrefix(hashes[blocks - 1], blocks * self._block_tokens) if blocks else SharedPrefix()
 
 
 class SharedPrefixesInUse:
-    """The heads of programs that are here: each takes memory once, however many begin with it.
+    """The heads of present programs: each takes memory once, however many programs begin with it.
 
-    Of two heads, one within the other, both count whole: programs that go on from the shorter one keep it.
+    Of two heads, one within the other, both count whole: programs that continue the shorter one keep it.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a finished turn's KV is worth: learns from tool gaps, queues and loads, answers with a Retention."""
+"""Decides for how long a finished turn's KV stays, from the tool gaps, queues and loads so far."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from continuum_lmcache.types import (
     ToolKey,
 )
 
-TYPICAL_TOKENS = 20_000  # at which reloading and computing are compared
+TYPICAL_TOKENS = 20_000  # at this context, reloading and computing are compared
 CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
-EXPECTED_GAPS = 4.0  # times its mean gap: a tool that takes longer may never come back
+EXPECTED_GAPS = 4.0  # times its mean gap: after that a program is no longer expected back
 LEAST_EXPECTED_S = 10.0
-COLD_GAP_S = 1.0  # while no gap is known: Exp(1)'s mean, as in the paper's cold start
+COLD_GAP_S = 1.0  # without a known gap: Exp(1)'s mean, as in the paper's cold start
 
 
 class RetentionAdvisor:
-    """One engine's experience, and the policy that uses it. No clock: times come as values."""
+    """One engine's statistics, and the policy that uses them. No clock: times are arguments."""
 
     def __init__(
         self,
@@ -55,21 +55,21 @@ class RetentionAdvisor:
 
     @property
     def costs(self) -> CostModel:
-        """What loads and prefills cost, as far as it was measured."""
+        """The costs of loads and prefills, as far as they were measured."""
         return self.rates.costs
 
     def chunks(self, most_tokens: int) -> PrefillChunkTuner:
-        """The budget of a step, where it is ours to choose and was measured."""
+        """The budget of a step, where we may choose it and step times were measured."""
         return PrefillChunkTuner(self.rates.costs.step_s if self.config.measured_chunk else {}, most_tokens)
 
     def prices(self, context_tokens: int, reload_s: float) -> bool:
-        """Whether a pin of this context costs only while a turn waits for memory. Where a tier brings it
-        back for little there is little to keep it for: then each second costs one, as in the paper."""
+        """Whether a pin of this context costs only while a turn waits for memory. Where a tier
+        returns it cheaply, a pin saves little: then each second costs one, as in the paper."""
         dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
         return self.config.priced_pins and reload_s >= dear_s
 
     def cheap_tiers(self) -> dict[Tier, int]:
-        """What the tiers have room for, in tokens, without those from which a reload costs nearly as much
+        """How many tokens each tier can hold, without tiers from which a reload costs nearly as much
         as computing."""
         whole = {t: n for t, n in self.survival.capacity_tokens.items() if n > 0}
         where = {Tier.DRAM: Residency(0, TYPICAL_TOKENS, 0, TYPICAL_TOKENS)}
@@ -78,11 +78,11 @@ class RetentionAdvisor:
         return {t: n for t, n in whole.items() if self.rates.costs.reload_s(where[t]) < dear_s}
 
     def expected_s(self, tool: ToolKey) -> float:
-        """For how long a program in a tool call is still counted upon."""
+        """For how long a program in a tool call is still expected back."""
         return expected_s(self.gaps, tool)
 
     def admission_order(self, pending: PendingProgram, growth: ContextGrowth) -> float:
-        """Where a new program stands in admission's line: smallest first."""
+        """A new program's place in admission's line: smallest first."""
         if not self.config.first_prompt_order:
             return pending.arrival_s
         work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
@@ -91,7 +91,7 @@ class RetentionAdvisor:
         return line_rank(pending.arrival_s, tokens, usual, work_s, growth.trust, wait_s, pending.line_s)
 
     def order(self, standing: QueueEntry) -> tuple[float, ...]:
-        """Where a waiting turn stands: smallest first."""
+        """A waiting turn's place: smallest first."""
         return self._policy.order(standing)
 
     def retain(self, now_s: float, turn: FinishedTurn, load: EngineLoad) -> Retention:
@@ -111,7 +111,7 @@ class RetentionAdvisor:
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 
     def tool(self, text: str) -> ToolKey:
-        """What the turn that ends with `text` called: of parallel calls, the one known to be slowest."""
+        """The tool that a turn with this text called: of parallel calls, the slowest by its mean gap."""
         calls = tool_calls(text)
         if len(calls) < 2:
             return calls[0] if calls else ()
@@ -119,7 +119,7 @@ class RetentionAdvisor:
         return slowest if self.gaps.exact(slowest).n else tool_key(text)
 
     def listen(self, events: EventBus) -> None:
-        """Learn from what happens to programs and turns."""
+        """Subscribe to the events of programs and turns."""
         events.subscribe(TurnArrived, self._learn_gap)
         events.subscribe(TurnStarted, self._learn_delay)
         events.subscribe(ProgramEnded, self._learn_length)
@@ -137,17 +137,17 @@ class RetentionAdvisor:
             self.history.turn_count(event.turns)
 
     def observe_abandoned(self, tool: ToolKey, waited_s: float) -> None:
-        """A program was given up on after `waited_s`: the tool took at least that long."""
+        """A program was given up after `waited_s`: its tool took at least that long."""
         self.gaps.censor(tool, waited_s)
 
     def observe_transfers(self, now_s: float, transfers: Iterable[KVTransfer]) -> None:
-        """What the tiers really moved: it corrects their rates, and tells how fast they fill."""
+        """Learn from the tiers' transfers: their rates, and how fast they fill."""
         for transfer in transfers:
             self.rates.observe(transfer)
             self.survival.observe(transfer, now_s)
 
 
 def expected_s(gaps: ToolDurations, tool: ToolKey) -> float:
-    """For how long a program in a call of `tool` is still counted upon, by the gaps that were seen."""
+    """For how long a program in a call of `tool` is still expected back, by the observed gaps."""
     mean_s = gaps.distribution(tool).mean_s or COLD_GAP_S
     return max(LEAST_EXPECTED_S, EXPECTED_GAPS * mean_s)

@@ -1,7 +1,7 @@
-"""What an engine's past says about its next eviction: T and eta of Continuum, arXiv 2511.02230 §4.
+"""Estimates T and eta of Continuum, arXiv 2511.02230 §4, from an engine's past.
 
-The paper leaves open how both are sampled, and its public code computes neither. Each choice made
-here is named where it is made.
+The paper does not define how both are sampled, and its public code computes neither. Each choice made
+here is explained where it is made.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from continuum_lmcache.types import MAX_TURNS
 
-QUEUE_WINDOW = 100  # delays behind T: the paper's K, minutes under load, so that T follows it
-PROGRAM_WINDOW = 256  # finished programs behind eta: enough for its sign to be stable
+QUEUE_WINDOW = 100  # number of delays in T: the paper's K, minutes under load, so that T follows it
+PROGRAM_WINDOW = 256  # number of finished programs in eta: enough for a stable sign
 
 
 @dataclass(slots=True)
@@ -66,9 +66,9 @@ class EvictionStats:
             self._delays_s.append(delay_s)
 
     def turn_count(self, total_turns: int) -> None:
-        """A program ended after `total_turns` turns. Numbers of turns that cannot be are ignored.
+        """A program ended after `total_turns` turns. Impossible numbers are ignored.
 
-        All of k = 1..N are samples, the last turn too: at its end the scheduler decides as well,
+        All of k = 1..N are samples, the last turn too: the scheduler also decides at its end,
         mostly without knowing that it is the last.
         """
         if not 1 <= total_turns <= MAX_TURNS:
@@ -85,7 +85,7 @@ class EvictionStats:
 
     @property
     def queue_delay_samples(self) -> int:
-        """Delays behind T, at most QUEUE_WINDOW."""
+        """Number of delays in T, at most QUEUE_WINDOW."""
         return len(self._delays_s)
 
     @property
@@ -93,13 +93,13 @@ class EvictionStats:
         """-Corr(turns done, turns left), in [-1, 1]: near 1 if a program that went on long is nearly done.
 
         1 until programs of two different lengths were seen: with one length the correlation is -1
-        by construction, and with none there is nothing to go by (the cold start's eta).
+        by construction, and with none there is no data (the cold start's eta).
         """
         return -self._moments.correlation if len(self._lengths) > 1 else 1.0
 
     @property
     def eta_samples(self) -> int:
-        """Finished programs behind eta, at most PROGRAM_WINDOW."""
+        """Number of finished programs in eta, at most PROGRAM_WINDOW."""
         return len(self._programs)
 
     def _count(self, turns: int, sign: int) -> None:

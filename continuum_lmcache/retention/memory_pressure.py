@@ -1,11 +1,11 @@
-"""What a second of a pin costs: its full price only while a turn waits for memory.
+"""The price of a second of a pin: full only while a turn waits for memory.
 
 Eq. 2 of Continuum (arXiv 2511.02230 §4) charges 1 s for each second that a pin lasts, as if a turn
-always waited for its blocks. Here the charge depends on whether one does, and so the question is
-asked again when a pin runs out and when a turn begins to wait, by what is known then: the gap is
+always waited for its blocks. Here the price depends on whether one does. So the TTL is computed
+again when a pin expires and when a turn begins to wait, with the gap known to be
 longer than it already took. A program that waits to start needs memory as much as a refused turn does.
-Admission is why this pays: it gives out no more than the memory there is, so what a pin holds was mostly
-counted for its program anyhow.
+This pays because of admission: it admits no more than fits the memory, so what a pin holds was mostly
+reserved for its program already.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ CONTENDED_PRICE = 1.0  # the paper's
 
 
 def pin_price(is_short: bool) -> float:
-    """Seconds that a second of pin is charged with. `is_short`: a refused turn or a new program waits."""
+    """The price of a second of pin, in seconds. `is_short`: a refused turn or a new program waits."""
     return CONTENDED_PRICE if is_short else IDLE_PRICE

@@ -1,7 +1,7 @@
-"""Which programs' KV stays on the GPU, until when, and which blocks that is: the one owner of pins.
+"""Which programs' KV stays on the GPU, until when, and in which blocks: the one owner of pins.
 
-A pin begins in `take` and ends in `release`, and nowhere else. No clock and no I/O. Blocks are handles that
-only the holder understands: it is vLLM's block pool in an engine.
+A pin begins in `take` and ends in `release`, and nowhere else. No clock and no I/O. Blocks are handles for
+the holder, which is vLLM's block pool in an engine.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class PinTable(Generic[B]):
     taken: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     _blocks: dict[ProgramId, list[B]] = field(default_factory=dict)
-    _on_trial: set[ProgramId] = field(default_factory=set)  # whose blocks are free on trial
+    _on_trial: set[ProgramId] = field(default_factory=set)  # programs whose blocks are free on trial
     _by_tenant: Counter[str] = field(default_factory=Counter)
     _deadlines: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap, stale entries skipped
 
     def take(self, now_s: float, turn: FinishedTurn, keep: Retention, blocks: list[B]) -> Pin | None:
-        """Begin a pin on a finished turn's blocks, if `keep` asks and the budget allows.
+        """Begin a pin on a finished turn's blocks, if `keep` has a TTL and the budget allows it.
 
-        Release the program's older pin first: there is one a program, the latest.
+        Release the program's older pin first: a program has one pin, the latest.
         """
         if (older := self.pinned.get(turn.program)) is not None:
             raise InvariantError(f"program {turn.program!r} already holds a pin of {older.blocks} blocks")
@@ -97,7 +97,7 @@ class PinTable(Generic[B]):
         return pin
 
     def renew(self, now_s: float, program: ProgramId, deadline_s: float) -> None:
-        """The program's pin ends at another time."""
+        """Change the deadline of the program's pin."""
         pin = self.pinned[program] = replace(self.pinned[program], deadline_s=deadline_s)
         heapq.heappush(self._deadlines, (min(deadline_s, pin.taken_s + self.max_ttl_s), program))
         self.publish(PinRenewed(now_s, program, deadline_s))
@@ -120,7 +120,7 @@ class PinTable(Generic[B]):
         self.holder.hold(self._blocks[program])
 
     def blocks(self, program: ProgramId) -> list[B]:
-        """What the program's pin holds; nothing without a pin."""
+        """The blocks of the program's pin; none without a pin."""
         return self._blocks.get(program, [])
 
     def victims(self, program: ProgramId | None) -> list[Pin]:
@@ -131,14 +131,14 @@ class PinTable(Generic[B]):
     # deadlines -------------------------------------------------------------
 
     def due(self, now_s: float) -> list[ProgramId]:
-        """Programs whose pin has run out, every one; where the next turn waits, not before max_ttl_s."""
+        """All programs with an expired pin; where the next turn waits, not before max_ttl_s."""
         found = []
         while (end_s := self.next_deadline_s()) is not None and end_s <= now_s:
             found.append(heapq.heappop(self._deadlines)[1])
         return list(dict.fromkeys(found))
 
     def next_deadline_s(self) -> float | None:
-        """When the next pin runs out, if nothing comes back before."""
+        """When the next pin expires, if no program returns before."""
         while self._deadlines:
             at_s, program = self._deadlines[0]
             pin = self.pinned.get(program)

@@ -1,7 +1,7 @@
-"""For how long should a finished turn's KV stay on the GPU, and who goes first? By name.
+"""The policies by name: for how long a finished turn's KV stays on the GPU, and the queue's order.
 
-A policy is two pure functions. `retain` answers the first question, in seconds of TTL, 0 for no
-pin; the scheduler's budgets may still say no. `order` answers the second, for a waiting turn.
+A policy is two pure functions. `retain` returns a TTL in seconds, 0 for no
+pin; the scheduler's budgets may still refuse it. `order` returns a waiting turn's place.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Retain = Callable[[FinishedTurn, ToolDurations, CostModel, EngineLoad, Continuum
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the scheduler asks, and nothing else."""
+    """The two functions that the scheduler calls."""
 
     retain: Retain
     order: Callable[[QueueEntry], Order]
-    has_extensions: bool = False  # what its paper does not know: admission, priced pins, ... (`effective`)
+    has_extensions: bool = False  # beyond its paper: admission, priced pins, ... (`effective`)
 
 
 def continuum(
     turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, load: EngineLoad, config: ContinuumConfig
 ) -> Retention:
-    """Eq. 2 (arXiv 2511.02230 §4), with PrefillReload from where the prefix really lies.
+    """Eq. 2 (arXiv 2511.02230 §4), with PrefillReload from where the prefix really is.
 
-    A return in time saves T * eta of queueing and the reload. A negative eta (programs that went
-    on long go on longer) lowers the benefit, as the formula says. While cold, eta is 1. Of a program
-    that is away already, only what is left of the gap is asked about.
+    A return in time saves T * eta of queueing and the reload. A negative eta (long programs
+    become longer) lowers the benefit, as in the formula. While cold, eta is 1. For a program
+    that is away already, only the rest of the gap counts.
     """
     seen = gaps.distribution(turn.tool).after(load.away_s)
     cold = seen.level == "cold"
@@ -81,7 +81,7 @@ def effective(config: ContinuumConfig) -> ContinuumConfig:
 
 
 def policy_named(name: str) -> Policy:
-    """The policy of that name. Raises ConfigError with the names there are."""
+    """The policy of that name. Raises ConfigError with the known names."""
     if name in POLICIES:
         return POLICIES[name]
     near = difflib.get_close_matches(name, POLICIES, n=1)

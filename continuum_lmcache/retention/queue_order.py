@@ -1,17 +1,17 @@
-"""Who goes first? Sort keys of a waiting turn, smallest first. Snapshots: none depends on the clock."""
+"""Sort keys of a waiting turn, smallest first. Snapshots: none depends on the clock."""
 
 from __future__ import annotations
 
 from continuum_lmcache.types import QueueEntry
 
 PLAS_QUANTUM_TOKENS = 2048  # the first queue's width: one prefill step of vLLM's default budget
-PLAS_PATIENCE_S = 30.0  # waiting so long makes up for one queue
+PLAS_PATIENCE_S = 30.0  # a wait of this length makes up for one queue
 
 Order = tuple[float, ...]
 
 
 def request_fcfs(entry: QueueEntry) -> Order:
-    """vLLM's fcfs: preempted turns at the front, then by arrival. The client's priority is not asked."""
+    """vLLM's fcfs: preempted turns at the front, then by arrival. It ignores the client's priority."""
     return (not entry.preempted, entry.turn_arrival_s)
 
 
@@ -28,7 +28,7 @@ def program_fcfs(entry: QueueEntry) -> Order:
 def pinned_first(entry: QueueEntry) -> Order:
     """Continuum (arXiv 2511.02230 §4): preempted, then with a pin, then program arrival.
 
-    The client's priority stands before it where `honor_priority` says so; else it is 0 for everybody.
+    The client's priority comes first if `honor_priority` is set; else it is 0 for all.
     """
     return (
         entry.priority,
@@ -40,14 +40,14 @@ def pinned_first(entry: QueueEntry) -> Order:
 
 
 def least_attained_service(entry: QueueEntry) -> Order:
-    """Autellix's PLAS (arXiv 2502.13965): the program that was served least goes first.
+    """Autellix's PLAS (arXiv 2502.13965): the program with the least service goes first.
 
     Queues double in width: queue 0 up to PLAS_QUANTUM_TOKENS of service, queue 1 up to twice that,
     and so on; arrival decides within one. Autellix moves a turn to the first queue once its
-    program's waiting is a multiple of its service. That needs a clock, so ageing stands in for it:
+    program's waiting is a multiple of its service. That needs a clock, so ageing replaces it:
     a turn rises by one queue for every PLAS_PATIENCE_S it has waited longer than another. At one
-    moment waits differ by arrivals only, so the order can be written without the moment. A turn in
-    queue q is overtaken by none that arrives more than q x PLAS_PATIENCE_S after it.
+    moment waits differ by arrivals only, so the order does not depend on the moment. No turn that arrives
+    more than q x PLAS_PATIENCE_S after a turn in queue q overtakes it.
     """
     queue = (entry.attained_tokens // PLAS_QUANTUM_TOKENS).bit_length()
     return (
@@ -70,14 +70,14 @@ def line_rank(
     max_wait_s: float,
     line_s: float = 0.0,
 ) -> float:
-    """Where a new program stands in line: its arrival, moved by what its first prompt says of its work.
+    """A new program's place in the line: its arrival, shifted by the work that its first prompt predicts.
 
-    Shortest first, with ageing: work * (prompt / usual) ** trust - AGEING * waited, where `trust`, 0 to
-    1, says how much a first prompt tells: with 0 the order is that of arrivals. Differences of that do
-    not depend on the moment, so it can be written as an arrival. The shift is within max_wait_s / 4
-    either way, or within half of the wait that the line had when it came (`line_s`), if that is longer.
-    So a program is passed by none that comes later than the two shifts together: max_wait_s / 2, or
-    as long again as the line has stood.
+    Shortest first, with ageing: work * (prompt / usual) ** trust - AGEING * waited. `trust`, 0 to
+    1, is how well a first prompt predicts: with 0 the order is that of arrivals. Differences of these
+    values do not depend on the moment, so the place can be an arrival time. The shift is within
+    max_wait_s / 4 either way, or within half of the wait that the line had when it came (`line_s`), if
+    longer. So no program overtakes one that arrived earlier by more than the two shifts together:
+    max_wait_s / 2, or the line's own wait.
     """
     if usual_tokens <= 0:
         return arrival_s

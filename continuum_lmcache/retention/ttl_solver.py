@@ -1,10 +1,10 @@
-"""Eq. 2 of Continuum (arXiv 2511.02230 §4): the TTL that pays best.
+"""Eq. 2 of Continuum (arXiv 2511.02230 §4): the TTL with the largest gain.
 
     tau* = argmax over tau in {0} and the recorded gaps of f:  P(tau, f) * benefit_s - tau
     benefit_s = T * eta + PrefillReload(r)
 
-A second of pin costs a second: the paper's MemUsage(r) / M stands on both sides and cancels. Another
-`price`, in seconds a second, is memory_pressure.py's.
+A second of pin costs a second: the paper's MemUsage(r) / M is on both sides and cancels. Another
+`price`, in seconds a second, is from memory_pressure.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PART = 32  # gaps, about the square root of a full window
 
 @dataclass(frozen=True, slots=True)
 class TtlChoice:
-    """The maximiser of eq. 2 and what it rests on."""
+    """The maximiser of eq. 2 and the values behind it."""
 
     ttl_s: float
     probability: float  # P(gap <= ttl_s)
@@ -32,9 +32,9 @@ def best_ttl(seen: DurationDistribution, benefit_s: float, max_ttl_s: float, pri
     """tau* within [0, max_ttl_s]; the shortest of equals.
 
     P is a staircase, so between two recorded gaps only the cost grows: no tau in between can be
-    better. The ceiling bounds the candidates rather than the answer, since the best TTL below it
+    better. The ceiling limits the candidates, not the answer, since the best TTL below it
     need not be the ceiling itself. Of PART gaps none gains more than the last one's P at the first one's
-    cost: parts that cannot hold the best are not looked into.
+    cost: parts that cannot have the best are skipped.
     """
     if seen.level == "cold":
         return best_cold_ttl(benefit_s / price, max_ttl_s)
@@ -57,13 +57,13 @@ def best_ttl(seen: DurationDistribution, benefit_s: float, max_ttl_s: float, pri
 
 
 def best_cold_ttl(benefit_s: float, max_ttl_s: float) -> TtlChoice:
-    """tau* while the gaps are taken as Exp(1): ln(benefit_s), or 0 where that is negative.
+    """tau* while the gaps are modelled as Exp(1): ln(benefit_s), or 0 where that is negative.
 
     The gain (1 - exp(-tau)) * b - tau has the slope b * exp(-tau) - 1: positive up to tau = ln b
     and negative from there, so ln b is the maximum, 0 if b <= 1, and the ceiling if ln b is beyond.
 
-    The paper says no more than a fixed T_default from Exp(1) with eta = 1. Read here: Exp(1), in
-    seconds, takes the place of P(tau, f), and eq. 2 is solved for each request as ever; so a
+    The paper has only a fixed T_default from Exp(1) with eta = 1. It is read here as: Exp(1), in
+    seconds, replaces P(tau, f), and eq. 2 is solved for each request as usual. So a
     request whose reload costs nothing is not pinned even while nothing was learned.
     """
     ttl_s = min(math.log(benefit_s), max_ttl_s) if benefit_s > 1.0 else 0.0
@@ -78,7 +78,7 @@ def retention_of(
     config: ContinuumConfig,
     price: float = 1.0,
 ) -> Retention:
-    """A decision, with what it rests on."""
+    """A decision, with the values behind it."""
     return Retention(
         ttl_s=best.ttl_s,
         policy=config.policy,

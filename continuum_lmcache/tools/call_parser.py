@@ -1,4 +1,4 @@
-"""What did a finished turn call? From its text to tool keys, in the formats that models write.
+"""Finds what a finished turn called: from its text to tool keys, in the formats that models write.
 
 A key is hierarchical, most specific first: ("pytest", "bash"). Any text of any
 size is safe: only the tail is read, in one pass a format, and what cannot be parsed is no call.

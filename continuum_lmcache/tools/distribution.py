@@ -13,7 +13,7 @@ from operator import mul
 
 @dataclass(frozen=True, slots=True)
 class DurationDistribution:
-    """P(gap <= ttl_s) for one kind of gap, and the observations behind it."""
+    """P(gap <= ttl_s) for one kind of gap, and its observations."""
 
     level: str  # "tool:2" a shell's program, "tool:1" tool, "all", "cold"
     samples_s: tuple[float, ...]  # gaps that ended, ascending
@@ -28,7 +28,7 @@ class DurationDistribution:
         return self.cdf[at - 1] if at else 0.0
 
     def after(self, elapsed_s: float) -> DurationDistribution:
-        """What is left of a gap that has lasted `elapsed_s` already. Exp(1), while cold, has no memory."""
+        """The rest of a gap that has lasted `elapsed_s` already. Exp(1), while cold, has no memory."""
         if self.level == "cold" or elapsed_s <= 0.0:
             return self
         at, over = bisect_right(self.samples_s, elapsed_s), self.probability(elapsed_s)
@@ -50,8 +50,8 @@ def equal_steps(n: int) -> tuple[float, ...]:
 def kaplan_meier(ended_s: Sequence[float], censored_s: Sequence[float]) -> tuple[float, ...]:
     """P(gap <= ended_s[i]) with right-censored observations, both ascending; Kaplan & Meier 1958.
 
-    At each gap that ended, the share 1 / (those not yet ended or lost) of what was left is gone.
-    Without censoring that is the empirical CDF, i / n.
+    At each gap that ended, the remaining share falls by 1 / (those not yet ended or lost).
+    Without censoring this is the empirical CDF, i / n.
     """
     n = len(ended_s)
     if not censored_s:

@@ -1,7 +1,7 @@
-"""How long tools take: observations by key, and which key's observations are enough to use.
+"""How long tools take: observations by key, and which key has enough of them.
 
-A key's levels (types.ToolKey) are kept side by side: ("pytest", "bash") teaches
-itself, ("bash",) and (), which is every tool together.
+A key's levels (types.ToolKey) are kept side by side: an observation of ("pytest", "bash") also counts for
+("bash",) and for (), which is every tool together.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ COLD_SAMPLES = 100  # K of Continuum, arXiv 2511.02230 §4
 WINDOW = 1024  # observations a key remembers, the latest
 MAX_KEYS = 512  # beyond this the least recently used are dropped; about 50 MB when all are full
 MAX_LEVELS = 4
-SHORTEST_GAP_S = 1e-6  # what counts as 0: a pin of 0 s would be no pin
-MAX_GAP_S = 1e6  # eleven days: a clock was wrong, not a tool slow
+SHORTEST_GAP_S = 1e-6  # counts as 0: a pin of 0 s would be no pin
+MAX_GAP_S = 1e6  # eleven days: a wrong clock, not a slow tool
 VERSION = 1
 
 
@@ -31,7 +31,7 @@ class DurationWindow:
     """The latest observations of one key, in the order of time and in that of length.
 
     insort moves up to WINDOW pointers, a memmove of 8 kB at most (under a microsecond): at this
-    size it beats every tree written in Python, and the search is O(log n).
+    size it is faster than every tree written in Python, and the search is O(log n).
     """
 
     recent: deque[tuple[float, bool]] = field(default_factory=deque)  # seconds, whether it ended
@@ -66,14 +66,14 @@ class ToolDurations:
     _windows: OrderedDict[ToolKey, DurationWindow] = field(default_factory=OrderedDict)  # idle longest first
 
     def observe(self, tool: ToolKey, gap_s: float) -> bool:
-        """The program came back after `gap_s`. False if that cannot be a gap."""
+        """The program came back after `gap_s`. False if that is no possible gap."""
         return self._add(tool, gap_s, ended=True)
 
     def censor(self, tool: ToolKey, waited_s: float) -> bool:
-        """The program had not come back after `waited_s` and is no longer waited for.
+        """The program had not come back after `waited_s` and is no longer expected.
 
-        Right-censored: the gap is longer than that, by how much is unknown. Dropping it would make
-        a tool that often hangs look like the short calls that did return.
+        Right-censored: the gap is longer than that, by an unknown time. Without it a
+        tool that often hangs would look like its short calls that did return.
         """
         return self._add(tool, waited_s, ended=False)
 
@@ -82,7 +82,7 @@ class ToolDurations:
 
         The paper's cold start (§4, K = 100) with more than one level below "all": too few of every
         tool, "cold"; too few of this key's levels, "all". Abandoned calls count as observations,
-        or a tool that never returns would be judged by the others for ever.
+        or a tool that never returns would get the others' distribution for ever.
         """
         every = self._windows.get(())
         if every is None or len(every.recent) <= COLD_SAMPLES:
@@ -94,25 +94,25 @@ class ToolDurations:
         return every.distribution("all")
 
     def exact(self, tool: ToolKey) -> DurationDistribution:
-        """What was seen of exactly this key, however little; level "own"."""
+        """The observations of exactly this key, however few; level "own"."""
         return self._windows.get(tool, DurationWindow()).distribution("own")
 
     def most_specific(self, tool: ToolKey) -> DurationDistribution:
-        """What was seen at the most specific level where any gap ended, however few; level "own"."""
+        """The observations of the most specific level where any gap ended, however few; level "own"."""
         found = (self.exact(key) for key in suffixes(tool))
         return next((own for own in found if own.samples_s), self.exact(()))
 
     def slowest(self, calls: Iterable[ToolKey]) -> ToolKey:
         """Of parallel calls, the one with the longest mean gap; () if there is none.
 
-        A call is judged by its most specific level with anything seen: which of them is slower is
+        A call counts with its most specific level that has observations: which call is slower is
         a weaker question than how long it takes. Gaps are long-tailed, so the largest mean is
         close to the mean of the largest.
         """
         return max(calls, key=self._expected_s, default=())
 
     def dumps(self) -> str:
-        """Everything learned, as versioned JSON in the order of use; loads() takes it back.
+        """Everything learned, as versioned JSON in the order of use; loads() reads it.
 
         Safe from another thread: each list is copied at once, and each key is written by itself, so that
         an observation meanwhile waits for one key at most.
@@ -130,7 +130,7 @@ class ToolDurations:
 
     @classmethod
     def loads(cls, text: str) -> ToolDurations:
-        """From dumps(). Raises GapsError that says what is wrong and where."""
+        """From dumps(). Raises GapsError with the problem and its place."""
         try:
             saved = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -150,7 +150,7 @@ class ToolDurations:
         return True
 
     def _window(self, key: ToolKey) -> DurationWindow:
-        """The key's window, now the most recently used; the least recently used gives way."""
+        """The key's window, now the most recently used; the least recently used is dropped."""
         window = self._windows.get(key)
         if window is None:
             window = self._windows[key] = DurationWindow()
@@ -169,7 +169,7 @@ def suffixes(tool: ToolKey) -> list[ToolKey]:
 
 
 def parsed(saved: Any) -> list[tuple[ToolKey, list[tuple[float, bool]]]]:
-    """Keys and observations of a saved file; raises GapsError at the first thing that is not right."""
+    """Keys and observations of a saved file; raises GapsError at the first problem."""
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
         raise GapsError(f"saved gaps have no version {VERSION}; delete the file to start afresh")
     keys = saved.get("keys")

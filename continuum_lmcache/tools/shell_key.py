@@ -1,7 +1,7 @@
-"""From a shell command to the program that takes its time.
+"""Finds the program in a shell command that takes its time.
 
-Not a shell: quotes, substitutions, redirections and here-documents are told apart so that the words are
-the right ones; nothing is expanded, and no text raises.
+Not a shell: quotes, substitutions, redirections and here-documents are parsed only to find
+the right words; nothing is expanded, and no text raises.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 
 from continuum_lmcache.types import ToolKey
 
-MAX_COMMAND_CHARS = 2048  # what follows can hardly change which program is the slow one
+MAX_COMMAND_CHARS = 2048  # later text can hardly change which program is the slow one
 MAX_KEY_CHARS = 64
 MAX_NESTED_SHELLS = 2
 
-HERE_DOCUMENT = re.compile(  # one that never ends is all the rest
+HERE_DOCUMENT = re.compile(  # one without an end is all the rest
     r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n(?:(?:.*?\n)??[ \t]*\2(?=\s|\Z)|.*\Z)", re.DOTALL
 )
 PIECE = re.compile(
@@ -50,12 +50,12 @@ VALUED = {  # options whose value is the next word
     "python": names("-W -X"),
 }
 
-# Over at once, wherever it stands.
+# They end at once, wherever they are.
 INSTANT = names(
     "cd source . export set unset alias echo printf true false test [ [[ : pwd mkdir touch chmod which type"
     " exit return trap shopt ulimit pushd popd local declare read"
 )
-# Read and write files, or end when their input does.
+# They read and write files, or end when their input does.
 PLAIN = INSTANT | names(
     "head tail grep egrep sed awk sort uniq wc tee cut tr cat less more column nl jq find ls rg ack diff stat"
     " file du cp mv rm ln tree xxd vi nano"
@@ -67,12 +67,12 @@ SLOW = names(
 
 
 def command_key(command: str, tool: str) -> ToolKey:
-    """Which program makes this command last? ("pytest", tool).
+    """The program that makes this command last, with its tool: ("pytest", tool).
 
-    Wrappers (`sudo`, `timeout 30`, `env A=b`, `bash -c`, `python -m`) are looked through. Of a
+    Wrappers (`sudo`, `timeout 30`, `env A=b`, `bash -c`, `python -m`) are skipped. In a
     compound the step that is likely to last longest decides, the first of equals: programs known
-    to be slow, then unknown ones, then file tools and filters (`| tail`), then what is over at once
-    (`cd`, `echo`). The gaps learned so far are not asked, so that a command always has the same key.
+    to be slow, then unknown ones, then file tools and filters (`| tail`), then those that end at once
+    (`cd`, `echo`). The learned gaps are not used, so a command always has the same key.
     """
     return levels(slowest(command[:MAX_COMMAND_CHARS], MAX_NESTED_SHELLS), tool)
 
@@ -115,7 +115,7 @@ def steps(command: str) -> list[list[str]]:
 
 
 def program(words: list[str], nested: int) -> str:
-    """The program that a simple command runs in the end; "" where it runs none: the header of a loop."""
+    """The program that a simple command runs in the end; "" if it runs none: the header of a loop."""
     words = unwrapped(words)
     if not words or words[0] in HEADERS:
         return ""
@@ -132,7 +132,7 @@ def program(words: list[str], nested: int) -> str:
 
 
 def unwrapped(words: list[str]) -> list[str]:
-    """The words from the program on: behind keywords, assignments and programs that run another."""
+    """The words from the program on: after keywords, assignments and programs that run another."""
     while words:
         name = basename(words[0])
         if name in WRAPPERS:
@@ -151,7 +151,7 @@ def unwrapped(words: list[str]) -> list[str]:
 
 
 def after_options(name: str, words: list[str]) -> list[str]:
-    """The words behind a program's leading options and their values; not behind an interpreter's -m, -c."""
+    """The words after a program's leading options and their values; not after an interpreter's -m, -c."""
     valued, stops, at = VALUED.get(name, names("")), ("-m", "-c", "-") if name == "python" else (), 0
     while at < len(words) and words[at].startswith("-") and words[at] not in stops:
         at += 2 if words[at] in valued else 1
