@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.driver import TurnRecord
+from experiments.tiny_model import KV_BYTES_PER_TOKEN
 from experiments.workload import Program
 
 BLOCK_TOKENS = 128  # vLLM's default on a CPU; LMCache's chunk here
-KV_BYTES_PER_TOKEN = {"bfloat16": 8192, "float32": 16384}  # of the small model
 WINDOWS_TOKENS = (4096, 3072, 2048)  # longest contexts; the machine is measured with the first
 OUTPUT_WORK, TURN_WORK = 4, 50  # what an output token and a turn cost, roughly, in new prompt tokens
 ENOUGH_PROGRAMS = 24  # else a shorter window is taken

@@ -30,11 +30,10 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.server import CPU_ENV, GPU_ENV
-from experiments.tiny_model import make_model
+from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model
 
 ROOT = Path(__file__).parents[1]
 CHUNK, KV_TOKENS = 256, 28 * 128  # LMCache's chunk; what the GPU's cache holds
-BYTES_PER_TOKEN = {"float32": 16384, "bfloat16": 8192}
 DRAM_CHUNKS = 16
 FIRST_TOKENS, OUTPUT_TOKENS = 2 * CHUNK + 118, 40  # an output needs a block that the prompt did not
 WHOLE_TOKENS = 2 * CHUNK
@@ -83,7 +82,7 @@ class Story:
 def in_process(disk: Path, dtype: str) -> dict[str, Any]:
     """LMCache's settings: DRAM and `disk` too small for all programs, so that both take part."""
     return {
-        "lmcache.max_local_cpu_size": DRAM_CHUNKS * CHUNK * BYTES_PER_TOKEN[dtype] / 2**30,
+        "lmcache.max_local_cpu_size": DRAM_CHUNKS * CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30,
         "lmcache.local_disk": f"file://{disk}/",
         "lmcache.max_local_disk_size": 2,
         "continuum.run_output_dir": f"{disk}/run",

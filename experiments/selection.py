@@ -31,7 +31,6 @@ class Selection:
     reading: str = READINGS[0]  # of the table's "tokens per program"
     max_context_tokens: int | None = None  # shrink all programs until the longest fits
     time_scale: float = 1.0  # of a trace's own arrivals, as of its gaps
-    least_turns: int = 1  # only programs of so many
     most_turns: int | None = None  # of a program only the first so many
 
     @property
@@ -66,9 +65,6 @@ class Selection:
         programs = tuple(p for p in workload.load_trace(self.trace) if self.source in p.source)
         if not programs:
             raise TraceError(f"{self.trace}: no program has a source that contains {self.source!r}")
-        programs = tuple(p for p in programs if len(p.turns) >= self.least_turns)
-        if not programs:
-            raise TraceError(f"{self.trace}: no program has {self.least_turns} turns")
         return programs if self.count is None else workload.sampled(programs, self.count, self.seed)
 
     def _agents(self, count: int) -> tuple[Program, ...]:
@@ -77,8 +73,7 @@ class Selection:
         name, _, part = self.generator.partition(":")
         pool = trace_programs.half(name, part or trace_programs.FITTED)
         longest = LONGEST * median(p.context_tokens for p in pool)
-        fitting = [p for p in pool if p.context_tokens <= longest and len(p.turns) >= self.least_turns]
-        return trace_programs.drawn(fitting, count, self.seed)
+        return trace_programs.drawn([p for p in pool if p.context_tokens <= longest], count, self.seed)
 
     def _arriving(self, programs: tuple[Program, ...]) -> tuple[Program, ...]:
         if self.jps is not None:

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from experiments import tiny_model
 from experiments.sweep.live import OURS
 
 ROOT = Path(__file__).parents[1]
@@ -18,7 +19,7 @@ WINDOW_TOKENS = 4096
 BLOCK_TOKENS = 128  # vLLM's default on a CPU
 GPU_BLOCKS = 120
 CHUNK_TOKENS = 128  # LMCache's; the default of 256 is coarse beside contexts of 2,000 tokens
-KV_BYTES_PER_TOKEN = 8192  # of the small model in bfloat16
+KV_BYTES_PER_TOKEN = tiny_model.KV_BYTES_PER_TOKEN["bfloat16"]
 TIME_SCALE = 0.125  # 2 to 3 s of work a program where the paper's takes 22.7 s
 
 

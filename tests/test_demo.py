@@ -14,7 +14,6 @@ from experiments import demo, demo_report, demo_servers, small_tiers
 from experiments.demo_scenario import (
     ARRIVALS,
     BLOCK_TOKENS,
-    KV_BYTES_PER_TOKEN,
     START_FACTOR,
     Measured,
     Work,
@@ -30,6 +29,7 @@ from experiments.mp_server import MpProcess
 from experiments.replay import Job, cut_s, new_tokens
 from experiments.server import ServerError
 from experiments.sweep import conditions
+from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 WORK = Work.of(demo.workload(None, "", 1).programs(), limited=False)
 MACHINES = {  # seconds to a server's start, a turn alone, and work a second
@@ -121,7 +121,7 @@ def test_without_pressure_all_programs_fit_the_gpu_and_come_slowly(machine):
 def test_the_scenarios_sizes_are_those_of_the_small_model():
     assert BLOCK_TOKENS == small_tiers.BLOCK_TOKENS
     assert KV_BYTES_PER_TOKEN["bfloat16"] == small_tiers.KV_BYTES_PER_TOKEN
-    assert KV_BYTES_PER_TOKEN["float32"] == 2 * small_tiers.KV_BYTES_PER_TOKEN
+    assert KV_BYTES_PER_TOKEN["float32"] == 2 * KV_BYTES_PER_TOKEN["bfloat16"]
 
 
 @pytest.mark.parametrize(
@@ -138,19 +138,19 @@ def test_a_cpu_that_would_emulate_bfloat16_computes_in_float32(tmp_path, monkeyp
     assert demo_servers.fast_dtype() == dtype
 
 
-def test_the_machine_is_measured_with_a_program_of_several_turns():
-    for seed in range(1, 9):
-        one = replace(demo.workload(None, "", seed), count=1, least_turns=demo_servers.ALONE_TURNS)
-        (program,) = one.programs()
-        assert len(program.turns) >= demo_servers.ALONE_TURNS
+@pytest.mark.parametrize("generator", ["claude-code", "claude-code-swe", "bfcl", "swe"])
+def test_the_machine_is_measured_with_a_program_of_several_turns(generator):
+    chosen = demo.workload(None, "", 1, None, generator)
+    (program,) = replace(chosen, count=1, seed=demo_servers.alone_seed(chosen)).programs()
+    assert len(program.turns) >= demo_servers.ALONE_TURNS
 
 
 def test_a_trace_without_a_program_of_several_turns_is_an_error(tmp_path):
     trace = tmp_path / "trace.jsonl"
     turn = {"input_tokens": 9, "new_tokens": 9, "output_tokens": 1}
     trace.write_text(json.dumps({"program_id": "p", "arrival_s": 0.0, "turns": [turn]}) + "\n")
-    with pytest.raises(TraceError, match="no program has 3 turns"):
-        replace(demo.workload(trace, "", 1), least_turns=demo_servers.ALONE_TURNS).programs()
+    with pytest.raises(TraceError, match="none has 3 turns"):
+        demo_servers.alone_seed(demo.workload(trace, "", 1))
 
 
 def test_the_baselines_keep_lmcaches_own_connector_and_server(tmp_path):

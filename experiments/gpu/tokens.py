@@ -38,6 +38,7 @@ from experiments.exactness import (
 )
 from experiments.mixing import FLAG, MixingConnector
 from experiments.mp_server import serve_mp
+from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 PROGRAMS = 8  # at once
 ROOMY_TOKENS = PROGRAMS * 2048
@@ -85,7 +86,7 @@ def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
 
 def over_mp(until: ExitStack, disk: Path, dtype: str, folder: Path) -> dict[str, Any]:
     """A server of LMCache's of the same sizes, and the connector to it."""
-    gib = DRAM_CHUNKS * CHUNK * exactness.BYTES_PER_TOKEN[dtype] / 2**30
+    gib = DRAM_CHUNKS * CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30
     mp = until.enter_context(serve_mp(gib, disk, folder / "lmcache-tokens.log"))
     ours = {
         "kv_connector": "ContinuumLMCacheMPConnector",
