@@ -35,7 +35,7 @@ from experiments.mp_server import MpProcess, serve_mp
 from experiments.replay import Job, replay
 from experiments.server import ServerError, serve
 from experiments.sweep.cases import Live
-from experiments.sweep.live import MACHINES, ROOT, gib, selection_of
+from experiments.sweep.live import MACHINES, ROOT, selection_of
 from experiments.tables import markdown, plain
 from experiments.tiny_model import make_model
 
@@ -116,7 +116,7 @@ class Setup:
 
 def setup(who: Contender, folder: Path, mp: MpProcess | None) -> Setup:
     """vLLM's options and environment. `folder` is the row's own."""
-    args = ["--max-model-len", str(MACHINE.window_tokens)]
+    args = ["--dtype", MACHINE.dtype, "--max-model-len", str(MACHINE.window_tokens)]
     args += ["--num-gpu-blocks-override", str(MACHINE.gpu_blocks)]
     env: dict[str, str] = {}
     policy = POLICIES[who.policy]
@@ -137,9 +137,9 @@ def setup(who: Contender, folder: Path, mp: MpProcess | None) -> Setup:
             "PYTHONHASHSEED": "0",
             "LMCACHE_CHUNK_SIZE": str(MACHINE.chunk_tokens),
             "LMCACHE_LOCAL_CPU": "True",
-            "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{gib(DRAM_GB):.4f}",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{MACHINE.gib(DRAM_GB):.4f}",
             "LMCACHE_LOCAL_DISK": f"file://{folder}/disk/",
-            "LMCACHE_MAX_LOCAL_DISK_SIZE": f"{gib(SSD_GB):.4f}",
+            "LMCACHE_MAX_LOCAL_DISK_SIZE": f"{MACHINE.gib(SSD_GB):.4f}",
         }
     return Setup([*args, "--kv-transfer-config", json.dumps(config)], env)
 
@@ -160,9 +160,8 @@ def measured(who: Contender, case: Live, start_s: float, limit_s: float, out: Pa
             if who.lmcache.mp:
                 flags = {"module": who.lmcache.is_ours, "tuned": who.lmcache.tuned}
                 chunks = ("--chunk-size", str(MACHINE.chunk_tokens))
-                mp = until.enter_context(
-                    serve_mp(gib(DRAM_GB), disk, mp_log, *chunks, disk_gb=SSD_GB, **flags)
-                )
+                l1_gib, disk_gb = MACHINE.gib(DRAM_GB), MACHINE.served_gb(SSD_GB)
+                mp = until.enter_context(serve_mp(l1_gib, disk, mp_log, *chunks, disk_gb=disk_gb, **flags))
             how = setup(who, disk, mp)
             url = until.enter_context(serve(model, how.args, log=log, env=how.env, start_s=start_s))
             begun_s = time.monotonic()

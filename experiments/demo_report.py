@@ -10,9 +10,10 @@ import numpy as np
 from rich.console import Console
 
 from experiments.demo_scenario import Measured, Proportion, Scenario, pressure
-from experiments.demo_servers import CONTINUUM, FCFS, ROOT, fast_dtype, records_of
+from experiments.demo_servers import CONTINUUM, FCFS, ROOT, records_of
 from experiments.driver import TurnRecord
 from experiments.figures import draw
+from experiments.server import fast_dtype
 from experiments.sweep.conditions import machine, versions
 from experiments.tables import (
     PINS,

@@ -33,8 +33,9 @@ from experiments.driver import TurnRecord
 from experiments.mp_server import MpProcess, serve_mp
 from experiments.replay import Job, replay
 from experiments.selection import Selection
-from experiments.server import CPU_ENV, ServerError, serve, tail
+from experiments.server import CPU_ENV, ServerError, fast_dtype, serve, tail
 from experiments.summary import figures
+from experiments.tiny_model import PROFILES
 
 ROOT = Path(__file__).parents[1]
 LMCACHES_OWN = {  # vLLM's own name and module: no plugin replaces a connector whose module is given
@@ -46,8 +47,6 @@ OURS = {
     "kv_connector_module_path": "connectors.lmcache_mp",
 }
 SHARED_MEMORY = Path("/dev/shm")
-CPU_FLAGS = Path("/proc/cpuinfo")
-BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is ARM's
 DISK_BYTES = 2 * 2**30  # free, for LMCache's files
 ALONE_S, BURST_S = 12.0, 25.0  # at most
 ALONE_TURNS, ALONE_SEEDS = 3, 20  # at least, of the program that is alone; seeds that may draw it
@@ -88,16 +87,8 @@ CONTINUUM = Contender(
     "continuum + LMCache",
     "continuum",
     OURS,
-    {"continuum.profile": str(ROOT / "profiles" / "cpu-tiny.yaml")},
+    {"continuum.profile": str(ROOT / "profiles" / PROFILES[fast_dtype()])},
 )
-
-
-def fast_dtype() -> str:
-    """What the servers compute in: bfloat16 where the CPU has instructions for it.
-
-    Elsewhere torch emulates it: on a Xeon without them a product takes four times as long as in float32.
-    """
-    return "bfloat16" if BFLOAT16_FLAGS & set(CPU_FLAGS.read_text().split()) else "float32"
 
 
 def other_cores() -> frozenset[int]:

@@ -62,6 +62,7 @@ class Contender:
         return f"{self.policy}+LMCache" if self.offloads else self.policy
 
 
+PROFILE = Path("profiles", small_tiers.PROFILE)
 CONTENDERS = tuple(Contender(p, o) for o in (False, True) for p in ("fcfs", "continuum"))
 
 
@@ -76,7 +77,8 @@ def selection(seed: int, programs: int) -> Selection:
 def measured(contender: Contender, chosen: Selection, profile: Path, model: Path, out: Path) -> None:
     """Serve, replay, probe, stop. Leaves LABEL-seedN.json and LABEL-seedN-told.json."""
     with tempfile.TemporaryDirectory(prefix="fidelity-disk-") as disk:
-        args = ["--scheduling-policy", contender.policy, "--max-model-len", str(small_tiers.WINDOW_TOKENS)]
+        args = ["--scheduling-policy", contender.policy, "--dtype", small_tiers.DTYPE]
+        args += ["--max-model-len", str(small_tiers.WINDOW_TOKENS)]
         args += ["--num-gpu-blocks-override", str(small_tiers.GPU_BLOCKS)]
         args += ["--max-num-batched-tokens", str(STEP_TOKENS), "--max-num-seqs", str(MAX_SEQS)]
         if contender.offloads:
@@ -166,7 +168,7 @@ def figures(summary: dict[str, Any]) -> dict[str, Any]:
 def main(
     seeds: Annotated[str, typer.Option(help="1..3, or 1,4")] = "1",
     programs: Annotated[int, typer.Option(min=2, help="How many a seed.")] = PROGRAMS,
-    profile: Annotated[Path, typer.Option(help="Measured on this machine.")] = Path("profiles/cpu-tiny.yaml"),
+    profile: Annotated[Path, typer.Option(help="Measured on this machine.")] = PROFILE,
     out: Annotated[Path, typer.Option(help="Folder for replays and results.")] = Path("fidelity-results"),
 ) -> None:
     """Predicted against measured."""

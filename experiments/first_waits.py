@@ -32,13 +32,15 @@ from experiments.sim.serving import Setup
 from experiments.sim.step_time import Machine
 from experiments.sim.workloads import with_tool_time
 from experiments.sweep.cases import ENDLESS, STOCK, Live, SweepError
-from experiments.sweep.live import ROOT, gib, machine_of, selection_of
+from experiments.sweep.live import ROOT, machine_of, selection_of
 from experiments.sweep.live_plans import KV_GB, SMALL
 from experiments.sweep.runner import refuse_settings
 from experiments.sweep.simulated import policy_of
 from experiments.tables import markdown, spread
+from experiments.tiny_model import PROFILES
 
 STEP_TOKENS = 2048  # vLLM's default on such a machine
+DTYPE = "bfloat16"  # whatever this CPU computes in
 DISKS_GB = {"DRAM alone": 0.0, "and a disk": 2 * KV_GB}
 OURS = "continuum"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {  # ours, where the name is no contender's
@@ -52,11 +54,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {  # ours, where the name is no cont
 
 def twin(case: Live, settings: Mapping[str, Any]) -> Result:
     """The case in the lab. Raises SweepError for unknown names."""
-    machine, chosen = machine_of(case), selection_of(case)
+    machine, chosen = replace(machine_of(case), dtype=DTYPE, profile=PROFILES[DTYPE]), selection_of(case)
     profile = yaml.safe_load((ROOT / "profiles" / machine.profile).read_text())
     programs = with_tool_time(chosen.programs(lambda _: None), chosen.time_scale)
     kv_tokens = machine.gpu_blocks * machine.block_tokens
-    tiers = lmcache_tiers(gib(case.dram_gb), gib(case.ssd_gb), machine.chunk_tokens)
+    tiers = lmcache_tiers(machine.gib(case.dram_gb), machine.gib(case.ssd_gb), machine.chunk_tokens)
     if is_endless := case.contender == ENDLESS:
         kv_tokens = sum(program.context_tokens + machine.block_tokens for program in programs)
     setup = Setup(

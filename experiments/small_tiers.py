@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import tiny_model
+from experiments.server import fast_dtype
 from experiments.sweep.live import OURS
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +20,9 @@ WINDOW_TOKENS = 4096
 BLOCK_TOKENS = 128  # vLLM's default on a CPU
 GPU_BLOCKS = 120
 CHUNK_TOKENS = 128  # LMCache's; the default of 256 is coarse beside contexts of 2,000 tokens
-KV_BYTES_PER_TOKEN = tiny_model.KV_BYTES_PER_TOKEN["bfloat16"]
+DTYPE = fast_dtype()
+PROFILE = tiny_model.PROFILES[DTYPE]
+KV_BYTES_PER_TOKEN = tiny_model.KV_BYTES_PER_TOKEN[DTYPE]
 TIME_SCALE = 0.125  # 2 to 3 s of work a program where the paper's takes 22.7 s
 
 
@@ -32,7 +35,7 @@ def tiers(disk: Path) -> dict[str, Any]:
         "lmcache.max_local_cpu_size": gpu_gib,
         "lmcache.local_disk": f"file://{disk}/",
         "lmcache.max_local_disk_size": 2 * gpu_gib,
-        "continuum.profile": str(ROOT / "profiles" / "cpu-tiny.yaml"),  # stock fcfs does not read it
+        "continuum.profile": str(ROOT / "profiles" / PROFILE),  # stock fcfs does not read it
     }
 
 

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_TOKENS = 4096
 KV_BYTES_PER_TOKEN = {"bfloat16": 8192, "float32": 16384}  # layers x KV heads x width x 2 (K and V)
+PROFILES = {"bfloat16": "cpu-tiny.yaml", "float32": "cpu-tiny-float32.yaml"}  # in profiles/
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

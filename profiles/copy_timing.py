@@ -18,6 +18,7 @@ from profiles.engine_timing import KvShape
 from profiles.timing import Budget, Sample, Timer, in_turns
 
 POOL_BYTES = 256 * 2**20  # on either side; larger than the caches, so that memory is what is timed
+DTYPES = {2: torch.bfloat16, 4: torch.float32}  # of a value of KV, by its bytes
 MATMUL_SIZE = 8192  # 20 of them keep a GPU busy for longer than a copy
 Directed = tuple[str, int]  # ("load" | "store", chunks)
 
@@ -49,10 +50,9 @@ class CpuMover:
         self.chunks = max(4, POOL_BYTES // (chunk_tokens * shape.bytes_per_token))
         self._blocks = self.chunks * chunk_tokens // shape.block_tokens
         page = (self._blocks, shape.heads, shape.block_tokens, 2 * shape.head_size)
-        self._pages = [torch.ones(page, dtype=torch.bfloat16) for _ in range(shape.layers)]
-        self._host = [
-            Chunk(torch.ones(chunk_tokens * values, dtype=torch.bfloat16)) for _ in range(self.chunks)
-        ]
+        dtype = DTYPES[shape.value_bytes]
+        self._pages = [torch.ones(page, dtype=dtype) for _ in range(shape.layers)]
+        self._host = [Chunk(torch.ones(chunk_tokens * values, dtype=dtype)) for _ in range(self.chunks)]
         self._copier, self._shape, self._chunk_tokens = BlockCopier(shape.block_tokens), shape, chunk_tokens
         self._draw = torch.Generator().manual_seed(0)
 

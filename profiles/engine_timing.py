@@ -52,6 +52,7 @@ class Engine:
         batch: int,
         timer: Timer,
         load_format: str = "auto",
+        dtype: str = "bfloat16",
     ) -> None:
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -63,7 +64,7 @@ class Engine:
         llm = LLM(
             str(model),
             load_format=load_format,
-            dtype="bfloat16",
+            dtype=dtype,
             enforce_eager=on_cpu,
             max_model_len=longest_tokens,
             max_num_batched_tokens=chunk_tokens + batch,

@@ -36,11 +36,17 @@ Tick = Callable[[], None]
 
 
 def measure(
-    model: Path, disk_dir: Path, grid: Grid, device: str, timer: Timer, load_format: str = "auto"
+    model: Path,
+    disk_dir: Path,
+    grid: Grid,
+    device: str,
+    timer: Timer,
+    load_format: str = "auto",
+    dtype: str = "bfloat16",
 ) -> tuple[Measured, dict[str, Any]]:
     """Every timing of this machine, and what is to be known about them."""
     batch = max(grid.step_batches)
-    engine = Engine(model, grid.longest_tokens, grid.largest_chunk, batch, timer, load_format)
+    engine = Engine(model, grid.longest_tokens, grid.largest_chunk, batch, timer, load_format, dtype)
     budget = Budget(grid.budget_s, grid.repetitions)
     total = (grid.repetitions + 1) * (len(grid.prefills) + step_count(grid) + 4 * len(grid.load_chunks))
     with tqdm(total=total, unit="timing", desc="measuring") as bar:
@@ -107,6 +113,7 @@ def main(
     ] = None,
     budget_s: Annotated[float | None, typer.Option(help="Seconds after the engine's start.", min=1)] = None,
     load_format: Annotated[str, typer.Option(help="As vLLM's; dummy: a shape without weights.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="As the server's that will read the profile.")] = "bfloat16",
 ) -> None:
     """Measure this machine with one model and write its profile."""
     before = load_average()
@@ -117,16 +124,17 @@ def main(
         grid = QUICK if quick else CPU if device == "cpu" else GPU
         grid = replace(grid, budget_s=budget_s or grid.budget_s)
         folder = disk_dir or Path(tempfile.gettempdir())
-        measured, facts = measure(model, folder, grid, device, Timer(), load_format)
+        measured, facts = measure(model, folder, grid, device, Timer(), load_format, dtype)
         profile = profile_of(measured, clock, force)
     except ProfileError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     profile["provenance"] |= {
         "date": today(),
-        "command": command(model, out, clock, quick, force, budget_s),
+        "command": command(model, out, clock, dtype, quick, force, budget_s),
         "model": model.name,
         "load_format": load_format,
+        "dtype": dtype,
         **machine(device),
         "load_average": {"before": before, "after": load_average()},
         "repetitions": grid.repetitions,
@@ -137,11 +145,14 @@ def main(
     typer.echo(verdict(profile))
 
 
-def command(model: Path, out: Path, clock: Which, quick: bool, force: bool, budget_s: float | None) -> str:
+def command(
+    model: Path, out: Path, clock: Which, dtype: str, quick: bool, force: bool, budget_s: float | None
+) -> str:
     """What was called, without this machine's folders."""
     given = {"quick": quick, "force": force, f"budget-s {budget_s or 0:g}": budget_s}
-    options = "".join(f" --{name}" for name, value in given.items() if value)
-    return f"python -m profiles.measure --model {model.name} --out {out.name} --clock {clock.value}{options}"
+    options = f" --clock {clock.value} --dtype {dtype}"
+    options += "".join(f" --{name}" for name, value in given.items() if value)
+    return f"python -m profiles.measure --model {model.name} --out {out.name}{options}"
 
 
 def verdict(profile: dict[str, Any]) -> str:

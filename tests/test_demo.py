@@ -27,7 +27,7 @@ from experiments.demo_servers import CONTINUUM, FCFS, ORDER, check_room, refuse_
 from experiments.driver import TurnRecord
 from experiments.mp_server import MpProcess
 from experiments.replay import Job, cut_s, new_tokens
-from experiments.server import ServerError
+from experiments.server import ServerError, fast_dtype
 from experiments.sweep import conditions
 from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
@@ -120,22 +120,8 @@ def test_without_pressure_all_programs_fit_the_gpu_and_come_slowly(machine):
 
 def test_the_scenarios_sizes_are_those_of_the_small_model():
     assert BLOCK_TOKENS == small_tiers.BLOCK_TOKENS
-    assert KV_BYTES_PER_TOKEN["bfloat16"] == small_tiers.KV_BYTES_PER_TOKEN
+    assert KV_BYTES_PER_TOKEN[fast_dtype()] == small_tiers.KV_BYTES_PER_TOKEN
     assert KV_BYTES_PER_TOKEN["float32"] == 2 * KV_BYTES_PER_TOKEN["bfloat16"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [
-        ("flags : fma avx512f avx512_bf16", "bfloat16"),
-        ("Features : asimd bf16", "bfloat16"),
-        ("flags : avx512f", "float32"),
-    ],
-)
-def test_a_cpu_that_would_emulate_bfloat16_computes_in_float32(tmp_path, monkeypatch, flags, dtype):
-    (tmp_path / "cpuinfo").write_text(flags + "\n")
-    monkeypatch.setattr(demo_servers, "CPU_FLAGS", tmp_path / "cpuinfo")
-    assert demo_servers.fast_dtype() == dtype
 
 
 @pytest.mark.parametrize("generator", ["claude-code", "claude-code-swe", "bfcl", "swe"])

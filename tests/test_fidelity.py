@@ -11,6 +11,7 @@ import pytest
 import yaml
 from openai_server import FakeServer
 
+from experiments import small_tiers
 from experiments.fidelity import PROBES, figures, probed, selection
 from experiments.fidelity_lab import (
     BATCH,
@@ -26,7 +27,7 @@ from experiments.fidelity_lab import (
 from experiments.fidelity_tables import comparison, order, ranking, write_csv
 from experiments.sim.step_time import Machine
 
-PROFILE = Path(__file__).resolve().parent.parent / "profiles" / "cpu-tiny.yaml"
+PROFILE = Path(__file__).resolve().parent.parent / "profiles" / small_tiers.PROFILE
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import itertools
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -257,6 +258,16 @@ def test_chunks_that_o_direct_cannot_read_go_through_the_page_cache(tmp_path):
 def ones(mover):
     """How many values of the pages are 1."""
     return sum(page.eq(1.0).sum().item() for page in mover._pages)
+
+
+def test_copies_are_of_the_servers_dtype():
+    pytest.importorskip("lmcache")
+    from profiles.copy_timing import CpuMover
+
+    mover = CpuMover(replace(SHAPE, value_bytes=4), 256)
+    chunk_bytes = mover._host[0].tensor.numel() * mover._host[0].tensor.element_size()
+    assert chunk_bytes == 256 * replace(SHAPE, value_bytes=4).bytes_per_token
+    assert mover._pages[0].dtype == mover._host[0].tensor.dtype
 
 
 def test_copies_move_every_chunk_the_way_they_say():

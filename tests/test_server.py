@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from experiments.server import reserved_port
+from experiments.server import fast_dtype, reserved_port
 
 STOPS = """
 import time
@@ -59,3 +59,17 @@ def test_sigterm_stops_what_was_started():
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == "stopped\n"
     assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [
+        ("flags : fma avx512f avx512_bf16", "bfloat16"),
+        ("Features : asimd bf16", "bfloat16"),
+        ("flags : avx512f", "float32"),
+    ],
+)
+def test_a_cpu_that_would_emulate_bfloat16_computes_in_float32(tmp_path, monkeypatch, flags, dtype):
+    (tmp_path / "cpuinfo").write_text(flags + "\n")
+    monkeypatch.setattr("experiments.server.CPU_FLAGS", tmp_path / "cpuinfo")
+    assert fast_dtype() == dtype

@@ -7,6 +7,7 @@ from experiments.selection import Selection
 from experiments.small_tiers import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
+    DTYPE,
     GPU_BLOCKS,
     KV_BYTES_PER_TOKEN,
     WINDOW_TOKENS,
@@ -28,7 +29,7 @@ def test_a_server_gets_the_repositorys_settings_with_smaller_tiers_and_our_conne
 
 def test_the_sizes_are_those_of_the_small_model():
     kv_heads, width, layers = (CONFIG[k] for k in ("num_key_value_heads", "head_dim", "num_hidden_layers"))
-    assert 2 * layers * kv_heads * width * 2 == KV_BYTES_PER_TOKEN
+    assert 2 * layers * kv_heads * width * {"bfloat16": 2, "float32": 4}[DTYPE] == KV_BYTES_PER_TOKEN
     assert CHUNK_TOKENS % BLOCK_TOKENS == 0  # a CPU moves whole blocks
 
 

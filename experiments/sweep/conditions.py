@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from experiments.server import fast_dtype
+
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = "measured_on"
 CONDITIONS = (MACHINE, "versions", "commit", "ended")  # columns
@@ -27,7 +29,8 @@ def machine() -> str:
         info = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.partition(": ")[2] for line in info if line.startswith("model name")), cpu)
         memory_gib = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f}"
-    return f"{cpu}, {os.cpu_count()} cores, {memory_gib} GiB"
+    slow = ", no instructions for bfloat16" if fast_dtype() != "bfloat16" else ""
+    return f"{cpu}, {os.cpu_count()} cores, {memory_gib} GiB{slow}"
 
 
 def versions() -> str:

@@ -20,20 +20,23 @@ from experiments.peers import live as peers
 from experiments.peers.install import missing
 from experiments.replay import Job, replay
 from experiments.selection import Selection
-from experiments.server import serve
+from experiments.server import fast_dtype, serve
 from experiments.sim.fitted_programs import shapes
 from experiments.sim.trace_programs import SOURCES
 from experiments.sweep.cases import PEERS, ROUTERS, STOCK, Live, SweepError
 from experiments.sweep.conditions import OtherLoad
 from experiments.table1 import GENERATORS
-from experiments.tiny_model import make_model
+from experiments.tiny_model import KV_BYTES_PER_TOKEN, PROFILES, make_model
 
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A model on a machine, with the proportions of the paper's experiment (experiments/small_tiers.py)."""
+    """A model on a machine, with the proportions of the paper's experiment (experiments/small_tiers.py).
+
+    Sizes in GB, here and in a case, are those of KV in bfloat16. In float32 a server gets twice the bytes.
+    """
 
     gpu_blocks: int
     block_tokens: int
@@ -42,12 +45,21 @@ class Machine:
     chunk_tokens: int  # LMCache's
     time_scale: float  # of tool gaps
     profile: str  # in profiles/
+    dtype: str
     mp: bool = False  # LMCache in a server of its own (docs/mp.md), not in vLLM's process
 
     @property
     def kv_gb(self) -> float:
         """The GPU's KV cache, in GB."""
         return self.gpu_blocks * self.block_tokens * self.kv_bytes_per_token / 1e9
+
+    def served_gb(self, gb: float) -> float:
+        """What a tier of that size takes in the server's dtype."""
+        return gb * KV_BYTES_PER_TOKEN[self.dtype] / self.kv_bytes_per_token
+
+    def gib(self, gb: float) -> float:
+        """The same in GiB, in which LMCache counts."""
+        return self.served_gb(gb) * 1e9 / 2**30
 
 
 # by its path: with a policy of vLLM's own, LMCacheConnectorV1 is stock, and caches nothing on a CPU
@@ -56,7 +68,18 @@ OURS_MP = {
     "kv_connector": "ContinuumLMCacheMPConnector",
     "kv_connector_module_path": "connectors.lmcache_mp",
 }
-MACHINES = {"cpu-tiny": Machine(120, 128, 8192, 4096, 128, 0.125, "cpu-tiny.yaml")}
+MACHINES = {
+    "cpu-tiny": Machine(
+        gpu_blocks=120,
+        block_tokens=128,
+        kv_bytes_per_token=KV_BYTES_PER_TOKEN["bfloat16"],
+        window_tokens=4096,
+        chunk_tokens=128,
+        time_scale=0.125,
+        profile=PROFILES[fast_dtype()],
+        dtype=fast_dtype(),
+    )
+}
 MACHINES["cpu-tiny-mp"] = replace(MACHINES["cpu-tiny"], mp=True)
 
 
@@ -133,7 +156,7 @@ def arguments(
     case: Live, machine: Machine, policy: str | None, folder: Path
 ) -> tuple[list[str], dict[str, str]]:
     """The server's arguments and environment. The connector's file goes into `folder`."""
-    args = ["--max-model-len", str(machine.window_tokens)]
+    args = ["--dtype", machine.dtype, "--max-model-len", str(machine.window_tokens)]
     args += ["--num-gpu-blocks-override", str(machine.gpu_blocks)]
     env: dict[str, str] = {}
     if case.contender in PEERS:
@@ -158,9 +181,10 @@ def connector(case: Live, machine: Machine, disk: Path) -> dict[str, Any]:
         for name, value in config["kv_connector_extra_config"].items()
         if "disk" not in name  # no tier that the case does not name
     }
-    extra |= {"lmcache.chunk_size": machine.chunk_tokens, "lmcache.max_local_cpu_size": gib(case.dram_gb)}
+    dram_gib, disk_gib = machine.gib(case.dram_gb), machine.gib(case.ssd_gb)
+    extra |= {"lmcache.chunk_size": machine.chunk_tokens, "lmcache.max_local_cpu_size": dram_gib}
     if case.ssd_gb:
-        extra |= {"lmcache.local_disk": f"file://{disk}/", "lmcache.max_local_disk_size": gib(case.ssd_gb)}
+        extra |= {"lmcache.local_disk": f"file://{disk}/", "lmcache.max_local_disk_size": disk_gib}
     return config | OURS | {"kv_connector_extra_config": extra}
 
 
@@ -171,14 +195,9 @@ def mp_tiers(case: Live, machine: Machine, folder: Path, keep: Path) -> Iterator
         yield []
         return
     chunks = ("--chunk-size", str(machine.chunk_tokens))
-    log, disk = keep / "lmcache.log", folder / "disk"
-    with serve_mp(gib(case.dram_gb), disk, log, *chunks, disk_gb=case.ssd_gb) as mp:
+    log, disk, disk_gb = keep / "lmcache.log", folder / "disk", machine.served_gb(case.ssd_gb)
+    with serve_mp(machine.gib(case.dram_gb), disk, log, *chunks, disk_gb=disk_gb) as mp:
         yield ["--kv-transfer-config", json.dumps(mp.transfer_config | OURS_MP)]
-
-
-def gib(gb: float) -> float:
-    """LMCache counts in GiB."""
-    return gb * 1e9 / 2**30
 
 
 def figures(summary: Mapping[str, Any], job_times_s: list[float]) -> dict[str, Any]:
