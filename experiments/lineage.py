@@ -36,9 +36,9 @@ from continuum_lmcache.programs.prompt_linker import PromptLinker
 from continuum_lmcache.types import ProgramId
 from experiments.driver import Plan, next_prompt, random_tokens
 from experiments.selection import Selection
-from experiments.toolkeys import TRACES
 from experiments.workload import Program
 
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"  # beside the checkout
 FORK_EVERY, SAMPLE_EVERY, SAMPLES = 5, 7, 3
 TENANTS = ("red", "blue")
 PACE_S = 0.02  # a token of output
