@@ -13,9 +13,10 @@ from console import Command, metrics_server
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from continuum_lmcache.capacity.kv_budget import WorkerSpec
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.console.doctor import of_router
-from continuum_lmcache.console.lmcache_check import RankWorker, checked
+from continuum_lmcache.console.lmcache_check import checked
 from continuum_lmcache.console.model_shapes import shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.types import Tier
@@ -328,7 +329,7 @@ SETTINGS = [
 
 def judged(extra: dict[str, Any]) -> None:
     """The doctor has findings on these settings, and not more than one tier of each kind."""
-    worker = RankWorker(False, 16, 131_072, "m")
+    worker = WorkerSpec(False, 16, 131_072, "m")
     config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     found = checked(config, worker, lora=False)
     assert found.tiers(131_072).keys() <= {Tier.DRAM, Tier.SSD}

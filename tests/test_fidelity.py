@@ -11,6 +11,7 @@ import pytest
 import yaml
 from openai_server import FakeServer
 
+from continuum_lmcache.capacity.kv_budget import WorkerSpec
 from experiments import small_tiers
 from experiments.fidelity import PROBES, figures, probed, selection
 from experiments.fidelity_lab import (
@@ -110,10 +111,9 @@ def test_a_prediction_has_the_columns_of_a_measurement_and_follows_the_speed(mac
 
 def test_the_twins_lmcache_stores_what_our_connector_has_it_store() -> None:
     pytest.importorskip("lmcache")
-    from connectors.lmcache.known_issues import WorkerSpec as Worker
     from connectors.lmcache.known_issues import with_defaults
 
-    extra, _ = with_defaults({}, {}, Worker(True, 128, 8192, "tiny"))
+    extra, _ = with_defaults({}, {}, WorkerSpec(True, 128, 8192, "tiny"))
     twin = lmcache_tiers(1.0, 2.0, 128)
     assert twin["save_decode_cache"] is extra["lmcache.save_decode_cache"]
 

@@ -22,8 +22,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from connectors.lmcache.known_issues import GIB, WorkerSpec, pool_chunks, with_defaults
+from connectors.lmcache.known_issues import pool_chunks, with_defaults
 from connectors.lmcache.settings import ENV_FAMILIES, NAMES, given, unread
+from continuum_lmcache.capacity.kv_budget import GIB, WorkerSpec
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 

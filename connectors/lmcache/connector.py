@@ -41,7 +41,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.lmcache.cpu_copy import BlockCopier, cpu_copy_path
-from connectors.lmcache.known_issues import GIB, with_defaults
+from connectors.lmcache.known_issues import with_defaults
 from connectors.lmcache.load_check import (
     AwaitedLoad,
     LoadCheck,
@@ -55,6 +55,7 @@ from connectors.lmcache.tier_mirror import LMCacheTiers
 from connectors.lmcache.transfer_timer import TransferMetrics, TransferStats
 from connectors.lmcache.worker import LMCacheWorkerSide, TierReport
 from connectors.transfer_config import transfer_config
+from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit

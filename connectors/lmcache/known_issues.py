@@ -5,17 +5,15 @@ Every case occurred on a running server. Each refusal states the cause, the numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lmcache.v1.storage_backend.cache_policy import POLICY_MAPPING
 
 from connectors.lmcache.settings import DEFAULTS, PREFIX, given
+from continuum_lmcache.capacity.kv_budget import GIB, WorkerSpec
 from continuum_lmcache.errors import ConfigError
 
-GIB = 1024**3
 ALIGN_BYTES = 4096  # of a chunk in LMCache's DRAM pool
 FILE_NAME_BYTES = 255  # NAME_MAX of Linux's file systems
 KEY_BYTES = 64  # rank, hash and dtype, which LMCache appends to the model's name
@@ -25,16 +23,6 @@ LAYERWISE = (
     "{} moves KV layer by layer, in hooks that vLLM 0.32 skips where it replays a FULL CUDA graph, and "
     "LMCache 0.5.6 does not say which of it came: nothing could be checked or timed; remove it"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """One worker of the engine: the settings must fit it."""
-
-    on_cpu: bool
-    block_tokens: int
-    kv_bytes_per_token: int
-    model: str
 
 
 def with_defaults(
@@ -49,13 +37,15 @@ def with_defaults(
     if extra.get("use_layerwise"):
         raise ConfigError(LAYERWISE.format("use_layerwise"))
     user = given(extra, environ)
-    refuse_traps({**DEFAULTS, "pre_caching_hash_algorithm": "sha256_cbor", **user}, environ, machine)
+    settings = {**DEFAULTS, "pre_caching_hash_algorithm": "sha256_cbor", **user}
+    for why in traps(settings, environ, machine):
+        raise ConfigError(why)
     ours = {name: value for name, value in defaults(user, machine).items() if user.get(name) != value}
     return {**extra, **{PREFIX + name: value for name, value in ours.items()}}, ours
 
 
 def defaults(user: Mapping[str, Any], machine: WorkerSpec) -> dict[str, Any]:
-    """Values for what the user did not set. `user` has passed `refuse_traps`."""
+    """Values for what the user did not set. `user` has no `traps`."""
     settings = {**DEFAULTS, **user}
     load_chunks = max(1, int(pool_chunks(settings, machine) * POOL_SHARE))
     found = {
@@ -77,109 +67,93 @@ def pool_chunks(settings: Mapping[str, Any], machine: WorkerSpec) -> int:
     return int(settings["max_local_cpu_size"] * GIB) // aligned_bytes
 
 
-def refuse_traps(settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec) -> None:
-    """Raise ConfigError for the first of `settings` under which LMCache fails, hangs or caches nothing."""
-    for refuse in _refusals(settings, environ, machine):
-        refuse()
-
-
 def traps(settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec) -> list[str]:
-    """The reasons of `refuse_traps`, the first of each kind; [] if it would not refuse."""
-    found = []
-    for refuse in _refusals(settings, environ, machine):
-        try:
-            refuse()
-        except ConfigError as error:
-            found.append(str(error))
-    return found
-
-
-def _refusals(
-    settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec
-) -> list[Callable[[], None]]:
-    """The checks of these settings, one for each kind of failure."""
-    checks: list[Callable[[], None]] = [
-        partial(_refuse_modes, settings),
-        partial(_refuse_hash, settings["pre_caching_hash_algorithm"], environ),
-        partial(_refuse_dram, settings, machine),
-        partial(_refuse_disk, settings, machine),
+    """Why LMCache fails, hangs or caches nothing under `settings`: the first reason of each kind."""
+    kinds = [
+        _modes(settings),
+        _hash(settings["pre_caching_hash_algorithm"], environ),
+        _dram(settings, machine),
+        _disk(settings, machine),
+        _on_cpu(settings, machine),
     ]
-    return [*checks, partial(_refuse_on_cpu, settings, machine)] if machine.on_cpu else checks
+    return [why for kind in kinds if (why := next(kind, None)) is not None]
 
 
-def _refuse_modes(settings: Mapping[str, Any]) -> None:
+def _modes(settings: Mapping[str, Any]) -> Iterator[str]:
     if settings["enable_async_loading"]:
-        raise ConfigError(
+        yield (
             f"{PREFIX}enable_async_loading is broken in LMCache 0.5.6: the second hit on a chunk frees it "
             "twice and the engine dies; remove it"
         )
     for name in ("use_layerwise", "enable_blending"):
         if settings[name]:
-            raise ConfigError(LAYERWISE.format(PREFIX + name))
+            yield LAYERWISE.format(PREFIX + name)
     policy = settings["cache_policy"]
     if policy.upper() not in POLICY_MAPPING:
         known = ", ".join(POLICY_MAPPING)
-        raise ConfigError(f"{PREFIX}cache_policy is {policy!r}; it must be one of {known}")
+        yield f"{PREFIX}cache_policy is {policy!r}; it must be one of {known}"
 
 
-def _refuse_hash(algorithm: str, environ: Mapping[str, str]) -> None:
+def _hash(algorithm: str, environ: Mapping[str, str]) -> Iterator[str]:
     """Scheduler and worker are two processes: with different seeds their hashes differ, and nothing hits."""
     seeded = environ.get("PYTHONHASHSEED", "random") != "random"
     if not algorithm.startswith("sha256") and not seeded:
-        raise ConfigError(
+        yield (
             f"{PREFIX}pre_caching_hash_algorithm is {algorithm!r}, which differs between processes unless "
             "PYTHONHASHSEED is set: nothing would ever hit; set PYTHONHASHSEED=0 or use 'sha256_cbor'"
         )
 
 
-def _refuse_dram(settings: Mapping[str, Any], machine: WorkerSpec) -> None:
+def _dram(settings: Mapping[str, Any], machine: WorkerSpec) -> Iterator[str]:
     dram_gib, chunk_tokens = settings["max_local_cpu_size"], settings["chunk_size"]
     if chunk_tokens <= 0:
-        raise ConfigError(f"{PREFIX}chunk_size is {chunk_tokens}; it must be a number of tokens above 0")
+        yield f"{PREFIX}chunk_size is {chunk_tokens}; it must be a number of tokens above 0"
     if dram_gib <= 0 or pool_chunks(settings, machine) < 1:
         needed_mib = chunk_tokens * machine.kv_bytes_per_token / 2**20
-        raise ConfigError(
+        yield (
             f"{PREFIX}max_local_cpu_size is {dram_gib:g} GiB, but one chunk of {chunk_tokens} tokens takes "
             f"{needed_mib:.1f} MiB, and disk loads pass through DRAM too; give it more"
         )
     per_load = settings.get("max_tokens_per_load", 0)
     if 0 < per_load < chunk_tokens or per_load < 0:
-        raise ConfigError(
+        yield (
             f"{PREFIX}max_tokens_per_load is {per_load}; it must be 0 (no limit) or at least one chunk, "
             f"{chunk_tokens} tokens"
         )
 
 
-def _refuse_disk(settings: Mapping[str, Any], machine: WorkerSpec) -> None:
+def _disk(settings: Mapping[str, Any], machine: WorkerSpec) -> Iterator[str]:
     disk, size_gib = settings["local_disk"], settings["max_local_disk_size"]
     if disk and size_gib <= 0:
-        raise ConfigError(
+        yield (
             f"{PREFIX}local_disk is {disk!r} but max_local_disk_size is {size_gib:g}: nothing would be kept "
             "there; set it, in GiB"
         )
     if size_gib > 0 and not disk:
-        raise ConfigError(
+        yield (
             f"{PREFIX}max_local_disk_size is {size_gib:g} GiB but local_disk is not set: there would be no "
             'disk tier; set it, e.g. "file://./lmcache-disk/"'
         )
     if disk and "://" in disk:
-        raise ConfigError(f"{PREFIX}local_disk is {disk!r}; it must be a directory or a file:// URL")
+        yield f"{PREFIX}local_disk is {disk!r}; it must be a directory or a file:// URL"
     name_bytes = len(machine.model.encode()) + KEY_BYTES
     if disk and name_bytes > FILE_NAME_BYTES:
-        raise ConfigError(
+        yield (
             f"the model's name has {len(machine.model)} characters and LMCache's disk files are named by it: "
             f"about {name_bytes} bytes, of {FILE_NAME_BYTES} allowed; serve the model from a shorter path"
         )
 
 
-def _refuse_on_cpu(settings: Mapping[str, Any], machine: WorkerSpec) -> None:
+def _on_cpu(settings: Mapping[str, Any], machine: WorkerSpec) -> Iterator[str]:
     """vLLM's CPU blocks are opaque, so only whole ones can be moved."""
+    if not machine.on_cpu:
+        return
     chunk_tokens, block_tokens = settings["chunk_size"], machine.block_tokens
     if chunk_tokens % block_tokens:
         fix = -(-chunk_tokens // block_tokens) * block_tokens
-        raise ConfigError(
+        yield (
             f"{PREFIX}chunk_size is {chunk_tokens} tokens and vLLM's block {block_tokens}; on a CPU a chunk "
             f"must be whole blocks: set chunk_size to {fix} or --block-size to a divisor of {chunk_tokens}"
         )
     if settings["save_unfull_chunk"]:
-        raise ConfigError(f"{PREFIX}save_unfull_chunk moves parts of blocks, which a CPU cannot; remove it")
+        yield f"{PREFIX}save_unfull_chunk moves parts of blocks, which a CPU cannot; remove it"

@@ -12,9 +12,10 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import get_kv_cache_torch_dtype
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connectors.lmcache.known_issues import WorkerSpec, with_defaults
+from connectors.lmcache.known_issues import with_defaults
 from connectors.lmcache.settings import unread
 from connectors.transfer_config import transfer_config
+from continuum_lmcache.capacity.kv_budget import WorkerSpec
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import kv_bytes_per_token

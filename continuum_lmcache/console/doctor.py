@@ -9,11 +9,11 @@ from pathlib import Path
 
 from continuum_lmcache.capacity import kv_budget, plan_check
 from continuum_lmcache.capacity.break_even import load_line
-from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget, ModelShape
+from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget, ModelShape, WorkerSpec
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad, PinVerdict
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.console import fleet
-from continuum_lmcache.console.lmcache_check import ConnectorSettings, RankWorker, checked, read
+from continuum_lmcache.console.lmcache_check import ConnectorSettings, checked, read
 from continuum_lmcache.console.machine_specs import MachineSpec, machine
 from continuum_lmcache.console.metrics_page import ServedModel, served
 from continuum_lmcache.console.model_shapes import KV_BYTES, shape_of
@@ -93,7 +93,7 @@ def diagnosis(ask: DoctorQuery) -> Diagnosis:
     shape = model(ask, server)
     block_tokens = ask.block_size or (server.block_tokens if server else None) or on.block_tokens
     kv = kv_cache(ask, on, shape, server, block_tokens)
-    worker = RankWorker(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
+    worker = WorkerSpec(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
     connector = checked(read(ask.lmcache), worker, ask.lora) if ask.lmcache else None
     settings = connector.continuum if connector else ContinuumConfig()
     plan = DeploymentPlan(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from continuum_lmcache.capacity.kv_budget import GIB
+from continuum_lmcache.capacity.kv_budget import GIB, WorkerSpec
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.retention.policies import policy_named
@@ -36,16 +36,6 @@ DEFAULTS: Mapping[str, Any] = {  # LMCache 0.5.6, v1/config.py; used where LMCac
     "save_decode_cache": True,
     "extra_config": None,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class RankWorker:
-    """One rank's worker: the settings must fit it."""
-
-    on_cpu: bool
-    block_tokens: int
-    kv_bytes_per_token: int
-    model: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +73,7 @@ def read(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def checked(config: Mapping[str, Any], worker: RankWorker, lora: bool) -> ConnectorSettings:
+def checked(config: Mapping[str, Any], worker: WorkerSpec, lora: bool) -> ConnectorSettings:
     """The connector with all its problems. Wrong settings are findings, not errors."""
     kind, extra = config["kv_connector"], config.get(EXTRA, {})
     findings = list(frame(config, lora))
@@ -143,14 +133,14 @@ def ours(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
     return found, []
 
 
-def theirs(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, Any], list[Finding]]:
+def theirs(extra: Mapping[str, Any], worker: WorkerSpec) -> tuple[Mapping[str, Any], list[Finding]]:
     """LMCache's settings as our connector would pass them on, and why it would refuse them.
 
     Read with LMCache's own definitions where it is installed; else taken unchecked.
     """
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # otherwise its import logs to stdout
     try:
-        from connectors.lmcache.known_issues import WorkerSpec, defaults, traps
+        from connectors.lmcache.known_issues import defaults, traps
         from connectors.lmcache.settings import DEFAULTS as ALL
         from connectors.lmcache.settings import given
     except ModuleNotFoundError as missing:
@@ -160,16 +150,15 @@ def theirs(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, A
             return as_written(extra), found
         except ConfigError as problem:
             return DEFAULTS, [*found, error("lmcache-setting", str(problem), MEND)]
-    machine = WorkerSpec(worker.on_cpu, worker.block_tokens, worker.kv_bytes_per_token, worker.model)
     known = {**ALL, "pre_caching_hash_algorithm": "sha256_cbor", "save_decode_cache": True}  # as ours are
     try:
         user = given(extra, os.environ)
     except ConfigError as problem:
         return known, [error("lmcache-setting", str(problem), MEND)]
     hopeful = known | user
-    if refused := traps(hopeful, os.environ, machine):
+    if refused := traps(hopeful, os.environ, worker):
         return hopeful, [error("lmcache-trap", why, MEND) for why in refused]
-    return hopeful | defaults(user, machine), []
+    return hopeful | defaults(user, worker), []
 
 
 def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,7 +174,7 @@ def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**DEFAULTS, **told}
 
 
-def habits(settings: Mapping[str, Any], worker: RankWorker) -> Iterator[Finding]:
+def habits(settings: Mapping[str, Any], worker: WorkerSpec) -> Iterator[Finding]:
     """Settings that work but cost something."""
     if not settings["local_cpu"] and not settings["local_disk"] and not settings["remote_url"]:
         yield error(
