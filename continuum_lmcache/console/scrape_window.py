@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from continuum_lmcache.console.metrics_page import MetricsPage
 from continuum_lmcache.errors import ServerError
 from continuum_lmcache.telemetry.health_rules import ServerWindow
-
-METRICS = {  # the metrics that each field of a window is read from
-    "running_turns": "vllm:num_requests_running",
-    "waiting_turns": "vllm:num_requests_waiting",
-    "kv_usage": "vllm:kv_cache_usage_perc",
-    "pinned_share": "continuum_pinned_blocks",
-    "finished_turns": "vllm:request_success_total",
-    "preemptions": "vllm:num_preemptions_total",
-    "queue_s": "vllm:request_queue_time_seconds",
-    "prefill_s": "vllm:request_prefill_time_seconds_sum",
-    "computed_tokens": "continuum_prompt_tokens_total",
-    "programs": "continuum_programs",
-    "context_tokens": "vllm:request_prompt_tokens",
-    "working_set_tokens": "continuum_working_set_tokens",
-    "tier_capacity_tokens": "continuum_tier_capacity_tokens",
-    "asked_tokens": "vllm:external_prefix_cache_queries_total",
-    "loaded_tokens": "continuum_loaded_tokens_total",
-    "load_s": "continuum_load_seconds_total",
-    "store_s": "continuum_store_seconds_total",
-    "load_decisions": "continuum_load_decisions_total",
-    "rate_samples": "continuum_rate_samples",
-    "tier_store_up": "continuum_tier_store_up",
-    "lost_s": "continuum_lost_prefill_seconds_total",
-    "lost_returns": "continuum_lost_returns_total",
-    "lost_at_token": "continuum_lost_at_token",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,57 +43,68 @@ class ScrapePair:
         total, n = self.grown(f"{histogram}_sum"), self.grown(f"{histogram}_count")
         return total / n if total is not None and n else None
 
+    def share_of_blocks(self, name: str) -> float | None:
+        """A gauge now, over all blocks of all engines."""
+        blocks = self.after.total(name)
+        sizes = [labels.get("num_gpu_blocks", "") for labels, _ in self.after.of("vllm:cache_config_info")]
+        total = sum(int(size) for size in sizes if size.isdecimal())
+        return blocks / total if blocks is not None and total else None
+
+    def samples(self, name: str) -> dict[str, float]:
+        """Measurements of each rate, by the label that distinguishes rates; the least over engines."""
+        found: dict[str, float] = {}
+        for labels, value in self.after.of(name):
+            told = [v for k, v in sorted(labels.items()) if k not in ("engine", "model_name")]
+            rate = " ".join(told) or "a rate"
+            found[rate] = min(value, found.get(rate, value))
+        return found
+
+
+Read = Callable[[ScrapePair, str], Any]
+FIELDS: Mapping[str, tuple[str, Read]] = {  # of a window -> its metric, and how that is read
+    "running_turns": ("vllm:num_requests_running", ScrapePair.between),
+    "waiting_turns": ("vllm:num_requests_waiting", ScrapePair.between),
+    "kv_usage": (
+        "vllm:kv_cache_usage_perc",
+        lambda pair, name: halfway(pair.before.mean(name), pair.after.mean(name)),
+    ),
+    "pinned_share": ("continuum_pinned_blocks", ScrapePair.share_of_blocks),
+    "finished_turns": ("vllm:request_success_total", ScrapePair.grown),
+    "preemptions": ("vllm:num_preemptions_total", ScrapePair.grown),
+    "queue_s": ("vllm:request_queue_time_seconds", ScrapePair.average),
+    "prefill_s": ("vllm:request_prefill_time_seconds_sum", ScrapePair.grown),
+    "computed_tokens": (
+        "continuum_prompt_tokens_total",
+        lambda pair, name: pair.grown_by(name, "tier").get("none"),
+    ),
+    "programs": ("continuum_programs", lambda pair, name: pair.after.total(name)),
+    "context_tokens": ("vllm:request_prompt_tokens", ScrapePair.average),
+    "working_set_tokens": ("continuum_working_set_tokens", lambda pair, name: pair.after.total(name)),
+    "tier_capacity_tokens": (
+        "continuum_tier_capacity_tokens",
+        lambda pair, name: pair.after.by(name, "tier"),
+    ),
+    "asked_tokens": ("vllm:external_prefix_cache_queries_total", ScrapePair.grown),
+    "loaded_tokens": ("continuum_loaded_tokens_total", lambda pair, name: pair.grown_by(name, "tier")),
+    "load_s": ("continuum_load_seconds_total", lambda pair, name: pair.grown_by(name, "tier")),
+    "store_s": ("continuum_store_seconds_total", ScrapePair.grown),
+    "load_decisions": ("continuum_load_decisions_total", lambda pair, name: pair.grown_by(name, "decision")),
+    "rate_samples": ("continuum_rate_samples", ScrapePair.samples),
+    "tier_store_up": ("continuum_tier_store_up", lambda pair, name: pair.after.least(name)),
+    "lost_s": ("continuum_lost_prefill_seconds_total", lambda pair, name: pair.grown_by(name, "cause")),
+    "lost_returns": ("continuum_lost_returns_total", lambda pair, name: pair.grown_by(name, "cause")),
+    "lost_at_token": ("continuum_lost_at_token", lambda pair, name: pair.after.by(name, "cause")),
+}
+METRICS = {field: metric for field, (metric, _) in FIELDS.items()}
+
 
 def window(before: MetricsPage, after: MetricsPage, seconds: float) -> ServerWindow:
     """The server's figures of these seconds. Raises ServerError if it restarted meanwhile."""
     pair = ScrapePair(before, after)
-    computed = after.by(METRICS["computed_tokens"], "tier")
-    return ServerWindow(
-        seconds,
-        running_turns=pair.between(METRICS["running_turns"]),
-        waiting_turns=pair.between(METRICS["waiting_turns"]),
-        kv_usage=halfway(before.mean(METRICS["kv_usage"]), after.mean(METRICS["kv_usage"])),
-        pinned_share=pinned_share(after),
-        finished_turns=pair.grown(METRICS["finished_turns"]),
-        preemptions=pair.grown(METRICS["preemptions"]),
-        queue_s=pair.average(METRICS["queue_s"]),
-        prefill_s=pair.grown(METRICS["prefill_s"]),
-        computed_tokens=pair.grown_by(METRICS["computed_tokens"], "tier").get("none") if computed else None,
-        programs=after.total(METRICS["programs"]),
-        context_tokens=pair.average(METRICS["context_tokens"]),
-        working_set_tokens=after.total(METRICS["working_set_tokens"]),
-        tier_capacity_tokens=after.by(METRICS["tier_capacity_tokens"], "tier"),
-        asked_tokens=pair.grown(METRICS["asked_tokens"]),
-        loaded_tokens=pair.grown_by(METRICS["loaded_tokens"], "tier"),
-        load_s=pair.grown_by(METRICS["load_s"], "tier"),
-        store_s=pair.grown(METRICS["store_s"]),
-        load_decisions=pair.grown_by(METRICS["load_decisions"], "decision"),
-        rate_samples=samples(after),
-        tier_store_up=after.least(METRICS["tier_store_up"]),
-        lost_s=pair.grown_by(METRICS["lost_s"], "cause"),
-        lost_returns=pair.grown_by(METRICS["lost_returns"], "cause"),
-        lost_at_token=after.by(METRICS["lost_at_token"], "cause"),
-    )
+    return ServerWindow(seconds, **{field: read(pair, metric) for field, (metric, read) in FIELDS.items()})
 
 
 def halfway(first: float | None, last: float | None) -> float | None:
     if last is None:
         return None
     return last if first is None else (first + last) / 2
-
-
-def pinned_share(page: MetricsPage) -> float | None:
-    """Pinned blocks over all blocks of all engines."""
-    pinned = page.total(METRICS["pinned_share"])
-    sizes = [labels.get("num_gpu_blocks", "") for labels, _ in page.of("vllm:cache_config_info")]
-    blocks = sum(int(size) for size in sizes if size.isdecimal())
-    return pinned / blocks if pinned is not None and blocks else None
-
-
-def samples(page: MetricsPage) -> dict[str, float]:
-    """Measurements of each rate, by the label that distinguishes rates; the least over engines."""
-    found: dict[str, float] = {}
-    for labels, value in page.of(METRICS["rate_samples"]):
-        name = " ".join(v for k, v in sorted(labels.items()) if k not in ("engine", "model_name")) or "a rate"
-        found[name] = min(value, found.get(name, value))
-    return found
