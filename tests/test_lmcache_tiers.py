@@ -130,7 +130,7 @@ def test_locate_tells_what_a_load_then_brings_through_500_random_steps(rig):
 def test_the_mirrors_hashes_are_lmcaches(rig):
     r = rig()
     tokens = [random.Random(7).randrange(100_000) for _ in range(6 * CHUNK + 5)]
-    hashes = ChunkHashes(r.database, CHUNK)
+    hashes = ChunkHashes(r.database._get_init_hash, r.database._hash_tokens, CHUNK)
     theirs = [chunk for _, _, chunk in r.database.process_tokens(tokens, make_key=False)]
     assert list(hashes.of(tokens)) == theirs == list(hashes.of(tokens))
 
@@ -195,7 +195,7 @@ def test_locating_8k_tokens_from_the_mirror_is_quick(rig, record_property):
     r = rig()
     tokens = [random.Random(1).randrange(32_000) for _ in range(8192)]
     store = LMCacheTiers(r.database, 256, [])
-    hashes = ChunkHashes(r.database, 256)
+    hashes = ChunkHashes(r.database._get_init_hash, r.database._hash_tokens, 256)
     store._mirror = TierMirror(1)
     store._hashes = hashes
     changes = [TierChange(i, False, True, h) for i, h in enumerate(hashes.of(tokens), 1)]

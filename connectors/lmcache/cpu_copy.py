@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -85,22 +84,14 @@ def cpu_copy_path(copier: type[BlockCopier], block_tokens: int) -> Iterator[None
         yield
         return
     stock = gpu_connector.CreateGPUConnector
-    gpu_connector.CreateGPUConnector = partial(_create, stock, copier, block_tokens)
+
+    def create(config: Any, metadata: Any, engine: Any, **hints: Any) -> GPUConnectorInterface:
+        if engine == EngineType.VLLM:
+            return copier(block_tokens)
+        return stock(config, metadata, engine, **hints)
+
+    gpu_connector.CreateGPUConnector = create
     try:
         yield
     finally:
         gpu_connector.CreateGPUConnector = stock
-
-
-def _create(
-    stock: Any,
-    copier: type[BlockCopier],
-    block_tokens: int,
-    config: Any,
-    metadata: Any,
-    engine: Any,
-    **hints: Any,
-) -> GPUConnectorInterface:
-    if engine == EngineType.VLLM:
-        return copier(block_tokens)
-    return stock(config, metadata, engine, **hints)

@@ -75,24 +75,26 @@ class TierMirror:
 class ChunkHashes:
     """LMCache's own chunk hashes, cached: to hash 8k tokens takes a millisecond.
 
+    `first`: the hash before the first chunk. `extend`: that of a chunk's tokens after another hash.
     The cache's key is Python's hash of a chunk's tokens and the hash before it. A collision gives a
     wrong estimate of where KV is, never wrong KV: LMCache computes its own hashes.
     """
 
-    def __init__(self, database: Any, chunk_tokens: int) -> None:
-        self._database = database
-        self._chunk_tokens = chunk_tokens
+    def __init__(
+        self, first: Callable[[], Any], extend: Callable[[list[int], Any], Any], chunk_tokens: int
+    ) -> None:
+        self._first, self._extend, self._chunk_tokens = first, extend, chunk_tokens
         self._memo: OrderedDict[tuple[int, int], int] = OrderedDict()
 
     def of(self, token_ids: Sequence[int]) -> Iterator[int]:
         """The hash of each full chunk, lazily, head first."""
-        before = self._database._get_init_hash()
+        before = self._first()
         for start in range(0, len(token_ids) - self._chunk_tokens + 1, self._chunk_tokens):
             chunk = token_ids[start : start + self._chunk_tokens]
             key = (before, hash(tuple(chunk)))
             found = self._memo.get(key)
             if found is None:
-                found = self._memo[key] = self._database._hash_tokens(list(chunk), before)
+                found = self._memo[key] = self._extend(list(chunk), before)
                 if len(self._memo) > MEMO_CHUNKS:
                     self._memo.popitem(last=False)
             before = found
@@ -110,7 +112,7 @@ class LMCacheTiers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._chunk_tokens, self._clock = chunk_tokens, clock
-        self._hashes = ChunkHashes(database, chunk_tokens)
+        self._hashes = ChunkHashes(database._get_init_hash, database._hash_tokens, chunk_tokens)
         self._mirror = TierMirror(len(addresses))
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
         self._step_s: float | None = None

@@ -146,12 +146,6 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         if request_id not in self._found:
             self._found[request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
 
-    def _renew_lease_if_old(self, request_id: str, tracker: Any) -> bool:
-        """Whether the request's lease is too old to be used, and is being returned to the server."""
-        return self._leases.renew_if_old(
-            request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
-        )
-
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -161,7 +155,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             align = self._hit_alignment_tokens
             tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
             return 0, False
-        if self._renew_lease_if_old(request.request_id, tracker):
+        if self._leases.renew_if_old(request.request_id, tracker):
             return None, True
         self._asks(request.request_id, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
@@ -169,10 +163,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             # tokens as computed, and stores their blocks before they are computed
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if found and self._renew_lease_if_old(
-            request.request_id, tracker
-        ):  # an eager lookup's answer arrives late
-            return None, True
+        if found and self._leases.renew_if_old(request.request_id, tracker):
+            return None, True  # an eager lookup's answer arrives late
         if found and self._rule is not None:
             where = Residency(num_computed_tokens, found, 0, request.num_tokens)
             if not self._rule(TurnId(request.request_id), where):
@@ -182,7 +174,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     def _decline(self, request_id: str, tracker: Any) -> None:
         """Unlock what was found. It stays stored, so LMCache need not store it again once it is computed."""
-        self._leases.release(request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs)
+        self._leases.release(request_id, tracker)
         tracker.num_lmcache_hit_tokens = 0
         self._declined.add(request_id)
 
@@ -223,9 +215,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         # without this, a request that ends before its load keeps its chunks locked until the lease ends;
         # a request that was never first in the queue has no tracker, and no lookup
         if tracker := self.request_trackers.get(request.request_id):
-            self._leases.release(
-                request.request_id, tracker.get_token_ids(), tracker.cache_salt, tracker.request_configs
-            )
+            self._leases.release(request.request_id, tracker)
         self._leases.forget(request.request_id)
         self._found.pop(request.request_id, None)
         self._declined.discard(request.request_id)

@@ -15,7 +15,7 @@ and the private `_create_key` and `_finished_lookup_results`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 LEASE_SHARE = 1 / 3
@@ -38,10 +38,10 @@ class ReadLeases:
         """The request was admitted: its load ends the lease, or its release does."""
         self._asked_s.pop(request_id, None)
 
-    def renew_if_old(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> bool:
+    def renew_if_old(self, request_id: str, tracker: Any) -> bool:
         """Whether the scheduler must ask again later, since an old lease is being returned to the server."""
         if request_id not in self._returning and self._is_old(request_id):
-            self.release(request_id, token_ids, salt, configs)
+            self.release(request_id, tracker)
             return True
         returned = all(reply.query() for reply in self._returning.get(request_id, ()))
         if not returned and self._adapter.is_healthy:
@@ -49,14 +49,19 @@ class ReadLeases:
         self._returning.pop(request_id, None)
         return False
 
-    def release(self, request_id: str, token_ids: Sequence[int], salt: str, configs: Any) -> None:
+    def release(self, request_id: str, tracker: Any) -> None:
         """Unlock what the request's lookup found, unless it found nothing or was used."""
         hit_tokens = self._adapter._finished_lookup_results.get(request_id, 0)
         asked = self._asked_s.pop(request_id, None) is not None
         if not (asked and hit_tokens and self._adapter.is_healthy):
             return
         key = self._adapter._create_key(
-            token_ids, 0, hit_tokens, request_id=request_id, cache_salt=salt, request_configs=configs
+            tracker.get_token_ids(),
+            0,
+            hit_tokens,
+            request_id=request_id,
+            cache_salt=tracker.cache_salt,
+            request_configs=tracker.request_configs,
         ).no_worker_id_version()
         clients = self._adapter.req_clients.values()
         self._returning[request_id] = [c.free_lookup_locks(key, self._adapter.tp_size) for c in clients]

@@ -150,7 +150,7 @@ class MpTiers:
     def __init__(self, follower: TierPoller, first: ChangesReply, hasher: Any, bytes_per_token: int) -> None:
         self._follower, self._first, self._bytes_per_token = follower, first, bytes_per_token
         self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
-        self._hashes = ChunkHashes(TokenHasherAdapter(hasher), hasher.chunk_size)
+        self._hashes = ChunkHashes(lambda: hasher.none_hash, hasher.hash_tokens, hasher.chunk_size)
         self._book = LoadLookupJoin()
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
 
@@ -178,16 +178,3 @@ class MpTiers:
 
     def _names(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
         return (chunk_name(self._hasher.hash_to_bytes(h), salt) for h in self._hashes.of(token_ids))
-
-
-class TokenHasherAdapter:
-    """LMCache MP's TokenHasher with the two methods of a token database that ChunkHashes needs."""
-
-    def __init__(self, hasher: Any) -> None:
-        self._hasher = hasher
-
-    def _get_init_hash(self) -> Any:
-        return self._hasher.none_hash
-
-    def _hash_tokens(self, tokens: list[int], before: Any) -> Any:
-        return self._hasher.hash_tokens(tokens, before)
