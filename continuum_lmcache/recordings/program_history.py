@@ -32,11 +32,6 @@ class RecordedReload:
     loaded_tokens: int
     load_s: float | None = None  # the loads' part of took_s
 
-    @property
-    def relative_error(self) -> float:
-        """The error of the forecast, as a share of took_s."""
-        return abs(self.foretold_s - self.took_s) / self.took_s
-
 
 @dataclass(frozen=True, slots=True)
 class RecordedLoss:

@@ -53,11 +53,6 @@ class RetentionAdvisor:
         self.survival = TierSurvival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
 
-    @property
-    def costs(self) -> CostModel:
-        """The costs of loads and prefills, as far as they were measured."""
-        return self.rates.costs
-
     def chunks(self, most_tokens: int) -> PrefillChunkTuner:
         """The budget of a step, where we may choose it and step times were measured."""
         return PrefillChunkTuner(self.rates.costs.step_s if self.config.measured_chunk else {}, most_tokens)
@@ -78,8 +73,9 @@ class RetentionAdvisor:
         return {t: n for t, n in whole.items() if self.rates.costs.reload_s(where[t]) < dear_s}
 
     def expected_s(self, tool: ToolKey) -> float:
-        """For how long a program in a tool call is still expected back."""
-        return expected_s(self.gaps, tool)
+        """For how long a program in a call of `tool` is still expected back, by the observed gaps."""
+        mean_s = self.gaps.distribution(tool).mean_s or COLD_GAP_S
+        return max(LEAST_EXPECTED_S, EXPECTED_GAPS * mean_s)
 
     def admission_order(self, pending: PendingProgram, growth: ContextGrowth) -> float:
         """A new program's place in admission's line: smallest first."""
@@ -145,9 +141,3 @@ class RetentionAdvisor:
         for transfer in transfers:
             self.rates.observe(transfer)
             self.survival.observe(transfer, now_s)
-
-
-def expected_s(gaps: ToolDurations, tool: ToolKey) -> float:
-    """For how long a program in a call of `tool` is still expected back, by the observed gaps."""
-    mean_s = gaps.distribution(tool).mean_s or COLD_GAP_S
-    return max(LEAST_EXPECTED_S, EXPECTED_GAPS * mean_s)
