@@ -1,6 +1,6 @@
 """What a recorded run amounts to, against another one if there is one; or a trace to replay it.
 
-    python -m experiments.analyze report run/ --figure run/analysis
+    python -m experiments.analyze report run/
     python -m experiments.analyze report --compare run-fcfs/ run-continuum/
     python -m experiments.analyze convert run/ trace.jsonl
 
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated
 
-import matplotlib
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -26,37 +25,10 @@ from rich.text import Text
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import TraceError
-from continuum_lmcache.recordings.metrics import (
-    CalibrationBin,
-    calibration,
-    jct_s,
-    measure,
-    outcomes,
-    percentile,
-    sources,
-    tools,
-    waits_s,
-)
+from continuum_lmcache.recordings.metrics import calibration, measure, outcomes, percentile, tools
 from continuum_lmcache.recordings.reader import Recording, load
 from experiments.recorded_runs import forecast_errors, to_trace
 
-matplotlib.use("Agg")  # no display
-matplotlib.rcParams["svg.hashsalt"] = "continuum"  # the same recording gives the same file
-from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import EngFormatter  # noqa: E402
-
-LETTERS = ("A", "B")
-LINES, MARKS, SHADES = ("-", "--"), ("o", "^"), ("0.1", "0.5")  # told apart without colour
-FILLS = (
-    ("0.92", ""),
-    ("0.78", "//"),
-    ("0.62", "xx"),
-    ("0.3", ""),
-    ("1.0", ".."),
-    ("0.5", "\\\\"),
-    ("0.8", "--"),
-)
 TOOLS_SHOWN = 15
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -66,9 +38,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 def report(
     recording: Annotated[Path | None, typer.Argument(help="file or directory")] = None,
     compare: Annotated[tuple[Path, Path] | None, typer.Option(help="two recordings side by side")] = None,
-    figure: Annotated[Path | None, typer.Option(help="draw here: .png and .svg are added")] = None,
 ) -> None:
-    """Print a run's figures, or two runs' side by side; draw them too."""
+    """Print a run's figures, or two runs' side by side."""
     paths = list(compare or ([recording] if recording else []))
     if not paths or (compare and recording):
         raise typer.BadParameter("name one recording, or two with --compare")
@@ -79,9 +50,6 @@ def report(
     for run in runs:
         for note in run.notes:
             console.print(Text(f"{run.name}: {note}"), soft_wrap=True)
-    if figure:
-        for target in draw(runs, figure):
-            console.print(f"wrote {target}", soft_wrap=True, highlight=False)
 
 
 @app.command()
@@ -190,77 +158,6 @@ def shown(value: float | None) -> str:
 def printable(name: str) -> Text:
     """A client's text, without what a terminal would obey."""
     return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name))
-
-
-def draw(runs: Sequence[Recording], path: Path) -> list[Path]:
-    """Write PNG and SVG at `path` (endings are added) and return them."""
-    canvas, ((jct, wait, pin), (tokens, ends, honest)) = plt.subplots(
-        2, 3, figsize=(13, 7.5), layout="constrained"
-    )
-    draw_shares(jct, "JCT", [[jct_s(p) for p in run.programs if p.complete] for run in runs])
-    draw_shares(wait, "queue wait", [list(waits_s(run.turns)) for run in runs])
-    draw_shares(pin, "pin time", [[s for held_s in outcomes(run).values() for s in held_s] for run in runs])
-    draw_stacks(tokens, "prompt tokens by source", [sources(run.turns) for run in runs])
-    draw_stacks(ends, "pins by outcome", [{k: len(v) for k, v in outcomes(run).items()} for run in runs])
-    draw_calibration(honest, [calibration(run) for run in runs])
-    for axes in (tokens, ends):
-        axes.set_xticks(range(len(runs)), LETTERS[: len(runs)])
-    names = [f"{letter}  {run.name}" for letter, run in zip(LETTERS, runs, strict=False)]
-    canvas.suptitle("\n".join(names), fontsize=9, parse_math=False)
-    written = [path.with_name(path.name + ending) for ending in (".png", ".svg")]
-    for target in written:
-        canvas.savefig(target, dpi=150, metadata={"Date": None} if target.suffix == ".svg" else None)
-    plt.close(canvas)
-    return written
-
-
-def draw_shares(axes: Axes, title: str, runs_s: Sequence[Sequence[float]]) -> None:
-    """The share of cases within a time, a line a run."""
-    for letter, line, shade, values_s in zip(LETTERS, LINES, SHADES, runs_s, strict=False):
-        if values_s:
-            axes.ecdf(values_s, label=letter, linestyle=line, color=shade, linewidth=2)
-    axes.set(title=title, xlabel="seconds", ylabel="share within", xlim=(0, None))
-    legend(axes)
-
-
-def draw_stacks(axes: Axes, title: str, runs: Sequence[Mapping[str, int]]) -> None:
-    """What a whole is made of, a bar a run."""
-    bottoms = [0] * len(runs)
-    for index, part in enumerate(dict.fromkeys(part for run in runs for part in run)):
-        heights = [run.get(part, 0) for run in runs]
-        shade, hatch = FILLS[index % len(FILLS)]
-        axes.bar(
-            range(len(runs)), heights, bottom=bottoms, label=part, color=shade, hatch=hatch, edgecolor="black"
-        )
-        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    axes.set(title=title)
-    axes.margins(y=0.3)  # room for the legend
-    axes.yaxis.set_major_formatter(EngFormatter())
-    legend(axes, loc="upper center", ncols=2)
-
-
-def draw_calibration(axes: Axes, runs: Sequence[Sequence[CalibrationBin]]) -> None:
-    """Realised over promised P(tau); on the diagonal it is honest. A mark grows with its promises."""
-    axes.fill_between((0, 1), (-0.1, 0.9), (0.1, 1.1), color="0.9", label="within 0.1")
-    axes.plot((0, 1), (0, 1), color="0.6", linewidth=1)
-    for letter, mark, shade, bins in zip(LETTERS, MARKS, SHADES, runs, strict=False):
-        known = [(b.promised, b.realised, b.watches) for b in bins if b.realised is not None]
-        if known:
-            promised, realised, weights = zip(*known, strict=True)
-            sizes = [20 + 200 * weight / max(weights) for weight in weights]
-            axes.scatter(
-                promised, realised, s=sizes, marker=mark, facecolor="none", edgecolor=shade, label=letter
-            )
-    axes.set(title="calibration", xlabel="promised P(tau)", ylabel="realised", xlim=(0, 1), ylim=(0, 1))
-    legend(axes)
-
-
-def legend(axes: Axes, **where: Any) -> None:
-    """A legend, or the word that there is nothing to see."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, **where)
-    else:
-        axes.text(0.5, 0.5, "not recorded", ha="center", transform=axes.transAxes)
 
 
 if __name__ == "__main__":
