@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pin_tables import Tables
 
-from continuum_lmcache.errors import ConfigError, InvariantError
+from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.telemetry import events as happened
 from continuum_lmcache.telemetry.events import (
     PinReleased,
@@ -128,12 +128,6 @@ def test_numbers_that_json_lacks_become_null() -> None:
 def test_a_request_without_a_program_is_a_bug_and_not_a_history() -> None:
     with pytest.raises(InvariantError, match="None is no id"):
         EventRecorder(EPOCH_S).record(TurnArrived(0.0, None, TurnId("t"), 1))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", ["max_programs", "max_events_per_program", "max_events"])
-def test_a_bound_of_nothing_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is 0"):
-        EventRecorder(EPOCH_S, **{name: 0})
 
 
 def test_the_programs_longest_unheard_of_go_first_and_whole() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any
 
-from continuum_lmcache.errors import ConfigError, InvariantError
+from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.telemetry import events as happened
 from continuum_lmcache.types import Retention, TurnId
 
@@ -54,11 +54,6 @@ class EventRecorder:
     dropped: Counter[str] = field(default_factory=Counter)  # "programs", "events"
     _histories: OrderedDict[str, ProgramEvents] = field(default_factory=OrderedDict)  # idle longest first
     _held: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("max_programs", "max_events_per_program", "max_events"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"recorder: {name} is {getattr(self, name)}; it must be at least 1")
 
     def listen(self, events: happened.EventBus) -> None:
         """Subscribe to the events that are recorded."""
