@@ -17,7 +17,7 @@ from experiments.fleet.plans import HOT, PEER_GBPS, Section, at, cases
 from experiments.fleet.report import conditions, grouped, of
 from experiments.fleet.run import FleetResult
 from experiments.sweep.cases import STOCK, FleetPoint
-from experiments.sweep.drawing import UNDATED, plt
+from experiments.sweep.drawing import plt, save
 from experiments.sweep.goals import OURS
 from experiments.sweep.grids import Size
 from experiments.sweep.readout import found
@@ -36,15 +36,6 @@ MARKS = dict(
 }
 COLUMNS = 3
 TIMELINE_ROUTERS = ("ear", "fleet")
-
-
-def save(figure: Figure, path: Path) -> list[Path]:
-    """Write PNG and SVG at `path` (a suffix is added) and return them."""
-    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for target in written:
-        figure.savefig(target, dpi=110, metadata=UNDATED[target.suffix])
-    plt.close(figure)
-    return written
 
 
 def draw_jobs(rows: Rows, section: Section, size: Size, seeds: Sequence[int], path: Path) -> None:

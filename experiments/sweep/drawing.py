@@ -19,11 +19,21 @@ matplotlib.use("Agg")  # no display
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "sweep"}  # small, the same each time
 from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 MOST_COLUMNS = 3
 UNDATED = {".png": {"Software": None}, ".svg": {"Date": None}}
 WIDE = 5.0  # a panel's largest value over its smallest, from which its scale is logarithmic
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
+    """Write PNG and SVG at `path` (a suffix is added) and return them."""
+    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for target in written:
+        figure.savefig(target, dpi=110, metadata=UNDATED[target.suffix])
+    plt.close(figure)
+    return written
 
 
 def draw(plan: Plan, pairs: Found, path: Path) -> list[Path]:
@@ -41,11 +51,7 @@ def draw(plan: Plan, pairs: Found, path: Path) -> list[Path]:
         draw_panel(axes, panel, labels, plan)
         axes.set_xlabel(f"{words}; dot: a seed, bar: median\nx: {plan.baseline} / this", fontsize=7)
     figure.suptitle(f"{plan.title}. {caption(pairs)}", fontsize=8)
-    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for target in written:
-        figure.savefig(target, dpi=110, metadata=UNDATED[target.suffix])
-    plt.close(figure)
-    return written
+    return save(figure, path)
 
 
 def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) -> None:
@@ -112,8 +118,4 @@ def draw_traces(found: Mapping[str, Sequence[trace_goals.Runs]], title: str, pat
     right.set_xlabel("P99 of first tokens\nover published's; asked 1.5", fontsize=7)
     left.legend(fontsize=6)
     figure.suptitle(title, fontsize=8)
-    written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for target in written:
-        figure.savefig(target, dpi=110, metadata=UNDATED[target.suffix])
-    plt.close(figure)
-    return written
+    return save(figure, path)
