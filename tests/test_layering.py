@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "continuum_lmcache"
-BASE = {"types", "config", "errors"}
+BASE = {"types", "config", "errors", "bounded_dict"}
 CORE = {  # a package of the core -> the others that it may import, beside BASE
     "tools": set(),
     "reload": set(),

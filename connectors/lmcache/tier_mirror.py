@@ -10,12 +10,13 @@ controller. Every change has a number, so a snapshot and the reports around it m
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from connectors.lmcache.snapshot_rpc import Snapshot, SnapshotClient
 from connectors.lmcache.worker import RankReport, TierReport
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 
 MEMO_CHUNKS = 65_536  # chunk hashes remembered, about 12 MB
@@ -84,7 +85,7 @@ class ChunkHashes:
         self, first: Callable[[], Any], extend: Callable[[list[int], Any], Any], chunk_tokens: int
     ) -> None:
         self._first, self._extend, self._chunk_tokens = first, extend, chunk_tokens
-        self._memo: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._memo: BoundedDict[tuple[int, int], int] = BoundedDict(MEMO_CHUNKS)
 
     def of(self, token_ids: Sequence[int]) -> Iterator[int]:
         """The hash of each full chunk, lazily, head first."""
@@ -95,8 +96,6 @@ class ChunkHashes:
             found = self._memo.get(key)
             if found is None:
                 found = self._memo[key] = self._extend(list(chunk), before)
-                if len(self._memo) > MEMO_CHUNKS:
-                    self._memo.popitem(last=False)
             before = found
             yield found
 

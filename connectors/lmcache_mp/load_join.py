@@ -6,19 +6,18 @@ and how long that took (lookup_log.py). Both have the request's id, by which thi
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from connectors.lmcache_mp.wire import LookupResult
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
 
-MAX_ENTRIES = 10_000
-Entry = TypeVar("Entry")
+MAX_ENTRIES = 10_000  # beyond it the oldest is dropped: another engine's lookup, or a hit without a load
 
 
 class TimedLoad(NamedTuple):
@@ -46,25 +45,18 @@ class LoadLookupJoin:
     """Loads without their lookup yet, and lookups without their load."""
 
     def __init__(self) -> None:
-        self._loads: OrderedDict[str, TimedLoad] = OrderedDict()
-        self._lookups: OrderedDict[str, LookupResult] = OrderedDict()
+        self._loads: BoundedDict[str, TimedLoad] = BoundedDict(MAX_ENTRIES)
+        self._lookups: BoundedDict[str, LookupResult] = BoundedDict(MAX_ENTRIES)
 
     def join(self, loads: Sequence[TimedLoad], lookups: Sequence[LookupResult]) -> list[KVTransfer]:
         """The transfers of all loads that both sides have reported."""
         for lookup in lookups:
-            keep(self._lookups, lookup.request_id, lookup)
+            self._lookups[lookup.request_id] = lookup
         for load in loads:
-            keep(self._loads, load.request_id, load)
+            self._loads[load.request_id] = load
         both = [request_id for request_id in self._loads if request_id in self._lookups]
         moved = [by_tier(self._loads.pop(each), self._lookups.pop(each)) for each in both]
         return [transfer for transfers in moved for transfer in transfers]
-
-
-def keep(book: OrderedDict[str, Entry], request_id: str, entry: Entry) -> None:
-    """Add it. The oldest is dropped: another engine's lookup, or a hit without a load."""
-    book[request_id] = entry
-    if len(book) > MAX_ENTRIES:
-        book.popitem(last=False)
 
 
 def by_tier(load: TimedLoad, lookup: LookupResult) -> list[KVTransfer]:

@@ -6,11 +6,11 @@ Processes that share only a key, or have lost the table, agree on a home by a ha
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.types import ProgramId
 
 Replica = TypeVar("Replica", bound=int | str)
@@ -49,7 +49,7 @@ class Homes(Generic[Replica]):
     def __init__(self, most: int, key: bytes) -> None:
         self.most = most
         self._key = key
-        self._replicas: OrderedDict[bytes, Replica] = OrderedDict()
+        self._replicas: BoundedDict[bytes, Replica] = BoundedDict(most)
 
     def of(self, program: ProgramId) -> Replica | None:
         """Its replica; None: it has none yet."""
@@ -61,11 +61,7 @@ class Homes(Generic[Replica]):
 
     def settles(self, program: ProgramId, replica: Replica) -> None:
         """A turn of the program went there, and the next one will."""
-        name = digest(program, self._key)
-        self._replicas[name] = replica
-        self._replicas.move_to_end(name)
-        if len(self._replicas) > self.most:
-            self._replicas.popitem(last=False)
+        self._replicas[digest(program, self._key)] = replica
 
     def leaves(self, program: ProgramId) -> None:
         """The program has ended."""

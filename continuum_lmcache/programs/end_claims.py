@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.types import ProgramId
 
 REMEMBERED = 4096  # ended programs
@@ -26,14 +26,12 @@ class EndClaims:
 
     said: int = 0
     wrong: int = 0
-    _ended: OrderedDict[ProgramId, EndClaim] = field(default_factory=OrderedDict)
+    _ended: BoundedDict[ProgramId, EndClaim] = field(default_factory=lambda: BoundedDict(REMEMBERED))
 
     def claim(self, program: ProgramId, ending: EndClaim) -> None:
         """A client reports the program's end."""
         self.said += 1
         self._ended[program] = ending
-        if len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
 
     def withdraw(self, program: ProgramId) -> EndClaim | None:
         """A program arrives. Returns its claim if its end was reported."""

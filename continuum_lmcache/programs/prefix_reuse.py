@@ -12,10 +12,11 @@ Whole blocks are compared, by their hashes, which cover all tokens before them t
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.tools.call_parser import without_thinking
 from continuum_lmcache.types import ProgramId
 
@@ -55,8 +56,8 @@ class PrefixReusePredictor:
 
     block_tokens: int  # covered by one hash
     learns: bool = True
-    _away: OrderedDict[ProgramId, PausedTurn] = field(default_factory=OrderedDict)
-    _shares: OrderedDict[Kind, ReuseShares] = field(default_factory=OrderedDict)
+    _away: BoundedDict[ProgramId, PausedTurn] = field(default_factory=lambda: BoundedDict(MOST_AWAY))
+    _shares: BoundedDict[Kind, ReuseShares] = field(default_factory=lambda: BoundedDict(MOST_KINDS))
 
     def expected_tokens(self, kind: Kind, prompt_tokens: int, context_tokens: int) -> int:
         """How many of the first tokens of a turn that ended with this context may be used again."""
@@ -82,9 +83,6 @@ class PrefixReusePredictor:
         probes = self._probes(prompt_tokens, context_tokens, hashes) if self.learns else ()
         if probes:  # else it is shorter than a block
             self._away[program] = PausedTurn(kind, prompt_tokens, context_tokens, probes)
-            self._away.move_to_end(program)
-            if len(self._away) > MOST_AWAY:
-                self._away.popitem(last=False)
         return self.expected_tokens(kind, prompt_tokens, context_tokens)
 
     def _probes(
@@ -104,10 +102,7 @@ class PrefixReusePredictor:
         if left is None:
             return None
         tokens = self._repeated_tokens(left, hashes)
-        seen = self._shares.setdefault(left.kind, ReuseShares())
-        self._shares.move_to_end(left.kind)
-        if len(self._shares) > MOST_KINDS:
-            self._shares.popitem(last=False)
+        seen = self._shares[left.kind] = self._shares.get(left.kind, ReuseShares())
         prompt_blocks = left.prompt_tokens // self.block_tokens
         whole_prompt = tokens >= prompt_blocks * self.block_tokens
         seen.prompt.append(1.0 if whole_prompt else tokens / left.prompt_tokens)

@@ -14,7 +14,6 @@ import asyncio
 import math
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -23,6 +22,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.serve.books import FirstToken, News
@@ -56,7 +56,8 @@ class FleetState:
         self._begins_s = self.now_s() + BEGINS_S
         self._learnt: set[str] = set()
         self._about: dict[ReplicaId, Mapping[str, Any]] = {}
-        self._gone: OrderedDict[ReplicaId, None] = OrderedDict()  # they may still report while they drain
+        # replicas that drain may still report
+        self._gone: BoundedDict[ReplicaId, None] = BoundedDict(MOST_GONE)
         self._waiting: dict[TurnId, asyncio.Future[Route]] = {}
         self._body_bytes, self._tokens = FIRST_BYTES_PER_TOKEN, 1.0
         self._sweeping: asyncio.Task[None] | None = None
@@ -98,8 +99,6 @@ class FleetState:
         """The router knows that the replica is gone (`died`: with all its turns), or that it drains."""
         name, now_s = ReplicaId(replica), self.now_s()
         self._gone[name] = None
-        if len(self._gone) > MOST_GONE:
-            self._gone.popitem(last=False)
         self._about.pop(name, None)
         if died:
             self.fleet.died(now_s, name)

@@ -10,14 +10,15 @@ StorageManager.submit_prefetch_task has both ids, so it is wrapped (on the insta
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Any
 
 from lmcache.v1.mp_observability.event import Event, EventType
 
 from connectors.lmcache_mp.wire import LookupResult
+from continuum_lmcache.bounded_dict import BoundedDict
 
-MAX_LOOKUPS = 10_000
+MAX_LOOKUPS = 10_000  # also of those without an end
 
 
 class LookupLog:
@@ -27,8 +28,9 @@ class LookupLog:
         self._log = log
         self._chunk_tokens = chunk_tokens
         self._done: deque[LookupResult] = deque(maxlen=MAX_LOOKUPS)
-        self._tasks: OrderedDict[str, int] = OrderedDict()  # request -> the id of its prefetch
-        self._reads: OrderedDict[int, tuple[float, float]] = OrderedDict()  # that id -> start, end
+        self._tasks: BoundedDict[str, int] = BoundedDict(MAX_LOOKUPS)  # request -> the id of its prefetch
+        # that id -> start, end
+        self._reads: BoundedDict[int, tuple[float, float]] = BoundedDict(MAX_LOOKUPS)
         self._submit, storage.submit_prefetch_task = storage.submit_prefetch_task, self.submit
         event_bus.subscribe(EventType.L2_LOAD_TASK_SUBMITTED, self.read_begins)
         event_bus.subscribe(EventType.L2_LOAD_TASK_COMPLETED, self.read_ends)
@@ -37,12 +39,12 @@ class LookupLog:
     def submit(self, spec: Any, external_request_id: str = "", *args: Any, **kwargs: Any) -> Any:
         """StorageManager.submit_prefetch_task, from which we take both ids."""
         handle = self._submit(spec, external_request_id, *args, **kwargs)
-        remember(self._tasks, external_request_id, handle.prefetch_request_id)
+        self._tasks[external_request_id] = handle.prefetch_request_id
         return handle
 
     def read_begins(self, event: Event) -> None:
         task = event.metadata["request_id"]
-        remember(self._reads, task, self._reads.get(task, (event.timestamp, event.timestamp)))
+        self._reads[task] = self._reads.get(task, (event.timestamp, event.timestamp))
 
     def read_ends(self, event: Event) -> None:
         task = event.metadata["request_id"]
@@ -72,10 +74,3 @@ class LookupLog:
                 break
             found.append(lookup)
         return found[::-1]
-
-
-def remember(memo: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    """Add it; the oldest is dropped when too many have no end."""
-    memo[key] = value
-    if len(memo) > MAX_LOOKUPS:
-        memo.popitem(last=False)

@@ -9,12 +9,11 @@ headers have the program's name and the headroom, for a router in front.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import OWNER_FIELD, SERVER_FIELDS, TOOLS_FIELD
 from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, stated
@@ -31,24 +30,8 @@ SESSION_HEADER = "x-session-id"  # a client that sends it back names the program
 HEADROOM_HEADER = "x-continuum-headroom-tokens"  # of the rank that has most, by its last report
 
 
-@dataclass
-class ResponsePrograms:
-    """The program of each stored response. vLLM stores responses in this process too."""
-
-    _programs: OrderedDict[str, str] = field(default_factory=OrderedDict)
-
-    def program_of(self, response_id: object) -> object:
-        """The program of the response; for an unknown response its own id."""
-        return self._programs.get(response_id, response_id) if isinstance(response_id, str) else response_id
-
-    def answered(self, response_id: str, program: str) -> None:
-        """The response belongs to this program."""
-        self._programs[response_id] = program
-        if len(self._programs) > MAX_RESPONSES:
-            self._programs.popitem(last=False)
-
-
-responses = ResponsePrograms()
+responses: BoundedDict[str, str] = BoundedDict(MAX_RESPONSES)
+"""The program of each stored response. vLLM stores responses in this process too."""
 
 
 def install() -> None:
@@ -67,8 +50,8 @@ def install() -> None:
 def sent(body: Mapping[str, Any], xargs: Mapping[str, Any] | None) -> SentFields:
     """A request's parts; the id of the response that it continues is replaced by the program's name."""
     found = {name: value for name in BODY_FIELDS if (value := body.get(name)) is not None}
-    if "previous_response_id" in found:
-        found["previous_response_id"] = responses.program_of(found["previous_response_id"])
+    if isinstance(before := found.get("previous_response_id"), str):
+        found["previous_response_id"] = responses.get(before, before)
     return SentFields(found, xargs or {}, http_fields.headers.get())
 
 
@@ -87,7 +70,7 @@ def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
             extra[TOOLS_FIELD] = digest(str([tool_name(tool) for tool in tools]))
         params.extra_args = extra or None
         if "job_id" in found and "previous_response_id" in type(self).model_fields:
-            responses.answered(self.request_id, str(found["job_id"]))
+            responses[self.request_id] = str(found["job_id"])
         if "job_id" in found:
             http_fields.answers(SESSION_HEADER, str(found["job_id"]))
         if prometheus.headroom_tokens:
