@@ -10,6 +10,18 @@ ContinuumError
 └── InvariantError    this package's own tables do not balance: a bug, please report
 """
 
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """For the message about an unknown name: the nearest known one, and all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}"
+
 
 class ContinuumError(Exception):
     """Any error this package raises on purpose."""

@@ -20,7 +20,6 @@ start it again as you like. --seeds, --contenders and --tiers choose among a fig
 
 from __future__ import annotations
 
-import difflib
 import os
 import shutil
 import sys
@@ -35,7 +34,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.errors import TraceError
+from continuum_lmcache.errors import TraceError, nearest
 from experiments.fleet.plans import Section as FleetSection
 from experiments.fleet.plans import cases as fleet_cases
 from experiments.fleet.plans import seeds_of as fleet_seeds
@@ -104,10 +103,8 @@ def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan
     known = [*plans, *(TABLES if engine is Engine.SIM else []), ALL]
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            told = ", ".join(known)
-            raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {told}")
+            hint = nearest(name, known)
+            raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}")
     return plans if ALL in names else {n: plans[n] for n in dict.fromkeys(names) if n not in TABLES}
 
 

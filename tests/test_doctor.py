@@ -258,7 +258,7 @@ def test_a_running_server_without_prefix_caching_or_our_policy_is_told(command: 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["Lama-3.1-8B"], "did you mean Llama-3.1-8B?"),
+        (["Lama-3.1-8B"], "did you mean 'Llama-3.1-8B'?"),
         (["Llama-3.1-8B"], "give --gpu or --memory-gib"),
         (["Llama-3.1-8B", "--gpu", "h2000"], "did you mean 'h200'?"),
         ([*H200, "--kv-cache-dtype", "int3"], "known: auto"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from continuum_lmcache.errors import ConfigError, ProfileError
+from continuum_lmcache.errors import ConfigError, ProfileError, nearest
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 
 MIB = 1024**2
@@ -44,9 +43,7 @@ class MachineSpec:
 def machine(profile: Path | None, gpu: str) -> MachineSpec:
     """From a profile, a GPU's name, or both. Raises ConfigError or ProfileError."""
     if gpu and gpu not in GPU_MIB:
-        near = difflib.get_close_matches(gpu, GPU_MIB, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"--gpu is {gpu!r}; {hint}Known: {', '.join(GPU_MIB)}; or give --memory-gib")
+        raise ConfigError(f"--gpu is {gpu!r}; {nearest(gpu, GPU_MIB)}; or give --memory-gib")
     if profile is None:
         return MachineSpec("built-in guesses", UNMEASURED, gpu or "unknown", memory_of(gpu), False, False)
     found = read(profile)

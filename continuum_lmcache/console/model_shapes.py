@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from continuum_lmcache.capacity.kv_budget import ModelShape
-from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.errors import ConfigError, nearest
 
 VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 KV_BYTES = VALUE_BYTES | {"fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -47,12 +46,8 @@ def shape_of(model: str) -> ModelShape:
     name = path.name.lower().removesuffix("-instruct")
     if name in KNOWN and not path.is_absolute():
         return KNOWN[name]
-    near = difflib.get_close_matches(name, KNOWN, n=1)
-    hint = f"did you mean {KNOWN[near[0]].name}? " if near else ""
-    known = ", ".join(shape.name for shape in KNOWN.values())
-    raise ConfigError(
-        f"{model} is neither a config.json, nor a folder with one, nor known; {hint}Known: {known}"
-    )
+    hint = nearest(path.name, [shape.name for shape in KNOWN.values()])
+    raise ConfigError(f"{model} is neither a config.json, nor a folder with one, nor known; {hint}")
 
 
 def from_config(path: Path) -> ModelShape:

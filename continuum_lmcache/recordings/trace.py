@@ -6,7 +6,6 @@ new_tokens, output_tokens, tool, command, gap_s}]}.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from continuum_lmcache.errors import TraceError
+from continuum_lmcache.errors import TraceError, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +114,7 @@ def _fields(row: Any, at: str, needed: Sequence[str], optional: Sequence[str]) -
             raise TraceError(f"{at} has no {name!r}")
     for name in row:
         if name not in (known := [*needed, *optional]):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise TraceError(f"{at} has the unknown field {name!r}; {hint}Known: {', '.join(known)}")
+            raise TraceError(f"{at} has the unknown field {name!r}; {nearest(name, known)}")
 
 
 def _number(value: Any, what: str) -> None:

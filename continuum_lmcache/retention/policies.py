@@ -6,12 +6,11 @@ pin; the scheduler's budgets may still refuse it. `order` returns a waiting turn
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.errors import ConfigError, nearest
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention import baselines
 from continuum_lmcache.retention.queue_order import (
@@ -84,6 +83,4 @@ def policy_named(name: str) -> Policy:
     """The policy of that name. Raises ConfigError with the known names."""
     if name in POLICIES:
         return POLICIES[name]
-    near = difflib.get_close_matches(name, POLICIES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(f"continuum.policy is {name!r}; {hint}Known: {', '.join(POLICIES)}")
+    raise ConfigError(f"continuum.policy is {name!r}; {nearest(name, POLICIES)}")
