@@ -223,13 +223,6 @@ RECORDED: Mapping[type, Callable[[EventRecorder, Any], None]] = {
 }
 
 
-class DisabledRecorder(EventRecorder):
-    """The recorder of a run without recording: it subscribes to nothing."""
-
-    def listen(self, events: happened.EventBus) -> None:
-        """Subscribe to nothing."""
-
-
 def digest(text: str, salt: bytes = b"") -> str:
     """Sixteen hex digits, a hash of a text."""
     encoded = text.encode("utf-8", "surrogatepass")  # JSON can contain lone surrogates

@@ -21,7 +21,7 @@ from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
 from continuum_lmcache.reload.tier_store import SelectiveLoader
 from continuum_lmcache.retention.advisor import RetentionAdvisor
-from continuum_lmcache.telemetry.recorder import DisabledRecorder, EventRecorder
+from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
 from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
@@ -120,7 +120,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         residency.capacity_tokens(),
     )
     folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
-    recorder = (EventRecorder if folder else DisabledRecorder)(time.time() - now_s, hash_ids=config.hash_ids)
+    recorder = EventRecorder(time.time() - now_s, hash_ids=config.hash_ids)
     recording = RecordingWriter(Path(folder), recorder, rank) if folder else None
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # decodes in half of the wrapper's time
@@ -133,6 +133,8 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         tokenizer,
         residency,
     )
+    if recording is not None:
+        recorder.listen(lifecycle.events)
     logger.info("KV below the GPU: %s", residency.mode)
     if not residency.times_loads:
         logger.warning(

@@ -108,7 +108,6 @@ class TurnLifecycle:
         on = self.events.subscribe
         self.advisor.listen(self.events)
         self.samples.listen(self.events)
-        self.recorder.listen(self.events)
         on(ProgramEnded, lambda event: self.reuse.on_program_end(event.program))
         on(PinTaken, lambda event: self._rekey(event.pin.program))
         on(PinReleased, lambda event: self._rekey(event.program))

@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 from experiments.fleet.workloads import alone_s
-from experiments.sim.result import TurnResult
+from experiments.sim.result import TurnResult, percentile
 from experiments.sim.step_time import Machine
 from experiments.workload import Program
 
@@ -77,11 +77,6 @@ def figures(
 def spread_of(name: str, values: Sequence[float]) -> dict[str, float]:
     """Mean and percentiles as columns."""
     return {f"{name}_mean_s": mean(values), **{f"{name}_p{p}_s": percentile(values, p) for p in (50, 90, 99)}}
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest rank."""
-    return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
 
 
 def tpot_s(turn: TurnResult) -> float:

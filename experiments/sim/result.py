@@ -67,11 +67,10 @@ class Result:
         return max(job.finished_s for job in self.jobs)
 
     def job_percentile_s(self, percent: float) -> float:
-        """Nearest rank."""
-        return _percentile([job.job_s for job in self.jobs], percent)
+        return percentile([job.job_s for job in self.jobs], percent)
 
     def ttft_percentile_s(self, percent: float) -> float:
-        return _percentile([turn.ttft_s for turn in self.turns], percent)
+        return percentile([turn.ttft_s for turn in self.turns], percent)
 
     @property
     def tokens(self) -> dict[str, int]:
@@ -80,5 +79,6 @@ class Result:
         return {s: sum(getattr(turn, f"{s}_tokens") for turn in self.turns) for s in sources}
 
 
-def _percentile(values: Sequence[float], percent: float) -> float:
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Nearest rank."""
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)]
