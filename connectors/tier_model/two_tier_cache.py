@@ -15,11 +15,11 @@ its oldest chunk, and a hit is touched tail first, so that from then on the head
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from connectors.tier_model.bandwidth_link import BandwidthLink
-from connectors.tier_model.lru_tier import ChunkName, LruTier, chain
+from connectors.tier_model.lru_tier import ChunkName, LruTier
 from connectors.tier_model.tier_spec import TierSpec
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
@@ -54,16 +54,10 @@ class ActiveStore:
 
 
 class TwoTierCache:
-    """Which chunks are in DRAM and on disk; a `TierStore` (continuum_lmcache.reload.tier_store).
+    """Which chunks are in DRAM and on disk."""
 
-    `namer` turns a prompt's token ids into the names of its whole chunks.
-    """
-
-    def __init__(
-        self, shape: TierSpec, namer: Callable[[Sequence[int]], Sequence[ChunkName]] | None = None
-    ) -> None:
+    def __init__(self, shape: TierSpec) -> None:
         self.shape = shape
-        self.namer = namer or (lambda token_ids: chain(token_ids, shape.chunk_tokens))
         self.dram = LruTier(shape.chunks(shape.dram_bytes))
         self.ssd = LruTier(shape.chunks(shape.ssd_bytes))
         self.pending: dict[ChunkName, float] = {}  # disk writes by when they end, soonest first
@@ -75,12 +69,8 @@ class TwoTierCache:
         self._transfers: deque[KVTransfer] = deque(maxlen=TRANSFERS_KEPT)
         self._gone: dict[ChunkName, None] = {}
 
-    def locate(self, token_ids: Sequence[int]) -> TierHit:
-        """What a load of this prompt would return now; changes nothing. Unfinished writes do not count."""
-        return self.holding(self.namer(token_ids))
-
     def holding(self, names: Sequence[ChunkName]) -> TierHit:
-        """`locate` for a prompt with known chunk names."""
+        """What a load of these chunks would return now; changes nothing. Unfinished writes do not count."""
         found = self.find(names)
         return TierHit(len(found.dram) * self.shape.chunk_tokens, len(found.ssd) * self.shape.chunk_tokens)
 
