@@ -30,7 +30,6 @@ class FakeConfig:
     ssd_load_gbps: float = math.inf
     ssd_store_gbps: float = math.inf
     load_latency_s: float = 0.0
-    max_ssd_lag_s: float = math.inf
     load_async: bool = False  # load between steps, while others run
     save_decode_cache: bool = True  # LMCache's default is false: generated tokens are then not stored
     sleep: bool = False  # make the worker wait for the time that the rates give
@@ -62,7 +61,6 @@ class FakeConfig:
             ssd_load_gbps=self.ssd_load_gbps,
             ssd_store_gbps=self.ssd_store_gbps,
             load_latency_s=self.load_latency_s,
-            max_ssd_lag_s=self.max_ssd_lag_s,
         )
 
 

@@ -21,7 +21,3 @@ class BandwidthLink:
         """When bytes that are ready at `ready_s` have passed, after all earlier requests."""
         self.free_at_s = max(ready_s, self.free_at_s) + self.seconds(size_bytes)
         return self.free_at_s
-
-    def backlog_s(self, now_s: float) -> float:
-        """How long the link still needs for earlier requests."""
-        return max(0.0, self.free_at_s - now_s)

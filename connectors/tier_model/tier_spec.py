@@ -21,14 +21,13 @@ class TierSpec:
     ssd_load_gbps: float = math.inf
     ssd_store_gbps: float = math.inf
     load_latency_s: float = 0.0  # added to every load, whatever its size
-    max_ssd_lag_s: float = math.inf  # a disk further behind than this is given no new write
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_token", "chunk_tokens", "load_gbps", "store_gbps"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
         for name in ("ssd_load_gbps", "ssd_store_gbps"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
-        for name in ("dram_bytes", "ssd_bytes", "load_latency_s", "max_ssd_lag_s"):
+        for name in ("dram_bytes", "ssd_bytes", "load_latency_s"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
 
     @property

@@ -191,8 +191,6 @@ class TwoTierCache:
         if name in self.ssd.names:
             self.ssd.touch((name,))
         elif name not in self.pending and self.ssd.capacity >= 1:
-            if self.disk_write.backlog_s(now_s) > self.shape.max_ssd_lag_s:
-                return
             gone = self.ssd.make_room()
             if gone is None:  # the whole disk is reserved for unfinished writes
                 return
