@@ -31,18 +31,11 @@ def fleet_at(url: str) -> Mapping[str, Any] | None:
         return None  # the next scrape reports it better
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         raise ServerError(f"{url}/fleet: {answer.text[:200]}")
-    told = parsed(answer)
-    return told if told is not None and isinstance(told.get("replicas"), list) else None
-
-
-def parsed(answer: httpx.Response) -> Mapping[str, Any] | None:
-    if not answer.is_success:
-        return None
     try:
-        told = answer.json()
+        told = answer.json() if answer.is_success else None
     except ValueError:
         return None
-    return told if isinstance(told, dict) else None
+    return told if isinstance(told, dict) and isinstance(told.get("replicas"), list) else None
 
 
 def findings(told: Mapping[str, Any]) -> list[Finding]:

@@ -95,15 +95,13 @@ class DiskReads:
 
     def _allocate(self, meta: Any) -> Any:
         """Memory in the DRAM pool, or None. Waits only while writes in flight may free some."""
+        pool = self._disk.local_cpu_backend
         for _ in range(STAGING_WAITS):
-            room = self._room(meta)
+            room = pool.allocate(meta.shape, meta.dtype, meta.fmt, busy_loop=False)
             if room is not None or not self._disk.disk_worker.put_tasks:
                 return room
             time.sleep(STAGING_WAIT_S)
         return None
-
-    def _room(self, meta: Any) -> Any:
-        return self._disk.local_cpu_backend.allocate(meta.shape, meta.dtype, meta.fmt, busy_loop=False)
 
     def _forget(self, key: Any, cause: str) -> None:
         """Remove a lost chunk from LMCache's index, which LMCache itself would not do."""

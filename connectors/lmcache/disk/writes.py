@@ -78,7 +78,7 @@ class DiskWrites:
 
     def _undo(self, key: Any, memory_obj: Any) -> None:
         """Restore the state before the chunk was submitted."""
-        disk, path = self._disk, disk_path(self._disk, key)
+        disk, path = self._disk, str(self._disk._key_to_path(key))
         self.sums.pop(path, None)
         with contextlib.suppress(OSError):
             Path(path).unlink(missing_ok=True)
@@ -99,8 +99,3 @@ class DiskWrites:
                 self._disk.path,
                 error,
             )
-
-
-def disk_path(disk: Any, key: Any) -> str:
-    """The path of a chunk's file."""
-    return str(disk._key_to_path(key))
