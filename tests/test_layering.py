@@ -171,7 +171,6 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "_may_cut_anywhere",
         "before_idle",
         "next_due_s",
-        "_key",
         "_running_rank",
         "_compute_again",
         "_decoded",

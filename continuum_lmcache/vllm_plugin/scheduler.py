@@ -36,7 +36,7 @@ from continuum_lmcache.vllm_plugin.memory.failed_loads import InvalidBlocks
 from continuum_lmcache.vllm_plugin.memory.pin_renewal import PinRenewal
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
-from continuum_lmcache.vllm_plugin.waiting_queue import Key, ProgramQueue
+from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue
 
 REPORT_EVERY_S = 0.5  # more often than any scrape; gathering and sending the figures costs 0.1 ms
 
@@ -82,7 +82,7 @@ class ContinuumMixin(Scheduler):
             config.pin_reclaim_after_s,
         )
         self._queues = {
-            n: ProgramQueue(self._key, self._reclaimer.on_waiting_peeked)
+            n: ProgramQueue(lifecycle.queue_key, self._reclaimer.on_waiting_peeked)
             for n, q in vars(self).items()
             if isinstance(q, RequestQueue)
         }
@@ -268,9 +268,6 @@ class ContinuumMixin(Scheduler):
         super().shutdown()
 
     # order ------------------------------------------------------------------
-
-    def _key(self, request: Request) -> Key:
-        return self._lifecycle.queue_key(request)
 
     def _running_rank(self, request: Request) -> tuple[bool, int, float, float]:
         return self._turns[TurnId(request.request_id)].running_rank

@@ -38,7 +38,9 @@ class ResidencyLookup:
         self._remembering = store if isinstance(store, LookupRecord) else None
         self._timing = store if isinstance(store, StepTiming) else None
         self.async_loads = isinstance(store, SelectiveLoader) and store.async_loads
-        self.mode = mode_of(connector)
+        self.mode = "none" if connector is None else "unknown"
+        if isinstance(connector, StoreStatus):
+            self.mode = connector.mode
         self.times_loads = store is not None or connector is None
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
         self.returned_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
@@ -110,10 +112,3 @@ class ResidencyLookup:
         if request.cache_salt:
             return self._store.locate(token_ids, request.cache_salt)
         return self._store.locate(token_ids)
-
-
-def mode_of(connector: Any) -> str:
-    """The tier store's name: "none", "unknown", or the name that the connector gives itself."""
-    if connector is None:
-        return "none"
-    return connector.mode if isinstance(connector, StoreStatus) else "unknown"
