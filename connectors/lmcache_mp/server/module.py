@@ -129,23 +129,17 @@ class DramListener(L1ManagerListener):
     def on_l1_keys_write_finished(self, keys: list[ObjectKey]) -> None:
         self._log.admit(False, keys)
 
-    def on_l1_keys_finish_write_and_reserve_read(self, keys: list[ObjectKey]) -> None:
-        self._log.admit(False, keys)
+    on_l1_keys_finish_write_and_reserve_read = on_l1_keys_write_finished
 
     def on_l1_keys_deleted_by_manager(self, keys: list[ObjectKey]) -> None:
         self._log.drop(False, keys)
 
-    def on_l1_keys_reserved_read(self, keys: list[ObjectKey]) -> None:
-        pass
-
-    def on_l1_keys_read_finished(self, keys: list[ObjectKey]) -> None:
-        pass
-
-    def on_l1_keys_reserved_write(self, keys: list[ObjectKey]) -> None:
-        pass
-
     def on_l1_keys_accessed(self, keys: list[ObjectKey]) -> None:
-        pass
+        """Nothing enters or leaves L1, nor by the three events below."""
+
+    on_l1_keys_reserved_read = on_l1_keys_accessed
+    on_l1_keys_read_finished = on_l1_keys_accessed
+    on_l1_keys_reserved_write = on_l1_keys_accessed
 
 
 class DiskListener(L2AdapterListener):
