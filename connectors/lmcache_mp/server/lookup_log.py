@@ -11,6 +11,7 @@ StorageManager.submit_prefetch_task has both ids, so it is wrapped (on the insta
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 from typing import Any
 
 from lmcache.v1.mp_observability.event import Event, EventType
@@ -68,9 +69,4 @@ class LookupLog:
 
     def since(self, number: int) -> list[LookupResult]:
         """The lookups after `number`, oldest first. The caller holds the log's lock."""
-        found = []
-        for lookup in reversed(self._done):
-            if lookup.number <= number:
-                break
-            found.append(lookup)
-        return found[::-1]
+        return list(takewhile(lambda lookup: lookup.number > number, reversed(self._done)))[::-1]

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import defaultdict, deque
 from importlib import metadata
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -79,13 +80,8 @@ class TierChangeLog:
 
     def since(self, owner: Owner, number: int) -> list[NumberedChange]:
         """An owner's changes after `number`, oldest first. The caller holds the lock."""
-        found = []
-        for whose, change in reversed(self._changes):
-            if change.number <= number:
-                break
-            if whose == owner:
-                found.append(change)
-        return found[::-1]
+        newer = takewhile(lambda entry: entry[1].number > number, reversed(self._changes))
+        return [change for whose, change in newer if whose == owner][::-1]
 
     def snapshot(self, owner: Owner) -> list[NumberedChange]:
         """All complete chunks in an owner's tiers. The caller holds the lock."""
