@@ -14,6 +14,7 @@ from continuum_lmcache.recordings.program_history import (
     RecordedTurn,
 )
 from continuum_lmcache.recordings.reader import Recording
+from continuum_lmcache.tools.distribution import kaplan_meier
 
 TIERS = ("gpu", "dram", "ssd")
 BINS = 10
@@ -208,16 +209,12 @@ def realised(group: Sequence[ReturnPromise]) -> float | None:
     """Share that returns within its TTL, by Kaplan and Meier's estimate on time as a share of TTL.
 
     Without the censored ones short gaps would count too much, since they have less time to be censored.
-    At equal times returns count before the censored, as is usual (Kaplan, Meier 1958, §1).
     """
     if not any(seen.known for seen in group):
         return None
-    away, at_risk = 1.0, len(group)
-    for seen in sorted(group, key=lambda seen: (seen.watched_s / seen.ttl_s, not seen.returned)):
-        if seen.in_time:
-            away *= 1 - 1 / at_risk
-        at_risk -= 1
-    return 1 - away
+    ended = sorted(seen.watched_s / seen.ttl_s for seen in group if seen.in_time)
+    others = sorted(seen.watched_s / seen.ttl_s for seen in group if not seen.in_time)
+    return kaplan_meier(ended, others)[-1] if ended else 0.0
 
 
 def calibration_error(found: Sequence[CalibrationBin]) -> float | None:
