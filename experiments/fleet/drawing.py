@@ -9,15 +9,13 @@ from statistics import mean, median
 from textwrap import fill
 
 import numpy as np
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 
 from experiments.fleet.plans import HOT, PEER_GBPS, Section, at, cases
 from experiments.fleet.report import conditions, grouped, of
 from experiments.fleet.run import FleetResult
 from experiments.sweep.cases import STOCK, FleetPoint
-from experiments.sweep.drawing import plt, save
+from experiments.sweep.drawing import plt, readable, save
 from experiments.sweep.goals import OURS
 from experiments.sweep.grids import Size
 from experiments.sweep.readout import found
@@ -169,10 +167,3 @@ def timeline_points(size: Size, seed: int) -> list[FleetPoint]:
 def titled(figure: Figure, title: str, words: str) -> None:
     """The title, and the conditions below it in lines that fit."""
     figure.suptitle(f"{title}\n{fill(words, width=round(16 * figure.get_figwidth()))}", fontsize=7)
-
-
-def readable(axis: Axis) -> None:
-    """A logarithmic axis with plain numbers at 1, 2 and 5."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter(NullFormatter())

@@ -19,6 +19,7 @@ matplotlib.use("Agg")  # no display
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "sweep"}  # small, the same each time
 from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.axis import Axis  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
@@ -34,6 +35,13 @@ def save(figure: Figure, path: Path) -> list[Path]:
         figure.savefig(target, dpi=110, metadata=UNDATED[target.suffix])
     plt.close(figure)
     return written
+
+
+def readable(axis: Axis, form: str = "{x:g}") -> None:
+    """A logarithmic axis with plain numbers at 1, 2 and 5."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(form)
+    axis.set_minor_formatter(NullFormatter())
 
 
 def draw(plan: Plan, pairs: Found, path: Path) -> list[Path]:
@@ -70,9 +78,7 @@ def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) ->
     every = [value for by_seed in labels.values() for value in by_seed.values()]
     if max(every) > WIDE * min(every):
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        readable(axes.xaxis, "{x:,.0f}")
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="x", color="0.9")
@@ -109,9 +115,7 @@ def draw_traces(found: Mapping[str, Sequence[trace_goals.Runs]], title: str, pat
     right.axvline(1.5, color="0.6", linestyle=":")
     left.axvline(1.0, color="0.6")
     left.set_xscale("log")
-    left.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    left.xaxis.set_major_formatter("{x:,.1f}")
-    left.xaxis.set_minor_formatter(NullFormatter())
+    readable(left.xaxis, "{x:,.1f}")
     left.set_yticks(range(len(names)), names, fontsize=6)
     left.set_ylim(len(names) - 0.5, -0.5)
     left.set_xlabel("mean job time over continuum's (right of 1: slower)", fontsize=7)
