@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from rich.console import Console
 from test_tables import summary
 
@@ -16,6 +17,7 @@ from experiments.demo_scenario import (
     START_FACTOR,
     Measured,
     Work,
+    idle,
     most_tokens,
     pressed,
     pressure,
@@ -108,6 +110,12 @@ def test_a_faster_machine_gets_more_and_longer_programs_faster():
 def test_a_trace_of_few_programs_is_used_up_and_not_asked_for_more():
     scenario = pressed(MACHINES["fast"], replace(WORK, programs=5), LEFT_S, 3)
     assert scenario.programs == 5
+
+
+def test_without_pressure_all_programs_fit_the_gpu_and_come_slowly(machine):
+    scenario = idle(machine, WORK, LEFT_S, 4)
+    assert scenario.jps < 0.5 * scenario.capacity_jps
+    assert scenario.gpu_tokens > 12 * scenario.window_tokens
 
 
 def test_the_scenarios_sizes_are_those_of_the_small_model():
@@ -209,6 +217,15 @@ def test_the_check_says_that_the_pressure_held_only_if_every_proportion_did():
         assert said.startswith("**The pressure did not hold**") and "**not the" in said
 
 
+def test_a_cost_is_told_from_noise_only_if_it_is_larger_than_its_spread():
+    assert "continuum is slower: mean job time +10.0% +-" in demo_report.cost_words(
+        [(1.0, 1.1), (2.0, 2.2), (3.0, 3.3), (2.0, 2.2)], [0.1]
+    )
+    assert "no difference that can be told from noise" in demo_report.cost_words(
+        [(1.0, 2.0), (2.0, 1.1)], [0.0]
+    )
+
+
 def measured_paths(folder, **job_times_s):
     """Summaries and turns of one seed, by contender, as the servers' runs leave them."""
     paths = {}
@@ -223,10 +240,17 @@ def measured_paths(folder, **job_times_s):
     return paths
 
 
+def test_without_pressure_the_report_says_what_the_pairs_of_programs_differ_by(tmp_path):
+    scenario = idle(MACHINES["fast"], WORK, LEFT_S, 4)
+    paths = measured_paths(tmp_path, fcfs=[2.0, 3.0, 4.0], continuum=[2.2, 3.3, 4.4])
+    page = demo_report.without_pressure(paths, scenario, tmp_path, Console(quiet=True))
+    assert "mean job time +10.0% +-" in page and "over 3 pairs of programs), run by run +10.0%" in page
+
+
 def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path):
     scenario = pressed(MACHINES["fast"], WORK, LEFT_S, 3)
     paths = measured_paths(tmp_path, fcfs=[3.0], continuum=[2.0])
-    page = demo_report.report(paths, scenario, tmp_path, Console(quiet=True))
+    page = demo_report.with_pressure(paths, scenario, tmp_path, Console(quiet=True))
     said = (tmp_path / "comparison.md").read_text()
     assert page in said and conditions.machine() in said
     assert "|  | fcfs + LMCache | continuum + LMCache |" in said and "| 1 | 1.5 |" in said
@@ -280,12 +304,18 @@ def test_failed_turns_end_the_demo_with_the_first_reason_and_the_end_of_the_serv
         refuse_failures({"errors": 1}, job, log)
 
 
+def test_a_run_without_pressure_is_not_put_into_the_readme(tmp_path):
+    with pytest.raises(typer.BadParameter, match="drop --no-pressure"):
+        demo.main(None, "", None, no_pressure=True, readme=True, out=tmp_path)
+
+
 def test_a_trace_that_is_missing_is_known_before_a_server_starts(tmp_path):
     with pytest.raises(SystemExit, match="demo: .*missing.jsonl"):
         demo.main(
             trace=tmp_path / "missing.jsonl",
             source="",
-            repeats=1,
+            repeats=None,
+            no_pressure=False,
             readme=False,
             out=tmp_path,
         )
