@@ -195,6 +195,13 @@ def test_live_rows_say_on_what_they_were_measured_and_those_of_another_machine_a
     assert Rows(tmp_path / "live.csv", LIVE).missing([case]) == [case]
 
 
+def test_live_rows_say_how_much_the_machines_speed_changed(tmp_path: Path) -> None:
+    rows, cases = Rows(tmp_path / "live.csv", LIVE), [Live(STOCK, 3, 2.0, seed) for seed in (1, 2)]
+    pairs = [(case, rows.add(case, {"jobs": 3, "probe_s": 0.2 * case.seed})) for case in cases]
+    assert caption(pairs).endswith("whose slowest probe took 2.00 times its fastest")
+    assert 0 < conditions.probe_s() < 60
+
+
 def test_a_server_that_fails_costs_its_own_row_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

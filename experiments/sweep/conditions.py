@@ -1,8 +1,9 @@
-"""On what something was measured: machine, versions, commit, and how many cores others used meanwhile."""
+"""On what something was measured: machine, versions, commit, its speed then, and what others used of it."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import subprocess
@@ -12,6 +13,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from experiments.server import fast_dtype
@@ -52,6 +54,24 @@ def commit() -> str:
         return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+def probe_s() -> float:
+    """Seconds of a fixed piece of work on one core: products in its cache, and passes through memory.
+
+    A virtual machine's speed changes within minutes, and nothing inside it shows that otherwise. Two rows
+    whose probes differ by a fifth do not compare.
+    """
+    small, large = np.ones((64, 64), np.float32), np.ones(2**24, np.float32)  # numpy has one thread for these
+    best_s = math.inf
+    for _ in range(3):
+        began_s = time.perf_counter()
+        for _ in range(4000):
+            small @ small
+        for _ in range(8):
+            np.add(large, 1.0, out=large)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s
 
 
 class OtherLoad:

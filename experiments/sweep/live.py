@@ -24,7 +24,7 @@ from experiments.server import fast_dtype, serve
 from experiments.sim.fitted_programs import shapes
 from experiments.sim.trace_programs import SOURCES
 from experiments.sweep.cases import PEERS, ROUTERS, STOCK, Live, SweepError
-from experiments.sweep.conditions import OtherLoad
+from experiments.sweep.conditions import OtherLoad, probe_s
 from experiments.table1 import GENERATORS
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, PROFILES, make_model
 
@@ -107,12 +107,14 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
             url = until.enter_context(
                 peers.router(case.contender, machine.profile, capacity_tokens, engine, log)
             )
-        others, start_s = OtherLoad(), time.monotonic() - began_s
+        start_s, before_s = time.monotonic() - began_s, probe_s()
+        others = OtherLoad()
         summary = replay(Job(f"{url}/v1", case.label, chosen, keep, identify=says, engine_url=engine))
-        others_cores = others.cores()
+        others_cores, after_s = others.cores(), probe_s()
     if summary["errors"]:
         raise SweepError(f"{case}: {summary['errors']} turns failed; the lines above say why")
-    return figures(summary, summary["job_times_s"]) | {"start_s": start_s, "others_cores": others_cores}
+    told = {"start_s": start_s, "others_cores": others_cores, "probe_s": (before_s + after_s) / 2}
+    return figures(summary, summary["job_times_s"]) | told
 
 
 def machine_of(case: Live) -> Machine:

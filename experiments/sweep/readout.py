@@ -84,9 +84,8 @@ def ahead(plan: Plan, pairs: Found) -> list[list[str]]:
 
 def figures_by_case(plan: Plan, pairs: Found) -> list[list[str]]:
     """Every case, a line each, with the plan's figures and where its row comes from, for a CSV."""
-    told = [
-        name for name in ("code", "commit", "measured_on", "ended", "others_cores") if name in pairs[0][1]
-    ]
+    origin = ("code", "commit", "measured_on", "ended", "others_cores", "probe_s")
+    told = [name for name in origin if name in pairs[0][1]]
     lines = [["setting", "contender", "seed", *plan.shows, *told]]
     for case, row in pairs:
         figures = [f"{float(row[figure]):.4g}" for figure in plan.shows]
@@ -102,7 +101,7 @@ def caption(pairs: Found) -> str:
     if any(isinstance(case, Live) for case in cases):
         return (
             f"real servers: {_values(cases, 'workload')}, n = {jobs} programs, {_values(cases, 'jps')} a "
-            f"second, seeds {_values(cases, 'seed')}, machine {_values(cases, 'machine')}"
+            f"second, seeds {_values(cases, 'seed')}, machine {_values(cases, 'machine')}{_speed(pairs)}"
         )
     merged = {case.merge_steps for case in cases if isinstance(case, Point)} != {1}
     return (
@@ -111,6 +110,14 @@ def caption(pairs: Found) -> str:
         f"{'measured' if measured else 'NOT measured: data sheet and assumed shares'}; {_loads(cases)}"
         f"{'; decode steps merged' if merged else ''}"
     )
+
+
+def _speed(pairs: Found) -> str:
+    """How much the machine's speed changed between rows; "" where it was not measured."""
+    probes_s = [float(row["probe_s"]) for _, row in pairs if row.get("probe_s")]
+    if not probes_s:
+        return ""
+    return f", whose slowest probe took {max(probes_s) / min(probes_s):.2f} times its fastest"
 
 
 def _arrivals(cases: Sequence[Case]) -> str:

@@ -45,7 +45,7 @@ SERVERS = (
     ),
     *(f"experiments/{name}.py" for name in ("server", "mp_server", "tiny_model", "replay", "selection")),
     *(f"experiments/{name}.py" for name in ("driver", "client", "summary")),
-    *(f"experiments/sweep/{name}.py" for name in ("cases", "live")),
+    *(f"experiments/sweep/{name}.py" for name in ("cases", "conditions", "live")),
 )
 FLEETS = (*LAB, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
 CODE = {"point": LAB, "live": SERVERS, "fleetpoint": FLEETS}  # what a row's figures depend on
@@ -58,7 +58,7 @@ FIGURES = (
 )
 LIVE_FIGURES = (
     *("job_mean_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s", "ttft_mean_s", "ttft_p99_s"),
-    *("ttft_max_s", "end_s", "jobs", "jobs_per_s", "start_s", "others_cores"),
+    *("ttft_max_s", "end_s", "jobs", "jobs_per_s", "start_s", "others_cores", "probe_s"),
     *("gpu_tokens", "dram_tokens", "ssd_tokens", "offload_tokens", "computed_tokens", "preemptions"),
     *("pins_taken", "pins_reused", "pins_expired", "pins_reclaimed", "measured"),
 )
