@@ -125,7 +125,7 @@ def test_the_engines_own_headroom_is_taken_and_what_was_sent_since_comes_off_it(
 
 def test_nothing_starts_where_the_replica_holds_programs_itself() -> None:
     host = Host()
-    host.news(1.0, "a", requests=1, headroom_tokens=9000.0, programs_outside=1)
+    host.news(1.0, "a", requests=1, headroom_tokens=9000.0, pending_programs=1)
     host.news(1.0, "b", requests=7, headroom_tokens=9000.0)
     assert [r.replica for r in (host.sends("p"), host.sends("q")) if isinstance(r, Route)] == [B, B]
 

@@ -24,7 +24,7 @@ FIGURES = st.fixed_dictionaries(
     {
         "requests": st.integers(0, 4),
         "headroom_tokens": st.none() | st.floats(-1000, GPU_TOKENS),
-        "programs_outside": st.sampled_from([0, 0, 0, 1]),
+        "pending_programs": st.sampled_from([0, 0, 0, 1]),
         "oldest_returning_wait_s": st.sampled_from([0.0, 1.0, 20.0]),
         "returning_first": st.booleans(),
     }

@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.serve.books import Books, TurnEnd
-from continuum_lmcache.serve.replica import GATHERS_S, Replica
+from continuum_lmcache.serve.replica import GATHER_S, Replica
 from continuum_lmcache.types import ProgramId, TurnId
 
 REPORT_S = 0.5
@@ -34,7 +34,7 @@ class Told:
         self._books = Books(10, on_end=self._has_ended.set)
 
     async def _ask(self, method: str, *words: Any) -> str:
-        if method == "hears":
+        if method == "take_report":
             ended = [one.turn for one in words[3] if isinstance(one, TurnEnd)]
             self.heard.append((round(asyncio.get_running_loop().time(), 3), ended))
         return "state"
@@ -53,7 +53,7 @@ def test_a_replica_reports_each_period_and_soon_after_a_turns_end() -> None:
         told.ends("t1", "t2")
         await asyncio.sleep(1.5 * REPORT_S)
         reports.cancel()
-        soon_s = 2.5 * REPORT_S + GATHERS_S
+        soon_s = 2.5 * REPORT_S + GATHER_S
         assert told.heard == [
             *((n * REPORT_S, []) for n in range(3)),
             (soon_s, ["t1", "t2"]),

@@ -46,8 +46,10 @@ def settle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, announce: bo
     fails = wishes_error or not recomputes_rightly(vllm_config)
     transfer.kv_load_failure_policy = "fail" if fails else "recompute"
     if announce:
-        told = ", ".join(f"{name}={value}" for name, value in ours.items())
-        logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, told)
+        listed = ", ".join(f"{name}={value}" for name, value in ours.items())
+        logger.info(
+            "LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, listed
+        )
         if names := unread(os.environ):
             logger.warning("LMCache 0.5.6 reads no %s: without effect here", ", ".join(names))
 

@@ -159,12 +159,12 @@ class TransferStats(KVConnectorStats):
         sums: Counter[str] = Counter({f"lost_chunks/{cause}": n for cause, n in (losses or {}).items()})
         for each in transfers:
             loads = each.direction == "load"
-            told = {
+            amounts = {
                 "loaded_tokens" if loads else "": each.tokens if rank == 0 else 0,
                 "loaded_bytes" if loads else "stored_bytes": each.size_bytes,
                 "load_seconds" if loads else "store_seconds": each.duration_s if rank == 0 else 0,
             }
-            for name, amount in told.items():
+            for name, amount in amounts.items():
                 if name and amount:
                     sums[f"{name}/{each.tier.value}" if name in BY_TIER else name] += amount  # type: ignore[assignment]
         return cls(data=dict(sums))

@@ -99,8 +99,8 @@ class LMCacheWorkerSide:
         self._backends = engine.storage_manager.storage_backends
         self._meter = TransferTimer(engine)
         self._fresh: list[KVTransfer] = []
-        self._told_pending = 0
-        self._told = 0  # the last report's number
+        self._reported_pending = 0
+        self._reported_number = 0  # of the last report
         self._losses = LostChunks()
         self._step = DeviceStepTimer(torch.cuda.is_available())
         self._step_s: float | None = None
@@ -129,10 +129,10 @@ class LMCacheWorkerSide:
         number, changes = self._journal.take()
         fresh, self._fresh = self._fresh if self._rank == 0 else [], []
         step_s, self._step_s = self._step_s, None
-        if not (changes or fresh or pending != self._told_pending):
+        if not (changes or fresh or pending != self._reported_pending):
             return None
-        self._told_pending = pending
-        since, self._told = self._told, number
+        self._reported_pending = pending
+        since, self._reported_number = self._reported_number, number
         return TierReport({self._rank: RankReport(number, changes, pending, fresh, since, step_s)})
 
     def snapshot(self) -> Snapshot:

@@ -81,18 +81,18 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._follower = TierPoller(
             caller(client), ChangesRequest(adapter.model_name, adapter.world_size), self._server_went_down
         )
-        told = first_answer(self._follower)
-        hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, told.hash_algorithm)
+        reply = first_answer(self._follower)
+        hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, reply.hash_algorithm)
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size
-        self._tiers = MpTiers(self._follower, told, hasher, bytes_per_token)
-        self._leases = ReadLeases(adapter, told.read_lease_s)
+        self._tiers = MpTiers(self._follower, reply, hasher, bytes_per_token)
+        self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._found: dict[str, TierHit] = {}
         self._rule: LoadSelector | None = None  # None: load all that is found
         self._declined: set[str] = set()  # requests that compute what they could load
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._left: set[str] = set()  # those that ended during their load, until the workers have the message
-        warn_of_versions(told)
-        warn_of_small_l1(told, bytes_per_token, max_model_len)
+        warn_of_versions(reply)
+        warn_of_small_l1(reply, bytes_per_token, max_model_len)
         self._follower.start()
 
     # ---- scheduler: the core's TierStore
@@ -231,8 +231,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._declined.discard(request.request_id)
         if request.request_id in self._loading:
             self._left.add(request.request_id)
-        told: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
-        return told
+        result: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return result
 
     def _server_went_down(self) -> None:
         """Send it no requests until LMCache's heartbeat finds it again."""
@@ -246,11 +246,11 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         adapter = self.worker_adapter
         ask = ChangesRequest(adapter.model_name, adapter.world_size)
         asked_s = time.monotonic()
-        told = first_answer(TierPoller(caller(adapter.req_client), ask))
-        has_one_clock = asked_s <= told.clock_s <= time.monotonic()
+        reply = first_answer(TierPoller(caller(adapter.req_client), ask))
+        has_one_clock = asked_s <= reply.clock_s <= time.monotonic()
         rank = self._vllm_config.parallel_config.rank
         self._worker = MpWorkerSide(
-            adapter, rank, self._kv_bytes_per_token, told.read_lease_s, has_one_clock=has_one_clock
+            adapter, rank, self._kv_bytes_per_token, reply.read_lease_s, has_one_clock=has_one_clock
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -41,13 +41,13 @@ class MpTierMirror:
         self.epoch: str | None = None
         self.number = 0
 
-    def apply_report(self, told: ChangesReply) -> None:
+    def apply_report(self, reply: ChangesReply) -> None:
         """Apply an answer."""
-        held: tuple[set[bytes], set[bytes]] = (set(), set()) if told.is_snapshot else self._held
-        for change in told.changes:
+        held: tuple[set[bytes], set[bytes]] = (set(), set()) if reply.is_snapshot else self._held
+        for change in reply.changes:
             tier = held[change.ssd]
             (tier.add if change.admitted else tier.discard)(change.chunk)
-        self._held, self.epoch, self.number = held, told.epoch, told.number
+        self._held, self.epoch, self.number = held, reply.epoch, reply.number
 
     def plan(self, names: Iterable[bytes]) -> tuple[int, int]:
         """(chunks from L1, chunks from L2) that a lookup would find of this prefix.
@@ -103,11 +103,11 @@ class TierPoller:
         with self._polling:
             asked_s = self._clock()
             ask = msgspec.structs.replace(self._ask, epoch=self.mirror.epoch, number=self.mirror.number)
-            told = decoded(self._call(msgspec.msgpack.encode(ask), timeout_s))
-            self.mirror.apply_report(told)
-            self.lookups += told.lookups
+            reply = decoded(self._call(msgspec.msgpack.encode(ask), timeout_s))
+            self.mirror.apply_report(reply)
+            self.lookups += reply.lookups
             self._heard_s = asked_s
-            return told
+            return reply
 
     def _follow(self) -> None:
         while not self._stopping.wait(POLL_S):

@@ -74,7 +74,7 @@ class MpWorkerSide:
         self._longest_load_s = lease_s * LEASE_SHARE
         self._was_cut = threading.Event()  # the connection was closed: the server that was asked is gone
         self._running: list[PendingTransfer] = []
-        self._told: set[str] = set()  # requests that LMCache reports as stored while a store still runs
+        self._storing: set[str] = set()  # requests that LMCache reports as stored while a store still runs
         self.watch = TransferWatch(clock)
         self._fresh = MpReport()
         self._store, adapter.submit_store_request = adapter.submit_store_request, self.store
@@ -140,15 +140,15 @@ class MpWorkerSide:
             self._ended(move)
         self._give_up()
 
-    def stored(self, told: set[str]) -> set[str]:
+    def stored(self, reported: set[str]) -> set[str]:
         """Of the requests reported as stored, those without a running store.
 
         LMCache keeps one store per request, the last, and reports the request as stored once any store
         has ended (LMCache/LMCache#5062). vLLM would then free blocks that are still read.
         """
-        told |= self._told
-        self._told = told & {move.request_id for move in self._running if not move.is_load}
-        return told - self._told
+        reported |= self._storing
+        self._storing = reported & {move.request_id for move in self._running if not move.is_load}
+        return reported - self._storing
 
     @contextlib.contextmanager
     def giving_up_only_what_is_over(self) -> Iterator[None]:

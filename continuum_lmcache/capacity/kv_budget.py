@@ -108,8 +108,8 @@ def of_bytes(
 
 def of_blocks(shape: ModelShape, blocks: int, block_tokens: int, ranks: int = 1) -> KVBudget:
     """The budget of a server that reports its number of blocks."""
-    told = BudgetLine("blocks", "as the server says", blocks, "blocks")
-    return _finished(shape, ranks, block_tokens, blocks, (told,))
+    line = BudgetLine("blocks", "as the server says", blocks, "blocks")
+    return _finished(shape, ranks, block_tokens, blocks, (line,))
 
 
 def _finished(

@@ -112,7 +112,7 @@ def diagnosis(ask: DoctorQuery) -> Diagnosis:
         *(connector.findings if connector else [no_connector()]),
         *(of_server(server, ask, plan) if server else ()),
         *of_router(ask.router, settings),
-        *(fleet.findings(told) if ask.url and (told := fleet.fleet_at(ask.url)) is not None else ()),
+        *(fleet.findings(report) if ask.url and (report := fleet.fleet_at(ask.url)) is not None else ()),
         *(fleet.of_config(ask.ray) if ask.ray is not None else ()),
     )
     return Diagnosis(plan, on, connector, server, plan_check.can_pins_pay(plan), in_order(found))
@@ -184,8 +184,8 @@ def no_connector() -> Finding:
 def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> Iterator[Finding]:
     """Findings from what a running server reports."""
     if server.version is not None and not server.version.startswith(CHECKED_VERSIONS):
-        told = f"the server runs vLLM {server.version}"
-        yield warning("version", told, "continuum was checked on 0.30 to 0.33 only")
+        figure = f"the server runs vLLM {server.version}"
+        yield warning("version", figure, "continuum was checked on 0.30 to 0.33 only")
     if not server.has_policy:
         yield warning(
             "no-policy",

@@ -31,28 +31,28 @@ def fleet_at(url: str) -> Mapping[str, Any] | None:
         return None  # the next scrape reports it better
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         raise ServerError(f"{url}/fleet: {answer.text[:200]}")
-    told = parsed(answer)
-    return told if told is not None and isinstance(told.get("replicas"), list) else None
+    report = parsed(answer)
+    return report if report is not None and isinstance(report.get("replicas"), list) else None
 
 
 def parsed(answer: httpx.Response) -> Mapping[str, Any] | None:
     if not answer.is_success:
         return None
     try:
-        told = answer.json()
+        report = answer.json()
     except ValueError:
         return None
-    return told if isinstance(told, dict) else None
+    return report if isinstance(report, dict) else None
 
 
-def findings(told: Mapping[str, Any]) -> list[Finding]:
+def findings(report: Mapping[str, Any]) -> list[Finding]:
     """Problems of the fleet as a whole."""
-    return list(found(told))
+    return list(found(report))
 
 
-def found(told: Mapping[str, Any]) -> Iterator[Finding]:
-    limits = told["config"]
-    for row in told["replicas"]:
+def found(report: Mapping[str, Any]) -> Iterator[Finding]:
+    limits = report["config"]
+    for row in report["replicas"]:
         name, age_s = f"replica {row.get('rank')}", row["report_age_seconds"]
         if age_s > limits["move_age_s"]:
             yield warning(
@@ -67,20 +67,20 @@ def found(told: Mapping[str, Any]) -> Iterator[Finding]:
                     f"{name}: {what} is at {address}",
                     "put Ray and LMCache on loopback or a private network: LMCache has no authentication",
                 )
-    if told["refused"]:
+    if report["refused"]:
         yield warning(
             "fleet-refused",
-            f"{told['refused']:,} new programs got HTTP 429 since the state started",
+            f"{report['refused']:,} new programs got HTTP 429 since the state started",
             "add replicas, or raise fleet.max_line if clients wait longer rather than come again",
         )
-    if told["thrash"]:
+    if report["thrash"]:
         yield warning(
-            "fleet-thrash", f"{told['thrash']} moves within the cooldown", "a bug: please report it"
+            "fleet-thrash", f"{report['thrash']} moves within the cooldown", "a bug: please report it"
         )
-    if told["line"]:
+    if report["line"]:
         yield note(
             "fleet-line",
-            f"{told['line']:,} programs wait for room, the first for {told['line_wait_seconds']:.1f} s",
+            f"{report['line']:,} programs wait for room, the first for {report['line_wait_seconds']:.1f} s",
             "nothing, while it goes down again; else add replicas",
         )
 

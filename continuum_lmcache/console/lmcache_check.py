@@ -103,8 +103,8 @@ def frame(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
     """Problems outside the settings."""
     kind = config["kv_connector"]
     if strangers := sorted(config.keys() - FIELDS):
-        told = f"{strangers[0]!r} is no field of vLLM 0.32's KV transfer config"
-        yield warning("unknown-field", told, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}")
+        figure = f"{strangers[0]!r} is no field of vLLM 0.32's KV transfer config"
+        yield warning("unknown-field", figure, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}")
     if kind not in (*OURS, *MP):
         known = ", ".join((OURS[0], MP[0]))
         yield warning(
@@ -174,15 +174,15 @@ def theirs(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, A
 
 def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
     """LMCache's settings without LMCache. Raises ConfigError for one with another type than its default."""
-    told = {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
-    for name in told.keys() & DEFAULTS.keys():
-        value, default = told[name], DEFAULTS[name]
+    written = {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
+    for name in written.keys() & DEFAULTS.keys():
+        value, default = written[name], DEFAULTS[name]
         is_number = isinstance(value, int | float) and abs(value) < 2**63
         if isinstance(default, int | float) and not is_number:
             raise ConfigError(f"lmcache.{name} is {value!r:.80}; it must be like {default!r}")
         if name == "extra_config" and not isinstance(value, dict | None):
             raise ConfigError(f"lmcache.{name} is {value!r:.80}; it must be an object")
-    return {**DEFAULTS, **told}
+    return {**DEFAULTS, **written}
 
 
 def habits(settings: Mapping[str, Any], worker: RankWorker) -> Iterator[Finding]:
@@ -210,8 +210,8 @@ def habits(settings: Mapping[str, Any], worker: RankWorker) -> Iterator[Finding]
             "the scheduler sees DRAM and disk only; a remote hit counts as none",
         )
     if str(settings["cache_policy"]).upper() != "LRU":
-        told = f"cache_policy is {settings['cache_policy']}"
-        yield note("not-lru", told, "the chance that a tier still holds a prefix is computed for LRU")
+        figure = f"cache_policy is {settings['cache_policy']}"
+        yield note("not-lru", figure, "the chance that a tier still holds a prefix is computed for LRU")
     yield from on_this_machine(settings)
 
 

@@ -103,7 +103,7 @@ class Place:
         if self.report.headroom_tokens is None:
             return self.admission.fits(prompt_tokens, turns)
         need = self.admission.growth.forecast_tokens(prompt_tokens, turns)
-        return not self.report.programs_outside and need <= self.headroom_tokens()
+        return not self.report.pending_programs and need <= self.headroom_tokens()
 
     def sends(self, turn: TurnId, pending: Pending) -> None:
         """A turn goes there."""

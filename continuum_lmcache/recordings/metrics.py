@@ -222,9 +222,9 @@ def realised(group: Sequence[ReturnPromise]) -> float | None:
 
 def calibration_error(found: Sequence[CalibrationBin]) -> float | None:
     """Mean distance of realised from promised, weighted by the number of predictions; 0 is exact."""
-    told = [(abs(b.realised - b.promised), b.watches) for b in found if b.realised is not None]
-    total = sum(weight for _, weight in told)
-    return sum(distance * weight for distance, weight in told) / total if total else None
+    errors = [(abs(b.realised - b.promised), b.watches) for b in found if b.realised is not None]
+    total = sum(weight for _, weight in errors)
+    return sum(distance * weight for distance, weight in errors) / total if total else None
 
 
 def mean(values: Iterable[float]) -> float | None:

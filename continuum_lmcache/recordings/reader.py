@@ -83,11 +83,11 @@ def load(path: Path) -> Recording:
     notes = [note for header in headers for note in confessed(path, header)]
     if not headers and (loose := histories.pop(NO_PROGRAM, None)):
         notes.append(f"left out: {len(loose)} events of requests without a job_id")
-    told = [story(name, events) for name, events in histories.items()]
-    programs = tuple(sorted((p for p in told if p.turns), key=lambda p: p.turns[0].arrival_s))
+    merged = [story(name, events) for name, events in histories.items()]
+    programs = tuple(sorted((p for p in merged if p.turns), key=lambda p: p.turns[0].arrival_s))
     if not programs:
         raise TraceError(f"{path}: no program arrived in this recording; nothing to analyse")
-    strays = sum((p.strays for p in told), Counter[str]())
+    strays = sum((p.strays for p in merged), Counter[str]())
     notes += [f"without a match: {n} {kind}" for kind, n in strays.items()]
     end_s = max(time_s for events in histories.values() for e in events for _, time_s in times(e))
     return Recording(str(path), programs, end_s, (*notes, *missing(programs)))

@@ -44,7 +44,7 @@ class _Turn:
     program: ProgramId
     running: int = 0  # generations: a request may bring several prompts
     context_tokens: int = 0  # of the longest that finished; 0: none did
-    told: bool = False  # whether its first token was reported
+    has_first_token: bool = False  # its first token was reported
 
 
 @dataclass(slots=True)
@@ -75,8 +75,8 @@ class Books:
     def first_token(self, turn: TurnId, prompt_tokens: int, body_bytes: int) -> None:
         """The prefill has ended."""
         live = self._turns[turn]
-        if not live.told:
-            live.told = True
+        if not live.has_first_token:
+            live.has_first_token = True
             self.news.append(FirstToken(turn, prompt_tokens, body_bytes))
 
     def stops(self, turn: TurnId, context_tokens: int, is_last: bool) -> None:

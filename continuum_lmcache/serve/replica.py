@@ -28,12 +28,12 @@ from continuum_lmcache.serve.settings import ServeSettings
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
 HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
-ANSWERS_S = 5.0  # for the state's answer, at most
-AWAY = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
-GATHERS_S = 0.05  # from a turn's end to its report, which has others that end meanwhile
+ANSWER_S = 5.0  # for the state's answer, at most
+NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
+GATHER_S = 0.05  # from a turn's end to its report, which has others that end meanwhile
 
 
-def away(error: BaseException) -> Response:
+def unavailable(error: BaseException) -> Response:
     """The answer while the state is missing; Ray starts another within seconds."""
     return PlainTextResponse(f"The fleet's state does not answer: {error}", 503, {"Retry-After": "2"})
 
@@ -72,7 +72,7 @@ class Replica:
         from continuum_lmcache.serve.engine import TurnPrompt
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
-        os.environ.setdefault(HONOR, "true")  # engine.under_way has the fleet's figures, whoever the tenant
+        os.environ.setdefault(HONOR, "true")  # engine.under_way has the fleet's figures, for all tenants
         if self._below is not None:
             await self._below.ready.remote()
         watch = partial(TurnPrompt.of_this_request, self._books)
@@ -85,16 +85,16 @@ class Replica:
     async def fleet(self) -> Response:
         """GET /fleet: the state as JSON."""
         try:
-            return JSONResponse(await self._ask("told"))
-        except AWAY as error:
-            return away(error)
+            return JSONResponse(await self._ask("snapshot"))
+        except NO_STATE as error:
+            return unavailable(error)
 
     async def fleet_metrics(self) -> Response:
         """GET /fleet/metrics: its figures in Prometheus' text format."""
         try:
             return PlainTextResponse(await self._ask("metrics"))
-        except AWAY as error:
-            return away(error)
+        except NO_STATE as error:
+            return unavailable(error)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers know of a replica: `?replica=N` selects the one of rank N."""
@@ -118,7 +118,7 @@ class Replica:
     async def _ask(self, method: str, *words: object) -> Any:
         """Call the state. Its handle is looked up each time: it may be another actor now."""
         state = serve.get_deployment_actor(STATE)
-        return await asyncio.wait_for(getattr(state, method).remote(*words), ANSWERS_S)
+        return await asyncio.wait_for(getattr(state, method).remote(*words), ANSWER_S)
 
     async def _report(self) -> None:
         """Report to the state how full this replica is, each report_s and as soon as a turn has ended."""
@@ -130,14 +130,16 @@ class Replica:
             news, books.news = books.news, []
             try:
                 says = report(self._name, self._engine.gpu_tokens, figures())
-                answer = await self._ask("hears", self._name, about, says, news)
+                answer = await self._ask("take_report", self._name, about, says, news)
                 if answer != known_to:  # a new state, without any programs
-                    await self._ask("learns", self._name, books.known(time.monotonic()))
+                    await self._ask("restore_programs", self._name, books.known(time.monotonic()))
                     known_to = answer
-            except AWAY as error:
+            except NO_STATE as error:
                 if known_to:  # logged once, not each half second
-                    logger.warning("The fleet's state does not answer (%s); the next is told all", error)
+                    logger.warning(
+                        "The fleet's state does not answer (%s); its successor gets all programs", error
+                    )
                 known_to = ""
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), self._settings.report_s)
-                await asyncio.sleep(GATHERS_S)
+                await asyncio.sleep(GATHER_S)

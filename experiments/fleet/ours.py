@@ -89,7 +89,7 @@ def report(now_s: float, replica: Replica) -> ReplicaReport:
         requests=requests,
         tier_tokens=admission.room.tier_tokens,
         headroom_tokens=admission.headroom_tokens,
-        programs_outside=len(admission.pending),
+        pending_programs=len(admission.pending),
         oldest_returning_wait_s=replica.oldest_returning_wait_s(now_s),
         costs=lifecycle.advisor.rates.costs,
     )

@@ -50,14 +50,14 @@ class LookupLog:
             self._reads[task] = (self._reads[task][0], event.timestamp)
 
     def lookup_ends(self, event: Event) -> None:
-        told = event.metadata
-        keys, from_l2 = told["l1_hit_keys"] + told["l2_hit_keys"], told["l2_hit_keys"]
+        found = event.metadata
+        keys, from_l2 = found["l1_hit_keys"] + found["l2_hit_keys"], found["l2_hit_keys"]
         task = self._tasks.pop(event.session_id, None)
         start_s, end_s = self._reads.pop(task, (0.0, 0.0)) if task is not None else (0.0, 0.0)
-        if not told["found_count"]:
+        if not found["found_count"]:
             return
-        ssd_tokens = told["found_count"] * from_l2 // keys * self._chunk_tokens
-        dram_tokens = told["hit_tokens"] - ssd_tokens
+        ssd_tokens = found["found_count"] * from_l2 // keys * self._chunk_tokens
+        dram_tokens = found["hit_tokens"] - ssd_tokens
         with self._log.lock:
             number = self._log.next_number()
             self._done.append(

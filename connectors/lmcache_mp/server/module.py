@@ -199,7 +199,7 @@ class MpTierModule:
         dram_bytes, ssd_bytes = self._sizes()
         with log.lock:
             known = ask.epoch == log.epoch and log.reaches(ask.number)
-            told = ChangesReply(
+            reply = ChangesReply(
                 epoch=log.epoch,
                 number=log.number,
                 is_snapshot=not known,
@@ -214,7 +214,7 @@ class MpTierModule:
                 lmcache=LMCACHE_VERSION,
                 continuum=__version__,
             )
-        return msgspec.msgpack.encode(told)
+        return msgspec.msgpack.encode(reply)
 
     def _sizes(self) -> tuple[int, int | None]:
         """L1's bytes, and L2's if every adapter has a size."""

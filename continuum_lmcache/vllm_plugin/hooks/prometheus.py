@@ -101,9 +101,9 @@ HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
 }
 
 
-def attach(stats: SchedulerStats, told: MetricsPayload) -> SchedulerStats:
+def attach(stats: SchedulerStats, payload: MetricsPayload) -> SchedulerStats:
     """The scheduler's stats with our figures added."""
-    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: told}
+    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: payload}
     return stats
 
 
@@ -130,9 +130,9 @@ class MetricsExporter:
         }
         self._taker = functools.cache(self._taker_of)  # prometheus_client looks labels up under a lock
 
-    def observe(self, told: MetricsPayload, engine: int) -> None:
+    def observe(self, payload: MetricsPayload, engine: int) -> None:
         """Advance the counters, set the gauges, add the samples."""
-        for key, figures in told.items():
+        for key, figures in payload.items():
             for label, figure in figures.items():
                 take = self._taker(key, label, engine)
                 for value in figure if key in HISTOGRAMS else (figure,):
@@ -169,12 +169,12 @@ def install() -> None:
 
     @wrapping.wraps(stock)
     def record(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
-        told = detach(scheduler_stats)
-        if told:
+        payload = detach(scheduler_stats)
+        if payload:
             engine = kwargs.get("engine_idx") or 0
-            exporter().observe(told, engine)
-            if "headroom" in told:
-                headroom_tokens[engine] = told["headroom"][""]
+            exporter().observe(payload, engine)
+            if "headroom" in payload:
+                headroom_tokens[engine] = payload["headroom"][""]
         return stock(self, scheduler_stats, *args, **kwargs)
 
     StatLoggerManager.record = record  # type: ignore[method-assign]
