@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from continuum_lmcache.admission.context_growth import PRIOR_TURNS, ContextGrowth
-from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity, room_of
+from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity, kv_capacity
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.admission.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
 from continuum_lmcache.programs.end_claims import LEAST_ENDINGS, EndClaim, EndClaims
@@ -202,8 +202,8 @@ def test_a_program_in_line_is_judged_by_its_own_tokens_once_its_head_is_known() 
 
 
 def test_the_limits_follow_the_largest_tier() -> None:
-    assert room_of(1000, {}) == KVCapacity(1000, 0.0)
-    assert room_of(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
+    assert kv_capacity(1000, {}) == KVCapacity(1000, 0.0)
+    assert kv_capacity(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
 
 
 def test_who_comes_is_told_for_how_long_the_line_has_stood() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
-from continuum_lmcache.admission.controller import AdmissionController, PendingProgram, room_of
+from continuum_lmcache.admission.controller import AdmissionController, PendingProgram, kv_capacity
 from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.types import ProgramId
 
@@ -41,7 +41,7 @@ def victims_wait_s(
     Each of these is over after its one turn. The attacker does not say so. Prompts of four tokens take no
     time by themselves: `prompt_share` is that of others.
     """
-    admission = AdmissionController(room_of(72 * 128, {}), MAX_WAIT_S, order, learned())
+    admission = AdmissionController(kv_capacity(72 * 128, {}), MAX_WAIT_S, order, learned())
     came: dict[ProgramId, float] = {}
     waits_s: list[float] = []
     later: list[tuple[float, int, Callable[[float], object]]] = []

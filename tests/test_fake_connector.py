@@ -10,7 +10,7 @@ import pytest
 
 from connectors.fake.config import FakeConfig
 from connectors.fake.scheduler_side import FakeSchedulerSide
-from connectors.tier_model.lru_tier import chain
+from connectors.tier_model.lru_tier import chunk_names
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.types import Residency
 
@@ -116,15 +116,15 @@ def test_a_preempted_request_loads_what_it_had_stored() -> None:
 
 def test_the_last_token_is_always_computed() -> None:
     planner = a_planner()
-    planner.store.store(0.0, chain(range(16), 8))
+    planner.store.store(0.0, chunk_names(range(16), 8))
     assert planner.offer(a_request("r", 16), 0) == 15
     assert planner.offer(a_request("s", 17), 0) == 16
 
 
 def test_an_offer_that_is_asked_for_again_and_again_changes_nothing() -> None:
     planner = a_planner()
-    planner.store.store(0.0, chain(range(16), 8))
-    planner.store.store(0.0, chain(range(50, 66), 8))
+    planner.store.store(0.0, chunk_names(range(16), 8))
+    planner.store.store(0.0, chunk_names(range(50, 66), 8))
     order = list(planner.store.dram.names)
     assert {planner.offer(a_request("r", 17), 0) for _ in range(10)} == {16}
     assert list(planner.store.dram.names) == order
@@ -135,7 +135,7 @@ def test_an_offer_that_is_asked_for_again_and_again_changes_nothing() -> None:
 def held_in_parts() -> FakeSchedulerSide:
     """Four chunks on the disk, of which the first two are in DRAM too."""
     planner = a_planner(ssd_gb=1.0)
-    names = chain(range(32), 8)
+    names = chunk_names(range(32), 8)
     planner.store.store(0.0, names)
     planner.store.settle(0.0)
     for name in names[2:]:
@@ -157,7 +157,7 @@ def test_a_rule_decides_how_far_a_prompt_is_loaded(in_dram: int, on_disk: int, l
     assert len(copies) * 8 == loaded
     assert not meta.stores, "every chunk's bytes are kept already"
     planner.store.check()
-    assert planner.store.holding(chain(range(32), 8)).dram_tokens == 32
+    assert planner.store.holding(chunk_names(range(32), 8)).dram_tokens == 32
 
 
 def test_a_rule_is_asked_where_the_offered_tokens_lie() -> None:
@@ -169,7 +169,7 @@ def test_a_rule_is_asked_where_the_offered_tokens_lie() -> None:
 
 def test_tenants_and_adapters_do_not_share() -> None:
     planner = a_planner()
-    planner.store.store(0.0, chain(range(16), 8))
+    planner.store.store(0.0, chunk_names(range(16), 8))
     salted, adapted = a_request("s", 17), a_request("a", 17)
     salted.cache_salt, adapted.lora_request = "tenant", object()
     assert planner.offer(salted, 0) == 0

@@ -83,11 +83,11 @@ def test_a_program_that_fits_nowhere_waits_in_one_line_and_starts_where_room_is_
     big = [host.sends(f"big{i}", 8_000) for i in range(2)]
     assert {r.replica for r in big if isinstance(r, Route)} == {A, B}
     assert isinstance(host.sends("p", 8_000), Held) and isinstance(host.sends("q", 8_000), Held)
-    assert host.fleet.admits(1.0) == ()
+    assert host.fleet.admit(1.0) == ()
     assert isinstance(big[1], Route)
     host.fleet.ended(2.0, big[1].turn)
     host.news(2.0)
-    (started,) = host.fleet.admits(2.0)
+    (started,) = host.fleet.admit(2.0)
     assert (started.turn, started.replica) == ("t3", big[1].replica)
 
 
@@ -100,7 +100,7 @@ def test_over_a_stock_engine_a_program_in_a_tool_call_counts_for_minutes_and_not
     held = host.sends("q", 1_000)
     assert isinstance(held, Held)
     host.news(310.0, requests=1)
-    assert [r.turn for r in host.fleet.admits(310.0)] == [held.turn]
+    assert [r.turn for r in host.fleet.admit(310.0)] == [held.turn]
 
 
 def test_who_asks_again_for_a_turn_in_the_line_gets_its_route_once_there_is_room() -> None:
@@ -120,7 +120,7 @@ def test_the_engines_own_headroom_is_taken_and_what_was_sent_since_comes_off_it(
     assert isinstance(host.sends("p", 200), Route)
     assert isinstance(host.sends("q", 200), Held)
     host.news(1.5, requests=4, headroom_tokens=500.0)
-    assert [r.turn for r in host.fleet.admits(1.5)] == ["t2"]
+    assert [r.turn for r in host.fleet.admit(1.5)] == ["t2"]
 
 
 def test_nothing_starts_where_the_replica_holds_programs_itself() -> None:
@@ -145,7 +145,7 @@ def test_the_first_in_line_starts_after_max_wait_s_though_it_fits_nowhere() -> N
     host.sends("p", 9_000)
     for at_s, started in ((19.9, 0), (20.0, 1)):
         host.news(at_s, requests=1)
-        assert len(host.fleet.admits(at_s)) == started
+        assert len(host.fleet.admit(at_s)) == started
 
 
 def test_a_full_line_refuses_new_programs_and_says_when_to_come_again() -> None:
@@ -186,9 +186,9 @@ def test_programs_of_a_dead_replica_go_before_new_ones_oldest_first_as_many_as_f
     late, early = host.sends(lost[1], 4_000), host.sends(lost[0], 4_000)
     assert isinstance(late, Held) and isinstance(early, Held)
     host.news(6.0, "b", requests=1, headroom_tokens=9_000.0)
-    assert [(r.turn, r.why) for r in host.fleet.admits(6.0)] == [(early.turn, Why.REHOMED)]
+    assert [(r.turn, r.why) for r in host.fleet.admit(6.0)] == [(early.turn, Why.REHOMED)]
     host.news(10.0, "b", requests=1, headroom_tokens=-1.0)
-    assert [r.turn for r in host.fleet.admits(10.0)] == [late.turn], "nobody under way waits longer"
+    assert [r.turn for r in host.fleet.admit(10.0)] == [late.turn], "nobody under way waits longer"
 
 
 def test_a_turn_that_died_with_its_replica_is_asked_for_anew_and_its_program_is_not_new() -> None:
@@ -244,14 +244,14 @@ def test_homes_are_the_same_after_a_restart() -> None:
     fresh = Host(2)
     for replica in (A, B):
         there = [Known(ProgramId(p), 1, 100, 5.0) for p, home in homes.items() if home == replica]
-        fresh.fleet.restores(0.0, replica, there)
+        fresh.fleet.restore(0.0, replica, there)
     assert {name: fresh.runs(name).replica for name in homes} == homes
 
 
 def test_of_two_replicas_that_remember_a_program_the_one_with_more_turns_is_its_home() -> None:
     host = Host(2)
     for replica, turns in ((A, 3), (B, 7), (A, 2)):
-        host.fleet.restores(0.0, replica, [Known(ProgramId("p"), turns, 100, 5.0)])
+        host.fleet.restore(0.0, replica, [Known(ProgramId("p"), turns, 100, 5.0)])
     route = host.sends("p")
     assert isinstance(route, Route) and (route.replica, route.program_turns) == (B, 7)
     host.fleet.check()
@@ -260,7 +260,7 @@ def test_of_two_replicas_that_remember_a_program_the_one_with_more_turns_is_its_
 def test_a_program_that_says_it_is_under_way_passes_the_line() -> None:
     host = Host(1)
     host.sends("big", 9_000)
-    route = host.sends("p", 9_000, said_turns=7, said_age_s=60.0)
+    route = host.sends("p", 9_000, claimed_turns=7, claimed_age_s=60.0)
     assert isinstance(route, Route)
     assert (route.why, route.program_turns, route.program_age_s) == (Why.HASHED, 7, 60.0)
 
@@ -279,7 +279,7 @@ def test_without_replicas_a_program_waits_and_a_request_of_none_is_refused() -> 
     host = Host(0)
     assert isinstance(host.sends("p"), Held) and isinstance(host.sends(None), Refused)
     host.fleet.joined(1.0, report("a", 1.0))
-    assert [r.turn for r in host.fleet.admits(1.0)] == ["t1"]
+    assert [r.turn for r in host.fleet.admit(1.0)] == ["t1"]
 
 
 def test_the_programs_unheard_of_for_longest_are_forgotten() -> None:
@@ -304,13 +304,13 @@ CASE = Case(HOME, [AWAY], math.inf)
     ("case", "said"),
     [
         (CASE, Move(B, 19.0, 3.0)),
-        (replace(CASE, others=[replace(AWAY, bring_s=9.0)]), Stay("cost")),  # 19 s saved, 2 x 9 s and 2 s
-        (replace(CASE, others=[replace(AWAY, has_room=False)]), Stay("room")),
-        (replace(CASE, others=[replace(AWAY, is_fresh=False)]), Stay("room")),
+        (replace(CASE, candidates=[replace(AWAY, bring_s=9.0)]), Stay("cost")),  # 19 s saved, 2 x 9 s and 2 s
+        (replace(CASE, candidates=[replace(AWAY, has_room=False)]), Stay("room")),
+        (replace(CASE, candidates=[replace(AWAY, is_fresh=False)]), Stay("room")),
         (replace(CASE, home=replace(HOME, is_fresh=False)), Stay("stale")),
         (replace(CASE, since_move_s=29.9), Stay("cooldown")),
         (
-            replace(CASE, others=[AWAY, replace(AWAY, replica=ReplicaId("c"), bring_s=0.5)]),
+            replace(CASE, candidates=[AWAY, replace(AWAY, replica=ReplicaId("c"), bring_s=0.5)]),
             Move("c", 19.0, 0.5),
         ),
     ],
@@ -353,7 +353,7 @@ def too_many_at_home(**figures: Any) -> Host:
     host = Host(1, margin_s=0.5)
     host.news(0.0, **figures)
     for program in "pqrstuvwxy":
-        route = host.sends(program, 4_000, said_turns=3)
+        route = host.sends(program, 4_000, claimed_turns=3)
         assert isinstance(route, Route)
         host.fleet.paused(0.0, route.turn, 4_000)
     for program in "qrstuvwxy":
@@ -388,7 +388,7 @@ def test_a_pool_under_all_replicas_makes_a_move_cheaper_and_a_slow_link_does_not
     bring_s = {}
     for substrate, rate in (("none", 1e9), ("shared", 1e9), ("peer", 12.5e9), ("peer", 1e6)):
         fleet = Host(1, substrate=substrate, peer_bytes_per_s=rate).fleet
-        bring_s[substrate, rate] = fleet._bring_s(report("a").costs, 100_000)
+        bring_s[substrate, rate] = fleet._transfer_s(report("a").costs, 100_000)
     assert bring_s["shared", 1e9] < bring_s["peer", 12.5e9] < bring_s["none", 1e9]
     assert bring_s["peer", 1e6] == bring_s["none", 1e9], "computing it is cheaper"
 

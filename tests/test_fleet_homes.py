@@ -20,16 +20,16 @@ def names(count: int) -> list[ProgramId]:
 def test_a_program_stays_where_it_settled_until_it_is_over() -> None:
     homes = Homes[int](10, KEY)
     assert homes.of(ProgramId("a")) is None
-    homes.settles(ProgramId("a"), 2)
+    homes.record(ProgramId("a"), 2)
     assert homes.of(ProgramId("a")) == 2
-    homes.leaves(ProgramId("a"))
+    homes.forget(ProgramId("a"))
     assert homes.of(ProgramId("a")) is None
 
 
 def test_of_too_many_programs_those_unheard_of_for_longest_are_forgotten() -> None:
     homes = Homes[int](2, KEY)
     for number, name in enumerate("abc"):
-        homes.settles(ProgramId(name), number)
+        homes.record(ProgramId(name), number)
         homes.of(ProgramId("a"))  # is heard of all the time
     assert [homes.of(ProgramId(name)) for name in "abc"] == [0, None, 2]
 
@@ -63,10 +63,10 @@ def test_the_table_holds_what_was_told_last(steps: list[tuple[str, int, int]], m
     for what, number, replica in steps:
         name = ProgramId(str(number))
         if what == "s":
-            homes.settles(name, replica)
+            homes.record(name, replica)
             told[name] = replica
         elif what == "l":
-            homes.leaves(name)
+            homes.forget(name)
             told.pop(name, None)
         else:
             assert homes.of(name) in (None, told.get(name))

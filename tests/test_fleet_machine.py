@@ -100,7 +100,7 @@ class Machine(RuleBasedStateMachine):
         self.fleet = Fleet(self.config, KEY)
         for replica, report in self.reports.items():
             self.fleet.joined(self.now_s, report)
-            self.fleet.restores(self.now_s, replica, self.memory[replica].values())
+            self.fleet.restore(self.now_s, replica, self.memory[replica].values())
         lost = self.sent.keys() - self.fleet.turns.keys()
         for turn in lost:  # of no program, on a replica that drains, or of a program that two remember
             program, replica, _ = self.sent.pop(turn)
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        for route in self.fleet.admits(self.now_s):
+        for route in self.fleet.admit(self.now_s):
             program, tokens = self.held.pop(route.turn)
             self._answered(route.turn, program, tokens, route)
 

@@ -71,7 +71,7 @@ class Gpu:
         told = self.worker.report()
         while self.clock.now_s < until_s:  # the watching thread looks each millisecond
             self.clock.now_s += 0.001
-            self.worker.watch.look()
+            self.worker.watch.poll()
         return [*told.loads, *told.stores] if told is not None else []
 
 

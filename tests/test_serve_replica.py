@@ -15,8 +15,8 @@ from virtual_loop import run_virtually
 pytest.importorskip("ray")
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.serve.books import Books, TurnEnd
 from continuum_lmcache.serve.replica import GATHER_S, Replica
+from continuum_lmcache.serve.replica_programs import ReplicaPrograms, TurnEnd
 from continuum_lmcache.types import ProgramId, TurnId
 
 REPORT_S = 0.5
@@ -29,9 +29,9 @@ class Told:
         self.heard: list[tuple[float, list[str]]] = []
         self.rank, self._name = 0, "a"
         self._settings = SimpleNamespace(report_s=REPORT_S)
-        self._engine = SimpleNamespace(look=lambda: None, gpu_tokens=1000)
+        self._engine = SimpleNamespace(report_prefills=lambda: None, gpu_tokens=1000)
         self._has_ended = asyncio.Event()
-        self._books = Books(10, on_end=self._has_ended.set)
+        self._programs = ReplicaPrograms(10, on_end=self._has_ended.set)
 
     async def _ask(self, method: str, *words: Any) -> str:
         if method == "take_report":
@@ -41,8 +41,8 @@ class Told:
 
     def ends(self, *turns: str) -> None:
         for turn in turns:
-            self._books.starts(0.0, TurnId(turn), ProgramId("p"), 0, 0.0)
-            self._books.stops(TurnId(turn), 10, is_last=False)
+            self._programs.starts(0.0, TurnId(turn), ProgramId("p"), 0, 0.0)
+            self._programs.stops(TurnId(turn), 10, is_last=False)
 
 
 def test_a_replica_reports_each_period_and_soon_after_a_turns_end() -> None:

@@ -13,9 +13,9 @@ from virtual_loop import run_virtually
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import FleetConfig, Known, Refused, Route, Why
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
-from continuum_lmcache.serve.books import Books, FirstToken, TurnEnd
 from continuum_lmcache.serve.gauges import costs, report
 from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.replica_programs import FirstToken, ReplicaPrograms, TurnEnd
 from continuum_lmcache.serve.settings import ServeSettings
 from continuum_lmcache.serve.state import END_GRACE_S, START_WAIT_S, FleetState
 from continuum_lmcache.types import ProgramId, TurnId
@@ -54,9 +54,9 @@ class Host:
 
     async def ends(self, route: Route, tokens: int, is_last: bool = False) -> None:
         says = ReplicaReport(route.replica, 0.0, GPU_TOKENS)
-        news = [FirstToken(route.turn, tokens, tokens * BYTES), TurnEnd(route.turn, tokens, is_last)]
+        events = [FirstToken(route.turn, tokens, tokens * BYTES), TurnEnd(route.turn, tokens, is_last)]
         about = {"rank": self.replicas.index(route.replica)}
-        await self.state.take_report(route.replica, about, says, news)
+        await self.state.take_report(route.replica, about, says, events)
         await self.state.check()
 
 
@@ -273,29 +273,29 @@ def test_replicas_are_listed_in_the_order_of_their_ranks() -> None:
     run_virtually(go())
 
 
-def test_books_tell_a_turn_once_however_many_prompts_it_brought() -> None:
+def test_a_turn_is_reported_once_however_many_prompts_it_brought() -> None:
     ends: list[None] = []
-    books = Books(most=10, on_end=lambda: ends.append(None))
+    programs = ReplicaPrograms(most=10, on_end=lambda: ends.append(None))
     for _ in range(2):
-        books.starts(0.0, TurnId("t"), ProgramId("p"), 3, 7.0)
+        programs.starts(0.0, TurnId("t"), ProgramId("p"), 3, 7.0)
     for tokens in (50, 80):
-        books.first_token(TurnId("t"), tokens - 10, 400)
-    books.stops(TurnId("t"), 50, is_last=False)
-    assert books.known(1.0) == [Known(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))] and not ends
-    books.stops(TurnId("t"), 80, is_last=False)
-    assert books.news == [FirstToken(TurnId("t"), 40, 400), TurnEnd(TurnId("t"), 80, False)]
-    assert books.known(2.0) == [Known(ProgramId("p"), 4, 80, 9.0, ())] and len(ends) == 1
+        programs.first_token(TurnId("t"), tokens - 10, 400)
+    programs.stops(TurnId("t"), 50, is_last=False)
+    assert programs.known(1.0) == [Known(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))] and not ends
+    programs.stops(TurnId("t"), 80, is_last=False)
+    assert programs.events == [FirstToken(TurnId("t"), 40, 400), TurnEnd(TurnId("t"), 80, False)]
+    assert programs.known(2.0) == [Known(ProgramId("p"), 4, 80, 9.0, ())] and len(ends) == 1
 
 
-def test_books_forget_a_program_with_its_last_turn_and_of_too_many_the_oldest() -> None:
-    books = Books(most=2)
+def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() -> None:
+    programs = ReplicaPrograms(most=2)
     for name in ("p", "q", "r"):
-        books.starts(0.0, TurnId(name), ProgramId(name), 0, 0.0)
-        books.stops(TurnId(name), 10, is_last=name == "r")
-    assert [known.program for known in books.known(1.0)] == ["q"]
-    books.starts(2.0, TurnId("gone"), ProgramId("q"), 0, 0.0)
-    books.stops(TurnId("gone"), 0, is_last=False)  # it came to nothing
-    assert [(k.program, k.turns, k.context_tokens) for k in books.known(3.0)] == [("q", 1, 10)]
+        programs.starts(0.0, TurnId(name), ProgramId(name), 0, 0.0)
+        programs.stops(TurnId(name), 10, is_last=name == "r")
+    assert [known.program for known in programs.known(1.0)] == ["q"]
+    programs.starts(2.0, TurnId("gone"), ProgramId("q"), 0, 0.0)
+    programs.stops(TurnId("gone"), 0, is_last=False)  # it came to nothing
+    assert [(k.program, k.turns, k.context_tokens) for k in programs.known(3.0)] == [("q", 1, 10)]
 
 
 def test_a_report_takes_the_engines_figures_and_what_stock_vllm_does_not_tell_is_not_there() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from connectors.tier_model.lru_tier import chain
+from connectors.tier_model.lru_tier import chunk_names
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import CostModel
 from experiments.sim.clock import TIMED_MODULES, Timetable, VirtualClock, virtual_time
@@ -145,7 +145,7 @@ def test_stream_names_agree_exactly_where_a_hash_over_the_prefix_does() -> None:
     for one in prompts:
         for other in prompts:
             by_stream = [a == b for a, b in zip(stream_names(one, 8), stream_names(other, 8), strict=False)]
-            by_hash = [a == b for a, b in zip(chain(one, 8), chain(other, 8), strict=False)]
+            by_hash = [a == b for a, b in zip(chunk_names(one, 8), chunk_names(other, 8), strict=False)]
             assert by_stream == by_hash
     assert prompts[0][:30] == [SYSTEM] * 30
 

@@ -30,7 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from connectors.fake.config import FakeConfig
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
-from connectors.tier_model.lru_tier import Namer, chain
+from connectors.tier_model.lru_tier import Namer, chunk_names
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
@@ -67,7 +67,7 @@ class FakeConnector(KVConnectorBase_V1):
 
     mode = "fake"
     is_up = True
-    namer: Namer = staticmethod(chain)
+    namer: Namer = staticmethod(chunk_names)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig, *args: Any

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from connectors.fake.config import FakeConfig
-from connectors.tier_model.lru_tier import ChunkName, Namer, chain
+from connectors.tier_model.lru_tier import ChunkName, Namer, chunk_names
 from connectors.tier_model.two_tier_cache import ActiveLoad, TwoTierCache
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.load_policy import residency_of_offer
@@ -71,7 +71,7 @@ class FakeSchedulerSide:
         bytes_per_token: int,
         block_tokens: int,
         clock: Callable[[], float],
-        namer: Namer = chain,
+        namer: Namer = chunk_names,
     ) -> None:
         self.config, self.block_tokens, self.clock, self.namer = config, block_tokens, clock, namer
         self.store = TwoTierCache(config.shape(bytes_per_token, block_tokens))

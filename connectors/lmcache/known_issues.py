@@ -49,13 +49,13 @@ def with_defaults(
     if extra.get("use_layerwise"):
         raise ConfigError(LAYERWISE.format("use_layerwise"))
     user = given(extra, environ)
-    refuse_traps({**DEFAULTS, "pre_caching_hash_algorithm": "sha256_cbor", **user}, environ, machine)
+    refuse_known_problems({**DEFAULTS, "pre_caching_hash_algorithm": "sha256_cbor", **user}, environ, machine)
     ours = {name: value for name, value in defaults(user, machine).items() if user.get(name) != value}
     return {**extra, **{PREFIX + name: value for name, value in ours.items()}}, ours
 
 
 def defaults(user: Mapping[str, Any], machine: WorkerSpec) -> dict[str, Any]:
-    """Values for what the user did not set. `user` has passed `refuse_traps`."""
+    """Values for what the user did not set. `user` has passed `refuse_known_problems`."""
     settings = {**DEFAULTS, **user}
     load_chunks = max(1, int(pool_chunks(settings, machine) * POOL_SHARE))
     found = {
@@ -77,14 +77,16 @@ def pool_chunks(settings: Mapping[str, Any], machine: WorkerSpec) -> int:
     return int(settings["max_local_cpu_size"] * GIB) // aligned_bytes
 
 
-def refuse_traps(settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec) -> None:
+def refuse_known_problems(
+    settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec
+) -> None:
     """Raise ConfigError for the first of `settings` under which LMCache fails, hangs or caches nothing."""
     for refuse in _refusals(settings, environ, machine):
         refuse()
 
 
-def traps(settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec) -> list[str]:
-    """The reasons of `refuse_traps`, the first of each kind; [] if it would not refuse."""
+def known_problems(settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec) -> list[str]:
+    """The reasons of `refuse_known_problems`, the first of each kind; [] if it would not refuse."""
     found = []
     for refuse in _refusals(settings, environ, machine):
         try:

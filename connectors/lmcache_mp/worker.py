@@ -212,7 +212,7 @@ class MpWorkerSide:
             self._ended(move)
 
     def _ended(self, move: PendingTransfer) -> None:
-        self.watch.look()  # its end may not have been seen yet
+        self.watch.poll()  # its end may not have been seen yet
         duration_s = move.timing.duration_s
         if move.is_load and self._clock() - move.start_s > self._longest_load_s:
             self._fail(move)  # the lease may have ended during the load

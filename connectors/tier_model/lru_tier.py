@@ -18,7 +18,7 @@ Namer = Callable[[Sequence[int], int, str, Sequence[Any]], list[ChunkName]]
 """(token ids, chunk tokens, salt, known names of the first chunks) -> names of all whole chunks."""
 
 
-def chain(
+def chunk_names(
     token_ids: Sequence[int], chunk_tokens: int, salt: str = "", known: Sequence[Any] = ()
 ) -> list[ChunkName]:
     """Names of the whole chunks of `token_ids`, each a hash that includes the one before; `known` first."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from connectors.tier_model.bandwidth_link import BandwidthLink
-from connectors.tier_model.lru_tier import ChunkName, LruTier, chain
+from connectors.tier_model.lru_tier import ChunkName, LruTier, chunk_names
 from connectors.tier_model.tier_spec import TierSpec
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
@@ -63,7 +63,7 @@ class TwoTierCache:
         self, shape: TierSpec, namer: Callable[[Sequence[int]], Sequence[ChunkName]] | None = None
     ) -> None:
         self.shape = shape
-        self.namer = namer or (lambda token_ids: chain(token_ids, shape.chunk_tokens))
+        self.namer = namer or (lambda token_ids: chunk_names(token_ids, shape.chunk_tokens))
         self.dram = LruTier(shape.chunks(shape.dram_bytes))
         self.ssd = LruTier(shape.chunks(shape.ssd_bytes))
         self.pending: dict[ChunkName, float] = {}  # disk writes by when they end, soonest first

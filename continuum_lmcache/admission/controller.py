@@ -34,8 +34,8 @@ class KVCapacity:
     tier_tokens: float = 0.0  # for all started ones, if more than the GPU has
 
 
-def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> KVCapacity:
-    """The room of a GPU with these tiers behind it; name only tiers from which a reload is cheap."""
+def kv_capacity(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> KVCapacity:
+    """The capacity of a GPU with these tiers below it. Name only tiers from which a reload is cheap."""
     return KVCapacity(gpu_tokens, TIER_SHARE * max(tier_tokens.values(), default=0))
 
 
@@ -78,7 +78,7 @@ Order = Callable[[PendingProgram, ContextGrowth], float]
 class AdmissionController:
     """The admitted programs and the line of pending ones. `order`: the order among equal priorities."""
 
-    room: KVCapacity
+    capacity: KVCapacity
     max_wait_s: float
     order: Order = lambda pending, _growth: pending.arrival_s
     growth: ContextGrowth = field(default_factory=ContextGrowth)
@@ -196,7 +196,7 @@ class AdmissionController:
             self._context_tokens -= pending.prompt_tokens
         if seen is not None:
             self._context_tokens -= seen.own_tokens
-            self._heads.give_back(seen.head)
+            self._heads.release(seen.head)
             self._started_tokens -= seen.forecast_tokens
             self._active_tokens -= seen.active_tokens
 
@@ -218,8 +218,8 @@ class AdmissionController:
     @property
     def headroom_tokens(self) -> float:
         """The largest forecast that fits beside the admitted programs; below 0 where they are too many."""
-        fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
-        room = min(fits - self._active_tokens, max(fits, self.room.tier_tokens) - self._started_tokens)
+        fits = self.growth.forecasts_that_fit(self.capacity.gpu_tokens)
+        room = min(fits - self._active_tokens, max(fits, self.capacity.tier_tokens) - self._started_tokens)
         return room - self._heads.tokens
 
     @property
@@ -269,7 +269,7 @@ class AdmissionController:
         seen.context_tokens = context_tokens
         if head is not None:
             self._heads.take(head)
-            self._heads.give_back(seen.head)
+            self._heads.release(seen.head)
             seen.head = head
         self._context_tokens += seen.own_tokens - own_tokens
         # in its first tool gap a program has not shown that it returns: it counts with what it holds

@@ -69,7 +69,7 @@ class SharedPrefixesInUse:
         self.tokens += 0 if head in self._users else head.tokens
         self._users[head] += 1
 
-    def give_back(self, head: SharedPrefix) -> None:
+    def release(self, head: SharedPrefix) -> None:
         """One program less."""
         self._users[head] -= 1
         if not self._users[head]:

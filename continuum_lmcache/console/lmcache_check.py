@@ -23,7 +23,7 @@ FIELDS = frozenset(  # of vLLM 0.32's KVTransferConfig
 )
 OURS = ("LMCacheConnectorV1", "ContinuumLMCacheConnector")
 MP = ("LMCacheMPConnector", "ContinuumLMCacheMPConnector")
-MEND = "mend it; no server starts with it"
+CORRECT = "correct it: no server starts with this setting"
 EXTRA = "kv_connector_extra_config"
 DEFAULTS: Mapping[str, Any] = {  # LMCache 0.5.6, v1/config.py; used where LMCache is not installed
     "chunk_size": 256,
@@ -86,7 +86,7 @@ def read(path: Path) -> Mapping[str, Any]:
 def checked(config: Mapping[str, Any], worker: RankWorker, lora: bool) -> ConnectorSettings:
     """The connector with all its problems. Wrong settings are findings, not errors."""
     kind, extra = config["kv_connector"], config.get(EXTRA, {})
-    findings = list(frame(config, lora))
+    findings = list(outer_findings(config, lora))
     continuum, more = ours(extra)
     findings += more
     if kind not in OURS:
@@ -95,11 +95,11 @@ def checked(config: Mapping[str, Any], worker: RankWorker, lora: bool) -> Connec
             findings.append(note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter"))
         return ConnectorSettings(kind, {}, continuum, tuple(findings))
     settings, more = theirs(extra, worker)
-    findings += [*more, *habits(settings, worker)]
+    findings += [*more, *costly_settings(settings, worker)]
     return ConnectorSettings(kind, settings, continuum, tuple(findings))
 
 
-def frame(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
+def outer_findings(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
     """Problems outside the settings."""
     kind = config["kv_connector"]
     if strangers := sorted(config.keys() - FIELDS):
@@ -136,7 +136,7 @@ def ours(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
         found = ContinuumConfig.load(extra, os.environ)
         policy_named(found.policy)
     except ConfigError as problem:
-        return ContinuumConfig(), [error("continuum-setting", str(problem), MEND)]
+        return ContinuumConfig(), [error("continuum-setting", str(problem), CORRECT)]
     if found.profile and not Path(found.profile).is_file():
         missing = f"continuum.profile is {found.profile!r}, which is no file here"
         return found, [error("no-profile-file", missing, "name a profile by a path that the server can read")]
@@ -150,7 +150,7 @@ def theirs(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, A
     """
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # otherwise its import logs to stdout
     try:
-        from connectors.lmcache.known_issues import WorkerSpec, defaults, traps
+        from connectors.lmcache.known_issues import WorkerSpec, defaults, known_problems
         from connectors.lmcache.settings import DEFAULTS as ALL
         from connectors.lmcache.settings import given
     except ModuleNotFoundError as missing:
@@ -159,17 +159,17 @@ def theirs(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, A
         try:
             return as_written(extra), found
         except ConfigError as problem:
-            return DEFAULTS, [*found, error("lmcache-setting", str(problem), MEND)]
+            return DEFAULTS, [*found, error("lmcache-setting", str(problem), CORRECT)]
     machine = WorkerSpec(worker.on_cpu, worker.block_tokens, worker.kv_bytes_per_token, worker.model)
     known = {**ALL, "pre_caching_hash_algorithm": "sha256_cbor", "save_decode_cache": True}  # as ours are
     try:
         user = given(extra, os.environ)
     except ConfigError as problem:
-        return known, [error("lmcache-setting", str(problem), MEND)]
-    hopeful = known | user
-    if refused := traps(hopeful, os.environ, machine):
-        return hopeful, [error("lmcache-trap", why, MEND) for why in refused]
-    return hopeful | defaults(user, machine), []
+        return known, [error("lmcache-setting", str(problem), CORRECT)]
+    as_given = known | user
+    if refused := known_problems(as_given, os.environ, machine):
+        return as_given, [error("lmcache-trap", why, CORRECT) for why in refused]
+    return as_given | defaults(user, machine), []
 
 
 def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -185,7 +185,7 @@ def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**DEFAULTS, **written}
 
 
-def habits(settings: Mapping[str, Any], worker: RankWorker) -> Iterator[Finding]:
+def costly_settings(settings: Mapping[str, Any], worker: RankWorker) -> Iterator[Finding]:
     """Settings that work but cost something."""
     if not settings["local_cpu"] and not settings["local_disk"] and not settings["remote_url"]:
         yield error(

@@ -7,22 +7,22 @@ actor of Ray Serve, the simulator) reports events and executes the answers.
     reported(now_s, report)              its latest report; ignored for an unknown replica
     left(replica)                        it drains: nothing is sent there any more, its turns end there
     died(now_s, replica)                 it is gone, and its turns with it
-    restores(now_s, replica, programs)   after a restart of the fleet: the programs that the replica knows
+    restore(now_s, replica, programs)    after a restart of the fleet: the programs that the replica knows
 
     arrived(now_s, turn, program, prompt_tokens)   -> Route | Held | Refused
-    admits(now_s)                                  -> Routes of turns that were Held
+    admit(now_s)                                   -> Routes of turns that were Held
     first_token(turn)                    its prefill has ended
     paused(now_s, turn, context_tokens)  it ended in a tool call
     ended(now_s, turn)                   it was the program's last
     lost(now_s, turn)                    it failed, or the client left, also out of the line
 
-Call `admits` after each event that may have made room, and at each report. A host that cannot be called
+Call `admit` after each event that may have made room, and at each report. A host that cannot be called
 back may call `arrived` again for a turn that is Held: it gets its Route when its program is first in line
 and fits. A turn that has its Route gets the same one again.
 
 `program` is identity.program_id(job_id, tenant): ids of two tenants never collide. None: a request without a
-program, which never waits. `prompt_tokens` may be an estimate; `paused` has the real number. `said_turns`
-and `said_age_s` are the request's claims about a program that is unknown here. Pass only trusted claims:
+program, which never waits. `prompt_tokens` may be an estimate; `paused` has the real number. `claimed_turns`
+and `claimed_age_s` are the request's claims about a program that is unknown here. Pass only trusted claims:
 with them a program skips the line (docs/settings.md, continuum.honor_program_age). A Route has the same two
 figures for the engine, `program_turns` and `program_age_s`: pass them on with each turn.
 
@@ -211,7 +211,7 @@ class Fleet:
         if report.replica in self.places.places:
             self.reported(now_s, report)
         else:
-            place = self.places.joins(report)
+            place = self.places.add_replica(report)
             place.turns |= {t for t, live in self.turns.items() if live.route.replica == report.replica}
 
     def reported(self, now_s: float, report: ReplicaReport) -> None:
@@ -234,9 +234,9 @@ class Fleet:
         """It is gone with all turns that were sent there. Their programs keep their age."""
         self.left(replica)
         for turn in [turn for turn, live in self.turns.items() if live.route.replica == replica]:
-            self._gone(now_s, turn)
+            self._end_turn(now_s, turn)
 
-    def restores(self, now_s: float, replica: ReplicaId, programs: Iterable[Known]) -> None:
+    def restore(self, now_s: float, replica: ReplicaId, programs: Iterable[Known]) -> None:
         """Add a replica's programs to a fleet that has just started. If two replicas know a program, its
         home is the one with a turn of it, else the one that knows more turns."""
         place = self.places.places.get(replica)
@@ -249,7 +249,7 @@ class Fleet:
             if entry is not None and entry.home in self.places.places:
                 self.places.places[entry.home].admission.remove_program(known.program)
             if entry is None:
-                entry = self._meets(now_s, known.program, known.age_s)
+                entry = self._add_program(now_s, known.program, known.age_s)
             entry.turns, entry.context_tokens, entry.home = known.turns, known.context_tokens, replica
             entry.moved_s = now_s  # it may have moved just before
             for turn in known.live:
@@ -266,38 +266,38 @@ class Fleet:
         turn: TurnId,
         program: ProgramId | None,
         prompt_tokens: int,
-        said_turns: int = 0,
-        said_age_s: float = 0.0,
+        claimed_turns: int = 0,
+        claimed_age_s: float = 0.0,
     ) -> Route | Held | Refused:
         """A turn arrived: where it goes, or that it waits. May be called again for a turn that is here."""
         if (live := self.turns.get(turn)) is not None:
             return live.route
         if turn in self.waiting:
-            return self._asked_again(now_s, turn)
+            return self._retry(now_s, turn)
         if program is None:
-            return self._visits(now_s, turn, prompt_tokens)
+            return self._route_anonymous(now_s, turn, prompt_tokens)
         entry = self.programs.get(program)
         if entry is None:
-            if not said_turns and self._is_full():
+            if not claimed_turns and self._is_full():
                 self.refused += 1
                 return Refused(turn, self.places.retry_after_s(now_s))
-            entry = self._meets(now_s, program, said_age_s, said_turns)
-            if said_turns and self.places.places:
+            entry = self._add_program(now_s, program, claimed_age_s, claimed_turns)
+            if claimed_turns and self.places.places:
                 entry.home = hashed(program, self.places.places, self._key)
                 return self._send(now_s, entry, turn, prompt_tokens, Why.HASHED)
-        self._seen(now_s, entry)
+        self._touch(now_s, entry)
         if entry.home is not None:
-            return self._later(now_s, entry, turn, prompt_tokens)
+            return self._route_later_turn(now_s, entry, turn, prompt_tokens)
         age_s = now_s - entry.arrival_s
         done = max(entry.turns, int(entry.has_started))
-        self.places.waits(now_s, program, turn, prompt_tokens, age_s, done)
+        self.places.add_to_line(now_s, program, turn, prompt_tokens, age_s, done)
         self.waiting[turn] = program
-        return self._asked_again(now_s, turn)
+        return self._retry(now_s, turn)
 
-    def admits(self, now_s: float) -> tuple[Route, ...]:
+    def admit(self, now_s: float) -> tuple[Route, ...]:
         """Start programs of the line for which there is room, in order, with all their turns."""
         found: list[Route] = []
-        while (started := self._starts(now_s)) is not None:
+        while (started := self._start_first(now_s)) is not None:
             found += started
         return tuple(found)
 
@@ -308,7 +308,7 @@ class Fleet:
 
     def paused(self, now_s: float, turn: TurnId, context_tokens: int) -> None:
         """The turn ended in a tool call, with a context of this many tokens, prompt and output."""
-        if (live := self._gone(now_s, turn)) is None:
+        if (live := self._end_turn(now_s, turn)) is None:
             return
         entry, place = self.programs.get(live.program), self._place(live)
         if entry is None:
@@ -322,7 +322,7 @@ class Fleet:
 
     def ended(self, now_s: float, turn: TurnId) -> None:
         """The turn ended, and was its program's last. A program with other turns continues."""
-        if (live := self._gone(now_s, turn)) is None:
+        if (live := self._end_turn(now_s, turn)) is None:
             return
         entry, place = self.programs.get(live.program), self._place(live)
         if entry is not None:
@@ -338,9 +338,9 @@ class Fleet:
     def lost(self, now_s: float, turn: TurnId) -> None:
         """The turn is gone, unfinished. Its program may continue."""
         if (program := self.waiting.pop(turn, None)) is not None:
-            self.places.leaves(program, turn)
+            self.places.remove_from_line(program, turn)
             self._forget_if_nothing(program)
-        elif (live := self._gone(now_s, turn)) is not None:
+        elif (live := self._end_turn(now_s, turn)) is not None:
             if (place := self._place(live)) is not None:
                 place.admission.remove_turn(live.program)
             self._forget_if_nothing(live.program)
@@ -392,7 +392,7 @@ class Fleet:
         """Whether no new program may join the line."""
         return self.places.new >= self.config.max_line
 
-    def _visits(self, now_s: float, turn: TurnId, prompt_tokens: int) -> Route | Refused:
+    def _route_anonymous(self, now_s: float, turn: TurnId, prompt_tokens: int) -> Route | Refused:
         """A request without a program."""
         if not self.places.places:
             self.refused += 1
@@ -402,18 +402,18 @@ class Fleet:
         self.places.places[replica].admission.on_arrival(now_s, alone, prompt_tokens, exempt=True)
         return self._sent(turn, alone, Route(turn, replica, Why.ALONE), prompt_tokens, 0)
 
-    def _later(self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int) -> Route:
+    def _route_later_turn(self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int) -> Route:
         """A turn of a program with a home."""
         home = entry.home
         assert home is not None
         if len(self.places.places) > 1 and not entry.live:
-            answer = self._weighs(now_s, entry, prompt_tokens)
+            answer = self._decide_move(now_s, entry, prompt_tokens)
             if isinstance(answer, Move):
-                return self._moves(now_s, entry, turn, prompt_tokens, answer.to)
+                return self._move(now_s, entry, turn, prompt_tokens, answer.to)
             self.stays[answer.reason] += 1
         return self._send(now_s, entry, turn, prompt_tokens, Why.HOME)
 
-    def _weighs(self, now_s: float, entry: FleetProgram, prompt_tokens: int) -> Move | Stay:
+    def _decide_move(self, now_s: float, entry: FleetProgram, prompt_tokens: int) -> Move | Stay:
         """Whether the program, which is between turns, should move."""
         there = self.places.places
         assert entry.home is not None
@@ -432,7 +432,7 @@ class Fleet:
         return Side(
             place.report.replica,
             place.wait_s(is_fresh),
-            self._recompute_s(place, context_tokens) if is_home else self._bring_s(costs, context_tokens),
+            self._recompute_s(place, context_tokens) if is_home else self._transfer_s(costs, context_tokens),
             is_home or (is_fresh and place.fits(prompt_tokens, max(1, entry.turns))),
             is_fresh,
         )
@@ -444,7 +444,7 @@ class Fleet:
             return 0.0
         return place.report.costs.prefill_s(context_tokens - kept_tokens, kept_tokens)
 
-    def _bring_s(self, costs: CostModel, context_tokens: int) -> float:
+    def _transfer_s(self, costs: CostModel, context_tokens: int) -> float:
         """Seconds to bring a context to a replica that never had it."""
         if self.config.substrate == "none":
             return costs.prefill_s(context_tokens)
@@ -455,7 +455,7 @@ class Fleet:
             return min(over_s, costs.prefill_s(context_tokens))
         return costs.reload_s(Residency(0, context_tokens, 0, context_tokens))
 
-    def _moves(
+    def _move(
         self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int, to: ReplicaId
     ) -> Route:
         """The program moves to another home, with this turn."""
@@ -464,18 +464,18 @@ class Fleet:
         self.places.places[old].admission.remove_program(entry.id)
         self.thrash += now_s - entry.moved_s < self.config.cooldown_s
         entry.home, entry.moved_s = to, now_s
-        self.places.places[to].promises(now_s, prompt_tokens, max(1, entry.turns))
+        self.places.places[to].reserve(now_s, prompt_tokens, max(1, entry.turns))
         return self._send(now_s, entry, turn, prompt_tokens, Why.MOVED, old)
 
-    def _asked_again(self, now_s: float, turn: TurnId) -> Route | Held:
+    def _retry(self, now_s: float, turn: TurnId) -> Route | Held:
         """A turn in the line: its program starts, if it is first and there is room."""
         waiting = self.places.line[self.waiting[turn]]
         if self.places.head() is waiting:
-            self._starts(now_s)
+            self._start_first(now_s)
         live = self.turns.get(turn)
         return live.route if live is not None else Held(turn, waiting.since_s)
 
-    def _starts(self, now_s: float) -> list[Route] | None:
+    def _start_first(self, now_s: float) -> list[Route] | None:
         """Start the first in line, with all its turns; None: none starts."""
         waiting = self.places.head()
         there = self.places.places
@@ -483,7 +483,7 @@ class Fleet:
             return None
         for place in there.values():
             place.admission.expire_absent(now_s)
-        choice = self.places.choice(now_s, waiting)
+        choice = self.places.choose_replica(now_s, waiting)
         why = Why.REHOMED if waiting.finished else Why.FIRST
         if choice is None:
             if any(p.age_s(now_s) <= self.config.first_turn_age_s for p in there.values()):
@@ -492,7 +492,7 @@ class Fleet:
         replica, fits = choice
         if why is Why.FIRST and not fits:
             why = Why.LET_IN
-        self.places.starts(now_s, waiting, replica)
+        self.places.start(now_s, waiting, replica)
         entry = self.programs[waiting.program]
         entry.home = replica
         found = []
@@ -536,34 +536,34 @@ class Fleet:
         there_tokens = min(held_tokens, prompt_tokens)
         tokens = prompt_tokens - there_tokens
         seconds = place.report.costs.prefill_s(tokens, there_tokens)
-        place.sends(turn, Pending(tokens, seconds, is_first=not route.program_turns))
+        place.add_turn(turn, Pending(tokens, seconds, is_first=not route.program_turns))
         self.turns[turn] = Live(program, route)
         self.routes[route.why] += 1
         return route
 
-    def _gone(self, now_s: float, turn: TurnId) -> Live | None:
+    def _end_turn(self, now_s: float, turn: TurnId) -> Live | None:
         """A turn that was sent has ended."""
         live = self.turns.pop(turn, None)
         if live is None:
             return None
         if (place := self._place(live)) is not None:
-            place.gone(turn)
+            place.remove_turn(turn)
         if (entry := self.programs.get(live.program)) is not None:
             entry.live.discard(turn)
-            self._seen(now_s, entry)
+            self._touch(now_s, entry)
         return live
 
     def _place(self, live: Live) -> Place | None:
         """The replica that the turn was sent to, if it is there."""
         return self.places.places.get(live.route.replica)
 
-    def _meets(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> FleetProgram:
+    def _add_program(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> FleetProgram:
         """Add a program that is not known."""
         self._forget_surplus(self.config.max_programs - 1)
         entry = self.programs[program] = FleetProgram(program, now_s - age_s, now_s, turns)
         return entry
 
-    def _seen(self, now_s: float, entry: FleetProgram) -> None:
+    def _touch(self, now_s: float, entry: FleetProgram) -> None:
         entry.seen_s = now_s
         self.programs.move_to_end(entry.id)
 

@@ -59,7 +59,7 @@ class Homes(Generic[Replica]):
             self._replicas.move_to_end(name)
         return found
 
-    def settles(self, program: ProgramId, replica: Replica) -> None:
+    def record(self, program: ProgramId, replica: Replica) -> None:
         """A turn of the program went there, and the next one will."""
         name = digest(program, self._key)
         self._replicas[name] = replica
@@ -67,7 +67,7 @@ class Homes(Generic[Replica]):
         if len(self._replicas) > self.most:
             self._replicas.popitem(last=False)
 
-    def leaves(self, program: ProgramId) -> None:
+    def forget(self, program: ProgramId) -> None:
         """The program has ended."""
         self._replicas.pop(digest(program, self._key), None)
 

@@ -38,7 +38,7 @@ class Case:
     """A turn has arrived of a program that has a home and no other live turn."""
 
     home: Side
-    others: Sequence[Side]
+    candidates: Sequence[Side]
     since_move_s: float  # since the program's last move; inf: it never moved
 
 
@@ -91,7 +91,7 @@ def decide(mover: str, case: Case, limits: Limits) -> Move | Stay:
 
 def eligible(case: Case) -> list[Side]:
     """The replicas that a move could go to."""
-    return [side for side in case.others if side.has_room and side.is_fresh]
+    return [side for side in case.candidates if side.has_room and side.is_fresh]
 
 
 def gain_s(case: Case, side: Side, limits: Limits) -> float:

@@ -24,7 +24,7 @@ from continuum_lmcache.types import ProgramId, TurnId
 
 RATE_STARTS = 64  # latest starts from the line, for its speed
 LEAST_RETRY_S = 1.0
-MOST_PROMISES = 1024  # since one report, whose period is half a second
+MAX_RESERVATIONS = 1024  # since one report, whose period is half a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Place:
     admission: AdmissionController
     turns: set[TurnId] = field(default_factory=set)  # live
     pending: dict[TurnId, Pending] = field(default_factory=dict)  # of these
-    promised: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_PROMISES))
+    reserved: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_RESERVATIONS))
 
     @property
     def requests(self) -> int:
@@ -73,19 +73,19 @@ class Place:
     def reported(self, report: ReplicaReport) -> None:
         """A newer report."""
         self.report = report
-        self.admission.room = KVCapacity(report.gpu_tokens, report.tier_tokens)
-        while self.promised and self.promised[0][0] <= report.at_s:
-            self.promised.popleft()
+        self.admission.capacity = KVCapacity(report.gpu_tokens, report.tier_tokens)
+        while self.reserved and self.reserved[0][0] <= report.at_s:
+            self.reserved.popleft()
 
-    def promises(self, now_s: float, prompt_tokens: int, turns: int) -> None:
+    def reserve(self, now_s: float, prompt_tokens: int, turns: int) -> None:
         """A program that has finished `turns` goes there, which the next report will count."""
-        self.promised.append((now_s, self.admission.growth.forecast_tokens(prompt_tokens, turns)))
+        self.reserved.append((now_s, self.admission.growth.forecast_tokens(prompt_tokens, turns)))
 
     def headroom_tokens(self) -> float:
         """The largest forecast for which there is room."""
         if self.report.headroom_tokens is None:
             return self.admission.headroom_tokens
-        return self.report.headroom_tokens - sum(tokens for _, tokens in self.promised)
+        return self.report.headroom_tokens - sum(tokens for _, tokens in self.reserved)
 
     @property
     def kept_share(self) -> float:
@@ -105,7 +105,7 @@ class Place:
         need = self.admission.growth.forecast_tokens(prompt_tokens, turns)
         return not self.report.pending_programs and need <= self.headroom_tokens()
 
-    def sends(self, turn: TurnId, pending: Pending) -> None:
+    def add_turn(self, turn: TurnId, pending: Pending) -> None:
         """A turn goes there."""
         self.turns.add(turn)
         self.pending[turn] = pending
@@ -114,7 +114,7 @@ class Place:
         """Its prefill has ended."""
         self.pending.pop(turn, None)
 
-    def gone(self, turn: TurnId) -> None:
+    def remove_turn(self, turn: TurnId) -> None:
         """It has ended."""
         self.first_token(turn)
         self.turns.discard(turn)
@@ -156,14 +156,14 @@ class Places:
     line: dict[ProgramId, Waiting] = field(default_factory=dict)
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_STARTS))
 
-    def joins(self, report: ReplicaReport) -> Place:
+    def add_replica(self, report: ReplicaReport) -> Place:
         """One replica more."""
-        room = KVCapacity(report.gpu_tokens, report.tier_tokens)
-        admission = AdmissionController(room, self.max_wait_s, growth=self.growth)
+        capacity = KVCapacity(report.gpu_tokens, report.tier_tokens)
+        admission = AdmissionController(capacity, self.max_wait_s, growth=self.growth)
         place = self.places[report.replica] = Place(report, admission)
         return place
 
-    def waits(
+    def add_to_line(
         self, now_s: float, program: ProgramId, turn: TurnId, tokens: int, age_s: float, done: int
     ) -> None:
         """Add a turn of a program without a home to the line, or to its program's place there. `age_s`: since
@@ -175,7 +175,7 @@ class Places:
         if not done:
             self.growth.first(tokens)
 
-    def leaves(self, program: ProgramId, turn: TurnId) -> None:
+    def remove_from_line(self, program: ProgramId, turn: TurnId) -> None:
         """Remove a turn that waits."""
         if (waiting := self.line.get(program)) is not None:
             waiting.turns.pop(turn, None)
@@ -191,28 +191,28 @@ class Places:
         """The first in line: started programs before new ones, then the oldest."""
         return min(self.line.values(), key=lambda w: (not w.finished, w.arrival_s), default=None)
 
-    def choice(self, now_s: float, waiting: Waiting) -> tuple[ReplicaId, bool] | None:
+    def choose_replica(self, now_s: float, waiting: Waiting) -> tuple[ReplicaId, bool] | None:
         """Where the first in line may start now, and whether it fits there; None: it waits."""
         waiting.first_s = min(waiting.first_s, now_s)
         tokens, done = waiting.prompt_tokens, waiting.finished
-        heard = [p for p in self.places.values() if p.age_s(now_s) <= self.first_turn_age_s]
-        fitting = [p for p in heard if p.fits(tokens, done)]
+        recent = [p for p in self.places.values() if p.age_s(now_s) <= self.first_turn_age_s]
+        fitting = [p for p in recent if p.fits(tokens, done)]
         if fitting:
             return self.fewest(fitting), True
-        if idle := [p for p in heard if not p.requests]:
+        if idle := [p for p in recent if not p.requests]:
             return self.fewest(idle), False
         over = now_s - waiting.since_s >= self.max_rehome_s if done else False
-        if heard and (over or now_s - waiting.first_s >= self.max_wait_s):
-            return self.fewest(heard), False
+        if recent and (over or now_s - waiting.first_s >= self.max_wait_s):
+            return self.fewest(recent), False
         return None
 
-    def starts(self, now_s: float, waiting: Waiting, replica: ReplicaId) -> None:
+    def start(self, now_s: float, waiting: Waiting, replica: ReplicaId) -> None:
         """Remove the program from the line; all its turns go to this replica."""
         del self.line[waiting.program]
         self._starts.append(now_s)
         place = self.places[replica]
         tokens, done = waiting.prompt_tokens, waiting.finished
-        place.promises(now_s, tokens, done)
+        place.reserve(now_s, tokens, done)
         if done:
             for prompt_tokens in waiting.turns.values():
                 place.admission.on_arrival(now_s, waiting.program, prompt_tokens, turns=done)

@@ -24,13 +24,13 @@ class EndClaim:
 class EndClaims:
     """Programs whose clients reported their end, and how many of them returned."""
 
-    said: int = 0
+    claims: int = 0
     wrong: int = 0
     _ended: OrderedDict[ProgramId, EndClaim] = field(default_factory=OrderedDict)
 
     def claim(self, program: ProgramId, ending: EndClaim) -> None:
         """A client reports the program's end."""
-        self.said += 1
+        self.claims += 1
         self._ended[program] = ending
         if len(self._ended) > REMEMBERED:
             self._ended.popitem(last=False)
@@ -44,4 +44,4 @@ class EndClaims:
     @property
     def is_trusted(self) -> bool:
         """Whether so few returned that eviction pays: a wrong claim costs the whole context."""
-        return self.wrong <= WRONG_SHARE * max(self.said, LEAST_ENDINGS)
+        return self.wrong <= WRONG_SHARE * max(self.claims, LEAST_ENDINGS)

@@ -20,9 +20,9 @@ from ray import serve
 from ray.exceptions import RayError
 
 from continuum_lmcache.fleet.homes import MOST_PROGRAMS
-from continuum_lmcache.serve.books import Books
 from continuum_lmcache.serve.gauges import figures, report
 from continuum_lmcache.serve.listening import on_the_nodes_address_alone
+from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 
 logger = logging.getLogger("ray.serve")
@@ -62,7 +62,7 @@ class Replica:
         on_the_nodes_address_alone()
         self._settings, self._below = settings, below
         self._has_ended = asyncio.Event()  # a turn, since the last report
-        self._books = Books(MOST_PROGRAMS, on_end=self._has_ended.set)
+        self._programs = ReplicaPrograms(MOST_PROGRAMS, on_end=self._has_ended.set)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._engine: Any = None
         self._reporting: asyncio.Task[None] | None = None
@@ -75,7 +75,7 @@ class Replica:
         os.environ.setdefault(HONOR, "true")  # engine.under_way has the fleet's figures, for all tenants
         if self._below is not None:
             await self._below.ready.remote()
-        watch = partial(TurnPrompt.of_this_request, self._books)
+        watch = partial(TurnPrompt.of_this_request, self._programs)
         self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         app.add_api_route("/fleet/metrics", self.fleet_metrics, methods=["GET"])
@@ -122,17 +122,17 @@ class Replica:
 
     async def _report(self) -> None:
         """Report to the state how full this replica is, each report_s and as soon as a turn has ended."""
-        known_to, books = "", self._books
+        known_to, programs = "", self._programs
         about = {"rank": self.rank, "pid": os.getpid(), "addresses": {"Ray": ray.util.get_node_ip_address()}}
         while True:
             self._has_ended.clear()
-            self._engine.look()
-            news, books.news = books.news, []
+            self._engine.report_prefills()
+            events, programs.events = programs.events, []
             try:
                 says = report(self._name, self._engine.gpu_tokens, figures())
-                answer = await self._ask("take_report", self._name, about, says, news)
+                answer = await self._ask("take_report", self._name, about, says, events)
                 if answer != known_to:  # a new state, without any programs
-                    await self._ask("restore_programs", self._name, books.known(time.monotonic()))
+                    await self._ask("restore_programs", self._name, programs.known(time.monotonic()))
                     known_to = answer
             except NO_STATE as error:
                 if known_to:  # logged once, not each half second

@@ -101,7 +101,7 @@ class ProgramRouter(ConsistentHashRouter):
         if chosen is None:
             chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         if turn.program:
-            self._homes.settles(ProgramId(turn.program), chosen.replica_id.unique_id)
+            self._homes.record(ProgramId(turn.program), chosen.replica_id.unique_id)
         return chosen
 
     async def _of_rank(self, pending_request: PendingRequest, rank: int) -> RunningReplica:

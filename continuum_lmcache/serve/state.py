@@ -25,8 +25,8 @@ from prometheus_client.registry import Collector
 
 from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
-from continuum_lmcache.serve.books import FirstToken, News
 from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.replica_programs import FirstToken, TurnEvent
 from continuum_lmcache.types import ProgramId, TurnId
 
 FIRST_BYTES_PER_TOKEN = 4.0  # of a request's body, until prompts have been measured
@@ -110,7 +110,7 @@ class FleetState:
     # called by a replica -----------------------------------------------------
 
     async def take_report(
-        self, replica: str, about: Mapping[str, Any], report: ReplicaReport, news: Iterable[News]
+        self, replica: str, about: Mapping[str, Any], report: ReplicaReport, events: Iterable[TurnEvent]
     ) -> str:
         """A replica's report: its events and how full it is. The answer is this state's name: to a new name
         the replica must report all its programs (`restore_programs`)."""
@@ -118,7 +118,7 @@ class FleetState:
         if name not in self._removed:
             self._about[name] = about
             self.fleet.joined(now_s, replace(report, at_s=now_s))
-        for one in news:
+        for one in events:
             self._apply(now_s, one)
         self._admit()
         return self.name
@@ -126,7 +126,7 @@ class FleetState:
     async def restore_programs(self, replica: str, held: Iterable[Known]) -> None:
         """All programs that a replica knows."""
         if ReplicaId(replica) not in self._removed:
-            self.fleet.restores(self.now_s(), ReplicaId(replica), held)
+            self.fleet.restore(self.now_s(), ReplicaId(replica), held)
             self._restored.add(replica)
 
     # called by users ---------------------------------------------------------
@@ -188,7 +188,7 @@ class FleetState:
         while self.now_s() < self._start_until_s and not self._restored.issuperset(there):
             await asyncio.sleep(POLL_S)
 
-    def _apply(self, now_s: float, one: News) -> None:
+    def _apply(self, now_s: float, one: TurnEvent) -> None:
         if isinstance(one, FirstToken):
             if one.body_bytes:
                 self._body_bytes += one.body_bytes
@@ -207,7 +207,7 @@ class FleetState:
 
     def _admit(self) -> None:
         """Answer the waiting requests for which there is room now."""
-        for route in self.fleet.admits(self.now_s()):
+        for route in self.fleet.admit(self.now_s()):
             waits = self._waiting.get(route.turn)
             if waits is not None and not waits.done():
                 waits.set_result(route)

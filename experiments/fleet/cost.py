@@ -39,7 +39,7 @@ class BusyFleet:
             self.fleet.joined(0.0, self.report(name))
         self.programs = [ProgramId(f"program-{i}@0123456789ab") for i in range(programs)]
         for i, program in enumerate(self.programs):
-            turn = self.comes(program, said_turns=1)
+            turn = self.comes(program, claimed_turns=1)
             self.fleet.first_token(turn)
             if i >= live * replicas:
                 self.fleet.paused(self.now_s, turn, PROMPT_TOKENS)
@@ -48,10 +48,10 @@ class BusyFleet:
         room = {"headroom_tokens": float(GPU_TOKENS), "oldest_returning_wait_s": waits_s}
         return ReplicaReport(name, self.now_s, GPU_TOKENS, requests=32, **room)
 
-    def comes(self, program: ProgramId, said_turns: int = 0) -> TurnId:
+    def comes(self, program: ProgramId, claimed_turns: int = 0) -> TurnId:
         self._turns += 1
         turn = TurnId(f"turn-{self._turns}")
-        answer = self.fleet.arrived(self.now_s, turn, program, PROMPT_TOKENS + 500, said_turns, 60.0)
+        answer = self.fleet.arrived(self.now_s, turn, program, PROMPT_TOKENS + 500, claimed_turns, 60.0)
         assert isinstance(answer, Route)
         return turn
 

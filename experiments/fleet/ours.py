@@ -35,7 +35,7 @@ class Ours:
 
     def opens(self, now_s: float, replicas: Sequence[Replica]) -> list[Opening]:
         self._hears(now_s, replicas)
-        return [Opening(self.held.pop(route.turn), int(route.replica)) for route in self.fleet.admits(now_s)]
+        return [Opening(self.held.pop(route.turn), int(route.replica)) for route in self.fleet.admit(now_s)]
 
     def first_token(self, _now_s: float, turn: Turn) -> None:
         self.fleet.first_token(TurnId(turn.id))
@@ -87,7 +87,7 @@ def report(now_s: float, replica: Replica) -> ReplicaReport:
         at_s=now_s,
         gpu_tokens=replica.kv_tokens,
         requests=requests,
-        tier_tokens=admission.room.tier_tokens,
+        tier_tokens=admission.capacity.tier_tokens,
         headroom_tokens=admission.headroom_tokens,
         pending_programs=len(admission.pending),
         oldest_returning_wait_s=replica.oldest_returning_wait_s(now_s),

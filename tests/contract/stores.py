@@ -20,7 +20,7 @@ import torch
 from connectors.fake.config import GB, FakeConfig
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
-from connectors.tier_model.lru_tier import chain
+from connectors.tier_model.lru_tier import chunk_names
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit, TierStore
 from continuum_lmcache.types import Tier
 
@@ -92,7 +92,7 @@ class FakeStore:
         self.planner.store.settle(self.now_s)
 
     def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
-        names = chain(token_ids, self.chunk_tokens)
+        names = chunk_names(token_ids, self.chunk_tokens)
         self.planner.store.forget(names[-(-kept_tokens // self.chunk_tokens) :])
 
     def transfers(self) -> list[KVTransfer]:

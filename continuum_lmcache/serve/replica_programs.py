@@ -28,7 +28,7 @@ class TurnEnd:
     is_last: bool
 
 
-News = FirstToken | TurnEnd
+TurnEvent = FirstToken | TurnEnd
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Turn:
 
 
 @dataclass(slots=True)
-class Books:
+class ReplicaPrograms:
     """The programs of this replica, `most` at most (those idle longest are dropped), and their events.
 
     `on_end` is called as a turn ends.
@@ -56,7 +56,7 @@ class Books:
 
     most: int
     on_end: Callable[[], None] = lambda: None
-    news: list[News] = field(default_factory=list)
+    events: list[TurnEvent] = field(default_factory=list)
     _programs: OrderedDict[ProgramId, _Program] = field(default_factory=OrderedDict)
     _turns: dict[TurnId, _Turn] = field(default_factory=dict)
 
@@ -77,7 +77,7 @@ class Books:
         live = self._turns[turn]
         if not live.has_first_token:
             live.has_first_token = True
-            self.news.append(FirstToken(turn, prompt_tokens, body_bytes))
+            self.events.append(FirstToken(turn, prompt_tokens, body_bytes))
 
     def stops(self, turn: TurnId, context_tokens: int, is_last: bool) -> None:
         """The prompt's generation has ended, with a context of this many tokens; 0: it did not finish."""
@@ -87,7 +87,7 @@ class Books:
         if live.running:
             return
         del self._turns[turn]
-        self.news.append(TurnEnd(turn, live.context_tokens, is_last))
+        self.events.append(TurnEnd(turn, live.context_tokens, is_last))
         self.on_end()
         seen = self._programs.get(live.program)
         if seen is None:
