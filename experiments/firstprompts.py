@@ -37,7 +37,7 @@ def told(name: str, programs: Sequence[Program]) -> list[str]:
     final = [p.turns[-1].context_tokens for p in longer]
     growth = ContextGrowth()
     for program, size in zip(longer, final, strict=True):
-        growth.program(len(program.turns), program.turns[0].input_tokens, size)
+        growth.add_program(len(program.turns), program.turns[0].input_tokens, size)
     medians = (f"{np.median(column):,.0f}" for column in (first, final, turns))
     pairs = ((first, work), (first, turns), (turns, final))
     together = (f"{correlation(*pair):.2f}" for pair in pairs)

@@ -22,9 +22,9 @@ def learned() -> ContextGrowth:
     """From thirty honest programs of six turns, 300 tokens to 660."""
     growth = ContextGrowth()
     for _ in range(30):
-        growth.first(300)
-        growth.turn(72)
-        growth.program(6, 300, 660)
+        growth.add_first_prompt(300)
+        growth.add_turn(72)
+        growth.add_program(6, 300, 660)
     return growth
 
 

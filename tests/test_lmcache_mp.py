@@ -262,7 +262,7 @@ def never_answered(rig: MpEngine) -> Moves:
 def ended(rig: MpEngine, *finished: str) -> tuple[set[str], set[str], set[int]]:
     """What the worker tells at a step's end: stored, loaded, and blocks whose load failed."""
     rig.worker.poll()
-    with rig.worker.giving_up_only_what_is_over():
+    with rig.worker.without_giving_up():
         stored, loaded = rig.adapter.get_finished(set(finished))
     return stored, loaded, rig.adapter.get_block_ids_with_load_errors()
 

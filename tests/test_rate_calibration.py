@@ -115,7 +115,7 @@ def test_what_must_be_computed_again_is_stored_again_and_a_pin_saves_that_too():
 def test_the_prefill_curve_follows_the_steps(times):
     rates = CalibratedCosts(PROFILE)
     for _ in range(50):
-        rates.computed(took_s=times * 10.0, said_s=rates.costs.prefill_s(1000))
+        rates.observe_prefill(took_s=times * 10.0, predicted_s=rates.costs.prefill_s(1000))
     assert rates.costs.prefill_s(1000) == pytest.approx(times * 10.0, rel=0.02)
     assert rates.samples["prefill"] == 30 + 50
 

@@ -38,7 +38,7 @@ def test_measurements_move_the_rates_and_their_samples_together() -> None:
     for _ in range(5):
         rates.observe(KVTransfer(Tier.SSD, "load", 1000, 10**9, 10.0))
         rates.observe(KVTransfer(Tier.DRAM, "store", 1000, 10**9, 0.5))
-    rates.computed(took_s=1.0, said_s=0.5)
+    rates.observe_prefill(took_s=1.0, predicted_s=0.5)
     exporter().observe(rate_totals(rates), ENGINE)
     samples = {r: told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")}
     assert samples == {"prefill": 1, "dram": 0, "ssd": 5, "store": 5}

@@ -53,8 +53,11 @@ class GpuBench(Bench):
         self.scheduler._update_after_schedule = note
         rates = self.lifecycle.advisor.rates
         self.ratios: list[float] = []
-        learn = rates.computed
-        rates.computed = lambda took_s, said_s: (self.ratios.append(took_s / said_s), learn(took_s, said_s))
+        learn = rates.observe_prefill
+        rates.observe_prefill = lambda took_s, predicted_s: (
+            self.ratios.append(took_s / predicted_s),
+            learn(took_s, predicted_s),
+        )
 
     @staticmethod
     def new_tokens(output: Any) -> int:

@@ -127,13 +127,13 @@ class FakeConnector(KVConnectorBase_V1):
         return False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        tokens = self.planner.offer(request, num_computed_tokens)
+        tokens = self.planner.offered_tokens(request, num_computed_tokens)
         return tokens, self.config.load_async and tokens > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self.planner.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.planner.on_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.planner.step(scheduler_output)

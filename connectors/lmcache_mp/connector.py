@@ -137,12 +137,12 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def on_new_request(self, request: Request) -> None:
         """With eager_prefetch the lookup is submitted here, and its lease's age counts from now."""
         if self._eager_prefetch and not request.resumable:
-            self._asks(request.request_id, self._get_or_create_request_tracker(request))
+            self._note_lookup(request.request_id, self._get_or_create_request_tracker(request))
         super().on_new_request(request)
 
-    def _asks(self, request_id: str, tracker: Any) -> None:
+    def _note_lookup(self, request_id: str, tracker: Any) -> None:
         """Note that the request's lookup is submitted now, or was before."""
-        self._leases.asked(request_id)
+        self._leases.on_lookup(request_id)
         if request_id not in self._found:
             self._found[request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
 
@@ -163,7 +163,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             return 0, False
         if self._renew_lease_if_old(request.request_id, tracker):
             return None, True
-        self._asks(request.request_id, tracker)
+        self._note_lookup(request.request_id, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
             # an earlier lookup's hits: LMCache keeps them when a later lookup finds nothing, counts that many
             # tokens as computed, and stores their blocks before they are computed
@@ -189,15 +189,15 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._leases.used(request.request_id)
+        self._leases.on_admission(request.request_id)
         self._declined.discard(request.request_id)
         if num_external_tokens:
             self._loading.add(request.request_id)
         else:
-            self._count_what_came(request)
+            self._recount_after_failed_load(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def _count_what_came(self, request: Request) -> None:
+    def _recount_after_failed_load(self, request: Request) -> None:
         """Correct LMCache's counts after a failed load: it counts as computed what it had found, and stores
         blocks too early. If vLLM has nothing of the prompt, LMCache itself restarts the count."""
         tracker, computed = self.request_trackers[request.request_id], request.num_computed_tokens
@@ -275,7 +275,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         else:
             self._worker.poll()
             left_loading: set[str] = self._get_connector_metadata().left_loading
-            with self._worker.giving_up_only_what_is_over():
+            with self._worker.without_giving_up():
                 stored, loaded = super().get_finished(finished_req_ids - left_loading)
             ended = self._worker.stored(stored or set()), loaded
         return ended

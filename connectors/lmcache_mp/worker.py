@@ -151,7 +151,7 @@ class MpWorkerSide:
         return reported - self._storing
 
     @contextlib.contextmanager
-    def giving_up_only_what_is_over(self) -> Iterator[None]:
+    def without_giving_up(self) -> Iterator[None]:
         """Within it the adapter sees the server as healthy, so its get_finished gives up no transfer.
 
         LMCache's heartbeat has the event itself, and continues.

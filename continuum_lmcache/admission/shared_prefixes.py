@@ -28,7 +28,7 @@ class SharedPrefixIndex:
         self._heads: OrderedDict[Hashable, int] = OrderedDict()  # blocks
         self._depths: Counter[int] = Counter()  # number of heads with this many blocks
 
-    def found(self, hashes: Sequence[Hashable], tokens: int) -> None:
+    def record_hit(self, hashes: Sequence[Hashable], tokens: int) -> None:
         """A program's first turn found the KV of its first `tokens`."""
         blocks = tokens // self._block_tokens
         if not 0 < blocks <= len(hashes):

@@ -58,7 +58,7 @@ def places_at(url: str, report: Mapping[str, Any] | None) -> list[Place]:
     return [(url, row["rank"]) for row in report["replicas"]] if report is not None else [(url, None)]
 
 
-def wrong(findings: list[Finding]) -> bool:
+def has_problems(findings: list[Finding]) -> bool:
     """Whether a finding is worse than a NOTE."""
     return any(finding.severity is not Severity.NOTE for finding in findings)
 
@@ -68,7 +68,7 @@ def as_json(seen: ServerWindow, targets: Thresholds) -> dict[str, Any]:
     found = diagnose(seen, targets)
     return {
         "schema": 1,
-        "ok": not wrong(found),
+        "ok": not has_problems(found),
         "window": dataclasses.asdict(seen),
         "findings": findings_json(found),
         "not_told": {
@@ -84,7 +84,7 @@ def joined(
     found = {url: findings(report) for url, report in fleets.items()}
     return {
         "schema": 1,
-        "ok": all(one["ok"] for one in servers) and not any(wrong(each) for each in found.values()),
+        "ok": all(one["ok"] for one in servers) and not any(has_problems(each) for each in found.values()),
         "fleets": {url: {**report, "findings": findings_json(found[url])} for url, report in fleets.items()},
         "servers": [
             {"url": url, "replica": rank, **one} for (url, rank), one in zip(places, servers, strict=True)
@@ -111,7 +111,9 @@ def show(url: str, seen: ServerWindow, targets: Thresholds, console: Console) ->
     for rule, fields in not_evaluated(seen).items():
         names = ", ".join(METRICS[name] for name in fields)
         console.print(Text(f"not checked: {rule} (no {names} in these {seen.seconds:.0f} s)", style="dim"))
-    console.print(Text("\nSomething is wrong." if wrong(found) else "\nNothing is wrong.", style="bold"))
+    console.print(
+        Text("\nSomething is wrong." if has_problems(found) else "\nNothing is wrong.", style="bold")
+    )
 
 
 def lost(seen: ServerWindow, cause: str) -> str:

@@ -173,7 +173,7 @@ class Places:
             return
         self.line[program] = Waiting(program, now_s, now_s - age_s, {turn: tokens}, done)
         if not done:
-            self.growth.first(tokens)
+            self.growth.add_first_prompt(tokens)
 
     def remove_from_line(self, program: ProgramId, turn: TurnId) -> None:
         """Remove a turn that waits."""

@@ -80,10 +80,10 @@ def load(path: Path) -> Recording:
         for name, event in held(file, file.read_text(encoding="utf-8", errors="replace")):
             histories[name].append(event)
     headers = histories.pop(META, [])
-    notes = [note for header in headers for note in confessed(path, header)]
+    notes = [note for header in headers for note in header_notes(path, header)]
     if not headers and (loose := histories.pop(NO_PROGRAM, None)):
         notes.append(f"left out: {len(loose)} events of requests without a job_id")
-    merged = [story(name, events) for name, events in histories.items()]
+    merged = [program_from(name, events) for name, events in histories.items()]
     programs = tuple(sorted((p for p in merged if p.turns), key=lambda p: p.turns[0].arrival_s))
     if not programs:
         raise TraceError(f"{path}: no program arrived in this recording; nothing to analyse")
@@ -138,7 +138,7 @@ def times(event: Event) -> list[tuple[str, float]]:
     return [(key, event[key]) for key in KINDS if key in event][:1]
 
 
-def confessed(path: Path, header: Event) -> list[str]:
+def header_notes(path: Path, header: Event) -> list[str]:
     """What a recording lacks by its header. Raises TraceError for an unknown format."""
     if header.get("format") != FORMAT:
         raise TraceError(f"{path}: recording format {header.get('format')!r}; this reads format {FORMAT}")
@@ -149,7 +149,7 @@ def confessed(path: Path, header: Event) -> list[str]:
     ]
 
 
-def story(name: str, events: list[Event]) -> RecordedProgram:
+def program_from(name: str, events: list[Event]) -> RecordedProgram:
     """One program with its events in order; those of several ranks are merged."""
     program = RecordedProgram(name, events_dropped=sum(e.get("events_dropped", 0) for e in events))
     known = [(time_s, kind, e) for e in events for kind, time_s in times(e)]

@@ -185,7 +185,7 @@ def guessed_rates(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
         )
 
 
-MENDED = {  # causes in divergence.py that a user can remove
+REMEDIES = {  # causes in divergence.py that a user can remove
     "nonce": "something new stands in each prompt there: take it out, or send it last "
     "(Claude Code: CLAUDE_CODE_ATTRIBUTION_HEADER=0)",
     "tools": "a client changes its list of tools within a session: keep one list, in one order",
@@ -196,9 +196,9 @@ MENDED = {  # causes in divergence.py that a user can remove
 }
 
 
-def parted(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
+def diverging_prompts(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
     """Prompts differ from the turns before them, which costs prefill."""
-    for cause, remedy in MENDED.items():
+    for cause, remedy in REMEDIES.items():
         lost_s = seen.lost_s.get(cause, 0.0)
         if lost_s > targets.lost_share * seen.seconds:
             at_token = seen.lost_at_token.get(cause)
@@ -232,7 +232,7 @@ RULES: dict[str, HealthRule] = {
     ),
     "store stalls": HealthRule(store_stalls, ("store_s",)),
     "tier store up": HealthRule(store_down, ("tier_store_up",)),
-    "prompts go on from the turn before": HealthRule(parted, ("lost_s",)),
+    "prompts go on from the turn before": HealthRule(diverging_prompts, ("lost_s",)),
     "rates measured": HealthRule(guessed_rates, ("rate_samples",)),
 }
 

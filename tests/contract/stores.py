@@ -67,12 +67,12 @@ class FakeStore:
 
     def run(self, token_ids: Sequence[int], gpu_tokens: int = 0) -> TierHit:
         request = self._request(token_ids)
-        loads = self.planner.offer(request, gpu_tokens)
+        loads = self.planner.offered_tokens(request, gpu_tokens)
         at = list(range(-(-len(token_ids) // self.block_tokens)))
         content = self._content(token_ids)
         self._fill(content, 0, 0)
         self._fill(content, 0, gpu_tokens)
-        self.planner.admitted(request, at, loads)
+        self.planner.on_alloc(request, at, loads)
         request.num_computed_tokens = gpu_tokens + loads
         meta = self._step(request, at, len(token_ids) - request.num_computed_tokens)
         self.worker.load(meta.loads)
