@@ -102,7 +102,7 @@ CONTENDERS = tuple(
     Contender(lmcache, policy)
     for lmcache in (IN_PROCESS, MP, MP_TUNED, OUR_IN_PROCESS, OUR_MP)
     for policy in POLICIES
-    if policy != "continuum" or lmcache.is_ours  # which asks the connector where KV lies
+    if policy != "continuum" or lmcache.is_ours  # which asks the connector where KV is
 )
 
 

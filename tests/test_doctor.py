@@ -79,14 +79,14 @@ def test_the_screen_says_what_the_json_says(command: Command) -> None:
         "Can pins pay here? yes",
     ):
         assert words in ran.out, words
-    assert ran.out.rstrip().endswith("Serving so is advisable.")
+    assert ran.out.rstrip().endswith("This deployment is advisable.")
 
 
 def test_a_cache_too_small_for_the_programs_is_not_advisable(command: Command, tmp_path: Path) -> None:
     ran = command("doctor", config_json(tmp_path), "--kv-gib", "0.12", "--context", "20000")
     assert ran.status == 1
     assert "ERROR context-exceeds-kv-cache" in ran.out
-    assert ran.out.rstrip().endswith("Serving so is NOT advisable: 1 error, 1 warning.")
+    assert ran.out.rstrip().endswith("This deployment is NOT advisable: 1 error, 1 warning.")
 
 
 def test_the_verdict_follows_from_the_warnings(command: Command) -> None:
@@ -96,7 +96,7 @@ def test_the_verdict_follows_from_the_warnings(command: Command) -> None:
     ran = command(*asked)
     assert ran.status == 1
     assert ran.out.count("WARNING ") == 4 and "ERROR " not in ran.out
-    assert ran.out.rstrip().endswith("Serving so works but is NOT advisable: 4 warnings.")
+    assert ran.out.rstrip().endswith("This deployment works but is NOT advisable: 4 warnings.")
     assert command(*asked, "--json").json["advisable"] is False
 
 

@@ -23,7 +23,7 @@ POOL_SHARE = 7 / 8  # of the DRAM pool for one load; the rest is for chunks that
 
 LAYERWISE = (
     "{} moves KV layer by layer, in hooks that vLLM 0.32 skips where it replays a FULL CUDA graph, and "
-    "LMCache 0.5.6 does not say which of it came: nothing could be checked or timed; remove it"
+    "LMCache 0.5.6 does not report what was loaded: loads could not be checked or timed; remove it"
 )
 
 

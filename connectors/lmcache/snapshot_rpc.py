@@ -93,8 +93,8 @@ class SnapshotClient:
         """Stop waiting for the ranks that have not answered: the next `ask` asks all again."""
         for rank in sorted(self._waiting - self._silent):
             logger.warning(
-                "LMCache's worker of rank %d has not said for %g s what its tiers hold (%s): what it reports "
-                "with its steps must do. To do: nothing, if the rank is on another node",
+                "LMCache's worker of rank %d has sent no snapshot of its tiers for %g s (%s): only its "
+                "reports after each step are used. Nothing need be done if the rank is on another node",
                 rank,
                 ANSWER_S,
                 self._addresses[rank],

@@ -51,7 +51,7 @@ def settle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, announce: bo
             "LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, listed
         )
         if names := unread(os.environ):
-            logger.warning("LMCache 0.5.6 reads no %s: without effect here", ", ".join(names))
+            logger.warning("LMCache 0.5.6 does not read %s: no effect", ", ".join(names))
 
 
 def recomputes_rightly(vllm_config: VllmConfig) -> bool:

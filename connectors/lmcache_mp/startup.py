@@ -74,7 +74,7 @@ def first_answer(follower: TierPoller) -> ChangesReply:
         return follower.poll(FIRST_ANSWER_S)
     except OSError as error:
         raise ConfigError(
-            f"LMCache's MP server does not say where KV lies ({error}); start it with "
+            f"LMCache's MP server does not report where KV is ({error}); start it with "
             f'--server-module \'{{"module_path": "{MODULE}"}}\' and this package on its path (docs/mp.md)'
         ) from error
 
@@ -87,8 +87,8 @@ def warn_of_versions(reply: ChangesReply) -> None:
     ):
         if there != here:
             logger.warning(
-                "LMCache's MP server runs %s %s, vLLM %s: install one release on both sides; else moves may "
-                "fail, and prompts are computed",
+                "LMCache's MP server runs %s %s, vLLM %s: install the same release on both sides; else "
+                "loads and stores may fail, and prompts are computed",
                 package,
                 there or "of an earlier release",
                 here,
@@ -100,8 +100,8 @@ def warn_of_small_l1(reply: ChangesReply, bytes_per_token: int, max_model_len: i
     spare_tokens = int(reply.dram_bytes * reply.dram_spare_share / bytes_per_token)
     if spare_tokens < max_model_len:
         logger.warning(
-            "LMCache's L1 keeps room for %d tokens free, and a prompt may have %d: longer ones on L2 may not "
-            "load; give the server more --l1-size-gb or a lower --eviction-trigger-watermark",
+            "LMCache's L1 keeps %d tokens free, and a prompt may have %d: longer prompts may not load from "
+            "L2; give the server more --l1-size-gb or a lower --eviction-trigger-watermark",
             spare_tokens,
             max_model_len,
         )

@@ -141,7 +141,9 @@ def decoded(payload: bytes) -> ChangesReply:
     try:
         return msgspec.msgpack.decode(payload, type=ChangesReply)
     except msgspec.MsgspecError as error:
-        raise ConnectionError(f"its answer cannot be read: {error}; run one release on both sides") from error
+        raise ConnectionError(
+            f"its answer cannot be read: {error}; run the same release on both sides"
+        ) from error
 
 
 class MpTiers:

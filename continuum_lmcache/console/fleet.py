@@ -57,7 +57,7 @@ def found(report: Mapping[str, Any]) -> Iterator[Finding]:
         if age_s > limits["move_age_s"]:
             yield warning(
                 "fleet-silent-replica",
-                f"{name} has said nothing for {age_s:.0f} s",
+                f"{name} has not reported for {age_s:.0f} s",
                 f"see its log; after {limits['first_turn_age_s']:.0f} s no new program starts there",
             )
         for what, address in row.get("addresses", {}).items():
@@ -81,7 +81,7 @@ def found(report: Mapping[str, Any]) -> Iterator[Finding]:
         yield note(
             "fleet-line",
             f"{report['line']:,} programs wait for room, the first for {report['line_wait_seconds']:.1f} s",
-            "nothing, while it goes down again; else add replicas",
+            "nothing if the number falls again; otherwise add replicas",
         )
 
 
@@ -100,7 +100,7 @@ def of_config(path: Path) -> Iterator[Finding]:
     if host in EVERYWHERE or is_public(f"{host}:"):
         yield warning(
             "fleet-public-address",
-            f"http_options.host is {host}: the proxies listen there, and ask for no key",
+            f"http_options.host is {host}: the proxies listen there and require no API key",
             "bind to a private address, or give vLLM --api-key",
         )
     given = inner(page, "controller_options", "runtime_env", "env_vars") or {}

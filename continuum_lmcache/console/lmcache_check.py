@@ -91,7 +91,7 @@ def checked(config: Mapping[str, Any], worker: RankWorker, lora: bool) -> Connec
     findings += more
     if kind not in OURS:
         if kind in MP:
-            unseen = "DRAM and disk are the LMCache server's own settings, which this file does not hold"
+            unseen = "the LMCache server's command line has the sizes of DRAM and disk, this file does not"
             findings.append(note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter"))
         return ConnectorSettings(kind, {}, continuum, tuple(findings))
     settings, more = theirs(extra, worker)
@@ -108,7 +108,7 @@ def outer_findings(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
     if kind not in (*OURS, *MP):
         known = ", ".join((OURS[0], MP[0]))
         yield warning(
-            "unknown-connector", f"kv_connector is {kind!r}", f"nothing is known of it; known: {known}"
+            "unknown-connector", f"kv_connector is {kind!r}", f"the doctor does not know it; known: {known}"
         )
     if config.get("kv_role") != "kv_both":
         yield error(
@@ -230,14 +230,14 @@ def on_this_machine(settings: Mapping[str, Any]) -> Iterator[Finding]:
     if (settings["extra_config"] or {}).get("use_odirect") is False:
         yield warning(
             "page-cache",
-            "use_odirect is false: the page cache answers for the disk while memory lasts",
-            "remove it, or the disk's measured rate is memory's and collapses later",
+            "use_odirect is false: reads come from the page cache while there is free memory",
+            "remove it: else the disk's measured rate is that of memory, and falls later",
         )
     folder = Path(str(settings["local_disk"]).removeprefix("file://"))
     try:
         home = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     except OSError as problem:
-        unseen = f"local_disk is {str(folder)!r:.80}, which cannot be looked at here: {problem.strerror}"
+        unseen = f"local_disk is {str(folder)!r:.80}, which cannot be read here: {problem.strerror}"
         yield warning("disk-unseen", unseen, "name a folder that the server can write to")
         return
     free, size = shutil.disk_usage(home).free, settings["max_local_disk_size"] * GIB

@@ -372,9 +372,13 @@ class Fleet:
                 raise InvariantError(f"programs {wrong!r} count at {replica!r}, which is not their home")
         for entry in self.programs.values():
             if entry.home is not None and entry.home not in there:
-                raise InvariantError(f"program {entry.id!r} is at home on {entry.home!r}, which is gone")
+                raise InvariantError(
+                    f"program {entry.id!r} has the home {entry.home!r}, which is not in the fleet"
+                )
             if entry.home is None and not (entry.has_started or entry.turns or entry.id in self.places.line):
-                raise InvariantError(f"program {entry.id!r} is nowhere")
+                raise InvariantError(
+                    f"program {entry.id!r} has no home, has not started and is not in the line"
+                )
         live = {turn for entry in self.programs.values() for turn in entry.live}
         if not live <= self.turns.keys():
             raise InvariantError(f"live turns of programs({len(live)}) are not all sent")

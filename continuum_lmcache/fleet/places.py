@@ -123,7 +123,7 @@ class Place:
         """Raise InvariantError unless its tables balance."""
         self.admission.check()
         if not self.pending.keys() <= self.turns:
-            raise InvariantError(f"turns without their first token({len(self.pending)}) are not all there")
+            raise InvariantError(f"turns without their first token({len(self.pending)}) are not all live")
 
 
 @dataclass(slots=True)

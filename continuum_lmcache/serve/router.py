@@ -129,7 +129,9 @@ class ProgramRouter(ConsistentHashRouter):
             self._notify("cancel_turn", key)
             raise
         except (RayError, TimeoutError) as error:
-            logger.warning("The fleet's state does not answer (%s): turns go by this router's table", error)
+            logger.warning(
+                "The fleet's state does not answer (%s): this router places turns by its own table", error
+            )
             self._lost(state)
             return None
         if isinstance(answer, Refused) and not turn.program:

@@ -38,7 +38,9 @@ def refuse_late_moves(context: Any, clock: Callable[[], float] = time.monotonic)
 
     def resolve_in_time(key: Any, *args: Any, **kwargs: Any) -> Any:
         if is_late(key.request_configs, clock()):
-            raise TimeoutError(f"a load or store of request {key.request_id} comes too late, and is left out")
+            raise TimeoutError(
+                f"a load or store of request {key.request_id} came after its deadline and is not executed"
+            )
         return resolve(key, *args, **kwargs)
 
     context.resolve_obj_keys = resolve_in_time
