@@ -84,7 +84,7 @@ def over_the_run(before: str, after: str) -> Metrics:
 
 
 def tokens_by_source(server: Metrics, prompt_tokens: int) -> dict[str, int]:
-    """Prompt tokens by where their KV came from; {} if the server's metrics do not say."""
+    """Prompt tokens by the source of their KV; {} if the server's metrics do not say."""
     if "vllm:prefix_cache_hits_total" not in server:
         return {}
     found = {"gpu": server["vllm:prefix_cache_hits_total"]}

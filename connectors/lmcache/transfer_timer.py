@@ -31,7 +31,7 @@ COUNTERS = {  # name without "continuum_" and "_total" -> what it counts
     "load_seconds": "Seconds in which a step waited for loads from a tier, as rank 0 timed them.",
     "stored_bytes": "Bytes of KV stored below the GPU, all ranks.",
     "store_seconds": "Seconds in which a step waited for stores, as rank 0 timed them.",
-    "lost_chunks": "Chunks that the disk tier could not keep or give back, by cause, all ranks.",
+    "lost_chunks": "Chunks that the disk tier could not store or return, by cause, all ranks.",
 }
 BY_TIER = dict.fromkeys(("loaded_tokens", "loaded_bytes", "load_seconds"), "tier")
 LABELS = BY_TIER | {"lost_chunks": "cause"}  # counters with a label of their own

@@ -103,7 +103,7 @@ def cache(turns: Sequence[RecordedTurn]) -> dict[str, float | None]:
 
 
 def sources(turns: Sequence[RecordedTurn]) -> dict[str, int]:
-    """Prompt tokens by where their KV came from; "cached" where the recording does not split hits."""
+    """Prompt tokens by the source of their KV; "cached" where the recording does not split hits."""
     tokens: Counter[str] = Counter()
     for turn in turns:
         if turn.prompt_tokens is None or turn.hit_tokens is None:

@@ -198,7 +198,7 @@ def stacks(title: str, runs: Sequence[Mapping[str, float]], unit: str) -> go.Fig
 
 
 def tier_split(runs: Sequence[Recording]) -> go.Figure:
-    return stacks("Prompt tokens by where their KV came from", [sources(run.turns) for run in runs], "tokens")
+    return stacks("Prompt tokens by the source of their KV", [sources(run.turns) for run in runs], "tokens")
 
 
 def pin_outcomes(runs: Sequence[Recording]) -> go.Figure:

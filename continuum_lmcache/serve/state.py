@@ -246,19 +246,19 @@ class _Figures(Collector):
 
 
 COUNTS = {  # by field of `snapshot`: label, help
-    "turns": ("why", "Turns by why they went where they went"),
-    "stays": ("reason", "Later turns that might have moved, by why they did not"),
-    "refused": ("", "New programs that got 429"),
+    "turns": ("why", "Turns by the reason for their replica"),
+    "stays": ("reason", "Later turns that could have moved, by why they did not"),
+    "refused": ("", "New programs that were refused with HTTP 429"),
     "thrash": ("", "Moves of a program within the cooldown; must stay 0"),
 }
 GAUGES = {
-    "line": "Programs that wait for room",
-    "line_wait_seconds": "For how long the first in line has waited",
+    "line": "Programs in the line",
+    "line_wait_seconds": "How long the first in line has waited",
     "programs": "Programs that the fleet knows",
 }
 OF_A_REPLICA = {
-    "report_age_seconds": "How old the replica's last report is",
-    "headroom_tokens": "For how large a forecast the replica has room",
-    "programs": "Programs at home on the replica",
+    "report_age_seconds": "Age of the replica's last report",
+    "headroom_tokens": "Largest forecast that fits on the replica",
+    "programs": "Programs whose home is the replica",
     "requests": "Requests at the replica",
 }
