@@ -65,7 +65,7 @@ def doctor(
     ray: Annotated[Path | None, typer.Option(help="a Serve config file of a fleet (docs/ray.yaml)")] = None,
     as_json: Json = False,
 ) -> None:
-    """Is it advisable to serve MODEL so? KV budget, break-even of each tier, whether pins pay, traps."""
+    """Check a deployment of MODEL: KV budget, break-even of each tier, whether pins pay, known problems."""
     asked = {name: value for name, value in locals().items() if name != "as_json"}
     asked["url"] = url.rstrip("/")
     found = doctors.diagnosis(doctors.DoctorQuery(**asked))
