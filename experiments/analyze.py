@@ -163,7 +163,7 @@ def calibration_table(run: Recording) -> Table:
 
 def reload_table(run: Recording) -> Table:
     """Whether PrefillReload came true."""
-    heads = ("context back on the GPU", "returns", "foretold, median [s]", "took, median [s]")
+    heads = ("context back on the GPU", "returns", "predicted, median [s]", "took, median [s]")
     table = titled(f"Reload: {run.name}", *heads, "error, median", "error, P90")
     for name, found in forecast_errors(run).items():
         errors = [f"{error:.0%}" if error is not None else "-" for error in (found.median, found.p90)]

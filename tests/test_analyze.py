@@ -117,7 +117,7 @@ def test_one_recording_or_two_must_be_named(tmp_path: Path) -> None:
 
 
 def test_forecasts_of_the_reload_stand_beside_what_it_took(tmp_path: Path) -> None:
-    """60 loads of 1 s: the first 50 foretold as 2 s, off by 100 %, the rest as 1.1 s; and one computed."""
+    """60 loads of 1 s: the first 50 predicted as 2 s, off by 100 %, the rest as 1.1 s; and one computed."""
     run = Run()
     for number in range(61):
         run.turn("a", f"a{number}", (number, number, number + 0.5))

@@ -128,7 +128,7 @@ HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
         "context",
         DELAY_BUCKETS_S,
     ),
-    "reload_foretold": (
+    "reload_predicted": (
         "continuum_reload_predicted_seconds",
         "Predicted cost of returns whose context the GPU had lost",
         "",
