@@ -167,7 +167,7 @@ def reload_table(run: Recording) -> Table:
     table = titled(f"Reload: {run.name}", *heads, "error, median", "error, P90")
     for name, found in forecast_errors(run).items():
         errors = [f"{error:.0%}" if error is not None else "-" for error in (found.median, found.p90)]
-        table.add_row(name, shown(found.reloads), shown(found.foretold_s), shown(found.took_s), *errors)
+        table.add_row(name, shown(found.reloads), shown(found.predicted_s), shown(found.took_s), *errors)
     return table
 
 

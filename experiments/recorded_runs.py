@@ -71,7 +71,7 @@ class ForecastError:
     reloads: int
     median: float | None
     p90: float | None
-    foretold_s: float | None  # median
+    predicted_s: float | None  # median
     took_s: float | None  # median
 
 
@@ -99,6 +99,6 @@ def forecast_error(reloads: Sequence[RecordedReload]) -> ForecastError:
         len(reloads),
         percentile(errors, 50),
         percentile(errors, 90),
-        percentile([reload.foretold_s for reload in reloads], 50),
+        percentile([reload.predicted_s for reload in reloads], 50),
         percentile([reload.took_s for reload in reloads], 50),
     )

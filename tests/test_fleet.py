@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route, Why
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, KnownProgram, Refused, Route, RouteReason
 from continuum_lmcache.fleet.homes import hashed
 from continuum_lmcache.fleet.moves import Case, Limits, Move, Side, Stay, decide
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
@@ -32,7 +32,7 @@ class Host:
 
     def news(self, at_s: float, *names: str, **figures: Any) -> None:
         self.now_s = at_s
-        for name in names or sorted(self.fleet.places.places):
+        for name in names or sorted(self.fleet.placement.replicas):
             self.fleet.reported(at_s, report(name, at_s, **figures))
 
     def sends(self, program: str | None, tokens: int = 100, **says: Any) -> Route | Held | Refused:
@@ -60,7 +60,7 @@ def test_first_turns_go_where_the_fewest_requests_are_and_later_ones_home() -> N
         assert isinstance(route, Route)
         again = host.sends(program)
         assert isinstance(again, Route)
-        assert (again.replica, again.why) == (route.replica, Why.HOME)
+        assert (again.replica, again.why) == (route.replica, RouteReason.HOME)
 
 
 def test_requests_that_came_another_way_are_counted_as_reported() -> None:
@@ -135,7 +135,7 @@ def test_an_idle_replica_takes_one_program_without_room() -> None:
     host.news(1.0, "a", headroom_tokens=-1.0)
     host.news(1.0, "b", headroom_tokens=-1.0, requests=2)
     found = [host.sends(name, 9_000) for name in "pq"]
-    assert isinstance(found[0], Route) and (found[0].replica, found[0].why) == (A, Why.LET_IN)
+    assert isinstance(found[0], Route) and (found[0].replica, found[0].why) == (A, RouteReason.LET_IN)
     assert isinstance(found[1], Held)
 
 
@@ -186,7 +186,7 @@ def test_programs_of_a_dead_replica_go_before_new_ones_oldest_first_as_many_as_f
     late, early = host.sends(lost[1], 4_000), host.sends(lost[0], 4_000)
     assert isinstance(late, Held) and isinstance(early, Held)
     host.news(6.0, "b", requests=1, headroom_tokens=9_000.0)
-    assert [(r.turn, r.why) for r in host.fleet.admit(6.0)] == [(early.turn, Why.REHOMED)]
+    assert [(r.turn, r.why) for r in host.fleet.admit(6.0)] == [(early.turn, RouteReason.REHOMED)]
     host.news(10.0, "b", requests=1, headroom_tokens=-1.0)
     assert [r.turn for r in host.fleet.admit(10.0)] == [late.turn], "nobody under way waits longer"
 
@@ -198,7 +198,7 @@ def test_a_turn_that_died_with_its_replica_is_asked_for_anew_and_its_program_is_
     host.fleet.died(1.0, route.replica)
     host.now_s = 1.0
     again = host.sends("p", 3_000)
-    assert isinstance(again, Route) and again.why is Why.REHOMED and again.replica != route.replica
+    assert isinstance(again, Route) and again.why is RouteReason.REHOMED and again.replica != route.replica
 
 
 def test_a_replica_that_drains_gets_no_turn_and_its_turns_may_end() -> None:
@@ -235,7 +235,7 @@ def test_without_any_news_first_turns_go_by_the_hash() -> None:
     for name in (f"p{i}" for i in range(20)):
         route = host.sends(name)
         assert isinstance(route, Route)
-        assert (route.replica, route.why) == (hashed(ProgramId(name), [A, B], KEY), Why.HASHED)
+        assert (route.replica, route.why) == (hashed(ProgramId(name), [A, B], KEY), RouteReason.HASHED)
 
 
 def test_homes_are_the_same_after_a_restart() -> None:
@@ -243,7 +243,7 @@ def test_homes_are_the_same_after_a_restart() -> None:
     homes = {f"p{i}": host.runs(f"p{i}").replica for i in range(50)}
     fresh = Host(2)
     for replica in (A, B):
-        there = [Known(ProgramId(p), 1, 100, 5.0) for p, home in homes.items() if home == replica]
+        there = [KnownProgram(ProgramId(p), 1, 100, 5.0) for p, home in homes.items() if home == replica]
         fresh.fleet.restore(0.0, replica, there)
     assert {name: fresh.runs(name).replica for name in homes} == homes
 
@@ -251,7 +251,7 @@ def test_homes_are_the_same_after_a_restart() -> None:
 def test_of_two_replicas_that_remember_a_program_the_one_with_more_turns_is_its_home() -> None:
     host = Host(2)
     for replica, turns in ((A, 3), (B, 7), (A, 2)):
-        host.fleet.restore(0.0, replica, [Known(ProgramId("p"), turns, 100, 5.0)])
+        host.fleet.restore(0.0, replica, [KnownProgram(ProgramId("p"), turns, 100, 5.0)])
     route = host.sends("p")
     assert isinstance(route, Route) and (route.replica, route.program_turns) == (B, 7)
     host.fleet.check()
@@ -262,14 +262,14 @@ def test_a_program_that_says_it_is_under_way_passes_the_line() -> None:
     host.sends("big", 9_000)
     route = host.sends("p", 9_000, claimed_turns=7, claimed_age_s=60.0)
     assert isinstance(route, Route)
-    assert (route.why, route.program_turns, route.program_age_s) == (Why.HASHED, 7, 60.0)
+    assert (route.why, route.program_turns, route.program_age_s) == (RouteReason.HASHED, 7, 60.0)
 
 
 def test_a_request_of_no_program_never_waits_and_leaves_nothing() -> None:
     host = Host(1)
     host.sends("big", 9_000)
     route = host.sends(None, 9_000)
-    assert isinstance(route, Route) and route.why is Why.ALONE
+    assert isinstance(route, Route) and route.why is RouteReason.ALONE
     host.fleet.paused(1.0, route.turn, 9_000)
     assert len(host.fleet.programs) == 1
     host.fleet.check()
@@ -336,7 +336,7 @@ def test_a_program_moves_between_turns_only_and_stays_where_it_went() -> None:
     host = waits_at_home()
     route = host.sends("p")
     assert isinstance(route, Route)
-    assert (route.replica, route.moved_from, route.why) == (B, A, Why.MOVED)
+    assert (route.replica, route.moved_from, route.why) == (B, A, RouteReason.MOVED)
     host.news(2.0, "b", oldest_returning_wait_s=99.0)
     host.news(2.0, "a")
     beside = host.sends("p")

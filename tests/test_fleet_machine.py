@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route, Why
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, KnownProgram, Refused, Route, RouteReason
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId, TurnId
 
@@ -40,7 +40,7 @@ class Machine(RuleBasedStateMachine):
         self.config = FleetConfig(**{**_fields(CONFIG), "mover": mover})
         self.fleet = Fleet(self.config, KEY)
         self.reports: dict[ReplicaId, ReplicaReport] = {}
-        self.memory: dict[ReplicaId, dict[ProgramId, Known]] = {}  # of each replica that is there
+        self.memory: dict[ReplicaId, dict[ProgramId, KnownProgram]] = {}  # of each replica that is there
         self.sent: dict[TurnId, tuple[ProgramId | None, ReplicaId, int]] = {}
         self.held: dict[TurnId, tuple[ProgramId, int]] = {}
         self.moved_s: dict[ProgramId, float] = {}
@@ -125,7 +125,7 @@ class Machine(RuleBasedStateMachine):
         new = program is not None and program not in self.fleet.programs
         if new and program is not None:  # of that name: the fleet has forgotten the other
             self.moved_s.pop(program, None)
-        was_full = self.fleet.places.new >= CONFIG.max_line
+        was_full = self.fleet.placement.new >= CONFIG.max_line
         live = program is not None and any(p == program for p, *_ in self.sent.values())
         answer = self.fleet.arrived(self.now_s, turn, program, tokens, said, said * 10.0)
         if isinstance(answer, Refused):
@@ -133,8 +133,8 @@ class Machine(RuleBasedStateMachine):
             assert 1.0 <= answer.retry_after_s <= CONFIG.max_wait_s
         if home is not None:
             assert isinstance(answer, Route), "a program with a home never waits"
-            assert answer.replica == home or answer.why is Why.MOVED
-        if isinstance(answer, Route) and answer.why is Why.MOVED:
+            assert answer.replica == home or answer.why is RouteReason.MOVED
+        if isinstance(answer, Route) and answer.why is RouteReason.MOVED:
             assert program is not None and answer.moved_from == home and not live
             self._may_move(program, answer)
         self._take_started(turn)
@@ -277,15 +277,17 @@ class Machine(RuleBasedStateMachine):
         elif isinstance(answer, Route):
             self.held.pop(turn, None)
             assert answer.replica in self.reports
-            if answer.why in (Why.FIRST, Why.LET_IN, Why.REHOMED):
+            if answer.why in (RouteReason.FIRST, RouteReason.LET_IN, RouteReason.REHOMED):
                 assert self._age_s(answer.replica) <= CONFIG.first_turn_age_s
             self.sent[turn] = (program, answer.replica, tokens)
             if program is not None:
                 for known in self.memory.values():
-                    if answer.why is Why.MOVED:
+                    if answer.why is RouteReason.MOVED:
                         known.pop(program, None)
-                old = self.memory[answer.replica].get(program, Known(program, answer.program_turns, 0, 0.0))
-                self.memory[answer.replica][program] = Known(
+                old = self.memory[answer.replica].get(
+                    program, KnownProgram(program, answer.program_turns, 0, 0.0)
+                )
+                self.memory[answer.replica][program] = KnownProgram(
                     program, old.turns, old.context_tokens, answer.program_age_s, (*old.live, turn)
                 )
         here = {p for p, *_ in self.sent.values()} | {p for p, _ in self.held.values()}
@@ -309,7 +311,7 @@ class Machine(RuleBasedStateMachine):
             del self.memory[replica][program]
         else:
             context = tokens + 10 if how == "paused" else known.context_tokens
-            self.memory[replica][program] = Known(program, turns, context, known.age_s, live)
+            self.memory[replica][program] = KnownProgram(program, turns, context, known.age_s, live)
 
 
 def _fields(config: FleetConfig) -> dict[str, object]:

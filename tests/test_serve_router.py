@@ -19,7 +19,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest
 
-from continuum_lmcache.fleet.fleet import Refused, Route, Why
+from continuum_lmcache.fleet.fleet import Refused, Route, RouteReason
 from continuum_lmcache.fleet.report import ReplicaId
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.router import ProgramRouter
@@ -51,7 +51,7 @@ def state(place_turn: Callable[..., Any]) -> SimpleNamespace:
 
 
 def goes_to(name: str, **did: Any) -> Callable[..., Route]:
-    return lambda key, *_: Route(TurnId(key), ReplicaId(name), Why.HOME, **did)
+    return lambda key, *_: Route(TurnId(key), ReplicaId(name), RouteReason.HOME, **did)
 
 
 def away(*_: object) -> None:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from virtual_loop import run_virtually
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import FleetConfig, Known, Refused, Route, Why
+from continuum_lmcache.fleet.fleet import FleetConfig, KnownProgram, Refused, Route, RouteReason
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.serve.gauges import costs, report
 from continuum_lmcache.serve.names import TurnName
@@ -77,7 +77,7 @@ def test_a_programs_turns_go_to_one_replica_and_programs_are_spread() -> None:
             await host.ends(route, 100)
         for program, replica in at.items():
             again = await host.runs(program)
-            assert (again.replica, again.why, again.program_turns) == (replica, Why.HOME, 1)
+            assert (again.replica, again.why, again.program_turns) == (replica, RouteReason.HOME, 1)
 
     run_virtually(go())
 
@@ -104,7 +104,7 @@ def test_nobody_waits_longer_in_the_line_than_the_setting_says_though_no_news_co
             await host.sends(f"big-{i}", 900)
         start_s = asyncio.get_running_loop().time()
         route = await host.sends("late", 900)
-        assert isinstance(route, Route) and route.why is Why.LET_IN
+        assert isinstance(route, Route) and route.why is RouteReason.LET_IN
         assert asyncio.get_running_loop().time() - start_s <= 21.0
 
     run_virtually(go())
@@ -155,7 +155,7 @@ def test_programs_of_a_dead_replica_go_to_the_others_and_the_engine_is_told_that
         for program, before in routes.items():
             after = await host.runs(program)
             assert (after.replica, after.program_turns) == ("b", 1)
-            assert after.why is (Why.REHOMED if before.replica == "a" else Why.HOME)
+            assert after.why is (RouteReason.REHOMED if before.replica == "a" else RouteReason.HOME)
         assert [row["replica"] for row in (await host.state.snapshot())["replicas"]] == ["b"]
 
     run_virtually(go())
@@ -193,9 +193,9 @@ def test_a_new_state_sends_nobody_away_from_home_before_the_replicas_have_told_w
     async def go() -> None:
         first = await started()
         homes = {p: (await first.runs(p)).replica for p in "pqrs"}
-        books: dict[str, list[Known]] = {name: [] for name in "ab"}
+        books: dict[str, list[KnownProgram]] = {name: [] for name in "ab"}
         for program, replica in homes.items():
-            books[replica].append(Known(ProgramId(program), 1, 100, 5.0))
+            books[replica].append(KnownProgram(ProgramId(program), 1, 100, 5.0))
         second = Host()
         turns = [second.sends(program) for program in homes]
         await asyncio.sleep(0.4)
@@ -281,10 +281,10 @@ def test_a_turn_is_reported_once_however_many_prompts_it_brought() -> None:
     for tokens in (50, 80):
         programs.first_token(TurnId("t"), tokens - 10, 400)
     programs.stops(TurnId("t"), 50, is_last=False)
-    assert programs.known(1.0) == [Known(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))] and not ends
+    assert programs.known(1.0) == [KnownProgram(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))] and not ends
     programs.stops(TurnId("t"), 80, is_last=False)
     assert programs.events == [FirstToken(TurnId("t"), 40, 400), TurnEnd(TurnId("t"), 80, False)]
-    assert programs.known(2.0) == [Known(ProgramId("p"), 4, 80, 9.0, ())] and len(ends) == 1
+    assert programs.known(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0, ())] and len(ends) == 1
 
 
 def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() -> None:

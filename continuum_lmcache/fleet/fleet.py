@@ -30,7 +30,7 @@ Where a turn goes:
     without a program                  to the replica with the fewest requests
     of a program with a home           home; elsewhere, if a mover decides so between turns (moves.py)
     of a program that lost its home    from the line, before all new ones; it waits max_rehome_s at most
-    of a new program                   from the line (places.py); Refused with a time if it has max_line
+    of a new program                   from the line (placement.py); Refused with a time if it has max_line
     of one that claims to have started to the replica of a keyed hash (homes.py)
       but is unknown here
 
@@ -56,7 +56,7 @@ from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.fleet.homes import hashed
 from continuum_lmcache.fleet.moves import MOVERS, Case, Limits, Move, Side, Stay, decide
-from continuum_lmcache.fleet.places import Pending, Place, Places
+from continuum_lmcache.fleet.placement import Pending, Placement, ReplicaState
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import CostModel, TransferRate
 from continuum_lmcache.types import ProgramId, Residency, TurnId
@@ -114,7 +114,7 @@ class FleetConfig:
         return Limits(self.cooldown_s, self.cost_factor, self.margin_s)
 
 
-class Why(Enum):
+class RouteReason(Enum):
     """Why a turn goes to its replica. Low cardinality: these are metric labels."""
 
     HOME = "home"
@@ -132,7 +132,7 @@ class Route:
 
     turn: TurnId
     replica: ReplicaId
-    why: Why
+    why: RouteReason
     moved_from: ReplicaId | None = None
     program_turns: int = 0  # finished: for the engine
     program_age_s: float = 0.0
@@ -155,7 +155,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownProgram:
     """A program in a replica's report."""
 
     program: ProgramId
@@ -181,7 +181,7 @@ class FleetProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class SentTurn:
     """A turn that was sent."""
 
     program: ProgramId  # for a request without a program, a name of its own
@@ -193,11 +193,11 @@ class Fleet:
 
     def __init__(self, config: FleetConfig, key: bytes) -> None:
         self.config, self._key, self._limits = config, key, config.limits
-        self.places = Places(config.max_wait_s, config.max_rehome_s, config.first_turn_age_s)
+        self.placement = Placement(config.max_wait_s, config.max_rehome_s, config.first_turn_age_s)
         self.programs: OrderedDict[ProgramId, FleetProgram] = OrderedDict()  # idle longest first
-        self.turns: dict[TurnId, Live] = {}
+        self.turns: dict[TurnId, SentTurn] = {}
         self.waiting: dict[TurnId, ProgramId] = {}  # turns in the line
-        self.routes: Counter[Why] = Counter()
+        self.routes: Counter[RouteReason] = Counter()
         self.stays: Counter[str] = Counter()  # later turns that could have moved, by why they did not
         self.refused = 0
         self.forgotten = 0
@@ -208,23 +208,23 @@ class Fleet:
     def joined(self, now_s: float, report: ReplicaReport) -> None:
         """A replica is there. It gets first turns, and no program that has a home. For a known replica this
         is only a report."""
-        if report.replica in self.places.places:
+        if report.replica in self.placement.replicas:
             self.reported(now_s, report)
         else:
-            place = self.places.add_replica(report)
-            place.turns |= {t for t, live in self.turns.items() if live.route.replica == report.replica}
+            state = self.placement.add_replica(report)
+            state.turns |= {t for t, live in self.turns.items() if live.route.replica == report.replica}
 
     def reported(self, now_s: float, report: ReplicaReport) -> None:
         """A replica's report, unless a newer one is here."""
-        place = self.places.places.get(report.replica)
-        if place is not None and report.at_s >= place.report.at_s:
-            place.reported(report)
-            place.admission.expire_absent(now_s)  # a few at a time, so that no first turn waits for many
+        state = self.placement.replicas.get(report.replica)
+        if state is not None and report.at_s >= state.report.at_s:
+            state.reported(report)
+            state.admission.expire_absent(now_s)  # a few at a time, so that no first turn waits for many
         self._forget_idle(now_s)
 
     def left(self, replica: ReplicaId) -> None:
         """It drains: its programs have no home any more; its turns may end."""
-        if self.places.places.pop(replica, None) is None:
+        if self.placement.replicas.pop(replica, None) is None:
             return
         for program in self.programs.values():
             if program.home == replica:
@@ -236,26 +236,26 @@ class Fleet:
         for turn in [turn for turn, live in self.turns.items() if live.route.replica == replica]:
             self._end_turn(now_s, turn)
 
-    def restore(self, now_s: float, replica: ReplicaId, programs: Iterable[Known]) -> None:
+    def restore(self, now_s: float, replica: ReplicaId, programs: Iterable[KnownProgram]) -> None:
         """Add a replica's programs to a fleet that has just started. If two replicas know a program, its
         home is the one with a turn of it, else the one that knows more turns."""
-        place = self.places.places.get(replica)
-        if place is None:
+        state = self.placement.replicas.get(replica)
+        if state is None:
             return
         for known in programs:
             entry = self.programs.get(known.program)
             if entry is not None and (bool(known.live), known.turns) <= (bool(entry.live), entry.turns):
                 continue
-            if entry is not None and entry.home in self.places.places:
-                self.places.places[entry.home].admission.remove_program(known.program)
+            if entry is not None and entry.home in self.placement.replicas:
+                self.placement.replicas[entry.home].admission.remove_program(known.program)
             if entry is None:
                 entry = self._add_program(now_s, known.program, known.age_s)
             entry.turns, entry.context_tokens, entry.home = known.turns, known.context_tokens, replica
             entry.moved_s = now_s  # it may have moved just before
             for turn in known.live:
                 if turn not in self.turns and turn not in self.waiting:
-                    self._send(now_s, entry, turn, known.context_tokens, Why.HOME)
-                    place.first_token(turn)
+                    self._send(now_s, entry, turn, known.context_tokens, RouteReason.HOME)
+                    state.first_token(turn)
         self._forget_surplus(self.config.max_programs)
 
     # turns -----------------------------------------------------------------
@@ -280,17 +280,17 @@ class Fleet:
         if entry is None:
             if not claimed_turns and self._is_full():
                 self.refused += 1
-                return Refused(turn, self.places.retry_after_s(now_s))
+                return Refused(turn, self.placement.retry_after_s(now_s))
             entry = self._add_program(now_s, program, claimed_age_s, claimed_turns)
-            if claimed_turns and self.places.places:
-                entry.home = hashed(program, self.places.places, self._key)
-                return self._send(now_s, entry, turn, prompt_tokens, Why.HASHED)
+            if claimed_turns and self.placement.replicas:
+                entry.home = hashed(program, self.placement.replicas, self._key)
+                return self._send(now_s, entry, turn, prompt_tokens, RouteReason.HASHED)
         self._touch(now_s, entry)
         if entry.home is not None:
             return self._route_later_turn(now_s, entry, turn, prompt_tokens)
         age_s = now_s - entry.arrival_s
         done = max(entry.turns, int(entry.has_started))
-        self.places.add_to_line(now_s, program, turn, prompt_tokens, age_s, done)
+        self.placement.add_to_line(now_s, program, turn, prompt_tokens, age_s, done)
         self.waiting[turn] = program
         return self._retry(now_s, turn)
 
@@ -303,46 +303,46 @@ class Fleet:
 
     def first_token(self, turn: TurnId) -> None:
         """The turn's prefill has ended."""
-        if (live := self.turns.get(turn)) is not None and (place := self._place(live)) is not None:
-            place.first_token(turn)
+        if (live := self.turns.get(turn)) is not None and (state := self._state_of(live)) is not None:
+            state.first_token(turn)
 
     def paused(self, now_s: float, turn: TurnId, context_tokens: int) -> None:
         """The turn ended in a tool call, with a context of this many tokens, prompt and output."""
         if (live := self._end_turn(now_s, turn)) is None:
             return
-        entry, place = self.programs.get(live.program), self._place(live)
+        entry, state = self.programs.get(live.program), self._state_of(live)
         if entry is None:
-            if place is not None:
-                place.admission.remove_program(live.program)
+            if state is not None:
+                state.admission.remove_program(live.program)
             return
         entry.turns += 1
         entry.context_tokens = context_tokens
-        if place is not None and entry.home == live.route.replica:
-            place.admission.on_pause(now_s, entry.id, context_tokens, ABSENT_S)
+        if state is not None and entry.home == live.route.replica:
+            state.admission.on_pause(now_s, entry.id, context_tokens, ABSENT_S)
 
     def ended(self, now_s: float, turn: TurnId) -> None:
         """The turn ended, and was its program's last. A program with other turns continues."""
         if (live := self._end_turn(now_s, turn)) is None:
             return
-        entry, place = self.programs.get(live.program), self._place(live)
+        entry, state = self.programs.get(live.program), self._state_of(live)
         if entry is not None:
             entry.turns += 1
-            if entry.live or entry.id in self.places.line:
-                if place is not None:
-                    place.admission.remove_turn(entry.id)
+            if entry.live or entry.id in self.placement.line:
+                if state is not None:
+                    state.admission.remove_turn(entry.id)
                 return
             self._forget(entry, entry.turns)
-        elif place is not None:
-            place.admission.remove_program(live.program)
+        elif state is not None:
+            state.admission.remove_program(live.program)
 
     def lost(self, now_s: float, turn: TurnId) -> None:
         """The turn is gone, unfinished. Its program may continue."""
         if (program := self.waiting.pop(turn, None)) is not None:
-            self.places.remove_from_line(program, turn)
+            self.placement.remove_from_line(program, turn)
             self._forget_if_nothing(program)
         elif (live := self._end_turn(now_s, turn)) is not None:
-            if (place := self._place(live)) is not None:
-                place.admission.remove_turn(live.program)
+            if (state := self._state_of(live)) is not None:
+                state.admission.remove_turn(live.program)
             self._forget_if_nothing(live.program)
 
     # answers ---------------------------------------------------------------
@@ -354,20 +354,20 @@ class Fleet:
 
     def line_wait_s(self, now_s: float) -> float:
         """How long the first in line has waited; 0: the line is empty."""
-        head = self.places.head()
+        head = self.placement.head()
         return now_s - head.since_s if head is not None else 0.0
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""
-        self.places.check()
-        there = self.places.places
+        self.placement.check()
+        there = self.placement.replicas
         sent = Counter(live.route.replica for live in self.turns.values())
-        for replica, place in there.items():
-            if sent[replica] != len(place.turns) or not place.turns <= self.turns.keys():
+        for replica, state in there.items():
+            if sent[replica] != len(state.turns) or not state.turns <= self.turns.keys():
                 raise InvariantError(
-                    f"turns at {replica!r}({len(place.turns)}) != those sent({sent[replica]})"
+                    f"turns at {replica!r}({len(state.turns)}) != those sent({sent[replica]})"
                 )
-            inside = {p for p in place.admission.admitted if p in self.programs}
+            inside = {p for p in state.admission.admitted if p in self.programs}
             if wrong := [p for p in inside if self.programs[p].home != replica]:
                 raise InvariantError(f"programs {wrong!r} count at {replica!r}, which is not their home")
         for entry in self.programs.values():
@@ -375,18 +375,20 @@ class Fleet:
                 raise InvariantError(
                     f"program {entry.id!r} has the home {entry.home!r}, which is not in the fleet"
                 )
-            if entry.home is None and not (entry.has_started or entry.turns or entry.id in self.places.line):
+            if entry.home is None and not (
+                entry.has_started or entry.turns or entry.id in self.placement.line
+            ):
                 raise InvariantError(
                     f"program {entry.id!r} has no home, has not started and is not in the line"
                 )
         live = {turn for entry in self.programs.values() for turn in entry.live}
         if not live <= self.turns.keys():
             raise InvariantError(f"live turns of programs({len(live)}) are not all sent")
-        queued = {turn: w.program for w in self.places.line.values() for turn in w.turns}
+        queued = {turn: w.program for w in self.placement.line.values() for turn in w.turns}
         if queued != self.waiting or queued.keys() & self.turns.keys():
             raise InvariantError(f"turns in line({len(queued)}) != turns that wait({len(self.waiting)})")
-        if self.places.new > self.config.max_line:
-            raise InvariantError(f"line({self.places.new}) > max_line({self.config.max_line})")
+        if self.placement.new > self.config.max_line:
+            raise InvariantError(f"line({self.placement.new}) > max_line({self.config.max_line})")
         if self.thrash:
             raise InvariantError(f"thrash({self.thrash}) != 0")
 
@@ -394,32 +396,32 @@ class Fleet:
 
     def _is_full(self) -> bool:
         """Whether no new program may join the line."""
-        return self.places.new >= self.config.max_line
+        return self.placement.new >= self.config.max_line
 
     def _route_anonymous(self, now_s: float, turn: TurnId, prompt_tokens: int) -> Route | Refused:
         """A request without a program."""
-        if not self.places.places:
+        if not self.placement.replicas:
             self.refused += 1
-            return Refused(turn, self.places.retry_after_s(now_s))
-        replica = self.places.fewest(self.places.places.values())
+            return Refused(turn, self.placement.retry_after_s(now_s))
+        replica = self.placement.fewest(self.placement.replicas.values())
         alone = ProgramId(f"~{turn}")
-        self.places.places[replica].admission.on_arrival(now_s, alone, prompt_tokens, exempt=True)
-        return self._sent(turn, alone, Route(turn, replica, Why.ALONE), prompt_tokens, 0)
+        self.placement.replicas[replica].admission.on_arrival(now_s, alone, prompt_tokens, exempt=True)
+        return self._sent(turn, alone, Route(turn, replica, RouteReason.ALONE), prompt_tokens, 0)
 
     def _route_later_turn(self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int) -> Route:
         """A turn of a program with a home."""
         home = entry.home
         assert home is not None
-        if len(self.places.places) > 1 and not entry.live:
+        if len(self.placement.replicas) > 1 and not entry.live:
             answer = self._decide_move(now_s, entry, prompt_tokens)
             if isinstance(answer, Move):
                 return self._move(now_s, entry, turn, prompt_tokens, answer.to)
             self.stays[answer.reason] += 1
-        return self._send(now_s, entry, turn, prompt_tokens, Why.HOME)
+        return self._send(now_s, entry, turn, prompt_tokens, RouteReason.HOME)
 
     def _decide_move(self, now_s: float, entry: FleetProgram, prompt_tokens: int) -> Move | Stay:
         """Whether the program, which is between turns, should move."""
-        there = self.places.places
+        there = self.placement.replicas
         assert entry.home is not None
         home = self._side(now_s, entry, there[entry.home], prompt_tokens, is_home=True)
         if not home.wait_s:
@@ -428,25 +430,30 @@ class Fleet:
         return decide(self.config.mover, Case(home, sides, now_s - entry.moved_s), self._limits)
 
     def _side(
-        self, now_s: float, entry: FleetProgram, place: Place, prompt_tokens: int, is_home: bool = False
+        self,
+        now_s: float,
+        entry: FleetProgram,
+        state: ReplicaState,
+        prompt_tokens: int,
+        is_home: bool = False,
     ) -> Side:
         """A replica as the program's next turn would find it."""
-        is_fresh = place.age_s(now_s) <= self.config.move_age_s
-        costs, context_tokens = place.report.costs, entry.context_tokens
+        is_fresh = state.age_s(now_s) <= self.config.move_age_s
+        costs, context_tokens = state.report.costs, entry.context_tokens
         return Side(
-            place.report.replica,
-            place.wait_s(is_fresh),
-            self._recompute_s(place, context_tokens) if is_home else self._transfer_s(costs, context_tokens),
-            is_home or (is_fresh and place.fits(prompt_tokens, max(1, entry.turns))),
+            state.report.replica,
+            state.wait_s(is_fresh),
+            self._recompute_s(state, context_tokens) if is_home else self._transfer_s(costs, context_tokens),
+            is_home or (is_fresh and state.fits(prompt_tokens, max(1, entry.turns))),
             is_fresh,
         )
 
-    def _recompute_s(self, place: Place, context_tokens: int) -> float:
+    def _recompute_s(self, state: ReplicaState, context_tokens: int) -> float:
         """Seconds to compute a context again at home, for the part that it has probably lost."""
-        kept_tokens = int(context_tokens * place.kept_share)
+        kept_tokens = int(context_tokens * state.kept_share)
         if kept_tokens == context_tokens:
             return 0.0
-        return place.report.costs.prefill_s(context_tokens - kept_tokens, kept_tokens)
+        return state.report.costs.prefill_s(context_tokens - kept_tokens, kept_tokens)
 
     def _transfer_s(self, costs: CostModel, context_tokens: int) -> float:
         """Seconds to bring a context to a replica that never had it."""
@@ -465,38 +472,38 @@ class Fleet:
         """The program moves to another home, with this turn."""
         old = entry.home
         assert old is not None
-        self.places.places[old].admission.remove_program(entry.id)
+        self.placement.replicas[old].admission.remove_program(entry.id)
         self.thrash += now_s - entry.moved_s < self.config.cooldown_s
         entry.home, entry.moved_s = to, now_s
-        self.places.places[to].reserve(now_s, prompt_tokens, max(1, entry.turns))
-        return self._send(now_s, entry, turn, prompt_tokens, Why.MOVED, old)
+        self.placement.replicas[to].reserve(now_s, prompt_tokens, max(1, entry.turns))
+        return self._send(now_s, entry, turn, prompt_tokens, RouteReason.MOVED, old)
 
     def _retry(self, now_s: float, turn: TurnId) -> Route | Held:
         """A turn in the line: its program starts, if it is first and there is room."""
-        waiting = self.places.line[self.waiting[turn]]
-        if self.places.head() is waiting:
+        waiting = self.placement.line[self.waiting[turn]]
+        if self.placement.head() is waiting:
             self._start_first(now_s)
         live = self.turns.get(turn)
         return live.route if live is not None else Held(turn, waiting.since_s)
 
     def _start_first(self, now_s: float) -> list[Route] | None:
         """Start the first in line, with all its turns; None: none starts."""
-        waiting = self.places.head()
-        there = self.places.places
+        waiting = self.placement.head()
+        there = self.placement.replicas
         if waiting is None or not there:
             return None
-        for place in there.values():
-            place.admission.expire_absent(now_s)
-        choice = self.places.choose_replica(now_s, waiting)
-        why = Why.REHOMED if waiting.finished else Why.FIRST
+        for state in there.values():
+            state.admission.expire_absent(now_s)
+        choice = self.placement.choose_replica(now_s, waiting)
+        why = RouteReason.REHOMED if waiting.finished else RouteReason.FIRST
         if choice is None:
             if any(p.age_s(now_s) <= self.config.first_turn_age_s for p in there.values()):
                 return None
-            choice, why = (hashed(waiting.program, there, self._key), False), Why.HASHED
+            choice, why = (hashed(waiting.program, there, self._key), False), RouteReason.HASHED
         replica, fits = choice
-        if why is Why.FIRST and not fits:
-            why = Why.LET_IN
-        self.places.start(now_s, waiting, replica)
+        if why is RouteReason.FIRST and not fits:
+            why = RouteReason.LET_IN
+        self.placement.start(now_s, waiting, replica)
         entry = self.programs[waiting.program]
         entry.home = replica
         found = []
@@ -513,21 +520,21 @@ class Fleet:
         entry: FleetProgram,
         turn: TurnId,
         prompt_tokens: int,
-        why: Why,
+        why: RouteReason,
         moved_from: ReplicaId | None = None,
     ) -> Route:
         """The turn goes to its program's home."""
         assert entry.home is not None
-        admission = self.places.places[entry.home].admission
+        admission = self.placement.replicas[entry.home].admission
         admission.on_arrival(now_s, entry.id, prompt_tokens, turns=max(1, entry.turns))
-        kept_share = self.places.places[entry.home].kept_share
-        held_tokens = int(entry.context_tokens * kept_share) if why is Why.HOME else 0
+        kept_share = self.placement.replicas[entry.home].kept_share
+        held_tokens = int(entry.context_tokens * kept_share) if why is RouteReason.HOME else 0
         entry.live.add(turn)
         entry.has_started = True
         route = replace(self._route(now_s, entry, turn, why), moved_from=moved_from)
         return self._sent(turn, entry.id, route, prompt_tokens, held_tokens)
 
-    def _route(self, now_s: float, entry: FleetProgram, turn: TurnId, why: Why) -> Route:
+    def _route(self, now_s: float, entry: FleetProgram, turn: TurnId, why: RouteReason) -> Route:
         assert entry.home is not None
         age_s = now_s - entry.arrival_s
         return Route(turn, entry.home, why, program_turns=entry.turns, program_age_s=age_s)
@@ -536,30 +543,30 @@ class Fleet:
         self, turn: TurnId, program: ProgramId, route: Route, prompt_tokens: int, held_tokens: int
     ) -> Route:
         """The turn was sent. The replica is assumed to hold `held_tokens` of its prompt."""
-        place = self.places.places[route.replica]
+        state = self.placement.replicas[route.replica]
         there_tokens = min(held_tokens, prompt_tokens)
         tokens = prompt_tokens - there_tokens
-        seconds = place.report.costs.prefill_s(tokens, there_tokens)
-        place.add_turn(turn, Pending(tokens, seconds, is_first=not route.program_turns))
-        self.turns[turn] = Live(program, route)
+        seconds = state.report.costs.prefill_s(tokens, there_tokens)
+        state.add_turn(turn, Pending(tokens, seconds, is_first=not route.program_turns))
+        self.turns[turn] = SentTurn(program, route)
         self.routes[route.why] += 1
         return route
 
-    def _end_turn(self, now_s: float, turn: TurnId) -> Live | None:
+    def _end_turn(self, now_s: float, turn: TurnId) -> SentTurn | None:
         """A turn that was sent has ended."""
         live = self.turns.pop(turn, None)
         if live is None:
             return None
-        if (place := self._place(live)) is not None:
-            place.remove_turn(turn)
+        if (state := self._state_of(live)) is not None:
+            state.remove_turn(turn)
         if (entry := self.programs.get(live.program)) is not None:
             entry.live.discard(turn)
             self._touch(now_s, entry)
         return live
 
-    def _place(self, live: Live) -> Place | None:
+    def _state_of(self, live: SentTurn) -> ReplicaState | None:
         """The replica that the turn was sent to, if it is there."""
-        return self.places.places.get(live.route.replica)
+        return self.placement.replicas.get(live.route.replica)
 
     def _add_program(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> FleetProgram:
         """Add a program that is not known."""
@@ -574,19 +581,19 @@ class Fleet:
     def _forget_if_nothing(self, program: ProgramId) -> None:
         """Drop a program without a finished turn and without a live one."""
         entry = self.programs.get(program)
-        if entry is not None and not (entry.live or entry.turns or program in self.places.line):
+        if entry is not None and not (entry.live or entry.turns or program in self.placement.line):
             self._forget(entry, 0)
 
     def _forget(self, entry: FleetProgram, finished_turns: int) -> None:
         del self.programs[entry.id]
         if entry.home is not None:
-            self.places.places[entry.home].admission.remove_program(entry.id, finished_turns)
+            self.placement.replicas[entry.home].admission.remove_program(entry.id, finished_turns)
 
     def _forget_surplus(self, most: int) -> None:
         """Drop programs beyond `most`, those idle longest and without a live turn first."""
         surplus = len(self.programs) - most
         if surplus > 0:
-            idle = (p for p in self.programs.values() if not (p.live or p.id in self.places.line))
+            idle = (p for p in self.programs.values() if not (p.live or p.id in self.placement.line))
             for entry in list(itertools.islice(idle, surplus)):
                 self.forgotten += 1
                 self._forget(entry, 0)
@@ -598,7 +605,7 @@ class Fleet:
             if (
                 now_s - entry.seen_s < self.config.program_idle_s
                 or entry.live
-                or entry.id in self.places.line
+                or entry.id in self.placement.line
             ):
                 return
             self._forget(entry, 0)

@@ -27,7 +27,7 @@ class RecordedPin:
 class RecordedReload:
     """The cost of returning a turn's context, and its forecast when the turn before ended."""
 
-    foretold_s: float
+    predicted_s: float
     took_s: float
     loaded_tokens: int
     load_s: float | None = None  # the loads' part of took_s
@@ -35,7 +35,7 @@ class RecordedReload:
     @property
     def relative_error(self) -> float:
         """The error of the forecast, as a share of took_s."""
-        return abs(self.foretold_s - self.took_s) / self.took_s
+        return abs(self.predicted_s - self.took_s) / self.took_s
 
 
 @dataclass(frozen=True, slots=True)

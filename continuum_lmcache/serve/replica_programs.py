@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from continuum_lmcache.fleet.fleet import Known
+from continuum_lmcache.fleet.fleet import KnownProgram
 from continuum_lmcache.types import ProgramId, TurnId
 
 
@@ -98,10 +98,10 @@ class ReplicaPrograms:
         if is_last and not seen.live:
             del self._programs[live.program]
 
-    def known(self, now_s: float) -> list[Known]:
+    def known(self, now_s: float) -> list[KnownProgram]:
         """Every program here, those idle longest first."""
         return [
-            Known(name, p.turns, p.context_tokens, now_s - p.first_s, tuple(p.live))
+            KnownProgram(name, p.turns, p.context_tokens, now_s - p.first_s, tuple(p.live))
             for name, p in self._programs.items()
         ]
 

@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, KnownProgram, Refused, Route
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica_programs import FirstToken, TurnEvent
@@ -71,7 +71,7 @@ class FleetState:
         await self._wait_for_reports(there)
         turn, now_s = TurnId(key), self.now_s()
         live = self.fleet.turns.get(turn)
-        if again and live is not None and live.route.replica not in self.fleet.places.places:
+        if again and live is not None and live.route.replica not in self.fleet.placement.replicas:
             self.fleet.lost(now_s, turn)
         program = ProgramId(named.program) if named.program else None
         answer = self.fleet.arrived(now_s, turn, program, self.tokens_of(named.body_bytes))
@@ -123,7 +123,7 @@ class FleetState:
         self._admit()
         return self.name
 
-    async def restore_programs(self, replica: str, held: Iterable[Known]) -> None:
+    async def restore_programs(self, replica: str, held: Iterable[KnownProgram]) -> None:
         """All programs that a replica knows."""
         if ReplicaId(replica) not in self._removed:
             self.fleet.restore(self.now_s(), ReplicaId(replica), held)
@@ -150,14 +150,14 @@ class FleetState:
                 "gpu_tokens": place.report.gpu_tokens,
                 "pending_tokens": place.pending_tokens,
             }
-            for name, place in fleet.places.places.items()
+            for name, place in fleet.placement.replicas.items()
         ]
         return {
             "schema": 1,
             "state": self.name,
             "replicas": sorted(replicas, key=lambda row: row.get("rank", math.inf)),
             "programs": len(fleet.programs),
-            "line": len(fleet.places.line),
+            "line": len(fleet.placement.line),
             "line_wait_seconds": round(fleet.line_wait_s(now_s), 3),
             "turns": {why.value: n for why, n in fleet.routes.items()},
             "stays": dict(fleet.stays),

@@ -37,7 +37,7 @@ class Pending:
 
 
 @dataclass(slots=True)
-class Place:
+class ReplicaState:
     """One replica: its latest report, and what was sent there since."""
 
     report: ReplicaReport
@@ -144,7 +144,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Places:
+class Placement:
     """The replicas, and the one line in front of them. `max_wait_s`: how long the first in line waits at
     most while it fits nowhere; `max_rehome_s`: the same for a started program."""
 
@@ -152,16 +152,16 @@ class Places:
     max_rehome_s: float
     first_turn_age_s: float  # no first turn goes to a replica with an older report
     growth: ContextGrowth = field(default_factory=ContextGrowth)
-    places: dict[ReplicaId, Place] = field(default_factory=dict)
+    replicas: dict[ReplicaId, ReplicaState] = field(default_factory=dict)
     line: dict[ProgramId, Waiting] = field(default_factory=dict)
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_STARTS))
 
-    def add_replica(self, report: ReplicaReport) -> Place:
+    def add_replica(self, report: ReplicaReport) -> ReplicaState:
         """One replica more."""
         capacity = KVCapacity(report.gpu_tokens, report.tier_tokens)
         admission = AdmissionController(capacity, self.max_wait_s, growth=self.growth)
-        place = self.places[report.replica] = Place(report, admission)
-        return place
+        state = self.replicas[report.replica] = ReplicaState(report, admission)
+        return state
 
     def add_to_line(
         self, now_s: float, program: ProgramId, turn: TurnId, tokens: int, age_s: float, done: int
@@ -195,7 +195,7 @@ class Places:
         """Where the first in line may start now, and whether it fits there; None: it waits."""
         waiting.first_s = min(waiting.first_s, now_s)
         tokens, done = waiting.prompt_tokens, waiting.finished
-        recent = [p for p in self.places.values() if p.age_s(now_s) <= self.first_turn_age_s]
+        recent = [p for p in self.replicas.values() if p.age_s(now_s) <= self.first_turn_age_s]
         fitting = [p for p in recent if p.fits(tokens, done)]
         if fitting:
             return self.fewest(fitting), True
@@ -210,19 +210,19 @@ class Places:
         """Remove the program from the line; all its turns go to this replica."""
         del self.line[waiting.program]
         self._starts.append(now_s)
-        place = self.places[replica]
+        state = self.replicas[replica]
         tokens, done = waiting.prompt_tokens, waiting.finished
-        place.reserve(now_s, tokens, done)
+        state.reserve(now_s, tokens, done)
         if done:
             for prompt_tokens in waiting.turns.values():
-                place.admission.on_arrival(now_s, waiting.program, prompt_tokens, turns=done)
+                state.admission.on_arrival(now_s, waiting.program, prompt_tokens, turns=done)
         else:
             pending = PendingProgram(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
-            place.admission.start_program(pending)
+            state.admission.start_program(pending)
 
-    def fewest(self, places: Iterable[Place]) -> ReplicaId:
+    def fewest(self, states: Iterable[ReplicaState]) -> ReplicaId:
         """Of these, one or more, the replica with the fewest requests; of equals the one with most room."""
-        best = min(places, key=lambda p: (p.requests, -p.headroom_tokens(), p.report.replica))
+        best = min(states, key=lambda p: (p.requests, -p.headroom_tokens(), p.report.replica))
         return best.report.replica
 
     def retry_after_s(self, now_s: float) -> float:
@@ -234,7 +234,7 @@ class Places:
 
     def check(self) -> None:
         """Raise InvariantError unless the line has exactly its programs."""
-        for place in self.places.values():
-            place.check()
+        for state in self.replicas.values():
+            state.check()
         if empty := [program for program, waiting in self.line.items() if not waiting.turns]:
             raise InvariantError(f"programs {empty!r} are in the line without a turn")
