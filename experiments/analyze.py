@@ -157,7 +157,7 @@ def calibration_table(run: Recording) -> Table:
     heads = ("promised P(tau)", "realised", "promises", "censored")
     table = titled(f"Calibration: {run.name}", *heads)
     for found in calibration(run):
-        table.add_row(*map(shown, (found.promised, found.realised, found.watches, found.censored)))
+        table.add_row(*map(shown, (found.promised, found.realised, found.promises, found.censored)))
     return table
 
 
@@ -244,7 +244,7 @@ def draw_calibration(axes: Axes, runs: Sequence[Sequence[CalibrationBin]]) -> No
     axes.fill_between((0, 1), (-0.1, 0.9), (0.1, 1.1), color="0.9", label="within 0.1")
     axes.plot((0, 1), (0, 1), color="0.6", linewidth=1)
     for letter, mark, shade, bins in zip(LETTERS, MARKS, SHADES, runs, strict=False):
-        known = [(b.promised, b.realised, b.watches) for b in bins if b.realised is not None]
+        known = [(b.promised, b.realised, b.promises) for b in bins if b.realised is not None]
         if known:
             promised, realised, weights = zip(*known, strict=True)
             sizes = [20 + 200 * weight / max(weights) for weight in weights]

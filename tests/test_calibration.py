@@ -68,7 +68,7 @@ def test_a_promise_that_the_recording_did_not_outlive_is_censored_not_broken(tmp
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)  # until 4 s, and the recording ends at 2 s
     run.turn("b", "b1", (0, 0, 2))
     (found,) = calibration(load(told(tmp_path, run.recorder)))
-    assert (found.watches, found.censored, found.realised) == (1, 1, None)
+    assert (found.promises, found.censored, found.realised) == (1, 1, None)
 
 
 def test_a_program_that_ended_within_its_ttl_is_censored_not_late(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_program_that_ended_within_its_ttl_is_censored_not_late(tmp_path: Path
     run.recorder.record(ProgramEnded(2, ProgramId("a"), 1))
     run.turn("b", "b1", (0, 0, 9))
     (found,) = calibration(load(told(tmp_path, run.recorder)))
-    assert (found.watches, found.censored, found.realised) == (1, 1, None)
+    assert (found.promises, found.censored, found.realised) == (1, 1, None)
 
 
 def test_a_promise_outlived_without_a_return_is_broken(tmp_path: Path) -> None:
@@ -85,4 +85,4 @@ def test_a_promise_outlived_without_a_return_is_broken(tmp_path: Path) -> None:
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)
     run.turn("b", "b1", (0, 0, 9))
     (found,) = calibration(load(told(tmp_path, run.recorder)))
-    assert (found.watches, found.censored, found.realised) == (1, 0, 0)
+    assert (found.promises, found.censored, found.realised) == (1, 0, 0)

@@ -322,7 +322,7 @@ def test_moves_of_a_server_whose_connection_is_closed_fail_at_once_and_so_do_tho
     rig = MpEngine(MpServer(tmp_path, 16, 64))
     load_and_store(rig)
     rig.server.close()
-    wait_for(rig.worker._was_cut.is_set)
+    wait_for(rig.worker._connection_lost.is_set)
     assert ended(rig, "store") == ({"store"}, {"load"}, {0, 1})
     rig.worker.connection_closed()  # and a server is back before the next step, which does not know us
     rig.adapter.submit_retrieve_request("later", op(prompt(1, 2), 0, 2 * CHUNK), None)

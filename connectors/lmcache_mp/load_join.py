@@ -60,11 +60,11 @@ class LoadLookupJoin:
         return [transfer for transfers in moved for transfer in transfers]
 
 
-def keep(book: OrderedDict[str, Entry], request_id: str, entry: Entry) -> None:
+def keep(entries: OrderedDict[str, Entry], request_id: str, entry: Entry) -> None:
     """Add it. The oldest is dropped: another engine's lookup, or a hit without a load."""
-    book[request_id] = entry
-    if len(book) > MAX_ENTRIES:
-        book.popitem(last=False)
+    entries[request_id] = entry
+    if len(entries) > MAX_ENTRIES:
+        entries.popitem(last=False)
 
 
 def by_tier(load: TimedLoad, lookup: LookupResult) -> list[KVTransfer]:

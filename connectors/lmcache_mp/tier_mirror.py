@@ -74,10 +74,10 @@ class TierPoller:
         self,
         call: Call,
         ask: ChangesRequest,
-        went_down: Callable[[], None] = lambda: None,
+        on_down: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._call, self._ask, self._went_down, self._clock = call, ask, went_down, clock
+        self._call, self._ask, self._on_down, self._clock = call, ask, on_down, clock
         self.mirror = MpTierMirror()
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
         self.is_up = True
@@ -128,7 +128,7 @@ class TierPoller:
             logger.warning(
                 "LMCache's MP server does not answer (%s): prompts are computed until it does", error
             )
-            self._went_down()
+            self._on_down()
 
     def _answer(self) -> None:
         if not self.is_up:
@@ -153,7 +153,7 @@ class MpTiers:
         self._follower, self._first, self._bytes_per_token = follower, first, bytes_per_token
         self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
         self._hashes = ChunkHashes(TokenHasherAdapter(hasher), hasher.chunk_size)
-        self._book = LoadLookupJoin()
+        self._join = LoadLookupJoin()
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
 
     def locate(self, token_ids: Sequence[int], salt: str) -> TierHit:
@@ -176,7 +176,7 @@ class MpTiers:
     def apply_report(self, report: MpReport) -> None:
         """Apply the worker's timed loads and stores, and the server's lookups."""
         lookups = [self._follower.lookups.popleft() for _ in range(len(self._follower.lookups))]
-        self._transfers += report.stores + self._book.join(report.loads, lookups)
+        self._transfers += report.stores + self._join.join(report.loads, lookups)
 
     def _names(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
         return (chunk_name(self._hasher.hash_to_bytes(h), salt) for h in self._hashes.of(token_ids))

@@ -72,7 +72,9 @@ class MpWorkerSide:
         self._has_one_clock = has_one_clock  # with the server, which begins no late transfer
         self._kv_bytes_per_token = kv_bytes_per_token
         self._longest_load_s = lease_s * LEASE_SHARE
-        self._was_cut = threading.Event()  # the connection was closed: the server that was asked is gone
+        self._connection_lost = (
+            threading.Event()
+        )  # the connection was closed: the server that was asked is gone
         self._running: list[PendingTransfer] = []
         self._storing: set[str] = set()  # requests that LMCache reports as stored while a store still runs
         self.watch = TransferWatch(clock)
@@ -123,14 +125,14 @@ class MpWorkerSide:
         end_s = self._clock() + self._adapter._mq_timeout
         for move in [move for move in self._running if not move.is_load]:
             while not move.future.query():
-                if self._was_cut.is_set() or self._clock() > end_s:
+                if self._connection_lost.is_set() or self._clock() > end_s:
                     self.server_is_down()  # then the adapter waits for nothing
                     return
                 move.future.wait(0.01)
 
     def connection_closed(self) -> None:
         """LMCache's client lost its connection. Called by a thread of that client."""
-        self._was_cut.set()
+        self._connection_lost.set()
         self._cancel_streams()
 
     def poll(self) -> None:
@@ -165,14 +167,14 @@ class MpWorkerSide:
 
     def _give_up(self) -> None:
         """End the transfers that no server will execute, as failed: vLLM computes their tokens."""
-        now_s, was_cut = self._clock(), self._was_cut.is_set()
-        self._was_cut.clear()
-        if was_cut:
+        now_s, connection_lost = self._clock(), self._connection_lost.is_set()
+        self._connection_lost.clear()
+        if connection_lost:
             self.server_is_down()  # another server may answer the next ping, and does not know this worker
         for move in self._running:
             if not self._adapter.is_healthy:  # it may not answer now, and execute the transfer later
                 move.given_up_s = min(move.given_up_s, now_s + self._adapter._mq_timeout)
-        for move in [move for move in self._running if was_cut or now_s >= move.given_up_s]:
+        for move in [move for move in self._running if connection_lost or now_s >= move.given_up_s]:
             self._running.remove(move)
             self._fail(move)
 

@@ -77,7 +77,7 @@ def load(path: Path) -> Recording:
     """A recording from its file or its directory (every rank's). Raises TraceError."""
     histories: dict[str, list[Event]] = defaultdict(list)
     for file in files(path):
-        for name, event in held(file, file.read_text(encoding="utf-8", errors="replace")):
+        for name, event in events_in(file, file.read_text(encoding="utf-8", errors="replace")):
             histories[name].append(event)
     headers = histories.pop(META, [])
     notes = [note for header in headers for note in header_notes(path, header)]
@@ -87,8 +87,8 @@ def load(path: Path) -> Recording:
     programs = tuple(sorted((p for p in merged if p.turns), key=lambda p: p.turns[0].arrival_s))
     if not programs:
         raise TraceError(f"{path}: no program arrived in this recording; nothing to analyse")
-    strays = sum((p.strays for p in merged), Counter[str]())
-    notes += [f"without a match: {n} {kind}" for kind, n in strays.items()]
+    unmatched = sum((p.unmatched for p in merged), Counter[str]())
+    notes += [f"without a match: {n} {kind}" for kind, n in unmatched.items()]
     end_s = max(time_s for events in histories.values() for e in events for _, time_s in times(e))
     return Recording(str(path), programs, end_s, (*notes, *missing(programs)))
 
@@ -103,7 +103,7 @@ def files(path: Path) -> list[Path]:
     return found
 
 
-def held(file: Path, text: str) -> Iterator[tuple[str, Event]]:
+def events_in(file: Path, text: str) -> Iterator[tuple[str, Event]]:
     """Events of a snapshot: {program: [event, ...]}."""
     jobs = parsed(text, str(file))
     if not isinstance(jobs, dict):

@@ -210,7 +210,7 @@ def promises(runs: Sequence[Recording]) -> go.Figure:
     figure = go.Figure(diagonal("predicted = realised", 0, 1))
     for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
         known = [b for b in calibration(run) if b.realised is not None]
-        about = [f"{b.watches} promises, {b.censored} censored" for b in known]
+        about = [f"{b.promises} promises, {b.censored} censored" for b in known]
         figure.add_trace(dots(letter, ink, symbol, [(b.promised, b.realised) for b in known], about))
     figure.update_xaxes(title="promised P(tau)", range=[0, 1.02])
     figure.update_yaxes(title="realised", range=[0, 1.02])

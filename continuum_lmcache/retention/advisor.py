@@ -65,8 +65,8 @@ class RetentionAdvisor:
     def prices(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier
         returns it cheaply, a pin saves little: then each second costs one, as in the paper."""
-        dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
-        return self.config.priced_pins and reload_s >= dear_s
+        expensive_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
+        return self.config.priced_pins and reload_s >= expensive_s
 
     def cheap_tiers(self) -> dict[Tier, int]:
         """How many tokens each tier can hold, without tiers from which a reload costs nearly as much
@@ -74,8 +74,8 @@ class RetentionAdvisor:
         whole = {t: n for t, n in self.survival.capacity_tokens.items() if n > 0}
         where = {Tier.DRAM: Residency(0, TYPICAL_TOKENS, 0, TYPICAL_TOKENS)}
         where[Tier.SSD] = Residency(0, 0, TYPICAL_TOKENS, TYPICAL_TOKENS)
-        dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(TYPICAL_TOKENS)
-        return {t: n for t, n in whole.items() if self.rates.costs.reload_s(where[t]) < dear_s}
+        expensive_s = CHEAP_SHARE * self.rates.costs.prefill_s(TYPICAL_TOKENS)
+        return {t: n for t, n in whole.items() if self.rates.costs.reload_s(where[t]) < expensive_s}
 
     def expected_s(self, tool: ToolKey) -> float:
         """For how long a program in a tool call is still expected back."""

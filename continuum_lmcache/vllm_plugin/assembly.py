@@ -99,11 +99,11 @@ class FileSaver:
     def _run(self) -> None:
         while True:
             try:
-                goes_on = self._asked.get(timeout=self._every_s)
+                continues = self._asked.get(timeout=self._every_s)
             except queue.Empty:
                 self._parts.save_durations()
                 continue
-            if not goes_on:
+            if not continues:
                 return
             self._parts.save()
 

@@ -32,7 +32,7 @@ def is_late(configs: Mapping[str, Any] | None, now_s: float) -> bool:
     return configs is not None and UNTIL in configs and now_s > configs[UNTIL]
 
 
-def refuse_late_moves(context: Any, clock: Callable[[], float] = time.monotonic) -> None:
+def refuse_late_transfers(context: Any, clock: Callable[[], float] = time.monotonic) -> None:
     """In the server: raise TimeoutError for late transfers; the server logs it, and no one waits for it."""
     resolve = context.resolve_obj_keys
 

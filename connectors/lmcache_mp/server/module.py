@@ -25,7 +25,7 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
-from connectors.lmcache_mp.server.deadline import refuse_late_moves
+from connectors.lmcache_mp.server.deadline import refuse_late_transfers
 from connectors.lmcache_mp.server.lookup_log import LookupLog
 from connectors.lmcache_mp.wire import METHOD, ChangesReply, ChangesRequest, NumberedChange, chunk_name
 from continuum_lmcache import __version__
@@ -174,7 +174,7 @@ class MpTierModule:
         for manager in storage._l1_managers_by_id.values():
             manager.register_listener(DramListener(self._log))
         storage.register_l2_listener(DiskListener(self._log))
-        refuse_late_moves(context)
+        refuse_late_transfers(context)
         self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size)
         status = storage.report_status()
         evictions = status["l1_eviction_controllers"].values()

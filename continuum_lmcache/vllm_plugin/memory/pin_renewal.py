@@ -32,31 +32,31 @@ class PinRenewal:
     load: Callable[[float], EngineLoad]
     was_short: bool = False
     at_s: float = 0.0
-    unseen: deque[ProgramId] = field(default_factory=deque)  # to decide about again: memory became short
+    to_decide: deque[ProgramId] = field(default_factory=deque)  # to decide about again: memory became short
 
     def renew_due(self, now_s: float) -> None:
         """Before pins expire: decide about due pins, and about all pins if memory has become short.
 
         At most DECISIONS_A_STEP decisions in a step. Other due pins get EVERY_S more, the rest wait.
         """
-        pins, looks = self.pins, DECISIONS_A_STEP
+        pins, decisions_left = self.pins, DECISIONS_A_STEP
         if now_s >= self.at_s and self._becomes_short(now_s):
-            self.unseen = deque(pins.pinned)
+            self.to_decide = deque(pins.pinned)
         elif not self.was_short:
-            self.unseen.clear()
+            self.to_decide.clear()
         due_s = pins.next_deadline_s()
         if due_s is not None and due_s <= now_s:
             for pin in [pin for pin in pins.pinned.values() if pin.deadline_s <= now_s]:
                 if self._is_renewable(pin):
-                    looks -= 1
-                    if looks >= 0:
+                    decisions_left -= 1
+                    if decisions_left >= 0:
                         self._renew(now_s, pin)
                     else:
                         pins.renew(now_s, pin.program, now_s + EVERY_S)
-        while self.unseen and looks > 0:
-            found = pins.pinned.get(self.unseen.popleft())
+        while self.to_decide and decisions_left > 0:
+            found = pins.pinned.get(self.to_decide.popleft())
             if found is not None and self._is_renewable(found):
-                looks -= 1
+                decisions_left -= 1
                 self._renew(now_s, found)
 
     def _becomes_short(self, now_s: float) -> bool:
