@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from connectors.lmcache_mp.server.command_line import left_behind, options
+from connectors.lmcache_mp.server.command_line import leftover_pool, options
 from experiments.server import CPU_ENV, ServerError, reserved_port, script, stop, tail
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +44,7 @@ class MpProcess:
     @property
     def memory(self) -> Path:
         """The shared memory that L1 lies in."""
-        return left_behind(self.port)
+        return leftover_pool(self.port)
 
     @property
     def transfer_config(self) -> dict[str, Any]:

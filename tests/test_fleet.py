@@ -11,7 +11,7 @@ import pytest
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, KnownProgram, Refused, Route, RouteReason
 from continuum_lmcache.fleet.homes import hashed
-from continuum_lmcache.fleet.moves import Case, Limits, Move, Side, Stay, decide
+from continuum_lmcache.fleet.moves import Limits, Move, MoveCase, ReplicaOption, Stay, decide
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId, TurnId
 
@@ -295,9 +295,9 @@ def test_the_programs_unheard_of_for_longest_are_forgotten() -> None:
 
 # moves ----------------------------------------------------------------------
 
-HOME = Side(A, wait_s=20.0, bring_s=0.0)
-AWAY = Side(B, wait_s=1.0, bring_s=3.0)
-CASE = Case(HOME, [AWAY], math.inf)
+HOME = ReplicaOption(A, wait_s=20.0, bring_s=0.0)
+AWAY = ReplicaOption(B, wait_s=1.0, bring_s=3.0)
+CASE = MoveCase(HOME, [AWAY], math.inf)
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ CASE = Case(HOME, [AWAY], math.inf)
         ),
     ],
 )
-def test_a_move_must_save_more_than_its_kv_costs(case: Case, said: Move | Stay) -> None:
+def test_a_move_must_save_more_than_its_kv_costs(case: MoveCase, said: Move | Stay) -> None:
     assert decide("cost", case, Limits()) == said
 
 

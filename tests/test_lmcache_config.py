@@ -369,8 +369,8 @@ def test_a_failed_load_is_computed_again_only_where_that_gives_the_right_tokens(
 ) -> None:
     from types import SimpleNamespace
 
-    from connectors.lmcache.startup import recomputes_rightly
+    from connectors.lmcache.startup import recomputes_correctly
 
     steps = SimpleNamespace(scheduler_cls=scheduler, async_scheduling=runs_ahead)
     config = SimpleNamespace(scheduler_config=steps, use_v2_model_runner=newer_runner)
-    assert recomputes_rightly(config) is expected
+    assert recomputes_correctly(config) is expected

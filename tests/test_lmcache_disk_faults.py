@@ -22,7 +22,7 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache_rig import CHUNK, prompt, rigs
 
 from connectors.lmcache.disk.lost_chunks import LostChunks, checksum
-from connectors.lmcache.disk.reads import is_whole, takes_odirect
+from connectors.lmcache.disk.reads import is_whole, supports_odirect
 from connectors.lmcache.disk.writes import DiskWrites
 from continuum_lmcache.reload.tier_store import TierHit
 
@@ -199,7 +199,7 @@ def a_disk(**others) -> SimpleNamespace:
 
 
 def test_stock_lmcache_takes_a_write_cut_short_by_a_full_disk_for_whole_and_ours_does_not(tmp_path):
-    if not takes_odirect(tmp_path):
+    if not supports_odirect(tmp_path):
         pytest.skip("the file system refuses O_DIRECT")
     mine, path = aligned(b"A" * 8192), str(tmp_path / "chunk.pt")
     stock = a_disk(use_odirect=True)

@@ -87,14 +87,14 @@ def checked(config: Mapping[str, Any], worker: RankWorker, lora: bool) -> Connec
     """The connector with all its problems. Wrong settings are findings, not errors."""
     kind, extra = config["kv_connector"], config.get(EXTRA, {})
     findings = list(outer_findings(config, lora))
-    continuum, more = ours(extra)
+    continuum, more = continuum_settings(extra)
     findings += more
     if kind not in OURS:
         if kind in MP:
             unseen = "the LMCache server's command line has the sizes of DRAM and disk, this file does not"
             findings.append(note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter"))
         return ConnectorSettings(kind, {}, continuum, tuple(findings))
-    settings, more = theirs(extra, worker)
+    settings, more = lmcache_settings(extra, worker)
     findings += [*more, *costly_settings(settings, worker)]
     return ConnectorSettings(kind, settings, continuum, tuple(findings))
 
@@ -130,7 +130,7 @@ def outer_findings(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
         )
 
 
-def ours(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
+def continuum_settings(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
     """The `continuum.*` settings, or the defaults and the problems."""
     try:
         found = ContinuumConfig.load(extra, os.environ)
@@ -143,7 +143,7 @@ def ours(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
     return found, []
 
 
-def theirs(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, Any], list[Finding]]:
+def lmcache_settings(extra: Mapping[str, Any], worker: RankWorker) -> tuple[Mapping[str, Any], list[Finding]]:
     """LMCache's settings as our connector would pass them on, and why it would refuse them.
 
     Read with LMCache's own definitions where it is installed; else taken unchecked.

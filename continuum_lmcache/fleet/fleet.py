@@ -55,8 +55,8 @@ from typing import Any
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.fleet.homes import hashed
-from continuum_lmcache.fleet.moves import MOVERS, Case, Limits, Move, Side, Stay, decide
-from continuum_lmcache.fleet.placement import Pending, Placement, ReplicaState
+from continuum_lmcache.fleet.moves import MOVERS, Limits, Move, MoveCase, ReplicaOption, Stay, decide
+from continuum_lmcache.fleet.placement import PendingTurn, Placement, ReplicaState
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import CostModel, TransferRate
 from continuum_lmcache.types import ProgramId, Residency, TurnId
@@ -427,7 +427,7 @@ class Fleet:
         if not home.wait_s:
             return Stay("cool")
         sides = [self._side(now_s, entry, p, prompt_tokens) for r, p in there.items() if r != entry.home]
-        return decide(self.config.mover, Case(home, sides, now_s - entry.moved_s), self._limits)
+        return decide(self.config.mover, MoveCase(home, sides, now_s - entry.moved_s), self._limits)
 
     def _side(
         self,
@@ -436,11 +436,11 @@ class Fleet:
         state: ReplicaState,
         prompt_tokens: int,
         is_home: bool = False,
-    ) -> Side:
+    ) -> ReplicaOption:
         """A replica as the program's next turn would find it."""
         is_fresh = state.age_s(now_s) <= self.config.move_age_s
         costs, context_tokens = state.report.costs, entry.context_tokens
-        return Side(
+        return ReplicaOption(
             state.report.replica,
             state.wait_s(is_fresh),
             self._recompute_s(state, context_tokens) if is_home else self._transfer_s(costs, context_tokens),
@@ -547,7 +547,7 @@ class Fleet:
         there_tokens = min(held_tokens, prompt_tokens)
         tokens = prompt_tokens - there_tokens
         seconds = state.report.costs.prefill_s(tokens, there_tokens)
-        state.add_turn(turn, Pending(tokens, seconds, is_first=not route.program_turns))
+        state.add_turn(turn, PendingTurn(tokens, seconds, is_first=not route.program_turns))
         self.turns[turn] = SentTurn(program, route)
         self.routes[route.why] += 1
         return route

@@ -28,7 +28,7 @@ MAX_RESERVATIONS = 1024  # since one report, whose period is half a second
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingTurn:
     """A turn without its first token."""
 
     tokens: int  # to be computed, as far as is known
@@ -43,7 +43,7 @@ class ReplicaState:
     report: ReplicaReport
     admission: AdmissionController
     turns: set[TurnId] = field(default_factory=set)  # live
-    pending: dict[TurnId, Pending] = field(default_factory=dict)  # of these
+    pending: dict[TurnId, PendingTurn] = field(default_factory=dict)  # of these
     reserved: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_RESERVATIONS))
 
     @property
@@ -105,7 +105,7 @@ class ReplicaState:
         need = self.admission.growth.forecast_tokens(prompt_tokens, turns)
         return not self.report.pending_programs and need <= self.headroom_tokens()
 
-    def add_turn(self, turn: TurnId, pending: Pending) -> None:
+    def add_turn(self, turn: TurnId, pending: PendingTurn) -> None:
         """A turn goes there."""
         self.turns.add(turn)
         self.pending[turn] = pending
@@ -127,7 +127,7 @@ class ReplicaState:
 
 
 @dataclass(slots=True)
-class Waiting:
+class WaitingProgram:
     """A program in the line."""
 
     program: ProgramId
@@ -153,7 +153,7 @@ class Placement:
     first_turn_age_s: float  # no first turn goes to a replica with an older report
     growth: ContextGrowth = field(default_factory=ContextGrowth)
     replicas: dict[ReplicaId, ReplicaState] = field(default_factory=dict)
-    line: dict[ProgramId, Waiting] = field(default_factory=dict)
+    line: dict[ProgramId, WaitingProgram] = field(default_factory=dict)
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_STARTS))
 
     def add_replica(self, report: ReplicaReport) -> ReplicaState:
@@ -171,7 +171,7 @@ class Placement:
         if (waiting := self.line.get(program)) is not None:
             waiting.turns[turn] = tokens
             return
-        self.line[program] = Waiting(program, now_s, now_s - age_s, {turn: tokens}, done)
+        self.line[program] = WaitingProgram(program, now_s, now_s - age_s, {turn: tokens}, done)
         if not done:
             self.growth.add_first_prompt(tokens)
 
@@ -187,11 +187,11 @@ class Placement:
         """Programs in the line that have no finished turn."""
         return sum(not waiting.finished for waiting in self.line.values())
 
-    def head(self) -> Waiting | None:
+    def head(self) -> WaitingProgram | None:
         """The first in line: started programs before new ones, then the oldest."""
         return min(self.line.values(), key=lambda w: (not w.finished, w.arrival_s), default=None)
 
-    def choose_replica(self, now_s: float, waiting: Waiting) -> tuple[ReplicaId, bool] | None:
+    def choose_replica(self, now_s: float, waiting: WaitingProgram) -> tuple[ReplicaId, bool] | None:
         """Where the first in line may start now, and whether it fits there; None: it waits."""
         waiting.first_s = min(waiting.first_s, now_s)
         tokens, done = waiting.prompt_tokens, waiting.finished
@@ -206,7 +206,7 @@ class Placement:
             return self.fewest(recent), False
         return None
 
-    def start(self, now_s: float, waiting: Waiting, replica: ReplicaId) -> None:
+    def start(self, now_s: float, waiting: WaitingProgram, replica: ReplicaId) -> None:
         """Remove the program from the line; all its turns go to this replica."""
         del self.line[waiting.program]
         self._starts.append(now_s)

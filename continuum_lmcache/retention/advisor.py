@@ -62,7 +62,7 @@ class RetentionAdvisor:
         """The budget of a step, where we may choose it and step times were measured."""
         return PrefillChunkTuner(self.rates.costs.step_s if self.config.measured_chunk else {}, most_tokens)
 
-    def prices(self, context_tokens: int, reload_s: float) -> bool:
+    def is_priced(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier
         returns it cheaply, a pin saves little: then each second costs one, as in the paper."""
         expensive_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
@@ -99,7 +99,7 @@ class RetentionAdvisor:
         mean_gap_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
         survival = self.survival.chances(turn.residency.total_tokens, mean_gap_s, now_s)
         reload_s = self.rates.costs.reload_s(turn.residency, survival)
-        priced = self.prices(turn.context_tokens, reload_s)
+        priced = self.is_priced(turn.context_tokens, reload_s)
         load = replace(
             load,
             queue_delay_s=self.history.queue_delay_s,

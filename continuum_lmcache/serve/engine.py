@@ -39,7 +39,7 @@ class TurnPrompt:
         turn = self.turn
         program = ProgramId(turn.program or f"~{self.key}")
         self.programs.starts(time.monotonic(), self.key, program, turn.turns, turn.age_s)
-        sampling_params.extra_args = under_way(sampling_params.extra_args, turn)
+        sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
 
     def first_token(self, prompt_tokens: int) -> None:
         self.programs.first_token(self.key, prompt_tokens, self.turn.body_bytes)
@@ -48,7 +48,7 @@ class TurnPrompt:
         self.programs.stops(self.key, context_tokens, self.turn.is_last or not self.turn.program)
 
 
-def under_way(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
+def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
     """A request's fields with its program's progress, from the fleet and not from the client."""
     kept = {name: value for name, value in (extra_args or {}).items() if name not in PROGRESS}
     if turn.turns:

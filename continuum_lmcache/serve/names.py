@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import flag, name, program_id, tenant_of
-from continuum_lmcache.programs.session_fields import BODY_FIELDS, HEADERS, SentFields, stated
+from continuum_lmcache.programs.session_fields import BODY_FIELDS, HEADERS, SentFields, program_values
 
 HEADER = "x-continuum-turn"
 ENVIRONMENT = {  # of Ray's proxies
@@ -78,7 +78,7 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
     known = {field: fields[field] for field in BODY_FIELDS if fields.get(field) is not None}
     found = {field: value for field, value in headers.items() if field in HEADERS}
     try:
-        said = stated(SentFields(known, xargs if isinstance(xargs, dict) else {}, found))
+        said = program_values(SentFields(known, xargs if isinstance(xargs, dict) else {}, found))
         job = name("job_id", said.get("job_id"))
         is_last = flag("is_last_step", said.get("is_last_step"))
     except RequestError:

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 
 from continuum_lmcache.fleet.homes import MOST_PROGRAMS
 from continuum_lmcache.serve.gauges import figures, report
-from continuum_lmcache.serve.listening import on_the_nodes_address_alone
+from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 
@@ -38,7 +38,7 @@ def unavailable(error: BaseException) -> Response:
     return PlainTextResponse(f"The fleet's state does not answer: {error}", 503, {"Retry-After": "2"})
 
 
-class Signed:
+class ReplicaHeader:
     """ASGI: each answer names the replica that gave it. vLLM's app takes no more middleware."""
 
     def __init__(self, app: Any, replica: str) -> None:
@@ -59,7 +59,7 @@ class Replica:
 
     def __init__(self, settings: ServeSettings, below: Any = None) -> None:
         """`below`: a handle of the LMCache servers; None: there are none of ours."""
-        on_the_nodes_address_alone()
+        listen_on_node_address_only()
         self._settings, self._below = settings, below
         self._has_ended = asyncio.Event()  # a turn, since the last report
         self._programs = ReplicaPrograms(MOST_PROGRAMS, on_end=self._has_ended.set)
@@ -67,12 +67,12 @@ class Replica:
         self._engine: Any = None
         self._reporting: asyncio.Task[None] | None = None
 
-    async def __serve_build_asgi_app__(self) -> Signed:
+    async def __serve_build_asgi_app__(self) -> ReplicaHeader:
         """Start the engine; return vLLM's app around it, with two more paths."""
         from continuum_lmcache.serve.engine import TurnPrompt
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
-        os.environ.setdefault(HONOR, "true")  # engine.under_way has the fleet's figures, for all tenants
+        os.environ.setdefault(HONOR, "true")  # engine.with_progress has the fleet's figures, for all tenants
         if self._below is not None:
             await self._below.ready.remote()
         watch = partial(TurnPrompt.of_this_request, self._programs)
@@ -80,7 +80,7 @@ class Replica:
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         app.add_api_route("/fleet/metrics", self.fleet_metrics, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
-        return Signed(app, self._name)
+        return ReplicaHeader(app, self._name)
 
     async def fleet(self) -> Response:
         """GET /fleet: the state as JSON."""

@@ -188,7 +188,7 @@ class MpTierModule:
         """It has no resources of its own."""
 
     @server_module_handler(METHOD)  # type: ignore[untyped-decorator]  # LMCache's
-    def tell(self, payload: bytes) -> bytes:
+    def changes(self, payload: bytes) -> bytes:
         """The ChangesReply to a ChangesRequest, both as MessagePack.
 
         Raises msgspec.ValidationError, which LMCache passes on.

@@ -66,7 +66,7 @@ class PinRenewal:
 
     def _is_renewable(self, pin: Pin) -> bool:
         """Whether the pin's worth depends on the memory now, and its program is away."""
-        is_priced = self.advisor.prices(pin.turn.context_tokens, pin.retention.reload_s)
+        is_priced = self.advisor.is_priced(pin.turn.context_tokens, pin.retention.reload_s)
         return is_priced and not self.programs.records[pin.program].live
 
     def _renew(self, now_s: float, pin: Pin) -> None:
