@@ -1,11 +1,11 @@
-"""What a recorded run amounts to, against another one if there is one; or a trace to replay it.
+"""Prints the figures of one recorded run or of two side by side, or converts a run into a trace to replay it.
 
     python -m experiments.analyze report run/ --figure run/analysis
     python -m experiments.analyze report --compare run-fcfs/ run-continuum/
     python -m experiments.analyze convert run/ trace.jsonl
 
 A recording is a file `scheduler_timestamps`, or a directory with one of
-every rank. The public prototype's files are read too: what they lack is said, not guessed.
+every rank. The public prototype's files are read too: missing data is reported, not guessed.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def opened(path: Path) -> Recording:
 
 
 def refusal(error: Exception) -> typer.Exit:
-    """One line that says what is wrong, and the exit status for it."""
+    """One line with the problem, and its exit status."""
     print(f"error: {error}", file=sys.stderr)
     return typer.Exit(1)
 
@@ -140,7 +140,7 @@ def pin_table(run: Recording) -> Table:
 
 
 def tool_table(run: Recording) -> Table:
-    """What was called, for how long it took, and what TTL that earned."""
+    """The called tools, their durations, and the TTLs."""
     heads = ("command", "turns", "gap, median [s]", "gap, P95 [s]", "TTL, median [s]", "TTL = 0")
     table = titled(f"Tools: {run.name}", *heads)
     for name, turns in list(tools(run).items())[:TOOLS_SHOWN]:
@@ -153,7 +153,7 @@ def tool_table(run: Recording) -> Table:
 
 
 def calibration_table(run: Recording) -> Table:
-    """Whether P(tau) came true."""
+    """Predicted and realised P(tau)."""
     heads = ("promised P(tau)", "realised", "promises", "censored")
     table = titled(f"Calibration: {run.name}", *heads)
     for found in calibration(run):
@@ -162,7 +162,7 @@ def calibration_table(run: Recording) -> Table:
 
 
 def reload_table(run: Recording) -> Table:
-    """Whether PrefillReload came true."""
+    """Predicted and measured PrefillReload."""
     heads = ("context back on the GPU", "returns", "predicted, median [s]", "took, median [s]")
     table = titled(f"Reload: {run.name}", *heads, "error, median", "error, P90")
     for name, found in forecast_errors(run).items():
@@ -179,7 +179,7 @@ def titled(title: str, *heads: str) -> Table:
 
 
 def shown(value: float | None) -> str:
-    """Counts whole, everything else to four digits, the unknown as a dash."""
+    """Counts as integers, other numbers to four digits, unknown ones as a dash."""
     if value is None:
         return "-"
     return (
@@ -188,7 +188,7 @@ def shown(value: float | None) -> str:
 
 
 def printable(name: str) -> Text:
-    """A client's text, without what a terminal would obey."""
+    """A client's text, without control characters for a terminal."""
     return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name))
 
 
@@ -224,7 +224,7 @@ def draw_shares(axes: Axes, title: str, runs_s: Sequence[Sequence[float]]) -> No
 
 
 def draw_stacks(axes: Axes, title: str, runs: Sequence[Mapping[str, int]]) -> None:
-    """What a whole is made of, a bar a run."""
+    """The parts of a total, one bar per run."""
     bottoms = [0] * len(runs)
     for index, part in enumerate(dict.fromkeys(part for run in runs for part in run)):
         heights = [run.get(part, 0) for run in runs]
@@ -240,7 +240,7 @@ def draw_stacks(axes: Axes, title: str, runs: Sequence[Mapping[str, int]]) -> No
 
 
 def draw_calibration(axes: Axes, runs: Sequence[Sequence[CalibrationBin]]) -> None:
-    """Realised over promised P(tau); on the diagonal it is honest. A mark grows with its promises."""
+    """Realised over promised P(tau); on the diagonal they are equal. A mark grows with its predictions."""
     axes.fill_between((0, 1), (-0.1, 0.9), (0.1, 1.1), color="0.9", label="within 0.1")
     axes.plot((0, 1), (0, 1), color="0.6", linewidth=1)
     for letter, mark, shade, bins in zip(LETTERS, MARKS, SHADES, runs, strict=False):
@@ -256,7 +256,7 @@ def draw_calibration(axes: Axes, runs: Sequence[Sequence[CalibrationBin]]) -> No
 
 
 def legend(axes: Axes, **where: Any) -> None:
-    """A legend, or the word that there is nothing to see."""
+    """A legend, or a text if there is no data."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=8, **where)
     else:

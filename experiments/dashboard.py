@@ -34,7 +34,7 @@ def rate(counter: str, by: str = "") -> str:
 
 
 def quantile(q: float, histogram: str, by: str = "") -> str:
-    """A quantile of what came meanwhile."""
+    """A quantile of the samples in the range."""
     return f"histogram_quantile({q}, {rate(f'{histogram}_bucket', f'le, {by}' if by else 'le')})"
 
 

@@ -1,4 +1,4 @@
-"""Is the lab true? The same programs on real servers and in virtual time, side by side.
+"""Compares the simulator with real servers: the same programs in virtual time and on this machine.
 
     python -m experiments.fidelity --seeds 1..3 --profile PROFILE --out fidelity-results
 
@@ -7,7 +7,7 @@ the same programs against each; then runs them in the lab, on the machine that P
 (profiles/measure.py, measured on this machine), and prints predicted against measured. A replay that
 is in OUT already is not repeated, so the machine can be left to others between two seeds.
 
-What the lab is told of the real thing, beside the profile, is what five short probes of each server show
+Besides the profile, the simulator gets the results of five short probes of each server
 after its replay, none of them a turn of the programs (fidelity_lab.Told): how fast the machine
 computes at that moment, the hop between client and engine and its growth with the prompt, and the server's
 own time in a step. All are in the CSV, and the prediction is also made without them.
@@ -52,7 +52,7 @@ PROBES, OUTPUTS = 9, 24
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One server, and its twin in the lab."""
+    """One server, and its counterpart in the simulator."""
 
     policy: str
     offloads: bool
@@ -99,7 +99,7 @@ def told_path(out: Path, contender: Contender, seed: int) -> Path:
 
 
 async def probed(url: str) -> Told:
-    """What a server shows now, with prompts that no cache holds; medians of a few."""
+    """A server's probe times now, with prompts that no cache holds; medians of a few."""
     loop = asyncio.get_running_loop()
     plan = Plan("tiny", 0, ORDINARY)
     async with Client(f"{url}/v1", timeout_s=60) as client:
@@ -140,7 +140,7 @@ def rows(seeds: list[int], programs: int, machine: Machine, out: Path) -> list[d
 
 
 def ways(server: Around) -> dict[str, Around]:
-    """How much the lab is told, from all to no more than what the profile and one hop say."""
+    """Which probes the simulator gets, from all to only the profile and one hop."""
     return {
         "predicted": server,
         "without the server's steps": replace(server, step_s=0.0, per_sequence_s=0.0),

@@ -1,4 +1,4 @@
-"""A real server's twin in the lab: the same programs, settings and tiers, on a measured machine."""
+"""A real server's counterpart in the simulator: the same programs and settings, on a measured machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_TOKENS = REUSED_TOKENS + small_tiers.BLOCK_TOKENS // 2
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a real server showed after its replay, in seconds. Beside it nothing is told."""
+    """A real server's probe times after its replay, in seconds. The simulator gets nothing else of it."""
 
     short_s: float  # from sending SHORT_TOKENS to the first token
     long_s: float  # the same for LONG_TOKENS
@@ -35,7 +35,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What a server is beside the profile's steps."""
+    """A server's overheads besides the profile's steps."""
 
     slower: float = 1.0  # times as long as the profile says computing takes
     hop_s: float = 0.0  # from sending to the engine and back, without the step
@@ -132,7 +132,7 @@ def predicted(
 
 
 def behind_a_hop(programs: tuple[Program, ...], around: Around) -> tuple[Program, ...]:
-    """The programs as the engine sees them: each turn comes a hop after its client sent it."""
+    """The programs as the engine sees them: each turn arrives one hop after its client sent it."""
 
     def later(program: Program) -> Program:
         turns = list(program.turns)

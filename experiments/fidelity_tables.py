@@ -42,7 +42,7 @@ def comparison(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def ranking(rows: Sequence[Row]) -> str:
-    """In how many seeds the lab puts the contenders in the measured order of mean job times."""
+    """In how many seeds the simulator gives the contenders the measured order of mean job times."""
     seeds = sorted({row["seed"] for row in rows})
     ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != MEASURED]
     orders = {(way, seed): order(rows, way, seed) for way in (MEASURED, *ways) for seed in seeds}

@@ -1,7 +1,7 @@
-"""What does a program's first prompt tell of the rest?    python -m experiments.firstprompts
+"""How well does a program's first prompt predict the rest?    python -m experiments.firstprompts
 
-Table 1's generator decides two things that a scheduler can use: how a first prompt goes with the
-program's whole work, and turns with its size. Here they are in the generator and in real traces:
+Table 1's generator sets two correlations that a scheduler can use: of a first prompt with the program's
+whole work, and of its turns with its size. They are computed for the generator and for real traces:
 correlations of logarithms over programs of two turns or more, work being all tokens that must be computed
 once (new prompt tokens and outputs), and the exponent that controller.py learns as `trust`.
 """
