@@ -1,8 +1,8 @@
-"""What does asking the fleet cost?    python -m experiments.fleet.cost
+"""Measures what a query of the fleet costs.    python -m experiments.fleet.cost
 
-CPU time of the thread for one answer, with so many programs alive over so many replicas: a later turn that
-goes home at once, one whose home is busy so that every other replica is weighed, a new program's first turn,
-and a report. And the memory of a program, as tracemalloc counts it.
+CPU time of the thread for one answer, by the number of programs and replicas: a later turn that goes home at
+once; one whose home is busy, so that every other replica is compared; a new program's first turn; and a
+report. Also the memory of a program, as tracemalloc counts it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT_TOKENS = 20_000
 
 
 class BusyFleet:
-    """A fleet in which every program is in a tool call, but `live` turns a replica."""
+    """A fleet in which all programs are in a tool call, except `live` turns per replica."""
 
     def __init__(self, programs: int, replicas: int, live: int = 32) -> None:
         self.fleet = Fleet(FleetConfig(), KEY)
@@ -56,14 +56,14 @@ class BusyFleet:
         return turn
 
     def hear(self, waits_s: float) -> None:
-        """News of all replicas."""
+        """Reports of all replicas."""
         self.now_s += 0.5
         for name in self.names:
             self.fleet.reported(self.now_s, self.report(name, waits_s))
 
 
 def samples(busy: BusyFleet, asked: int, seed: int) -> Iterator[tuple[str, float]]:
-    """What was asked, and what it took."""
+    """Each kind of query with its times."""
     random_of = random.Random(seed)
     for waits_s, what in ((0.0, "a later turn, home at once"), (1.0, "a later turn, all replicas weighed")):
         busy.hear(waits_s)

@@ -1,4 +1,4 @@
-"""The fleet's figures, as PNG and SVG. Symbols and places tell routers apart, not colour."""
+"""The fleet's figures, as PNG and SVG. Routers differ by symbol and position, not by colour."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def draw_timeline(runs: Iterable[tuple[FleetPoint, FleetResult]], path: Path) ->
 
 
 def timeline_points(size: Size, seed: int) -> list[FleetPoint]:
-    """What the timeline shows: stock engines, where moves have something to mend."""
+    """The runs that the timeline shows: stock engines, where moves can gain something."""
     return [
         replace(p, seed=seed, link_gbps=PEER_GBPS) for p in at(HOT, size, *TIMELINE_ROUTERS, engine=STOCK)
     ]

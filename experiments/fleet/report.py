@@ -1,4 +1,4 @@
-"""From a fleet's rows to tables: sections, bars, conditions."""
+"""Makes tables of a fleet's rows: sections, bars, conditions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def of(rows: Iterable[Row], column: str) -> BySeed:
 
 
 def conditions(pairs: Found) -> str:
-    """What was run, for a caption."""
+    """The conditions of the run, for a caption."""
     points = [case for case, _ in pairs if isinstance(case, FleetPoint)]
     measured = {row["measured"] for _, row in pairs} == {"True"}
 
@@ -104,7 +104,7 @@ def conditions(pairs: Found) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A goal that the lab can judge."""
+    """A goal that the simulator can check."""
 
     name: str
     asked: str
@@ -139,7 +139,7 @@ def at_most(most: float, column: str) -> Callable[..., tuple[str, bool]]:
 
 
 def balanced(rows: Sequence[list[Row]]) -> tuple[str, bool]:
-    """Ours: the worst replica is near the median, and the median near hash's."""
+    """For ours: the worst replica is near the median, and the median near hash's."""
     middle, worst, rival = (
         mean(of(those, column).values())
         for those, column in (
@@ -154,7 +154,7 @@ def balanced(rows: Sequence[list[Row]]) -> tuple[str, bool]:
 
 
 def moves(rows: Sequence[list[Row]]) -> tuple[str, bool]:
-    """Few, right, and never back and forth."""
+    """Few moves, accurate ones, and no thrash."""
     share = mean(of(rows[-1], "moves_share").values())
     right = mean(of(rows[-1], "moves_accurate_share").values())
     thrash = sum(of(rows[-1], "thrash").values())
@@ -163,7 +163,7 @@ def moves(rows: Sequence[list[Row]]) -> tuple[str, bool]:
 
 
 def survived(most: float) -> Callable[..., tuple[str, bool]]:
-    """Mean job time with a death, over without; and how soon the lost turns were elsewhere."""
+    """Mean job time with a dead replica over that without, and how soon lost turns ran elsewhere."""
 
     def judge(rows: Sequence[list[Row]]) -> tuple[str, bool]:
         longer = [1 / value for value in ratios(of(rows[0], "job_mean_s"), of(rows[-1], "job_mean_s"))]
