@@ -1,10 +1,10 @@
-"""Does the same tool get a longer TTL where bringing its KV back costs more? Three servers, one tool.
+"""Checks that the same tool gets a longer TTL where a reload costs more: three servers, one tool.
 
     python -m experiments.live_tiers --programs 30 --jps 0.2 --out live-tiers
 
 The same programs at the same times against real servers with `--scheduling-policy continuum` and real
 LMCache, one after the other: DRAM that holds every context; DRAM a fifth of the contexts that are
-alive at a time; and that DRAM with a disk behind it. Everything else is equal, so a TTL differs by
+alive at a time; and that DRAM with a disk below it. Everything else is equal, so a TTL differs by
 PrefillReload and by what follows from it (T, the queueing of those who lost their KV). Read back from
 the servers' own recordings, decision by decision: turn k of program p against the same turn elsewhere.
 A server whose recording is in OUT already is not run again.
@@ -56,7 +56,7 @@ class Tiers:
 
 
 def settings(working_set_gb: float) -> tuple[Tiers, ...]:
-    """The three servers, from the cheapest reload to the dearest."""
+    """The three servers, from the cheapest reload to the most expensive."""
     small_gb = working_set_gb / SMALLER
     return (
         Tiers("DRAM holds all", DISK_TIMES * working_set_gb),
@@ -66,7 +66,7 @@ def settings(working_set_gb: float) -> tuple[Tiers, ...]:
 
 
 def working_set_gb(selection: Selection, time_scale: float) -> float:
-    """The final contexts of the programs that are alive at a time, in the mean, if nobody queues."""
+    """The mean sum of final contexts of the programs that are alive at a time, without queueing."""
     programs = selection.programs(lambda _: None)
     span_s = programs[-1].arrival_s or 1.0
     alive_s = [sum(t.gap_s or 0.0 for t in p.turns) * time_scale + SERVICE_S for p in programs]
@@ -94,7 +94,7 @@ def measure(tiers: Tiers, selection: Selection, out: Path) -> Recording:
 
 
 def decisions(run: Recording) -> Decisions:
-    """What was decided at the end of each turn, after the cold start."""
+    """The decision at the end of each turn, after the cold start."""
     return {
         (program.id, number): turn.retention
         for program in run.programs

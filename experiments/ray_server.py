@@ -1,5 +1,4 @@
-"""Start a fleet on Ray Serve on this machine's CPUs, and stop all of it again, whatever happens
-(docs/ray.md).
+"""Starts a fleet on Ray Serve on this machine's CPUs, and always stops all of it (docs/ray.md).
 
 with serve_fleet(model, folder) as url: ...
 """
@@ -91,7 +90,7 @@ def wait_for_replicas(
 
 
 def told(url: str) -> dict[str, Any]:
-    """GET /fleet; {} where nobody answers just now."""
+    """GET /fleet; {} if there is no answer now."""
     with contextlib.suppress(httpx.TransportError, ValueError):
         answer = httpx.get(f"{url}/fleet", timeout=30)
         if answer.is_success:

@@ -1,7 +1,7 @@
 """Writes the tables that the code itself is the source of.    python -m experiments.reference
 
 docs/metrics.md: every metric, its type, labels and meaning. Between marks: every setting in docs/settings.md,
-and those that a user chooses in README.md. A test holds that all are up to date.
+and those that a user chooses in README.md. A test checks that all are up to date.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def settings_table(names: Sequence[str]) -> str:
 
 
 def comments() -> dict[str, str]:
-    """What config.py says beside each field."""
+    """The comment beside each field in config.py."""
     source = Path(config.__file__).read_text()
     lines = source.splitlines()
     tree = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef))
@@ -123,7 +123,7 @@ def readme() -> str:
 
 
 def settings_page() -> str:
-    """docs/settings.md with all of them."""
+    """docs/settings.md with all settings."""
     every = [field.name for field in fields(ContinuumConfig)]
     return between(SETTINGS_PAGE.read_text(), SETTINGS_MARKS, settings_table(every))
 

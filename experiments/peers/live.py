@@ -1,4 +1,4 @@
-"""The peers on a real server: what vLLM is started with, and the router in front of it."""
+"""The peers on a real server: vLLM's options, and the router in front of it."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ def router(contender: str, profile: str, capacity_tokens: int, worker: str, log:
 
 
 def identity(program: Program, number: int) -> Mapping[str, Any]:
-    """What turn `number` of a program sends to a peer in place of this project's fields."""
+    """The fields of turn `number` for a peer, in place of this project's."""
     told = agentic_context(program.program_id, number == len(program.turns))
     return {"vllm_xargs": {"agentic_context": told}}

@@ -1,4 +1,4 @@
-"""What the peers are told of a machine: their own settings, from the profile that ours reads."""
+"""The peers' settings for a machine, from the profile that our policy reads."""
 
 from __future__ import annotations
 
