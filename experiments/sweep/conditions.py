@@ -1,4 +1,4 @@
-"""On what something was measured: machine, versions, commit, and how many cores others used meanwhile."""
+"""The conditions of a measurement: machine, versions, commit, and the cores that other processes used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONDITIONS = (MACHINE, "versions", "commit", "ended")  # columns
 
 @cache
 def machine() -> str:
-    """This machine in a few words."""
+    """A short description of this machine."""
     cpu = memory_gib = "unknown"
     if platform.system() == "Linux":
         info = Path("/proc/cpuinfo").read_text().splitlines()
@@ -55,16 +55,16 @@ def commit() -> str:
 
 
 class OtherLoad:
-    """How busy everybody else on the machine is from now on: a row on a quiet machine has about 0.
+    """The load of all other processes from now on: about 0 on a quiet machine.
 
-    Ours are this process and its descendants, which must be the same when `cores` is asked.
+    Ours are this process and its descendants, which must be the same at the call of `cores`.
     """
 
     def __init__(self) -> None:
         self._others_s, self._began_s = others_cpu_s(), time.monotonic()
 
     def cores(self) -> float:
-        """The mean number of cores that others used."""
+        """The mean number of cores that other processes used."""
         return max(0.0, others_cpu_s() - self._others_s) / (time.monotonic() - self._began_s)
 
 

@@ -75,7 +75,7 @@ def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) ->
 
 
 def _published(plan: Plan, panel: str, names: Sequence[str]) -> dict[int, float]:
-    """What others measured, by the line it belongs to."""
+    """Published figures, by line."""
     told = {at: plan.published.get((panel, name)) for at, name in enumerate(names)}
     return {at: figure for at, figure in told.items() if figure is not None}
 
