@@ -1,12 +1,12 @@
-"""How well do tool keys foretell the next gap?    python -m experiments.toolkeys
+"""How well do tool keys predict the next gap?    python -m experiments.toolkeys
 
-Log-loss of each gap's logarithm, in nats, under what was seen of the other programs' gaps (leave
+Log-loss of each gap's logarithm, in nats, under the distribution of the other programs' gaps (leave
 one program out), for keys of growing detail, by K. The density is a Gaussian kernel estimate in log
 gap: gaps span six decades and have two modes, so neither seconds nor one normal would do; a uniform
-share keeps a gap that nobody saw from costing infinitely much. A key falls back to its coarser
+share keeps the loss of an unseen gap finite. A key falls back to its coarser
 levels as `ToolDurations.distribution` does, at K samples or fewer. Lower is better; 0.1 nats less means that
-the density at what happened is 10 % higher, in the geometric mean. Before a slash all gaps count,
-after it those of shell commands.
+the density at what happened is 10 % higher, in the geometric mean. Figures before a slash are for all gaps,
+those after it for shell commands.
 
 Data: the Claude groups of agentcgroup (yunwei37/agentcgroup), whose gaps are tool time.
 """

@@ -1,8 +1,8 @@
 """A CSV with one schema: a row per finished case, appended, never rewritten.
 
 A row's key is a hash of the case and of the code that made it. A row made by other code stays in the
-file and is not read: a changed scheduler is measured again. Rows of real servers are in a file of their own:
-they say on what they were measured (conditions.py), and those of another machine are not read either.
+file and is not read: a changed scheduler is measured again. Rows of real servers are in another file, with
+their conditions (conditions.py); rows of another machine are not read either.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _is_of_now(row: Row) -> bool:
 
 
 def _read(path: Path, columns: Sequence[str]) -> Sequence[Row]:
-    """All rows of a file; none if there is no file. A line that a killed run tore is refused."""
+    """All rows of a file; none if there is no file. An incomplete line of a killed run is refused."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
