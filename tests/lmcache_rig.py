@@ -85,7 +85,7 @@ class Rig:
         self.engine.store(list(tokens), mask=mask, offset=0, req_id="r", **self._where(tokens))
 
     def load(self, tokens: Sequence[int]) -> int:
-        """Load what is there into zeroed blocks; return how many tokens came, all of them right."""
+        """Load the stored chunks into zeroed blocks; return how many tokens came, all of them right."""
         for layer in self.kv:
             layer.zero_()
         found = self.engine.retrieve(list(tokens), req_id="r", **self._where(tokens))
@@ -96,7 +96,7 @@ class Rig:
         return came * CHUNK
 
     def step(self) -> None:
-        """The end of a vLLM step: the worker reports, the scheduler absorbs."""
+        """The end of a vLLM step: the worker reports, the scheduler applies it."""
         told = self.worker.stats().data.items()
         self.lost.update({key.removeprefix("lost_chunks/"): n for key, n in told if "lost_chunks" in key})
         if report := self.worker.report():
@@ -193,14 +193,14 @@ def rigs(directory: Path) -> Iterator[Callable[..., Rig]]:
 
 
 def evict(backend: Any, held: Any, chunks: Collection[int]) -> None:
-    """As LMCache evicts, but these. The caller holds the backend's lock."""
+    """Evict these as LMCache does. The caller holds the backend's lock."""
     for key in [key for key in held if key.chunk_hash in chunks]:
         backend.remove(key, force=False)
         backend.cache_policy.update_on_force_evict(key)
 
 
 def content(tokens: Sequence[int]) -> torch.Tensor:
-    """KV that tells its tokens: every value of block i is its first token."""
+    """KV with known content: every value of block i is its first token."""
     heads = torch.tensor(tokens[: len(tokens) // CHUNK * CHUNK : CHUNK], dtype=torch.bfloat16)
     return heads.view(-1, 1, 1, 1).expand(-1, HEADS, CHUNK, 2 * HEAD)
 

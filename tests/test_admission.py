@@ -1,4 +1,4 @@
-"""Who may start: admission and what it learns. Times and tokens are made up; nothing runs."""
+"""Admission, and what it learns. Times and tokens are invented; nothing runs."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_a_program_stays_in_line_until_the_last_of_its_turns_has_left() -> None:
 
 
 def sharing(at: AdmissionController, blocks: int = 10) -> list[str]:
-    """Hashes of a prompt whose first blocks of 4,000 tokens somebody else's prompt began with, too."""
+    """Hashes of a prompt whose first blocks of 4,000 tokens another prompt has too."""
     at.shared_prefixes = SharedPrefixIndex(block_tokens=4000)
     at.shared_prefixes.record_hit([f"head {i}" for i in range(blocks)], 4000 * blocks)
     return [*(f"head {i}" for i in range(blocks)), "own"]
@@ -242,7 +242,7 @@ def test_an_engine_that_computes_prompts_all_the_time_is_busy_and_one_that_wakes
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Programs come, pause, return, end and vanish in any order."""
+    """Programs arrive, pause, return, end and disappear in any order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Can a client that opens programs without end keep others from starting? Virtual time, core alone."""
+"""A client that opens programs without end does not keep others from starting. Virtual time, core alone."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def order(pending: PendingProgram, growth: ContextGrowth) -> float:
 def victims_wait_s(
     says_the_truth: bool, prompt_share: float = 1.0, per_s: int = 60, lasts_s: int = 60
 ) -> float:
-    """P95 of what a victim (one every two seconds) waits beside so many programs of four tokens a second.
+    """P95 of the wait of a victim (one every two seconds) beside this many programs of four tokens a second.
 
-    Each of these is over after its one turn. The attacker does not say so. Prompts of four tokens take no
+    Each of these ends after its one turn. The attacker does not report it. Prompts of four tokens take no
     time by themselves: `prompt_share` is that of others.
     """
     admission = AdmissionController(kv_capacity(72 * 128, {}), MAX_WAIT_S, order, learned())

@@ -1,4 +1,4 @@
-"""The report: figures computed by hand, side by side, on paper without colour."""
+"""The report: figures checked by hand, side by side, readable without colour."""
 
 from pathlib import Path
 

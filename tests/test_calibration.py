@@ -1,4 +1,4 @@
-"""Promised against realised P(tau), with promises that nobody saw through."""
+"""Predicted against realised P(tau), with censored predictions."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The command line that the README shows, and what it says when it is wrong."""
+"""The README's command line, and its errors for bad input."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_readmes_command_parses_and_picks_our_scheduler_and_connector(model:
 
 
 def test_help_offers_the_policy() -> None:
-    """As a user would ask, in a process of its own: the entry point must be found."""
+    """As a user calls it, in a new process: the entry point must be found."""
     vllm = Path(sys.executable).with_name("vllm")
     shown = subprocess.run(
         [vllm, "serve", "--help=scheduling-policy"], capture_output=True, text=True, timeout=120

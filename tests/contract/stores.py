@@ -1,7 +1,7 @@
 """The stores that the contract suite runs on: one way to drive each, under one name.
 
-A driver stands in for the engine: it has GPU blocks with known content, runs turns on them, and says
-what a load really brought by looking at the blocks, not by asking the store.
+A driver replaces the engine: it has GPU blocks with known content, runs turns on them, and finds what a load
+really copied by reading the blocks, not by asking the store.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class StoreUnderTest(TierStore, Protocol):
     bytes_per_token: int
 
     def run(self, token_ids: Sequence[int]) -> TierHit:
-        """One turn with nothing on the GPU: load, compute the rest, store. Says what the load brought."""
+        """One turn with nothing on the GPU: load, compute the rest, store. Returns what was loaded."""
 
     def settle(self) -> None:
-        """Wait until no write is on its way."""
+        """Wait until no write is in flight."""
 
     def check(self) -> None:
-        """Raise unless the store's books balance."""
+        """Raise unless the store's tables balance."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class FakeStore:
@@ -133,7 +133,7 @@ class FakeStore:
 
     @staticmethod
     def _content(token_ids: Sequence[int]) -> list[int]:
-        """What each position's KV is: it hangs on the whole prefix, as KV does."""
+        """The KV of each position: it depends on the whole prefix."""
         return list(accumulate(token_ids, lambda h, t: (h * 1_000_003 + t + 1) % (2**61 - 1), initial=7))[1:]
 
     def _fill(self, content: list[int], start: int, end: int) -> None:
@@ -144,7 +144,7 @@ class FakeStore:
             kv.view(-1)[start:end] = torch.tensor([sign * c for c in content[start:end]], dtype=torch.int64)
 
     def _brought(self, meta: FakeMetadata, content: list[int]) -> TierHit:
-        """Tokens that lie in the blocks as they should after the load, by tier."""
+        """Tokens with the right content after the load, by tier."""
         tokens = dict.fromkeys(Tier, 0)
         for copy in (c for job in meta.loads for c in job.copies):
             for block in copy.block_ids:
