@@ -1,4 +1,4 @@
-"""The demo's parts that need no server: from speed to scenario, what servers are told, what is said."""
+"""The demo's parts that need no server: its scenario, its servers' options, its texts."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Why programs come back to less than they left: each planted cause is found, at its token."""
+"""Losses of returning programs: each planted cause is found, at its token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def departure(tokens: list[int], prompt_tokens: int, **more: Any) -> EndedTurn:
 def returned(
     left: EndedTurn, now: list[int], tools: str = "", salt: str = "", found: int | None = None
 ) -> Any:
-    """The losses of one return; all that both have in common is found, unless so much is said."""
+    """The losses of one return; everything in common is found in the cache, unless `found` is given."""
     departures = EndedTurns(BLOCK)
     departures.add(P, left)
     parted = departures.compare_return(P, "p", now, hashes(now, salt), tools)
@@ -267,7 +267,7 @@ def make(model: Path, settings: Any, tmp_path: Path) -> Iterator[Make]:  # noqa:
 
 
 def losses(bench: Bench, tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the recording says of each program's losses."""
+    """Each program's losses in the recording."""
     bench.scheduler.shutdown()
     told = json.loads((tmp_path / "scheduler_timestamps").read_text())
     return {job: [e for e in log if "lost_time" in e] for job, log in told.items() if not job.startswith("_")}

@@ -1,4 +1,4 @@
-"""`continuum-lmcache doctor` as a user runs it: verdicts, traps, running servers, and bad input."""
+"""`continuum-lmcache doctor` as a user runs it: verdicts, known problems, running servers, and bad input."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ SETTINGS = [
 
 
 def judged(extra: dict[str, Any]) -> None:
-    """The doctor has findings on these settings, and not more than one tier of each kind."""
+    """Check that the doctor has findings on these settings, and at most one tier of each kind."""
     worker = RankWorker(False, 16, 131_072, "m")
     config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     found = checked(config, worker, lora=False)

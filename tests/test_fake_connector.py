@@ -145,7 +145,7 @@ def held_in_parts() -> FakeSchedulerSide:
 
 @pytest.mark.parametrize(("in_dram", "on_disk", "loaded"), [(1, 1, 32), (1, 0, 16), (0, 0, 0)])
 def test_a_rule_decides_how_far_a_prompt_is_loaded(in_dram: int, on_disk: int, loaded: int) -> None:
-    """What it leaves is computed, and goes to DRAM where it is not there yet; nothing is lost."""
+    """The rest is computed, and stored to DRAM if it is not there yet; nothing is lost."""
     planner, request = held_in_parts(), a_request("r", 33)
     planner.rule = lambda _, where: in_dram * where.dram_tokens + on_disk * where.ssd_tokens
     assert planner.offered_tokens(request, 0) == loaded

@@ -113,7 +113,7 @@ def test_names_go_on_from_known_ones_and_hang_on_the_salt() -> None:
 
 
 class Tiers(RuleBasedStateMachine):
-    """Turns, time, forgetting and questions in any order: what is located is what comes."""
+    """Turns, time, drops and lookups in any order: a load returns what was located."""
 
     def __init__(self) -> None:
         super().__init__()

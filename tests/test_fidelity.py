@@ -1,4 +1,4 @@
-"""The lab against real servers, without a server: what is told to the lab, and how the two are compared."""
+"""The comparison of simulator and real servers, without a server: its probes, and its tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SERVER = Around(slower=1.3, hop_s=0.02, hop_per_token_s=2e-5, step_s=0.004, per_
 
 
 def told(machine: Machine, server: Around) -> Told:
-    """What a server like that shows."""
+    """The probe times of a server like that."""
 
     def first_s(batch: tuple[int, int]) -> float:
         step_s = server.slower * machine.seconds([batch]) + server.step_s

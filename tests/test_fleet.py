@@ -324,7 +324,7 @@ def test_without_a_mover_every_program_stays() -> None:
 
 
 def waits_at_home(**settings: Any) -> Host:
-    """Program p is at home on a, where a later turn waits for 20 s, and b has room."""
+    """Program p's home is a, where a later turn waits for 20 s, and b has room."""
     host = Host(2, **settings)
     host.runs("p")
     host.news(1.0, "a", requests=4, oldest_returning_wait_s=20.0)
@@ -363,7 +363,7 @@ def too_many_at_home(**figures: Any) -> Host:
 
 
 def test_a_program_leaves_a_stock_engine_that_has_no_room_for_the_contexts_it_serves() -> None:
-    """What would have to be computed again there costs no less than elsewhere."""
+    """The recomputation there costs no less than elsewhere."""
     host = too_many_at_home()
     route = host.sends("p", 4_000)
     assert isinstance(route, Route) and (route.replica, route.moved_from) == (B, A), host.fleet.stays

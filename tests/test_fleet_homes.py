@@ -1,4 +1,4 @@
-"""Homes: a program's turns go where its first one went."""
+"""Homes: a program's later turns go to the replica of its first one."""
 
 from __future__ import annotations
 

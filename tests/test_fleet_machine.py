@@ -1,4 +1,4 @@
-"""Whatever replicas, clients and the fleet's own process do, in any order: the books balance."""
+"""The fleet's tables balance after any events of replicas, clients and the fleet's process, in any order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FIGURES = st.fixed_dictionaries(
 
 
 class Machine(RuleBasedStateMachine):
-    """One fleet, and beside it what the replicas and clients know themselves."""
+    """One fleet, and the knowledge of its replicas and clients."""
 
     @initialize(mover=st.sampled_from(["cost", "never"]), count=st.integers(0, 3))
     def start(self, mover: str, count: int) -> None:
@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(really=RARELY)
     def restart(self, really: bool) -> None:
-        """The fleet's process dies, and asks the replicas; clients in the line ask again."""
+        """The fleet's process dies and queries the replicas; clients in the line retry."""
         if not really:
             return
         before = {p: self.fleet.home(p) for known in self.memory.values() for p in known}
@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.fleet.programs) <= max(CONFIG.max_programs, self.most_here)
 
     def teardown(self) -> None:
-        """Nobody waits for ever: with a replica that reports, the line empties."""
+        """No turn waits for ever: with a replica that reports, the line empties."""
         if not hasattr(self, "fleet"):
             return
         if not self.reports:

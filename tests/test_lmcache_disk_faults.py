@@ -1,4 +1,4 @@
-"""LMCache's disk tier on a disk that refuses, loses or changes what it was given, and stock LMCache there."""
+"""LMCache's disk tier on a disk that refuses, loses or changes data; and stock LMCache there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from continuum_lmcache.reload.tier_store import TierHit
 
 
 def full(path: Path) -> None:
-    """Whoever writes here is told that no space is left on the device."""
+    """Every write here fails with "no space left on device"."""
     path.symlink_to("/dev/full")
 
 
@@ -176,7 +176,7 @@ def test_a_checksum_tells_sectors_that_changed_places():
 
 
 def on_a_disk_with_4096_bytes_left(write) -> BaseException | None:
-    """What a call that writes more ends with: in a process of its own, whose files cannot grow further."""
+    """The result of a call that writes more, in a process whose files cannot grow further."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -212,7 +212,7 @@ def test_stock_lmcache_takes_a_write_cut_short_by_a_full_disk_for_whole_and_ours
 
 
 def test_stock_lmcache_reads_a_short_file_as_if_it_were_whole_and_hands_over_another_requests_bytes(tmp_path):
-    """The silent contamination, in small. Under O_DIRECT ext4 makes zeros of it, which is no better."""
+    """Silently wrong data, in small. Under O_DIRECT ext4 returns zeros, which is as wrong."""
     path = tmp_path / "chunk.pt"
     path.write_bytes(b"A" * 4096)
     staging = bytearray(b"B" * 8192)  # another request's KV was staged here before

@@ -1,4 +1,4 @@
-"""What a worker's loads and stores with an MP server took, on a GPU's timeline.
+"""The measured times of a worker's loads and stores with an MP server, on a GPU's timeline.
 
 A move is submitted once the step's forward is launched, the server waits for that forward and for the moves
 before it, and the worker asks whether it has ended once a step.
@@ -24,7 +24,7 @@ LINK_BYTES_PER_S = 25e9
 
 
 class Done:
-    """An event or a future that is over at a time."""
+    """An event or a future that ends at a given time."""
 
     def __init__(self, clock: Clock, at_s: float) -> None:
         self._clock, self._at_s = clock, at_s

@@ -1,4 +1,4 @@
-"""LMCache under a real vLLM engine on this machine's CPU: what comes back is what went out.
+"""LMCache under a real vLLM engine on this machine's CPU: loaded KV equals stored KV.
 
 The oracle is vLLM's own prefix hit of the same length: bfloat16 gives another prompt split other
 logits, so prompts are 256 * n + 64 tokens, of which vLLM and LMCache both hit 256 * n.
@@ -34,7 +34,7 @@ BLOCKS = 70  # of 128 tokens
 
 
 class BreakableCopier(BlockCopier):
-    """The copier under test; while the flag file exists it brings nothing back, the negative control."""
+    """The copier under test; while the flag file exists it loads nothing: the negative control."""
 
     flag: Path
 
@@ -270,7 +270,7 @@ def pinned_chunks(_worker) -> int:
 
 @pytest.fixture
 def rule(engine):
-    """Lets a test say what is loaded, as the scheduler's judge does; everything again afterwards."""
+    """Lets a test decide what is loaded, as LoadPolicy does; afterwards everything is loaded again."""
     yield engine.connector.set_load_selector
     engine.connector.set_load_selector(lambda _, where: where.dram_tokens + where.ssd_tokens)
 

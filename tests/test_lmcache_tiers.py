@@ -1,4 +1,4 @@
-"""Where LMCache's chunks are: the mirror and its probe, over LMCache's own engine."""
+"""Where LMCache's chunks are: the mirror and its snapshots, over LMCache's own engine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_disk_write_in_flight_is_not_there_yet(rig):
 
 
 def answered_at_start(r) -> None:
-    """Every scheduler asks once as it starts; an answer that is late must not be taken for a later one's."""
+    """Every scheduler asks once at its start; a late answer must not count as a later request's."""
     end_s = time.monotonic() + 5
     while r.tiers._probe._waiting and time.monotonic() < end_s:
         r.tiers.locate(prompt(9, 1))
