@@ -1,4 +1,4 @@
-"""How small a chunk pays, by measured step times."""
+"""The smallest chunk that pays, by measured step times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rate in /metrics, with how many measurements stand behind it."""
+"""Every rate in /metrics, with its number of measurements."""
 
 from __future__ import annotations
 

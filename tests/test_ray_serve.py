@@ -126,7 +126,7 @@ def test_ray_starts_lmcaches_server_again_and_turns_go_on_meanwhile(url: str) ->
 
 
 def test_every_way_to_name_a_program_keeps_its_replica(url: str) -> None:
-    """In the body, in a header, on the Anthropic endpoint; a replica of one's choice answers questions."""
+    """In the body, in a header, on the Anthropic endpoint; `?replica=N` selects a replica."""
     prompt = ids(100, story=20)
     chat = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -145,7 +145,7 @@ def test_every_way_to_name_a_program_keeps_its_replica(url: str) -> None:
 
 
 def test_ray_and_lmcache_listen_on_loopback_alone(url: str) -> None:
-    """`url` is asked for, so that they run."""
+    """`url` is a parameter so that they run."""
     assert url.startswith("http://127.0.0.1:")
     names = ("ray::", "raylet", "gcs_server", "lmcache.cli", "/ray/dashboard/", "/ray/autoscaler/")
     open_to = {

@@ -1,4 +1,4 @@
-"""A recorded run becomes a trace, and is the run it came from."""
+"""A recorded run converted into a trace equals the original programs."""
 
 from collections.abc import Iterable
 from pathlib import Path

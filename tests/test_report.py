@@ -1,4 +1,4 @@
-"""The report: what is drawn, that nothing leaks or is fetched, and that a real browser shows and zooms it."""
+"""The report: its figures, that it leaks and fetches nothing, and that a real browser shows and zooms it."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_program_is_in_one_state_at_a_time_but_for_its_pin(gaps_s: list[float]
 
 
 def load_text(events: list[dict[str, Any]]) -> Any:
-    """A recording of one program without a file of its own name."""
+    """Load a recording of one program from a text."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""When a replica tells the fleet's state what happened. Virtual time; no engine.
+"""When a replica reports to the fleet's state. Virtual time; no engine.
 
 Runs where Ray is installed; no cluster is started.
 """

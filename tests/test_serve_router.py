@@ -1,4 +1,4 @@
-"""Ray's own router class with our state beside it: what a proxy does while the state is there, away, or full.
+"""Ray's own router class with our state: a proxy's decisions while the state answers, is missing, or is full.
 
 Runs where Ray is installed; no cluster is started.
 """

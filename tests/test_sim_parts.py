@@ -111,7 +111,7 @@ def test_a_policy_is_told_the_same_costs_as_the_machine_has() -> None:
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_profile_here_is_a_machine_for_the_lab_and_costs_for_a_server(path: Path) -> None:
-    """A prefill takes in the lab, step by step, about what a policy is told: they are one machine."""
+    """A prefill takes in the simulator, step by step, about what the policy's profile says: one machine."""
     machine = Machine.from_profile(yaml.safe_load(path.read_text()), path.name)
     for tokens, context in ((512, 0), (2048, 0), (2048, 4096)):
         told_s = machine.costs.prefill_s(tokens, context)

@@ -113,7 +113,7 @@ def test_a_target_of_ones_own_is_kept(command: Command) -> None:
 
 
 def test_a_stock_server_is_judged_by_what_it_tells(command: Command) -> None:
-    """No metric of ours at all: no crash, and what cannot be said is named."""
+    """No metric of ours at all: no crash, and missing figures are named."""
     stock = {name: value for name, value in BUSY.items() if name.startswith("vllm:num_requests")}
     with metrics_server([page(stock)]) as url:
         ran = command("status", url, *QUICK)
@@ -150,7 +150,7 @@ def test_what_is_no_vllm_server_is_refused_in_one_line(command: Command) -> None
 
 
 def fleet(**figures: object) -> dict[str, object]:
-    """What a fleet of two replicas tells."""
+    """The report of a fleet of two replicas."""
     row = {
         "report_age_seconds": 0.2,
         "programs": 3,

@@ -1,4 +1,4 @@
-"""Whose seconds a step's are where two are in flight and the worker runs inside the engine, as on one GPU.
+"""The time of a step where two are in flight and the worker runs inside the engine, as on one GPU.
 
 LMCache in-process waits at the launch of a step for its forward and its store, so the output of the step
 before is looked at only then. Virtual time; the profile is exact, so the learned pace should stay 1.

@@ -1,4 +1,4 @@
-"""What is shipped, what it drags in, and that it serves where nothing of the checkout is on the path."""
+"""The wheel's contents, its dependencies, and that it serves without the checkout on the path."""
 
 from __future__ import annotations
 
