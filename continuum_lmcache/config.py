@@ -34,7 +34,7 @@ class ContinuumConfig:
     load_or_recompute: bool = True  # load from a tier only what is cheaper to load, by measured rates
     admission: bool = True  # new programs wait while the started ones fill the KV cache
     honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
-    honor_program_age: bool = False  # use program_turns of tenants' requests: if a router sets it
+    honor_program_age: bool = False  # trust program_turns of tenants' requests; a router must set them
     first_prompt_order: bool = True  # in admission's line, small first prompts start earlier
     evict_ended_programs: bool = True  # evict the KV of ended programs first
     priced_pins: bool = True  # charge a pin fully only while a turn or a new program waits, and renew its TTL
@@ -46,7 +46,7 @@ class ContinuumConfig:
     tool_durations_file: str = ""  # file for learned tool durations, read at the next start; empty: none
     run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none are written
     hash_ids: bool = False  # recordings have hashes in place of program ids
-    divergence_texts: bool = False  # recordings have texts, cut, where a prompt left its last turn
+    divergence_texts: bool = False  # recordings have the texts where a prompt differs from its last turn
 
     def __post_init__(self) -> None:
         for name in (

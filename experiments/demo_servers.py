@@ -144,7 +144,7 @@ def compared(who: Contender, scenario: Scenario, selection: Selection, model: Pa
             refuse_failures(summary, job, log)
             hits = mp.hits()
     path = job.path.with_suffix(".json")
-    path.write_text(json.dumps(told(summary, hits) | {"jps": scenario.jps}, indent=1) + "\n")
+    path.write_text(json.dumps(with_tiers(summary, hits) | {"jps": scenario.jps}, indent=1) + "\n")
     return path
 
 
@@ -158,7 +158,7 @@ def refuse_failures(summary: dict[str, Any], job: Job, log: Path) -> None:
         )
 
 
-def told(summary: dict[str, Any], hits: dict[str, float]) -> dict[str, Any]:
+def with_tiers(summary: dict[str, Any], hits: dict[str, float]) -> dict[str, Any]:
     """The summary with LMCache's tokens by tier, those computed again, and cut programs at their time so far.
 
     LMCache's own connector does not report tiers: its tokens are split as the `lmcache server` counted them

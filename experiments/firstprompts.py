@@ -28,7 +28,7 @@ from experiments.workload import Program, load_trace
 DRAWN = 400  # programs of each generator
 
 
-def told(name: str, programs: Sequence[Program]) -> list[str]:
+def table_row(name: str, programs: Sequence[Program]) -> list[str]:
     """One line: how many, medians, correlations, trust."""
     longer = [p for p in programs if len(p.turns) > 1]
     first = [p.turns[0].input_tokens for p in longer]
@@ -54,9 +54,9 @@ def main(traces: Annotated[Path, typer.Option(help="a folder of traces")] = TRAC
     columns = ("", "programs", "first", "final", "turns", "first/work", "first/turns", "turns/final", "trust")
     table = Table(*columns, title="medians in tokens and turns; correlations of logarithms")
     for name in GENERATORS:
-        table.add_row(*told(f"generator {name}", generate(name, DRAWN, seed=1)))
+        table.add_row(*table_row(f"generator {name}", generate(name, DRAWN, seed=1)))
     for path in sorted(traces.glob("*.jsonl")):
-        table.add_row(*told(path.stem, load_trace(path)))
+        table.add_row(*table_row(path.stem, load_trace(path)))
     Console(width=120).print(table)
 
 

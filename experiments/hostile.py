@@ -185,8 +185,8 @@ def main(
     for name in attacks.split(","):
         attacked_s, honest_s = (float(np.percentile(times[name, who], 95)) for who in ("attack", "honest"))
         worst = max(worst, attacked_s / honest_s)
-        told = f"victims' P95 {attacked_s:.3f} s beside the attacker, {honest_s:.3f} s beside its honest twin"
-        print(f"{name}: {told}: {attacked_s / honest_s:.2f}")
+        text = f"victims' P95 {attacked_s:.3f} s beside the attacker, {honest_s:.3f} s beside its honest twin"
+        print(f"{name}: {text}: {attacked_s / honest_s:.2f}")
     raise typer.Exit(worst > GOAL)
 
 

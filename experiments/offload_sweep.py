@@ -106,8 +106,8 @@ def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            told = ", ".join(known)
-            raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {told}")
+            listed = ", ".join(known)
+            raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {listed}")
     return plans if ALL in names else {n: plans[n] for n in dict.fromkeys(names) if n not in TABLES}
 
 
@@ -192,8 +192,8 @@ def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> 
     where = "on real servers" if is_live else "in the lab"
     machine = f"{conditions()[MACHINE]}; " if is_live else ""
     made = f"{machine}{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"
-    told = f"{made}, every one: [{name}.csv]({name}.csv). Cells: the median of the seeds and their range."
-    page = f"# {title}, {where}\n\n    {command}\n\n{told}\n\n![{title}](figures/{name}.png)\n\n{rest}"
+    source = f"{made}, every one: [{name}.csv]({name}.csv). Cells: the median of the seeds and their range."
+    page = f"# {title}, {where}\n\n    {command}\n\n{source}\n\n![{title}](figures/{name}.png)\n\n{rest}"
     (docs / name).with_suffix(".md").write_text(page)
 
 
@@ -328,11 +328,11 @@ def main(
         if GOALS in figures:
             reach(size, seeds_of(seeds) if seeds else goals.SEEDS[size], regimes, jobs, out)
         if TRACES in figures:
-            told = seeds_of(seeds) if seeds else goals.SEEDS[size]
-            replay_traces(size, told, half, machines, regimes, jobs, out)
+            seed_list = seeds_of(seeds) if seeds else goals.SEEDS[size]
+            replay_traces(size, seed_list, half, machines, regimes, jobs, out)
         if FLEETS in figures:
-            told = seeds_of(seeds) if seeds else fleet_seeds(size)
-            serve_fleets(size, told, regimes, jobs, out)
+            seed_list = seeds_of(seeds) if seeds else fleet_seeds(size)
+            serve_fleets(size, seed_list, regimes, jobs, out)
         if plans:
             wants, is_live = wanted(regimes, contenders, tiers), engine is Engine.LIVE
             sweep(plans, size, chosen, wants, jobs, out, suffix, p95_s, is_live, docs)

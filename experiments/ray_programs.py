@@ -35,7 +35,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.exactness import Story, judged, reference
-from experiments.ray_server import serve_fleet, told
+from experiments.ray_server import fleet_report, serve_fleet
 from experiments.tiny_model import VOCAB_TOKENS, make_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,20 +164,20 @@ def play(url: str, programs: int, turns: int, kill: bool, seed: int = 0) -> Outc
     """All programs at once. `kill`: SIGKILL for the replica with most live turns, at half of all turns."""
     clients = [Client(f"run-{seed}-{i}", seed * 1000 + i) for i in range(programs)]
     dead, killed_s, start_s = None, 0.0, time.monotonic()
-    moved = moves(told(url))
+    moved = moves(fleet_report(url))
     with ThreadPoolExecutor(programs) as pool:
         runs = [pool.submit(client.run, url, turns) for client in clients]
         while kill and dead is None and not all(run.done() for run in runs):
             time.sleep(0.1)
             is_half = sum(len(client.replicas) for client in clients) >= programs * turns / 2
-            if is_half and (rows := told(url).get("replicas")):
+            if is_half and (rows := fleet_report(url).get("replicas")):
                 victim = max(rows, key=lambda row: (row["turns"], row["programs"]))
                 dead, killed_s = victim["replica"], time.monotonic()
                 os.kill(victim["pid"], signal.SIGKILL)
         for run in runs:
             run.result()
     seconds = time.monotonic() - start_s
-    return Outcome(clients, dead, killed_s, seconds, moves(told(url)) - moved)
+    return Outcome(clients, dead, killed_s, seconds, moves(fleet_report(url)) - moved)
 
 
 def moves(fleet: dict[str, Any]) -> int:
@@ -237,7 +237,7 @@ def main(
     with given_or_started(url) as at:
         up_s = time.monotonic() - start_s
         outcome = play(at, programs, turns, kill, seed=int(time.time()) % 100_000)
-        fleet = told(at)
+        fleet = fleet_report(at)
     Console().print(table(outcome, fleet, check=False)[0])  # the check takes a while
     shown, ok = table(outcome, fleet, check)
     shown.add_row("start of the fleet", f"{up_s:.0f} s" if url is None else "not counted")

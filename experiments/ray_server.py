@@ -83,13 +83,13 @@ def wait_for_replicas(
     while time.monotonic() < end_s:
         if process is not None and process.poll() is not None:
             raise ServerError(f"serve run exited with {process.returncode}:\n{tail(log)}")
-        if len(told(url).get("replicas", ())) >= replicas:
+        if len(fleet_report(url).get("replicas", ())) >= replicas:
             return
         time.sleep(0.5)
     raise ServerError(f"{replicas} replicas were not up after {start_s:.0f} s:\n{tail(log)}")
 
 
-def told(url: str) -> dict[str, Any]:
+def fleet_report(url: str) -> dict[str, Any]:
     """GET /fleet; {} if there is no answer now."""
     with contextlib.suppress(httpx.TransportError, ValueError):
         answer = httpx.get(f"{url}/fleet", timeout=30)

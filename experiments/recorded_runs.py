@@ -77,8 +77,8 @@ class ForecastError:
 
 def forecast_errors(run: Recording) -> dict[str, ForecastError]:
     """For all returns whose context had left the GPU, for those that loaded, and after the 50th load."""
-    told = [turn.reload for turn in sorted(run.turns, key=started)]
-    reloads = [reload for reload in told if reload is not None and reload.took_s > 0]
+    found = [turn.reload for turn in sorted(run.turns, key=started)]
+    reloads = [reload for reload in found if reload is not None and reload.took_s > 0]
     loads = [reload for reload in reloads if reload.loaded_tokens]
     groups = {
         "all": reloads,

@@ -182,8 +182,8 @@ class SpanServer:
         self.evict(1)
 
     def _server_module_call(self, _: Any) -> ServerModuleCallResponse:
-        told = ChangesReply("epoch", 0, False, [], [], 1 << 40, None, 1.0, LEASE_S, "blake3", self.now_s)
-        return ServerModuleCallResponse(True, msgspec.msgpack.encode(told), "")
+        reply = ChangesReply("epoch", 0, False, [], [], 1 << 40, None, 1.0, LEASE_S, "blake3", self.now_s)
+        return ServerModuleCallResponse(True, msgspec.msgpack.encode(reply), "")
 
     def _names(self, key: Any, start: int, end: int) -> list[int]:
         return keys(list(key.token_ids[:end]))[start + self.chunk - 1 :: self.chunk]

@@ -59,13 +59,13 @@ class MpEngine:
         self.adapter.register_kv_caches(self.kv, groups, {"kv_layout": "HND"})
         (client,) = self.scheduler.req_clients.values()
         self.follower = TierPoller(caller(client), ChangesRequest(MODEL, 1))
-        told = first_answer(self.follower)
+        reply = first_answer(self.follower)
         self.tiers = MpTiers(
-            self.follower, told, TokenHasher(CHUNK, told.hash_algorithm), self.bytes_per_token
+            self.follower, reply, TokenHasher(CHUNK, reply.hash_algorithm), self.bytes_per_token
         )
-        self.worker = MpWorkerSide(self.adapter, 0, self.bytes_per_token, told.read_lease_s)
+        self.worker = MpWorkerSide(self.adapter, 0, self.bytes_per_token, reply.read_lease_s)
         self._ids = (f"{id(self):x}-{number}" for number in itertools.count())
-        self._told: list[KVTransfer] = []
+        self._transfers: list[KVTransfer] = []
 
     # ---- what vLLM does
 
@@ -128,8 +128,8 @@ class MpEngine:
 
     def transfers(self) -> list[KVTransfer]:
         self._take()
-        told, self._told = self._told, []
-        return told
+        done, self._transfers = self._transfers, []
+        return done
 
     def settle(self) -> None:
         self.server.settle()
@@ -161,7 +161,7 @@ class MpEngine:
         self.follower.poll()
         self.tiers.apply_report(self.worker.report() or MpReport())
         fresh = self.tiers.transfers()
-        self._told += fresh
+        self._transfers += fresh
         return fresh
 
 

@@ -72,7 +72,7 @@ class Rig:
         backends = self.engine.storage_manager.storage_backends
         self.cpu, self.disk = backends["LocalCPUBackend"], backends["LocalDiskBackend"]
         self._ids = map(str, itertools.count())
-        self._told: list[KVTransfer] = []
+        self._transfers: list[KVTransfer] = []
         self.lost: Counter[str] = Counter()
 
     # ---- what vLLM does with the worker
@@ -97,8 +97,8 @@ class Rig:
 
     def step(self) -> None:
         """The end of a vLLM step: the worker reports, the scheduler applies it."""
-        told = self.worker.stats().data.items()
-        self.lost.update({key.removeprefix("lost_chunks/"): n for key, n in told if "lost_chunks" in key})
+        counts = self.worker.stats().data.items()
+        self.lost.update({key.removeprefix("lost_chunks/"): n for key, n in counts if "lost_chunks" in key})
         if report := self.worker.report():
             self.tiers.apply_report(report)
 
@@ -108,12 +108,12 @@ class Rig:
         request = next(self._ids)
         hit = self.engine.lookup(list(token_ids), lookup_id=request, pin=True)
         self.step()
-        self._told += self.tiers.transfers()
+        self._transfers += self.tiers.transfers()
         came = self.load(token_ids[:hit])
         self.engine.lookup_unpin(request)
         self.step()
         loads = self.tiers.transfers()
-        self._told += loads
+        self._transfers += loads
         self.store(token_ids, skip_chunks=came // CHUNK)
         by_tier = {load.tier: load.tokens for load in loads}
         assert sum(by_tier.values()) == came
@@ -123,8 +123,8 @@ class Rig:
         return self.tiers.locate(token_ids)
 
     def transfers(self) -> list[KVTransfer]:
-        told, self._told = self._told + self.tiers.transfers(), []
-        return told
+        found, self._transfers = self._transfers + self.tiers.transfers(), []
+        return found
 
     def settle(self) -> None:
         """Wait until no disk write is in flight, then end a step."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from matplotlib import image
-from recorded import KEEP, PROTOTYPE, Run, printed, saved, told
+from recorded import KEEP, PROTOTYPE, Run, printed, saved, written
 
 from continuum_lmcache.recordings.metrics import measure, outcomes
 from continuum_lmcache.recordings.reader import load
@@ -34,7 +34,7 @@ def test_the_figures_of_a_small_run_are_those_computed_by_hand(
 
     Waits 1, 2, 0. Pins 2 s (reused) and 3 s (expired). Wall: 0 to 10.
     """
-    found = measure(load(told(tmp_path, two_programs)))
+    found = measure(load(written(tmp_path, two_programs)))
     assert {k: v for k, v in found.items() if v is not None} == pytest.approx(
         {
             "programs": 2,
@@ -65,7 +65,7 @@ def test_the_figures_of_a_small_run_are_those_computed_by_hand(
             "calibration error": 0.25,
         }
     )
-    assert outcomes(load(told(tmp_path, two_programs))) == {"reused": [2], "expired": [3]}
+    assert outcomes(load(written(tmp_path, two_programs))) == {"reused": [2], "expired": [3]}
 
 
 def test_the_prototypes_readers_find_lists_of_events_everywhere(two_programs: EventRecorder) -> None:
@@ -76,7 +76,7 @@ def test_the_prototypes_readers_find_lists_of_events_everywhere(two_programs: Ev
 
 
 def test_the_report_prints_every_table(tmp_path: Path, two_programs: EventRecorder) -> None:
-    text = printed("report", told(tmp_path, two_programs))
+    text = printed("report", written(tmp_path, two_programs))
     for word in ("JCT, P99 [s]", "cache hit ratio", "reused", "expired", "pytest", "promised P(tau)"):
         assert word in text, word
     assert "missing" not in text
@@ -85,7 +85,7 @@ def test_the_report_prints_every_table(tmp_path: Path, two_programs: EventRecord
 def test_two_runs_stand_side_by_side(tmp_path: Path, two_programs: EventRecorder) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
-    first = told(tmp_path / "x", two_programs)
+    first = written(tmp_path / "x", two_programs)
     second = saved(tmp_path / "y", PROTOTYPE)
     text = printed("report", "--compare", first, second, "--figure", tmp_path / "both")
     (row,) = [line for line in text.splitlines() if "JCT, max" in line]
@@ -96,7 +96,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, two_programs: EventRecorder
 def test_the_figure_needs_no_colour_and_is_the_same_every_time(
     tmp_path: Path, two_programs: EventRecorder
 ) -> None:
-    path = told(tmp_path, two_programs)
+    path = written(tmp_path, two_programs)
     for name in ("one", "two.v2"):
         printed("report", path, "--figure", tmp_path / name)
     pixels = image.imread(tmp_path / "one.png")[..., :3]
@@ -107,7 +107,7 @@ def test_the_figure_needs_no_colour_and_is_the_same_every_time(
 def test_a_name_cannot_command_the_terminal(tmp_path: Path) -> None:
     run = Run()
     run.turn("a", "t", (0, 0, 1), tool=("\x1b[2Jls [red]", "bash"))
-    text = printed("report", told(tmp_path, run.recorder))
+    text = printed("report", written(tmp_path, run.recorder))
     assert "\x1b[2J" not in text and "[red]" in text
 
 
@@ -124,7 +124,7 @@ def test_forecasts_of_the_reload_stand_beside_what_it_took(tmp_path: Path) -> No
         foretold_s, loaded = (2.0 if number < 50 else 1.1), (0 if number == 60 else 300)
         found = ReloadOutcome(TurnId(f"a{number}"), ProgramId("a"), foretold_s, 0.75, 0.25, loaded, 40)
         run.recorder.record(ContextReloaded(number + 0.5, found))
-    path = told(tmp_path, run.recorder)
+    path = written(tmp_path, run.recorder)
     errors = forecast_errors(load(path))
     assert {name: e.reloads for name, e in errors.items()} == {
         "all": 61,

@@ -22,7 +22,7 @@ from continuum_lmcache.types import ProgramId, TurnId
 REPORT_S = 0.5
 
 
-class Told:
+class ReportingReplica:
     """As much of a replica as its reports need; `heard`: when, and the turns that had ended."""
 
     def __init__(self) -> None:
@@ -47,14 +47,14 @@ class Told:
 
 def test_a_replica_reports_each_period_and_soon_after_a_turns_end() -> None:
     async def go() -> None:
-        told = Told()
-        reports = asyncio.create_task(Replica._report(told))
+        replica = ReportingReplica()
+        reports = asyncio.create_task(Replica._report(replica))
         await asyncio.sleep(2.5 * REPORT_S)
-        told.ends("t1", "t2")
+        replica.ends("t1", "t2")
         await asyncio.sleep(1.5 * REPORT_S)
         reports.cancel()
         soon_s = 2.5 * REPORT_S + GATHER_S
-        assert told.heard == [
+        assert replica.heard == [
             *((n * REPORT_S, []) for n in range(3)),
             (soon_s, ["t1", "t2"]),
             (soon_s + REPORT_S, []),

@@ -76,16 +76,14 @@ class FleetConfig:
     cooldown_s: float = 30.0  # moves.Limits has these three
     cost_factor: float = 2.0
     margin_s: float = 2.0
-    substrate: str = (
-        "none"  # what a target can have of a program's KV: "none", "shared" (one pool), "peer" (a link)
-    )
+    substrate: str = "none"  # how a move's target gets the KV: "none", "shared" (one pool), "peer" (a link)
     peer_bytes_per_s: float = 1.25e9  # of that link: 10 Gbit/s
     peer_fixed_s: float = 0.005  # once a transfer
     max_line: int = 1000  # new programs that wait; more are refused
-    max_wait_s: float = 120.0  # for how long the first in line waits, at most, while it fits nowhere
-    max_rehome_s: float = 5.0  # for how long a program does that lost its replica
+    max_wait_s: float = 120.0  # the longest wait of the first in line while it fits nowhere
+    max_rehome_s: float = 5.0  # the same for a program that lost its replica
     move_age_s: float = 1.5  # three periods of half a second: nothing moves by older reports
-    first_turn_age_s: float = 30.0  # and no first turn goes where the report is older than this
+    first_turn_age_s: float = 30.0  # no first turn goes to a replica with an older report
     max_programs: int = 100_000
     program_idle_s: float = 3600.0
 

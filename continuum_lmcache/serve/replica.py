@@ -30,7 +30,7 @@ STATE = "fleet"  # the deployment actor's name
 HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
 ANSWER_S = 5.0  # for the state's answer, at most
 NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
-GATHER_S = 0.05  # from a turn's end to its report, which has others that end meanwhile
+GATHER_S = 0.05  # between a turn's end and its report, which then has further ends
 
 
 def unavailable(error: BaseException) -> Response:

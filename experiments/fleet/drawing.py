@@ -131,11 +131,11 @@ def draw_balance(rows: Rows, section: Section, size: Size, seeds: Sequence[int],
 
 def draw_timeline(runs: Iterable[tuple[FleetPoint, FleetResult]], path: Path) -> None:
     """Pending prefill tokens by replica over time, an arrow for each move."""
-    told = list(runs)
+    shown = list(runs)
     figure, panels = plt.subplots(
-        len(told), 1, figsize=(10, 2.4 * len(told)), layout="constrained", squeeze=False
+        len(shown), 1, figsize=(10, 2.4 * len(shown)), layout="constrained", squeeze=False
     )
-    for axes, (point, run) in zip(panels.flat, told, strict=True):
+    for axes, (point, run) in zip(panels.flat, shown, strict=True):
         end_s = run.timeline[-1][0]
         pending = np.array([tokens for _, tokens in run.timeline]).T / 1000
         image = axes.imshow(
@@ -159,7 +159,7 @@ def draw_timeline(runs: Iterable[tuple[FleetPoint, FleetResult]], path: Path) ->
             ylabel="replica", title=f"{point.router}, {point.engine}: {len(run.moves)} moves", xlabel="s"
         )
         figure.colorbar(image, ax=axes, label="pending, 1000 tokens", extend="max")
-    first = told[0][0]
+    first = shown[0][0]
     titled(
         figure,
         "Pending prefill, and moves",

@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from experiments.client import ServerUnusable
-from experiments.demo_servers import CONTINUUM, FCFS, ORDER, told
+from experiments.demo_servers import CONTINUUM, FCFS, ORDER, with_tiers
 from experiments.demo_servers import Contender as Offloading
 from experiments.fidelity import probed
 from experiments.fidelity_lab import Around, around, behind_a_hop, lmcache_tiers
@@ -224,7 +224,7 @@ def replayed(
         return row | {"cut": place.programs}
     try:
         job = Job(f"{server.url}/v1", f"{who.label}-{load}", chosen, out)
-        summary = told(replay(job, limit_s), {})
+        summary = with_tiers(replay(job, limit_s), {})
         seen = around(asyncio.run(probed(server.url)), machine)
     except ServerUnusable as error:
         return row | {"errors": place.programs, "why": str(error)}

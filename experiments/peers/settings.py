@@ -31,7 +31,7 @@ def router(machine: Machine, capacity_tokens: int, window: int | None) -> dict[s
     """
     fixed_s, linear_s, quadratic_s = prefill(machine)
     step_s, request_s, token_s = decode(machine)
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "program_scheduling_enable_key": "vllm_xargs.agentic_context",
         "global_queue": True,
         "resume_order": "mru",
@@ -49,7 +49,7 @@ def router(machine: Machine, capacity_tokens: int, window: int | None) -> dict[s
             "context_step_seconds_per_token": token_s,
         },
     }
-    return told | ({} if window is None else {"stats_window_size": window})
+    return config | ({} if window is None else {"stats_window_size": window})
 
 
 def agentinfer(machine: Machine) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def timed_modules(policy: str) -> list[ModuleType]:
     return [importlib.import_module(name) for name in TIMED]
 
 
-def told(policy: str, machine: Machine) -> dict[str, Any]:
+def engine_config(policy: str, machine: Machine) -> dict[str, Any]:
     """`additional_config` of vLLM for that contender."""
     config = settings.agentinfer(machine)
     if policy in ROUTERS:

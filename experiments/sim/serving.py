@@ -122,7 +122,7 @@ def _vllm_config(setup: Setup, folder: Path, max_model_len: int) -> VllmConfig:
         ),
         cache_config=CacheConfig(block_size=setup.block_tokens, enable_prefix_caching=True),
         kv_transfer_config=None if plain else _connector(setup, folder),
-        additional_config=peers.told(setup.policy, setup.machine) if setup.policy in PEERS else {},
+        additional_config=peers.engine_config(setup.policy, setup.machine) if setup.policy in PEERS else {},
     )
     config.scheduler_config.async_scheduling = setup.async_scheduling  # CPU builds of vLLM turn it off
     return config
@@ -139,9 +139,9 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy not in (STOCK, *PEERS):
         chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")
-        told = setup.machine.told(chunk_tokens, ssd_gbps, setup.steps_known)
+        data = setup.machine.policy_profile(chunk_tokens, ssd_gbps, setup.steps_known)
         profile = folder / "profile.yaml"
-        profile.write_text(yaml.safe_dump(told))
+        profile.write_text(yaml.safe_dump(data))
         settings = {"policy": setup.policy, "profile": str(profile), **setup.continuum}
         extra |= {f"continuum.{key}": value for key, value in settings.items()}
     return KVTransferConfig(

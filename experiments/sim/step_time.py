@@ -109,17 +109,19 @@ class Machine:
         step = {**self.profile["step"], "half_rate_tokens": tokens}
         return self.from_profile({**self.profile, "step": step}, self.name, self.kv_tokens)
 
-    def told(self, chunk_tokens: int, ssd_gbps: float | None, steps_known: bool = False) -> dict[str, Any]:
+    def policy_profile(
+        self, chunk_tokens: int, ssd_gbps: float | None, steps_known: bool = False
+    ) -> dict[str, Any]:
         """The profile for a policy, with the chunk and the disk of one setup.
 
         With `steps_known` also the times of steps, as if this machine had been measured.
         """
-        told = {**self.profile, "chunk_tokens": chunk_tokens}
+        found = {**self.profile, "chunk_tokens": chunk_tokens}
         if steps_known:
-            told["steps"] = {n: self.seconds([(n, 0)] if n else [(1, 0)]) for n in STEP_SIZES}
+            found["steps"] = {n: self.seconds([(n, 0)] if n else [(1, 0)]) for n in STEP_SIZES}
         if ssd_gbps is not None:
-            told["ssd"] = {**self.profile["ssd"], "bytes_per_s": ssd_gbps * 1e9}
-        return told
+            found["ssd"] = {**self.profile["ssd"], "bytes_per_s": ssd_gbps * 1e9}
+        return found
 
 
 MACHINES = {

@@ -48,8 +48,8 @@ def conditions() -> dict[str, str]:
 def commit() -> str:
     """The checkout's, with a + where files differ from it; "" where there is no checkout."""
     try:
-        told = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
-        return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 

@@ -45,8 +45,10 @@ def table(plan: Plan, pairs: Found) -> list[list[str]]:
         for label, by_seed in labels.items():
             cells = [spread(list(laid[figure][panel][label].values())) for figure in plan.shows]
             ratio = spread(ratios(labels.get(plan.baseline, {}), by_seed))
-            told = plan.published.get((panel, label))
-            lines.append([panel, label, *cells, ratio, *("" if told is None else shown(told) for _ in extra)])
+            published = plan.published.get((panel, label))
+            lines.append(
+                [panel, label, *cells, ratio, *("" if published is None else shown(published) for _ in extra)]
+            )
     return lines
 
 
@@ -77,20 +79,22 @@ def ahead(plan: Plan, pairs: Found) -> list[list[str]]:
                 mine, other = (mean(of[seed] for seed in seeds) for of in (ours, theirs))
                 share = f"{100 * abs(1 - other / mine):.1f} % {'ahead' if other < mine else 'behind'}"
                 means = f"{shown(other)}, {shown(mine)}"
-                told = [means, share, f"{len(won)} of {len(seeds)}", f"{100 * max(won):.1f} %"]
-                lines.append([WORDS[figure], panel, label, *told])
+                cells = [means, share, f"{len(won)} of {len(seeds)}", f"{100 * max(won):.1f} %"]
+                lines.append([WORDS[figure], panel, label, *cells])
     return lines
 
 
 def figures_by_case(plan: Plan, pairs: Found) -> list[list[str]]:
     """Every case, a line each, with the plan's figures and its row's source, for a CSV."""
-    told = [
+    columns = [
         name for name in ("code", "commit", "measured_on", "ended", "others_cores") if name in pairs[0][1]
     ]
-    lines = [["setting", "contender", "seed", *plan.shows, *told]]
+    lines = [["setting", "contender", "seed", *plan.shows, *columns]]
     for case, row in pairs:
         figures = [f"{float(row[figure]):.4g}" for figure in plan.shows]
-        lines.append([plan.panel(case), plan.label(case), f"{case.seed}", *figures, *(row[n] for n in told)])
+        lines.append(
+            [plan.panel(case), plan.label(case), f"{case.seed}", *figures, *(row[n] for n in columns)]
+        )
     return lines
 
 

@@ -98,8 +98,8 @@ COLUMNS = SWEEP.columns
 @cache
 def code(kind: str) -> str:
     """Names the schema, the versions and the source that rows of this kind come from."""
-    told = versions() if kind == "live" else _vllm_version()
-    digest = hashlib.sha256(f"{SCHEMA} {told}".encode())
+    engines = versions() if kind == "live" else _vllm_version()
+    digest = hashlib.sha256(f"{SCHEMA} {engines}".encode())
     for path in sorted(path for pattern in CODE[kind] for path in ROOT.glob(pattern)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
@@ -113,8 +113,8 @@ def _vllm_version() -> str:
 def key(case: Case) -> str:
     """Names the case and the code."""
     known = inputs(case)
-    told = json.dumps([code(known["kind"]), known], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    text = json.dumps([code(known["kind"]), known], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Rows:
@@ -137,8 +137,8 @@ class Rows:
         if unknown := figures.keys() - set(self.sheet.figures):
             raise SweepError(f"no column for {', '.join(sorted(unknown))}; add it to rows.py")
         known = inputs(case)
-        told = conditions() if self.sheet.conditions else {}
-        values = {"key": key(case), "code": code(known["kind"]), **known, **figures, **told}
+        measured_on = conditions() if self.sheet.conditions else {}
+        values = {"key": key(case), "code": code(known["kind"]), **known, **figures, **measured_on}
         row = {name: "" if values.get(name) is None else str(values[name]) for name in self.sheet.columns}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not self.path.exists()

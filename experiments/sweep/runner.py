@@ -29,8 +29,8 @@ def complete(rows: Rows, cases: Sequence[Case], jobs: int, quiet: bool = False) 
     refuse_settings()
     missing, failed = rows.missing(cases), list[SweepError]()
     keep = rows.path.parent / "live"
-    told = measured(missing, jobs, keep, failed)
-    for case, figures in tqdm(told, total=len(missing), unit="row", disable=quiet):
+    finished = measured(missing, jobs, keep, failed)
+    for case, figures in tqdm(finished, total=len(missing), unit="row", disable=quiet):
         rows.add(case, figures)
     if failed:
         raise SweepError("\n".join([f"{len(failed)} rows are missing:", *map(str, failed)]))

@@ -40,8 +40,8 @@ SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else
 def run(point: Point) -> dict[str, Any]:
     """Simulate the point and return its figures (rows.FIGURES). Raises SweepError for unknown names."""
     programs = programs_of(point)
-    told = {ORACLE: oracle_of, TRUE_SIZES: true_sizes_of, MICHI: michi_of}.get(point.contender)
-    with told(programs) if told else nullcontext():
+    oracle = {ORACLE: oracle_of, TRUE_SIZES: true_sizes_of, MICHI: michi_of}.get(point.contender)
+    with oracle(programs) if oracle else nullcontext():
         return figures(simulate(programs, setup_of(point, programs)))
 
 

@@ -136,14 +136,14 @@ def line(name: str, seeds: Sequence[Runs]) -> list[str]:
 
 def verdicts(rows: Rows, settings: Iterable[Point]) -> list[str]:
     """The goals and the results, in sentences."""
-    found, told = by_name(rows, settings), []
+    found, sentences = by_name(rows, settings), []
     pressed = {name: seeds for name, seeds in found.items() if f", {LOADS[0]:g}" not in name}
     if pressed:
         lead = {name: mean(leads(seeds)) for name, seeds in pressed.items()}
         tail = {name: tail_ratio(seeds) for name, seeds in pressed.items()}
         most = [bound_lead(seeds) for seeds in pressed.values()]
         worst, slowest = min(lead, key=lead.__getitem__), max(tail, key=tail.__getitem__)
-        told = [
+        sentences = [
             f"Pressed rows ({len(lead)}), the better of program order and published over ours: mean "
             f"{mean(lead.values()):.3f} (asked 1.08), least {lead[worst]:.3f} in {worst} (asked 0.98; "
             f"{sum(ratio < 0.98 for ratio in lead.values())} below).",
@@ -155,8 +155,8 @@ def verdicts(rows: Rows, settings: Iterable[Point]) -> list[str]:
     light = {name: mean(leads(seeds)) for name, seeds in found.items() if name not in pressed}
     if light:
         worst = min(light, key=light.__getitem__)
-        told.append(f"Load 0.6 ({len(light)} rows): least {light[worst]:.3f} in {worst} (asked 0.99).")
-    return told
+        sentences.append(f"Load 0.6 ({len(light)} rows): least {light[worst]:.3f} in {worst} (asked 0.99).")
+    return sentences
 
 
 def bound_lead(seeds: Sequence[Runs]) -> float:

@@ -131,9 +131,9 @@ def unfinished(log: str) -> str:
     """The results of a suite that ran out of time, by pytest's log, one line per test."""
     ended = [found.groups() for line in log.splitlines() if (found := ENDED.match(line))]
     counts = Counter(outcome.lower() for _, outcome in ended)
-    told = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing"
+    counted = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing"
     after = f", after `{ended[-1][0]}`" if ended else ""
-    return f"{told}; stopped after {LIMIT_S} s{after}"
+    return f"{counted}; stopped after {LIMIT_S} s{after}"
 
 
 def row(cell: Cell, result: str) -> str:
