@@ -107,7 +107,9 @@ def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             listed = ", ".join(known)
-            raise SweepError(f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {listed}")
+            raise SweepError(
+                f"figure {name!r} is not known to --engine {engine.value}; {hint}Known: {listed}"
+            )
     return plans if ALL in names else {n: plans[n] for n in dict.fromkeys(names) if n not in TABLES}
 
 

@@ -124,12 +124,12 @@ class Worker:
         mixin, is_late = KVConnectorModelRunnerMixin, self.drafts > 0
         with (
             set_forward_context({"layer": object()}, self._vllm_config),
-            mixin.maybe_get_kv_connector_output(output, defer_finalize=is_late) as told,
+            mixin.maybe_get_kv_connector_output(output, defer_finalize=is_late) as result,
         ):
             yield moved
         if is_late:
             mixin.finalize_kv_connector()  # once the drafter has run
-        moved.append(told)
+        moved.append(result)
 
     @contextmanager
     def _v2_step(self, output: Any, work: dict[str, Any]) -> Iterator[list[Any]]:
@@ -345,9 +345,7 @@ class OracleBench(Bench):
                 f"right is {right.tokens[at]}: it has attended to KV of other tokens than its own"
             )
         assert not self.spoilt(), f"LMCache keeps KV of other tokens than it says: {self.spoilt()}"
-        if any(
-            told and told.invalid_block_ids for told in (r.kv_connector_output for _, r in self._in_flight)
-        ):
+        if any(kv and kv.invalid_block_ids for kv in (r.kv_connector_output for _, r in self._in_flight)):
             return  # vLLM does not know yet
         for block_id, names in list(self._cached.items()):
             if self._pool.blocks[block_id].block_hash is None:

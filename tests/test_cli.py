@@ -157,14 +157,14 @@ def test_a_server_with_vllms_own_policy_is_stock_where_this_package_is_installed
     command = [sys.executable, str(ROOT / "tests" / "stock_start.py"), str(model)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    told = json.loads(ran.stdout.splitlines()[-1])
+    report = json.loads(ran.stdout.splitlines()[-1])
     kinds = ("LMCacheConnectorV1", "LMCacheMPConnector") * 2
-    assert [start["connector"] for start in told["starts"]] == [
+    assert [start["connector"] for start in report["starts"]] == [
         [kind, None, {"lmcache.chunk_siz": 1}] for kind in kinds
     ]
-    assert {start["load_failure_policy"] for start in told["starts"]} == {"fail"}, "vLLM's default"
-    assert all(start["scheduler"].startswith("vllm.") for start in told["starts"])
-    assert told["wrapped"] == [] and told["connectors"] == []
+    assert {start["load_failure_policy"] for start in report["starts"]} == {"fail"}, "vLLM's default"
+    assert all(start["scheduler"].startswith("vllm.") for start in report["starts"])
+    assert report["wrapped"] == [] and report["connectors"] == []
 
 
 def transfer(connector: str, module: str | None = None) -> KVTransferConfig:

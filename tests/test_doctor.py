@@ -182,10 +182,10 @@ def test_a_setting_that_costs_something_is_told(
 
 def test_more_dram_than_this_machine_has_is_told(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("lmcache")
-    for size_gib, told in ((1e6, True), (0.1, False)):
+    for size_gib, expected in ((1e6, True), (0.1, False)):
         path = lmcache_json(tmp_path, {"lmcache.max_local_cpu_size": size_gib})
         found = command("doctor", *H200, "--lmcache", path, "--json").json
-        assert ("dram-exceeds-this-machine" in names(found)) == told
+        assert ("dram-exceeds-this-machine" in names(found)) == expected
 
 
 def test_every_trap_is_told_at_once(command: Command, tmp_path: Path) -> None:
@@ -414,8 +414,8 @@ RAY = Path(__file__).resolve().parent.parent / "docs" / "ray.yaml"
 
 
 def test_the_example_of_a_fleet_is_well(command: Command) -> None:
-    told = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", RAY, "--json").json
-    assert not [each for each in told["findings"] if each["name"].startswith("fleet")]
+    report = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", RAY, "--json").json
+    assert not [each for each in report["findings"] if each["name"].startswith("fleet")]
 
 
 @pytest.mark.parametrize(
@@ -432,8 +432,8 @@ def test_what_is_wrong_with_a_fleets_file_is_told(
 ) -> None:
     path = tmp_path / "ray.yaml"
     path.write_text(RAY.read_text().replace(old, new))
-    told = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", path, "--json").json
-    assert [each["name"] for each in told["findings"] if each["name"].startswith("fleet")] == [named]
+    report = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", path, "--json").json
+    assert [each["name"] for each in report["findings"] if each["name"].startswith("fleet")] == [named]
 
 
 @pytest.mark.parametrize("text", ["", "[1", "- 1", "applications: [{import_path: x:y}]", "applications: 3"])

@@ -59,17 +59,17 @@ def test_any_name_has_a_replica_that_is_there(name: str, replicas: int) -> None:
 @given(st.lists(st.tuples(st.sampled_from("solf"), st.integers(0, 9), st.integers(0, 3))), st.integers(1, 5))
 def test_the_table_holds_what_was_told_last(steps: list[tuple[str, int, int]], most: int) -> None:
     homes = Homes[int](most, KEY)
-    told: dict[ProgramId, int] = {}
+    known: dict[ProgramId, int] = {}
     for what, number, replica in steps:
         name = ProgramId(str(number))
         if what == "s":
             homes.record(name, replica)
-            told[name] = replica
+            known[name] = replica
         elif what == "l":
             homes.forget(name)
-            told.pop(name, None)
+            known.pop(name, None)
         else:
-            assert homes.of(name) in (None, told.get(name))
+            assert homes.of(name) in (None, known.get(name))
         homes.check()
-    if len(told) <= most and all(what != "s" for what, *_ in steps[:-1]):
-        assert {name: homes.of(name) for name in told} == told
+    if len(known) <= most and all(what != "s" for what, *_ in steps[:-1]):
+        assert {name: homes.of(name) for name in known} == known

@@ -159,14 +159,14 @@ def test_a_reload_from_dram_gives_the_same_logprobs_as_vllms_own_prefix_hit(engi
 
 def test_what_the_policies_hear_of_its_loads_is_what_vllm_hears(engine, monkeypatch):
     """Whether steps wait for them."""
-    stock, told = engine.connector.get_num_new_matched_tokens, []
-    spy = lambda *args: told.append(stock(*args)) or told[-1]  # noqa: E731
+    stock, replies = engine.connector.get_num_new_matched_tokens, []
+    spy = lambda *args: replies.append(stock(*args)) or replies[-1]  # noqa: E731
     monkeypatch.setattr(engine.connector, "get_num_new_matched_tokens", spy)
     p = prompt(5, 2)
     engine.run(p)
     engine.forget_gpu()
     engine.run(p)
-    assert told[-1] == (2 * CHUNK, engine.connector.async_loads) == (2 * CHUNK, False)
+    assert replies[-1] == (2 * CHUNK, engine.connector.async_loads) == (2 * CHUNK, False)
 
 
 def test_eight_programs_at_once_reload_exactly_from_dram_and_then_from_disk(engine):

@@ -36,9 +36,7 @@ from continuum_lmcache.types import ProgramId
 
 logger = logging.getLogger("ray.serve")
 STATE_RETRY_S = 1.0  # after a state that did not answer; until then no request waits for it
-NO_WAIT_ANSWER_S = (
-    10.0  # for an answer on a turn that need not wait for room, longer than a program without a home may
-)
+NO_WAIT_ANSWER_S = 10.0  # the longest wait for an answer on a turn that is not held; above max_rehome_s
 REPLICA_LAG_S = 2.0  # for how long the state may know a replica before this router does
 FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
 
