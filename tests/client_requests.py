@@ -106,7 +106,7 @@ CODEX = {PARENT: "019ee74f-22b5-7043-b5fc-697ca0fbd5a6", CHILD: "019ee750-1c0e-7
 
 
 def codex(agent: str, turn: int, thread: str = "thread-id", root: str = "session-id") -> Turn:
-    """A subagent is a thread of its own in the session of its root; the cache key is the root's."""
+    """A subagent is a separate thread in the session of its root; the cache key is the root's."""
     names = {root: CODEX[PARENT], thread: CODEX[agent]}
     headers = {"authorization": SECRET, "originator": "codex_cli_rs", "user-agent": "codex_cli_rs/0.144.4"}
     headers["x-codex-turn-metadata"] = json.dumps({"request_kind": "turn", "turn_id": str(turn)})
@@ -144,7 +144,7 @@ OPENCODE = {PARENT: "ses_0f3a9c1d2b4eAbCdEfGhIjKlMn", CHILD: "ses_0f3a9c77aa01No
 
 
 def opencode(agent: str, turn: int, names: tuple[str, ...] = ("x-session-affinity", "X-Session-Id")) -> Turn:
-    """A subtask is a session of its own that names its parent's."""
+    """A subtask is a separate session that names its parent's."""
     headers = {"authorization": SECRET, "user-agent": "opencode/1.18.31"}
     headers |= dict.fromkeys(names, OPENCODE[agent])
     if agent == CHILD:

@@ -92,7 +92,7 @@ class InProcessBench(LMCacheBench):
         super().__init__(scheduler_cls, model, blocks, **extra, **more)
 
     def close(self) -> None:
-        # nobody asks it, and its close() takes the socket from under its thread: libzmq may abort the process
+        # nothing queries it, and its close() would close a socket that its thread uses: libzmq may abort
         self.worker._impl._manager._offload_server = None
         super().close()
 

@@ -152,7 +152,7 @@ def test_a_mirror_that_asks_now_and_then_holds_what_lies_whole_in_each_tier(data
 
 def told(log: TierChangeLog, mirror: MpTierMirror) -> ChangesReply:
     """The module's answer to a mirror."""
-    known = mirror.epoch == log.epoch and log.reaches(mirror.number)
+    known = mirror.epoch == log.epoch and log.has_all_after(mirror.number)
     changes = log.since(("m", 2), mirror.number) if known else log.snapshot(("m", 2))
     return ChangesReply(log.epoch, log.number, not known, changes, [], 1, None, 0.2, 300.0, "blake3")
 

@@ -60,7 +60,7 @@ class Gpu:
         return Done(self.clock, self.link_free_s)
 
     def step(self, name: str, loads: int = 0, stores: int = 0) -> list[Any]:
-        """Launch a forward, then submit; the next step comes when the forward before is over."""
+        """Launch a forward, then submit; the next step comes when the previous forward has ended."""
         until_s = max(self.forward_ends_s, self.clock.now_s)
         self.forward_ends_s = until_s + self.step_s
         event = Done(self.clock, self.forward_ends_s)

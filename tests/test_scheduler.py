@@ -542,15 +542,15 @@ def test_inference_never_links_two_tenants(make: Make) -> None:
     assert not bench.lifecycle.programs.records
 
 
-# what is told ---------------------------------------------------------------
+# metrics --------------------------------------------------------------------
 
 
 def test_the_stats_carry_the_pins_and_lose_them_again_before_vllm_looks(make: Make) -> None:
     bench = make()
     bench.turn("p", prompt(64))
-    told = [detach(stats) for stats in bench.stats]
-    assert sum(news.get("pins", {}).get("taken", 0) for news in told) == 1
-    assert {"": 4} in [news.get("pinned_blocks") for news in told]
+    counts = [detach(stats) for stats in bench.stats]
+    assert sum(news.get("pins", {}).get("taken", 0) for news in counts) == 1
+    assert {"": 4} in [news.get("pinned_blocks") for news in counts]
     assert {stats.kv_connector_stats for stats in bench.stats} == {None}
 
 

@@ -118,5 +118,5 @@ def test_a_step_is_timed_from_its_beginning_by_the_hosts_clock_without_a_gpu() -
     ticks = iter([1.0, 3.5])
     timer = DeviceStepTimer(on_gpu=False, clock=lambda: next(ticks))
     assert timer.seconds() is None
-    timer.begins()
+    timer.start()
     assert timer.seconds() == 2.5 and timer.seconds() is None

@@ -62,7 +62,7 @@ def found_of(bench: Bench, tokens: list[int]) -> int:
 
 
 def test_a_parents_pin_lasts_through_many_turns_of_its_subagents(bench: Bench) -> None:
-    """Three, one after the other, compute more than the GPU holds; nobody waits for memory."""
+    """Three, one after the other, compute more than the GPU holds; none waits for memory."""
     tokens = parent_calls(bench)
     for child in range(3):
         said = prompt(10 * BLOCK, 10 + child)

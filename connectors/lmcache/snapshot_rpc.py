@@ -1,7 +1,7 @@
 """Snapshots of a worker's tiers, for the start, for idle engines and after lost reports.
 
 LMCache's own lookup is not suitable: it pins what it finds and moves it up in the LRU. This one
-copies the backends' keys, in a thread of the worker, over a ZMQ socket of its own.
+copies the backends' keys, in a thread of the worker, over a separate ZMQ socket.
 """
 
 from __future__ import annotations

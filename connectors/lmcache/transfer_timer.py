@@ -97,15 +97,15 @@ class DeviceStepTimer:
 
     def __init__(self, on_gpu: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._on_gpu, self._clock = on_gpu, clock
-        self._began: Any = None
+        self._start: Any = None
 
-    def begins(self) -> None:
+    def start(self) -> None:
         """Work launched before is not counted, though a GPU may still run it."""
-        self._began = self._now()
+        self._start = self._now()
 
     def seconds(self) -> float | None:
-        """The time since `begins`. Waits for all launched work, so call it when that has ended."""
-        began, self._began = self._began, None
+        """The time since `start`. Waits for all launched work, so call it when that has ended."""
+        began, self._start = self._start, None
         if began is None:
             return None
         ended = self._now()

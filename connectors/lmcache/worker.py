@@ -90,7 +90,7 @@ class TierReport(KVConnectorWorkerMetadata):
 class LMCacheWorkerSide:
     """Observes one LMCache engine: its changes, its transfers, its disk.
 
-    `address` is the snapshot socket. A rank without chunks of its own (MLA) has no LMCacheWorkerSide.
+    `address` is the snapshot socket. A rank that stores no chunks (MLA) has no LMCacheWorkerSide.
     """
 
     def __init__(self, engine: Any, rank: int, address: str) -> None:
@@ -111,10 +111,10 @@ class LMCacheWorkerSide:
             announce(disk, cpu.get_full_chunk_size_bytes())
         self._probe_server = SnapshotServer(address, self.snapshot)
 
-    def step_begins(self) -> None:
-        self._step.begins()
+    def on_step_start(self) -> None:
+        self._step.start()
 
-    def step_ends(self) -> None:
+    def on_step_end(self) -> None:
         """After the step's stores. Without a store the accelerator may still run; nothing waits for it."""
         self._step_s = self._step.seconds() if self._meter.has_stored() else None
 

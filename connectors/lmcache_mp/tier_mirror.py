@@ -1,4 +1,4 @@
-"""The scheduler's mirror of an LMCache MP server's tiers, updated by a thread of its own.
+"""The scheduler's mirror of an LMCache MP server's tiers, updated by its own thread.
 
     MP server   L1, L2 --> TierChangeLog --reply--> TierPoller (thread) --> MpTierMirror <-- locate
                 event bus --> LookupLog --'              '--> LoadLookupJoin <-- the worker's timed loads

@@ -94,7 +94,7 @@ class MpWorkerSide:
             return
         if future := self._adapter.store_futures.get(request_id):
             watched = self._adapter.store_futures[request_id] = WatchedFuture(future)
-            self._began(request_id, False, op.end - op.start, start_s, watched, event)
+            self._track(request_id, False, op.end - op.start, start_s, watched, event)
 
     def retrieve(self, request_id: str, op: Any, event: Any, *args: Any, **kwargs: Any) -> None:
         """submit_retrieve_request. If it fails, vLLM computes the tokens.
@@ -108,7 +108,7 @@ class MpWorkerSide:
             watched = WatchedFuture(running[0])
             self._adapter.retrieve_futures[request_id] = (watched, running[1][had:])
             tokens = op.end - op.start - op.skip_first_n_tokens
-            self._began(request_id, True, tokens, start_s, watched, event)
+            self._track(request_id, True, tokens, start_s, watched, event)
         else:
             self._adapter.error_block_ids.difference_update(op.flat_block_ids[:had])
 
@@ -202,7 +202,7 @@ class MpWorkerSide:
         configs = with_deadline(kwargs.get("request_configs"), start_s + self._adapter._mq_timeout)
         return {**kwargs, "request_configs": configs}
 
-    def _began(
+    def _track(
         self, request_id: str, is_load: bool, tokens: int, start_s: float, future: WatchedFuture, event: Any
     ) -> None:
         timing = self.watch.add(tokens, future, event, start_s)

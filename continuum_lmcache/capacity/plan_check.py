@@ -130,7 +130,7 @@ def _sizes(plan: DeploymentPlan) -> Iterator[Finding]:
             "tiers-smaller-than-programs",
             f"{plan.at_once} programs hold {working_set:,} tokens, the largest tier "
             f"{max(plan.tiers.values()):,}",
-            "an LRU that does not hold what comes back keeps nothing long enough: raise "
+            "an LRU below the working set evicts KV before its program returns: raise "
             f"{SIZES[Tier.DRAM]} or {SIZES[Tier.SSD]}",
         )
     if plan.at_once and plan.at_once > plan.fits and not plan.tiers:

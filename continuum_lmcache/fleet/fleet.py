@@ -182,7 +182,7 @@ class FleetProgram:
 class SentTurn:
     """A turn that was sent."""
 
-    program: ProgramId  # for a request without a program, a name of its own
+    program: ProgramId  # a request without a program gets a unique name
     route: Route
 
 
@@ -337,11 +337,11 @@ class Fleet:
         """The turn is gone, unfinished. Its program may continue."""
         if (program := self.waiting.pop(turn, None)) is not None:
             self.placement.remove_from_line(program, turn)
-            self._forget_if_nothing(program)
+            self._forget_if_unused(program)
         elif (live := self._end_turn(now_s, turn)) is not None:
             if (state := self._state_of(live)) is not None:
                 state.admission.remove_turn(live.program)
-            self._forget_if_nothing(live.program)
+            self._forget_if_unused(live.program)
 
     # answers ---------------------------------------------------------------
 
@@ -576,7 +576,7 @@ class Fleet:
         entry.seen_s = now_s
         self.programs.move_to_end(entry.id)
 
-    def _forget_if_nothing(self, program: ProgramId) -> None:
+    def _forget_if_unused(self, program: ProgramId) -> None:
         """Drop a program without a finished turn and without a live one."""
         entry = self.programs.get(program)
         if entry is not None and not (entry.live or entry.turns or program in self.placement.line):

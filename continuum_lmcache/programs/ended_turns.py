@@ -70,7 +70,7 @@ class EndedTurns:
         turns = self._turns.get(program)
         if turns is None:
             namesakes = self._turns.get(self._latest.get(name, program), ())
-            turns = [turn for turn in namesakes if begins_alike(turn.tokens, tokens)]
+            turns = [turn for turn in namesakes if have_common_head(turn.tokens, tokens)]
         if not turns:
             return None
         blocks, _, turn = max((same_blocks(d.hashes, hashes), n, d) for n, d in enumerate(turns))
@@ -113,6 +113,6 @@ class EndedTurns:
         }
 
 
-def begins_alike(left: Sequence[int], now: Sequence[int]) -> bool:
+def have_common_head(left: Sequence[int], now: Sequence[int]) -> bool:
     """Whether two texts have so much of their beginning in common that one continues the other."""
     return len(left) >= FEW_TOKENS and list(left[:FEW_TOKENS]) == list(now[:FEW_TOKENS])

@@ -110,7 +110,7 @@ def small_tier(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:  #
             "tier-too-small",
             f"the programs' contexts add up to {seen.working_set_tokens:,.0f} tokens, and the largest tier "
             f"holds {largest:,.0f}",
-            "an LRU smaller than its working set drops what comes back: enlarge "
+            "an LRU below the working set evicts KV before its program returns: enlarge "
             "lmcache.max_local_cpu_size or add a disk (lmcache.local_disk, lmcache.max_local_disk_size)",
         )
 

@@ -100,11 +100,11 @@ class ContinuumMixin(Scheduler):
         self._lifecycle.forget_idle(now_s)
         self._choose_chunk()
         self._reorder()
-        self._reclaimer.step_begins()
+        self._reclaimer.on_step_start()
         try:
             return super().schedule(*args, **kwargs)
         finally:
-            self._reclaimer.step_ends()
+            self._reclaimer.on_step_end()
 
     def _reorder(self) -> None:
         """Move turns whose place changed; the newest program's request becomes vLLM's victim."""
@@ -167,7 +167,7 @@ class ContinuumMixin(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         now_s = self.clock()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        self._invalid_blocks.step_ended()
+        self._invalid_blocks.on_step_end()
         self._step_timer.on_step(now_s, scheduler_output)  # after: the step's transfers are known now
         return outputs
 

@@ -105,7 +105,7 @@ def measured(
     until_s: float,
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Every contender at every load, until the time is over (`until_s` on time.monotonic).
+    """Every contender at every load, until time runs out (`until_s` on time.monotonic).
 
     `save` gets all results after every run, so that a failing run loses none.
     """

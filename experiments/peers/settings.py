@@ -7,7 +7,7 @@ from typing import Any
 from experiments.sim.step_time import Machine
 
 # The router keeps no TTL and reserves no growth before its window of requests is full. At its default of 100
-# a quarter of a run of 430 is over by then: a smaller one stands for a server that has been up a while.
+# a quarter of a run of 430 has passed by then: a smaller one stands for a server that has run for some time.
 WARM_WINDOW = 30
 
 

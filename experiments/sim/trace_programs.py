@@ -120,7 +120,7 @@ def _gaps_s(name: str) -> list[float]:
 
 
 def drawn(programs: Sequence[Program], count: int, seed: int) -> tuple[Program, ...]:
-    """`count` programs with replacement, each with a name of its own: no two share more than a head."""
+    """`count` programs with replacement, each with a unique name: no two share more than a head."""
     picks = np.random.default_rng([seed, SAMPLE]).integers(len(programs), size=count)
     return tuple(
         replace(programs[pick], program_id=f"{programs[pick].program_id}#{i}", source="")

@@ -74,7 +74,7 @@ def workload_and_tiers(case: Case) -> str:
 
 
 def in_turns(contenders: Sequence[str], memory_gb: Sequence[Memory]) -> Cases:
-    """Under pressure; FULL: also with LMCache in a server of its own, and on two agents' traces. QUICK: each
+    """Under pressure; FULL: also with LMCache as a separate server, and on two agents' traces. QUICK: each
     starts once in both modes of LMCache, with the largest memory.
 
     The first contender changes with the seed.
@@ -103,7 +103,7 @@ def everything(case: Case) -> str:
 
 
 def paced(plan: Plan, jps: float) -> Plan:
-    """The plan with this arrival rate, programs a second, in place of its own."""
+    """The plan with this arrival rate, programs a second, instead of its own."""
 
     def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
         given = [case for case in plan.cases(size, seeds) if isinstance(case, Live)]

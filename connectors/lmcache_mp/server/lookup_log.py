@@ -30,9 +30,9 @@ class LookupLog:
         self._tasks: OrderedDict[str, int] = OrderedDict()  # request -> the id of its prefetch
         self._reads: OrderedDict[int, tuple[float, float]] = OrderedDict()  # that id -> start, end
         self._submit, storage.submit_prefetch_task = storage.submit_prefetch_task, self.submit
-        event_bus.subscribe(EventType.L2_LOAD_TASK_SUBMITTED, self.read_begins)
-        event_bus.subscribe(EventType.L2_LOAD_TASK_COMPLETED, self.read_ends)
-        event_bus.subscribe(EventType.MP_LOOKUP_PREFETCH_END, self.lookup_ends)
+        event_bus.subscribe(EventType.L2_LOAD_TASK_SUBMITTED, self.on_read_start)
+        event_bus.subscribe(EventType.L2_LOAD_TASK_COMPLETED, self.on_read_end)
+        event_bus.subscribe(EventType.MP_LOOKUP_PREFETCH_END, self.on_lookup_end)
 
     def submit(self, spec: Any, external_request_id: str = "", *args: Any, **kwargs: Any) -> Any:
         """StorageManager.submit_prefetch_task, from which we take both ids."""
@@ -40,16 +40,16 @@ class LookupLog:
         remember(self._tasks, external_request_id, handle.prefetch_request_id)
         return handle
 
-    def read_begins(self, event: Event) -> None:
+    def on_read_start(self, event: Event) -> None:
         task = event.metadata["request_id"]
         remember(self._reads, task, self._reads.get(task, (event.timestamp, event.timestamp)))
 
-    def read_ends(self, event: Event) -> None:
+    def on_read_end(self, event: Event) -> None:
         task = event.metadata["request_id"]
         if task in self._reads:
             self._reads[task] = (self._reads[task][0], event.timestamp)
 
-    def lookup_ends(self, event: Event) -> None:
+    def on_lookup_end(self, event: Event) -> None:
         found = event.metadata
         keys, from_l2 = found["l1_hit_keys"] + found["l2_hit_keys"], found["l2_hit_keys"]
         task = self._tasks.pop(event.session_id, None)

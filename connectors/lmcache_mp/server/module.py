@@ -97,7 +97,7 @@ class TierChangeLog:
             if len(pieces) == whole
         ]
 
-    def reaches(self, number: int) -> bool:
+    def has_all_after(self, number: int) -> bool:
         """Whether the log still has every change after `number`. The caller holds the lock."""
         return len(self._changes) < self._max_changes or self._changes[0][1].number <= number + 1
 
@@ -185,7 +185,7 @@ class MpTierModule:
         return {"continuum_tiers": {"epoch": self._log.epoch, "number": self._log.number}}
 
     def close(self) -> None:
-        """It has no resources of its own."""
+        """Nothing to release."""
 
     @server_module_handler(METHOD)  # type: ignore[untyped-decorator]  # LMCache's
     def changes(self, payload: bytes) -> bytes:
@@ -198,7 +198,7 @@ class MpTierModule:
         # sizes first: LMCache takes L1's lock before the log's when it reports a change, so never after it
         dram_bytes, ssd_bytes = self._sizes()
         with log.lock:
-            known = ask.epoch == log.epoch and log.reaches(ask.number)
+            known = ask.epoch == log.epoch and log.has_all_after(ask.number)
             reply = ChangesReply(
                 epoch=log.epoch,
                 number=log.number,

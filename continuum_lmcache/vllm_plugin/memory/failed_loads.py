@@ -30,7 +30,7 @@ class InvalidBlocks:
         """Its blocks are about to be freed."""
         self._aborted.append((self._ended, self._blocks(request_id)))
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """The result of the step's loads is known."""
         self._ended += 1
         while self._aborted and self._aborted[0][0] + self._steps_under_way <= self._ended:

@@ -40,7 +40,7 @@ class PinRenewal:
         At most DECISIONS_A_STEP decisions in a step. Other due pins get EVERY_S more, the rest wait.
         """
         pins, decisions_left = self.pins, DECISIONS_A_STEP
-        if now_s >= self.at_s and self._becomes_short(now_s):
+        if now_s >= self.at_s and self._became_short(now_s):
             self.to_decide = deque(pins.pinned)
         elif not self.was_short:
             self.to_decide.clear()
@@ -59,7 +59,7 @@ class PinRenewal:
                 decisions_left -= 1
                 self._renew(now_s, found)
 
-    def _becomes_short(self, now_s: float) -> bool:
+    def _became_short(self, now_s: float) -> bool:
         before, self.was_short = self.was_short, self.load(0.0).is_memory_short
         self.at_s = now_s + EVERY_S
         return self.was_short and not before

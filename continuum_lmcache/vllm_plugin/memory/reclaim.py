@@ -72,7 +72,7 @@ class PinReclaimer:
         self._keeps_all_tokens = any(isinstance(m, FullAttentionManager) for m in managers)
         self._in_step = False
 
-    def step_begins(self) -> None:
+    def on_step_start(self) -> None:
         """Leave vLLM's own method in place for running requests where memory cannot run short in this step.
 
         vLLM calls it for each of them, so a wrapper would cost time for each of them.
@@ -95,7 +95,7 @@ class PinReclaimer:
             return False
         return left < 0 or any(request.is_prefill_chunk for request in scheduler.running)
 
-    def step_ends(self) -> None:
+    def on_step_end(self) -> None:
         """Restore vLLM's own method."""
         self._in_step = False
         self._replace_allocate_slots(self._stock)
