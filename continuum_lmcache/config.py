@@ -22,31 +22,31 @@ ENV_PREFIX = "CONTINUUM_"
 class ContinuumConfig:
     """Settings of the scheduler. Times in seconds, shares in [0, 1]."""
 
-    policy: str = "continuum"  # or one of the baselines below
+    policy: str = "continuum"  # or one of the baselines in docs/settings.md
     static_ttl_s: float = 2.0  # the TTL of policy "static-ttl"
-    max_ttl_s: float = 300.0  # no pin outlives this, whatever the policy says
-    max_pinned_share: float = 0.8  # of the GPU's KV blocks
-    max_tenant_share: float = 1.0  # of max_pinned_share, for one cache_salt or API key
-    admission_max_hold_s: float = 120.0  # for how long the first new program in line is held back
-    pin_reclaim_after_s: float = 120.0  # after so long at the head of the queue a turn may take others' pins
-    program_idle_s: float = 3600.0  # a program not heard of for so long is forgotten
-    max_programs: int = 100_000  # the longest-idle ones are forgotten beyond this
-    load_or_recompute: bool = True  # load from a tier only what is measured to be cheaper than computing it
+    max_ttl_s: float = 300.0  # no pin lasts longer, with any policy
+    max_pinned_share: float = 0.8  # share of the GPU's KV blocks that pins may hold
+    max_tenant_share: float = 1.0  # share of max_pinned_share that one cache_salt or API key may hold
+    admission_max_hold_s: float = 120.0  # how long the first new program in line waits at most
+    pin_reclaim_after_s: float = 120.0  # a turn refused blocks for so long may take other programs' pins
+    program_idle_s: float = 3600.0  # a program without a turn for so long is forgotten
+    max_programs: int = 100_000  # beyond this number the longest-idle programs are forgotten
+    load_or_recompute: bool = True  # load from a tier only what is cheaper to load, by measured rates
     admission: bool = True  # new programs wait while the started ones fill the KV cache
     honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
-    honor_program_age: bool = False  # believe a tenant's program_turns: where a router sets it
-    first_prompt_order: bool = True  # in admission's line, a small first prompt goes before a large one
-    evict_ended_programs: bool = True  # the KV of a program that has ended is the first to be evicted
-    priced_pins: bool = True  # a pin costs only while a turn or a new program waits, and is looked at again
-    measured_chunk: bool = True  # decodes before prompts, in chunks as small as the profile's step times say
-    learn_matches: bool = True  # of a turn, pin only what the next prompt is expected to repeat
+    honor_program_age: bool = False  # trust program_turns of tenants' requests; a router must set them
+    first_prompt_order: bool = True  # in admission's line, small first prompts start earlier
+    evict_ended_programs: bool = True  # evict the KV of ended programs first
+    priced_pins: bool = True  # charge a pin fully only while a turn or a new program waits, and renew its TTL
+    measured_chunk: bool = True  # decodes before prompts, in chunks sized by the profile's step times
+    learn_matches: bool = True  # pin only the part of a turn that the next prompt is expected to repeat
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
-    fail_on_load_error: bool = False  # true: a KV load that fails fails its request
+    fail_on_load_error: bool = False  # a failed KV load fails its request
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
-    tool_durations_file: str = ""  # where learned tool durations survive a restart; empty: nowhere
-    run_output_dir: str = ""  # where the recorder writes; empty: RUN_OUTPUT_DIR, else nowhere
-    hash_ids: bool = False  # recordings hold hashes of the programs' ids
-    divergence_texts: bool = False  # recordings hold what stood where a prompt left its last turn, cut
+    tool_durations_file: str = ""  # file for learned tool durations, read at the next start; empty: none
+    run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none are written
+    hash_ids: bool = False  # recordings have hashes in place of program ids
+    divergence_texts: bool = False  # recordings have the texts where a prompt differs from its last turn
 
     def __post_init__(self) -> None:
         for name in (

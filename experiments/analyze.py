@@ -1,11 +1,11 @@
-"""What a recorded run amounts to, against another one if there is one; or a trace to replay it.
+"""Prints the figures of one recorded run or of two side by side, or converts a run into a trace to replay it.
 
     python -m experiments.analyze report run/
     python -m experiments.analyze report --compare run-fcfs/ run-continuum/
     python -m experiments.analyze convert run/ trace.jsonl
 
 A recording is a file `scheduler_timestamps`, or a directory with one of
-every rank. The public prototype's files are read too: what they lack is said, not guessed.
+every rank. The public prototype's files are read too: missing data is reported, not guessed.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def opened(path: Path) -> Recording:
 
 
 def refusal(error: Exception) -> typer.Exit:
-    """One line that says what is wrong, and the exit status for it."""
+    """One line with the problem, and its exit status."""
     print(f"error: {error}", file=sys.stderr)
     return typer.Exit(1)
 
@@ -108,7 +108,7 @@ def pin_table(run: Recording) -> Table:
 
 
 def tool_table(run: Recording) -> Table:
-    """What was called, for how long it took, and what TTL that earned."""
+    """The called tools, their durations, and the TTLs."""
     heads = ("command", "turns", "gap, median [s]", "gap, P95 [s]", "TTL, median [s]", "TTL = 0")
     table = titled(f"Tools: {run.name}", *heads)
     for name, turns in list(tools(run).items())[:TOOLS_SHOWN]:
@@ -121,21 +121,21 @@ def tool_table(run: Recording) -> Table:
 
 
 def calibration_table(run: Recording) -> Table:
-    """Whether P(tau) came true."""
+    """Predicted and realised P(tau)."""
     heads = ("promised P(tau)", "realised", "promises", "censored")
     table = titled(f"Calibration: {run.name}", *heads)
     for found in calibration(run):
-        table.add_row(*map(shown, (found.promised, found.realised, found.watches, found.censored)))
+        table.add_row(*map(shown, (found.promised, found.realised, found.promises, found.censored)))
     return table
 
 
 def reload_table(run: Recording) -> Table:
-    """Whether PrefillReload came true."""
-    heads = ("context back on the GPU", "returns", "foretold, median [s]", "took, median [s]")
+    """Predicted and measured PrefillReload."""
+    heads = ("context back on the GPU", "returns", "predicted, median [s]", "took, median [s]")
     table = titled(f"Reload: {run.name}", *heads, "error, median", "error, P90")
     for name, found in forecast_errors(run).items():
         errors = [f"{error:.0%}" if error is not None else "-" for error in (found.median, found.p90)]
-        table.add_row(name, shown(found.reloads), shown(found.foretold_s), shown(found.took_s), *errors)
+        table.add_row(name, shown(found.reloads), shown(found.predicted_s), shown(found.took_s), *errors)
     return table
 
 
@@ -147,7 +147,7 @@ def titled(title: str, *heads: str) -> Table:
 
 
 def shown(value: float | None) -> str:
-    """Counts whole, everything else to four digits, the unknown as a dash."""
+    """Counts as integers, other numbers to four digits, unknown ones as a dash."""
     if value is None:
         return "-"
     return (
@@ -156,7 +156,7 @@ def shown(value: float | None) -> str:
 
 
 def printable(name: str) -> Text:
-    """A client's text, without what a terminal would obey."""
+    """A client's text, without control characters for a terminal."""
     return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name))
 
 

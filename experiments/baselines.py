@@ -1,12 +1,12 @@
-"""Stock LMCache beside ours, live: both of its modes, each as its own documentation sets it up.
+"""Compares stock LMCache with ours on real servers, in both of its modes, set up as LMCache documents them.
 
     python -m experiments.baselines --programs 16 --out baselines      # twelve servers, ten minutes
 
-A row is a server of its own with empty caches, one LMCache under one order of the queue. Stock is LMCache's
+Each row is a new server with empty caches: one LMCache under one order of the queue. Stock is LMCache's
 own connector, and a plain `lmcache server` in its multi-process mode, without this package's module,
-defaults or fixes; "tuned" is stock with what docs/mp.md recommends and any operator can set. Where it dies,
-hangs, refuses or never hits, that is its row, with the reason from its log. The machine, its programs and
-its tiers are those of the live sweep (sweep/live.py). Leaves baselines.md and .csv, and the logs in OUT; a
+defaults or fixes; "tuned" is stock with the options that docs/mp.md recommends. If a server dies, hangs,
+refuses or never hits, its row says so, with the reason from its log. The machine, the programs and the tiers
+are those of the live sweep (sweep/live.py). Leaves baselines.md and .csv, and the logs in OUT; a
 row that is in OUT already is not measured again.
 """
 
@@ -102,13 +102,13 @@ CONTENDERS = tuple(
     Contender(lmcache, policy)
     for lmcache in (IN_PROCESS, MP, MP_TUNED, OUR_IN_PROCESS, OUR_MP)
     for policy in POLICIES
-    if policy != "continuum" or lmcache.is_ours  # which asks the connector where KV lies
+    if policy != "continuum" or lmcache.is_ours  # which asks the connector where KV is
 )
 
 
 @dataclass(slots=True)
 class Setup:
-    """What one server is started with."""
+    """The start options of one server."""
 
     args: list[str]
     env: dict[str, str] = field(default_factory=dict)
@@ -145,7 +145,7 @@ def setup(who: Contender, folder: Path, mp: MpProcess | None) -> Setup:
 
 
 def measured(who: Contender, case: Live, start_s: float, limit_s: float, out: Path) -> dict[str, Any]:
-    """Serve, replay, stop: the row, whatever came of it."""
+    """Serve, replay, stop; returns the row, also of a run that failed."""
     folder = out / who.label
     folder.mkdir(parents=True, exist_ok=True)
     log, mp_log = folder / "vllm.log", folder / "lmcache.log"
@@ -177,7 +177,7 @@ def measured(who: Contender, case: Live, start_s: float, limit_s: float, out: Pa
 
 
 def figures(summary: Mapping[str, Any], hits: Mapping[str, float]) -> dict[str, Any]:
-    """Seconds, tokens and counts. Stock names no tier: its tokens are split as its server found them."""
+    """Seconds, tokens and counts. Stock reports no tiers: its tokens are split as its server found them."""
     jobs, ttft = summary["job_time_s"], summary["ttft_s"]
     tokens = dict(summary["tokens_by_source"])
     loaded = tokens.pop("offload", None)
@@ -197,7 +197,7 @@ def figures(summary: Mapping[str, Any], hits: Mapping[str, float]) -> dict[str, 
 
 
 def outcome(summary: Mapping[str, Any], why: str) -> str:
-    """What went wrong though it served; "" where nothing did."""
+    """What went wrong in a run that served; "" if nothing did."""
     found = []
     if summary["cut_s"]:
         found.append(f"cut off by the time limit with {len(summary['cut_s'])} programs running")
@@ -258,7 +258,7 @@ def write(rows: Sequence[Mapping[str, Any]], caption: str, out: Path) -> None:
 def rows_of(
     contenders: Sequence[Contender], case: Live, start_s: float, limit_s: float, out: Path
 ) -> Iterator[dict[str, Any]]:
-    """Row by row; one that is there already is read."""
+    """The rows one by one; an existing one is read, not measured."""
     for who in contenders:
         path = out / f"{who.label}.json"
         if not path.exists():
@@ -279,7 +279,7 @@ def main(
     out: Annotated[Path, typer.Option(help="rows, table and logs")] = Path("baselines"),
     docs: Annotated[Path | None, typer.Option(help="put the table and the CSV there; default: OUT")] = None,
 ) -> None:
-    """Measure every row that is not there yet."""
+    """Measure every missing row."""
     out.mkdir(parents=True, exist_ok=True)
     case = Live("fcfs", programs, jps, seed)
     chosen = [who for who in CONTENDERS if only in f"{who.lmcache.name} {who.policy}"]

@@ -19,7 +19,7 @@ LONGEST_LINE_BYTES = 1 << 26  # the first event repeats the prompt: about 6 byte
 
 
 class ServerUnusable(Exception):
-    """The server cannot be used for a replay at all. One line that says why and what to do."""
+    """The server cannot be used for a replay. The message is one line: the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Client:
         await self._session.close()
 
     async def models(self) -> dict[str, int | None]:
-        """The served models and their windows in tokens (None: not said). Raises ServerUnusable."""
+        """The served models and their windows in tokens (None: not reported). Raises ServerUnusable."""
         url = f"{self.base_url}/models"
         try:
             async with self._session.get(url) as response:
@@ -110,7 +110,7 @@ def request_body(model: str, prompt: Sequence[int], output_tokens: int) -> dict[
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
     """The JSON objects of a server-sent event stream up to [DONE]. Raises TurnFailed if it ends before.
 
-    It is read to its end: who closes it at [DONE] has aborted the request for a proxy that still copies.
+    The stream is read to its end: closing it at [DONE] makes a proxy that still copies abort the request.
     """
     is_done = False
     async for line in content:

@@ -34,7 +34,7 @@ def rate(counter: str, by: str = "") -> str:
 
 
 def quantile(q: float, histogram: str, by: str = "") -> str:
-    """A quantile of what came meanwhile."""
+    """A quantile of the samples in the range."""
     return f"histogram_quantile({q}, {rate(f'{histogram}_bucket', f'le, {by}' if by else 'le')})"
 
 
@@ -44,7 +44,7 @@ def mean(histogram: str) -> str:
 
 STATS = (
     Panel("programs known", "short", {"": "sum(continuum_programs)"}),
-    Panel("wait to start", "short", {"": "sum(continuum_programs_held)"}, "wait for room to start"),
+    Panel("wait to start", "short", {"": "sum(continuum_programs_held)"}, "programs in admission's line"),
     Panel("pins held", "short", {"": "sum(continuum_pins_held)"}),
     Panel("store up", "short", {"": "min(continuum_tier_store_up)"}),
     Panel("fewest samples of a rate", "short", {"{{rate}}": "min by (rate) (continuum_rate_samples)"}),
@@ -64,7 +64,7 @@ PANELS = (
         "GPU KV cache",
         "percentunit",
         {"in use": "avg(vllm:kv_cache_usage_perc)", "pinned": "avg(continuum_pinned_ratio)"},
-        "in use holds what is pinned",
+        "pinned blocks are part of those in use",
     ),
     Panel(
         "Working set and room for it",
@@ -85,7 +85,9 @@ PANELS = (
         },
         "none: computed again",
     ),
-    Panel("Pins", "ops", {"{{outcome}}": rate("continuum_pins_total", "outcome")}, "taken; ended how"),
+    Panel(
+        "Pins", "ops", {"{{outcome}}": rate("continuum_pins_total", "outcome")}, "taken, and ended by outcome"
+    ),
     Panel(
         "TTL and tool gap, median",
         "s",
@@ -95,7 +97,7 @@ PANELS = (
         },
     ),
     Panel(
-        "Wait of programs' turns",
+        "Queueing delay of programs' turns",
         "s",
         {
             "P50, context {{context}}": quantile(0.5, "continuum_queue_delay_seconds", "context"),
@@ -104,12 +106,12 @@ PANELS = (
         },
     ),
     Panel(
-        "A lost context's reload, mean",
+        "Reload of a lost context, mean",
         "s",
-        {"foretold": mean("continuum_reload_predicted_seconds"), "took": mean("continuum_reload_seconds")},
+        {"predicted": mean("continuum_reload_predicted_seconds"), "took": mean("continuum_reload_seconds")},
     ),
     Panel(
-        "Why so",
+        "Reasons of decisions",
         "ops",
         {
             "TTL: {{reason}}": rate("continuum_ttl_decisions_total", "reason"),

@@ -1,13 +1,13 @@
-"""Show what the policy is for, on this machine: three servers, the same programs, more of them than fit.
+"""Shows the policy's gain on this machine: three servers, the same programs, more of them than fit.
 
     python -m experiments.demo                  # the first ten turns of programs like Claude Code's
     python -m experiments.demo --generator swe  # programs drawn from the paper's Table 1
     TRACE=trace.jsonl python -m experiments.demo
-    python -m experiments.demo --no-pressure    # the other end: nothing to gain, and what it costs
+    python -m experiments.demo --no-pressure    # ample memory: nothing to gain; shows what it costs
 
 It measures the machine first and makes the pressure to fit (demo_scenario.py has the proportions). Then one
 server after the other, each alone, from the same tiers: stock fcfs, a queue in the programs' order, and
-`continuum` (demo_servers.py). At the end it checks whether the pressure held, and says so if it did not.
+`continuum` (demo_servers.py). At the end it checks whether memory was short, and says so if it was not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DRAWN = 40  # programs that the workload is known by before the scenario is
 
 @dataclass(slots=True)
 class Clock:
-    """Says what is happening, and for how long it will go on."""
+    """Prints the current step and how long it will take."""
 
     console: Console
     begun_s: float
@@ -74,7 +74,7 @@ def workload(
     scenario: Scenario | None = None,
     generator: str = GENERATOR,
 ) -> Selection:
-    """The programs of the demo: all of its choice of workload is here.
+    """The programs of the demo; the whole choice of workload is here.
 
     Few arrivals of a Poisson process may come half as fast again as its rate, or half as slow: they are
     drawn closer or further apart, so that each seed's come at the scenario's.
@@ -96,13 +96,13 @@ def workload(
 
 
 def servers(seeds: int, contenders: tuple[Contender, ...]) -> Iterator[tuple[int, Contender]]:
-    """Seed by seed; every second one the other way round, so that a machine that drifts favours nobody."""
+    """Seed by seed; every second one in reverse order, so that a drift of the machine favours no server."""
     for seed in range(1, seeds + 1):
         yield from ((seed, who) for who in (contenders if seed % 2 else contenders[::-1]))
 
 
 def expected_s(found: Measured, scenario: Scenario) -> float:
-    """What one server takes, from its start to its end."""
+    """Seconds of one server, from its start to its end."""
     work_s = scenario.programs / min(scenario.capacity_jps, scenario.jps)
     return START_FACTOR * found.start_s + min(scenario.limit_s, work_s * (1 + WASTE) / 2)
 
@@ -116,7 +116,7 @@ def demo(
     clock: Clock,
     generator: str = GENERATOR,
 ) -> str:
-    """Measure, serve, compare; what was found, as Markdown.
+    """Measure, serve, compare; returns the result as Markdown.
 
     Raises ServerError, ServerUnusable, TraceError.
     """

@@ -1,4 +1,4 @@
-"""What the demo prints and writes: one table, one figure, and whether the pressure held."""
+"""The demo's output: one table, one figure, and whether memory was short."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ HELD = f"The pressure held, by what {FCFS.name} met:"
 
 
 def scenario_words(found: Measured, scenario: Scenario) -> str:
-    """What was measured, and what follows from it."""
+    """The measured speed, and the scenario that follows from it."""
     return (
         f"This machine: a server starts in {found.start_s:.0f} s, a turn alone takes {found.turn_s:.2f} s, "
         f"{scenario.capacity_jps:.2f} programs a second can be finished. So {scenario.programs} programs "
@@ -105,7 +105,7 @@ def write(runs: Runs, said: str, out: Path, console: Console) -> str:
 
 
 def proportions(paths: Paths, runs: Runs, scenario: Scenario) -> tuple[Proportion, ...]:
-    """What pressed the baseline; the median over the seeds."""
+    """How short memory was for the baseline; medians over the seeds."""
     by_seed = []
     for number, summary in enumerate(runs[FCFS.name]):
         best = max(found[number]["jobs_per_s"] for found in runs.values())
@@ -118,7 +118,7 @@ def proportions(paths: Paths, runs: Runs, scenario: Scenario) -> tuple[Proportio
 
 
 def verdict(held: Sequence[Proportion]) -> str:
-    """Whether the table shows what it is to show."""
+    """Whether the table shows the expected result."""
     lacks = {p.words: "" if p.holds else f" (**not the {p.least:g} that it takes**)" for p in held}
     lines = [f"- {p.words}: {p.value:.2f}{lacks[p.words]}" for p in held]
     if all(p.holds for p in held):
@@ -132,7 +132,7 @@ def verdict(held: Sequence[Proportion]) -> str:
 
 
 def gains(runs: Runs) -> str:
-    """Ratios to the baseline in a sentence, and what first turns pay for them."""
+    """Ratios to the baseline in a sentence, and how much longer first turns wait."""
     baseline, *others = runs
     said = []
     for name in others:
@@ -197,7 +197,7 @@ def publish(page: str, out: Path) -> None:
 
 
 def excerpt(page: str) -> str:
-    """The rows of IN_README, then the conditions in one paragraph; a pressure that did not hold is kept."""
+    """The rows of IN_README, then the conditions in one paragraph; a missing pressure is mentioned too."""
     said, held, _ = page.partition(HELD)
     lines = said.rstrip().splitlines()
     rows = [number for number, line in enumerate(lines) if line.startswith("|")]

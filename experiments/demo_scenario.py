@@ -1,6 +1,6 @@
 """How many programs the demo sends, how fast, and how much KV its servers get, from a machine's speed.
 
-The scenario keeps proportions, so that it presses a slow machine and a fast one alike:
+The scenario keeps proportions, so that memory is as short on a slow machine as on a fast one:
 
 - arrivals: twice what the machine finishes, so that a backlog grows until the last one has come;
 - memory: half of the programs have come and not ended when the last one comes, even where no work is
@@ -10,7 +10,7 @@ The scenario keeps proportions, so that it presses a slow machine and a fast one
 - tool time: a third of the work, as 8 s are to 22.7 s in the paper's offload experiment (Continuum,
   arXiv 2511.02230, full version, Fig. 9). It has GPU KV for 7 contexts, and an hour for its backlog.
 
-After the run `pressure` says from what was measured whether this held.
+After the run `pressure` checks by the measurements whether these proportions were reached.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LEAST_WASTE = 1.3  # the same for the fewest programs, where a machine is too sl
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the programs of a workload are like; means a program."""
+    """The sizes of a workload's programs; means per program."""
 
     turns: float
     tool_s: float
@@ -70,7 +70,7 @@ class Work:
         )
 
     def of_program(self, window_tokens: int) -> float:
-        """All that a program costs, in new prompt tokens, if it is shrunk to this window."""
+        """The work of a program in new prompt tokens, if it is shrunk to this window."""
         return TURN_WORK * self.turns + self.tokens * window_tokens / WINDOWS_TOKENS[0]
 
 
@@ -85,7 +85,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is sent, and what the servers have."""
+    """The programs that are sent, and the servers' memory."""
 
     programs: int
     jps: float
@@ -115,7 +115,7 @@ class Scenario:
 
 
 def pressed(measured: Measured, work: Work, left_s: float, servers: int) -> Scenario:
-    """Twice what the machine can do, in memory that cannot hold it, within `left_s` for all servers."""
+    """Twice the load that the machine can serve, in too little memory, within `left_s` for all servers."""
     limit_s = _replay_s(measured, left_s, servers)
     for window_tokens in WINDOWS_TOKENS:
         capacity_jps = _capacity_jps(measured, work, window_tokens)
@@ -138,7 +138,7 @@ def pressed(measured: Measured, work: Work, left_s: float, servers: int) -> Scen
 
 
 def idle(measured: Measured, work: Work, left_s: float, servers: int) -> Scenario:
-    """Well below what the machine can do, in memory that holds all programs that are under way."""
+    """A load well below the machine's capacity, in memory that holds all running programs."""
     limit_s = _replay_s(measured, left_s, servers)
     window_tokens = WINDOWS_TOKENS[-1]
     capacity_jps = _capacity_jps(measured, work, window_tokens)
@@ -150,7 +150,7 @@ def idle(measured: Measured, work: Work, left_s: float, servers: int) -> Scenari
 
 
 def whole_blocks(tokens: float) -> int:
-    """At least so many tokens, in blocks."""
+    """This many tokens or more, in whole blocks."""
     return math.ceil(tokens / BLOCK_TOKENS) * BLOCK_TOKENS
 
 
@@ -190,7 +190,7 @@ def _within(programs: int, work: Work, least: int = LEAST_PROGRAMS) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Proportion:
-    """One thing that makes pressure: what it was, and what it had to be."""
+    """One proportion: its measured value and its required one."""
 
     words: str
     value: float
@@ -204,7 +204,7 @@ class Proportion:
 def pressure(
     scenario: Scenario, summary: dict[str, Any], records: Sequence[TurnRecord], best_jobs_per_s: float
 ) -> tuple[Proportion, ...]:
-    """Whether the baseline was pressed, by what its own replay and the fastest server showed."""
+    """Whether memory was short for the baseline, by its own replay and the fastest server's."""
     memory_tokens = scenario.gpu_tokens + scenario.dram_tokens
     arrivals_s = [r.t_arrive for r in records if r.turn == 1]
     jps = (len(arrivals_s) - 1) / max(arrivals_s) if len(arrivals_s) > 1 and max(arrivals_s) else 0.0
@@ -223,15 +223,15 @@ def pressure(
 
 
 def lost_share(summary: dict[str, Any]) -> float:
-    """Of the prompt tokens that an earlier turn had: what did not lie on the GPU any more."""
+    """The share of prompt tokens from earlier turns that the GPU had lost."""
     before = summary["prompt_tokens"] - summary["new_tokens"]
     return 1 - summary["tokens_by_source"].get("gpu", 0) / before if before > 0 else 0.0
 
 
 def most_tokens(records: Iterable[TurnRecord]) -> int:
-    """The contexts of all programs under way, at the moment when they were most.
+    """The largest sum of the contexts of all running programs.
 
-    A program is under way from its first token to its last; its context is what it had read and written.
+    A program runs from its first token to its last; its context is its prompts and outputs so far.
     """
     changes: list[tuple[float, int]] = []
     contexts: dict[str, int] = {}

@@ -68,7 +68,7 @@ class Contender:
         return self.connector is OURS
 
     def transfer_config(self, mp: MpProcess) -> dict[str, Any]:
-        """What `--kv-transfer-config` takes."""
+        """The value of `--kv-transfer-config`."""
         config = mp.transfer_config | self.connector | {"kv_load_failure_policy": "recompute"}
         extra = config["kv_connector_extra_config"] | {"lmcache.mp.save_decode_cache": True} | self.settings
         return config | {"kv_connector_extra_config": extra}
@@ -92,7 +92,7 @@ CONTINUUM = Contender(
 
 
 def other_cores() -> frozenset[int]:
-    """The cores that vLLM's worker is not bound to; empty where that cannot be told."""
+    """The cores that vLLM's worker is not bound to; empty where that is not known."""
     bound = CPU_ENV["VLLM_CPU_OMP_THREADS_BIND"]
     if not hasattr(os, "sched_getaffinity") or not bound.isdecimal():
         return frozenset()
@@ -144,12 +144,12 @@ def compared(who: Contender, scenario: Scenario, selection: Selection, model: Pa
             refuse_failures(summary, job, log)
             hits = mp.hits()
     path = job.path.with_suffix(".json")
-    path.write_text(json.dumps(told(summary, hits) | {"jps": scenario.jps}, indent=1) + "\n")
+    path.write_text(json.dumps(with_tiers(summary, hits) | {"jps": scenario.jps}, indent=1) + "\n")
     return path
 
 
 def refuse_failures(summary: dict[str, Any], job: Job, log: Path) -> None:
-    """Raises ServerError if turns failed: what is left would not be a comparison."""
+    """Raises ServerError if turns failed: the servers could not be compared."""
     errors = [r.error for r in records_of(job.path) if r.error is not None]
     if errors:
         raise ServerError(
@@ -158,11 +158,11 @@ def refuse_failures(summary: dict[str, Any], job: Job, log: Path) -> None:
         )
 
 
-def told(summary: dict[str, Any], hits: dict[str, float]) -> dict[str, Any]:
+def with_tiers(summary: dict[str, Any], hits: dict[str, float]) -> dict[str, Any]:
     """The summary with LMCache's tokens by tier, those computed again, and cut programs at their time so far.
 
-    LMCache's own connector does not tell tiers apart: there its tokens are split as the `lmcache server`
-    counted them when it looked them up.
+    LMCache's own connector does not report tiers: its tokens are split as the `lmcache server` counted them
+    at the lookup.
     """
     sources = dict(summary["tokens_by_source"])
     if "offload" in sources:
@@ -194,7 +194,7 @@ def alone_seed(selection: Selection) -> int:
 
 
 def measured(selection: Selection, work: Work, model: Path, out: Path) -> Measured:
-    """How fast stock vLLM is here without pressure. Raises ServerError, ServerUnusable, TraceError.
+    """Stock vLLM's speed here with ample memory. Raises ServerError, ServerUnusable, TraceError.
 
     One program alone, without its tools; then several at once, with their tools. Both may be cut off.
     """

@@ -1,9 +1,9 @@
-"""Run programs against a server: open-loop arrivals, closed-loop turns, tool gaps really waited for.
+"""Run programs against a server: open-loop arrivals, closed-loop turns, real waits for tool gaps.
 
 What a turn sends, in half-open intervals of its prompt:
 
-    [0, kept)      the head of the last prompt followed by the tokens the server really answered;
-                   kept = input - new, so a trace whose history was stripped cuts the chain there
+    [0, kept)      the head of the last prompt and the server's real answer;
+                   kept = input - new, so a trace with a stripped history ends it there
     [kept, input)  random tokens, the same for the same seed, program and turn
 """
 
@@ -27,21 +27,21 @@ LONGEST_NAME = 256  # characters that the wire format allows in a tool's name
 
 
 def identity(program: Program, number: int) -> dict[str, Any]:
-    """What the turn says of its program (design: wire format), top-level in the body."""
+    """The turn's fields about its program, at the top level of the body."""
     fields = {"job_id": program.program_id, "is_last_step": number == len(program.turns)}
     tool = tool_name(program.turns[number - 1])
     return fields | ({"this_func_call": tool} if tool else {})
 
 
 def tool_name(turn: TurnSpec) -> str:
-    """The tool, and for a shell the command it runs: what decides how long it takes."""
+    """The tool, and for a shell the command that it runs, which decides how long it takes."""
     command = turn.command.rpartition("&&")[2] if turn.command.startswith("cd ") else turn.command
     words = command.split() if turn.tool.lower() == "bash" else []
     return " ".join([turn.tool, *words[:1]])[:LONGEST_NAME]
 
 
 def anonymous(_program: Program, _number: int) -> dict[str, Any]:
-    """A client that says nothing of its program."""
+    """A client that sends no fields about its program."""
     return {}
 
 
@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """What became of a turn. Times in seconds since the replay's start; null where it failed."""
+    """The result of a turn. Times in seconds since the replay's start; null if it failed."""
 
     program: str
     turn: int  # from 1

@@ -1,11 +1,11 @@
-"""Is every token what the model says without any cache? Many programs at once, judged by plain PyTorch.
+"""Checks that every token is the one that the model gives without a cache, by plain PyTorch.
 
     python -m experiments.exactness --rounds 10
 
-A real vLLM engine with `--scheduling-policy continuum` and LMCache, in this process, its memory far
-too small: turns hit the GPU's cache, DRAM and the disk, are evicted, preempted and loaded again. Then
-the same weights in the transformers library, without vLLM and without a cache, say what the log
-probability of every generated token should have been. All in float32, where how a prompt is cut into
+A real vLLM engine with `--scheduling-policy continuum` and LMCache runs in this process, with far too little
+memory: turns hit the GPU's cache, DRAM and the disk, are evicted, preempted and loaded again. Then
+the same weights in the transformers library, without vLLM and without a cache, give the log probability
+that every generated token should have had. All in float32, where how a prompt is cut into
 prefill and hits changes a log probability by less than 0.001; in bfloat16 that alone moves it by 0.85.
 """
 
@@ -46,7 +46,7 @@ RETRIED = 3  # every so many programs, one whose first prompt fills chunks is as
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What an engine is like on one kind of device."""
+    """Settings of an engine on one kind of device."""
 
     device: str  # as torch names it
     block_tokens: int
@@ -72,7 +72,7 @@ SETTINGS = {
 
 @dataclass(slots=True)
 class Story:
-    """A program: what was said to it and by it, and how likely the model held each of its own tokens."""
+    """A program's prompts and outputs, and the log probability of each of its output tokens."""
 
     tokens: list[int]
     logprobs: dict[int, float] = field(default_factory=dict)  # by position in `tokens`
@@ -187,13 +187,13 @@ def reference(device: str = "cpu") -> Any:
 
 
 def off_by(story: Story, model: Any) -> list[float]:
-    """By how much each generated token's log probability differs from the reference's, in their order."""
+    """The difference of each generated token's log probability to the reference, in order."""
     return [off for off, _ in judged(story, model)]
 
 
 @torch.inference_mode()
 def judged(story: Story, model: Any) -> list[tuple[float, float]]:
-    """The same, and by how much the reference has the token below its likeliest one."""
+    """The same, and how far the token is below the reference's most likely one."""
     logits = model(torch.tensor([story.tokens], device=model.device)).logits[0]
     scores = torch.log_softmax(logits, dim=-1).cpu()
     found = []

@@ -1,4 +1,4 @@
-"""Is the lab true? The same programs on real servers and in virtual time, side by side.
+"""Compares the simulator with real servers: the same programs in virtual time and on this machine.
 
     python -m experiments.fidelity --seeds 1..3 --profile PROFILE --out fidelity-results
 
@@ -7,8 +7,8 @@ the same programs against each; then runs them in the lab, on the machine that P
 (profiles/measure.py, measured on this machine), and prints predicted against measured. A replay that
 is in OUT already is not repeated, so the machine can be left to others between two seeds.
 
-What the lab is told of the real thing, beside the profile, is what five short probes of each server show
-after its replay, none of them a turn of the programs (fidelity_lab.Told): how fast the machine
+Besides the profile, the simulator gets the results of five short probes of each server
+after its replay, none of them a turn of the programs (fidelity_lab.ProbeTimes): how fast the machine
 computes at that moment, the hop between client and engine and its growth with the prompt, and the server's
 own time in a step. All are in the CSV, and the prediction is also made without them.
 """
@@ -34,7 +34,7 @@ from continuum_lmcache.errors import ProfileError
 from experiments import small_tiers
 from experiments.client import Client, ServerUnusable, request_body
 from experiments.driver import Plan, random_tokens
-from experiments.fidelity_lab import BATCH, LONG_TOKENS, SHORT_TOKENS, Around, Told, around, predicted
+from experiments.fidelity_lab import BATCH, LONG_TOKENS, SHORT_TOKENS, Around, ProbeTimes, around, predicted
 from experiments.fidelity_tables import comparison, ranking, write_csv
 from experiments.offload_sweep import seeds_of
 from experiments.replay import ORDINARY, Job, replay
@@ -52,7 +52,7 @@ PROBES, OUTPUTS = 9, 24
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One server, and its twin in the lab."""
+    """One server, and its counterpart in the simulator."""
 
     policy: str
     offloads: bool
@@ -88,18 +88,18 @@ def measured(contender: Contender, chosen: Selection, profile: Path, model: Path
         log = out / f"{contender.label}-seed{chosen.seed}-server.log"
         with serve(model, args, log=log, env=env) as url:
             summary = replay(Job(f"{url}/v1", contender.label, chosen, out))
-            told = asyncio.run(probed(url))  # not before: the policy would learn from the probes
+            probes = asyncio.run(probed(url))  # not before: the policy would learn from the probes
     if summary["errors"]:
         raise ServerUnusable(f"{contender.label}: {summary['errors']} turns failed; see {log}")
-    told_path(out, contender, chosen.seed).write_text(json.dumps(asdict(told)))
+    probes_path(out, contender, chosen.seed).write_text(json.dumps(asdict(probes)))
 
 
-def told_path(out: Path, contender: Contender, seed: int) -> Path:
+def probes_path(out: Path, contender: Contender, seed: int) -> Path:
     return out / f"{contender.label}-seed{seed}-told.json"
 
 
-async def probed(url: str) -> Told:
-    """What a server shows now, with prompts that no cache holds; medians of a few."""
+async def probed(url: str) -> ProbeTimes:
+    """A server's probe times now, with prompts that no cache holds; medians of a few."""
     loop = asyncio.get_running_loop()
     plan = Plan("tiny", 0, ORDINARY)
     async with Client(f"{url}/v1", timeout_s=60) as client:
@@ -119,7 +119,7 @@ async def probed(url: str) -> Told:
         batches = [[answered(BATCH * n + i, SHORT_TOKENS, OUTPUTS) for i in range(BATCH)] for n in numbers]
         batch_s = [between for batch in batches for _, between in await asyncio.gather(*batch)]
     long_s, again_s = (median(s for s, _ in column) for column in zip(*pairs, strict=True))
-    return Told(median(short_s), long_s, again_s, median(alone_s), median(batch_s))
+    return ProbeTimes(median(short_s), long_s, again_s, median(alone_s), median(batch_s))
 
 
 def rows(seeds: list[int], programs: int, machine: Machine, out: Path) -> list[dict[str, Any]]:
@@ -129,10 +129,10 @@ def rows(seeds: list[int], programs: int, machine: Machine, out: Path) -> list[d
         chosen = selection(seed, programs)
         for contender in CONTENDERS:
             path = out / f"{contender.label}-seed{seed}.json"
-            told = Told(**json.loads(told_path(out, contender, seed).read_text()))
+            probes = ProbeTimes(**json.loads(probes_path(out, contender, seed).read_text()))
             row = {"label": contender.label, "seed": seed, "programs": programs}
             found.append(row | figures(json.loads(path.read_text())))
-            server = around(told, machine)
+            server = around(probes, machine)
             for way, assumed in ways(server).items():
                 setup = (contender.policy, contender.offloads, STEP_TOKENS, MAX_SEQS)
                 found.append(row | {"way": way} | predicted(chosen, machine, assumed, *setup))
@@ -140,7 +140,7 @@ def rows(seeds: list[int], programs: int, machine: Machine, out: Path) -> list[d
 
 
 def ways(server: Around) -> dict[str, Around]:
-    """How much the lab is told, from all to no more than what the profile and one hop say."""
+    """Which probes the simulator gets, from all to only the profile and one hop."""
     return {
         "predicted": server,
         "without the server's steps": replace(server, step_s=0.0, per_sequence_s=0.0),
@@ -181,7 +181,7 @@ def main(
         model = make_model(small_tiers.ROOT / ".work" / "tiny-model")
         for seed in chosen:
             for contender in CONTENDERS[:: 1 if seed % 2 else -1]:
-                if not told_path(out, contender, seed).exists():
+                if not probes_path(out, contender, seed).exists():
                     console.print(f"seed {seed}: {contender.label}")
                     measured(contender, selection(seed, programs), profile, model, out)
     except (ServerError, ServerUnusable, ProfileError, SweepError, OSError) as error:

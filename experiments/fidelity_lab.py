@@ -1,4 +1,4 @@
-"""A real server's twin in the lab: the same programs, settings and tiers, on a measured machine."""
+"""A real server's counterpart in the simulator: the same programs and settings, on a measured machine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ LONG_TOKENS = REUSED_TOKENS + small_tiers.BLOCK_TOKENS // 2
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a real server showed after its replay, in seconds. Beside it nothing is told."""
+class ProbeTimes:
+    """A real server's probe times after its replay, in seconds. The simulator gets nothing else of it."""
 
     short_s: float  # from sending SHORT_TOKENS to the first token
     long_s: float  # the same for LONG_TOKENS
@@ -35,7 +35,7 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What a server is beside the profile's steps."""
+    """A server's overheads besides the profile's steps."""
 
     slower: float = 1.0  # times as long as the profile says computing takes
     hop_s: float = 0.0  # from sending to the engine and back, without the step
@@ -55,7 +55,7 @@ class Around:
         return replace(machine, step=replace(machine.step, **step))
 
 
-def around(told: Told, machine: Machine) -> Around:
+def around(probes: ProbeTimes, machine: Machine) -> Around:
     """The unknowns of Around from the five times: each differs from another in one of them.
 
     A long prompt and the same again differ by computing alone, again and short by the prompt's way,
@@ -65,12 +65,12 @@ def around(told: Told, machine: Machine) -> Around:
     short_s, long_s, again_s, one_s, batch_s = (
         machine.seconds(batch) for batch in ([short], [long], [again], [DECODE], [DECODE] * BATCH)
     )
-    slower = (told.long_s - told.again_s) / (long_s - again_s)
-    way_s = told.again_s - told.short_s - slower * (again_s - short_s)
+    slower = (probes.long_s - probes.again_s) / (long_s - again_s)
+    way_s = probes.again_s - probes.short_s - slower * (again_s - short_s)
     per_token_s = max(0.0, way_s / (LONG_TOKENS - SHORT_TOKENS))
-    step_s = max(0.0, told.alone_s - slower * one_s)
-    more_s = told.batch_s - told.alone_s - slower * (batch_s - one_s)
-    hop_s = told.short_s - slower * short_s - step_s - per_token_s * SHORT_TOKENS
+    step_s = max(0.0, probes.alone_s - slower * one_s)
+    more_s = probes.batch_s - probes.alone_s - slower * (batch_s - one_s)
+    hop_s = probes.short_s - slower * short_s - step_s - per_token_s * SHORT_TOKENS
     return Around(slower, max(0.0, hop_s), per_token_s, step_s, max(0.0, more_s / (BATCH - 1)))
 
 
@@ -132,7 +132,7 @@ def predicted(
 
 
 def behind_a_hop(programs: tuple[Program, ...], around: Around) -> tuple[Program, ...]:
-    """The programs as the engine sees them: each turn comes a hop after its client sent it."""
+    """The programs as the engine sees them: each turn arrives one hop after its client sent it."""
 
     def later(program: Program) -> Program:
         turns = list(program.turns)

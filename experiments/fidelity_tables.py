@@ -42,13 +42,13 @@ def comparison(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def ranking(rows: Sequence[Row]) -> str:
-    """In how many seeds the lab puts the contenders in the measured order of mean job times."""
+    """In how many seeds the simulator gives the contenders the measured order of mean job times."""
     seeds = sorted({row["seed"] for row in rows})
     ways = [way for way in dict.fromkeys(row["way"] for row in rows) if way != MEASURED]
     orders = {(way, seed): order(rows, way, seed) for way in (MEASURED, *ways) for seed in seeds}
     same = {way: sum(orders[way, seed] == orders[MEASURED, seed] for seed in seeds) for way in ways}
-    told = (f"{way}: the measured order in {n} of {len(seeds)} seeds" for way, n in same.items())
-    return "Ranking by mean job time. " + "; ".join(told)
+    lines = (f"{way}: the measured order in {n} of {len(seeds)} seeds" for way, n in same.items())
+    return "Ranking by mean job time. " + "; ".join(lines)
 
 
 def order(rows: Sequence[Row], way: str, seed: int) -> list[str]:

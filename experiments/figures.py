@@ -1,4 +1,4 @@
-"""The figure beside the table: how job times are spread, and where the prompt's KV came from."""
+"""The figure for the table: the distribution of job times, and the sources of the prompts' KV."""
 
 from __future__ import annotations
 

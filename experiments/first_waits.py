@@ -1,11 +1,11 @@
-"""What does the longest wait for a first token cost? Settings that trade it for job time, beside vLLM's fcfs.
+"""Compares settings that trade the longest TTFT against job time, with vLLM's fcfs as the baseline.
 
     python -m experiments.first_waits --programs 40 --seeds 3..5
 
 The live runs under memory pressure (`offload_sweep pressure --engine live`) in the lab: the same programs,
 tiers and proportions, on the machine as its profile was measured, without what a server adds. All loads and
-stores hold the step up, as LMCache in-process does. `endless-gpu` is program order on a KV cache that never
-fills: what memory alone could give; an order may still beat it.
+stores delay the step, as with LMCache in-process. `endless-gpu` is program order on a KV cache that never
+fills: what memory alone can gain; another order may still be faster.
 """
 
 from __future__ import annotations

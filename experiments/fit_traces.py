@@ -1,9 +1,9 @@
-"""Fit the generator of agents' programs to real traces, and say how well it fits.
+"""Fits the generator of agents' programs to real traces, and compares both.
 
     python -m experiments.fit_traces        # writes sim/fitted_programs.yaml and docs/fitted-programs.md
 
 Needs the traces (sim/trace_programs.py says where). It is fitted to the half `tune`; the table has real and
-drawn quantiles of that half, and of the half `report`, which it never saw.
+drawn quantiles of that half, and of the half `report`, which the fit does not use.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def fitted(name: str, programs: Sequence[Program]) -> dict[str, Any]:
 
 
 def tools(programs: Sequence[Program]) -> list[dict[str, Any]]:
-    """The commands that are met most, each with its own times; all others together."""
+    """The most frequent commands, each with its own times; all others together."""
     by_command: dict[str, list[float]] = defaultdict(list)
     for program in programs:
         for turn in program.turns[:-1]:
@@ -104,7 +104,7 @@ COMPARED: Mapping[str, Callable[[Sequence[Program]], list[float]]] = {
 
 
 def compared(name: str, shape: Shape) -> list[list[str]]:
-    """Quantiles of the half that was fitted, of what is drawn, and of the other half."""
+    """Quantiles of the fitted half, of drawn programs, and of the other half."""
     groups = [half(name, "tune"), generate(shape, name, DRAWN, SEED), half(name, "report")]
     head = [name, *(f"{100 * level:g} %: fitted to, drawn, other half" for level in SHOWN)]
     lines = [head]

@@ -1,4 +1,4 @@
-"""Every named figure in one page: what the sweep's rows say, drawn and tabled, and where continuum loses.
+"""Writes one page with every named figure of the sweep's rows, and where continuum loses.
 
     python -m experiments.offload_sweep all --out results
     python -m experiments.gallery --results results --out docs
@@ -35,7 +35,7 @@ P95_S = 600.0  # for what a machine holds
 
 
 def section(name: str, plan: Plan, pairs: Found) -> str:
-    """One figure: how it is made, what was run, the picture, where its table lies."""
+    """One figure: its command, its conditions, the picture, the path of its table."""
     parts = [f"## {name}: {plan.title}", f"    python -m experiments.offload_sweep {name}", caption(pairs)]
     parts += [f"![{name}](figures/{name}.png)", f"Its rows: [figures/{name}.csv](figures/{name}.csv)."]
     if name == "whatif":

@@ -1,9 +1,9 @@
-"""A first look at a card, in nine minutes: does it run, are tokens right, what does it cost and gain?
+"""Checks a GPU in nine minutes: does it run, are tokens right, what does it cost and gain?
 
     python -m experiments.gpu_check --out gpu-check
 
-Stages, each in a process of its own with a time limit; what a stage found is in OUT as it ends, and the page
-(OUT/gpu-check.md) is written again each time, so that a run that is cut off keeps what it has:
+Each stage has its own process and a time limit. Its results are in OUT when it ends, and the page
+(OUT/gpu-check.md) is written again each time, so an interrupted run keeps its results:
 
     versions   what is installed, and on which device
     exact      token for token against plain PyTorch, float32, LMCache in this process: GPU, DRAM, disk,
@@ -12,10 +12,10 @@ Stages, each in a process of its own with a time limit; what a stage found is in
     rounding   bfloat16, as vLLM serves it: no further off than without any cache
     profile    profiles/measure.py: prefill, steps by chunk and batch, copies, disk
     programs   H1's programs at two loads: fcfs, continuum, program order, without LMCache and with it;
-               beside each what the lab predicts from that profile
+               beside each the simulator's prediction from that profile
     cost       our scheduler's own time, beside the step's
 
-It runs on a machine without a GPU too, on the small model, to prove itself; its times say nothing then.
+It also runs on a machine without a GPU, with the small model, to test itself; its times mean nothing there.
 Exit status 1 if a stage failed or did not finish.
 """
 
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One part of the check. `limit_s` is for a GPU; a CPU is given as much as is left."""
+    """One part of the check. `limit_s` is for a GPU; a CPU gets all of the remaining time."""
 
     run: Callable[[Job], dict[str, Any]]
     limit_s: float
@@ -92,7 +92,7 @@ def tokens(job: Job, dtype: str, mp: bool) -> dict[str, Any]:
 
 
 def profile(job: Job) -> dict[str, Any]:
-    """profiles.measure has a command line of its own; here its file is what counts."""
+    """Runs profiles.measure by its command line; the result is its file."""
     path = job.out / "profile.yaml"
     command = [sys.executable, "-m", "profiles.measure", "--model", str(model_for(job.place, WORK))]
     command += ["--out", str(path), "--force", "--budget-s", f"{PROFILE_SHARE * job.limit_s:.0f}"]
@@ -137,7 +137,7 @@ STAGES = {
 
 
 def run_stage(name: str, place: Place, out: Path, limit_s: float) -> dict[str, Any]:
-    """The stage in a process of its own; its limit ends it and all that it started. What it found."""
+    """Run the stage in its own process, which its limit ends with all its children. Returns its results."""
     log, found = out / f"{name}.log", out / f"{name}.json"
     found.unlink(missing_ok=True)
     why = ""

@@ -1,12 +1,12 @@
-"""What can one client do to the others? Victims' turn times beside an attacker, and beside an honest client.
+"""Measures what one client can do to others: victims' turn times beside an attacker and an honest client.
 
     python -m experiments.hostile --attacks ids
     python -m experiments.hostile --attacks pins,slow --profile profiles/cpu-tiny.yaml --gap-s 0.1 --blocks 48
 
-The second is a machine on which pins pay: no tier below the GPU, tools shorter than computing again.
+The second command makes pins pay: no tier below the GPU, tools shorter than computing again.
 
-An attacker's requests cost time by themselves, so each attack has an honest twin that sends the same
-prompts at the same moments and only says the truth. In turns: honest, attack, attack, honest, so that
+An attacker's requests cost time by themselves. So each attack is compared with an honest client that sends
+the same prompts at the same times with true fields. In this order: honest, attack, attack, honest, so that
 a drift of the machine falls on both. One live server, its KV cache larger than the victims need and
 smaller than the attacker would like.
 
@@ -51,7 +51,7 @@ NUMBERS = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """An open-loop stream of requests, and what the attacker says of them."""
+    """An open-loop stream of requests, and the fields that the attacker sends."""
 
     prompt_tokens: int
     per_s: float
@@ -81,7 +81,7 @@ class Arm:
 
 
 async def victim(client: Client, arm: Arm, end_s: float, seed: int, gap_s: float) -> None:
-    """An honest agent after the other."""
+    """Honest programs, one after the other."""
     draw = random.Random(seed)
     while time.monotonic() < end_s:
         name, history = f"victim-{next(NUMBERS)}", tokens(draw, 300)
@@ -96,7 +96,7 @@ async def victim(client: Client, arm: Arm, end_s: float, seed: int, gap_s: float
 
 
 async def attacker(client: Client, arm: Arm, end_s: float, attack: Attack, honest: bool) -> None:
-    """Requests at a fixed rate until the end, whatever becomes of them."""
+    """Requests at a fixed rate until the end, with any result."""
     draw = random.Random(0)
     async with asyncio.TaskGroup() as tasks:
         while time.monotonic() < end_s:
@@ -126,7 +126,7 @@ def tokens(draw: random.Random, count: int) -> list[int]:
 
 
 async def run(url: str, attack: Attack | None, honest: bool, lasts_s: float, gap_s: float) -> Arm:
-    """Victims for so long, with or without somebody else, on an empty cache."""
+    """Victims for this long, with or without another client, on an empty cache."""
     httpx.post(f"{url}/reset_prefix_cache", timeout=30)
     arm, end_s = Arm(), time.monotonic() + lasts_s
     async with Client(f"{url}/v1", timeout_s=120) as client, asyncio.TaskGroup() as tasks:
@@ -138,7 +138,7 @@ async def run(url: str, attack: Attack | None, honest: bool, lasts_s: float, gap
 
 
 def runs(url: str, wanted: list[str], gap_s: float) -> Iterator[tuple[str, str, Arm, float]]:
-    """(attack, who, victims' times, pins that were taken for all)."""
+    """(attack, client, victims' times, pins taken for all)."""
 
     def one(name: str, who: str, attack: Attack | None, lasts_s: float) -> tuple[str, str, Arm, float]:
         before = pins(url)
@@ -185,8 +185,8 @@ def main(
     for name in attacks.split(","):
         attacked_s, honest_s = (float(np.percentile(times[name, who], 95)) for who in ("attack", "honest"))
         worst = max(worst, attacked_s / honest_s)
-        told = f"victims' P95 {attacked_s:.3f} s beside the attacker, {honest_s:.3f} s beside its honest twin"
-        print(f"{name}: {told}: {attacked_s / honest_s:.2f}")
+        text = f"victims' P95 {attacked_s:.3f} s beside the attacker, {honest_s:.3f} s beside its honest twin"
+        print(f"{name}: {text}: {attacked_s / honest_s:.2f}")
     raise typer.Exit(worst > GOAL)
 
 

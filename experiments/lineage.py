@@ -1,13 +1,13 @@
-"""Are programs without ids told apart by their prompts?    python -m experiments.lineage
+"""Checks that programs without ids are distinguished by their prompts.    python -m experiments.lineage
 
 Every program of a trace is run twice at once, by two tenants (two `cache_salt`s) with the same tokens,
 and all begin with one system prompt. One program in FORK_EVERY is forked at some turn: a second branch
-goes on from the same answer. One in SAMPLE_EVERY has a turn drawn SAMPLES times at once, the last draw
-goes on. Prompts are made as the load generator makes them, and hashed by vLLM; what links them is the
-scheduler's own Lineage. Nothing is sent, and turns last as long as their output at PACE_S a token.
+continues from the same answer. One in SAMPLE_EVERY has a turn drawn SAMPLES times at once; the last draw
+continues. Prompts are made as the load generator makes them, and hashed by vLLM; the
+scheduler's PromptLinker links them. Nothing is sent; a turn lasts as long as its output at PACE_S a token.
 
 A turn is continued once: the second branch of a fork and all draws but the first are to begin anew,
-so they stand apart. `wrong` are turns linked to any other turn than the one that they continue, first
+so they are counted apart. `wrong` are turns linked to any other turn than the one that they continue, first
 turns included.
 """
 
@@ -72,7 +72,7 @@ class Branch:
 
 @dataclass(slots=True)
 class Replay:
-    """Programs in virtual time, and what became of their links."""
+    """Programs in virtual time, and the results of their links."""
 
     plan: Plan
     prompt_linker: PromptLinker = field(default_factory=lambda: PromptLinker(MOST_TURNS, BLOCK_TOKENS))
@@ -84,7 +84,7 @@ class Replay:
         init_none_hash(sha256)  # vLLM's own global, which no block is hashed without
 
     def run(self, programs: Sequence[Program]) -> Counter[str]:
-        """Everything until the last turn; what was counted, by COLUMNS."""
+        """Run until the last turn; returns the counts, by COLUMNS."""
         for program in programs:
             for tenant in TENANTS:
                 self.at(program.arrival_s, partial(self.arrives, Branch(program, tenant)))
@@ -97,7 +97,7 @@ class Replay:
         heapq.heappush(self.events, (then_s, next(self.numbers), event))
 
     def arrives(self, branch: Branch, now_s: float) -> None:
-        """A turn is sent, maybe more than once."""
+        """A turn is sent, perhaps several times."""
         draws = SAMPLES if branch.is_at(SAMPLE_EVERY) else 1
         first_tokens = branch.program.turns[0].input_tokens
         plan = replace(self.plan, shared_prefix_tokens=min(SHARED_TOKENS, first_tokens // 2))
@@ -110,7 +110,7 @@ class Replay:
             self.at(now_s + output_tokens * PACE_S, ends)
 
     def judges(self, branch: Branch, request: Request) -> int:
-        """Count the link of a turn that has come. How much of its prompt is taken for the turn before."""
+        """Count the link of an arrived turn. Returns how much of its prompt counts as the turn before."""
         link = self.prompt_linker.find_link(request)
         if link is None:
             unlinked = "begun anew" if branch.number == 1 or branch.again else "unlinked"
@@ -124,7 +124,7 @@ class Replay:
     def ends(
         self, branch: Branch, request: Request, draw: int, goes_on: bool, matched_tokens: int, now_s: float
     ) -> None:
-        """A turn has ended, and its program goes on from this answer or not."""
+        """A turn has ended; its program continues from this answer, or not."""
         turn = branch.program.turns[branch.number - 1]
         answer = random_tokens(self.plan, (ANSWER, branch.drawn, branch.number, draw), turn.output_tokens)
         request.append_output_token_ids(answer)
@@ -147,7 +147,7 @@ class Replay:
             self.at(now_s + gap_s + 1.0, partial(self.arrives, replace(later, program=other, again=True)))
 
     def request(self, branch: Branch, prompt: tuple[int, ...]) -> Request:
-        """vLLM's own, hashed from where the history is hashed already."""
+        """A vLLM request; only tokens after the hashed history are hashed."""
         known = 0
         if branch.number > 1:
             kept = branch.program.turns[branch.number - 1].kept_tokens

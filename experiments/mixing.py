@@ -14,9 +14,9 @@ FLAG = "mixing"
 
 
 class MixingConnector(ContinuumLMCacheConnector):
-    """While the file FLAG lies on LMCache's disk, a load brings each chunk's predecessor in its place.
+    """While the file FLAG is on LMCache's disk, a load returns each chunk's predecessor in its place.
 
-    Everything is as always otherwise: what is not noticed with it could not be noticed without.
+    All else is unchanged: a check that does not find this error could not find a real one.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -34,7 +34,7 @@ class MixingConnector(ContinuumLMCacheConnector):
 
 
 def mixing(load: Any) -> Any:
-    """LMCache's batched_to_gpu; where a chunk belongs comes the one loaded before it, the same layout."""
+    """LMCache's batched_to_gpu; each chunk's place gets the chunk that was loaded before it."""
     before: Any = None
 
     def mixed(memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> Any:

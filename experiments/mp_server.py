@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from connectors.lmcache_mp.server.command_line import left_behind, options
+from connectors.lmcache_mp.server.command_line import leftover_pool, options
 from experiments.server import CPU_ENV, ServerError, reserved_port, script, stop, tail
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +27,7 @@ HITS = {"lmcache_mp_lookup_hit_l1_tokens_total": "dram", "lmcache_mp_lookup_hit_
 
 @dataclass
 class MpProcess:
-    """One server's place, and its process while it has one. It comes back to the same place."""
+    """One server's address, and its process while it runs. It restarts at the same address."""
 
     l1_gb: float
     disk: Path
@@ -43,12 +43,12 @@ class MpProcess:
 
     @property
     def memory(self) -> Path:
-        """The shared memory that L1 lies in."""
-        return left_behind(self.port)
+        """The shared memory of L1."""
+        return leftover_pool(self.port)
 
     @property
     def transfer_config(self) -> dict[str, Any]:
-        """What `--kv-transfer-config` takes."""
+        """The value of `--kv-transfer-config`."""
         place = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.port}
         return {
             "kv_connector": "LMCacheMPConnector",
@@ -86,7 +86,7 @@ class MpProcess:
         raise ServerError(f"lmcache server did not start; its log ends:\n{tail(self.log)}")
 
     def kill(self) -> None:
-        """SIGKILL: no goodbye to anybody."""
+        """SIGKILL: its clients get no message."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -122,7 +122,7 @@ def serve_mp(
     disk_gb: float | None = None,
     cores: frozenset[int] = frozenset(),
 ) -> Iterator[MpProcess]:
-    """A server that answers, stopped at the end whatever happens. `more` goes on its command line."""
+    """A server that answers; it is always stopped at the end. `more` is added to its command line."""
     mp = MpProcess(l1_gb, disk, log, more, module, tuned, disk_gb, cores)
     try:
         mp.start()

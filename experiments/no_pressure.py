@@ -1,4 +1,4 @@
-"""What does continuum cost where memory is ample and nothing can be gained? Against stock vLLM, in pairs.
+"""Measures what continuum costs with ample memory, where it can gain nothing: against stock vLLM, in pairs.
 
     python -m experiments.no_pressure                  # without a KV connector
     python -m experiments.no_pressure --mp             # with LMCache's MP server behind each
@@ -7,7 +7,7 @@ Two servers, of which one is always frozen by SIGSTOP, so that it takes no CPU: 
 and its fcfs, and `--scheduling-policy continuum`. Both serve the same programs in turns (A B, B A, A B,
 ...); each pair has programs of its own, which no prefix cache holds. Of each pair one ratio of mean job
 times, tool gaps included; printed of all pairs is their mean, its standard error, and what these make of a
-95 % interval. Turns of two lengths tell what a turn costs more, and what a token does. Job times are
+95 % interval. Turns of two lengths separate the extra cost of a turn from that of a token. Job times are
 wall-clock times: for figures nothing else may run. The processes' CPU times need no quiet machine.
 """
 
@@ -56,7 +56,7 @@ Means = Sequence[float]
 
 
 class ServersDiffer(Exception):
-    """The two servers did not do the same work: their times say nothing."""
+    """The two servers did not do the same work: their times cannot be compared."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Side:
         return found
 
     def measure(self, programs: Sequence[Program], plan: Plan, streams: int) -> None:
-        """Thaw, serve the programs, freeze; what it took is added to `turns` and `cpu_s`."""
+        """Thaw, serve the programs, freeze; the times are added to `turns` and `cpu_s`."""
         self.thaw()
         time.sleep(WAKE_S)
         before_s = self.cpu_times_s()
@@ -102,7 +102,7 @@ class Side:
 
 
 def role(process: psutil.Process, front: bool) -> str:
-    """What a process of vLLM's is, by the name that it gave itself."""
+    """The role of a vLLM process, by its own name."""
     title = " ".join(process.cmdline())
     named = {"VLLM::EngineCore": "engine", "VLLM::Worker": "worker"}
     return "API server" if front else next((r for name, r in named.items() if name in title), "other")
@@ -147,7 +147,7 @@ def programs_of(pair: int, count: int) -> list[Program]:
 
 @contextlib.contextmanager
 def servers(model: Path, out: Path, mp: bool, fcfs_args: str) -> Iterator[dict[str, Side]]:
-    """Both, the second one frozen as the first is."""
+    """Both servers; both are frozen."""
     with contextlib.ExitStack() as until:
         sides = {}
         for name in (STOCK, OURS):
@@ -218,7 +218,7 @@ def estimate(values: Means, unit: str = "") -> str:
 
 
 def cpu_table(sides: dict[str, Side]) -> Table:
-    """CPU time by process, over the tokens that were said."""
+    """CPU time by process, per generated token."""
     table = Table("process", title="CPU ms per output token, and per turn")
     for name in sides:
         table.add_column(f"{name}, a token", justify="right")
@@ -270,7 +270,7 @@ def main(
     fcfs_args: Annotated[str, typer.Option(help="More arguments for the fcfs server.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for the servers' logs.")] = ROOT / ".work" / "no-pressure",
 ) -> None:
-    """Print the ratios, what they say together, and where CPU time goes."""
+    """Print the ratios, their summary, and CPU time by process."""
     console = Console(width=120)
     console.print(machine())
     model = make_model(ROOT / ".work" / "tiny-model")

@@ -1,18 +1,18 @@
-"""The paper's figures, and some it has not: from vLLM's own scheduler in virtual time, or real servers.
+"""The paper's figures, and further ones: from vLLM's own scheduler in virtual time, or from real servers.
 
     python -m experiments.offload_sweep fig8 fig9 fig15        no offloading, DRAM, the ablation
     python -m experiments.offload_sweep all                    every figure, in minutes
-    python -m experiments.offload_sweep fig9 --quick           seconds; to see that all works
+    python -m experiments.offload_sweep fig9 --quick           seconds; a check that all works
     python -m experiments.offload_sweep fig9 --full --jobs 16  what a claim needs; hours on two cores
     python -m experiments.offload_sweep whatif --p95-s 200     the rate a machine holds, by its memory
     python -m experiments.offload_sweep fig14 --engine live    a real server per case; a minute each
-    python -m experiments.offload_sweep pressure --engine live --jps 3     on a machine that 1 does not press
+    python -m experiments.offload_sweep pressure --engine live --jps 3     on a machine where 1 evicts nothing
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
 fig15 ablation, h1 h2 h3 a published sweep, whatif; --engine live has fig8, fig9, fig10, fig14 and fig15,
-at a small machine's size (sweep/live_plans.py). `goals` is the table of what the policy should reach, with
+at a small machine's size (sweep/live_plans.py). `goals` is the table of the policy's goals, with
 seeds it was not tuned on (--full: all of them; --regimes: some). `traces` is the table on real agents'
-traces, which lie outside the project (sim/trace_programs.py). `fleet` is several engines behind a router
+traces, which are not part of the project (sim/trace_programs.py). `fleet` is several engines behind a router
 (experiments/fleet/): tables, bars, figures, and rows of its own in OUT/fleet.csv. Rows are appended to
 OUT/offload_sweep.csv (of --engine live OUT/live_sweep.csv), and finished ones are skipped: stop it and
 start it again as you like. --seeds, --contenders and --tiers choose among a figure's rows.
@@ -62,7 +62,7 @@ WIDTH = 180  # of the goals' table, wherever it is printed
 
 
 class Engine(Enum):
-    """What runs the programs."""
+    """The engine that runs the programs."""
 
     SIM = "sim"
     LIVE = "live"
@@ -70,7 +70,7 @@ class Engine(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Of a figure's cases these; what is empty chooses none away."""
+    """The wanted cases of a figure; an empty field excludes none."""
 
     parts: str = ""  # of names, between semicolons
     contenders: tuple[str, ...] = ()
@@ -98,7 +98,7 @@ def wanted(parts: str, contenders: str, tiers: str) -> Wanted:
 
 
 def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan]:
-    """The engine's plans of those names. Raises SweepError with the names there are."""
+    """The engine's plans of those names. Raises SweepError with the known names."""
     plans = LIVE_PLANS if engine is Engine.LIVE else PLANS
     known = [*plans, *(TABLES if engine is Engine.SIM else []), ALL]
     for name in names:
@@ -143,8 +143,8 @@ def sweep(
 ) -> None:
     """Run what is missing, then write each figure, its table and its CSV, as NAME-SUFFIX.
 
-    `seeds` in place of each figure's own; of the cases those that are wanted. `docs`: a folder where the same
-    is written once more, for the reader.
+    `seeds` replace each figure's own; only wanted cases are run. `docs`: a folder for a second copy of the
+    output, for readers.
     """
     rows = Rows(out / "live_sweep.csv", LIVE) if is_live else Rows(out / "offload_sweep.csv")
     wanted = {name: cases_of(plan, size, seeds, wants) for name, plan in plans.items()}
@@ -171,14 +171,14 @@ def sweep(
 
 
 def seed_by_seed(plan: Plan, pairs: Found) -> str:
-    """Each seed's figures, and where others are ahead."""
+    """Each seed's figures, and the cases in which others are faster."""
     first, last = WORDS[plan.shows[0]], WORDS[plan.shows[-1]]
     head = f"\n## By seed: {first} / {last}\n\n{markdown(by_seed(plan, pairs))}\n"
     return f"{head}\n## Where others are ahead of {plan.baseline}\n\n{markdown(ahead(plan, pairs))}\n"
 
 
 def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> None:
-    """The page, the CSV beside it, and the figure, of what was just written at `path`."""
+    """Copy the page, the CSV and the figure at `path`."""
     name = f"{figure}-{'live' if is_live else 'lab'}"
     (docs / "figures").mkdir(parents=True, exist_ok=True)
     for suffix in (".png", ".svg"):
@@ -189,13 +189,13 @@ def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> 
     where = "on real servers" if is_live else "in the lab"
     machine = f"{conditions()[MACHINE]}; " if is_live else ""
     made = f"{machine}{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"
-    told = f"{made}, every one: [{name}.csv]({name}.csv). Cells: the median of the seeds and their range."
-    page = f"# {title}, {where}\n\n    {command}\n\n{told}\n\n![{title}](figures/{name}.png)\n\n{rest}"
+    source = f"{made}, every one: [{name}.csv]({name}.csv). Cells: the median of the seeds and their range."
+    page = f"# {title}, {where}\n\n    {command}\n\n{source}\n\n![{title}](figures/{name}.png)\n\n{rest}"
     (docs / name).with_suffix(".md").write_text(page)
 
 
 def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> list[Case]:
-    """What the plan runs here. A contender that is not installed is left out, and the reason is printed."""
+    """The plan's cases that can run here. A contender that is not installed is left out, with the reason."""
     chosen = seeds or plan.seeds
     cases = plan.cases(size, chosen[:1] if size is Size.QUICK else chosen)
     if unknown := set(wants.contenders) - {case.contender for case in cases}:
@@ -210,7 +210,7 @@ def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> 
 
 
 def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:
-    """Run what is missing for the goals, or for those with `parts` in their names; then print their table."""
+    """Run missing cases of the goals, or of those with `parts` in their names; then print their table."""
     rows, chosen = Rows(out / "offload_sweep.csv"), goals.goals(size, parts)
     complete(rows, goals.cases(chosen, seeds), jobs)
     lines = goals.table(rows, chosen, seeds)
@@ -226,7 +226,7 @@ def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) ->
 def replay_traces(
     size: Size, seeds: Sequence[int], half: str, machines: str, parts: str, jobs: int, out: Path
 ) -> None:
-    """Run what is missing of the traces' rows, or of those with `parts` in their names; then print them."""
+    """Run missing cases of the traces' rows, or of those with `parts` in their names; then print them."""
     if half not in (*HALVES, FITTED):
         raise SweepError(f"--half is {half!r}; known: {', '.join(HALVES)}, {FITTED}")
     if half != FITTED:
@@ -254,7 +254,7 @@ def replay_traces(
 
 
 def serve_fleets(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:
-    """Run what is missing of the fleet's sections, or of those with `parts` in their names; then tables,
+    """Run missing cases of the fleet's sections, or of those with `parts` in their names; then make tables,
     bars and figures."""
     from experiments.fleet import plans as fleets
     from experiments.fleet.report import conditions, judged, table
@@ -277,7 +277,7 @@ def serve_fleets(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: P
 def draw_fleets(
     rows: Rows, chosen: Mapping[str, FleetSection], size: Size, seeds: Sequence[int], out: Path
 ) -> None:
-    """The figures whose rows are there; the timeline is run anew."""
+    """Draw the figures whose rows exist; the timeline is always run again."""
     from experiments.fleet import drawing
     from experiments.fleet.measure import simulated
 
@@ -308,7 +308,7 @@ def main(
     machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,
 ) -> None:
-    """Draw the figures, running what is missing."""
+    """Draw the figures; run missing cases."""
     try:
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
@@ -325,11 +325,11 @@ def main(
         if GOALS in figures:
             reach(size, seeds_of(seeds) if seeds else goals.SEEDS[size], regimes, jobs, out)
         if TRACES in figures:
-            told = seeds_of(seeds) if seeds else goals.SEEDS[size]
-            replay_traces(size, told, half, machines, regimes, jobs, out)
+            seed_list = seeds_of(seeds) if seeds else goals.SEEDS[size]
+            replay_traces(size, seed_list, half, machines, regimes, jobs, out)
         if FLEETS in figures:
-            told = seeds_of(seeds) if seeds else fleet_seeds(size)
-            serve_fleets(size, told, regimes, jobs, out)
+            seed_list = seeds_of(seeds) if seeds else fleet_seeds(size)
+            serve_fleets(size, seed_list, regimes, jobs, out)
         if plans:
             wants, is_live = wanted(regimes, contenders, tiers), engine is Engine.LIVE
             sweep(plans, size, chosen, wants, jobs, out, suffix, p95_s, is_live, docs)

@@ -1,11 +1,11 @@
-"""What does our scheduler cost beside vLLM's own?    python -m experiments.overhead
+"""Measures what our scheduler costs more than vLLM's own.    python -m experiments.overhead
 
-All contenders live in one process and take turns, step by step or turn by turn, so that a machine's moods
-fall on all of them alike; Python's collector rests meanwhile. Times are CPU times of the thread: a busy
+All contenders run in one process and alternate, step by step or turn by turn, so that a drift of the machine
+affects all of them alike; Python's garbage collector is off. Times are CPU times of the thread: a busy
 machine adds nothing to them, though it makes all of them longer. A figure is the median over the repeats of
 each repeat's median; in brackets the least and the greatest of these. "stock again" is stock's own
-scheduler a second time: how far it is from stock is what a difference can be wrong by. All have the fake
-connector of no size.
+scheduler a second time: its difference to stock is the error of a difference. All have the fake
+connector of size 0.
 
 The steps are decode steps. A turn is its arrival, a step with its prompt, one decode step, and the step
 without tokens in which vLLM tells its worker that it is over; between turns the engine is idle. Its tool is
@@ -57,7 +57,7 @@ class Spread:
 
 
 def contenders(running: int, waiting: int, pinned: int, rounds: int) -> dict[str, Bench]:
-    """By their names in the table; the first is what the others are compared with."""
+    """By their names in the table; the others are compared with the first."""
     cases = {"stock": (STOCK, 0), "stock again": (STOCK, 0), "continuum": ("continuum", 0)}
     if pinned:
         cases[f"continuum, {pinned} pins"] = (ON_DEMAND, pinned)
@@ -65,7 +65,7 @@ def contenders(running: int, waiting: int, pinned: int, rounds: int) -> dict[str
 
 
 def measured(benches: Mapping[str, Bench], rounds: int, repeats: int) -> Iterator[Costs]:
-    """Of each repeat every contender's steps. Who goes first changes from step to step."""
+    """Every contender's steps of each repeat. The first contender changes from step to step."""
     with rigs(*benches.values()) as found, no_collections():
         for _ in range(WARM_UP_ROUNDS):
             for rig in found:
@@ -75,7 +75,7 @@ def measured(benches: Mapping[str, Bench], rounds: int, repeats: int) -> Iterato
 
 
 def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
-    """What each call answers in so many rounds. Who goes first changes from round to round."""
+    """Each call's answers in this many rounds. The first call changes from round to round."""
     names = list(calls)
     answers: dict[str, list[Any]] = {name: [] for name in names}
     for number in range(rounds):

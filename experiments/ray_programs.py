@@ -1,14 +1,14 @@
-"""Twenty programs against a fleet, one of whose replicas is killed in the middle. Prints a table.
+"""Runs twenty programs against a fleet, and kills a replica in the middle. Prints a table.
 
     python -m experiments.ray_programs          # starts two small replicas, and stops them again
     python -m experiments.ray_programs --url http://127.0.0.1:8000 --no-check   # on a fleet that runs
 
 Each program is a conversation of token ids at temperature 0; its client sends a turn again that ended in HTTP
-500, as agents do. Every answer says which replica gave it. The fleet that is started here moves nothing, so
-that a turn away from a home that lives is a fault; of one that runs already as many such turns are let pass
-as programs were moved. In float32 each generated token and its log probability are compared with what the
-same weights say in plain PyTorch, without vLLM, a cache or a batch (experiments/exactness.py): 0.001 is what
-the order of additions makes.
+500, as agents do. Every answer names its replica. The fleet that is started here moves no program, so
+a turn away from a living home is a fault. For a fleet that runs already, as many such turns are allowed as
+programs were moved. In float32 each generated token and its log probability are compared with those of the
+same weights in plain PyTorch, without vLLM, a cache or a batch (experiments/exactness.py). The order of
+additions changes them by up to 0.001.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.exactness import Story, judged, reference
-from experiments.ray_server import serve_fleet, told
+from experiments.ray_server import fleet_report, serve_fleet
 from experiments.tiny_model import VOCAB_TOKENS, make_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +49,7 @@ NO_MOVES = {"fleet.mover": "never"}
 
 @dataclass
 class Client:
-    """One program: its conversation, and who answered."""
+    """One program: its conversation, and the replicas that answered."""
 
     name: str
     seed: int
@@ -62,7 +62,7 @@ class Client:
     done_s: list[float] = field(default_factory=list)  # when each turn ended
 
     def run(self, url: str, turns: int, on_turn: threading.Event | None = None) -> None:
-        """All turns, or RuntimeError for one that fails again and again."""
+        """Run all turns; RuntimeError for a turn that fails repeatedly."""
         draw = random.Random(self.seed)
         self.story.tokens = [draw.randrange(3, VOCAB_TOKENS) for _ in range(FIRST_TOKENS)]
         for turn in range(turns):
@@ -98,13 +98,13 @@ class Client:
         self.done_s.append(time.monotonic())
 
     def away(self, dead: str | None) -> int:
-        """Later turns that another replica answered than the one before, though that one lives."""
+        """Later turns that another replica answered than the turn before, though that replica is alive."""
         return sum(a != b and a != dead for a, b in zip(self.replicas, self.replicas[1:], strict=False))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the programs."""
+    """The results of the programs."""
 
     clients: Sequence[Client]
     dead: str | None  # the replica that was killed
@@ -131,7 +131,7 @@ class Outcome:
 
     @property
     def faults(self) -> list[str]:
-        """What must not be, in words."""
+        """The faults, in words."""
         found = []
         if self.away > self.moved:
             found.append(f"{self.away} turns left a replica that lived, {self.moved} were moved")
@@ -164,29 +164,29 @@ def play(url: str, programs: int, turns: int, kill: bool, seed: int = 0) -> Outc
     """All programs at once. `kill`: SIGKILL for the replica with most live turns, at half of all turns."""
     clients = [Client(f"run-{seed}-{i}", seed * 1000 + i) for i in range(programs)]
     dead, killed_s, start_s = None, 0.0, time.monotonic()
-    moved = moves(told(url))
+    moved = moves(fleet_report(url))
     with ThreadPoolExecutor(programs) as pool:
         runs = [pool.submit(client.run, url, turns) for client in clients]
         while kill and dead is None and not all(run.done() for run in runs):
             time.sleep(0.1)
             is_half = sum(len(client.replicas) for client in clients) >= programs * turns / 2
-            if is_half and (rows := told(url).get("replicas")):
+            if is_half and (rows := fleet_report(url).get("replicas")):
                 victim = max(rows, key=lambda row: (row["turns"], row["programs"]))
                 dead, killed_s = victim["replica"], time.monotonic()
                 os.kill(victim["pid"], signal.SIGKILL)
         for run in runs:
             run.result()
     seconds = time.monotonic() - start_s
-    return Outcome(clients, dead, killed_s, seconds, moves(told(url)) - moved)
+    return Outcome(clients, dead, killed_s, seconds, moves(fleet_report(url)) - moved)
 
 
 def moves(fleet: dict[str, Any]) -> int:
-    """Programs that it has moved so far."""
+    """Programs that the fleet has moved so far."""
     return int(fleet.get("turns", {}).get("moved", 0))
 
 
 def table(outcome: Outcome, fleet: dict[str, Any], check: bool) -> tuple[Table, bool]:
-    """The figures, and whether all is as it must be."""
+    """The figures, and whether there are no faults."""
     clients, orphans = outcome.clients, outcome.orphans
     failures = [status for client in clients for status in client.failures]
     shown = Table("", "", title=f"{len(clients)} programs, {outcome.seconds:.0f} s")
@@ -232,12 +232,12 @@ def main(
     kill: Annotated[bool, typer.Option(help="a replica in the middle")] = True,
     check: Annotated[bool, typer.Option(help="each token against plain PyTorch; for the small model")] = True,
 ) -> None:
-    """Run, print; exit 1 if anything is not as it must be."""
+    """Run, print; exit 1 if there is a fault."""
     start_s = time.monotonic()
     with given_or_started(url) as at:
         up_s = time.monotonic() - start_s
         outcome = play(at, programs, turns, kill, seed=int(time.time()) % 100_000)
-        fleet = told(at)
+        fleet = fleet_report(at)
     Console().print(table(outcome, fleet, check=False)[0])  # the check takes a while
     shown, ok = table(outcome, fleet, check)
     shown.add_row("start of the fleet", f"{up_s:.0f} s" if url is None else "not counted")

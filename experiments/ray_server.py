@@ -1,5 +1,4 @@
-"""Start a fleet on Ray Serve on this machine's CPUs, and stop all of it again, whatever happens
-(docs/ray.md).
+"""Starts a fleet on Ray Serve on this machine's CPUs, and always stops all of it (docs/ray.md).
 
 with serve_fleet(model, folder) as url: ...
 """
@@ -84,14 +83,14 @@ def wait_for_replicas(
     while time.monotonic() < end_s:
         if process is not None and process.poll() is not None:
             raise ServerError(f"serve run exited with {process.returncode}:\n{tail(log)}")
-        if len(told(url).get("replicas", ())) >= replicas:
+        if len(fleet_report(url).get("replicas", ())) >= replicas:
             return
         time.sleep(0.5)
     raise ServerError(f"{replicas} replicas were not up after {start_s:.0f} s:\n{tail(log)}")
 
 
-def told(url: str) -> dict[str, Any]:
-    """GET /fleet; {} where nobody answers just now."""
+def fleet_report(url: str) -> dict[str, Any]:
+    """GET /fleet; {} if there is no answer now."""
     with contextlib.suppress(httpx.TransportError, ValueError):
         answer = httpx.get(f"{url}/fleet", timeout=30)
         if answer.is_success:

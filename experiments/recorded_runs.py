@@ -1,4 +1,4 @@
-"""A recording as a trace to replay, and how wrong its forecasts of PrefillReload were."""
+"""Converts a recording into a trace to replay, and computes the errors of its PrefillReload forecasts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEARNED_AFTER = 50  # loads: a forecast made before them rests on the profile
 def to_trace(run: Recording) -> list[dict[str, Any]]:
     """The run's programs in the trace format (docs/recording.md). Raises TraceError.
 
-    Only finished turns; those of one program that overlapped stand in order of arrival, gap null.
+    Only finished turns; overlapping turns of a program are in order of arrival, with gap null.
     """
     if all(t.output_tokens is None or t.prompt_tokens is None for t in run.turns):
         raise TraceError(f"{run.name}: turns carry no prompt_length and output_tokens; it cannot be replayed")
@@ -66,19 +66,19 @@ def new_tokens(prompt_tokens: int, before_tokens: int, answer_tokens: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class ForecastError:
-    """How wrong forecasts of PrefillReload were, in shares of what the reload took."""
+    """Errors of PrefillReload forecasts, as shares of the measured reload."""
 
     reloads: int
     median: float | None
     p90: float | None
-    foretold_s: float | None  # median
+    predicted_s: float | None  # median
     took_s: float | None  # median
 
 
 def forecast_errors(run: Recording) -> dict[str, ForecastError]:
-    """Of all returns whose context had left the GPU, of those that loaded, and of these after the 50th."""
-    told = [turn.reload for turn in sorted(run.turns, key=started)]
-    reloads = [reload for reload in told if reload is not None and reload.took_s > 0]
+    """For all returns whose context had left the GPU, for those that loaded, and after the 50th load."""
+    found = [turn.reload for turn in sorted(run.turns, key=started)]
+    reloads = [reload for reload in found if reload is not None and reload.took_s > 0]
     loads = [reload for reload in reloads if reload.loaded_tokens]
     groups = {
         "all": reloads,
@@ -99,6 +99,6 @@ def forecast_error(reloads: Sequence[RecordedReload]) -> ForecastError:
         len(reloads),
         percentile(errors, 50),
         percentile(errors, 90),
-        percentile([reload.foretold_s for reload in reloads], 50),
+        percentile([reload.predicted_s for reload in reloads], 50),
         percentile([reload.took_s for reload in reloads], 50),
     )

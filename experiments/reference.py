@@ -1,7 +1,7 @@
 """Writes the tables that the code itself is the source of.    python -m experiments.reference
 
 docs/metrics.md: every metric, its type, labels and meaning. Between marks: every setting in docs/settings.md,
-and those that a user chooses in README.md. A test holds that all are up to date.
+and those that a user chooses in README.md. A test checks that all are up to date.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ INTRODUCTION = """\
 Written by `python -m experiments.reference`. All of them are in vLLM's own `/metrics` and carry the label
 `engine`; those of loads and stores come from the LMCache connector, under any scheduling policy, with vLLM's
 labels `model_name` and `engine`. The others begin with the engine's first step. Units are base units, in the
-name. Nothing is told with `--disable-log-stats`.
+name. With `--disable-log-stats` none is reported.
 
 A label `tool` is the program that a shell ran, else the tool's name: at most 20 of them, those seen three
-times first, cut to 40 plain characters; the rest is `other`, a turn without a known call `unknown`. `tier` is
-`gpu`, `dram`, `ssd` or `none` (computed).
+times first, cut to 40 plain characters. The others are `other`, and a turn without a known call is
+`unknown`. `tier` is `gpu`, `dram`, `ssd` or `none` (computed).
 
-Each event is told once, to whichever of vLLM's API servers gets the step's statistics, so with
+Each event is reported once, to the API server of vLLM that gets the step's statistics. So with
 `--api-server-count` above 1 Prometheus' sums over their processes are right. While the engine is
 busy the figures are up to half a second old.
 
-`continuum_fleet_*` is told by a fleet on Ray Serve alone, at `/fleet/metrics` ([ray.md](ray.md)); what a
-replica has of the rest is at `/metrics?replica=N`.
+Only a fleet on Ray Serve reports `continuum_fleet_*`, at `/fleet/metrics` ([ray.md](ray.md)). The other
+metrics of a replica are at `/metrics?replica=N`.
 
 [docs/grafana/continuum.json](grafana/continuum.json) is a dashboard of one server on one screen: import it in
-Grafana and choose the Prometheus. It was not seen in a Grafana: its queries were run by a real Prometheus
-over a real server. [docs/grafana/alerts.yaml](grafana/alerts.yaml) has rules for alerts.
+Grafana and choose the Prometheus. It was not tried in Grafana: a real Prometheus ran its queries on a real
+server. [docs/grafana/alerts.yaml](grafana/alerts.yaml) has rules for alerts.
 
 | metric | type | labels | |
 |---|---|---|---|
@@ -106,7 +106,7 @@ def settings_table(names: Sequence[str]) -> str:
 
 
 def comments() -> dict[str, str]:
-    """What config.py says beside each field."""
+    """The comment beside each field in config.py."""
     source = Path(config.__file__).read_text()
     lines = source.splitlines()
     tree = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef))
@@ -123,7 +123,7 @@ def readme() -> str:
 
 
 def settings_page() -> str:
-    """docs/settings.md with all of them."""
+    """docs/settings.md with all settings."""
     every = [field.name for field in fields(ContinuumConfig)]
     return between(SETTINGS_PAGE.read_text(), SETTINGS_MARKS, settings_table(every))
 

@@ -38,7 +38,7 @@ SHARED_PREFIX_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One replay: what is sent where, and under which name it is kept."""
+    """One replay: its programs, its server, and its name."""
 
     base_url: str
     label: str
@@ -53,17 +53,17 @@ class Job:
 
     @property
     def path(self) -> Path:
-        """Where the turns go; the summary lies beside it as .json."""
+        """The file of the turns; the summary is beside it as .json."""
         return self.out / f"{self.label}-seed{self.selection.seed}.jsonl"
 
     def plan(self, model: str) -> Plan:
-        """How to send, once the model is known."""
+        """The plan for sending, once the model is known."""
         chosen = self.selection
         prefix = self.shared_prefix_tokens
         return Plan(model, chosen.seed, self.vocabulary, prefix, chosen.time_scale, self.identify)
 
     def as_json(self) -> dict[str, Any]:
-        """How it was run, for the summary."""
+        """The settings of the run, for the summary."""
         chosen = self.selection
         how = {"label": self.label, "seed": chosen.seed, "jps": chosen.jps}
         return how | {"time_scale": chosen.time_scale, "workload": chosen.name}
@@ -72,8 +72,8 @@ class Job:
 def replay(job: Job, limit_s: float | None = None) -> dict[str, Any]:
     """Run a job to its end, or for `limit_s`, and return its summary.
 
-    Raises TraceError or ServerUnusable before anything is sent. Failed turns are in the summary, and so
-    is for how long the programs had run that the limit cut off.
+    Raises TraceError or ServerUnusable before anything is sent. The summary has the failed turns, and the
+    run time of the programs that the limit cut off.
     """
     return asyncio.run(_replay(job, job.selection.programs(warn), limit_s))
 
@@ -103,20 +103,20 @@ async def _replay(job: Job, programs: tuple[Program, ...], limit_s: float | None
 
 
 def cut_s(programs: Iterable[Program], records: Iterable[TurnRecord], limit_s: float | None) -> list[float]:
-    """For how long the programs had run that neither ended nor failed before the limit."""
+    """The run times of the programs that neither ended nor failed before the limit."""
     over = {r.program for r in records if r.error is not None or r.turn == r.of_turns}
     ran_s = (limit_s - p.arrival_s for p in programs if limit_s is not None and p.program_id not in over)
     return sorted(ran for ran in ran_s if ran > 0)
 
 
 def new_tokens(programs: Iterable[Program], records: Iterable[TurnRecord]) -> int:
-    """Prompt tokens of the answered turns that no earlier turn had: nobody could have kept their KV."""
+    """Prompt tokens of the answered turns that no earlier turn had, so no cache can have their KV."""
     specs = {p.program_id: p.turns for p in programs}
     return sum(specs[r.program][r.turn - 1].new_tokens for r in records if r.error is None)
 
 
 def usable_model(served: dict[str, int | None], job: Job, programs: tuple[Program, ...]) -> str:
-    """The model to ask for, after checking that every turn fits it. Raises ServerUnusable."""
+    """The model's name, after a check that every turn fits its window. Raises ServerUnusable."""
     names = ", ".join(sorted(served)) or "nothing"
     if job.model is None and len(served) != 1:
         raise ServerUnusable(f"{job.base_url} serves {names}; say which one with --model")
@@ -141,7 +141,7 @@ class Sink:
         self.bar = tqdm(total=turns, desc=label, unit="turn", mininterval=pace_s, maxinterval=pace_s, **end)
 
     def record(self, turn: TurnRecord) -> None:
-        """A turn is over. A failed one takes its program's remaining turns with it."""
+        """A turn ended. A failed turn ends its program."""
         self.records.append(turn)
         self._lines.write(json.dumps(asdict(turn)) + "\n")
         if turn.error is not None:

@@ -19,7 +19,7 @@ LONGEST = 1.5  # times the middle context, of fitted programs
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A trace, or a generator, and what is done to its programs."""
+    """A trace or a generator, and the changes to its programs."""
 
     seed: int
     trace: Path | None = None  # None: the generator
@@ -35,7 +35,7 @@ class Selection:
 
     @property
     def name(self) -> str:
-        """What the programs are, for a table's caption."""
+        """The programs' description, for a table's caption."""
         drawn = f"agents-{self.generator}" if self.is_agents else f"table1-{self.generator}-{self.reading}"
         found = drawn if self.trace is None else self.trace.name
         found += f"[{self.source}]" if self.source else ""
@@ -47,7 +47,7 @@ class Selection:
         return self.generator not in GENERATORS
 
     def programs(self, say: Callable[[str], None] = print) -> tuple[Program, ...]:
-        """The programs in the order of their arrival; `say` hears what was made up. Raises TraceError."""
+        """The programs in the order of their arrival; `say` gets notes. Raises TraceError."""
         programs = tuple(first_turns(p, self.most_turns) for p in self._chosen())
         if unknown := workload.unknown_gaps(programs):
             tools = "swe" if self.is_agents else self.generator
@@ -86,7 +86,7 @@ class Selection:
 
 
 def first_turns(program: Program, most: int | None) -> Program:
-    """The program, over after so many turns; None: as it is."""
+    """The program, ended after this many turns; None: unchanged."""
     if most is None or len(program.turns) <= most:
         return program
     *others, last = program.turns[:most]

@@ -1,4 +1,4 @@
-"""Start a real `vllm serve` and stop it again, whatever happens.
+"""Starts a real `vllm serve`, and always stops it.
 
 with serve(model, ["--scheduling-policy", "continuum"], log=Path("server.log")) as url: ...
 """
@@ -42,7 +42,7 @@ class ServerError(RuntimeError):
 
 
 def fast_dtype() -> str:
-    """What a server that is timed computes in: bfloat16 where the CPU has instructions for it.
+    """The dtype of a server that is timed: bfloat16 if the CPU has instructions for it.
 
     Elsewhere torch emulates it: on a Xeon without them a product takes four times as long as in float32.
     """
@@ -50,10 +50,10 @@ def fast_dtype() -> str:
 
 
 def reserved_port() -> int:
-    """A TCP port that is given to nobody else while this process lives.
+    """A TCP port that no other process gets while this one lives.
 
     A server takes seconds before it listens. Were the port only looked up, another server could be
-    given it in between, answer in the first one's name, and be taken for it.
+    given it in between, and answer in place of the first one.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # bound, so nobody is given it; a server may
@@ -63,7 +63,7 @@ def reserved_port() -> int:
 
 
 def unwind_on_sigterm() -> None:
-    """Let SIGTERM unwind this process as ^C does, so that whoever started servers stops them.
+    """Make SIGTERM unwind this process as ^C does, so that code that started servers stops them.
 
     Left alone: a process that handles the signal already, and threads beside the main one.
     """
@@ -112,7 +112,7 @@ def serve(
 
 
 def script(name: str, module: str) -> list[str]:
-    """The command `name` of this Python's environment. Unpacked wheels have none: then its module, run."""
+    """The command `name` of this Python's environment; for unpacked wheels, which have none, `python -m`."""
     installed = Path(sys.executable).with_name(name)
     return [str(installed)] if installed.exists() else [sys.executable, "-m", module]
 
@@ -140,7 +140,7 @@ def wait_until_healthy(
 
 
 def stop(process: subprocess.Popen[bytes], patience_s: float = 20.0) -> None:
-    """SIGTERM, as an operator would; SIGKILL to what is left of its group."""
+    """SIGTERM, as an operator would; then SIGKILL to the rest of its group."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -40,7 +40,7 @@ def tiers(disk: Path) -> dict[str, Any]:
 
 
 def connector(disk: Path, path: Path) -> Path:
-    """The repository's lmcache.json with these tiers and, whatever the policy, our connector, in `path`."""
+    """The repository's lmcache.json with these tiers and our connector, for any policy, in `path`."""
     config = json.loads((ROOT / "lmcache.json").read_text()) | OURS
     config["kv_connector_extra_config"] = config.get("kv_connector_extra_config", {}) | tiers(disk)
     path.write_text(json.dumps(config, indent=1))

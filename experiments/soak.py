@@ -1,10 +1,10 @@
-"""Does anything grow? Two hours' worth of programs through one live server, their tools' time cut short.
+"""Checks that nothing grows: the programs of two hours on one live server, with shortened tools.
 
     python -m experiments.soak --minutes 6
 
 A real `vllm serve` with `--scheduling-policy continuum`, LMCache with DRAM and disk, a
 recorder and a file of learned gaps that is full from the start. Agents of 3 to 9 turns, 16 at a time;
-one in eight never comes back and one in eight hangs up in the middle of an answer. Every two seconds:
+one in eight never returns and one in eight disconnects in the middle of an answer. Every two seconds:
 resident memory and open files of every process of the server, the program table, pinned blocks, and
 how many gaps the CDF windows hold. Table 1's agents at 0.05 a second are 360 programs in two hours.
 """
@@ -49,7 +49,7 @@ IDLE_S = 20.0  # after so long a program is forgotten: an hour, cut like the gap
 
 @dataclass(slots=True)
 class Agents:
-    """Programs without end, and what became of them."""
+    """An endless stream of programs, and their results."""
 
     client: Client
     end_s: float
@@ -59,13 +59,13 @@ class Agents:
     failed: int = 0
 
     async def live(self) -> None:
-        """One place of AT_ONCE: a program after the other."""
+        """One of AT_ONCE clients: one program after the other."""
         while time.monotonic() < self.end_s:
             self.programs += 1
             await self.program(f"soak-{self.programs}", self.draw.randrange(8))
 
     async def program(self, name: str, fate: int) -> None:
-        """`fate` 0: is never heard of again; 1: hangs up in its last turn; else it says that it ends."""
+        """`fate` 0: it stops without a word; 1: it disconnects in its last turn; else it reports its end."""
         history, turns = self.tokens(300), self.draw.randint(3, 9)
         for number in range(1, turns + 1):
             last = number == turns
@@ -89,7 +89,7 @@ class Agents:
 
 
 def sampler(url: str, gaps: Path, agents: Agents) -> Callable[[], Sample]:
-    """What to call every EVERY_S."""
+    """The function to call every EVERY_S."""
     found, start_s = processes(url), time.monotonic()
     (engine,) = [p for p in found if "EngineCore" in " ".join(p.cmdline())]
     names = {p.pid: "engine" if p == engine else role(p) for p in found}
@@ -152,7 +152,7 @@ async def soak(url: str, out: Path, minutes: float) -> tuple[list[Sample], Agent
 
 
 def weeks_of_gaps() -> str:
-    """A file of gaps as a server has it that has run for long: every tool's window is full."""
+    """A file of gaps as after a long run: every tool's window is full."""
     gaps, draw = ToolDurations(), random.Random(1)
     for tool in TOOLS:
         for _ in range(WINDOW):

@@ -1,4 +1,4 @@
-"""A soak's figure and table: what is where after the warm-up, and by how much it grew."""
+"""A soak's figure and table: the level of each figure after the warm-up, and its growth."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sample:
 
 
 def series(samples: Sequence[Sample]) -> dict[str, list[float]]:
-    """What should be flat, by name."""
+    """The figures that should not grow, by name."""
     found = {f"memory of the {name}, MiB": [s.mib[name] for s in samples] for name in samples[0].mib}
     found |= {f"open files of the {name}": [s.files[name] for s in samples] for name in samples[0].files}
     found["programs in the table"] = [s.programs for s in samples]

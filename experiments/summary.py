@@ -1,8 +1,8 @@
-"""What a replay measured, as one JSON object. Schema 1:
+"""The results of a replay, as one JSON object. Schema 1:
 
     schema            1
     label, seed, jps, time_scale, workload, model, programs
-                      how it was run; jps null: at the trace's own arrivals
+                      the settings; jps null: the trace's own arrivals
     turns, errors, finished       turns answered, turns failed, programs run to their end
     wall_s            start to the last answer
     job_time_s        a finished program's arrival to its last answer: n, mean, p50, p95, p99, max
@@ -84,7 +84,7 @@ def over_the_run(before: str, after: str) -> Metrics:
 
 
 def tokens_by_source(server: Metrics, prompt_tokens: int) -> dict[str, int]:
-    """Prompt tokens by where their KV came from; {} if the server's metrics do not say."""
+    """Prompt tokens by the source of their KV; {} if the server's metrics do not have it."""
     if "vllm:prefix_cache_hits_total" not in server:
         return {}
     found = {"gpu": server["vllm:prefix_cache_hits_total"]}
@@ -98,7 +98,7 @@ def tokens_by_source(server: Metrics, prompt_tokens: int) -> dict[str, int]:
 
 
 def pins(server: Metrics) -> dict[str, int]:
-    """What became of pins, by outcome; {} on a server without pins."""
+    """Pins by outcome; {} on a server without pins."""
     prefix, suffix = 'continuum_pins_total{outcome="', '"}'
     return {k[len(prefix) : -len(suffix)]: round(v) for k, v in server.items() if k.startswith(prefix)}
 

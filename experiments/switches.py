@@ -1,13 +1,13 @@
-"""What is each switch worth? The same programs with it off and on, seed by seed.
+"""Measures the gain of each switch: the same programs with it off and on, seed by seed.
 
     python -m experiments.switches priced_pins --regimes "no offloading; DRAM 20 GB alone"
     python -m experiments.switches load_or_recompute --regimes "slow disk" --ssd-gbps 0.2
     python -m experiments.switches learn_matches --regimes "fig8" --thoughts 4
     python -m experiments.switches                  # each switch in each regime: about an hour of a core
 
-measured_chunk is tried with measured step times, infer_programs with clients that name no program. In the
-lab: an assumed A100 unless the regime says otherwise, decode steps merged. The ratio is that of mean
-job times, off / on: above 1 the switch is worth having. Rows are printed as they end.
+measured_chunk is run with measured step times, infer_programs with clients that name no program. In the
+simulator: an assumed A100 unless the regime has another machine, decode steps merged. The ratio is that of
+mean job times, off / on: above 1 the switch gains. Rows are printed as they end.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pair:
 
 
 def with_switch(point: Point, switch: str, is_on: bool, thoughts: float = 0.0) -> Result:
-    """One run of the point with one switch as said; `thoughts` tokens are stripped a token of each answer."""
+    """One run of the point with one switch set; `thoughts` tokens are stripped per token of each answer."""
     programs = programs_of(point)
     if thoughts:
         programs = with_thoughts(programs, thoughts)
@@ -92,7 +92,7 @@ def line(name: str, pairs: Sequence[Pair]) -> str:
 
 
 def chosen(switch: str | None) -> Sequence[str]:
-    """The switches to try. Raises typer.BadParameter for what is none."""
+    """The switches to run. Raises typer.BadParameter for unknown ones."""
     if switch is None:
         return SWITCHES
     known = [f.name for f in fields(ContinuumConfig) if f.type == "bool"]

@@ -6,7 +6,7 @@ any mean and sd. A gamma of the same moments is not usable for the tool time (92
 shape of 0.07: half of all tools would end within 0.3 ms, which no process does; the lognormal's
 median is 233 ms).
 
-What the table leaves open, and where it is taken from:
+Values that the table does not give, and their sources:
 - output tokens a turn: 226 +- 292, all 5,241 turns of the agentcgroup trace;
 - the first prompt's share of the last prompt: 0.3 (medians 0.27, 0.30 and 0.32 in the traces
   agentcgroup, weka_claude_code and lmcache_miniswe); the rest grows in exponential steps;

@@ -4,7 +4,7 @@
 
 The first label given is the baseline. Where a label has several seeds, a cell is the median with its
 range, and the ratio to the baseline is taken seed by seed (same programs, same arrivals), then its
-median and range. A seed that the baseline lacks counts in no ratio.
+median and range. A seed without a baseline is in no ratio.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PINS = ("taken", "reused", "expired", "reclaimed")
 
 
 class SummaryError(ValueError):
-    """A summary file is not what its schema says."""
+    """A summary file does not have its schema."""
 
 
 def at(*path: str) -> Callable[[Summary], float | None]:
@@ -98,7 +98,7 @@ def spread(values: Sequence[float]) -> str:
 
 
 def shown(value: float) -> str:
-    """Three digits below 100, whole above."""
+    """Three digits below 100, integers above."""
     if value >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.3g}" if value >= 1 else f"{value:.3f}"
@@ -126,7 +126,7 @@ def comparison(runs: dict[str, list[Summary]], shows: Rows = ROWS) -> list[list[
 
 
 def caption(runs: dict[str, list[Summary]]) -> str:
-    """What was run."""
+    """The conditions of the runs."""
     every = [summary for summaries in runs.values() for summary in summaries]
     sets = {(s["workload"], s["programs"], s["jps"], s["time_scale"]) for s in every}
     seeds = ", ".join(map(str, sorted({s["seed"] for s in every})))

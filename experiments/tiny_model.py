@@ -4,7 +4,7 @@
 
 8 layers x 512, 4 KV heads of 64: 8 KiB of KV per token in bfloat16. Written once, from a seed.
 The weights are large enough that the output depends on every token of the context; vLLM's
-`--load-format dummy` weights are not, so with them a broken KV copy goes unseen.
+`--load-format dummy` weights are not, so with them a broken KV copy is not noticed.
 """
 
 from __future__ import annotations

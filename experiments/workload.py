@@ -20,10 +20,10 @@ ARRIVALS, GAPS, SHAPES, SAMPLE = range(4)  # which stream of a seed: draws must 
 
 
 def scaled(programs: Sequence[Program], max_context_tokens: int) -> tuple[Program, ...]:
-    """The same programs, so much shorter that the longest context fits `max_context_tokens`.
+    """The same programs, shortened so that the longest context fits `max_context_tokens`.
 
     One factor for all, so programs keep their proportions to each other. An exact extension of the
-    history stays one; output and new tokens never fall to 0 where there were some. Programs that fit
+    history remains one; output and new tokens never fall to 0 where there were some. Programs that fit
     are returned as they are. Raises TraceError if the turns are too many for the window.
     """
     if all(program.context_tokens <= max_context_tokens for program in programs):
@@ -68,14 +68,14 @@ def sampled(programs: Sequence[Program], count: int, seed: int) -> tuple[Program
 
 
 def unknown_gaps(programs: Iterable[Program]) -> int:
-    """How many turns that are followed by another one do not say how long their tool took."""
+    """How many turns before another one have no tool time."""
     return sum(turn.gap_s is None for program in programs for turn in program.turns[:-1])
 
 
 def with_gaps(
     programs: Sequence[Program], draw_s: Callable[[np.random.Generator], float], seed: int
 ) -> tuple[Program, ...]:
-    """The programs with `draw_s` in place of every gap that the trace does not say."""
+    """The programs with `draw_s` in place of every missing gap."""
     rng = np.random.default_rng([seed, GAPS])
 
     def known(program: Program) -> Program:

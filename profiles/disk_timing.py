@@ -29,10 +29,10 @@ class Files:
 
     def __init__(self, folder: Path, chunk_bytes: int, count: int) -> None:
         # LMCache brings numba, which vLLM's CPU worker must not find when an engine starts (vLLM 0.32)
-        from connectors.lmcache.disk.reads import takes_odirect
+        from connectors.lmcache.disk.reads import supports_odirect
 
         self.folder, self.chunk_bytes, self.count = folder, chunk_bytes, count
-        self.direct = chunk_bytes % ALIGNMENT_BYTES == 0 and takes_odirect(folder)
+        self.direct = chunk_bytes % ALIGNMENT_BYTES == 0 and supports_odirect(folder)
         self._pool = ThreadPoolExecutor(THREADS)
         self._buffers = [mmap.mmap(-1, chunk_bytes) for _ in range(count)]  # aligned to a page
         for at, buffer in enumerate(self._buffers):

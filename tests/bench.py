@@ -1,4 +1,4 @@
-"""vLLM's real scheduler on a bench: no model runs, time is what the test says it is.
+"""vLLM's real scheduler without a model; the test sets the time.
 
     bench = Bench(blocks=10); bench.send("p", prompt(64)); bench.run_until_idle()
 
@@ -43,7 +43,7 @@ def prompt(tokens: int, story: int = 0) -> list[int]:
 
 
 class Bench:
-    """One scheduler, a clock that the test turns, and a runner that answers token 7 to everything.
+    """One scheduler, a clock that the test sets, and a runner that answers every request with token 7.
 
     An asynchronous scheduler schedules each step before the last one's output is known, as vLLM does.
     """
@@ -153,14 +153,14 @@ class Bench:
         return sum(output.num_scheduled_tokens.values())
 
     def scheduled(self, output: Any) -> None:
-        """What a test wants to know between schedule() and the step."""
+        """A hook for tests between schedule() and the step."""
 
     def moved(self, output: Any) -> Any:  # noqa: ARG002
         """What a worker's connector would report with this step's output."""
         return None
 
     def _deliver(self, output: Any, runner: ModelRunnerOutput) -> None:
-        """The runner is done with a step."""
+        """The runner has finished a step."""
         runner.kv_connector_output = self.moved(output)
         requests = dict(self.scheduler.requests)
         for engine_output in self.scheduler.update_from_output(output, runner).values():
@@ -169,7 +169,7 @@ class Bench:
         self.done |= {i: list(r.all_token_ids) for i, r in requests.items() if r.is_finished()}
 
     def run_until_idle(self, max_steps: int = 2000) -> None:
-        """Steps until nothing is left to do; fails on an engine that would spin."""
+        """Step until nothing is left to do; fails if the engine would spin."""
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self._in_flight:
                 return
@@ -185,7 +185,7 @@ class Bench:
         return self.done[request_id]
 
     def advance(self, seconds: float) -> None:
-        """The engine idles for so long, and is woken for what falls due, as the alarm would."""
+        """The engine is idle for this long, and is woken for due deadlines, as by the idle timer."""
         self.now_s += seconds
         self.run_until_idle()
 

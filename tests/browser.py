@@ -45,7 +45,7 @@ class Browser:
         self.ask("url", url=page.resolve().as_uri())
 
     def run(self, script: str) -> Any:
-        """What the script returns."""
+        """Run a script and return its value."""
         return self.ask("execute/sync", script=script, args=[])
 
     def drag(self, start: tuple[int, int], by: tuple[int, int]) -> None:
@@ -59,12 +59,12 @@ class Browser:
         )
 
     def point(self, at: tuple[int, int], *then: dict[str, Any]) -> None:
-        """Move the mouse there, and then."""
+        """Move the mouse there."""
         moves = [{"type": "pointerMove", "x": at[0], "y": at[1]}, *then]
         self.ask("actions", actions=[{"type": "pointer", "id": "mouse", "actions": moves}])
 
     def complaints(self) -> list[str]:
-        """What the console says: errors of scripts, and requests that the page's policy refused."""
+        """The console's messages: script errors, and requests that the page's policy refused."""
         return [entry["message"] for entry in self.ask("se/log", type="browser")]
 
     def screenshot(self, path: Path) -> None:

@@ -1,7 +1,7 @@
-"""Requests as the agents that people run send them, written after their public documentation and sources.
+"""Requests as known agents send them, by their public documentation and sources.
 
-docs/clients.md names the versions. The texts are ours and short; what matters is where each client puts its
-names, and what else it sends along.
+docs/clients.md names the versions. The texts are ours and short; the tests are about the fields in which each
+client puts its names, and the other fields that it sends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Client:
-    """A session: turns of a parent, of its subagent, and the parent's next one."""
+    """A session: turns of a parent, of its subagent, and the parent's next turn."""
 
     turns: tuple[Turn, ...]
     hints: bool = False  # its names are shared by several programs
@@ -51,7 +51,7 @@ def session(make: Callable[[str, int], Turn], hints: bool = False) -> Client:
 
 
 def chat(agent: str, turn: int) -> list[dict[str, Any]]:
-    """System, user, and of a later turn the answers and what the tools said."""
+    """System and user messages; for a later turn also the answers and tool results."""
     roles = ("system", "user", *("assistant", "user") * (turn - 1))
     return [{"role": role, "content": text} for role, text in zip(roles, HISTORY[agent], strict=False)]
 
@@ -90,7 +90,7 @@ def claude_code(agent: str, turn: int) -> Turn:
 
 
 def claude_code_without_headers(agent: str, turn: int) -> Turn:
-    """A proxy passes on the body alone."""
+    """Behind a proxy that passes on the body only."""
     full = claude_code(agent, turn)
     return Turn(agent, full.path, {"authorization": SECRET}, full.body)
 
@@ -106,7 +106,7 @@ CODEX = {PARENT: "019ee74f-22b5-7043-b5fc-697ca0fbd5a6", CHILD: "019ee750-1c0e-7
 
 
 def codex(agent: str, turn: int, thread: str = "thread-id", root: str = "session-id") -> Turn:
-    """A subagent is a thread of its own in the session of its root; the cache key is the root's."""
+    """A subagent is a separate thread in the session of its root; the cache key is the root's."""
     names = {root: CODEX[PARENT], thread: CODEX[agent]}
     headers = {"authorization": SECRET, "originator": "codex_cli_rs", "user-agent": "codex_cli_rs/0.144.4"}
     headers["x-codex-turn-metadata"] = json.dumps({"request_kind": "turn", "turn_id": str(turn)})
@@ -144,7 +144,7 @@ OPENCODE = {PARENT: "ses_0f3a9c1d2b4eAbCdEfGhIjKlMn", CHILD: "ses_0f3a9c77aa01No
 
 
 def opencode(agent: str, turn: int, names: tuple[str, ...] = ("x-session-affinity", "X-Session-Id")) -> Turn:
-    """A subtask is a session of its own that names its parent's."""
+    """A subtask is a separate session that names its parent's."""
     headers = {"authorization": SECRET, "user-agent": "opencode/1.18.31"}
     headers |= dict.fromkeys(names, OPENCODE[agent])
     if agent == CHILD:
@@ -201,7 +201,7 @@ def agent_hint_in_xargs(agent: str, turn: int) -> Turn:
 
 
 def cache_key(agent: str, turn: int) -> Turn:
-    """The OpenAI Agents SDK, pi, kimi-cli and others: one key for a conversation and what it starts."""
+    """The OpenAI Agents SDK, pi, kimi-cli and others: one key for a conversation and its subagents."""
     return completion(agent, turn, {}, prompt_cache_key="conversation-9")
 
 

@@ -1,4 +1,4 @@
-"""What the tests share: the small model, real servers (one start per configuration), the traces' place."""
+"""Shared fixtures: the small model, real servers (one start per configuration), the traces' folder."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _servers_end_before_the_log_does() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """The small model's directory, made once, by whichever worker comes first."""
+    """The small model's directory, made once, by the first worker."""
     folder = ROOT / ".work" / "tiny-model"
     folder.parent.mkdir(exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
@@ -63,7 +63,7 @@ def model() -> Path:
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """LMCache's own engine with our two halves around it, as often as a test wants one."""
+    """LMCache's own engine between our two halves; a test may make several."""
     pytest.importorskip("lmcache")
     from lmcache_rig import rigs
 
@@ -74,7 +74,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
 @pytest.fixture
 def mp_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """LMCache's MP server in this process with our parts around it, as often as a test wants one."""
+    """LMCache's MP server in this process with our connector's parts; a test may make several."""
     pytest.importorskip("lmcache")
     from lmcache_mp_rig import mp_rigs
 
@@ -85,7 +85,7 @@ def mp_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 @pytest.fixture(scope="session")
 def traces() -> Path:
-    """Real traces, where they are at hand: `TRACES_DIR`, else a folder beside the checkout."""
+    """Real traces, if they are available: `TRACES_DIR`, else a folder beside the checkout."""
     folder = Path(os.environ.get("TRACES_DIR", ROOT.parent / "shared" / "traces"))
     if not folder.is_dir():
         pytest.skip(f"no traces in {folder} (set TRACES_DIR)")

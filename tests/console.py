@@ -1,4 +1,4 @@
-"""What the tests of the console share: a run of the command, and a server that only has metrics."""
+"""Shared by the console's tests: a run of the command, and a server that has only metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from continuum_lmcache.console.app import main
 
 @dataclass(frozen=True)
 class Ran:
-    """How a command ended."""
+    """A command's result."""
 
     status: int
     out: str
@@ -42,7 +42,7 @@ class Command:
         return Ran(int(ended.value.code or 0), out, err)
 
     def refused(self, *arguments: object) -> str:
-        """The one line that bad input ends in."""
+        """The one line that bad input prints."""
         ran = self(*arguments)
         assert (ran.status, ran.out) == (2, ""), ran
         (line,) = ran.err.splitlines()
@@ -51,7 +51,7 @@ class Command:
 
 @contextmanager
 def metrics_server(pages: Sequence[str], **answers: Any) -> Iterator[str]:
-    """Serves each page of /metrics once, the last one for ever, and `answers` as JSON by path."""
+    """Serves each page of /metrics once, the last one always, and `answers` as JSON by path."""
     left = list(pages)
 
     class Handler(BaseHTTPRequestHandler):

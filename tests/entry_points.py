@@ -31,13 +31,13 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def app(keys: list[str]) -> FastAPI:
-    """vLLM's request classes behind vLLM's authentication; answers with what would go to the engine."""
+    """vLLM's request classes behind vLLM's authentication; returns the engine's parameters."""
     request_fields.install()
     return plain_app(keys)
 
 
 def plain_app(keys: list[str]) -> FastAPI:
-    """The same without our hooks, in a process where nobody installed them."""
+    """The same without our hooks, in a process without them."""
     served = FastAPI()
 
     @served.post("/v1/completions")
@@ -56,7 +56,7 @@ def plain_app(keys: list[str]) -> FastAPI:
     async def messages(request: AnthropicMessagesRequest, raw_request: Request) -> dict[str, Any]:
         class Serving(AnthropicServingMessages):
             def __init__(self) -> None:
-                """Only what turns a message into a chat completion."""
+                """Only the part that converts a message into a chat completion."""
                 self._merge_inline_system = False
 
             async def create_chat_completion(self, request: Any, *_: Any) -> Any:
@@ -74,7 +74,7 @@ def plain_app(keys: list[str]) -> FastAPI:
 
 
 def to_engine(request: Any) -> dict[str, Any]:
-    """The parameters of a request; what is said of its program apart from the rest."""
+    """The parameters of a request, with the fields about its program separate."""
     params = request.to_sampling_params(16, {})
     extra, params.extra_args = dict(params.extra_args or {}), None
     messages = getattr(request, "messages", None)
@@ -82,11 +82,11 @@ def to_engine(request: Any) -> dict[str, Any]:
 
 
 class Sent(Exception):
-    """Carries what would have been sent to the engine."""
+    """Has the parameters that would have been sent to the engine."""
 
 
 def send(served: FastAPI, path: str, headers: Mapping[str, str], body: Mapping[str, Any]) -> dict[str, Any]:
-    """What would go to the engine of this request."""
+    """The engine's parameters of this request."""
 
     async def send() -> dict[str, Any]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://t") as client:
@@ -98,7 +98,7 @@ def send(served: FastAPI, path: str, headers: Mapping[str, str], body: Mapping[s
 
 
 def post(served: FastAPI, path: str, key: str | None = None, **fields: Any) -> dict[str, Any]:
-    """What is said of the program of a small request."""
+    """The fields about the program of a small request."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     body = {"model": "m", **BODIES[path], **fields}
     return dict(send(served, path, headers, body)["extra_args"])

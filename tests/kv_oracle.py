@@ -1,4 +1,4 @@
-"""Whose KV each slot of the GPU holds: a stand-in for the GPU that knows when a request reads another's KV.
+"""Replaces the GPU by the names of its KV, to find any request that reads another request's KV.
 
 A slot holds the key of a prefix: the KV of its last token, computed from the KV of all tokens before it.
 Keys move as the real worker and LMCache move KV; vLLM's scheduler, its connector calls, LMCache's adapters
@@ -85,7 +85,7 @@ FULL_AND_PIECEWISE, FULL, PIECEWISE = "FULL_AND_PIECEWISE", "FULL", "PIECEWISE"
 class Worker:
     """A GPU worker as vLLM 0.32 has it: its V1 runner, or its V2 runner with CUDA graphs.
 
-    `connector` is the worker's half; `meanwhile` is what goes on beside a step, at any time of it.
+    `connector` is the worker's half; `meanwhile` runs beside a step, at any time of it.
     """
 
     def __init__(self, slots: Any, is_v2: bool, graphs: str, drafts: int) -> None:
@@ -124,12 +124,12 @@ class Worker:
         mixin, is_late = KVConnectorModelRunnerMixin, self.drafts > 0
         with (
             set_forward_context({"layer": object()}, self._vllm_config),
-            mixin.maybe_get_kv_connector_output(output, defer_finalize=is_late) as told,
+            mixin.maybe_get_kv_connector_output(output, defer_finalize=is_late) as result,
         ):
             yield moved
         if is_late:
             mixin.finalize_kv_connector()  # once the drafter has run
-        moved.append(told)
+        moved.append(result)
 
     @contextmanager
     def _v2_step(self, output: Any, work: dict[str, Any]) -> Iterator[list[Any]]:
@@ -163,7 +163,7 @@ class Worker:
         return self.graphs == FULL or (self.graphs == FULL_AND_PIECEWISE and are_decodes and is_uniform)
 
     def _take(self, output: Any) -> dict[str, tuple[int, int, list[int]]]:
-        """What the scheduler sent: by request, the tokens computed before, those to compute, the drafts."""
+        """The scheduler's message by request: tokens computed before, tokens to compute, drafts."""
         for turn in output.finished_req_ids:
             self.turns.pop(turn, None)
         computed = {}
@@ -267,7 +267,7 @@ class OracleBench(Bench):
         raise NotImplementedError
 
     def spoilt(self) -> list[str]:
-        """What LMCache keeps under a wrong name, in words."""
+        """LMCache's chunks under wrong names, in words."""
         raise NotImplementedError
 
     def send(self, job: str | None, tokens: Any, /, *args: Any, **fields: Any) -> str:
@@ -300,7 +300,7 @@ class OracleBench(Bench):
         return list(request.all_token_ids) if request is not None else self._right[request_id].tokens[:]
 
     def drain(self) -> None:
-        """The steps under way end."""
+        """End the steps in flight."""
         while self._in_flight:
             self._deliver(*self._in_flight.popleft())
 
@@ -345,9 +345,7 @@ class OracleBench(Bench):
                 f"right is {right.tokens[at]}: it has attended to KV of other tokens than its own"
             )
         assert not self.spoilt(), f"LMCache keeps KV of other tokens than it says: {self.spoilt()}"
-        if any(
-            told and told.invalid_block_ids for told in (r.kv_connector_output for _, r in self._in_flight)
-        ):
+        if any(kv and kv.invalid_block_ids for kv in (r.kv_connector_output for _, r in self._in_flight)):
             return  # vLLM does not know yet
         for block_id, names in list(self._cached.items()):
             if self._pool.blocks[block_id].block_hash is None:

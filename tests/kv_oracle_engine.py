@@ -29,7 +29,7 @@ KNOWN: dict[str, Any] = {
 
 
 class SpanEngine:
-    """LMCache's engine. The next `losing` loads bring their first chunk alone."""
+    """LMCache's engine. The next `losing` loads load only their first chunk."""
 
     def __init__(self, slots: list[int], chunk: int) -> None:
         self.slots, self.chunk = slots, chunk
@@ -127,7 +127,7 @@ class StockConnector(LMCacheConnectorV1):
         self._furnish(None)
 
     def _furnish(self, engine: SpanEngine | None) -> None:
-        """What the constructor would, LMCache's services left out."""
+        """Set the constructor's attributes, without LMCache's services."""
         self._lmcache_engine, self._kv_cache_events = adapter(self, engine, **self.settings), None
 
     def serve(self, engine: SpanEngine) -> StockConnector:

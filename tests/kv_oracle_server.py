@@ -1,7 +1,7 @@
 """LMCache's MP mode on the oracle's GPU: its real connector and adapters, over a server that keeps keys.
 
-The server answers as LMCache 0.5.6's does, some time after it was asked, and reads and writes vLLM's blocks
-as it gets to it. Nobody waits in real time: threads do not start, and who waits lets virtual time pass.
+The server answers as LMCache 0.5.6's does, some time after the request, and reads and writes vLLM's blocks
+in its own order. There is no real time: threads do not start, and each wait advances virtual time.
 
     up         answers each message `lag` ticks after it came; a step of the worker has three
     silent     answers nothing until `silent_until_s`, then all
@@ -40,7 +40,7 @@ LEASE_S = 300.0
 
 
 class Reply(MessagingFuture[Any]):
-    """What the server will answer. Waiting for it lets virtual time pass."""
+    """The server's later answer. Waiting for it advances virtual time."""
 
     def __init__(self, server: SpanServer) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Client:
 
 
 class SpanServer:
-    """LMCache's MP server. The next `losing` loads bring their first chunk alone, and fail."""
+    """LMCache's MP server. The next `losing` loads load only their first chunk, and fail."""
 
     def __init__(self, chunk: int) -> None:
         self.chunk, self.now_s = chunk, 1000.0
@@ -122,7 +122,7 @@ class SpanServer:
         return self.now_s < max(self.silent_until_s, self.gone_until_s)
 
     def work(self) -> None:
-        """One tick: what is due is done, in the order of its coming."""
+        """One tick: execute what is due, in order of arrival."""
         if self.stands_still:
             return
         self._tick += 1
@@ -141,20 +141,20 @@ class SpanServer:
 
     @contextlib.contextmanager
     def not_waited_for(self) -> Iterator[None]:
-        """Within: who waits for it does so in a thread of its own, beside the steps."""
+        """Within it, waits happen in another thread, beside the steps."""
         self._is_waited_for = False
         yield
         self._is_waited_for = True
 
     def kill(self, seconds: float) -> None:
-        """And start it again so much later."""
+        """Kill it, and start it again this much later."""
         self._forget()
         self.gone_until_s = self.now_s + seconds
         for client in self.clients:
             client._message_queue_client.cancel_streams()
 
     def evict(self, every: int) -> None:
-        """What no lookup holds, or not all of it."""
+        """Evict chunks that no lookup holds."""
         held: set[int] = set()
         for lookup in self._lookups.values():
             held |= lookup.locked if self.now_s < lookup.at_s + LEASE_S else set()
@@ -182,8 +182,8 @@ class SpanServer:
         self.evict(1)
 
     def _server_module_call(self, _: Any) -> ServerModuleCallResponse:
-        told = ChangesReply("epoch", 0, False, [], [], 1 << 40, None, 1.0, LEASE_S, "blake3", self.now_s)
-        return ServerModuleCallResponse(True, msgspec.msgpack.encode(told), "")
+        reply = ChangesReply("epoch", 0, False, [], [], 1 << 40, None, 1.0, LEASE_S, "blake3", self.now_s)
+        return ServerModuleCallResponse(True, msgspec.msgpack.encode(reply), "")
 
     def _names(self, key: Any, start: int, end: int) -> list[int]:
         return keys(list(key.token_ids[:end]))[start + self.chunk - 1 :: self.chunk]
@@ -289,7 +289,7 @@ class ServerBench(OracleBench):
         return super().step(seconds)
 
     def _background(self) -> None:
-        """What the threads beside the scheduler and the worker do."""
+        """The work of the threads beside the scheduler and the worker."""
         now_s, silent_s = self.now_s, 0.0
         if self.lmcache.stands_still:
             silent_s = now_s - self._heard_s

@@ -32,7 +32,7 @@ GIB = 1024**3
 
 
 class LMCacheBench(Bench):
-    """A bench whose steps go through a worker's half, too."""
+    """A bench whose steps also go through a worker's half."""
 
     connector_cls: Any
 
@@ -60,7 +60,7 @@ class LMCacheBench(Bench):
         return tokens
 
     def moved(self, output: Any) -> KVConnectorOutput:
-        """What vLLM's model runner does with a step's metadata, and what it reports."""
+        """Handle a step's metadata as vLLM's model runner does, and return its report."""
         worker, meta = self.worker, output.kv_connector_metadata
         worker.handle_preemptions(meta)
         worker.bind_connector_metadata(meta)
@@ -92,7 +92,7 @@ class InProcessBench(LMCacheBench):
         super().__init__(scheduler_cls, model, blocks, **extra, **more)
 
     def close(self) -> None:
-        # nobody asks it, and its close() takes the socket from under its thread: libzmq may abort the process
+        # nothing queries it, and its close() would close a socket that its thread uses: libzmq may abort
         self.worker._impl._manager._offload_server = None
         super().close()
 
@@ -115,7 +115,7 @@ class MpBench(LMCacheBench):
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """vLLM's groups of ranks, which LMCache in-process asks for: this process is all of them."""
+    """vLLM's rank groups, which in-process LMCache needs: this process is every rank."""
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
         parallel_state.initialize_model_parallel()

@@ -59,13 +59,13 @@ class MpEngine:
         self.adapter.register_kv_caches(self.kv, groups, {"kv_layout": "HND"})
         (client,) = self.scheduler.req_clients.values()
         self.follower = TierPoller(caller(client), ChangesRequest(MODEL, 1))
-        told = first_answer(self.follower)
+        reply = first_answer(self.follower)
         self.tiers = MpTiers(
-            self.follower, told, TokenHasher(CHUNK, told.hash_algorithm), self.bytes_per_token
+            self.follower, reply, TokenHasher(CHUNK, reply.hash_algorithm), self.bytes_per_token
         )
-        self.worker = MpWorkerSide(self.adapter, 0, self.bytes_per_token, told.read_lease_s)
+        self.worker = MpWorkerSide(self.adapter, 0, self.bytes_per_token, reply.read_lease_s)
         self._ids = (f"{id(self):x}-{number}" for number in itertools.count())
-        self._told: list[KVTransfer] = []
+        self._transfers: list[KVTransfer] = []
 
     # ---- what vLLM does
 
@@ -84,7 +84,7 @@ class MpEngine:
         return found[0]
 
     def load(self, request_id: str, token_ids: Sequence[int], tokens: int) -> int:
-        """Load the first `tokens` into zeroed blocks; how many of them came, all of them right."""
+        """Load the first `tokens` into zeroed blocks; returns how many were loaded, all of them right."""
         for layer in self.kv.values():
             layer.zero_()
         if tokens:
@@ -128,8 +128,8 @@ class MpEngine:
 
     def transfers(self) -> list[KVTransfer]:
         self._take()
-        told, self._told = self._told, []
-        return told
+        done, self._transfers = self._transfers, []
+        return done
 
     def settle(self) -> None:
         self.server.settle()
@@ -147,7 +147,7 @@ class MpEngine:
         assert not any(entry.read_lock.is_locked() for entry in self.server.l1._objects.values())
 
     def _is_true(self) -> bool:
-        """The server counts a store of L2's as done a moment before or after it tells of it."""
+        """The server counts an L2 store as done slightly before or after it reports it."""
         self.follower.poll()
         held = tuple({key.chunk_hash for key in tier} for tier in self.server.held())
         return self.follower.mirror._held == held
@@ -157,22 +157,22 @@ class MpEngine:
         self.scheduler.shutdown()
 
     def _take(self) -> list[KVTransfer]:
-        """What has been timed since, with what the server told of it."""
+        """The transfers timed since the last call, joined with the server's lookups."""
         self.follower.poll()
         self.tiers.apply_report(self.worker.report() or MpReport())
         fresh = self.tiers.transfers()
-        self._told += fresh
+        self._transfers += fresh
         return fresh
 
 
 class MpRig(MpEngine):
-    """A server of its own, and one engine."""
+    """One server and one engine."""
 
     def __init__(self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str) -> None:
         super().__init__(MpServer(directory, dram_chunks, ssd_chunks, *more))
 
     def close(self) -> None:
-        """The server's loops look once a second whether they are to end: nobody waits for that."""
+        """The server's loops check once a second whether they should end; this does not wait for them."""
         super().close()
         ENDING.append(threading.Thread(target=self.server.close))
         ENDING[-1].start()

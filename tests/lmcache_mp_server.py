@@ -1,6 +1,6 @@
 """LMCache's MP server in this process: the real one, with sockets, shared memory and files.
 
-Eviction, which it does once a second, is done when a test says so, by LMCache's own policies.
+Eviction, which it does once a second, is done when a test calls it, by LMCache's own policies.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class MpServer:
         return set(self.l1._objects), set(self._l2.eviction_policy._order)
 
     def settle(self) -> None:
-        """Wait until nothing is on its way to L2 and every session is over, then evict."""
+        """Wait until no write to L2 is in flight and every session has ended, then evict."""
         wait_for(lambda: not any(self._under_way() or time.sleep(0.001) for _ in range(3)))
         self.evict()
 
     def evict(self) -> None:
-        """What the server's two loops do once a second, now, down to the sizes asked for."""
+        """Do now what the server's two loops do once a second, down to these sizes."""
         (l1,) = self.storage._eviction_controllers
         shrink(
             l1._eviction_policy, self.held()[0], self.dram_chunks, self.l1.delete, self.l1.is_key_evictable
@@ -118,7 +118,7 @@ def shrink(policy: Any, held: set[Any], room: int, delete: Any, *eligible: Any) 
 
 
 def wait_for(done: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Poll until it is so."""
+    """Poll until the condition holds."""
     end_s = time.monotonic() + within_s
     while not done():
         assert time.monotonic() < end_s, "it never came to be so"

@@ -72,7 +72,7 @@ class Rig:
         backends = self.engine.storage_manager.storage_backends
         self.cpu, self.disk = backends["LocalCPUBackend"], backends["LocalDiskBackend"]
         self._ids = map(str, itertools.count())
-        self._told: list[KVTransfer] = []
+        self._transfers: list[KVTransfer] = []
         self.lost: Counter[str] = Counter()
 
     # ---- what vLLM does with the worker
@@ -85,7 +85,7 @@ class Rig:
         self.engine.store(list(tokens), mask=mask, offset=0, req_id="r", **self._where(tokens))
 
     def load(self, tokens: Sequence[int]) -> int:
-        """Load what is there into zeroed blocks; return how many tokens came, all of them right."""
+        """Load the stored chunks into zeroed blocks; return how many tokens came, all of them right."""
         for layer in self.kv:
             layer.zero_()
         found = self.engine.retrieve(list(tokens), req_id="r", **self._where(tokens))
@@ -96,9 +96,9 @@ class Rig:
         return came * CHUNK
 
     def step(self) -> None:
-        """The end of a vLLM step: the worker reports, the scheduler absorbs."""
-        told = self.worker.stats().data.items()
-        self.lost.update({key.removeprefix("lost_chunks/"): n for key, n in told if "lost_chunks" in key})
+        """The end of a vLLM step: the worker reports, the scheduler applies it."""
+        counts = self.worker.stats().data.items()
+        self.lost.update({key.removeprefix("lost_chunks/"): n for key, n in counts if "lost_chunks" in key})
         if report := self.worker.report():
             self.tiers.apply_report(report)
 
@@ -108,12 +108,12 @@ class Rig:
         request = next(self._ids)
         hit = self.engine.lookup(list(token_ids), lookup_id=request, pin=True)
         self.step()
-        self._told += self.tiers.transfers()
+        self._transfers += self.tiers.transfers()
         came = self.load(token_ids[:hit])
         self.engine.lookup_unpin(request)
         self.step()
         loads = self.tiers.transfers()
-        self._told += loads
+        self._transfers += loads
         self.store(token_ids, skip_chunks=came // CHUNK)
         by_tier = {load.tier: load.tokens for load in loads}
         assert sum(by_tier.values()) == came
@@ -123,8 +123,8 @@ class Rig:
         return self.tiers.locate(token_ids)
 
     def transfers(self) -> list[KVTransfer]:
-        told, self._told = self._told + self.tiers.transfers(), []
-        return told
+        found, self._transfers = self._transfers + self.tiers.transfers(), []
+        return found
 
     def settle(self) -> None:
         """Wait until no disk write is in flight, then end a step."""
@@ -193,14 +193,14 @@ def rigs(directory: Path) -> Iterator[Callable[..., Rig]]:
 
 
 def evict(backend: Any, held: Any, chunks: Collection[int]) -> None:
-    """As LMCache evicts, but these. The caller holds the backend's lock."""
+    """Evict these as LMCache does. The caller holds the backend's lock."""
     for key in [key for key in held if key.chunk_hash in chunks]:
         backend.remove(key, force=False)
         backend.cache_policy.update_on_force_evict(key)
 
 
 def content(tokens: Sequence[int]) -> torch.Tensor:
-    """KV that tells its tokens: every value of block i is its first token."""
+    """KV with known content: every value of block i is its first token."""
     heads = torch.tensor(tokens[: len(tokens) // CHUNK * CHUNK : CHUNK], dtype=torch.bfloat16)
     return heads.view(-1, 1, 1, 1).expand(-1, HEADS, CHUNK, 2 * HEAD)
 

@@ -1,4 +1,4 @@
-"""A small completions server for tests of the load generator: streams token ids, keeps what it was sent."""
+"""A small completions server for tests of the load generator: streams token ids, and keeps the requests."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Retent
 
 
 class Blocks:
-    """Handles that nobody uses, with a reference count of their own."""
+    """Block handles with their own reference counts."""
 
     def __init__(self) -> None:
         self.held = 0

@@ -18,7 +18,7 @@ DROP = Retention(0.0, "continuum", "cdf")
 SERVICE_S = 0.25
 
 
-def told(tmp_path: Path, recorder: EventRecorder) -> Path:
+def written(tmp_path: Path, recorder: EventRecorder) -> Path:
     """The recorder's snapshot in a file."""
     recording = RecordingWriter(tmp_path, recorder)
     assert recording.flush()

@@ -1,4 +1,4 @@
-"""What the tests on real servers share: a few calls, and what /metrics says."""
+"""Shared by the tests on real servers: a few calls, and readings of /metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BLOCK = 128  # tokens, vLLM's default on a CPU
 
 
 def ids(tokens: int, story: int = 0) -> list[int]:
-    """A prompt of exactly so many tokens; prompts of one story are prefixes of each other."""
+    """A prompt of exactly this many tokens; prompts of one story are prefixes of each other."""
     return [300 + (story * 7919 + i * 104729) % 3700 for i in range(tokens)]
 
 

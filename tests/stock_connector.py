@@ -1,4 +1,4 @@
-"""A KV connector that says no more than vLLM's interface asks: what it can bring, and nothing of where."""
+"""A KV connector with only vLLM's interface: it reports what it can load, and not from where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start with a policy of vLLM's own makes of this package, in a fresh process. Prints JSON."""
+"""Starts vLLM with one of its own policies in a new process, and prints as JSON what this package changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def function(name: str) -> Any:
 
 
 def start(model: str, policy: str, connector: str) -> dict[str, Any]:
-    """With a setting that ours would refuse, and none of vLLM's or LMCache's own does."""
+    """Start with a setting that our connector refuses, and vLLM and LMCache do not."""
     transfer = KVTransferConfig(
         kv_connector=connector, kv_role="kv_both", kv_connector_extra_config={"lmcache.chunk_siz": 1}
     )

@@ -1,4 +1,4 @@
-"""Who may start: admission and what it learns. Times and tokens are made up; nothing runs."""
+"""Admission, and what it learns. Times and tokens are invented; nothing runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from continuum_lmcache.admission.context_growth import PRIOR_TURNS, ContextGrowth
-from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity, room_of
+from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity, kv_capacity
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.admission.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
 from continuum_lmcache.programs.end_claims import LEAST_ENDINGS, EndClaim, EndClaims
@@ -30,8 +30,8 @@ def admission(active_tokens: int = 100_000, started_tokens: float = 100_000) -> 
     """One that has seen programs of 9 turns, each 1,000 tokens longer than the last."""
     growth = AsTold()
     for _ in range(500):
-        growth.turn(1000)
-        growth.program(9)
+        growth.add_turn(1000)
+        growth.add_program(9)
     return AdmissionController(KVCapacity(active_tokens, started_tokens), MAX_WAIT_S, growth=growth)
 
 
@@ -158,9 +158,9 @@ def test_a_program_stays_in_line_until_the_last_of_its_turns_has_left() -> None:
 
 
 def sharing(at: AdmissionController, blocks: int = 10) -> list[str]:
-    """Hashes of a prompt whose first blocks of 4,000 tokens somebody else's prompt began with, too."""
+    """Hashes of a prompt whose first blocks of 4,000 tokens another prompt has too."""
     at.shared_prefixes = SharedPrefixIndex(block_tokens=4000)
-    at.shared_prefixes.found([f"head {i}" for i in range(blocks)], 4000 * blocks)
+    at.shared_prefixes.record_hit([f"head {i}" for i in range(blocks)], 4000 * blocks)
     return [*(f"head {i}" for i in range(blocks)), "own"]
 
 
@@ -202,8 +202,8 @@ def test_a_program_in_line_is_judged_by_its_own_tokens_once_its_head_is_known() 
 
 
 def test_the_limits_follow_the_largest_tier() -> None:
-    assert room_of(1000, {}) == KVCapacity(1000, 0.0)
-    assert room_of(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
+    assert kv_capacity(1000, {}) == KVCapacity(1000, 0.0)
+    assert kv_capacity(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
 
 
 def test_who_comes_is_told_for_how_long_the_line_has_stood() -> None:
@@ -227,22 +227,22 @@ def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is
 def test_the_share_of_time_for_prompts_follows_half_a_minute_of_steps() -> None:
     prompts = PrefillShare()
     for second in range(1000, 1060):
-        prompts.stepped(float(second), prompts_s=0.9 if second % 2 else 0.0)
+        prompts.on_step(float(second), prompts_s=0.9 if second % 2 else 0.0)
     assert prompts.now(1059.0) == pytest.approx(0.45, abs=0.1)
     assert prompts.now(1089.0) == pytest.approx(0.45 / 2.718, abs=0.05), "an engine that rests"
 
 
 def test_an_engine_that_computes_prompts_all_the_time_is_busy_and_one_that_wakes_up_is_not() -> None:
     prompts = PrefillShare()
-    prompts.stepped(5000.0, prompts_s=1.0)
+    prompts.on_step(5000.0, prompts_s=1.0)
     assert prompts.now(5000.0) < 0.01
     for second in range(5001, 5100):
-        prompts.stepped(float(second), prompts_s=1.0)
+        prompts.on_step(float(second), prompts_s=1.0)
     assert prompts.now(5099.0) > 0.95
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Programs come, pause, return, end and vanish in any order."""
+    """Programs arrive, pause, return, end and disappear in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,11 +331,11 @@ TestAdmissionMachine = AdmissionMachine.TestCase
 def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:
     growth = ContextGrowth()
     assert growth.turns_left(0) == PRIOR_TURNS
-    growth.first(20_000)
+    growth.add_first_prompt(20_000)
     assert growth.turn_tokens == 5_000
     for _ in range(300):
-        growth.turn(500)
-        growth.program(4)
+        growth.add_turn(500)
+        growth.add_program(4)
     assert growth.turn_tokens == pytest.approx(500, rel=0.15)
     assert growth.turns_left(0) == pytest.approx(4, rel=0.05)
     assert growth.turns_left(30) == 1.0, "it is here although nothing lasted so long: one more turn"
@@ -346,8 +346,8 @@ def test_a_first_prompt_is_trusted_as_far_as_it_told_of_the_end() -> None:
     telling, silent = ContextGrowth(), ContextGrowth()
     assert telling.trust == 0.0
     for i in range(1, 101):
-        telling.program(5, i * 100, i * 300)
-        silent.program(5, i * 100, 40_000 + i % 2)
+        telling.add_program(5, i * 100, i * 300)
+        silent.add_program(5, i * 100, 40_000 + i % 2)
     assert telling.trust > 0.9 and silent.trust < 0.01
 
 
@@ -374,10 +374,10 @@ def test_where_the_line_has_waited_long_a_first_prompt_moves_a_program_further()
 def programs(growth: ContextGrowth, firsts: range, final_tokens: int, turns: int = 10) -> ContextGrowth:
     """One that has seen such programs, each growing in equal steps."""
     for first in firsts:
-        growth.first(first)
+        growth.add_first_prompt(first)
         for _ in range(turns):
-            growth.turn((final_tokens - first) // turns)
-        growth.program(turns, first, final_tokens)
+            growth.add_turn((final_tokens - first) // turns)
+        growth.add_program(turns, first, final_tokens)
     return growth
 
 
@@ -410,26 +410,26 @@ def test_programs_that_grow_unlike_each_other_leave_more_room() -> None:
 def test_first_prompts_unlike_each_other_cost_no_room() -> None:
     growth = ContextGrowth()
     for first in (10, 100, 1_000, 10_000, 100_000) * 8:  # conversations: most have one turn
-        growth.first(first)
-        growth.program(1, first, first)
+        growth.add_first_prompt(first)
+        growth.add_program(1, first, first)
     assert 0.9 < growth.forecasts_that_fit(126_000) / 126_000 < 1.05
 
 
 def test_a_head_is_shared_once_another_program_found_it() -> None:
     shared = SharedPrefixIndex(block_tokens=10)
     assert shared.head("abcde").tokens == 0
-    shared.found("abxyz", 20)
+    shared.record_hit("abxyz", 20)
     assert shared.head("abcde") == shared.head("qbcde") == SharedPrefix("b", 20)
-    shared.found("qrs", 9)
+    shared.record_hit("qrs", 9)
     assert shared.head("qrs").tokens == 0
-    shared.found("qxy", 10)
+    shared.record_hit("qxy", 10)
     assert shared.head("qrs").tokens == 10
 
 
 def test_the_heads_that_were_not_found_for_longest_are_forgotten() -> None:
     shared = SharedPrefixIndex(block_tokens=1)
     for name in range(MOST_HEADS + 1):
-        shared.found([name, name], 1 + name % 2)
+        shared.record_hit([name, name], 1 + name % 2)
     assert shared.head([0]).tokens == 0 and shared.head([0, 1]).tokens == 2
 
 

@@ -1,4 +1,4 @@
-"""Can a client that opens programs without end keep others from starting? Virtual time, core alone."""
+"""A client that opens programs without end does not keep others from starting. Virtual time, core alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
-from continuum_lmcache.admission.controller import AdmissionController, PendingProgram, room_of
+from continuum_lmcache.admission.controller import AdmissionController, PendingProgram, kv_capacity
 from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.types import ProgramId
 
@@ -22,9 +22,9 @@ def learned() -> ContextGrowth:
     """From thirty honest programs of six turns, 300 tokens to 660."""
     growth = ContextGrowth()
     for _ in range(30):
-        growth.first(300)
-        growth.turn(72)
-        growth.program(6, 300, 660)
+        growth.add_first_prompt(300)
+        growth.add_turn(72)
+        growth.add_program(6, 300, 660)
     return growth
 
 
@@ -36,12 +36,12 @@ def order(pending: PendingProgram, growth: ContextGrowth) -> float:
 def victims_wait_s(
     says_the_truth: bool, prompt_share: float = 1.0, per_s: int = 60, lasts_s: int = 60
 ) -> float:
-    """P95 of what a victim (one every two seconds) waits beside so many programs of four tokens a second.
+    """P95 of the wait of a victim (one every two seconds) beside this many programs of four tokens a second.
 
-    Each of these is over after its one turn. The attacker does not say so. Prompts of four tokens take no
+    Each of these ends after its one turn. The attacker does not report it. Prompts of four tokens take no
     time by themselves: `prompt_share` is that of others.
     """
-    admission = AdmissionController(room_of(72 * 128, {}), MAX_WAIT_S, order, learned())
+    admission = AdmissionController(kv_capacity(72 * 128, {}), MAX_WAIT_S, order, learned())
     came: dict[ProgramId, float] = {}
     waits_s: list[float] = []
     later: list[tuple[float, int, Callable[[float], object]]] = []

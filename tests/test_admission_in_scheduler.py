@@ -190,16 +190,16 @@ def test_the_longest_wait_told_is_that_of_a_later_turn_that_is_not_held(make: Ma
     bench.turn("p", prompt(60, 1))
     crowd_in(bench, 6, out=30)
 
-    def told() -> float:
+    def oldest_wait_s() -> float:
         return totals_of(bench.lifecycle, bench.now_s)["returning_wait"][""]
 
     bench.now_s += 5.0
-    assert told() == 0.0, "first turns wait, held or not"
+    assert oldest_wait_s() == 0.0, "first turns wait, held or not"
     bench.send("p", prompt(70, 1))
     bench.now_s += 2.0
-    assert told() == 2.0
+    assert oldest_wait_s() == 2.0
     bench.run_until_idle()
-    assert told() == 0.0
+    assert oldest_wait_s() == 0.0
 
 
 def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:

@@ -1,9 +1,9 @@
-"""The report: figures computed by hand, side by side."""
+"""The report: figures checked by hand, side by side."""
 
 from pathlib import Path
 
 import pytest
-from recorded import KEEP, PROTOTYPE, Run, printed, saved, told
+from recorded import KEEP, PROTOTYPE, Run, printed, saved, written
 
 from continuum_lmcache.recordings.metrics import measure, outcomes
 from continuum_lmcache.recordings.reader import load
@@ -33,7 +33,7 @@ def test_the_figures_of_a_small_run_are_those_computed_by_hand(
 
     Waits 1, 2, 0. Pins 2 s (reused) and 3 s (expired). Wall: 0 to 10.
     """
-    found = measure(load(told(tmp_path, two_programs)))
+    found = measure(load(written(tmp_path, two_programs)))
     assert {k: v for k, v in found.items() if v is not None} == pytest.approx(
         {
             "programs": 2,
@@ -64,7 +64,7 @@ def test_the_figures_of_a_small_run_are_those_computed_by_hand(
             "calibration error": 0.25,
         }
     )
-    assert outcomes(load(told(tmp_path, two_programs))) == {"reused": [2], "expired": [3]}
+    assert outcomes(load(written(tmp_path, two_programs))) == {"reused": [2], "expired": [3]}
 
 
 def test_the_prototypes_readers_find_lists_of_events_everywhere(two_programs: EventRecorder) -> None:
@@ -75,7 +75,7 @@ def test_the_prototypes_readers_find_lists_of_events_everywhere(two_programs: Ev
 
 
 def test_the_report_prints_every_table(tmp_path: Path, two_programs: EventRecorder) -> None:
-    text = printed("report", told(tmp_path, two_programs))
+    text = printed("report", written(tmp_path, two_programs))
     for word in ("JCT, P99 [s]", "cache hit ratio", "reused", "expired", "pytest", "promised P(tau)"):
         assert word in text, word
     assert "missing" not in text
@@ -84,7 +84,7 @@ def test_the_report_prints_every_table(tmp_path: Path, two_programs: EventRecord
 def test_two_runs_stand_side_by_side(tmp_path: Path, two_programs: EventRecorder) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "y").mkdir()
-    first = told(tmp_path / "x", two_programs)
+    first = written(tmp_path / "x", two_programs)
     second = saved(tmp_path / "y", PROTOTYPE)
     text = printed("report", "--compare", first, second)
     (row,) = [line for line in text.splitlines() if "JCT, max" in line]
@@ -94,7 +94,7 @@ def test_two_runs_stand_side_by_side(tmp_path: Path, two_programs: EventRecorder
 def test_a_name_cannot_command_the_terminal(tmp_path: Path) -> None:
     run = Run()
     run.turn("a", "t", (0, 0, 1), tool=("\x1b[2Jls [red]", "bash"))
-    text = printed("report", told(tmp_path, run.recorder))
+    text = printed("report", written(tmp_path, run.recorder))
     assert "\x1b[2J" not in text and "[red]" in text
 
 
@@ -104,14 +104,14 @@ def test_one_recording_or_two_must_be_named(tmp_path: Path) -> None:
 
 
 def test_forecasts_of_the_reload_stand_beside_what_it_took(tmp_path: Path) -> None:
-    """60 loads of 1 s: the first 50 foretold as 2 s, off by 100 %, the rest as 1.1 s; and one computed."""
+    """60 loads of 1 s: the first 50 predicted as 2 s, off by 100 %, the rest as 1.1 s; and one computed."""
     run = Run()
     for number in range(61):
         run.turn("a", f"a{number}", (number, number, number + 0.5))
         foretold_s, loaded = (2.0 if number < 50 else 1.1), (0 if number == 60 else 300)
         found = ReloadOutcome(TurnId(f"a{number}"), ProgramId("a"), foretold_s, 0.75, 0.25, loaded, 40)
         run.recorder.record(ContextReloaded(number + 0.5, found))
-    path = told(tmp_path, run.recorder)
+    path = written(tmp_path, run.recorder)
     errors = forecast_errors(load(path))
     assert {name: e.reloads for name, e in errors.items()} == {
         "all": 61,

@@ -1,4 +1,4 @@
-"""Clients that only their API keys tell apart: a program belongs to the key that opened it."""
+"""Clients that differ only by their API keys: a program belongs to the key of its first request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the baselines' rows are started with, and what they say of a server that did not do its work."""
+"""The start options of the baselines' rows, and the rows of servers that failed."""
 
 from __future__ import annotations
 

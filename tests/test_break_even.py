@@ -1,4 +1,4 @@
-"""Where loading begins to pay, and when a pin does: against the cost model itself."""
+"""The context from which loading pays, and when a pin pays: checked against the cost model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promised against realised P(tau), with promises that nobody saw through."""
+"""Predicted against realised P(tau), with censored predictions."""
 
 import random
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import KEEP, Run, told
+from recorded import KEEP, Run, written
 
 from continuum_lmcache.recordings.metrics import ReturnPromise, calibration, realised
 from continuum_lmcache.recordings.reader import load
@@ -56,7 +56,7 @@ def promises(reclaimed_share: float, seed: int = 7, turns: int = 3_000) -> Event
 def test_true_promises_are_found_true_also_where_pins_are_reclaimed(
     tmp_path: Path, reclaimed_share: float
 ) -> None:
-    bins = calibration(load(told(tmp_path, promises(reclaimed_share))))
+    bins = calibration(load(written(tmp_path, promises(reclaimed_share))))
     assert len(bins) == 10
     for found in bins:
         assert found.realised == pytest.approx(found.promised, abs=0.1)
@@ -67,8 +67,8 @@ def test_a_promise_that_the_recording_did_not_outlive_is_censored_not_broken(tmp
     run = Run()
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)  # until 4 s, and the recording ends at 2 s
     run.turn("b", "b1", (0, 0, 2))
-    (found,) = calibration(load(told(tmp_path, run.recorder)))
-    assert (found.watches, found.censored, found.realised) == (1, 1, None)
+    (found,) = calibration(load(written(tmp_path, run.recorder)))
+    assert (found.promises, found.censored, found.realised) == (1, 1, None)
 
 
 def test_a_program_that_ended_within_its_ttl_is_censored_not_late(tmp_path: Path) -> None:
@@ -76,13 +76,13 @@ def test_a_program_that_ended_within_its_ttl_is_censored_not_late(tmp_path: Path
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)
     run.recorder.record(ProgramEnded(2, ProgramId("a"), 1))
     run.turn("b", "b1", (0, 0, 9))
-    (found,) = calibration(load(told(tmp_path, run.recorder)))
-    assert (found.watches, found.censored, found.realised) == (1, 1, None)
+    (found,) = calibration(load(written(tmp_path, run.recorder)))
+    assert (found.promises, found.censored, found.realised) == (1, 1, None)
 
 
 def test_a_promise_outlived_without_a_return_is_broken(tmp_path: Path) -> None:
     run = Run()
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)
     run.turn("b", "b1", (0, 0, 9))
-    (found,) = calibration(load(told(tmp_path, run.recorder)))
-    assert (found.watches, found.censored, found.realised) == (1, 0, 0)
+    (found,) = calibration(load(written(tmp_path, run.recorder)))
+    assert (found.promises, found.censored, found.realised) == (1, 0, 0)

@@ -1,4 +1,4 @@
-"""The command line that the README shows, and what it says when it is wrong."""
+"""The README's command line, and its errors for bad input."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_readmes_command_parses_and_picks_our_scheduler_and_connector(model:
 
 
 def test_help_offers_the_policy() -> None:
-    """As a user would ask, in a process of its own: the entry point must be found."""
+    """As a user calls it, in a new process: the entry point must be found."""
     vllm = Path(sys.executable).with_name("vllm")
     shown = subprocess.run(
         [vllm, "serve", "--help=scheduling-policy"], capture_output=True, text=True, timeout=120
@@ -157,14 +157,14 @@ def test_a_server_with_vllms_own_policy_is_stock_where_this_package_is_installed
     command = [sys.executable, str(ROOT / "tests" / "stock_start.py"), str(model)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    told = json.loads(ran.stdout.splitlines()[-1])
+    report = json.loads(ran.stdout.splitlines()[-1])
     kinds = ("LMCacheConnectorV1", "LMCacheMPConnector") * 2
-    assert [start["connector"] for start in told["starts"]] == [
+    assert [start["connector"] for start in report["starts"]] == [
         [kind, None, {"lmcache.chunk_siz": 1}] for kind in kinds
     ]
-    assert {start["load_failure_policy"] for start in told["starts"]} == {"fail"}, "vLLM's default"
-    assert all(start["scheduler"].startswith("vllm.") for start in told["starts"])
-    assert told["wrapped"] == [] and told["connectors"] == []
+    assert {start["load_failure_policy"] for start in report["starts"]} == {"fail"}, "vLLM's default"
+    assert all(start["scheduler"].startswith("vllm.") for start in report["starts"])
+    assert report["wrapped"] == [] and report["connectors"] == []
 
 
 def transfer(connector: str, module: str | None = None) -> KVTransferConfig:

@@ -1,4 +1,4 @@
-"""The agents that people run, as they are: whose turn is each request of theirs? (docs/clients.md)"""
+"""Requests of known agents are linked to the right programs (docs/clients.md)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def bench(model: Path, settings: Any) -> Bench:  # noqa: F811
 
 
 def sent(turn: Turn) -> dict[str, Any]:
-    """What the API server says of the turn's program."""
+    """The API server's fields about the turn's program."""
     return dict(send(app([]), turn.path, turn.headers, turn.body)["extra_args"])
 
 
@@ -103,7 +103,7 @@ def test_a_stored_response_goes_on_in_the_program_that_it_ended() -> None:
 
 @EVERY
 def test_a_parents_pin_outlives_its_subagents_traffic_and_is_reused(bench: Bench, client: Client) -> None:
-    """What the subagent computes is more than the cache holds beside the pin."""
+    """The subagent computes more than the cache holds beside the pin."""
     for number, turn in enumerate(client.turns):
         said, before = sent(turn), bench.lifecycle.residency.prompt_tokens["gpu"]
         big = list(range(1000, 1000 + 25 * BLOCK)) if turn.agent == CHILD else []

@@ -1,4 +1,4 @@
-"""Every command that README and docs name is there, takes the options shown, and runs by its path too."""
+"""Every command that README and docs name exists, takes the options shown, and runs by its path too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNNER = ROOT / "tests" / "commands_in_one_process.py"
 
 
 def commands(page: Path) -> list[str]:
-    """What stands in a page's indented blocks and between backquotes, without comments and prompts."""
+    """The commands in a page's indented blocks and between backquotes, without comments and prompts."""
     text = re.sub(r"\\\n\s*", "", page.read_text())
     blocks = re.findall(r"^ {4}(?:\$ )?(\S.*)$", text, re.MULTILINE)
     spans = re.findall(r"`([^`\n]+)`", text)
@@ -67,7 +67,7 @@ def test_a_command_of_the_pages_runs(ran: dict[str, tuple[int, str]], command: s
 
 
 def test_the_pages_name_the_commands_that_there_are() -> None:
-    """So that the test above is not empty one day."""
+    """So that the test above never becomes empty."""
     named = {command[0] if command[0] != "python" else command[1] for command in COMMANDS}
     assert named >= {"continuum-lmcache", "-m", "experiments/offload_sweep.py", "profiles/measure.py"}
 

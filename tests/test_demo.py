@@ -1,4 +1,4 @@
-"""The demo's parts that need no server: from speed to scenario, what servers are told, what is said."""
+"""The demo's parts that need no server: its scenario, its servers' options, its texts."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ from experiments.demo_scenario import (
     pressure,
     rate,
 )
-from experiments.demo_servers import CONTINUUM, FCFS, ORDER, check_room, refuse_failures, told
+from experiments.demo_servers import CONTINUUM, FCFS, ORDER, check_room, refuse_failures, with_tiers
 from experiments.driver import TurnRecord
 from experiments.mp_server import MpProcess
 from experiments.replay import Job, cut_s, new_tokens
@@ -176,9 +176,9 @@ def test_the_rate_is_the_work_done_while_the_batch_was_full():
 def test_lmcaches_tokens_are_split_as_its_server_counted_them_and_what_is_not_new_was_computed_again():
     found = summary("fcfs", 1, [3.0], cut_s=[5.0], new_tokens=60)
     found["tokens_by_source"] = {"gpu": 10, "offload": 40, "computed": 100}
-    told_of = told(found, {"dram": 30.0, "ssd": 90.0})
-    assert told_of["tokens_by_source"] == {"gpu": 10, "dram": 10, "ssd": 30, "again": 40, "computed": 60}
-    assert told_of["job_time_s"]["mean"] == 4.0  # the one that was cut off counts with its time so far
+    found_of = with_tiers(found, {"dram": 30.0, "ssd": 90.0})
+    assert found_of["tokens_by_source"] == {"gpu": 10, "dram": 10, "ssd": 30, "again": 40, "computed": 60}
+    assert found_of["job_time_s"]["mean"] == 4.0  # the one that was cut off counts with its time so far
 
 
 def test_a_program_that_the_limit_cut_off_had_run_since_it_arrived():

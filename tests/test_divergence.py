@@ -1,4 +1,4 @@
-"""Why programs come back to less than they left: each planted cause is found, at its token."""
+"""Losses of returning programs: each planted cause is found, at its token."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def departure(tokens: list[int], prompt_tokens: int, **more: Any) -> EndedTurn:
 def returned(
     left: EndedTurn, now: list[int], tools: str = "", salt: str = "", found: int | None = None
 ) -> Any:
-    """The losses of one return; all that both have in common is found, unless so much is said."""
+    """The losses of one return; everything in common is found in the cache, unless `found` is given."""
     departures = EndedTurns(BLOCK)
     departures.add(P, left)
     parted = departures.compare_return(P, "p", now, hashes(now, salt), tools)
@@ -267,10 +267,10 @@ def make(model: Path, settings: Any, tmp_path: Path) -> Iterator[Make]:  # noqa:
 
 
 def losses(bench: Bench, tmp_path: Path) -> dict[str, list[dict[str, Any]]]:
-    """What the recording says of each program's losses."""
+    """Each program's losses in the recording."""
     bench.scheduler.shutdown()
-    told = json.loads((tmp_path / "scheduler_timestamps").read_text())
-    return {job: [e for e in log if "lost_time" in e] for job, log in told.items() if not job.startswith("_")}
+    logs = json.loads((tmp_path / "scheduler_timestamps").read_text())
+    return {job: [e for e in log if "lost_time" in e] for job, log in logs.items() if not job.startswith("_")}
 
 
 def test_each_planted_cause_is_found_at_its_token(make: Make, tmp_path: Path) -> None:
@@ -296,10 +296,10 @@ def test_each_planted_cause_is_found_at_its_token(make: Make, tmp_path: Path) ->
     assert at == {"nonce": 40, "tools": 25, "thoughts": len(HEAD), "compaction": len(HEAD), "salt": 0}
     assert all(log[0]["prefill_s"] > 0 and log[0]["lost_tokens"] > 32 for log in found.values())
     assert all("left_text" not in log[0] and len(log[0]["now_side"]) == 16 for log in found.values())
-    told = totals_of(bench.lifecycle, bench.now_s)
-    assert {cause for cause, n in told["lost_returns"].items() if n} == set(found)
-    assert told["lost_at_token"] == at
-    assert {cause for cause, s in told["lost_seconds"].items() if s} == set(found)
+    totals = totals_of(bench.lifecycle, bench.now_s)
+    assert {cause for cause, n in totals["lost_returns"].items() if n} == set(found)
+    assert totals["lost_at_token"] == at
+    assert {cause for cause, s in totals["lost_seconds"].items() if s} == set(found)
 
 
 @pytest.mark.parametrize(("transfer", "cause"), [(None, "evicted"), (DRAM, "tier-miss")])

@@ -1,4 +1,4 @@
-"""`continuum-lmcache doctor` as a user runs it: verdicts, traps, running servers, and bad input."""
+"""`continuum-lmcache doctor` as a user runs it: verdicts, known problems, running servers, and bad input."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def test_the_screen_says_what_the_json_says(command: Command) -> None:
         "Can pins pay here? yes",
     ):
         assert words in ran.out, words
-    assert ran.out.rstrip().endswith("Serving so is advisable.")
+    assert ran.out.rstrip().endswith("This deployment is advisable.")
 
 
 def test_a_cache_too_small_for_the_programs_is_not_advisable(command: Command, tmp_path: Path) -> None:
     ran = command("doctor", config_json(tmp_path), "--kv-gib", "0.12", "--context", "20000")
     assert ran.status == 1
     assert "ERROR context-exceeds-kv-cache" in ran.out
-    assert ran.out.rstrip().endswith("Serving so is NOT advisable: 1 error, 1 warning.")
+    assert ran.out.rstrip().endswith("This deployment is NOT advisable: 1 error, 1 warning.")
 
 
 def test_the_verdict_follows_from_the_warnings(command: Command) -> None:
@@ -97,7 +97,7 @@ def test_the_verdict_follows_from_the_warnings(command: Command) -> None:
     ran = command(*asked)
     assert ran.status == 1
     assert ran.out.count("WARNING ") == 4 and "ERROR " not in ran.out
-    assert ran.out.rstrip().endswith("Serving so works but is NOT advisable: 4 warnings.")
+    assert ran.out.rstrip().endswith("This deployment works but is NOT advisable: 4 warnings.")
     assert command(*asked, "--json").json["advisable"] is False
 
 
@@ -183,10 +183,10 @@ def test_a_setting_that_costs_something_is_told(
 
 def test_more_dram_than_this_machine_has_is_told(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("lmcache")
-    for size_gib, told in ((1e6, True), (0.1, False)):
+    for size_gib, expected in ((1e6, True), (0.1, False)):
         path = lmcache_json(tmp_path, {"lmcache.max_local_cpu_size": size_gib})
         found = command("doctor", *H200, "--lmcache", path, "--json").json
-        assert ("dram-exceeds-this-machine" in names(found)) == told
+        assert ("dram-exceeds-this-machine" in names(found)) == expected
 
 
 def test_every_trap_is_told_at_once(command: Command, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ SETTINGS = [
 
 
 def judged(extra: dict[str, Any]) -> None:
-    """The doctor has findings on these settings, and not more than one tier of each kind."""
+    """Check that the doctor has findings on these settings, and at most one tier of each kind."""
     worker = WorkerSpec(False, 16, 131_072, "m")
     config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     found = checked(config, worker, lora=False)
@@ -415,8 +415,8 @@ RAY = Path(__file__).resolve().parent.parent / "docs" / "ray.yaml"
 
 
 def test_the_example_of_a_fleet_is_well(command: Command) -> None:
-    told = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", RAY, "--json").json
-    assert not [each for each in told["findings"] if each["name"].startswith("fleet")]
+    report = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", RAY, "--json").json
+    assert not [each for each in report["findings"] if each["name"].startswith("fleet")]
 
 
 @pytest.mark.parametrize(
@@ -433,8 +433,8 @@ def test_what_is_wrong_with_a_fleets_file_is_told(
 ) -> None:
     path = tmp_path / "ray.yaml"
     path.write_text(RAY.read_text().replace(old, new))
-    told = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", path, "--json").json
-    assert [each["name"] for each in told["findings"] if each["name"].startswith("fleet")] == [named]
+    report = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", path, "--json").json
+    assert [each["name"] for each in report["findings"] if each["name"].startswith("fleet")] == [named]
 
 
 @pytest.mark.parametrize("text", ["", "[1", "- 1", "applications: [{import_path: x:y}]", "applications: 3"])

@@ -1,4 +1,4 @@
-"""T and eta, from what an engine saw."""
+"""T and eta, from an engine's observations."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""An asynchronous KV load that fails leaves a request without KV, and nobody waits for ever."""
+"""After a failed asynchronous KV load a request has no KV, and no request waits for ever."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_request_beyond_half_of_the_memory_is_served_after_its_whole_load_fail
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_loads_that_came_run_before_the_retry_of_one_that_failed(cls: Any, make: Make) -> None:
-    """The retry needs the memory that is reserved for them, and they stand behind it in the queue."""
+    """The retry needs the memory that is reserved for them, and they are after it in the queue."""
     bench = make(cls, True)
     wanted = {"a": (5, 10), "b": (2, 4), "c": (6, 15)}  # blocks that the tier has, of so many
     prompts = {job: prompt(whole * 16 - 4, story) for story, (job, (_, whole)) in enumerate(wanted.items())}
@@ -66,8 +66,8 @@ STOCK_ASYNC = pytest.param(AsyncScheduler, marks=pytest.mark.xfail(strict=True, 
 def test_after_a_load_within_a_step_failed_the_prompt_is_computed_from_its_start(
     cls: Any, make: Make
 ) -> None:
-    """vLLM goes on in place: with steps ahead it takes tokens for new that came of the failed load, and
-    the request never ends; on GPUs its runner reads the wrong tokens (vllm-project/vllm#49250).
+    """vLLM continues in place: with steps ahead it counts tokens from the failed load as new, and the
+    request never ends; on GPUs its runner reads the wrong tokens (vllm-project/vllm#49250).
     """
     bench = make(cls, False)
     tokens = prompt(4 * 16 + 5)

@@ -10,7 +10,7 @@ import pytest
 
 from connectors.fake.config import FakeConfig
 from connectors.fake.scheduler_side import FakeSchedulerSide
-from connectors.tier_model.lru_tier import chain
+from connectors.tier_model.lru_tier import chunk_names
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.types import Residency
 
@@ -60,8 +60,8 @@ def generate(request: Any, tokens: int) -> None:
 def test_a_chunk_is_stored_by_the_step_that_completes_it() -> None:
     planner = a_planner()
     request = a_request("r", 20)
-    assert planner.offer(request, 0) == 0
-    planner.admitted(request, [1, 2], 0)
+    assert planner.offered_tokens(request, 0) == 0
+    planner.on_alloc(request, [1, 2], 0)
     first = planner.step(output({"r": 9}, new={"r": [1, 2, 3]}))
     assert [c.block_ids for c in first.stores] == [(1, 2)]
     request.num_computed_tokens = 9
@@ -74,8 +74,8 @@ def test_a_chunk_is_stored_by_the_step_that_completes_it() -> None:
 def test_generated_tokens_are_stored_only_if_asked(saved: bool, chunks: list[tuple[int, int]]) -> None:
     planner = a_planner(save_decode_cache=saved)
     request = a_request("r", 14)
-    planner.offer(request, 0)
-    planner.admitted(request, [3, 4, 5, 6], 0)
+    planner.offered_tokens(request, 0)
+    planner.on_alloc(request, [3, 4, 5, 6], 0)
     assert len(planner.step(output({"r": 14}, new={"r": [3, 4, 5, 6]})).stores) == 1
     generate(request, 14)
     stores = [planner.step(output({"r": 1})).stores]
@@ -88,8 +88,8 @@ def test_a_sampled_token_that_nobody_knows_yet_completes_no_chunk() -> None:
     """Asynchronous scheduling counts tokens before they are sampled; their chunk comes a step later."""
     planner = a_planner()
     request = a_request("r", 7)
-    planner.offer(request, 0)
-    planner.admitted(request, [1, 2], 0)
+    planner.offered_tokens(request, 0)
+    planner.on_alloc(request, [1, 2], 0)
     planner.step(output({"r": 7}, new={"r": [1, 2]}))
     request.num_computed_tokens = 7
     assert not planner.step(output({"r": 1})).stores
@@ -102,12 +102,12 @@ def test_a_sampled_token_that_nobody_knows_yet_completes_no_chunk() -> None:
 def test_a_preempted_request_loads_what_it_had_stored() -> None:
     planner = a_planner()
     request = a_request("r", 20)
-    planner.offer(request, 0)
-    planner.admitted(request, [1, 2, 3, 4, 5], 0)
+    planner.offered_tokens(request, 0)
+    planner.on_alloc(request, [1, 2, 3, 4, 5], 0)
     planner.step(output({"r": 20}, new={"r": [1, 2, 3, 4, 5]}))
     request.num_computed_tokens = 0  # preempted: its blocks are gone
-    assert planner.offer(request, 4) == 12
-    planner.admitted(request, [9, 8, 7, 6, 5], 12)
+    assert planner.offered_tokens(request, 4) == 12
+    planner.on_alloc(request, [9, 8, 7, 6, 5], 12)
     meta = planner.step(output({"r": 4}, more={"r": [9, 8, 7, 6, 5]}, resumed=["r"]))
     assert [(c.first, c.block_ids) for c in meta.loads[0].copies] == [(1, (8,)), (0, (7, 6))]
     assert not meta.stores
@@ -116,17 +116,17 @@ def test_a_preempted_request_loads_what_it_had_stored() -> None:
 
 def test_the_last_token_is_always_computed() -> None:
     planner = a_planner()
-    planner.store.store(0.0, chain(range(16), 8))
-    assert planner.offer(a_request("r", 16), 0) == 15
-    assert planner.offer(a_request("s", 17), 0) == 16
+    planner.store.store(0.0, chunk_names(range(16), 8))
+    assert planner.offered_tokens(a_request("r", 16), 0) == 15
+    assert planner.offered_tokens(a_request("s", 17), 0) == 16
 
 
 def test_an_offer_that_is_asked_for_again_and_again_changes_nothing() -> None:
     planner = a_planner()
-    planner.store.store(0.0, chain(range(16), 8))
-    planner.store.store(0.0, chain(range(50, 66), 8))
+    planner.store.store(0.0, chunk_names(range(16), 8))
+    planner.store.store(0.0, chunk_names(range(50, 66), 8))
     order = list(planner.store.dram.names)
-    assert {planner.offer(a_request("r", 17), 0) for _ in range(10)} == {16}
+    assert {planner.offered_tokens(a_request("r", 17), 0) for _ in range(10)} == {16}
     assert list(planner.store.dram.names) == order
     planner.finished("r")
     assert not planner.tracked
@@ -135,7 +135,7 @@ def test_an_offer_that_is_asked_for_again_and_again_changes_nothing() -> None:
 def held_in_parts() -> FakeSchedulerSide:
     """Four chunks on the disk, of which the first two are in DRAM too."""
     planner = a_planner(ssd_gb=1.0)
-    names = chain(range(32), 8)
+    names = chunk_names(range(32), 8)
     planner.store.store(0.0, names)
     planner.store.settle(0.0)
     for name in names[2:]:
@@ -145,35 +145,35 @@ def held_in_parts() -> FakeSchedulerSide:
 
 @pytest.mark.parametrize(("in_dram", "on_disk", "loaded"), [(1, 1, 32), (1, 0, 16), (0, 0, 0)])
 def test_a_rule_decides_how_far_a_prompt_is_loaded(in_dram: int, on_disk: int, loaded: int) -> None:
-    """What it leaves is computed, and goes to DRAM where it is not there yet; nothing is lost."""
+    """The rest is computed, and stored to DRAM if it is not there yet; nothing is lost."""
     planner, request = held_in_parts(), a_request("r", 33)
     planner.rule = lambda _, where: in_dram * where.dram_tokens + on_disk * where.ssd_tokens
-    assert planner.offer(request, 0) == loaded
+    assert planner.offered_tokens(request, 0) == loaded
     at = list(range(9))
-    planner.admitted(request, at, loaded)
+    planner.on_alloc(request, at, loaded)
     request.num_computed_tokens = loaded
     meta = planner.step(output({"r": 33 - loaded}, new={"r": at}))
     copies = [copy for job in meta.loads for copy in job.copies]
     assert len(copies) * 8 == loaded
     assert not meta.stores, "every chunk's bytes are kept already"
     planner.store.check()
-    assert planner.store.holding(chain(range(32), 8)).dram_tokens == 32
+    assert planner.store.holding(chunk_names(range(32), 8)).dram_tokens == 32
 
 
 def test_a_rule_is_asked_where_the_offered_tokens_lie() -> None:
     planner, asked = held_in_parts(), []
     planner.rule = lambda turn, where: asked.append((turn, where)) or 0
-    assert planner.offer(a_request("r", 40), 8) == 0
+    assert planner.offered_tokens(a_request("r", 40), 8) == 0
     assert asked == [("r", Residency(gpu_tokens=8, dram_tokens=8, ssd_tokens=16, total_tokens=40))]
 
 
 def test_tenants_and_adapters_do_not_share() -> None:
     planner = a_planner()
-    planner.store.store(0.0, chain(range(16), 8))
+    planner.store.store(0.0, chunk_names(range(16), 8))
     salted, adapted = a_request("s", 17), a_request("a", 17)
     salted.cache_salt, adapted.lora_request = "tenant", object()
-    assert planner.offer(salted, 0) == 0
-    assert planner.offer(adapted, 0) == 0
+    assert planner.offered_tokens(salted, 0) == 0
+    assert planner.offered_tokens(adapted, 0) == 0
 
 
 # settings

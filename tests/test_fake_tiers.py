@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from connectors.tier_model.bandwidth_link import BandwidthLink
-from connectors.tier_model.lru_tier import chain
+from connectors.tier_model.lru_tier import chunk_names
 from connectors.tier_model.tier_spec import TierSpec
 from connectors.tier_model.two_tier_cache import TwoTierCache
 from continuum_lmcache.reload.tier_store import TierHit
@@ -99,13 +99,13 @@ def test_a_link_is_free_again_after_a_pause() -> None:
 
 def test_names_go_on_from_known_ones_and_hang_on_the_salt() -> None:
     tokens = list(range(50))
-    names = chain(tokens, CHUNK)
-    assert len(names) == 12 and chain(tokens, CHUNK, known=names[:5]) == names
-    assert chain(tokens, CHUNK, salt="tenant")[0] != names[0]
+    names = chunk_names(tokens, CHUNK)
+    assert len(names) == 12 and chunk_names(tokens, CHUNK, known=names[:5]) == names
+    assert chunk_names(tokens, CHUNK, salt="tenant")[0] != names[0]
 
 
 class Tiers(RuleBasedStateMachine):
-    """Turns, time, forgetting and questions in any order: what is located is what comes."""
+    """Turns, time, drops and lookups in any order: a load returns what was located."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Faults on a live server: stock vLLM, real LMCache, the plugin, and what an operator's night brings.
+"""Faults on a live server: stock vLLM, real LMCache, the plugin, and an operator's usual problems.
 
 One server. After every fault it answers as before, and what the fault cost is in /metrics. The last
 test ends the server; another one is started only for a test that runs after it.
@@ -39,7 +39,7 @@ MANY = 100
 
 @dataclass(frozen=True)
 class Faulty(Server):
-    """A server whose folders and processes one can reach."""
+    """A server whose folders and processes a test can reach."""
 
     folder: Path
 
@@ -177,7 +177,7 @@ def test_damaged_chunk_files_are_computed_again_to_the_last_bit(
 
 @contextlib.contextmanager
 def full_disk(server: Faulty) -> Iterator[None]:
-    """No file of the server's may grow beyond half a chunk: what a full disk does, without one."""
+    """No file of the server may grow beyond half a chunk: like a full disk."""
     assert (server.folder / "server.log").stat().st_size < HALF_A_CHUNK_BYTES / 2, "the log would stop too"
     for process in server.processes:
         process.rlimit(psutil.RLIMIT_FSIZE, (HALF_A_CHUNK_BYTES, psutil.RLIM_INFINITY))
@@ -272,7 +272,7 @@ def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(server
 
 
 def recorded(server: Faulty, wanted: str) -> list[str]:
-    """The run's file, asked for, once it has `wanted`."""
+    """The run's recording, requested until it has `wanted`."""
     end_s = time.monotonic() + 20
     while True:
         ask_for_files(server)

@@ -1,4 +1,4 @@
-"""The lab against real servers, without a server: what is told to the lab, and how the two are compared."""
+"""The comparison of simulator and real servers, without a server: its probes, and its tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from experiments.fidelity_lab import (
     LONG_TOKENS,
     SHORT_TOKENS,
     Around,
-    Told,
+    ProbeTimes,
     around,
     behind_a_hop,
     lmcache_tiers,
@@ -39,8 +39,8 @@ def machine() -> Machine:
 SERVER = Around(slower=1.3, hop_s=0.02, hop_per_token_s=2e-5, step_s=0.004, per_sequence_s=0.001)
 
 
-def told(machine: Machine, server: Around) -> Told:
-    """What a server like that shows."""
+def probes_of(machine: Machine, server: Around) -> ProbeTimes:
+    """The probe times of a server like that."""
 
     def first_s(batch: tuple[int, int]) -> float:
         step_s = server.slower * machine.seconds([batch]) + server.step_s
@@ -50,23 +50,25 @@ def told(machine: Machine, server: Around) -> Told:
         step_s = server.slower * machine.seconds([(1, 16)] * turns) + server.step_s
         return step_s + server.per_sequence_s * (turns - 1)
 
-    return Told(first_s((16, 0)), first_s((1088, 0)), first_s((64, 1024)), between_s(1), between_s(6))
+    return ProbeTimes(first_s((16, 0)), first_s((1088, 0)), first_s((64, 1024)), between_s(1), between_s(6))
 
 
 def test_a_server_is_read_from_five_times(machine: Machine) -> None:
     for server in (SERVER, Around(), Around(slower=0.9), Around(hop_s=0.1), Around(per_sequence_s=0.01)):
-        assert astuple(around(told(machine, server), machine)) == pytest.approx(astuple(server), abs=1e-9)
+        assert astuple(around(probes_of(machine, server), machine)) == pytest.approx(
+            astuple(server), abs=1e-9
+        )
 
 
 def test_a_probe_faster_than_the_profile_leaves_no_negative_time(machine: Machine) -> None:
-    seen = replace(told(machine, Around()), alone_s=0.001, batch_s=0.001)
+    seen = replace(probes_of(machine, Around()), alone_s=0.001, batch_s=0.001)
     assert min(astuple(around(seen, machine))) >= 0
 
 
 def test_a_server_is_probed_with_prompts_that_no_cache_holds() -> None:
     server = FakeServer()
 
-    async def probe() -> Told:
+    async def probe() -> ProbeTimes:
         async with server.running() as url:
             return await probed(url.removesuffix("/v1"))
 

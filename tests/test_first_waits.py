@@ -1,4 +1,4 @@
-"""The lab's twin of the live pressure runs, and what it says of first tokens."""
+"""The simulated live pressure runs, and their times to first token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs drawn from what real traces were fitted to: they need no trace, and look like theirs."""
+"""Programs drawn from the fit to real traces: they need no trace, and have similar sizes."""
 
 from __future__ import annotations
 

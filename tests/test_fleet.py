@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route, Why
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, KnownProgram, Refused, Route, RouteReason
 from continuum_lmcache.fleet.homes import hashed
-from continuum_lmcache.fleet.moves import Case, Limits, Move, Side, Stay, decide
+from continuum_lmcache.fleet.moves import Limits, Move, MoveCase, ReplicaOption, Stay, decide
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId, TurnId
 
@@ -32,7 +32,7 @@ class Host:
 
     def news(self, at_s: float, *names: str, **figures: Any) -> None:
         self.now_s = at_s
-        for name in names or sorted(self.fleet.places.places):
+        for name in names or sorted(self.fleet.placement.replicas):
             self.fleet.reported(at_s, report(name, at_s, **figures))
 
     def sends(self, program: str | None, tokens: int = 100, **says: Any) -> Route | Held | Refused:
@@ -60,7 +60,7 @@ def test_first_turns_go_where_the_fewest_requests_are_and_later_ones_home() -> N
         assert isinstance(route, Route)
         again = host.sends(program)
         assert isinstance(again, Route)
-        assert (again.replica, again.why) == (route.replica, Why.HOME)
+        assert (again.replica, again.why) == (route.replica, RouteReason.HOME)
 
 
 def test_requests_that_came_another_way_are_counted_as_reported() -> None:
@@ -83,11 +83,11 @@ def test_a_program_that_fits_nowhere_waits_in_one_line_and_starts_where_room_is_
     big = [host.sends(f"big{i}", 8_000) for i in range(2)]
     assert {r.replica for r in big if isinstance(r, Route)} == {A, B}
     assert isinstance(host.sends("p", 8_000), Held) and isinstance(host.sends("q", 8_000), Held)
-    assert host.fleet.admits(1.0) == ()
+    assert host.fleet.admit(1.0) == ()
     assert isinstance(big[1], Route)
     host.fleet.ended(2.0, big[1].turn)
     host.news(2.0)
-    (started,) = host.fleet.admits(2.0)
+    (started,) = host.fleet.admit(2.0)
     assert (started.turn, started.replica) == ("t3", big[1].replica)
 
 
@@ -100,7 +100,7 @@ def test_over_a_stock_engine_a_program_in_a_tool_call_counts_for_minutes_and_not
     held = host.sends("q", 1_000)
     assert isinstance(held, Held)
     host.news(310.0, requests=1)
-    assert [r.turn for r in host.fleet.admits(310.0)] == [held.turn]
+    assert [r.turn for r in host.fleet.admit(310.0)] == [held.turn]
 
 
 def test_who_asks_again_for_a_turn_in_the_line_gets_its_route_once_there_is_room() -> None:
@@ -120,12 +120,12 @@ def test_the_engines_own_headroom_is_taken_and_what_was_sent_since_comes_off_it(
     assert isinstance(host.sends("p", 200), Route)
     assert isinstance(host.sends("q", 200), Held)
     host.news(1.5, requests=4, headroom_tokens=500.0)
-    assert [r.turn for r in host.fleet.admits(1.5)] == ["t2"]
+    assert [r.turn for r in host.fleet.admit(1.5)] == ["t2"]
 
 
 def test_nothing_starts_where_the_replica_holds_programs_itself() -> None:
     host = Host()
-    host.news(1.0, "a", requests=1, headroom_tokens=9000.0, programs_outside=1)
+    host.news(1.0, "a", requests=1, headroom_tokens=9000.0, pending_programs=1)
     host.news(1.0, "b", requests=7, headroom_tokens=9000.0)
     assert [r.replica for r in (host.sends("p"), host.sends("q")) if isinstance(r, Route)] == [B, B]
 
@@ -135,7 +135,7 @@ def test_an_idle_replica_takes_one_program_without_room() -> None:
     host.news(1.0, "a", headroom_tokens=-1.0)
     host.news(1.0, "b", headroom_tokens=-1.0, requests=2)
     found = [host.sends(name, 9_000) for name in "pq"]
-    assert isinstance(found[0], Route) and (found[0].replica, found[0].why) == (A, Why.LET_IN)
+    assert isinstance(found[0], Route) and (found[0].replica, found[0].why) == (A, RouteReason.LET_IN)
     assert isinstance(found[1], Held)
 
 
@@ -145,7 +145,7 @@ def test_the_first_in_line_starts_after_max_wait_s_though_it_fits_nowhere() -> N
     host.sends("p", 9_000)
     for at_s, started in ((19.9, 0), (20.0, 1)):
         host.news(at_s, requests=1)
-        assert len(host.fleet.admits(at_s)) == started
+        assert len(host.fleet.admit(at_s)) == started
 
 
 def test_a_full_line_refuses_new_programs_and_says_when_to_come_again() -> None:
@@ -186,9 +186,9 @@ def test_programs_of_a_dead_replica_go_before_new_ones_oldest_first_as_many_as_f
     late, early = host.sends(lost[1], 4_000), host.sends(lost[0], 4_000)
     assert isinstance(late, Held) and isinstance(early, Held)
     host.news(6.0, "b", requests=1, headroom_tokens=9_000.0)
-    assert [(r.turn, r.why) for r in host.fleet.admits(6.0)] == [(early.turn, Why.REHOMED)]
+    assert [(r.turn, r.why) for r in host.fleet.admit(6.0)] == [(early.turn, RouteReason.REHOMED)]
     host.news(10.0, "b", requests=1, headroom_tokens=-1.0)
-    assert [r.turn for r in host.fleet.admits(10.0)] == [late.turn], "nobody under way waits longer"
+    assert [r.turn for r in host.fleet.admit(10.0)] == [late.turn], "nobody under way waits longer"
 
 
 def test_a_turn_that_died_with_its_replica_is_asked_for_anew_and_its_program_is_not_new() -> None:
@@ -198,7 +198,7 @@ def test_a_turn_that_died_with_its_replica_is_asked_for_anew_and_its_program_is_
     host.fleet.died(1.0, route.replica)
     host.now_s = 1.0
     again = host.sends("p", 3_000)
-    assert isinstance(again, Route) and again.why is Why.REHOMED and again.replica != route.replica
+    assert isinstance(again, Route) and again.why is RouteReason.REHOMED and again.replica != route.replica
 
 
 def test_a_replica_that_drains_gets_no_turn_and_its_turns_may_end() -> None:
@@ -235,7 +235,7 @@ def test_without_any_news_first_turns_go_by_the_hash() -> None:
     for name in (f"p{i}" for i in range(20)):
         route = host.sends(name)
         assert isinstance(route, Route)
-        assert (route.replica, route.why) == (hashed(ProgramId(name), [A, B], KEY), Why.HASHED)
+        assert (route.replica, route.why) == (hashed(ProgramId(name), [A, B], KEY), RouteReason.HASHED)
 
 
 def test_homes_are_the_same_after_a_restart() -> None:
@@ -243,15 +243,15 @@ def test_homes_are_the_same_after_a_restart() -> None:
     homes = {f"p{i}": host.runs(f"p{i}").replica for i in range(50)}
     fresh = Host(2)
     for replica in (A, B):
-        there = [Known(ProgramId(p), 1, 100, 5.0) for p, home in homes.items() if home == replica]
-        fresh.fleet.restores(0.0, replica, there)
+        there = [KnownProgram(ProgramId(p), 1, 100, 5.0) for p, home in homes.items() if home == replica]
+        fresh.fleet.restore(0.0, replica, there)
     assert {name: fresh.runs(name).replica for name in homes} == homes
 
 
 def test_of_two_replicas_that_remember_a_program_the_one_with_more_turns_is_its_home() -> None:
     host = Host(2)
     for replica, turns in ((A, 3), (B, 7), (A, 2)):
-        host.fleet.restores(0.0, replica, [Known(ProgramId("p"), turns, 100, 5.0)])
+        host.fleet.restore(0.0, replica, [KnownProgram(ProgramId("p"), turns, 100, 5.0)])
     route = host.sends("p")
     assert isinstance(route, Route) and (route.replica, route.program_turns) == (B, 7)
     host.fleet.check()
@@ -260,16 +260,16 @@ def test_of_two_replicas_that_remember_a_program_the_one_with_more_turns_is_its_
 def test_a_program_that_says_it_is_under_way_passes_the_line() -> None:
     host = Host(1)
     host.sends("big", 9_000)
-    route = host.sends("p", 9_000, said_turns=7, said_age_s=60.0)
+    route = host.sends("p", 9_000, claimed_turns=7, claimed_age_s=60.0)
     assert isinstance(route, Route)
-    assert (route.why, route.program_turns, route.program_age_s) == (Why.HASHED, 7, 60.0)
+    assert (route.why, route.program_turns, route.program_age_s) == (RouteReason.HASHED, 7, 60.0)
 
 
 def test_a_request_of_no_program_never_waits_and_leaves_nothing() -> None:
     host = Host(1)
     host.sends("big", 9_000)
     route = host.sends(None, 9_000)
-    assert isinstance(route, Route) and route.why is Why.ALONE
+    assert isinstance(route, Route) and route.why is RouteReason.ALONE
     host.fleet.paused(1.0, route.turn, 9_000)
     assert len(host.fleet.programs) == 1
     host.fleet.check()
@@ -279,7 +279,7 @@ def test_without_replicas_a_program_waits_and_a_request_of_none_is_refused() -> 
     host = Host(0)
     assert isinstance(host.sends("p"), Held) and isinstance(host.sends(None), Refused)
     host.fleet.joined(1.0, report("a", 1.0))
-    assert [r.turn for r in host.fleet.admits(1.0)] == ["t1"]
+    assert [r.turn for r in host.fleet.admit(1.0)] == ["t1"]
 
 
 def test_the_programs_unheard_of_for_longest_are_forgotten() -> None:
@@ -295,27 +295,27 @@ def test_the_programs_unheard_of_for_longest_are_forgotten() -> None:
 
 # moves ----------------------------------------------------------------------
 
-HOME = Side(A, wait_s=20.0, bring_s=0.0)
-AWAY = Side(B, wait_s=1.0, bring_s=3.0)
-CASE = Case(HOME, [AWAY], math.inf)
+HOME = ReplicaOption(A, wait_s=20.0, bring_s=0.0)
+AWAY = ReplicaOption(B, wait_s=1.0, bring_s=3.0)
+CASE = MoveCase(HOME, [AWAY], math.inf)
 
 
 @pytest.mark.parametrize(
     ("case", "said"),
     [
         (CASE, Move(B, 19.0, 3.0)),
-        (replace(CASE, others=[replace(AWAY, bring_s=9.0)]), Stay("cost")),  # 19 s saved, 2 x 9 s and 2 s
-        (replace(CASE, others=[replace(AWAY, has_room=False)]), Stay("room")),
-        (replace(CASE, others=[replace(AWAY, is_fresh=False)]), Stay("room")),
+        (replace(CASE, candidates=[replace(AWAY, bring_s=9.0)]), Stay("cost")),  # 19 s saved, 2 x 9 s and 2 s
+        (replace(CASE, candidates=[replace(AWAY, has_room=False)]), Stay("room")),
+        (replace(CASE, candidates=[replace(AWAY, is_fresh=False)]), Stay("room")),
         (replace(CASE, home=replace(HOME, is_fresh=False)), Stay("stale")),
         (replace(CASE, since_move_s=29.9), Stay("cooldown")),
         (
-            replace(CASE, others=[AWAY, replace(AWAY, replica=ReplicaId("c"), bring_s=0.5)]),
+            replace(CASE, candidates=[AWAY, replace(AWAY, replica=ReplicaId("c"), bring_s=0.5)]),
             Move("c", 19.0, 0.5),
         ),
     ],
 )
-def test_a_move_must_save_more_than_its_kv_costs(case: Case, said: Move | Stay) -> None:
+def test_a_move_must_save_more_than_its_kv_costs(case: MoveCase, said: Move | Stay) -> None:
     assert decide("cost", case, Limits()) == said
 
 
@@ -324,7 +324,7 @@ def test_without_a_mover_every_program_stays() -> None:
 
 
 def waits_at_home(**settings: Any) -> Host:
-    """Program p is at home on a, where a later turn waits for 20 s, and b has room."""
+    """Program p's home is a, where a later turn waits for 20 s, and b has room."""
     host = Host(2, **settings)
     host.runs("p")
     host.news(1.0, "a", requests=4, oldest_returning_wait_s=20.0)
@@ -336,7 +336,7 @@ def test_a_program_moves_between_turns_only_and_stays_where_it_went() -> None:
     host = waits_at_home()
     route = host.sends("p")
     assert isinstance(route, Route)
-    assert (route.replica, route.moved_from, route.why) == (B, A, Why.MOVED)
+    assert (route.replica, route.moved_from, route.why) == (B, A, RouteReason.MOVED)
     host.news(2.0, "b", oldest_returning_wait_s=99.0)
     host.news(2.0, "a")
     beside = host.sends("p")
@@ -353,7 +353,7 @@ def too_many_at_home(**figures: Any) -> Host:
     host = Host(1, margin_s=0.5)
     host.news(0.0, **figures)
     for program in "pqrstuvwxy":
-        route = host.sends(program, 4_000, said_turns=3)
+        route = host.sends(program, 4_000, claimed_turns=3)
         assert isinstance(route, Route)
         host.fleet.paused(0.0, route.turn, 4_000)
     for program in "qrstuvwxy":
@@ -363,7 +363,7 @@ def too_many_at_home(**figures: Any) -> Host:
 
 
 def test_a_program_leaves_a_stock_engine_that_has_no_room_for_the_contexts_it_serves() -> None:
-    """What would have to be computed again there costs no less than elsewhere."""
+    """The recomputation there costs no less than elsewhere."""
     host = too_many_at_home()
     route = host.sends("p", 4_000)
     assert isinstance(route, Route) and (route.replica, route.moved_from) == (B, A), host.fleet.stays
@@ -388,7 +388,7 @@ def test_a_pool_under_all_replicas_makes_a_move_cheaper_and_a_slow_link_does_not
     bring_s = {}
     for substrate, rate in (("none", 1e9), ("shared", 1e9), ("peer", 12.5e9), ("peer", 1e6)):
         fleet = Host(1, substrate=substrate, peer_bytes_per_s=rate).fleet
-        bring_s[substrate, rate] = fleet._bring_s(report("a").costs, 100_000)
+        bring_s[substrate, rate] = fleet._transfer_s(report("a").costs, 100_000)
     assert bring_s["shared", 1e9] < bring_s["peer", 12.5e9] < bring_s["none", 1e9]
     assert bring_s["peer", 1e6] == bring_s["none", 1e9], "computing it is cheaper"
 

@@ -1,4 +1,4 @@
-"""Homes: a program's turns go where its first one went."""
+"""Homes: a program's later turns go to the replica of its first one."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def names(count: int) -> list[ProgramId]:
 def test_a_program_stays_where_it_settled_until_it_is_over() -> None:
     homes = Homes[int](10, KEY)
     assert homes.of(ProgramId("a")) is None
-    homes.settles(ProgramId("a"), 2)
+    homes.record(ProgramId("a"), 2)
     assert homes.of(ProgramId("a")) == 2
-    homes.leaves(ProgramId("a"))
+    homes.forget(ProgramId("a"))
     assert homes.of(ProgramId("a")) is None
 
 
 def test_of_too_many_programs_those_unheard_of_for_longest_are_forgotten() -> None:
     homes = Homes[int](2, KEY)
     for number, name in enumerate("abc"):
-        homes.settles(ProgramId(name), number)
+        homes.record(ProgramId(name), number)
         homes.of(ProgramId("a"))  # is heard of all the time
     assert [homes.of(ProgramId(name)) for name in "abc"] == [0, None, 2]
 
@@ -59,17 +59,17 @@ def test_any_name_has_a_replica_that_is_there(name: str, replicas: int) -> None:
 @given(st.lists(st.tuples(st.sampled_from("solf"), st.integers(0, 9), st.integers(0, 3))), st.integers(1, 5))
 def test_the_table_holds_what_was_told_last(steps: list[tuple[str, int, int]], most: int) -> None:
     homes = Homes[int](most, KEY)
-    told: dict[ProgramId, int] = {}
+    known: dict[ProgramId, int] = {}
     for what, number, replica in steps:
         name = ProgramId(str(number))
         if what == "s":
-            homes.settles(name, replica)
-            told[name] = replica
+            homes.record(name, replica)
+            known[name] = replica
         elif what == "l":
-            homes.leaves(name)
-            told.pop(name, None)
+            homes.forget(name)
+            known.pop(name, None)
         else:
-            assert homes.of(name) in (None, told.get(name))
+            assert homes.of(name) in (None, known.get(name))
         homes.check()
-    if len(told) <= most and all(what != "s" for what, *_ in steps[:-1]):
-        assert {name: homes.of(name) for name in told} == told
+    if len(known) <= most and all(what != "s" for what, *_ in steps[:-1]):
+        assert {name: homes.of(name) for name in known} == known

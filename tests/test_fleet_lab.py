@@ -1,4 +1,4 @@
-"""The lab with several engines: what routers decide, and that no turn, block or program is lost."""
+"""The simulator with several engines: routers' decisions, and no lost turn, block or program."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STOCK_TWO = replace(TWO, engine=replace(SMALL, tiers=DRAM))
 
 @dataclass
 class State:
-    """A replica by hand: what routers look at."""
+    """A replica with given figures for routers."""
 
     index: int = 0
     requests: int = 0
@@ -69,7 +69,7 @@ class State:
 
 @dataclass(frozen=True)
 class Asked:
-    """A turn by hand."""
+    """A turn with given figures."""
 
     program: str = "p"
     number: int = 1
@@ -196,7 +196,7 @@ def test_program_scheduling_counts_programs_too() -> None:
 
 @pytest.mark.parametrize("name", sorted(ROUTERS))
 def test_every_turn_is_answered_once_whatever_the_router_and_a_run_repeats_itself(name: str) -> None:
-    """That every block is free at the end, the run itself checks."""
+    """The run itself checks that every block is free at the end."""
     programs = crowd(8)
     for setup in (TWO, STOCK_TWO):
         first, again = (run_fleet(programs, setup, ROUTERS[name](POINT)) for _ in range(2))
@@ -223,7 +223,7 @@ def test_a_program_that_is_sent_elsewhere_counts_as_a_move() -> None:
 
 
 class Listed(RoundRobin):
-    """Keeps what it was asked about."""
+    """Records the turns that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class Stubborn(Stateless):
 
 
 class Forgetful(Stateless):
-    """Holds everything for ever."""
+    """Holds every turn for ever."""
 
     def place(self, *_: object) -> None:
         return None

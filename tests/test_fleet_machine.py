@@ -1,4 +1,4 @@
-"""Whatever replicas, clients and the fleet's own process do, in any order: the books balance."""
+"""The fleet's tables balance after any events of replicas, clients and the fleet's process, in any order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route, Why
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, KnownProgram, Refused, Route, RouteReason
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId, TurnId
 
@@ -24,7 +24,7 @@ FIGURES = st.fixed_dictionaries(
     {
         "requests": st.integers(0, 4),
         "headroom_tokens": st.none() | st.floats(-1000, GPU_TOKENS),
-        "programs_outside": st.sampled_from([0, 0, 0, 1]),
+        "pending_programs": st.sampled_from([0, 0, 0, 1]),
         "oldest_returning_wait_s": st.sampled_from([0.0, 1.0, 20.0]),
         "returning_first": st.booleans(),
     }
@@ -32,7 +32,7 @@ FIGURES = st.fixed_dictionaries(
 
 
 class Machine(RuleBasedStateMachine):
-    """One fleet, and beside it what the replicas and clients know themselves."""
+    """One fleet, and the knowledge of its replicas and clients."""
 
     @initialize(mover=st.sampled_from(["cost", "never"]), count=st.integers(0, 3))
     def start(self, mover: str, count: int) -> None:
@@ -40,7 +40,7 @@ class Machine(RuleBasedStateMachine):
         self.config = FleetConfig(**{**_fields(CONFIG), "mover": mover})
         self.fleet = Fleet(self.config, KEY)
         self.reports: dict[ReplicaId, ReplicaReport] = {}
-        self.memory: dict[ReplicaId, dict[ProgramId, Known]] = {}  # of each replica that is there
+        self.memory: dict[ReplicaId, dict[ProgramId, KnownProgram]] = {}  # of each replica that is there
         self.sent: dict[TurnId, tuple[ProgramId | None, ReplicaId, int]] = {}
         self.held: dict[TurnId, tuple[ProgramId, int]] = {}
         self.moved_s: dict[ProgramId, float] = {}
@@ -93,14 +93,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(really=RARELY)
     def restart(self, really: bool) -> None:
-        """The fleet's process dies, and asks the replicas; clients in the line ask again."""
+        """The fleet's process dies and queries the replicas; clients in the line retry."""
         if not really:
             return
         before = {p: self.fleet.home(p) for known in self.memory.values() for p in known}
         self.fleet = Fleet(self.config, KEY)
         for replica, report in self.reports.items():
             self.fleet.joined(self.now_s, report)
-            self.fleet.restores(self.now_s, replica, self.memory[replica].values())
+            self.fleet.restore(self.now_s, replica, self.memory[replica].values())
         lost = self.sent.keys() - self.fleet.turns.keys()
         for turn in lost:  # of no program, on a replica that drains, or of a program that two remember
             program, replica, _ = self.sent.pop(turn)
@@ -125,7 +125,7 @@ class Machine(RuleBasedStateMachine):
         new = program is not None and program not in self.fleet.programs
         if new and program is not None:  # of that name: the fleet has forgotten the other
             self.moved_s.pop(program, None)
-        was_full = self.fleet.places.new >= CONFIG.max_line
+        was_full = self.fleet.placement.new >= CONFIG.max_line
         live = program is not None and any(p == program for p, *_ in self.sent.values())
         answer = self.fleet.arrived(self.now_s, turn, program, tokens, said, said * 10.0)
         if isinstance(answer, Refused):
@@ -133,8 +133,8 @@ class Machine(RuleBasedStateMachine):
             assert 1.0 <= answer.retry_after_s <= CONFIG.max_wait_s
         if home is not None:
             assert isinstance(answer, Route), "a program with a home never waits"
-            assert answer.replica == home or answer.why is Why.MOVED
-        if isinstance(answer, Route) and answer.why is Why.MOVED:
+            assert answer.replica == home or answer.why is RouteReason.MOVED
+        if isinstance(answer, Route) and answer.why is RouteReason.MOVED:
             assert program is not None and answer.moved_from == home and not live
             self._may_move(program, answer)
         self._take_started(turn)
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def admit(self) -> None:
-        for route in self.fleet.admits(self.now_s):
+        for route in self.fleet.admit(self.now_s):
             program, tokens = self.held.pop(route.turn)
             self._answered(route.turn, program, tokens, route)
 
@@ -230,7 +230,7 @@ class Machine(RuleBasedStateMachine):
         assert len(self.fleet.programs) <= max(CONFIG.max_programs, self.most_here)
 
     def teardown(self) -> None:
-        """Nobody waits for ever: with a replica that reports, the line empties."""
+        """No turn waits for ever: with a replica that reports, the line empties."""
         if not hasattr(self, "fleet"):
             return
         if not self.reports:
@@ -277,15 +277,17 @@ class Machine(RuleBasedStateMachine):
         elif isinstance(answer, Route):
             self.held.pop(turn, None)
             assert answer.replica in self.reports
-            if answer.why in (Why.FIRST, Why.LET_IN, Why.REHOMED):
+            if answer.why in (RouteReason.FIRST, RouteReason.LET_IN, RouteReason.REHOMED):
                 assert self._age_s(answer.replica) <= CONFIG.first_turn_age_s
             self.sent[turn] = (program, answer.replica, tokens)
             if program is not None:
                 for known in self.memory.values():
-                    if answer.why is Why.MOVED:
+                    if answer.why is RouteReason.MOVED:
                         known.pop(program, None)
-                old = self.memory[answer.replica].get(program, Known(program, answer.program_turns, 0, 0.0))
-                self.memory[answer.replica][program] = Known(
+                old = self.memory[answer.replica].get(
+                    program, KnownProgram(program, answer.program_turns, 0, 0.0)
+                )
+                self.memory[answer.replica][program] = KnownProgram(
                     program, old.turns, old.context_tokens, answer.program_age_s, (*old.live, turn)
                 )
         here = {p for p, *_ in self.sent.values()} | {p for p, _ in self.held.values()}
@@ -309,7 +311,7 @@ class Machine(RuleBasedStateMachine):
             del self.memory[replica][program]
         else:
             context = tokens + 10 if how == "paused" else known.context_tokens
-            self.memory[replica][program] = Known(program, turns, context, known.age_s, live)
+            self.memory[replica][program] = KnownProgram(program, turns, context, known.age_s, live)
 
 
 def _fields(config: FleetConfig) -> dict[str, object]:

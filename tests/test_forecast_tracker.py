@@ -1,4 +1,4 @@
-"""What a return cost, beside its forecast: by hand, on a curve of 1 ms a token."""
+"""The cost of a return and its forecast: by hand, on a curve of 1 ms a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of figures: what it says of finished rows, and that it does not hide where continuum loses."""
+"""The page of figures: its text on finished rows, and that it shows where continuum loses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of goals: what it runs, and what it calls reached. Nothing is simulated here."""
+"""The table of goals: its cases and its verdicts. Nothing is simulated here."""
 
 from __future__ import annotations
 

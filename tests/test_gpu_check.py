@@ -1,4 +1,4 @@
-"""gpu_check proves itself without a card: what a stage finds is kept, whatever becomes of the next one."""
+"""gpu_check without a GPU: a stage's results are kept, with any result of the next stage."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_stage_that_outlives_its_limit_is_ended_and_says_so(tmp_path: Path) ->
 
 
 def test_what_a_stage_started_ends_with_it() -> None:
-    """A server has a session of its own: killing the stage's group would leave it."""
+    """A server has its own session: killing the stage's group alone would leave it."""
     code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True).wait()"
     stage = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     while not (started := psutil.Process(stage.pid).children()):

@@ -1,4 +1,4 @@
-"""Each rule of the running server's diagnosis: where it fires, where it just does not, what it cannot say."""
+"""Each rule of a running server's diagnosis: where it fires, where it just does not, and missing metrics."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_server_that_tells_nothing_is_not_judged() -> None:
 
 @given(st.data())
 def test_any_part_of_a_window_can_be_missing(data: st.DataObject) -> None:
-    """Whatever a server of another version leaves out, a rule is applied or named as not told."""
+    """With any metrics missing, each rule is applied or listed as not evaluated."""
     empty = ServerWindow(seconds=10)
     gone = data.draw(st.sets(st.sampled_from([f.name for f in fields(ServerWindow) if f.name != "seconds"])))
     bad = {k: v for case in CASES.values() for k, v in case.items()}

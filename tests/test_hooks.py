@@ -1,4 +1,4 @@
-"""What the plug-in wraps: once, and whoever else has wrapped the same before."""
+"""The plugin wraps each function once, also if another plugin has wrapped it before."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def by_another_plugin(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layers(function: Callable[..., Any]) -> list[str]:
-    """The modules whose functions are called one by another, the outermost first."""
+    """The modules of nested wrappers, the outermost first."""
     found = [function.__code__.co_filename]
     while (function := getattr(function, "__wrapped__", None)) is not None:  # type: ignore[assignment]
         found.append(function.__code__.co_filename)

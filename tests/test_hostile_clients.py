@@ -1,4 +1,4 @@
-"""What a client can do to others by lying: nothing. Virtual time, vLLM's own scheduler."""
+"""A lying client does not harm others. Virtual time, vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -142,6 +142,6 @@ def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_els
 
 @pytest.mark.parametrize("lie", ["never-last", "always-last"])
 def test_lying_about_turns_costs_victims_less_than_a_fifth(lie: str) -> None:
-    """Their P95 of job time, next to the same load told truthfully (a short run of the lab)."""
+    """Their P95 of job time, against the same load with true fields (a short simulation)."""
     result = verdict(ATTACKS[lie], programs=10, attackers=6)
     assert result.ratio < 1.2, result

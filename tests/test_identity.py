@@ -1,4 +1,4 @@
-"""What a request may say of its program."""
+"""A request's fields about its program."""
 
 from __future__ import annotations
 

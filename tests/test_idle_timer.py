@@ -1,4 +1,4 @@
-"""The alarm that wakes an idle engine."""
+"""The timer that wakes an idle engine."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`make install`: which torch it takes, what it says when it cannot, and that `.[gpu]` still resolves.
+"""`make install`: its choice of torch, its errors, and that `.[gpu]` still resolves.
 
-The script is the real one, with the real venv and pip; only the wheels are small, and no index is asked.
+The script is the real one, with the real venv and pip; only the wheels are small, and no index is used.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def test_a_torch_that_nothing_offers_is_named_with_what_to_do(clone: Clone) -> N
 def test_too_little_disk_space_for_what_torchs_own_requirements_ask_is_said_first(
     clone: Clone, needs: tuple[str, ...], free_kb: int, told: str
 ) -> None:
-    """The two builds bear one name here; the CPU build is the one that requires nothing beyond the lock."""
+    """Both builds have the same name here; the CPU build requires nothing beyond the lock."""
     clone.wheel(CUDA, "torch", needs=needs)
     clone.command("df", f"echo header; echo /dev/x 1 1 {free_kb} 1% /")
     said = clone.install()

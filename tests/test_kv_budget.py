@@ -1,4 +1,4 @@
-"""The KV arithmetic: by hand for models whose numbers are published, and as properties."""
+"""The KV budget: by hand for models with published numbers, and as properties."""
 
 from __future__ import annotations
 

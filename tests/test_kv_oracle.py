@@ -1,4 +1,4 @@
-"""No request ever attends to KV that is not its own tokens', on a machine such as a GPU's (kv_oracle.py).
+"""No request attends to KV of other tokens than its own, on a machine like a GPU's (kv_oracle.py).
 
 Both of LMCache's modes, vLLM's V1 and V2 model runners, one and two steps in flight. Each case runs over
 stock vLLM and LMCache too, where it is a strict xfail with the upstream issue, if one was found. Any order of
@@ -35,8 +35,8 @@ OURS = (ContinuumScheduler, ContinuumAsyncScheduler)
 
 
 def cases(fault: str, but: str = "") -> Any:
-    """All schedulers and runners. By `fault` the stock ones fail, LMCache's own connector under them, `but`
-    those named.
+    """All schedulers and runners. With `fault` the stock ones fail, with LMCache's own connector, except
+    those in `but`.
     """
     found = []
     for cls in (*OURS, *STOCK):
@@ -77,7 +77,7 @@ def make_mp(model: Path, settings_of: Any, monkeypatch: pytest.MonkeyPatch) -> M
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_connector_that_loads_nothing_is_found_out(model: Path, settings_of: Any, is_async: bool) -> None:  # noqa: F811
-    """The lab's, told to."""
+    """The simulator's connector, with that setting."""
     settings_of(policy="fcfs")
     for corrupt in (False, True):
         settings = {"fake.async": is_async, "fake.corrupt": corrupt}
@@ -109,7 +109,7 @@ def all_but_one(bench: Any, rest: int = 0) -> None:
 
 @cases("LMCache is told of a resumed turn's prompt alone, and loads no more", V1)
 def test_a_resumed_turn_loads_what_it_had_generated(cls: Any, is_v2: bool, make: Make) -> None:
-    """To the V2 runner it comes as a new one, with its prompt alone; LMCache had looked up all its tokens."""
+    """The V2 runner gets it as a new one, with its prompt only; LMCache had looked up all its tokens."""
     bench = make(cls, is_v2, blocks=60)
     resumed(bench)
     assert bench.lmcache.loads == 1
@@ -151,7 +151,7 @@ def test_a_load_of_all_but_one_token_is_made_where_a_full_graph_is_replayed(
 def test_a_load_that_lmcache_skips_is_found_out_and_computed(
     cls: Any, without: str, events: Callable[[EngineBench], None], make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each way to skip one, with what keeps from it taken out; with the check gone too, tokens are wrong."""
+    """Each way to skip one, without its protection; without the check too, tokens are wrong."""
     monkeypatch.setattr(connectors.lmcache.connector, without, lambda it: it)
     events(make(cls, True, blocks=60))
     monkeypatch.setattr(LoadCheck, "loaded", lambda *_: None)
@@ -161,7 +161,7 @@ def test_a_load_that_lmcache_skips_is_found_out_and_computed(
 
 @cases("LMCache stores what was computed beside a failed load")
 def test_what_was_computed_beside_a_failed_load_is_not_stored(cls: Any, is_v2: bool, make: Make) -> None:
-    """vLLM computes it again, but LMCache would keep the first copy: of what attended to nothing."""
+    """vLLM computes it again, but LMCache would keep the first copy, which attended to missing KV."""
     bench = make(cls, is_v2)
     tokens = prompt(5 * CHUNK + 8)
     bench.turn("a", tokens[: 3 * CHUNK])
@@ -174,7 +174,7 @@ def test_what_was_computed_beside_a_failed_load_is_not_stored(cls: Any, is_v2: b
 
 
 def losing_one(bench: EngineBench) -> list[int]:
-    """LMCache has the first half of this prompt, and will bring one chunk of it."""
+    """LMCache has the first half of this prompt, and will load one chunk of it."""
     tokens = prompt(8 * CHUNK + 5)
     bench.turn("a", tokens[: 4 * CHUNK])
     bench.scheduler.reset_prefix_cache()
@@ -183,7 +183,7 @@ def losing_one(bench: EngineBench) -> list[int]:
 
 
 def asked_again(bench: EngineBench, tokens: list[int]) -> None:
-    """By two more, without LMCache."""
+    """By two more requests, without LMCache."""
     bench.lmcache.spoilt.clear()
     bench.lmcache.chunks.clear()
     bench.turn("y", tokens[: 4 * CHUNK + 8])
@@ -196,7 +196,7 @@ POLICIES = pytest.mark.parametrize("failure_policy", ["recompute", "fail"])  # `
 
 @pytest.fixture
 def unspoilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What LMCache keeps is another case's."""
+    """LMCache's chunks are another case."""
     monkeypatch.setattr(EngineBench, "spoilt", lambda _: [])
 
 
@@ -240,7 +240,7 @@ def leave_within_a_step(bench: Any, leaving: str) -> None:
 def test_what_a_failed_mp_load_should_have_brought_is_not_stored_before_it_is_computed(
     cls: Any, is_v2: bool, make_mp: MakeMp
 ) -> None:
-    """Where vLLM has the prompt's head. Beside a decode, a step ends within the last block of a chunk."""
+    """With the prompt's head in vLLM's cache. Beside a decode, a step ends in the last block of a chunk."""
     bench = make_mp(cls, is_v2, budget_tokens=64)
     tokens = prompt(12 * CHUNK + 5)
     bench.turn("a", tokens[: 7 * CHUNK])
@@ -355,7 +355,7 @@ def test_a_silent_mp_server_writes_to_nobody_elses_blocks_when_it_goes_on(
 
 
 def loads_under_way(bench: ServerBench, tokens: list[int]) -> str:
-    """A turn whose load the server has not made yet."""
+    """A turn whose load the server has not executed yet."""
     bench.lmcache.lag = 9
     loading = bench.send("b", tokens)
     while bench.scheduler.requests[loading].status != RequestStatus.WAITING_FOR_REMOTE_KVS:
@@ -386,7 +386,7 @@ def test_an_mp_turn_whose_server_dies_while_it_waits_is_not_stored_before_it_is_
 
 @cases("LMCache tells a turn that failed with its load as loaded, and as stored: LMCache/LMCache#4826")
 def test_a_failed_mp_load_fails_its_turn_alone(cls: Any, is_v2: bool, make_mp: MakeMp) -> None:
-    """Where the user wants that; it is vLLM's default."""
+    """If the user wants that; it is vLLM's default."""
     failing = {"continuum.fail_on_load_error": True}
     bench = make_mp(cls, is_v2, failure_policy="fail", settings={} if cls in STOCK else failing)
     tokens = prompt(6 * CHUNK)

@@ -1,7 +1,7 @@
-"""Whatever happens, in any order: no request attends to KV that is not its own (kv_oracle.py).
+"""After any events in any order, no request attends to KV that is not its own (kv_oracle.py).
 
     ORACLE_STEPS=1000000 ORACLE_SEED=7 python -m pytest -s tests/test_kv_oracle_machine.py
-    ORACLE_STOCK=1 ...      # vLLM's own scheduler and LMCache's own connectors: it finds what it finds
+    ORACLE_STOCK=1 ...      # vLLM's own scheduler and LMCache's own connectors: shows their known faults
 
 LMCache in-process and its MP mode, and the lab's fake connector; vLLM's V1 and V2 model runners; one and two
 steps in flight; with and without drafts; chunks of 32 tokens, and of 256 as on a GPU.
@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(turns=st.lists(TURN, min_size=1, max_size=4), steps=st.integers(0, 20))
     def arrive(self, turns: list[tuple[str, int, int]], steps: int) -> None:
-        """Turns that begin with what their programs' last ones had, as far as those have come."""
+        """Turns that begin with their programs' last tokens so far."""
         for job, new, out in turns:
             story = next(self.stories)
             tokens = prompt(new * self.chunk // 32 + story % 16, story)
@@ -123,14 +123,14 @@ class Machine(RuleBasedStateMachine):
 
     @rule(turns=st.lists(TURN, min_size=1, max_size=4), steps=st.integers(0, 20))
     def arrive_after_others(self, turns: list[tuple[str, int, int]], steps: int) -> None:
-        """When the GPU has served others, and has none of it any more."""
+        """After the GPU has served others and evicted it."""
         self.run(20)
         self.bench.scheduler.reset_prefix_cache()
         self.arrive(turns, steps)
 
     @rule(program=st.sampled_from("abcd"), rest=st.integers(0, 1), out=st.integers(1, 9))
     def ask_again(self, program: str, rest: int, out: int) -> None:
-        """What a tier holds, or one token more, on an engine that does nothing else and has lost it."""
+        """A prompt that a tier holds, or one token more, on an idle engine that has lost it."""
         tokens = self.bench.tokens_of(self.last[program]) if program in self.last else []
         if len(tokens) > self.chunk:
             self.run(20)
@@ -181,7 +181,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(what=SERVER_TROUBLE, seconds=st.sampled_from([0.0, 0.2, 1.0, 3.0, 12.0, 60.0]))
     def server_trouble(self, what: str, seconds: float) -> None:
-        """It answers some ticks later, or not for so long, or is started again after so long."""
+        """The server answers some ticks later, or is silent for this long, or restarts after this long."""
         if self.adapter != "MP":
             return
         taken[what] += 1
@@ -199,7 +199,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(way=st.sampled_from(["load", "load", "load", "partial", "recompute"]))
     def choose(self, way: str) -> None:
-        """How much of what is found is worth its load, from now on."""
+        """The share of a hit that is loaded, from now on."""
         connector = self.bench.scheduler.connector
         if IS_STOCK:
             return
@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
             self.bench.preempt_all()
 
     def teardown(self) -> None:
-        """Once nothing more comes all end, and all memory is back."""
+        """Without new requests all end, and all memory is free again."""
         if not hasattr(self, "bench"):
             return
         bench = self.bench

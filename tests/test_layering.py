@@ -1,4 +1,4 @@
-"""Who may import whom, held by tests.
+"""The import rules, checked by tests.
 
 types, config, errors <- tools, reload, admission <- programs <- telemetry <- retention <- capacity
 experiments -> connectors -> core <- vllm_plugin, console, report, recordings
@@ -133,7 +133,7 @@ def test_the_console_asks_the_core_and_few_libraries_and_connectors_only_when_ru
 
 
 def test_the_console_starts_without_the_engines_and_the_plotting() -> None:
-    """By what is really loaded: the doctor must run where no engine is installed."""
+    """By the modules that are really loaded: the doctor must run without an engine."""
     heavy = {"vllm", "lmcache", "torch", "plotly", "connectors", "numpy"}
     code = f"import sys, continuum_lmcache.console.app; sys.exit(str({heavy!r} & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -161,7 +161,7 @@ def test_no_folder_of_the_product_is_too_long_to_be_read_at_a_glance() -> None:
 
 
 def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
-    """Each one more is a seam that the next vLLM may move (docs/decisions/0001)."""
+    """Each further one is a seam that the next vLLM may change (docs/decisions/0001)."""
     tree = ast.parse((ROOT / "continuum_lmcache/vllm_plugin/scheduler.py").read_text())
     mixin = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "ContinuumMixin")
     defined = {n.name for n in mixin.body if isinstance(n, ast.FunctionDef)}

@@ -1,7 +1,7 @@
 """A client leaves, in any state of its request: over the fake, LMCache in-process and LMCache's MP server.
 
-vLLM's real scheduler and, for LMCache, both halves of its real adapters (lmcache_bench.py). Whatever the
-state, the engine serves the next request and all memory comes back.
+vLLM's real scheduler and, for LMCache, both halves of its real adapters (lmcache_bench.py). In every
+state, the engine then serves the next request and all memory is free again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def make(
 
 
 def settle(bench: Bench) -> None:
-    """Every request done, its stores too, and no pin left: then nothing may hold a block."""
+    """End every request, its stores and all pins; then nothing may hold a block."""
     bench.run_until_idle()
     bench.advance(1000.0)
     check_books(bench)
@@ -76,7 +76,7 @@ def settle(bench: Bench) -> None:
 
 
 def until(bench: Bench, reached: Callable[[], Any], steps: int = 300) -> None:
-    """Steps until it is so."""
+    """Step until the condition holds."""
     for _ in range(steps):
         if reached():
             return
@@ -85,13 +85,13 @@ def until(bench: Bench, reached: Callable[[], Any], steps: int = 300) -> None:
 
 
 def leave(bench: Bench, request_id: str) -> None:
-    """The client is gone."""
+    """The client leaves."""
     bench.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
     check_books(bench)
 
 
 def leave_within_step(bench: Bench, request_id: str, reached: Callable[[Any], bool]) -> None:
-    """The client leaves while the worker is at the first step of which `reached` is so."""
+    """The client leaves while the worker runs the first step for which `reached` holds."""
     left: list[str] = []
     after = bench.scheduled
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def llm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """An engine in this process, so that its scheduler can be looked at."""
+    """An engine in this process, so that tests can read its scheduler."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 

@@ -1,4 +1,4 @@
-"""LMCache's settings: read as LMCache reads them, completed, and refused where they are known to fail."""
+"""LMCache's settings: read as LMCache reads them, completed, and refused if they are known to fail."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_on_a_cpu_parts_of_blocks_cannot_be_moved():
 
 @pytest.mark.parametrize("name", ["lmcache.use_layerwise", "use_layerwise", "lmcache.enable_blending"])
 def test_moves_by_layer_are_refused_on_a_gpu_too(name):
-    """Under the first key vLLM keeps its FULL graphs; of the second LMCache knows nothing."""
+    """With the first key vLLM keeps its FULL graphs; LMCache does not know the second."""
     assert f"{name} moves KV layer by layer" in refusal({name: True}, machine=GPU)
     with_defaults({name: False}, {}, GPU)
 
@@ -370,8 +370,8 @@ def test_a_failed_load_is_computed_again_only_where_that_gives_the_right_tokens(
 ) -> None:
     from types import SimpleNamespace
 
-    from connectors.lmcache.startup import recomputes_rightly
+    from connectors.lmcache.startup import recomputes_correctly
 
     steps = SimpleNamespace(scheduler_cls=scheduler, async_scheduling=runs_ahead)
     config = SimpleNamespace(scheduler_config=steps, use_v2_model_runner=newer_runner)
-    assert recomputes_rightly(config) is expected
+    assert recomputes_correctly(config) is expected

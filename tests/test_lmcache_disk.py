@@ -8,7 +8,7 @@ pytest.importorskip("lmcache")
 
 from lmcache_rig import CHUNK, prompt
 
-from connectors.lmcache.disk.reads import is_whole, takes_odirect
+from connectors.lmcache.disk.reads import is_whole, supports_odirect
 from continuum_lmcache.reload.tier_store import TierHit
 
 
@@ -88,5 +88,5 @@ def test_a_whole_file_is_there_in_full_length(tmp_path):
 
 
 def test_asking_for_o_direct_leaves_no_file_behind(tmp_path):
-    assert takes_odirect(tmp_path) in (True, False)
+    assert supports_odirect(tmp_path) in (True, False)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""LMCache's disk tier on a disk that refuses, loses or changes what it was given, and stock LMCache there."""
+"""LMCache's disk tier on a disk that refuses, loses or changes data; and stock LMCache there."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 from lmcache_rig import CHUNK, prompt, rigs
 
 from connectors.lmcache.disk.lost_chunks import LostChunks, checksum
-from connectors.lmcache.disk.reads import is_whole, takes_odirect
+from connectors.lmcache.disk.reads import is_whole, supports_odirect
 from connectors.lmcache.disk.writes import DiskWrites
 from continuum_lmcache.reload.tier_store import TierHit
 
 
 def full(path: Path) -> None:
-    """Whoever writes here is told that no space is left on the device."""
+    """Every write here fails with "no space left on device"."""
     path.symlink_to("/dev/full")
 
 
@@ -176,7 +176,7 @@ def test_a_checksum_tells_sectors_that_changed_places():
 
 
 def on_a_disk_with_4096_bytes_left(write) -> BaseException | None:
-    """What a call that writes more ends with: in a process of its own, whose files cannot grow further."""
+    """The result of a call that writes more, in a process whose files cannot grow further."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -199,7 +199,7 @@ def a_disk(**others) -> SimpleNamespace:
 
 
 def test_stock_lmcache_takes_a_write_cut_short_by_a_full_disk_for_whole_and_ours_does_not(tmp_path):
-    if not takes_odirect(tmp_path):
+    if not supports_odirect(tmp_path):
         pytest.skip("the file system refuses O_DIRECT")
     mine, path = aligned(b"A" * 8192), str(tmp_path / "chunk.pt")
     stock = a_disk(use_odirect=True)
@@ -212,7 +212,7 @@ def test_stock_lmcache_takes_a_write_cut_short_by_a_full_disk_for_whole_and_ours
 
 
 def test_stock_lmcache_reads_a_short_file_as_if_it_were_whole_and_hands_over_another_requests_bytes(tmp_path):
-    """The silent contamination, in small. Under O_DIRECT ext4 makes zeros of it, which is no better."""
+    """Silently wrong data, in small. Under O_DIRECT ext4 returns zeros, which is as wrong."""
     path = tmp_path / "chunk.pt"
     path.write_bytes(b"A" * 4096)
     staging = bytearray(b"B" * 8192)  # another request's KV was staged here before

@@ -69,7 +69,7 @@ def test_tenants_with_other_salts_find_nothing_of_each_others(mp_rig: Make) -> N
 
 
 def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_evicts(mp_rig: Make) -> None:
-    """500 turns in two threads. If nothing of the prompt went meanwhile, a lookup finds what was located."""
+    """500 turns in two threads. Without an eviction meanwhile, a lookup finds what was located."""
     rig = mp_rig(12, 20)
     engines, unchanged, done = [rig, MpEngine(rig.server)], [], threading.Event()
 
@@ -127,7 +127,7 @@ def in_threads(*works: Callable[[], None]) -> list[Exception]:
 
 @given(st.data())
 def test_a_mirror_that_asks_now_and_then_holds_what_lies_whole_in_each_tier(data: st.DataObject) -> None:
-    """Chunks of two ranks' pieces come and go, and so do the server's memory of changes and the server."""
+    """Pieces of two ranks come and go; the server's log of changes is cut, and the server restarts."""
     registry = SimpleNamespace(find_attn_desc=lambda *_: SimpleNamespace(num_object_groups=1))
     log, mirror = TierChangeLog(registry, max_changes=5), MpTierMirror()
     pieces: set[tuple[bool, int, int]] = set()
@@ -152,7 +152,7 @@ def test_a_mirror_that_asks_now_and_then_holds_what_lies_whole_in_each_tier(data
 
 def told(log: TierChangeLog, mirror: MpTierMirror) -> ChangesReply:
     """The module's answer to a mirror."""
-    known = mirror.epoch == log.epoch and log.reaches(mirror.number)
+    known = mirror.epoch == log.epoch and log.has_all_after(mirror.number)
     changes = log.since(("m", 2), mirror.number) if known else log.snapshot(("m", 2))
     return ChangesReply(log.epoch, log.number, not known, changes, [], 1, None, 0.2, 300.0, "blake3")
 
@@ -260,9 +260,9 @@ def never_answered(rig: MpEngine) -> Moves:
 
 
 def ended(rig: MpEngine, *finished: str) -> tuple[set[str], set[str], set[int]]:
-    """What the worker tells at a step's end: stored, loaded, and blocks whose load failed."""
+    """The worker's report at a step's end: stored, loaded, and blocks whose load failed."""
     rig.worker.poll()
-    with rig.worker.giving_up_only_what_is_over():
+    with rig.worker.without_giving_up():
         stored, loaded = rig.adapter.get_finished(set(finished))
     return stored, loaded, rig.adapter.get_block_ids_with_load_errors()
 
@@ -322,7 +322,7 @@ def test_moves_of_a_server_whose_connection_is_closed_fail_at_once_and_so_do_tho
     rig = MpEngine(MpServer(tmp_path, 16, 64))
     load_and_store(rig)
     rig.server.close()
-    wait_for(rig.worker._was_cut.is_set)
+    wait_for(rig.worker._connection_lost.is_set)
     assert ended(rig, "store") == ({"store"}, {"load"}, {0, 1})
     rig.worker.connection_closed()  # and a server is back before the next step, which does not know us
     rig.adapter.submit_retrieve_request("later", op(prompt(1, 2), 0, 2 * CHUNK), None)
@@ -379,7 +379,7 @@ def test_a_store_that_nobody_answers_costs_the_store_and_not_the_worker(
 def test_the_server_leaves_out_a_store_that_comes_too_late(
     mp_rig: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it reads then may be another request's."""
+    """The blocks may belong to another request then."""
     rig = mp_rig()
     monkeypatch.setattr("connectors.lmcache_mp.worker.STALL_S", 0.5)
     for end_s, stored in ((time.monotonic(), 0), (time.monotonic() + 60, 2)):

@@ -1,4 +1,4 @@
-"""Leases of lookups that wait too long: looked up afresh, given back, or a failed load; never wrong KV.
+"""Leases of lookups that wait too long: renewed, released, or a failed load; never wrong KV.
 
 The server is the real one, in this process; the clock is ours, but for the server's own lock.
 """
@@ -28,7 +28,7 @@ Waiting = tuple[MpRig, ContinuumLMCacheMPConnector, SimpleNamespace, Clock]
 
 
 def look_up(connector: ContinuumLMCacheMPConnector, request: SimpleNamespace) -> int | None:
-    """What vLLM's scheduler hears when it asks until there is an answer."""
+    """The answer that vLLM's scheduler gets when it polls."""
     found: list[int] = []
 
     def answered() -> bool:
@@ -86,7 +86,7 @@ def locked(rig: MpRig) -> int:
 
 
 def renewals(connector: Any) -> list[str]:
-    """The requests whose leases are given back from here on."""
+    """The requests whose leases are released from here on."""
     given_back: list[str] = []
     stock = connector._leases.release
 
@@ -127,7 +127,7 @@ def test_an_eager_lookups_lease_is_as_old_as_the_request(waiting: Waiting) -> No
 
 
 def test_a_fresh_lookup_that_finds_less_leaves_nothing_of_the_old_one(waiting: Waiting) -> None:
-    """Else LMCache takes the old hits for computed, and stores their blocks before they are."""
+    """Otherwise LMCache counts the old hits as computed, and stores their blocks before they are."""
     rig, connector, request, clock = waiting
     assert look_up(connector, request) == 2 * CHUNK
     clock.now_s = 101.0

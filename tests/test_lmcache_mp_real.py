@@ -69,7 +69,7 @@ class Pair:
         return self.vllm.metric("continuum_prompt_tokens_total", tier=tier)
 
     def stores(self, within_s: float = 60.0) -> None:
-        """Return when what is computed reaches the disk: LMCache's worker finds its server by itself."""
+        """Return when computed KV reaches the disk: LMCache's worker has found its server by itself."""
         before, end_s = self.written(), time.monotonic() + within_s
         while self.written() == before:
             assert time.monotonic() < end_s, "nothing is stored"
@@ -91,7 +91,7 @@ class Pair:
             time.sleep(0.05)
 
     def loads_more(self, tokens: int, within_s: float = 60.0) -> None:
-        """Return when so many more have come from the tiers."""
+        """Return when this many more tokens were loaded from the tiers."""
         before, end_s = self.came_from("dram") + self.came_from("ssd"), time.monotonic() + within_s
         while self.came_from("dram") + self.came_from("ssd") < before + tokens:
             assert time.monotonic() < end_s, "nothing is loaded"
@@ -104,7 +104,7 @@ class Pair:
             time.sleep(0.1)
 
     def warnings(self) -> list[str]:
-        """What this package said about the MP server; LMCache says it too, when its heartbeat finds out."""
+        """This package's warnings about the MP server; LMCache logs one too, after its heartbeat."""
         lines = self.log.read_text(errors="replace").splitlines()
         return [line for line in lines if "WARNING" in line and "LMCache's MP server" in line]
 
@@ -171,7 +171,7 @@ def gives_up_behind(pair: Pair, out: int) -> bool:
 
 
 def test_noise_in_l1_is_noticed(pair: Pair) -> None:
-    """The negative control: these tests would see a load that brings something else."""
+    """The negative control: these tests notice a load of other data."""
     p = prompt(2)
     pair.ask(p)
     own = pair.ask(p)

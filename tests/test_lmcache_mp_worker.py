@@ -1,4 +1,4 @@
-"""What a worker's loads and stores with an MP server took, on a GPU's timeline.
+"""The measured times of a worker's loads and stores with an MP server, on a GPU's timeline.
 
 A move is submitted once the step's forward is launched, the server waits for that forward and for the moves
 before it, and the worker asks whether it has ended once a step.
@@ -24,7 +24,7 @@ LINK_BYTES_PER_S = 25e9
 
 
 class Done:
-    """An event or a future that is over at a time."""
+    """An event or a future that ends at a given time."""
 
     def __init__(self, clock: Clock, at_s: float) -> None:
         self._clock, self._at_s = clock, at_s
@@ -60,7 +60,7 @@ class Gpu:
         return Done(self.clock, self.link_free_s)
 
     def step(self, name: str, loads: int = 0, stores: int = 0) -> list[Any]:
-        """Launch a forward, then submit; the next step comes when the forward before is over."""
+        """Launch a forward, then submit; the next step comes when the previous forward has ended."""
         until_s = max(self.forward_ends_s, self.clock.now_s)
         self.forward_ends_s = until_s + self.step_s
         event = Done(self.clock, self.forward_ends_s)
@@ -71,7 +71,7 @@ class Gpu:
         told = self.worker.report()
         while self.clock.now_s < until_s:  # the watching thread looks each millisecond
             self.clock.now_s += 0.001
-            self.worker.watch.look()
+            self.worker.watch.poll()
         return [*told.loads, *told.stores] if told is not None else []
 
 

@@ -1,4 +1,4 @@
-"""LMCache under a real vLLM engine on this machine's CPU: what comes back is what went out.
+"""LMCache under a real vLLM engine on this machine's CPU: loaded KV equals stored KV.
 
 The oracle is vLLM's own prefix hit of the same length: bfloat16 gives another prompt split other
 logits, so prompts are 256 * n + 64 tokens, of which vLLM and LMCache both hit 256 * n.
@@ -34,7 +34,7 @@ BLOCKS = 70  # of 128 tokens
 
 
 class BreakableCopier(BlockCopier):
-    """The copier under test; while the flag file exists it brings nothing back, the negative control."""
+    """The copier under test; while the flag file exists it loads nothing: the negative control."""
 
     flag: Path
 
@@ -159,14 +159,14 @@ def test_a_reload_from_dram_gives_the_same_logprobs_as_vllms_own_prefix_hit(engi
 
 def test_what_the_policies_hear_of_its_loads_is_what_vllm_hears(engine, monkeypatch):
     """Whether steps wait for them."""
-    stock, told = engine.connector.get_num_new_matched_tokens, []
-    spy = lambda *args: told.append(stock(*args)) or told[-1]  # noqa: E731
+    stock, replies = engine.connector.get_num_new_matched_tokens, []
+    spy = lambda *args: replies.append(stock(*args)) or replies[-1]  # noqa: E731
     monkeypatch.setattr(engine.connector, "get_num_new_matched_tokens", spy)
     p = prompt(5, 2)
     engine.run(p)
     engine.forget_gpu()
     engine.run(p)
-    assert told[-1] == (2 * CHUNK, engine.connector.async_loads) == (2 * CHUNK, False)
+    assert replies[-1] == (2 * CHUNK, engine.connector.async_loads) == (2 * CHUNK, False)
 
 
 def test_eight_programs_at_once_reload_exactly_from_dram_and_then_from_disk(engine):
@@ -270,7 +270,7 @@ def pinned_chunks(_worker) -> int:
 
 @pytest.fixture
 def rule(engine):
-    """Lets a test say what is loaded, as the scheduler's judge does; everything again afterwards."""
+    """Lets a test decide what is loaded, as LoadPolicy does; afterwards everything is loaded again."""
     yield engine.connector.set_load_selector
     engine.connector.set_load_selector(lambda _, where: where.dram_tokens + where.ssd_tokens)
 

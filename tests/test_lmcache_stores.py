@@ -1,4 +1,4 @@
-"""Storing with in-process LMCache is never stopped where others may read what is stored."""
+"""Storing with in-process LMCache never stops where others may read the store."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def forget_but(bench: InProcessBench, chunks: int) -> None:
 
 
 def slow_remote(bench: InProcessBench) -> tuple[Clock, list[KVTransfer]]:
-    """Time stands still but for reads of the remote backend; and what the meter then tells."""
+    """Time advances only in reads of the remote backend; and the timer's transfers."""
     clock, told, meter = Clock(), [], bench.worker._worker._meter
     get, take, meter._clock = meter._get, meter.take, clock
 

@@ -1,4 +1,4 @@
-"""Where LMCache's chunks are: the mirror and its probe, over LMCache's own engine."""
+"""Where LMCache's chunks are: the mirror and its snapshots, over LMCache's own engine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_disk_write_in_flight_is_not_there_yet(rig):
 
 
 def answered_at_start(r) -> None:
-    """Every scheduler asks once as it starts; an answer that is late must not be taken for a later one's."""
+    """Every scheduler asks once at its start; a late answer must not count as a later request's."""
     end_s = time.monotonic() + 5
     while r.tiers._probe._waiting and time.monotonic() < end_s:
         r.tiers.locate(prompt(9, 1))
@@ -105,7 +105,7 @@ def test_asking_changes_nothing_in_lmcache(rig):
 
 
 def test_locate_tells_what_a_load_then_brings_through_500_random_steps(rig):
-    r, draw, told = rig(dram_chunks=12, disk_chunks=30), random.Random(0), []
+    r, draw, hits = rig(dram_chunks=12, disk_chunks=30), random.Random(0), []
     for _ in range(500):
         tokens = prompt(draw.randrange(6), draw.randrange(1, 9))
         match draw.choice(("store", "load", "load", "forget")):
@@ -120,11 +120,11 @@ def test_locate_tells_what_a_load_then_brings_through_500_random_steps(rig):
                 by_tier = {t.tier: t.tokens for t in r.worker._meter.take() if t.direction == "load"}
                 assert by_tier.get(Tier.DRAM, 0) == held.dram_tokens
                 assert by_tier.get(Tier.SSD, 0) == held.ssd_tokens
-                told.append(held)
+                hits.append(held)
             case "forget":
                 r.engine.clear(tokens, ["LocalCPUBackend"])
         r.step()
-    assert sum(h.dram_tokens > 0 for h in told) > 50 and sum(h.ssd_tokens > 0 for h in told) > 50
+    assert sum(h.dram_tokens > 0 for h in hits) > 50 and sum(h.ssd_tokens > 0 for h in hits) > 50
 
 
 def test_the_mirrors_hashes_are_lmcaches(rig):
@@ -150,15 +150,15 @@ def test_reports_and_snapshots_give_the_truth_in_whatever_overlap_they_come(ops,
         (truth[ssd].add if admitted else truth[ssd].discard)(chunk)
         changes.append(TierChange(number, ssd, admitted, chunk))
         states.append((set(truth[0]), set(truth[1])))
-    mirror, told = TierMirror(1), 0
-    while told < len(ops):
+    mirror, applied = TierMirror(1), 0
+    while applied < len(ops):
         if data.draw(st.booleans()):  # a snapshot is numbered before it looks
             looked = data.draw(st.integers(0, len(ops)))
             numbered = data.draw(st.integers(0, looked))
             mirror.replace(Snapshot(0, numbered, list(states[looked][0]), list(states[looked][1]), 0))
-        upto = data.draw(st.integers(told + 1, len(ops)))
-        mirror.apply(0, report(upto, changes[told:upto]))
-        told = upto
+        upto = data.draw(st.integers(applied + 1, len(ops)))
+        mirror.apply(0, report(upto, changes[applied:upto]))
+        applied = upto
     assert mirror._held[0] == truth
 
 

@@ -1,7 +1,7 @@
-"""Loads that do not pay are not made: vLLM's scheduler over the fake tiers, in virtual time.
+"""Loads that cost more than computing are not made: vLLM's scheduler over the fake tiers, in virtual time.
 
 Six programs take turns on a GPU that holds one of their contexts, one at a time: every return finds its
-context outside. An A100 computes KV of the 8B model at about 1.4 GB/s here.
+context evicted. An A100 computes KV of the 8B model at about 1.4 GB/s here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLOW_GBPS = 0.4
 
 
 def rotation(round_s: float = 30.0) -> list[Program]:
-    """The next turn of each program is due when all others had theirs: at 30 s nobody has to wait."""
+    """The next turn of each program comes after all others' turns: at 30 s none has to wait."""
     specs = [TurnSpec(FIRST_TOKENS, FIRST_TOKENS, 4, "bash", "", round_s)]
     for _ in range(TURNS - 1):
         specs.append(TurnSpec(specs[-1].context_tokens + NEW_TOKENS, NEW_TOKENS, 4, "bash", "", round_s))
@@ -45,7 +45,7 @@ def engine(tiers: dict[str, Any] | None, profile: Path, decide: bool = True) -> 
 
 def a_profile(folder: Path, ssd_gbps: float = SLOW_GBPS, samples: int = 30) -> Path:
     """Measured on the A100, its disk at `ssd_gbps`."""
-    told = A100.told(256, ssd_gbps)
+    told = A100.policy_profile(256, ssd_gbps)
     costs = told | {s: {**told[s], "samples": samples} for s in ("prefill", "dram", "ssd")}
     path = folder / f"profile-{ssd_gbps:g}-{samples}.yaml"
     path.write_text(yaml.safe_dump(costs))
@@ -101,7 +101,7 @@ def test_without_a_profile_the_same_is_learned_from_the_steps_and_the_loads(tmp_
 def test_a_dram_that_loses_every_context_before_its_return_costs_no_more_than_its_stores(
     tmp_path: Path,
 ) -> None:
-    """Three contexts of six fit: an LRU in rotation holds none that is asked for, the disk holds all."""
+    """Three contexts of six fit: an LRU in rotation never holds the next one, the disk holds all."""
     profile = a_profile(tmp_path)
     tiers = {**DISK_ONLY, "dram_gb": 3 * 7000 * A100.kv_bytes_per_token / 2**30}
     without = returns(simulate(rotation(), engine(None, profile)))
@@ -138,7 +138,7 @@ def long_answers() -> list[Program]:
 def test_a_preempted_request_is_brought_back_the_cheaper_way(
     tmp_path: Path, tiers: dict[str, Any], decision: str
 ) -> None:
-    """Nobody comes back from a tool here, so all that the judge decides is a preempted request's return."""
+    """No program returns from a tool here, so LoadPolicy decides about preempted requests only."""
     setup = engine(tiers, a_profile(tmp_path))
     assert (lost := simulate(long_answers(), setup).preemptions) > 0
     assert counts(setup, long_answers()) == {decision: lost}
@@ -151,7 +151,7 @@ def test_stores_that_hold_no_step_up_teach_no_stall(tmp_path: Path, beside: bool
 
 
 def counts(setup: Setup, programs: Sequence[Program] = ()) -> Counter[str]:
-    """What the scheduler's judge counted in a run."""
+    """LoadPolicy's counts of a run."""
     found: Counter[str] = lifecycle_after(setup, programs).load_policy.counts
     return found
 

@@ -1,4 +1,4 @@
-"""Load or recompute: by what was measured, in seconds that are checked by hand."""
+"""Load or recompute by measured rates, in seconds that are checked by hand."""
 
 from __future__ import annotations
 

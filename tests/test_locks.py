@@ -11,7 +11,7 @@ LOCKS = ROOT / "requirements"
 
 
 def pins(name: str) -> dict[str, str]:
-    """What a lock file pins, by the packages' normal names."""
+    """A lock file's versions, by the packages' normal names."""
     lines = (line for line in (LOCKS / name).read_text().splitlines() if line and not line.startswith("#"))
     return {
         re.sub(r"[-_.]+", "-", left).lower(): right for left, _, right in (x.partition("==") for x in lines)

@@ -135,7 +135,7 @@ def test_a_timer_reads_both_clocks():
 
 
 class Machine:
-    """Points that take a second each, on a clock of its own."""
+    """Points that take a second each, on a simulated clock."""
 
     def __init__(self):
         self.now_s = 0.0
@@ -202,7 +202,7 @@ def test_a_report_survives_yaml_and_shows_every_point():
 
 
 def test_lmcache_stays_out_until_the_engine_is_up():
-    """It brings numba, over which vLLM 0.32's CPU worker stumbles as it starts in the same process."""
+    """It imports numba, with which vLLM 0.32's CPU worker fails to start in the same process."""
     code = "import sys, profiles.measure; sys.exit('lmcache' in sys.modules or 'numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

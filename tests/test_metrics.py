@@ -1,4 +1,4 @@
-"""What an engine tells: each event once, to whichever front-end, with names that do not run away."""
+"""An engine's metrics: each event once, at any front-end, with bounded labels."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def finished(rows: Rows, *cases: Point) -> dict[Point, float]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    """Those of a quick figure, and what the tests of this file add to them."""
+    """The rows of a quick figure, and those that this file's tests add."""
     folder = tmp_path_factory.mktemp("sweep")
     main(["fig8"], quick=True, jobs=1, out=folder)
     return Rows(folder / "offload_sweep.csv")
@@ -84,7 +84,7 @@ def test_a_time_to_live_of_nothing_shows_in_the_figure(
 
 
 def test_a_broken_order_shows_in_the_figure(rows: Rows, policy: Callable[[str, Policy], Point]) -> None:
-    """The newest program first, where the oldest should be."""
+    """The newest program first, instead of the oldest."""
 
     def backwards(standing: QueueEntry) -> tuple[float, ...]:
         return (not standing.preempted, -standing.program_arrival_s, -standing.turn_arrival_s)

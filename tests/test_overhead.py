@@ -1,4 +1,4 @@
-"""What our scheduler's step costs beside stock's: who is measured, and what is made of it."""
+"""The cost of our scheduler's step against stock's: its contenders and its figures."""
 
 from __future__ import annotations
 

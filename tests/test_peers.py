@@ -1,4 +1,4 @@
-"""Other projects' schedulers as contenders: what they are told, who is left out, their rules in the lab."""
+"""Other projects' schedulers as contenders: their settings, missing ones, their rules in the simulator."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_peer_runs_in_virtual_time_and_gives_the_clock_back(contender: str) ->
 
 @IN_THE_LAB
 def test_a_peer_lets_held_programs_in_when_their_time_comes_though_nothing_else_happens() -> None:
-    """On an idle engine after the last arrival; the lab once put that time off for ever."""
+    """On an idle engine after the last arrival; the simulator once postponed that time for ever."""
     point = Point(ROUTER, 8, 1.0, 3)
     assert simulated.run(point)["jobs"] == point.programs
 

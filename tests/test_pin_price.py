@@ -1,4 +1,4 @@
-"""A second of pin costs a second where a turn waits for memory, and next to nothing where none does."""
+"""A second of pin costs a second while a turn waits for memory, and very little otherwise."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_a_pin_is_charged_with_is_said():
 
 
 def ttl_s(short: bool, tokens: int = 16, dram_tokens: int = 0, **values: Any) -> float:
-    """Of a turn whose tool took 1, 4 or 30 s so far; a second a token to compute, a tenth from DRAM."""
+    """The TTL after gaps of 1, 4 or 30 s of the tool; a token takes 1 s to compute, 0.1 s from DRAM."""
     config = ContinuumConfig(**{"priced_pins": True, **values})
     made = RetentionAdvisor(config, A_SECOND_A_TOKEN, learned(), {Tier.DRAM: 10**9})
     load = replace(IDLE, is_memory_short=short)
@@ -95,7 +95,7 @@ def pinned(bench: Bench) -> bool:
 
 
 def test_a_pin_is_kept_while_nobody_waits_and_given_up_when_somebody_begins_to(bench: Bench) -> None:
-    """16 s are saved if it comes back; after 10 s only the 30 s are left, and 20 more are not worth it."""
+    """A return saves 16 s; after 10 s only the gap of 30 s is left, and 20 s more cost more than that."""
     bench.send(None, prompt(10 * BLOCK, 1), out=60)
     bench.step()
     assert pinned(bench), "it runs beside the pin"

@@ -1,4 +1,4 @@
-"""Each objection of the doctor's, by a plan that earns it and one that just does not."""
+"""Each finding of the doctor, by a plan that has it and one that just has not."""
 
 from __future__ import annotations
 

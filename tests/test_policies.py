@@ -1,4 +1,4 @@
-"""What each policy answers, by worked example."""
+"""Each policy's decisions, by worked examples."""
 
 import math
 from dataclasses import replace
@@ -25,7 +25,7 @@ IDLE = EngineLoad(total_blocks=100, free_blocks=60, pinned_blocks=10)
 
 
 def turn(reload_s, tool=MAKE, **residency):
-    """A turn of 10 blocks whose context costs `reload_s` to compute again, if it lies nowhere."""
+    """A turn of 10 blocks whose context costs `reload_s` to compute again, if no tier has it."""
     where = replace(Residency(0, 0, 0, total_tokens=reload_s), **residency)
     return FinishedTurn(ProgramId("p"), 1, tool, where.total_tokens, 10, where)
 
@@ -96,7 +96,7 @@ def test_continuum_pins_long_enough_for_the_slowest_where_nothing_else_pays():
 
 
 def test_continuum_looks_for_the_best_ttl_below_the_ceiling():
-    """With 30 s out of reach 4 s is the best of the rest; a ceiling of 20 s is not waited out."""
+    """Without 30 s, 4 s is the best of the rest; the TTL is not the ceiling of 20 s."""
     assert decide("continuum", turn(1000), learned(), max_ttl_s=20.0).ttl_s == 4.0
     assert decide("continuum", turn(1000), learned(), max_ttl_s=0.5).ttl_s == 0.0
 

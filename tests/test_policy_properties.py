@@ -1,4 +1,4 @@
-"""What holds of eq. 2's solution for all gaps, benefits and ceilings."""
+"""Properties of eq. 2's solution for all gaps, benefits and ceilings."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How small a chunk pays, by measured step times."""
+"""The smallest chunk that pays, by measured step times."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_without_measurements_or_without_decodes_the_budget_is_vllms_own() -> No
 def test_the_budget_follows_what_prompts_need_beside_the_decodes() -> None:
     chunks = PrefillChunkTuner(steps(0), 8192)
     for _ in range(1000):
-        chunks.saw(prompt_tokens=300, decode_tokens=10)
+        chunks.record(prompt_tokens=300, decode_tokens=10)
     assert chunks.budget_tokens(10) == pytest.approx(310, abs=2)
     assert chunks.budget_tokens(1) == 129, "never below what pays"
 
 
 def test_prompts_that_pile_up_are_not_starved_by_the_decodes_that_are_left() -> None:
     chunks = PrefillChunkTuner(steps(0), 8192)
-    chunks.saw(20_000, 100)
+    chunks.record(20_000, 100)
     few, piled_up = chunks.budget_tokens(2, running=2), chunks.budget_tokens(2, running=10)
     assert (few, piled_up) == (2 + 400, 2 + 2000)
 
@@ -52,7 +52,7 @@ def test_prompts_that_pile_up_are_not_starved_by_the_decodes_that_are_left() -> 
 @given(st.integers(1, 20_000), st.integers(0, 1000), st.integers(0, 9000), st.integers(0, 300))
 def test_the_budget_is_never_above_vllms_and_never_starves_prompts(most, decoding, prompts, decodes):
     chunks = PrefillChunkTuner(steps(0), most)
-    chunks.saw(prompts, decodes)
+    chunks.record(prompts, decodes)
     budget = chunks.budget_tokens(decoding)
     assert 1 <= budget <= most
     assert budget == most or decoding + 128 <= budget <= decoding + LARGEST_TOKENS

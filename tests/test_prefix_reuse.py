@@ -1,4 +1,4 @@
-"""What part of a turn comes back: learned, forgotten again, and never guessed while little is known."""
+"""The part of a turn that the next prompt repeats: learned, forgotten, and not guessed from few returns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def chain(tokens: int, story: int, same: int = 0, other: int = 0) -> list[tuple[
 def returns(
     matching: PrefixReusePredictor, prompt: int, output: int, repeats: int, times: int, kind: Kind = THOUGHT
 ) -> int | None:
-    """So many programs return to `repeats` tokens of what they left. What the last return said."""
+    """This many programs repeat `repeats` tokens of their last turn. Returns the last result."""
     said = None
     for story in range(1, times + 1):
         matching.on_pause(P, kind, prompt, prompt + output, chain(prompt + output, story))
@@ -162,7 +162,7 @@ def make(model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def run_program(bench: Bench, story: int, kept_answer: int) -> Seen:
-    """A program whose client sends back so many tokens of each answer."""
+    """A program whose client sends back this many tokens of each answer."""
     pinned: list[int] = []
     found: list[int] = []
     history = prompt(ASKED, 10 * story)

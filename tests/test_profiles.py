@@ -1,4 +1,4 @@
-"""The profiles in profiles/: each can be read, says where it comes from, and tells nothing it should not."""
+"""The profiles in profiles/: each can be read, names its source, and has no private data."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The books: examples that read as rules, and a machine that tries to unbalance them."""
+"""The tables of programs and pins: examples, and a state machine that tries to unbalance them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_programs_beyond_the_limit_are_forgettable_longest_idle_first() -> None:
 
 
 class Books(RuleBasedStateMachine):
-    """Programs come, pin, return, leave and are forgotten in any order; the books always balance."""
+    """Programs arrive, pin, return, leave and are forgotten in any order; the tables always balance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Books(RuleBasedStateMachine):
         )
 
     def ends_s(self, pin: Pin) -> float:
-        """When a pin ends, unless somebody comes or goes."""
+        """When a pin ends, if there is no further event."""
         last_s = pin.taken_s + 20.0
         return last_s if self.tables.programs.records[pin.program].waiting else min(pin.deadline_s, last_s)
 

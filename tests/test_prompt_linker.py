@@ -1,4 +1,4 @@
-"""Programs that send no ids are told apart by their prompts, on programs of our own."""
+"""Programs without ids are distinguished by their prompts, on our own programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def marked(index: int, turn: TurnSpec) -> TurnSpec:
 
 
 def shortened(program: Program, tokens: int) -> Program:
-    """Each prompt drops so many of the last prompt's tokens, and the answer behind them."""
+    """Each prompt drops this many of the last prompt's tokens, and the answer after them."""
     before = (tokens, *(turn.input_tokens for turn in program.turns))
     cut = (
         replace(turn, new_tokens=turn.input_tokens - min(turn.kept_tokens, last - tokens))
@@ -77,7 +77,7 @@ def test_strangers_whose_short_first_prompts_share_a_system_prompt_are_not_linke
 
 @pytest.mark.parametrize("contexts", [(0, 0), (0, 100), (100, 0)])
 def test_of_two_draws_for_one_prompt_neither_is_taken_for_the_other(contexts: tuple[int, int]) -> None:
-    """Both are remembered where the prompt ends, and a little before: one more, the other less."""
+    """Both are kept with keys at the prompt's end and a little before it."""
     prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
     for draw, matched_tokens in enumerate(contexts):
         request = replay.request(NEW, tuple(range(1000, 1200)))

@@ -1,4 +1,4 @@
-"""The waiting queue against the plainest thing that does the same: a sorted list."""
+"""The waiting queue against the simplest equivalent: a sorted list."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def request(name: str, rank: int) -> Any:
 
 
 class Queues(RuleBasedStateMachine):
-    """Requests come, go, and change their rank; the queue stays in order, old keys or not."""
+    """Requests are added, removed and re-keyed; the queue stays in order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -96,7 +96,7 @@ def test_stores_say_nothing_about_loads():
 
 
 def test_a_store_that_a_step_waited_for_is_a_stall_and_one_beside_it_is_not():
-    """2 s for 1 MB, three times; the disk's own writes and stores beside the steps hold nothing up."""
+    """2 s for 1 MB, three times; the disk's own writes and asynchronous stores delay no step."""
     stall = load(2.0, direction="store")
     rates = after(*[stall] * 3, replace(stall, in_step=False), load(9.0, Tier.SSD, direction="store"))
     assert rates.costs.store.seconds(SIZE_BYTES) == pytest.approx(2.0)
@@ -115,7 +115,7 @@ def test_what_must_be_computed_again_is_stored_again_and_a_pin_saves_that_too():
 def test_the_prefill_curve_follows_the_steps(times):
     rates = CalibratedCosts(PROFILE)
     for _ in range(50):
-        rates.computed(took_s=times * 10.0, said_s=rates.costs.prefill_s(1000))
+        rates.observe_prefill(took_s=times * 10.0, predicted_s=rates.costs.prefill_s(1000))
     assert rates.costs.prefill_s(1000) == pytest.approx(times * 10.0, rel=0.02)
     assert rates.samples["prefill"] == 30 + 50
 
@@ -184,7 +184,7 @@ def test_a_prefix_that_a_tier_cannot_hold_is_not_there():
 
 
 def test_a_quiet_hour_is_noticed():
-    """A rate of 1,000 tokens a second that ended an hour ago says nothing any more."""
+    """A rate of 1,000 tokens a second that ended an hour ago has no weight any more."""
     survival = filled(1000)
     assert survival.chances(20_000, 160.0, 600.0)[Tier.DRAM] < 0.01
     assert survival.chances(20_000, 160.0, 4200.0)[Tier.DRAM] > 0.99

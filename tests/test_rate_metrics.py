@@ -1,4 +1,4 @@
-"""Every rate in /metrics, with how many measurements stand behind it."""
+"""Every rate in /metrics, with its number of measurements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from continuum_lmcache.vllm_plugin.hooks.prometheus import exporter
 ENGINE = 97  # nobody else's
 
 
-def told(name: str, **labels: str) -> float:
+def gauge(name: str, **labels: str) -> float:
     value = REGISTRY.get_sample_value(name, {**labels, "engine": str(ENGINE)})
     assert value is not None, f"{name} {labels} is not exported"
     return value
@@ -27,10 +27,10 @@ def told(name: str, **labels: str) -> float:
 def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None:
     rates = CalibratedCosts(UNMEASURED)
     exporter().observe(rate_totals(rates), ENGINE)
-    assert [told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")] == [0] * 4
-    assert told("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
-    assert told("continuum_store_stall_seconds_per_byte") == 0
-    assert told("continuum_prefill_seconds_per_token") == UNMEASURED.prefill.per_token_s
+    assert [gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")] == [0] * 4
+    assert gauge("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
+    assert gauge("continuum_store_stall_seconds_per_byte") == 0
+    assert gauge("continuum_prefill_seconds_per_token") == UNMEASURED.prefill.per_token_s
 
 
 def test_measurements_move_the_rates_and_their_samples_together() -> None:
@@ -38,9 +38,9 @@ def test_measurements_move_the_rates_and_their_samples_together() -> None:
     for _ in range(5):
         rates.observe(KVTransfer(Tier.SSD, "load", 1000, 10**9, 10.0))
         rates.observe(KVTransfer(Tier.DRAM, "store", 1000, 10**9, 0.5))
-    rates.computed(took_s=1.0, said_s=0.5)
+    rates.observe_prefill(took_s=1.0, predicted_s=0.5)
     exporter().observe(rate_totals(rates), ENGINE)
-    samples = {r: told("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")}
+    samples = {r: gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")}
     assert samples == {"prefill": 1, "dram": 0, "ssd": 5, "store": 5}
-    assert told("continuum_tier_bytes_per_second", tier="ssd") == pytest.approx(1e8, rel=0.3)
-    assert told("continuum_store_stall_seconds_per_byte") == pytest.approx(0.5e-9, rel=0.1)
+    assert gauge("continuum_tier_bytes_per_second", tier="ssd") == pytest.approx(1e8, rel=0.3)
+    assert gauge("continuum_store_stall_seconds_per_byte") == pytest.approx(0.5e-9, rel=0.1)

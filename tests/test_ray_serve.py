@@ -26,7 +26,7 @@ pytest.importorskip("lmcache")
 from serving import ids
 
 from experiments.ray_programs import NO_MOVES, REPLICA, Client, play
-from experiments.ray_server import serve_fleet, told
+from experiments.ray_server import fleet_report, serve_fleet
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 PATIENCE_S = 300.0
@@ -42,7 +42,7 @@ def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _both_replicas(url: str) -> None:
     """An earlier test may have killed one."""
-    becomes(lambda: len(told(url).get("replicas", ())) == 2, "two replicas report")
+    becomes(lambda: len(fleet_report(url).get("replicas", ())) == 2, "two replicas report")
 
 
 def becomes(is_so: Callable[[], Any], what: str) -> None:
@@ -74,7 +74,7 @@ def test_a_replica_dies_under_twenty_programs_and_no_token_is_lost_or_wrong(url:
     assert {status for client in outcome.clients for status in client.failures} <= {500, 503}
     _, wrong, tokens = outcome.off()
     assert not wrong and tokens == 20 * 4 * 24
-    assert told(url)["thrash"] == 0
+    assert fleet_report(url)["thrash"] == 0
 
 
 def test_a_new_state_knows_where_every_program_is_at_home(url: str) -> None:
@@ -90,11 +90,11 @@ def test_a_new_state_knows_where_every_program_is_at_home(url: str) -> None:
             list(pool.map(run, clients))
 
     turns(1)
-    before = told(url)["state"]
+    before = fleet_report(url)["state"]
     (state,) = running("ray::FleetState")
     os.kill(state.pid, signal.SIGKILL)
     turns(2)  # at once: nobody is turned away
-    becomes(lambda: told(url).get("state", before) != before, "another state answers")
+    becomes(lambda: fleet_report(url).get("state", before) != before, "another state answers")
     turns(1)
     assert [client.failures for client in clients] == [[]] * len(clients)
     assert [len(set(client.replicas)) for client in clients] == [1] * len(clients)
@@ -108,7 +108,7 @@ def test_a_new_proxy_sends_every_program_home(url: str) -> None:
     (proxy,) = running("ray::ProxyActor")
     os.kill(proxy.pid, signal.SIGKILL)
     becomes(lambda: [p for p in running("ray::ProxyActor") if p.pid != proxy.pid], "another proxy")
-    becomes(lambda: told(url), "it answers")
+    becomes(lambda: fleet_report(url), "it answers")
     for client in clients:
         client.turn(url, is_last=False)
     assert [len(set(client.replicas)) for client in clients] == [1] * len(clients)
@@ -126,7 +126,7 @@ def test_ray_starts_lmcaches_server_again_and_turns_go_on_meanwhile(url: str) ->
 
 
 def test_every_way_to_name_a_program_keeps_its_replica(url: str) -> None:
-    """In the body, in a header, on the Anthropic endpoint; a replica of one's choice answers questions."""
+    """In the body, in a header, on the Anthropic endpoint; `?replica=N` selects a replica."""
     prompt = ids(100, story=20)
     chat = {"model": "tiny", "max_tokens": 2, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -140,12 +140,12 @@ def test_every_way_to_name_a_program_keeps_its_replica(url: str) -> None:
     assert len(answers(url=f"{url}/v1/completions", json=body, headers={"X-Session-ID": "h"})) == 1
     assert len(answers(url=f"{url}/v1/messages", json=chat | {"job_id": "m"})) == 1
     names = [httpx.get(f"{url}/metrics", params={"replica": rank}).headers[REPLICA] for rank in (0, 1)]
-    assert sorted(names) == sorted(row["replica"] for row in told(url)["replicas"])
+    assert sorted(names) == sorted(row["replica"] for row in fleet_report(url)["replicas"])
     assert one_turn(url, prompt, job_id=[1]).status_code == 400, "vLLM's own answer to a bad field"
 
 
 def test_ray_and_lmcache_listen_on_loopback_alone(url: str) -> None:
-    """`url` is asked for, so that they run."""
+    """`url` is a parameter so that they run."""
     assert url.startswith("http://127.0.0.1:")
     names = ("ray::", "raylet", "gcs_server", "lmcache.cli", "/ray/dashboard/", "/ray/autoscaler/")
     open_to = {

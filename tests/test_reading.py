@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import EPOCH_S, KEEP, PROTOTYPE, Run, printed, saved, told
+from recorded import EPOCH_S, KEEP, PROTOTYPE, Run, printed, saved, written
 
 from continuum_lmcache.errors import TraceError
-from continuum_lmcache.recordings.metrics import measure, watches
+from continuum_lmcache.recordings.metrics import measure, promises
 from continuum_lmcache.recordings.program_history import KINDS
 from continuum_lmcache.recordings.reader import SHAPES, load
 from continuum_lmcache.telemetry.events import TurnArrived, TurnFinished, TurnStarted
@@ -54,12 +54,12 @@ def test_turns_of_one_program_may_overlap_and_finish_out_of_order(tmp_path: Path
     recorder.record(TurnFinished(3.0, a, TurnId("a2"), ("second",), 60, 11, False, KEEP))
     recorder.record(TurnFinished(5.0, a, TurnId("a1"), ("first",), 110, 22, False, KEEP))
     recorder.record(TurnArrived(9.0, a, TurnId("a3"), 300))
-    run = load(told(tmp_path, recorder))
+    run = load(written(tmp_path, recorder))
     first, second, third = run.turns
     assert (first.tool, first.output_tokens, first.gap_s) == (("first",), 22, 4)
     assert (second.tool, second.output_tokens, second.gap_s) == (("second",), 11, None)
     assert third.departure_s is None and not run.programs[0].complete
-    assert [w.watched_s for w in watches(run)] == [4]
+    assert [w.watched_s for w in promises(run)] == [4]
 
 
 def test_a_turn_that_arrives_while_another_runs_ends_no_gap(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_turn_that_arrives_while_another_runs_ends_no_gap(tmp_path: Path) -> N
     recorder.record(TurnArrived(1.0, a, TurnId("short"), 1))
     recorder.record(TurnFinished(2.0, a, TurnId("short"), (), 1, 1, False, None))
     recorder.record(TurnArrived(3.0, a, TurnId("next"), 1))
-    assert [t.gap_s for t in load(told(tmp_path, recorder)).turns] == [None, None, None]
+    assert [t.gap_s for t in load(written(tmp_path, recorder)).turns] == [None, None, None]
 
 
 def test_unfinished_and_cut_programs_do_not_count_as_fast_ones(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_unfinished_and_cut_programs_do_not_count_as_fast_ones(tmp_path: Path) -
         recorder.record(TurnArrived(at_s, ProgramId("cut"), TurnId(f"t{at_s}"), 1))
         recorder.record(TurnFinished(at_s + 1, ProgramId("cut"), TurnId(f"t{at_s}"), (), 1, 1, False, None))
     recorder.record(TurnArrived(0.0, ProgramId("running"), TurnId("t"), 1))
-    found = measure(load(told(tmp_path, recorder)))
+    found = measure(load(written(tmp_path, recorder)))
     assert (found["programs"], found["programs complete"], found["JCT, mean [s]"]) == (2, 0, None)
 
 

@@ -1,4 +1,4 @@
-"""A recorded run becomes a trace, and is the run it came from."""
+"""A recorded run converted into a trace equals the original programs."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import EPOCH_S, KEEP, SERVICE_S, Run, printed, told
+from recorded import EPOCH_S, KEEP, SERVICE_S, Run, printed, written
 
 from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.telemetry.events import TurnArrived, TurnFinished, TurnStarted
@@ -40,7 +40,7 @@ def played(programs: Iterable[Program]) -> EventRecorder:
 
 
 def replayable(programs: Iterable[Program], tmp_path: Path) -> tuple[Program, ...]:
-    told(tmp_path, played(programs))
+    written(tmp_path, played(programs))
     printed("convert", tmp_path, tmp_path / "trace.jsonl")
     return load_trace(tmp_path / "trace.jsonl")
 
@@ -113,5 +113,5 @@ def test_history_that_came_back_shorter_is_new(tmp_path: Path) -> None:
     run = Run()
     for number, prompt_tokens in enumerate((100, 104, 40)):
         run.turn("a", f"t{number}", (number, number, number + 0.5), prompt_tokens=prompt_tokens)
-    (program,) = to_trace(load(told(tmp_path, run.recorder)))
+    (program,) = to_trace(load(written(tmp_path, run.recorder)))
     assert [turn["new_tokens"] for turn in program["turns"]] == [100, 4, 40]

@@ -1,4 +1,4 @@
-"""The recorder's memory: what it tells, in whose words, and what it refuses to hold."""
+"""The recorder: its events, their names in the file, and its bounds."""
 
 import json
 import math
@@ -234,7 +234,7 @@ def test_hashed_ids_do_not_tell_the_name_and_agree_under_one_salt() -> None:
 
 
 class PinsInALedger(RuleBasedStateMachine):
-    """The tables decide, the recorder listens: every pin begins once and ends once, or is open."""
+    """The tables publish, the recorder subscribes: every pin begins once and ends once, or is open."""
 
     def __init__(self) -> None:
         super().__init__()

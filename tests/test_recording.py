@@ -1,4 +1,4 @@
-"""The recorder's files, on disks that misbehave: the engine must never notice."""
+"""The recorder's files on failing disks: the engine must not be affected."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Tables in the docs are what the code says; the dashboard asks for metrics that exist, in PromQL."""
+"""The docs' tables match the code; the dashboard queries existing metrics, in PromQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the load generator sends and records: prompts, arrivals and gaps, identity, failures."""
+"""The load generator's requests and records: prompts, arrivals and gaps, identity, failures."""
 
 import asyncio
 import json
@@ -52,7 +52,7 @@ def virtually(programs, plan=PLAN, fails_at=None):
 
 
 def over_http(programs, server, plan=PLAN):
-    """The programs replayed against a real socket; the server keeps what it saw."""
+    """The programs replayed against a real socket; the server keeps the requests."""
 
     async def go():
         records = []
@@ -182,7 +182,7 @@ def test_a_failing_turn_is_recorded_never_retried_and_ends_its_program_alone(how
 
 
 def test_a_stream_is_read_to_its_end_though_the_answer_was_done_before():
-    """A proxy between the two takes a client that leaves at [DONE] for one that gave up."""
+    """A proxy in between counts a client that leaves at [DONE] as aborted."""
     server = FakeServer(lingers_s=0.3)
 
     async def go():

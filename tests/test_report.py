@@ -1,4 +1,4 @@
-"""The report: what is drawn, that nothing leaks or is fetched, and that a real browser shows and zooms it."""
+"""The report: its figures, that it leaks and fetches nothing, and that a real browser shows and zooms it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from browser import Browser, browser
 from console import Command
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import KEEP, PROTOTYPE, Run, saved, told
+from recorded import KEEP, PROTOTYPE, Run, saved, written
 
 from continuum_lmcache.programs.divergence import LossCause, PrefixLoss
 from continuum_lmcache.recordings.reader import load
@@ -53,7 +53,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     (folder / "x").mkdir()
     (folder / "y").mkdir()
-    runs = [told(folder / "x", story().recorder), saved(folder / "y", PROTOTYPE)]
+    runs = [written(folder / "x", story().recorder), saved(folder / "y", PROTOTYPE)]
     write_report(runs, folder / "report.html")
     return folder / "report.html"
 
@@ -66,7 +66,7 @@ def plotly_is_there() -> None:
 
 
 def test_a_programs_states_are_the_recordings_own_times(tmp_path: Path) -> None:
-    run = load(told(tmp_path, story().recorder))
+    run = load(written(tmp_path, story().recorder))
     mine = [(s.state, round(s.start_s, 3), round(s.end_s, 3)) for s in spans(run) if s.program == "a"]
     assert mine == [
         ("queued", 0, 1),
@@ -125,7 +125,7 @@ def test_a_program_is_in_one_state_at_a_time_but_for_its_pin(gaps_s: list[float]
 
 
 def load_text(events: list[dict[str, Any]]) -> Any:
-    """A recording of one program without a file of its own name."""
+    """Load a recording of one program from a text."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +170,7 @@ def test_no_client_can_write_into_the_page(page: Path) -> None:
 def test_the_command_writes_the_page_and_says_so(command: Command, tmp_path: Path) -> None:
     plotly_is_there()
     out = tmp_path / "out.html"
-    ran = command("report", told(tmp_path, story().recorder), "--out", out)
+    ran = command("report", written(tmp_path, story().recorder), "--out", out)
     assert ran.status == 0 and str(out) in ran.out
     assert out.exists()
 
@@ -181,7 +181,7 @@ def test_bad_input_ends_in_one_line(command: Command, tmp_path: Path) -> None:
     assert "no recording here" in command.refused("report", tmp_path / "empty")
     assert "no recording here" in command.refused("report", tmp_path / "none")
     assert "not JSON" in command.refused("report", cut(tmp_path))
-    good = told(tmp_path, story().recorder)
+    good = written(tmp_path, story().recorder)
     assert "No such file" in command.refused("report", good, "--out", tmp_path / "no" / "r.html")
 
 

@@ -1,4 +1,4 @@
-"""The TTL follows what the tiers do: shorter where a reload is cheap and sure, longer where it is not."""
+"""The TTL follows the tiers: shorter where a reload is cheap and certain, longer where it is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are written while the engine runs, by a thread of their own."""
+"""Files that a separate thread writes while the engine runs."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_a_waiting_turn_honours_pins_while_others_run(make: Make) -> None:
 
 
 def test_a_waiting_turn_takes_the_pin_of_a_later_program_that_waits_behind_it(make: Make) -> None:
-    """Else two programs that came back, and both need more than is left, wait until nothing runs."""
+    """Otherwise two returned programs that both need more than is free wait until nothing runs."""
     bench = make(blocks=20, static_ttl_s=1000, pin_reclaim_after_s=1000)
     bench.turn("first", prompt(5 * BLOCK, 1))
     bench.turn("second", prompt(5 * BLOCK, 2))
@@ -343,7 +343,7 @@ def test_a_running_request_takes_a_pin_before_anyone_is_preempted(make: Make) ->
 
 
 def test_a_prompt_under_way_takes_a_pin_before_anyone_is_preempted(make: Make) -> None:
-    """Of 18 blocks 4 are pinned; 12 for the prompt and 2 for the talker are admitted, which grows to 3."""
+    """Of 18 blocks 4 are pinned; 12 for the prompt and 2 for a decoding turn, which grows to 3, are used."""
     bench = make(blocks=19, budget_tokens=4 * BLOCK + 1, static_ttl_s=1000)
     bench.turn("pinned", prompt(4 * BLOCK, 1))
     bench.send("talker", prompt(2 * BLOCK - 1, 2), out=40, is_last_step=True)
@@ -502,7 +502,7 @@ def test_a_bad_field_that_got_here_is_ignored_and_counted(make: Make, fields: di
 def test_a_token_beyond_the_tokenizers_vocabulary_costs_a_turn_its_tools_name_and_no_more(
     make: Make, tmp_path: Path, kind: str
 ) -> None:
-    """A padded vocabulary has such tokens. Mistral's own tokenizers refuse them, each in its way."""
+    """A padded vocabulary has such tokens. Mistral's own tokenizers raise different errors for them."""
     source, name = MISTRAL[kind]
     shutil.copy(Path(mistral_common.__file__).parent / "data" / source, tmp_path / name)
     tokenizer = get_tokenizer(str(tmp_path), tokenizer_mode="mistral")
@@ -542,15 +542,15 @@ def test_inference_never_links_two_tenants(make: Make) -> None:
     assert not bench.lifecycle.programs.records
 
 
-# what is told ---------------------------------------------------------------
+# metrics --------------------------------------------------------------------
 
 
 def test_the_stats_carry_the_pins_and_lose_them_again_before_vllm_looks(make: Make) -> None:
     bench = make()
     bench.turn("p", prompt(64))
-    told = [detach(stats) for stats in bench.stats]
-    assert sum(news.get("pins", {}).get("taken", 0) for news in told) == 1
-    assert {"": 4} in [news.get("pinned_blocks") for news in told]
+    counts = [detach(stats) for stats in bench.stats]
+    assert sum(news.get("pins", {}).get("taken", 0) for news in counts) == 1
+    assert {"": 4} in [news.get("pinned_blocks") for news in counts]
     assert {stats.kv_connector_stats for stats in bench.stats} == {None}
 
 
@@ -614,7 +614,7 @@ def test_a_preempted_turn_takes_its_new_place_when_its_programs_pin_comes_or_goe
 
 
 def test_a_preempted_turn_stays_first_while_its_kv_is_loaded_back(make: Make) -> None:
-    """Found by the state machine: its status says then that it waits for a load, and no more."""
+    """Found by the state machine: its status is then that of a turn that waits for a load."""
     bench = make(static_ttl_s=0)
     preempted = bench.scheduler.requests[bench.send("p", prompt(32, 1), out=9)]
     bench.step()

@@ -1,4 +1,4 @@
-"""Whatever clients, tiers and operators do, in any order: the books balance after every step.
+"""After any events of clients, tiers and operators, in any order, the tables balance after every step.
 
     MACHINE_STEPS=1000000 python -m pytest -s tests/test_scheduler_machine.py     # or: make soak-machine
 
@@ -128,7 +128,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([3.0, 5.0, 100.0, 7200.0]))
     def time_passes(self, seconds: float) -> None:
-        """The host slept, or nothing came; the alarm wakes the engine for what fell due."""
+        """The host slept, or nothing came; the timer wakes the engine for due deadlines."""
         self.bench.now_s += seconds
         self.step(0.01)
 
@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
             assert bench.used_blocks == 0
 
     def teardown(self) -> None:
-        """Nobody waits for ever: once nothing more comes, all end, and all memory is back."""
+        """No request waits for ever: without new ones all end, and all memory is free again."""
         bench = getattr(self, "bench", None)
         if bench is None:
             return

@@ -1,4 +1,4 @@
-"""What Ray's proxy reads of a request for its router: the program, from where the engine reads it too."""
+"""Ray's proxy reads a request's program for its router, from the same fields as the engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POST = {"type": "http", "method": "POST", "path": "/v1/completions", "query_stri
 def through(
     body: bytes, headers: dict[str, str] | None = None, parts: int = 1, **scope: Any
 ) -> tuple[TurnName, bytes, dict[str, str]]:
-    """A request that passes the middleware: what the router is told, what body and headers come out."""
+    """A request that passes the middleware: the router's name of it, its body and its headers afterwards."""
     seen: dict[str, Any] = {}
     step = -(-len(body) // parts) or 1
     chunks = [body[i : i + step] for i in range(0, len(body), step)] or [b""]

@@ -1,4 +1,4 @@
-"""When a replica tells the fleet's state what happened. Virtual time; no engine.
+"""When a replica reports to the fleet's state. Virtual time; no engine.
 
 Runs where Ray is installed; no cluster is started.
 """
@@ -15,46 +15,46 @@ from virtual_loop import run_virtually
 pytest.importorskip("ray")
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.serve.books import Books, TurnEnd
-from continuum_lmcache.serve.replica import GATHERS_S, Replica
+from continuum_lmcache.serve.replica import GATHER_S, Replica
+from continuum_lmcache.serve.replica_programs import ReplicaPrograms, TurnEnd
 from continuum_lmcache.types import ProgramId, TurnId
 
 REPORT_S = 0.5
 
 
-class Told:
+class ReportingReplica:
     """As much of a replica as its reports need; `heard`: when, and the turns that had ended."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[float, list[str]]] = []
         self.rank, self._name = 0, "a"
         self._settings = SimpleNamespace(report_s=REPORT_S)
-        self._engine = SimpleNamespace(look=lambda: None, gpu_tokens=1000)
+        self._engine = SimpleNamespace(report_prefills=lambda: None, gpu_tokens=1000)
         self._has_ended = asyncio.Event()
-        self._books = Books(10, on_end=self._has_ended.set)
+        self._programs = ReplicaPrograms(10, on_end=self._has_ended.set)
 
     async def _ask(self, method: str, *words: Any) -> str:
-        if method == "hears":
+        if method == "take_report":
             ended = [one.turn for one in words[3] if isinstance(one, TurnEnd)]
             self.heard.append((round(asyncio.get_running_loop().time(), 3), ended))
         return "state"
 
     def ends(self, *turns: str) -> None:
         for turn in turns:
-            self._books.starts(0.0, TurnId(turn), ProgramId("p"), 0, 0.0)
-            self._books.stops(TurnId(turn), 10, is_last=False)
+            self._programs.starts(0.0, TurnId(turn), ProgramId("p"), 0, 0.0)
+            self._programs.stops(TurnId(turn), 10, is_last=False)
 
 
 def test_a_replica_reports_each_period_and_soon_after_a_turns_end() -> None:
     async def go() -> None:
-        told = Told()
-        reports = asyncio.create_task(Replica._report(told))
+        replica = ReportingReplica()
+        reports = asyncio.create_task(Replica._report(replica))
         await asyncio.sleep(2.5 * REPORT_S)
-        told.ends("t1", "t2")
+        replica.ends("t1", "t2")
         await asyncio.sleep(1.5 * REPORT_S)
         reports.cancel()
-        soon_s = 2.5 * REPORT_S + GATHERS_S
-        assert told.heard == [
+        soon_s = 2.5 * REPORT_S + GATHER_S
+        assert replica.heard == [
             *((n * REPORT_S, []) for n in range(3)),
             (soon_s, ["t1", "t2"]),
             (soon_s + REPORT_S, []),

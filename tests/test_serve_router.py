@@ -1,4 +1,4 @@
-"""Ray's own router class with our state beside it: what a proxy does while the state is there, away, or full.
+"""Ray's own router class with our state: a proxy's decisions while the state answers, is missing, or is full.
 
 Runs where Ray is installed; no cluster is started.
 """
@@ -19,7 +19,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest
 
-from continuum_lmcache.fleet.fleet import Refused, Route, Why
+from continuum_lmcache.fleet.fleet import Refused, Route, RouteReason
 from continuum_lmcache.fleet.report import ReplicaId
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.router import ProgramRouter
@@ -43,14 +43,15 @@ class Remote:
         return asyncio.ensure_future(answered())  # type: ignore[return-value]
 
 
-def state(arrives: Callable[..., Any]) -> SimpleNamespace:
+def state(place_turn: Callable[..., Any]) -> SimpleNamespace:
+    notified = ("cancel_turn", "turn_answered", "remove_replica")
     return SimpleNamespace(
-        arrives=Remote(arrives), **{name: Remote(lambda *_: None) for name in ("withdraws", "over", "gone")}
+        place_turn=Remote(place_turn), **{name: Remote(lambda *_: None) for name in notified}
     )
 
 
 def goes_to(name: str, **did: Any) -> Callable[..., Route]:
-    return lambda key, *_: Route(TurnId(key), ReplicaId(name), Why.HOME, **did)
+    return lambda key, *_: Route(TurnId(key), ReplicaId(name), RouteReason.HOME, **did)
 
 
 def away(*_: object) -> None:
@@ -81,7 +82,7 @@ def router(its_state: Any, *names: str, key: bytes = b"key") -> ProgramRouter:
     )
     made.initialize_state(answer_s=30.0, key=key.hex())
     made._state = its_state
-    made._find = lambda: made._state  # type: ignore[method-assign]
+    made._state_actor = lambda: made._state  # type: ignore[method-assign]
     made.update_replicas([replica(name, rank) for rank, name in enumerate(names)])
     return made
 
@@ -118,7 +119,7 @@ def test_the_state_and_the_replica_are_told_a_keyed_hash_of_the_programs_name() 
         await sent(made, pending)
         at_the_replica = TurnName.read(pending.metadata.session_id).program
         await sent(made, pending, is_retry=True)
-        return (*(named.program for _, named, *_ in made._state.arrives.calls), at_the_replica)
+        return (*(named.program for _, named, *_ in made._state.place_turn.calls), at_the_replica)
 
     async def go() -> None:
         first, again, at_the_replica = await named_by(b"key")
@@ -149,7 +150,7 @@ def test_a_program_whose_replica_is_gone_while_the_state_is_away_finds_another()
         made = router(state(goes_to("b")), "a", "b")
         await sent(made, turn(1, program="p"))
         made.on_replica_actor_died(ReplicaID("b", OURS))
-        assert made._state.gone.calls == [("b", True)]
+        assert made._state.remove_replica.calls == [("b", True)]
         made._state = state(away)
         assert await sent(made, turn(2, program="p")) == "a"
 
@@ -161,7 +162,8 @@ def test_the_state_hears_which_replicas_left_and_which_requests_are_over() -> No
         made = router(state(goes_to("a")), "a", "b")
         made.update_replicas([replica("a", 0)])
         made.on_request_completed(ReplicaID("a", OURS), "t1")
-        assert made._state.gone.calls == [("b", False)] and made._state.over.calls == [("t1",)]
+        assert made._state.remove_replica.calls == [("b", False)]
+        assert made._state.turn_answered.calls == [("t1",)]
 
     asyncio.run(go())
 
@@ -179,14 +181,14 @@ def test_a_full_line_is_http_429_with_a_time() -> None:
 def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_line() -> None:
     async def go() -> None:
         its = state(away)
-        its.arrives.remote = lambda *_: asyncio.get_running_loop().create_future()
+        its.place_turn.remote = lambda *_: asyncio.get_running_loop().create_future()
         made = router(its, "a")
         waits = asyncio.create_task(sent(made, turn(program="p")))
         await asyncio.sleep(0.05)
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits
-        assert its.withdraws.calls == [("t1",)]
+        assert its.cancel_turn.calls == [("t1",)]
 
     asyncio.run(go())
 
@@ -197,7 +199,7 @@ def test_first_turns_that_wait_keep_nobody_elses_turn_from_its_replica() -> None
     async def go() -> None:
         forever = asyncio.get_running_loop().create_future()
         its = state(away)
-        its.arrives.remote = lambda key, *_: forever if key != "t99" else asyncio.ensure_future(now(key))
+        its.place_turn.remote = lambda key, *_: forever if key != "t99" else asyncio.ensure_future(now(key))
 
         async def now(key: str) -> Route:
             return goes_to("a")(key)
@@ -220,7 +222,7 @@ def test_a_question_goes_to_the_replica_it_is_for_and_no_question_is_a_turn() ->
             assert await sent(made, turn(rank, body_bytes=0, rank=rank)) == name
         assert await sent(made, turn(7, body_bytes=0)) in "ab"
         assert await sent(made, turn(8, body_bytes=0, rank=9)) in "ab", "its answer says which it is"
-        assert made._state.arrives.calls == []
+        assert made._state.place_turn.calls == []
 
     asyncio.run(go())
 

@@ -11,13 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from virtual_loop import run_virtually
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.fleet.fleet import FleetConfig, Known, Refused, Route, Why
+from continuum_lmcache.fleet.fleet import FleetConfig, KnownProgram, Refused, Route, RouteReason
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
-from continuum_lmcache.serve.books import Books, FirstToken, TurnEnd
 from continuum_lmcache.serve.gauges import costs, report
 from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.replica_programs import FirstToken, ReplicaPrograms, TurnEnd
 from continuum_lmcache.serve.settings import ServeSettings
-from continuum_lmcache.serve.state import BEGINS_S, SETTLES_S, FleetState
+from continuum_lmcache.serve.state import END_GRACE_S, START_WAIT_S, FleetState
 from continuum_lmcache.types import ProgramId, TurnId
 
 GPU_TOKENS = 1000
@@ -36,13 +36,13 @@ class Host:
     async def hears(self, *names: str, **figures: Any) -> None:
         for name in names or self.replicas:
             says = ReplicaReport(ReplicaId(name), 0.0, GPU_TOKENS, **figures)
-            await self.state.hears(name, {"rank": self.replicas.index(name)}, says, [])
-            await self.state.learns(name, [])
+            await self.state.take_report(name, {"rank": self.replicas.index(name)}, says, [])
+            await self.state.restore_programs(name, [])
 
     def sends(self, program: str, tokens: int = 100) -> asyncio.Task[Route | Refused]:
         self.numbers += 1
         named = TurnName(program, tokens * BYTES)
-        asked = self.state.arrives(f"t{self.numbers}", named, False, tuple(self.replicas))
+        asked = self.state.place_turn(f"t{self.numbers}", named, False, tuple(self.replicas))
         return asyncio.get_running_loop().create_task(asked)
 
     async def runs(self, program: str, tokens: int = 100) -> Route:
@@ -54,9 +54,9 @@ class Host:
 
     async def ends(self, route: Route, tokens: int, is_last: bool = False) -> None:
         says = ReplicaReport(route.replica, 0.0, GPU_TOKENS)
-        news = [FirstToken(route.turn, tokens, tokens * BYTES), TurnEnd(route.turn, tokens, is_last)]
+        events = [FirstToken(route.turn, tokens, tokens * BYTES), TurnEnd(route.turn, tokens, is_last)]
         about = {"rank": self.replicas.index(route.replica)}
-        await self.state.hears(route.replica, about, says, news)
+        await self.state.take_report(route.replica, about, says, events)
         await self.state.check()
 
 
@@ -77,7 +77,7 @@ def test_a_programs_turns_go_to_one_replica_and_programs_are_spread() -> None:
             await host.ends(route, 100)
         for program, replica in at.items():
             again = await host.runs(program)
-            assert (again.replica, again.why, again.program_turns) == (replica, Why.HOME, 1)
+            assert (again.replica, again.why, again.program_turns) == (replica, RouteReason.HOME, 1)
 
     run_virtually(go())
 
@@ -88,7 +88,7 @@ def test_a_program_that_finds_no_room_waits_until_another_ends() -> None:
         inside = [await host.sends(f"big-{i}", 900) for i in range(2)]
         waits = host.sends("late", 900)
         await asyncio.sleep(30)
-        assert not waits.done() and (await host.state.told())["line"] == 1
+        assert not waits.done() and (await host.state.snapshot())["line"] == 1
         assert isinstance(inside[0], Route)
         await host.ends(inside[0], 900, is_last=True)
         route = await waits
@@ -104,7 +104,7 @@ def test_nobody_waits_longer_in_the_line_than_the_setting_says_though_no_news_co
             await host.sends(f"big-{i}", 900)
         start_s = asyncio.get_running_loop().time()
         route = await host.sends("late", 900)
-        assert isinstance(route, Route) and route.why is Why.LET_IN
+        assert isinstance(route, Route) and route.why is RouteReason.LET_IN
         assert asyncio.get_running_loop().time() - start_s <= 21.0
 
     run_virtually(go())
@@ -121,7 +121,7 @@ def test_a_full_line_refuses_new_programs_with_a_time_and_nobody_elses_turn() ->
         await asyncio.sleep(1)
         refused = await host.sends("fourth", 900)
         assert isinstance(refused, Refused) and refused.retry_after_s >= 1 and not waits.done()
-        await host.state.withdraws("t4")  # the third's client leaves
+        await host.state.cancel_turn("t4")  # the third's client leaves
         waits.cancel()
         assert not isinstance(await asyncio.wait_for(asyncio.shield(host.sends("x", 1)), 1000), Refused)
 
@@ -135,11 +135,11 @@ def test_a_client_that_leaves_the_line_is_not_sent_anywhere_later() -> None:
         waits = host.sends("late", 900)
         await asyncio.sleep(1)
         waits.cancel()
-        await host.state.withdraws("t3")
+        await host.state.cancel_turn("t3")
         assert isinstance(inside[0], Route)
         await host.ends(inside[0], 900, is_last=True)
         await asyncio.sleep(10)
-        told = await host.state.told()
+        told = await host.state.snapshot()
         assert told["line"] == 0 and sum(row["turns"] for row in told["replicas"]) == 1
         await host.state.check()
 
@@ -150,13 +150,13 @@ def test_programs_of_a_dead_replica_go_to_the_others_and_the_engine_is_told_that
     async def go() -> None:
         host = await started()
         routes = {p: await host.runs(p) for p in "pqrs"}
-        await host.state.gone("a", died=True)
+        await host.state.remove_replica("a", died=True)
         await host.hears("a")  # its last words come late: it stays gone
         for program, before in routes.items():
             after = await host.runs(program)
             assert (after.replica, after.program_turns) == ("b", 1)
-            assert after.why is (Why.REHOMED if before.replica == "a" else Why.HOME)
-        assert [row["replica"] for row in (await host.state.told())["replicas"]] == ["b"]
+            assert after.why is (RouteReason.REHOMED if before.replica == "a" else RouteReason.HOME)
+        assert [row["replica"] for row in (await host.state.snapshot())["replicas"]] == ["b"]
 
     run_virtually(go())
 
@@ -166,9 +166,9 @@ def test_a_turn_whose_replica_died_under_it_is_sent_to_another_when_it_is_asked_
         host = await started()
         route = await host.sends("p")
         assert isinstance(route, Route) and route.replica == "a"
-        await host.state.gone("a", died=False)  # the controller said so; nobody knows yet that it died
+        await host.state.remove_replica("a", died=False)  # the controller said so
         named = TurnName("p", 400)
-        again = await host.state.arrives(route.turn, named, True, ("b",))
+        again = await host.state.place_turn(route.turn, named, True, ("b",))
         assert isinstance(again, Route) and again.replica == "b"
         await host.state.check()
 
@@ -180,9 +180,9 @@ def test_a_turn_of_whose_end_no_replica_tells_is_not_counted_for_ever() -> None:
         host = await started()
         route = await host.sends("p")
         assert isinstance(route, Route)
-        await host.state.over(route.turn)
+        await host.state.turn_answered(route.turn)
         assert route.turn in host.state.fleet.turns, "the replica's news may be on their way"
-        await asyncio.sleep(SETTLES_S + 0.1)
+        await asyncio.sleep(END_GRACE_S + 0.1)
         assert route.turn not in host.state.fleet.turns
         await host.state.check()
 
@@ -193,17 +193,17 @@ def test_a_new_state_sends_nobody_away_from_home_before_the_replicas_have_told_w
     async def go() -> None:
         first = await started()
         homes = {p: (await first.runs(p)).replica for p in "pqrs"}
-        books: dict[str, list[Known]] = {name: [] for name in "ab"}
+        books: dict[str, list[KnownProgram]] = {name: [] for name in "ab"}
         for program, replica in homes.items():
-            books[replica].append(Known(ProgramId(program), 1, 100, 5.0))
+            books[replica].append(KnownProgram(ProgramId(program), 1, 100, 5.0))
         second = Host()
         turns = [second.sends(program) for program in homes]
         await asyncio.sleep(0.4)
         assert not any(turn.done() for turn in turns)
         for name, known in books.items():
             says = ReplicaReport(ReplicaId(name), 0.0, GPU_TOKENS)
-            assert await second.state.hears(name, {}, says, []) != first.state.name, "told apart by its name"
-            await second.state.learns(name, known)
+            assert await second.state.take_report(name, {}, says, []) != first.state.name
+            await second.state.restore_programs(name, known)
         routes = [await turn for turn in turns]
         found = {p: r.replica for p, r in zip(homes, routes, strict=True) if isinstance(r, Route)}
         assert found == homes
@@ -217,7 +217,7 @@ def test_a_replica_that_says_nothing_holds_a_new_state_up_for_a_moment_only() ->
         await host.hears("a")
         route = await host.sends("p")
         assert isinstance(route, Route) and route.replica == "a"
-        assert asyncio.get_running_loop().time() <= BEGINS_S + 0.1
+        assert asyncio.get_running_loop().time() <= START_WAIT_S + 0.1
 
     run_virtually(go())
 
@@ -241,7 +241,7 @@ def test_a_prompts_size_is_told_from_its_bytes_by_what_prompts_had() -> None:
         host = await started()
         assert host.state.tokens_of(4000) == 1000
         says = ReplicaReport(ReplicaId("a"), 0.0, GPU_TOKENS)
-        await host.state.hears("a", {}, says, [FirstToken(TurnId("x"), 1000, 20_000)])
+        await host.state.take_report("a", {}, says, [FirstToken(TurnId("x"), 1000, 20_000)])
         assert 190 <= host.state.tokens_of(4000) <= 210 and host.state.tokens_of(0) == 1
 
     run_virtually(go())
@@ -251,7 +251,7 @@ def test_the_state_tells_people_its_figures_and_no_programs_name() -> None:
     async def go() -> None:
         host = await started()
         await host.runs("secret-program")
-        told, text = await host.state.told(), await host.state.metrics()
+        told, text = await host.state.snapshot(), await host.state.metrics()
         assert "secret" not in str(told) + text
         assert [row["rank"] for row in told["replicas"]] == [0, 1]
         families = {family.name: family for family in text_string_to_metric_families(text)}
@@ -267,35 +267,35 @@ def test_the_state_tells_people_its_figures_and_no_programs_name() -> None:
 def test_replicas_are_listed_in_the_order_of_their_ranks() -> None:
     async def go() -> None:
         host = await started(replicas="abcdefghijkl")
-        ranks = [row["rank"] for row in (await host.state.told())["replicas"]]
+        ranks = [row["rank"] for row in (await host.state.snapshot())["replicas"]]
         assert ranks == list(range(12))
 
     run_virtually(go())
 
 
-def test_books_tell_a_turn_once_however_many_prompts_it_brought() -> None:
+def test_a_turn_is_reported_once_however_many_prompts_it_brought() -> None:
     ends: list[None] = []
-    books = Books(most=10, on_end=lambda: ends.append(None))
+    programs = ReplicaPrograms(most=10, on_end=lambda: ends.append(None))
     for _ in range(2):
-        books.starts(0.0, TurnId("t"), ProgramId("p"), 3, 7.0)
+        programs.starts(0.0, TurnId("t"), ProgramId("p"), 3, 7.0)
     for tokens in (50, 80):
-        books.first_token(TurnId("t"), tokens - 10, 400)
-    books.stops(TurnId("t"), 50, is_last=False)
-    assert books.known(1.0) == [Known(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))] and not ends
-    books.stops(TurnId("t"), 80, is_last=False)
-    assert books.news == [FirstToken(TurnId("t"), 40, 400), TurnEnd(TurnId("t"), 80, False)]
-    assert books.known(2.0) == [Known(ProgramId("p"), 4, 80, 9.0, ())] and len(ends) == 1
+        programs.first_token(TurnId("t"), tokens - 10, 400)
+    programs.stops(TurnId("t"), 50, is_last=False)
+    assert programs.known(1.0) == [KnownProgram(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))] and not ends
+    programs.stops(TurnId("t"), 80, is_last=False)
+    assert programs.events == [FirstToken(TurnId("t"), 40, 400), TurnEnd(TurnId("t"), 80, False)]
+    assert programs.known(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0, ())] and len(ends) == 1
 
 
-def test_books_forget_a_program_with_its_last_turn_and_of_too_many_the_oldest() -> None:
-    books = Books(most=2)
+def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() -> None:
+    programs = ReplicaPrograms(most=2)
     for name in ("p", "q", "r"):
-        books.starts(0.0, TurnId(name), ProgramId(name), 0, 0.0)
-        books.stops(TurnId(name), 10, is_last=name == "r")
-    assert [known.program for known in books.known(1.0)] == ["q"]
-    books.starts(2.0, TurnId("gone"), ProgramId("q"), 0, 0.0)
-    books.stops(TurnId("gone"), 0, is_last=False)  # it came to nothing
-    assert [(k.program, k.turns, k.context_tokens) for k in books.known(3.0)] == [("q", 1, 10)]
+        programs.starts(0.0, TurnId(name), ProgramId(name), 0, 0.0)
+        programs.stops(TurnId(name), 10, is_last=name == "r")
+    assert [known.program for known in programs.known(1.0)] == ["q"]
+    programs.starts(2.0, TurnId("gone"), ProgramId("q"), 0, 0.0)
+    programs.stops(TurnId("gone"), 0, is_last=False)  # it came to nothing
+    assert [(k.program, k.turns, k.context_tokens) for k in programs.known(3.0)] == [("q", 1, 10)]
 
 
 def test_a_report_takes_the_engines_figures_and_what_stock_vllm_does_not_tell_is_not_there() -> None:

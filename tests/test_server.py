@@ -1,4 +1,4 @@
-"""What `serve` does before a server answers; what it does then is in the tests of real servers."""
+"""`serve` before its server answers; the tests of real servers check it afterwards."""
 
 from __future__ import annotations
 

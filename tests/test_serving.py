@@ -73,7 +73,7 @@ def small_dram(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def fill_the_cache(server: Server, story: int) -> None:
-    """More than the GPU's KV cache holds passes through it."""
+    """Send more than the GPU's KV cache holds."""
     for i in range(2):
         server.complete(ids(12 * BLOCK, story + i), out=1)
 
@@ -160,7 +160,7 @@ def test_outputs_equal_stock_fcfss_on_the_same_hits(continuum: Server, small_dra
 
 
 def test_sixteen_programs_whose_pins_exceed_the_cache_all_finish(continuum: Server) -> None:
-    """Each ends at 6 of the 23 blocks; together they want four times what there is."""
+    """Each ends at 6 of the 23 blocks; together they need four times the cache."""
     taken, preempted = continuum.pins("taken"), continuum.metric("vllm:num_preemptions_total")
 
     def program(number: int) -> int:
@@ -438,7 +438,7 @@ def engine_cpu_s() -> float:
 
 
 def engine_times(process: psutil.Process) -> Any:
-    """CPU times of a live engine process; None of any other, and of one that an earlier test left dying."""
+    """CPU times of a live engine process; None for any other, and for a dying one of an earlier test."""
     try:
         return process.cpu_times() if "EngineCore" in " ".join(process.cmdline()) else None
     except psutil.NoSuchProcess:  # a zombie too
@@ -451,7 +451,7 @@ def engine_times(process: psutil.Process) -> Any:
 def test_status_and_the_doctor_read_a_running_server(
     continuum: Server, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every rule has its metrics but those of metrics that this server does not have yet."""
+    """Every rule has its metrics, except those whose metrics this server does not have yet."""
     run = Command(capsys)
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(lambda: [continuum.complete(ids(8 * BLOCK, 70 + i)) for i in range(6)])

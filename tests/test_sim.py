@@ -1,4 +1,4 @@
-"""The lab: vLLM's scheduler in virtual time. Small runs, whose figures are checked by hand where they can."""
+"""The lab: vLLM's scheduler in virtual time. Small runs; figures are checked by hand where possible."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from connectors.tier_model.lru_tier import chain
+from connectors.tier_model.lru_tier import chunk_names
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import CostModel
 from experiments.sim.clock import TIMED_MODULES, Timetable, VirtualClock, virtual_time
@@ -102,7 +102,7 @@ def test_a_small_chunk_is_less_efficient_by_c0() -> None:
 
 
 def test_a_policy_is_told_the_same_costs_as_the_machine_has() -> None:
-    costs = CostModel.from_mapping(A100.told(chunk_tokens=128, ssd_gbps=2.0))
+    costs = CostModel.from_mapping(A100.policy_profile(chunk_tokens=128, ssd_gbps=2.0))
     assert costs.chunk_tokens == 128 and costs.ssd.bytes_per_s == 2e9 and costs.dram == A100.costs.dram
     chunks = [(2048, start) for start in range(0, 65_536, 2048)]
     assert costs.prefill_s(65_536) == pytest.approx(sum(A100.seconds([c]) for c in chunks), rel=0.01)
@@ -111,7 +111,7 @@ def test_a_policy_is_told_the_same_costs_as_the_machine_has() -> None:
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_profile_here_is_a_machine_for_the_lab_and_costs_for_a_server(path: Path) -> None:
-    """A prefill takes in the lab, step by step, about what a policy is told: they are one machine."""
+    """A prefill takes in the simulator, step by step, about what the policy's profile says: one machine."""
     machine = Machine.from_profile(yaml.safe_load(path.read_text()), path.name)
     for tokens, context in ((512, 0), (2048, 0), (2048, 4096)):
         told_s = machine.costs.prefill_s(tokens, context)
@@ -145,7 +145,7 @@ def test_stream_names_agree_exactly_where_a_hash_over_the_prefix_does() -> None:
     for one in prompts:
         for other in prompts:
             by_stream = [a == b for a, b in zip(stream_names(one, 8), stream_names(other, 8), strict=False)]
-            by_hash = [a == b for a, b in zip(chain(one, 8), chain(other, 8), strict=False)]
+            by_hash = [a == b for a, b in zip(chunk_names(one, 8), chunk_names(other, 8), strict=False)]
             assert by_stream == by_hash
     assert prompts[0][:30] == [SYSTEM] * 30
 

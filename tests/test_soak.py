@@ -1,4 +1,4 @@
-"""The soak's report: what grew after the warm-up, and only that."""
+"""The soak's report: growth after the warm-up, and only that."""
 
 from __future__ import annotations
 

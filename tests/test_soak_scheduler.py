@@ -1,4 +1,4 @@
-"""The soak counts every table, also one that nobody thought of, and says which one grows."""
+"""The soak counts every table, also new ones, and names those that grow."""
 
 from __future__ import annotations
 

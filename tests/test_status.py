@@ -113,7 +113,7 @@ def test_a_target_of_ones_own_is_kept(command: Command) -> None:
 
 
 def test_a_stock_server_is_judged_by_what_it_tells(command: Command) -> None:
-    """No metric of ours at all: no crash, and what cannot be said is named."""
+    """No metric of ours at all: no crash, and missing figures are named."""
     stock = {name: value for name, value in BUSY.items() if name.startswith("vllm:num_requests")}
     with metrics_server([page(stock)]) as url:
         ran = command("status", url, *QUICK)
@@ -150,7 +150,7 @@ def test_what_is_no_vllm_server_is_refused_in_one_line(command: Command) -> None
 
 
 def fleet(**figures: object) -> dict[str, object]:
-    """What a fleet of two replicas tells."""
+    """The report of a fleet of two replicas."""
     row = {
         "report_age_seconds": 0.2,
         "programs": 3,
@@ -160,18 +160,18 @@ def fleet(**figures: object) -> dict[str, object]:
     }
     replicas = [{"rank": rank, "replica": f"name-{rank}", **row} for rank in (0, 1)]
     config = {"move_age_s": 1.5, "first_turn_age_s": 30.0}
-    told = {"replicas": replicas, "config": config, "programs": 6, "line": 0, "line_wait_seconds": 0.0}
-    return told | {"turns": {"home": 9, "first": 6}, "refused": 0, "thrash": 0} | figures
+    report = {"replicas": replicas, "config": config, "programs": 6, "line": 0, "line_wait_seconds": 0.0}
+    return report | {"turns": {"home": 9, "first": 6}, "refused": 0, "thrash": 0} | figures
 
 
 def test_a_fleet_is_shown_with_each_of_its_replicas(command: Command) -> None:
     quiet = page({"vllm:num_requests_running": 0, "continuum_programs": 1})
     with metrics_server([quiet], fleet=fleet()) as url:
         ran = command("status", url, *QUICK)
-        told = command("status", url, *QUICK, "--json").json
+        printed = command("status", url, *QUICK, "--json").json
     assert ran.status == 0 and "a fleet of 2 replicas" in ran.out and "9 home, 6 first" in ran.out
     assert f"{url}, replica 0, watched" in ran.out and f"{url}, replica 1, watched" in ran.out
-    assert [server["replica"] for server in told["servers"]] == [0, 1] and told["ok"]
+    assert [server["replica"] for server in printed["servers"]] == [0, 1] and printed["ok"]
 
 
 @pytest.mark.parametrize(
@@ -186,15 +186,15 @@ def test_a_fleet_is_shown_with_each_of_its_replicas(command: Command) -> None:
 def test_what_is_wrong_with_a_fleet_is_told(command: Command, figures: dict[str, object], named: str) -> None:
     with metrics_server([page({"vllm:num_requests_running": 0})], fleet=fleet(**figures)) as url:
         ran = command("status", url, *QUICK)
-        told = command("status", url, *QUICK, "--json").json
+        printed = command("status", url, *QUICK, "--json").json
     assert ran.status == 1 and f"WARNING {named}" in ran.out
-    assert [each["name"] for each in told["fleets"][url]["findings"]] == [named] and not told["ok"]
+    assert [each["name"] for each in printed["fleets"][url]["findings"]] == [named] and not printed["ok"]
 
 
 def test_a_line_is_no_fault_and_a_private_address_none(command: Command) -> None:
     row = {**fleet()["replicas"][0], "addresses": {"Ray": "10.0.0.7"}}  # type: ignore[index]
-    told = fleet(line=3, line_wait_seconds=1.5, replicas=[row])
-    with metrics_server([page({"vllm:num_requests_running": 0})], fleet=told) as url:
+    report = fleet(line=3, line_wait_seconds=1.5, replicas=[row])
+    with metrics_server([page({"vllm:num_requests_running": 0})], fleet=report) as url:
         ran = command("status", url, *QUICK)
     assert ran.status == 0 and "NOTE fleet-line" in ran.out and "fleet-public-address" not in ran.out
 

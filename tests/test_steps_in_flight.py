@@ -1,4 +1,4 @@
-"""Whose seconds a step's are where two are in flight and the worker runs inside the engine, as on one GPU.
+"""The time of a step where two are in flight and the worker runs inside the engine, as on one GPU.
 
 LMCache in-process waits at the launch of a step for its forward and its store, so the output of the step
 before is looked at only then. Virtual time; the profile is exact, so the learned pace should stay 1.
@@ -53,8 +53,11 @@ class GpuBench(Bench):
         self.scheduler._update_after_schedule = note
         rates = self.lifecycle.advisor.rates
         self.ratios: list[float] = []
-        learn = rates.computed
-        rates.computed = lambda took_s, said_s: (self.ratios.append(took_s / said_s), learn(took_s, said_s))
+        learn = rates.observe_prefill
+        rates.observe_prefill = lambda took_s, predicted_s: (
+            self.ratios.append(took_s / predicted_s),
+            learn(took_s, predicted_s),
+        )
 
     @staticmethod
     def new_tokens(output: Any) -> int:
@@ -115,5 +118,5 @@ def test_a_step_is_timed_from_its_beginning_by_the_hosts_clock_without_a_gpu() -
     ticks = iter([1.0, 3.5])
     timer = DeviceStepTimer(on_gpu=False, clock=lambda: next(ticks))
     assert timer.seconds() is None
-    timer.begins()
+    timer.start()
     assert timer.seconds() == 2.5 and timer.seconds() is None

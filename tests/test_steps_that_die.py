@@ -1,7 +1,7 @@
 """A step that an exception ends has computed nothing that may be stored.
 
 vLLM lets the connector store in a `finally`, and a worker's SIGTERM is an exception wherever it is: KV that
-was never computed would lie under a prompt's name, and every server that shares the store would load it.
+was never computed would be stored under a prompt's name, and every server with that store would load it.
 """
 
 from __future__ import annotations

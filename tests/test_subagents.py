@@ -1,4 +1,4 @@
-"""A parent agent waits in a call for its subagents, which are programs of their own: what becomes of its pin?
+"""The pin of a parent agent while it waits for its subagents, which are separate programs.
 
 vLLM's real scheduler in virtual time. Blocks hold 16 tokens; a token takes 10 ms to compute, so the parent's
 400 tokens are worth 4 s.
@@ -33,7 +33,7 @@ EXPERIENCE = {"nothing was learned yet": {}, "such calls take 10 to 30 s": LEARN
 
 @pytest.fixture(params=EXPERIENCE.values(), ids=EXPERIENCE)
 def bench(model: Path, settings: Any, request: pytest.FixtureRequest) -> Iterator[Bench]:  # noqa: F811
-    """This project's policy, on a GPU with 59 blocks, and nobody held back."""
+    """This project's policy, on a GPU with 59 blocks, without admission's line."""
     settings(policy="continuum", admission=False)
     made = Bench(ContinuumScheduler, model, blocks=60)
     made.step_seconds = lambda output: 0.01 + 1e-2 * output.total_num_scheduled_tokens
@@ -62,7 +62,7 @@ def found_of(bench: Bench, tokens: list[int]) -> int:
 
 
 def test_a_parents_pin_lasts_through_many_turns_of_its_subagents(bench: Bench) -> None:
-    """Three, one after the other, compute more than the GPU holds; nobody waits for memory."""
+    """Three, one after the other, compute more than the GPU holds; none waits for memory."""
     tokens = parent_calls(bench)
     for child in range(3):
         said = prompt(10 * BLOCK, 10 + child)
@@ -87,7 +87,7 @@ def test_where_memory_runs_out_the_subagents_pins_go_before_their_parents(bench:
 
 @pytest.mark.parametrize("bench", [LEARNED], indirect=True)
 def test_while_a_turn_waits_for_memory_a_parents_pin_is_worth_what_its_context_costs(bench: Bench) -> None:
-    """4 s are saved and every second of pin costs one: 10 s or more are not worth it."""
+    """A return saves 4 s and every second of pin costs one: 10 s or more do not pay."""
     parent_calls(bench)
     bench.send(None, prompt(20 * BLOCK, 1), out=200)
     bench.step()

@@ -1,4 +1,4 @@
-"""What a switch is worth: the same programs with it off and on."""
+"""The gain of a switch: the same programs with it off and on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is learned of tools' gaps, and what is believed."""
+"""Learned tool durations, and which are used."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""From what a model writes to tool keys."""
+"""Tool keys from a model's text."""
 
 import gc
 import json
@@ -106,7 +106,7 @@ def test_a_call_after_a_thought_counts_even_if_the_thoughts_beginning_was_cut_of
 
 
 def test_real_commands_are_recognised_in_the_formats_that_carry_them(traces):
-    """Of the traces' shell commands at least 95 % name their program, whatever they are wrapped in."""
+    """At least 95 % of the traces' shell commands give their program, in any wrapper."""
     commands = [
         turn["command"]
         for name in ("agentcgroup.jsonl", "lmcache_miniswe.jsonl")

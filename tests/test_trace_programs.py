@@ -1,4 +1,4 @@
-"""Real agents' traces in the lab: what is taken of them, and how they arrive."""
+"""Real agents' traces in the simulator: the chosen programs, and their arrivals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loaders on real traces, where they lie beside the checkout (TRACES_DIR says where else)."""
+"""The loaders on real traces, if they are beside the checkout, or in TRACES_DIR."""
 
 import os
 from pathlib import Path

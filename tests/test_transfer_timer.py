@@ -1,4 +1,4 @@
-"""What loads and stores took, by tier."""
+"""The times of loads and stores, by tier."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ TWO = ("--api-server-count", "2", "--shutdown-timeout", "3", "--api-key", "key-o
 
 @dataclass(frozen=True)
 class Pair(Server):
-    """A server with two front-ends; each keeps its figures in a file of its own."""
+    """A server with two front-ends; each keeps its figures in a separate file."""
 
     folder: Path
 

@@ -1,4 +1,4 @@
-"""A connector that does not say where KV lies, behind vLLM's own scheduler: priced as no tier."""
+"""A connector that does not report where KV is, behind vLLM's own scheduler: priced as no tier."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_one_warning_says_so_at_the_start(
     monkeypatch.setattr(assembly.logger, "warning", lambda text, *args: said.append(text % args))
     settings(policy="program-fcfs")
     Bench(ContinuumScheduler, model, blocks=60, transfer=TRANSFER)
-    assert [text for text in said if "StockConnector does not say where KV lies" in text] == said[-1:]
+    assert [text for text in said if "StockConnector does not report where KV is" in text] == said[-1:]
 
 
 def departures(bench: Bench) -> list[dict[str, Any]]:

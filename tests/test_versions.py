@@ -1,4 +1,4 @@
-"""What a start says about the vLLM under it, and the table of versions."""
+"""A start's message on the vLLM version, and the table of versions."""
 
 from __future__ import annotations
 

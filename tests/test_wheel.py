@@ -1,4 +1,4 @@
-"""What is shipped, what it drags in, and that it serves where nothing of the checkout is on the path."""
+"""The wheel's contents, its dependencies, and that it serves without the checkout on the path."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def test_the_cpu_set_names_no_cuda_package(wheel: zipfile.ZipFile) -> None:
 
 def test_the_module_paths_that_users_name_are_found_in_the_wheel(python: Path, tmp_path: Path) -> None:
     command = [str(python), "-c", FIND, "continuum_lmcache", *NAMED_BY_USERS]
-    told = subprocess.check_output(command, cwd=tmp_path, env=environment(), text=True).split()
-    assert len(told) == 1 + len(NAMED_BY_USERS)
-    assert all(Path(path).is_relative_to(python.parent.parent) for path in told)
+    paths = subprocess.check_output(command, cwd=tmp_path, env=environment(), text=True).split()
+    assert len(paths) == 1 + len(NAMED_BY_USERS)
+    assert all(Path(path).is_relative_to(python.parent.parent) for path in paths)
 
 
 @pytest.fixture

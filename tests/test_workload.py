@@ -1,4 +1,4 @@
-"""Programs: what a trace may hold, what the generators draw, and what shrinking keeps."""
+"""Programs: a trace's format, the generators, and what shrinking keeps."""
 
 import json
 import math

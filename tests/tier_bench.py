@@ -1,4 +1,4 @@
-"""The bench with tiers under it, whose loads take steps and may fail; and what must hold after every step."""
+"""The bench with tiers, whose loads take steps and may fail; and the checks after every step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATIENCE_STEPS = 200  # an engine with work and memory schedules something well 
 
 
 class TierBench(Bench):
-    """Loads end `load_steps` outputs after they began; the next `failing` of them bring nothing."""
+    """Loads end `load_steps` outputs after they began; the next `failing` of them load nothing."""
 
     def __init__(
         self, scheduler_cls: Any, model: Path, blocks: int, tier_blocks: int, is_async: bool
@@ -89,7 +89,7 @@ class TierBench(Bench):
 
 
 def check_books(bench: Bench) -> None:
-    """Every reference on every block is a request's, a pin's or a deferred free's; nothing is lost."""
+    """Every reference on every block belongs to a request, a pin or a deferred free; none is lost."""
     scheduler, lifecycle = bench.scheduler, bench.lifecycle
     pool = scheduler.kv_cache_manager.block_pool
     expected: Counter[int] = Counter()
@@ -125,7 +125,7 @@ def check_pins(bench: TierBench) -> None:
 
 
 def check_admission(bench: Bench) -> None:
-    """Who is held waits to start with all its turns; who is admitted is counted with all of its."""
+    """Held programs wait with all their turns; admitted ones are counted with all of theirs."""
     lifecycle, admission = bench.lifecycle, bench.lifecycle.admission
     admission.check()
     live: Counter[ProgramId] = Counter()
@@ -137,7 +137,7 @@ def check_admission(bench: Bench) -> None:
 
 
 def check_turns(bench: TierBench) -> None:
-    """The lifecycle knows the live requests, and every one that waits stands where its key says."""
+    """The lifecycle knows the live requests, and every waiting one is at the place of its key."""
     scheduler, lifecycle = bench.scheduler, bench.lifecycle
     live = {i: r for i, r in scheduler.requests.items() if not r.is_finished()}
     assert set(lifecycle.turns) == set(live)

@@ -30,7 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from connectors.fake.config import FakeConfig
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
-from connectors.tier_model.lru_tier import Namer, chain
+from connectors.tier_model.lru_tier import Namer, chunk_names
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
@@ -67,7 +67,7 @@ class FakeConnector(KVConnectorBase_V1):
 
     mode = "fake"
     is_up = True
-    namer: Namer = staticmethod(chain)
+    namer: Namer = staticmethod(chunk_names)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig, *args: Any
@@ -127,13 +127,13 @@ class FakeConnector(KVConnectorBase_V1):
         return False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        tokens = self.planner.offer(request, num_computed_tokens)
+        tokens = self.planner.offered_tokens(request, num_computed_tokens)
         return tokens, self.config.load_async and tokens > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self.planner.admitted(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.planner.on_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.planner.step(scheduler_output)

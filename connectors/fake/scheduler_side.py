@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 from connectors.fake.config import FakeConfig
-from connectors.tier_model.lru_tier import ChunkName, Namer, chain
+from connectors.tier_model.lru_tier import ChunkName, Namer, chunk_names
 from connectors.tier_model.two_tier_cache import ActiveLoad, TwoTierCache
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.load_policy import residency_of_offer
@@ -71,7 +71,7 @@ class FakeSchedulerSide:
         bytes_per_token: int,
         block_tokens: int,
         clock: Callable[[], float],
-        namer: Namer = chain,
+        namer: Namer = chunk_names,
     ) -> None:
         self.config, self.block_tokens, self.clock, self.namer = config, block_tokens, clock, namer
         self.store = TwoTierCache(config.shape(bytes_per_token, block_tokens))
@@ -83,7 +83,7 @@ class FakeSchedulerSide:
     def blocks_per_chunk(self) -> int:
         return self.config.chunk_tokens // self.block_tokens
 
-    def offer(self, request: Request, gpu_tokens: int) -> int:
+    def offered_tokens(self, request: Request, gpu_tokens: int) -> int:
         """How many tokens after the first `gpu_tokens` a load would return. Changes no tier."""
         seen = self.tracked.setdefault(request.request_id, TrackedRequest(request))
         seen.offered, seen.gpu_tokens = True, gpu_tokens
@@ -98,7 +98,7 @@ class FakeSchedulerSide:
             residency_of_offer(held, gpu_tokens, found - gpu_tokens, request.num_tokens),
         )
 
-    def admitted(self, request: Request, block_ids: Sequence[int], load_tokens: int) -> None:
+    def on_alloc(self, request: Request, block_ids: Sequence[int], load_tokens: int) -> None:
         """The request got its blocks, and loads `load_tokens` of the offered tokens."""
         seen = self.tracked.get(request.request_id)
         if seen is None or not seen.offered:

@@ -82,7 +82,9 @@ class FakeWorkerSide:
         started_s = time.perf_counter()
         for copy in copies:
             if copy.name not in self.chunks:
-                raise InvariantError(f"chunk {copy.name!r} was promised, but its bytes are not here")
+                raise InvariantError(
+                    f"chunk {copy.name!r} is in the scheduler's index, but the worker does not have its bytes"
+                )
             if self.config.corrupt:
                 continue
             index = torch.tensor(copy.block_ids)

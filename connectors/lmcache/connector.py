@@ -229,7 +229,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
-            self._worker.step_begins()
+            self._worker.on_step_start()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(with_attn_metadata(forward_context), **kwargs)  # also in steps without work
@@ -248,7 +248,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
                     request.save_spec.can_save = False
         super().wait_for_save()  # type: ignore[no-untyped-call]  # vLLM's
         if self._worker is not None:
-            self._worker.step_ends()
+            self._worker.on_step_end()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         missing = self._check.missing_blocks() if self._check is not None else set()

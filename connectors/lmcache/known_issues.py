@@ -21,7 +21,7 @@ POOL_SHARE = 7 / 8  # of the DRAM pool for one load; the rest is for chunks that
 
 LAYERWISE = (
     "{} moves KV layer by layer, in hooks that vLLM 0.32 skips where it replays a FULL CUDA graph, and "
-    "LMCache 0.5.6 does not say which of it came: nothing could be checked or timed; remove it"
+    "LMCache 0.5.6 does not report what was loaded: loads could not be checked or timed; remove it"
 )
 
 
@@ -38,14 +38,14 @@ def with_defaults(
         raise ConfigError(LAYERWISE.format("use_layerwise"))
     user = given(extra, environ)
     settings = {**DEFAULTS, "pre_caching_hash_algorithm": "sha256_cbor", **user}
-    for why in traps(settings, environ, machine):
+    for why in known_problems(settings, environ, machine):
         raise ConfigError(why)
     ours = {name: value for name, value in defaults(user, machine).items() if user.get(name) != value}
     return {**extra, **{PREFIX + name: value for name, value in ours.items()}}, ours
 
 
 def defaults(user: Mapping[str, Any], machine: WorkerSpec) -> dict[str, Any]:
-    """Values for what the user did not set. `user` has no `traps`."""
+    """Values for what the user did not set. `user` has none of `known_problems`."""
     settings = {**DEFAULTS, **user}
     load_chunks = max(1, int(pool_chunks(settings, machine) * POOL_SHARE))
     found = {
@@ -67,7 +67,7 @@ def pool_chunks(settings: Mapping[str, Any], machine: WorkerSpec) -> int:
     return int(settings["max_local_cpu_size"] * GIB) // aligned_bytes
 
 
-def traps(settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec) -> list[str]:
+def known_problems(settings: Mapping[str, Any], environ: Mapping[str, str], machine: WorkerSpec) -> list[str]:
     """Why LMCache fails, hangs or caches nothing under `settings`: the first reason of each kind."""
     kinds = [
         _modes(settings),

@@ -52,28 +52,30 @@ class LoadCheck:
 
     def __init__(self, engine: Any, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._came: dict[str, torch.Tensor] = {}  # in this step, by request: which of its tokens were loaded
+        self._loaded_masks: dict[
+            str, torch.Tensor
+        ] = {}  # in this step, by request: which of its tokens were loaded
         self._missing: set[int] = set()
-        self._lacking: set[int] = set()  # blocks of failed loads that were not written since
+        self._invalid_blocks: set[int] = set()  # blocks of failed loads that were not written since
         self._retrieve, engine.retrieve = engine.retrieve, self.retrieve
 
     def retrieve(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """LMCacheEngine.retrieve."""
-        came: torch.Tensor = self._retrieve(*args, **kwargs)
-        self._came[kwargs["req_id"]] = came
-        return came
+        mask: torch.Tensor = self._retrieve(*args, **kwargs)
+        self._loaded_masks[kwargs["req_id"]] = mask
+        return mask
 
     def loaded(self, expected: Iterable[AwaitedLoad], written: Iterable[int]) -> None:
         """The step's loads have ended: note the blocks of all tokens that are missing.
 
         `written` are the blocks that the step writes from their first token on: these are valid again.
         """
-        came, self._came = self._came, {}
-        self._lacking.difference_update(written)
+        masks, self._loaded_masks = self._loaded_masks, {}
+        self._invalid_blocks.difference_update(written)
         for load in expected:
-            missing = self._missing_of(load, came.get(load.request_id))
+            missing = self._missing_of(load, masks.get(load.request_id))
             self._missing |= missing
-            self._lacking |= missing
+            self._invalid_blocks |= missing
 
     def missing_blocks(self) -> set[int]:
         """The blocks noted since the last call."""
@@ -82,10 +84,12 @@ class LoadCheck:
 
     def is_whole(self, slots: torch.Tensor) -> bool:
         """Whether no slot is in a block that a failed load left invalid."""
-        return not self._lacking or self._lacking.isdisjoint((slots // self._block_tokens).tolist())
+        return not self._invalid_blocks or self._invalid_blocks.isdisjoint(
+            (slots // self._block_tokens).tolist()
+        )
 
-    def _missing_of(self, load: AwaitedLoad, came: torch.Tensor | None) -> set[int]:
-        there = came[: load.end].nonzero().view(-1).tolist() if came is not None else []
+    def _missing_of(self, load: AwaitedLoad, mask: torch.Tensor | None) -> set[int]:
+        there = mask[: load.end].nonzero().view(-1).tolist() if mask is not None else []
         lost = set(range(load.start, load.end)).difference(there)
         if lost:
             logger.error(

@@ -59,7 +59,7 @@ ENV_FAMILIES = ("ec_", "mp_", "coordinator_", "controller_", "resp_", "aerospike
 # Kubernetes puts these into every pod that has a Service whose name begins with "lmcache"
 KUBERNETES = re.compile(r"(service_host|service_port\w*|port_\d+_(tcp|udp|sctp)\w*)$")
 KUBERNETES_PORT = ("tcp://", "udp://", "sctp://")
-SLIP = 0.85  # similarity of a misspelt name, by difflib; LMCACHE_RPC_PORT and LMCACHE_MP_PORT have 0.8
+TYPO_SIMILARITY = 0.85  # of a misspelt name, by difflib; LMCACHE_RPC_PORT and LMCACHE_MP_PORT have 0.8
 
 
 def given(extra: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
@@ -87,13 +87,13 @@ def _from_file(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def unread(environ: Mapping[str, str]) -> list[str]:
     """LMCACHE_* variables that LMCache 0.5.6 does not read: an older version's, or a deployment's own."""
-    return [f"{ENV_PREFIX}{name.upper()}" for name in _unread(_named(environ)) if not _is_slip(name)]
+    return [f"{ENV_PREFIX}{name.upper()}" for name in _unread(_named(environ)) if not _is_likely_typo(name)]
 
 
 def _from_env(environ: Mapping[str, str]) -> dict[str, Any]:
     named = _named(environ)
-    slips = [name for name in _unread(named) if _is_slip(name)]
-    refuse_unknown(slips, NAMES | ENV_NAMES, ENV_PREFIX, "the environment", str.upper)
+    typos = [name for name in _unread(named) if _is_likely_typo(name)]
+    refuse_unknown(typos, NAMES | ENV_NAMES, ENV_PREFIX, "the environment", str.upper)
     return {name: _parse_quoted_string(value) for name, value in named.items() if name in NAMES}
 
 
@@ -106,8 +106,8 @@ def _unread(named: Mapping[str, str]) -> list[str]:
     return sorted(named.keys() - foreign - NAMES - ENV_NAMES)
 
 
-def _is_slip(name: str) -> bool:
-    return bool(difflib.get_close_matches(name, NAMES | ENV_NAMES, n=1, cutoff=SLIP))
+def _is_likely_typo(name: str) -> bool:
+    return bool(difflib.get_close_matches(name, NAMES | ENV_NAMES, n=1, cutoff=TYPO_SIMILARITY))
 
 
 def _is_kubernetes(name: str, value: str) -> bool:

@@ -1,7 +1,7 @@
 """Snapshots of a worker's tiers, for the start, for idle engines and after lost reports.
 
 LMCache's own lookup is not suitable: it pins what it finds and moves it up in the LRU. This one
-copies the backends' keys, in a thread of the worker, over a ZMQ socket of its own.
+copies the backends' keys, in a thread of the worker, over a separate ZMQ socket.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SnapshotClient:
     def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._addresses, self._clock = addresses, clock
         self._waiting: set[int] = set()  # ranks that have not answered the last request
-        self._silent: set[int] = set()  # ranks for which a warning was logged
+        self._warned: set[int] = set()  # ranks for which a warning was logged
         self._asked_s = 0.0
         self._sockets = []
         for address in addresses:
@@ -91,15 +91,15 @@ class SnapshotClient:
 
     def _give_up(self) -> None:
         """Stop waiting for the ranks that have not answered: the next `ask` asks all again."""
-        for rank in sorted(self._waiting - self._silent):
+        for rank in sorted(self._waiting - self._warned):
             logger.warning(
-                "LMCache's worker of rank %d has not said for %g s what its tiers hold (%s): what it reports "
-                "with its steps must do. To do: nothing, if the rank is on another node",
+                "LMCache's worker of rank %d has sent no snapshot of its tiers for %g s (%s): only its "
+                "reports after each step are used. Nothing need be done if the rank is on another node",
                 rank,
                 ANSWER_S,
                 self._addresses[rank],
             )
-        self._silent |= self._waiting
+        self._warned |= self._waiting
         self._waiting = set()
 
     def close(self) -> None:

@@ -44,16 +44,18 @@ def settle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, announce: bo
     extra, ours = with_defaults(transfer.kv_connector_extra_config, os.environ, fits)
     transfer.kv_connector_extra_config = extra
     wishes_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
-    fails = wishes_error or not recomputes_rightly(vllm_config)
+    fails = wishes_error or not recomputes_correctly(vllm_config)
     transfer.kv_load_failure_policy = "fail" if fails else "recompute"
     if announce:
-        told = ", ".join(f"{name}={value}" for name, value in ours.items())
-        logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, told)
+        listed = ", ".join(f"{name}={value}" for name, value in ours.items())
+        logger.info(
+            "LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, listed
+        )
         if names := unread(os.environ):
-            logger.warning("LMCache 0.5.6 reads no %s: without effect here", ", ".join(names))
+            logger.warning("LMCache 0.5.6 does not read %s: no effect", ", ".join(names))
 
 
-def recomputes_rightly(vllm_config: VllmConfig) -> bool:
+def recomputes_correctly(vllm_config: VllmConfig) -> bool:
     """Whether a request whose load failed within a step gets the right tokens when it is computed again.
 
     Always under this package's schedulers. Under vLLM's own, up to 0.33, not where steps run ahead

@@ -144,10 +144,10 @@ class LMCacheTiers:
 
     def apply_report(self, report: TierReport) -> None:
         self._heard_s = self._clock()
-        for rank, told in report.ranks.items():
-            self._transfers.extend(told.transfers)
-            self._step_s = told.step_s if rank == 0 else self._step_s
-            if not self._mirror.apply(rank, told):
+        for rank, rank_report in report.ranks.items():
+            self._transfers.extend(rank_report.transfers)
+            self._step_s = rank_report.step_s if rank == 0 else self._step_s
+            if not self._mirror.apply(rank, rank_report):
                 self.request_snapshot()
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ COUNTERS = {  # name without "continuum_" and "_total" -> what it counts
     "load_seconds": "Seconds in which a step waited for loads from a tier, as rank 0 timed them.",
     "stored_bytes": "Bytes of KV stored below the GPU, all ranks.",
     "store_seconds": "Seconds in which a step waited for stores, as rank 0 timed them.",
-    "lost_chunks": "Chunks that the disk tier could not keep or give back, by cause, all ranks.",
+    "lost_chunks": "Chunks that the disk tier could not store or return, by cause, all ranks.",
 }
 BY_TIER = dict.fromkeys(("loaded_tokens", "loaded_bytes", "load_seconds"), "tier")
 LABELS = BY_TIER | {"lost_chunks": "cause"}  # counters with a label of their own
@@ -97,15 +97,15 @@ class DeviceStepTimer:
 
     def __init__(self, on_gpu: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._on_gpu, self._clock = on_gpu, clock
-        self._began: Any = None
+        self._start: Any = None
 
-    def begins(self) -> None:
+    def start(self) -> None:
         """Work launched before is not counted, though a GPU may still run it."""
-        self._began = self._now()
+        self._start = self._now()
 
     def seconds(self) -> float | None:
-        """The time since `begins`. Waits for all launched work, so call it when that has ended."""
-        began, self._began = self._began, None
+        """The time since `start`. Waits for all launched work, so call it when that has ended."""
+        began, self._start = self._start, None
         if began is None:
             return None
         ended = self._now()
@@ -159,12 +159,12 @@ class TransferStats(KVConnectorStats):
         sums: Counter[str] = Counter({f"lost_chunks/{cause}": n for cause, n in (losses or {}).items()})
         for each in transfers:
             loads = each.direction == "load"
-            told = {
+            amounts = {
                 "loaded_tokens" if loads else "": each.tokens if rank == 0 else 0,
                 "loaded_bytes" if loads else "stored_bytes": each.size_bytes,
                 "load_seconds" if loads else "store_seconds": each.duration_s if rank == 0 else 0,
             }
-            for name, amount in told.items():
+            for name, amount in amounts.items():
                 if name and amount:
                     sums[f"{name}/{each.tier.value}" if name in BY_TIER else name] += amount  # type: ignore[assignment]
         return cls(data=dict(sums))

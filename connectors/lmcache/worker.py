@@ -90,7 +90,7 @@ class TierReport(KVConnectorWorkerMetadata):
 class LMCacheWorkerSide:
     """Observes one LMCache engine: its changes, its transfers, its disk.
 
-    `address` is the snapshot socket. A rank without chunks of its own (MLA) has no LMCacheWorkerSide.
+    `address` is the snapshot socket. A rank that stores no chunks (MLA) has no LMCacheWorkerSide.
     """
 
     def __init__(self, engine: Any, rank: int, address: str) -> None:
@@ -99,8 +99,8 @@ class LMCacheWorkerSide:
         self._backends = engine.storage_manager.storage_backends
         self._meter = TransferTimer(engine)
         self._fresh: list[KVTransfer] = []
-        self._told_pending = 0
-        self._told = 0  # the last report's number
+        self._reported_pending = 0
+        self._reported_number = 0  # of the last report
         self._losses = LostChunks()
         self._step = DeviceStepTimer(torch.cuda.is_available())
         self._step_s: float | None = None
@@ -111,10 +111,10 @@ class LMCacheWorkerSide:
             announce(disk, cpu.get_full_chunk_size_bytes())
         self._probe_server = SnapshotServer(address, self.snapshot)
 
-    def step_begins(self) -> None:
-        self._step.begins()
+    def on_step_start(self) -> None:
+        self._step.start()
 
-    def step_ends(self) -> None:
+    def on_step_end(self) -> None:
         """After the step's stores. Without a store the accelerator may still run; nothing waits for it."""
         self._step_s = self._step.seconds() if self._meter.has_stored() else None
 
@@ -129,10 +129,10 @@ class LMCacheWorkerSide:
         number, changes = self._journal.take()
         fresh, self._fresh = self._fresh if self._rank == 0 else [], []
         step_s, self._step_s = self._step_s, None
-        if not (changes or fresh or pending != self._told_pending):
+        if not (changes or fresh or pending != self._reported_pending):
             return None
-        self._told_pending = pending
-        since, self._told = self._told, number
+        self._reported_pending = pending
+        since, self._reported_number = self._reported_number, number
         return TierReport({self._rank: RankReport(number, changes, pending, fresh, since, step_s)})
 
     def snapshot(self) -> Snapshot:

@@ -81,18 +81,18 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._follower = TierPoller(
             caller(client), ChangesRequest(adapter.model_name, adapter.world_size), self._server_went_down
         )
-        told = first_answer(self._follower)
-        hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, told.hash_algorithm)
+        reply = first_answer(self._follower)
+        hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, reply.hash_algorithm)
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size
-        self._tiers = MpTiers(self._follower, told, hasher, bytes_per_token)
-        self._leases = ReadLeases(adapter, told.read_lease_s)
+        self._tiers = MpTiers(self._follower, reply, hasher, bytes_per_token)
+        self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._found: dict[str, TierHit] = {}
         self._rule: LoadSelector | None = None  # None: load all that is found
         self._declined: set[str] = set()  # requests that compute what they could load
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._left: set[str] = set()  # those that ended during their load, until the workers have the message
-        warn_of_versions(told)
-        warn_of_small_l1(told, bytes_per_token, max_model_len)
+        warn_of_versions(reply)
+        warn_of_small_l1(reply, bytes_per_token, max_model_len)
         self._follower.start()
 
     # ---- scheduler: the core's TierStore
@@ -137,12 +137,12 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def on_new_request(self, request: Request) -> None:
         """With eager_prefetch the lookup is submitted here, and its lease's age counts from now."""
         if self._eager_prefetch and not request.resumable:
-            self._asks(request.request_id, self._get_or_create_request_tracker(request))
+            self._note_lookup(request.request_id, self._get_or_create_request_tracker(request))
         super().on_new_request(request)
 
-    def _asks(self, request_id: str, tracker: Any) -> None:
+    def _note_lookup(self, request_id: str, tracker: Any) -> None:
         """Note that the request's lookup is submitted now, or was before."""
-        self._leases.asked(request_id)
+        self._leases.on_lookup(request_id)
         if request_id not in self._found:
             self._found[request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
 
@@ -157,7 +157,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             return 0, False
         if self._leases.renew_if_old(request.request_id, tracker):
             return None, True
-        self._asks(request.request_id, tracker)
+        self._note_lookup(request.request_id, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
             # an earlier lookup's hits: LMCache keeps them when a later lookup finds nothing, counts that many
             # tokens as computed, and stores their blocks before they are computed
@@ -181,15 +181,15 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._leases.used(request.request_id)
+        self._leases.on_admission(request.request_id)
         self._declined.discard(request.request_id)
         if num_external_tokens:
             self._loading.add(request.request_id)
         else:
-            self._count_what_came(request)
+            self._recount_after_failed_load(request)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
-    def _count_what_came(self, request: Request) -> None:
+    def _recount_after_failed_load(self, request: Request) -> None:
         """Correct LMCache's counts after a failed load: it counts as computed what it had found, and stores
         blocks too early. If vLLM has nothing of the prompt, LMCache itself restarts the count."""
         tracker, computed = self.request_trackers[request.request_id], request.num_computed_tokens
@@ -221,8 +221,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._declined.discard(request.request_id)
         if request.request_id in self._loading:
             self._left.add(request.request_id)
-        told: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
-        return told
+        result: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
+        return result
 
     def _server_went_down(self) -> None:
         """Send it no requests until LMCache's heartbeat finds it again."""
@@ -236,11 +236,11 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         adapter = self.worker_adapter
         ask = ChangesRequest(adapter.model_name, adapter.world_size)
         asked_s = time.monotonic()
-        told = first_answer(TierPoller(caller(adapter.req_client), ask))
-        has_one_clock = asked_s <= told.clock_s <= time.monotonic()
+        reply = first_answer(TierPoller(caller(adapter.req_client), ask))
+        has_one_clock = asked_s <= reply.clock_s <= time.monotonic()
         rank = self._vllm_config.parallel_config.rank
         self._worker = MpWorkerSide(
-            adapter, rank, self._kv_bytes_per_token, told.read_lease_s, has_one_clock=has_one_clock
+            adapter, rank, self._kv_bytes_per_token, reply.read_lease_s, has_one_clock=has_one_clock
         )
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -265,7 +265,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         else:
             self._worker.poll()
             left_loading: set[str] = self._get_connector_metadata().left_loading
-            with self._worker.giving_up_only_what_is_over():
+            with self._worker.without_giving_up():
                 stored, loaded = super().get_finished(finished_req_ids - left_loading)
             ended = self._worker.stored(stored or set()), loaded
         return ended

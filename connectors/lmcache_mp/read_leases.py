@@ -30,11 +30,11 @@ class ReadLeases:
         self._asked_s: dict[str, float] = {}
         self._returning: dict[str, list[Any]] = {}  # request -> the server's acknowledgements
 
-    def asked(self, request_id: str) -> None:
+    def on_lookup(self, request_id: str) -> None:
         """The request's lookup was submitted, now or before."""
         self._asked_s.setdefault(request_id, self._clock())
 
-    def used(self, request_id: str) -> None:
+    def on_admission(self, request_id: str) -> None:
         """The request was admitted: its load ends the lease, or its release does."""
         self._asked_s.pop(request_id, None)
 

@@ -56,7 +56,7 @@ def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         if given.get(name):
             raise ConfigError(f"{MP}{name}: {reason}")
     if len(_server_urls(given.get("server_urls", ""))) > 1:
-        raise ConfigError(f"{MP}server_urls names several servers; this connector follows the tiers of one")
+        raise ConfigError(f"{MP}server_urls names several servers; this connector supports one")
     ours = {name: value for name, value in OURS.items() if name not in given}
     return {**extra, **{MP + name: value for name, value in ours.items()}}, ours
 

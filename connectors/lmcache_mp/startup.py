@@ -44,9 +44,9 @@ def settle(vllm_config: VllmConfig, announce: bool) -> None:
     fails = ContinuumConfig.load(extra, os.environ).fail_on_load_error
     transfer.kv_load_failure_policy = "fail" if fails else "recompute"
     if announce:
-        told = ", ".join(f"{name}={value}" for name, value in ours.items())
+        listed = ", ".join(f"{name}={value}" for name, value in ours.items())
         policy = transfer.kv_load_failure_policy
-        logger.info("LMCache MP defaults: kv_load_failure_policy=%s, %s", policy, told)
+        logger.info("LMCache MP defaults: kv_load_failure_policy=%s, %s", policy, listed)
 
 
 def caller(client: Any) -> Call:
@@ -74,34 +74,34 @@ def first_answer(follower: TierPoller) -> ChangesReply:
         return follower.poll(FIRST_ANSWER_S)
     except OSError as error:
         raise ConfigError(
-            f"LMCache's MP server does not say where KV lies ({error}); start it with "
+            f"LMCache's MP server does not report where KV is ({error}); start it with "
             f'--server-module \'{{"module_path": "{MODULE}"}}\' and this package on its path (docs/mp.md)'
         ) from error
 
 
-def warn_of_versions(told: ChangesReply) -> None:
+def warn_of_versions(reply: ChangesReply) -> None:
     """Client and server use a wire format of LMCache's own, which no release promises to keep."""
     for package, there, here in (
-        ("lmcache", told.lmcache, LMCACHE_VERSION),
-        ("continuum-lmcache", told.continuum, __version__),
+        ("lmcache", reply.lmcache, LMCACHE_VERSION),
+        ("continuum-lmcache", reply.continuum, __version__),
     ):
         if there != here:
             logger.warning(
-                "LMCache's MP server runs %s %s, vLLM %s: install one release on both sides; else moves may "
-                "fail, and prompts are computed",
+                "LMCache's MP server runs %s %s, vLLM %s: install the same release on both sides; else "
+                "loads and stores may fail, and prompts are computed",
                 package,
                 there or "of an earlier release",
                 here,
             )
 
 
-def warn_of_small_l1(told: ChangesReply, bytes_per_token: int, max_model_len: int) -> None:
+def warn_of_small_l1(reply: ChangesReply, bytes_per_token: int, max_model_len: int) -> None:
     """A load from L2 needs free L1 for all of it at once; LMCache evicts nothing for it."""
-    spare_tokens = int(told.dram_bytes * told.dram_spare_share / bytes_per_token)
+    spare_tokens = int(reply.dram_bytes * reply.dram_spare_share / bytes_per_token)
     if spare_tokens < max_model_len:
         logger.warning(
-            "LMCache's L1 keeps room for %d tokens free, and a prompt may have %d: longer ones on L2 may not "
-            "load; give the server more --l1-size-gb or a lower --eviction-trigger-watermark",
+            "LMCache's L1 keeps %d tokens free, and a prompt may have %d: longer prompts may not load from "
+            "L2; give the server more --l1-size-gb or a lower --eviction-trigger-watermark",
             spare_tokens,
             max_model_len,
         )

@@ -1,4 +1,4 @@
-"""The scheduler's mirror of an LMCache MP server's tiers, updated by a thread of its own.
+"""The scheduler's mirror of an LMCache MP server's tiers, updated by its own thread.
 
     MP server   L1, L2 --> TierChangeLog --reply--> TierPoller (thread) --> MpTierMirror <-- locate
                 event bus --> LookupLog --'              '--> LoadLookupJoin <-- the worker's timed loads
@@ -41,13 +41,13 @@ class MpTierMirror:
         self.epoch: str | None = None
         self.number = 0
 
-    def apply_report(self, told: ChangesReply) -> None:
+    def apply_report(self, reply: ChangesReply) -> None:
         """Apply an answer."""
-        held: tuple[set[bytes], set[bytes]] = (set(), set()) if told.is_snapshot else self._held
-        for change in told.changes:
+        held: tuple[set[bytes], set[bytes]] = (set(), set()) if reply.is_snapshot else self._held
+        for change in reply.changes:
             tier = held[change.ssd]
             (tier.add if change.admitted else tier.discard)(change.chunk)
-        self._held, self.epoch, self.number = held, told.epoch, told.number
+        self._held, self.epoch, self.number = held, reply.epoch, reply.number
 
     def plan(self, names: Iterable[bytes]) -> tuple[int, int]:
         """(chunks from L1, chunks from L2) that a lookup would find of this prefix.
@@ -74,10 +74,10 @@ class TierPoller:
         self,
         call: Call,
         ask: ChangesRequest,
-        went_down: Callable[[], None] = lambda: None,
+        on_down: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._call, self._ask, self._went_down, self._clock = call, ask, went_down, clock
+        self._call, self._ask, self._on_down, self._clock = call, ask, on_down, clock
         self.mirror = MpTierMirror()
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
         self.is_up = True
@@ -103,11 +103,11 @@ class TierPoller:
         with self._polling:
             asked_s = self._clock()
             ask = msgspec.structs.replace(self._ask, epoch=self.mirror.epoch, number=self.mirror.number)
-            told = decoded(self._call(msgspec.msgpack.encode(ask), timeout_s))
-            self.mirror.apply_report(told)
-            self.lookups += told.lookups
+            reply = decoded(self._call(msgspec.msgpack.encode(ask), timeout_s))
+            self.mirror.apply_report(reply)
+            self.lookups += reply.lookups
             self._heard_s = asked_s
-            return told
+            return reply
 
     def _follow(self) -> None:
         while not self._stopping.wait(POLL_S):
@@ -128,7 +128,7 @@ class TierPoller:
             logger.warning(
                 "LMCache's MP server does not answer (%s): prompts are computed until it does", error
             )
-            self._went_down()
+            self._on_down()
 
     def _answer(self) -> None:
         if not self.is_up:
@@ -141,7 +141,9 @@ def decoded(payload: bytes) -> ChangesReply:
     try:
         return msgspec.msgpack.decode(payload, type=ChangesReply)
     except msgspec.MsgspecError as error:
-        raise ConnectionError(f"its answer cannot be read: {error}; run one release on both sides") from error
+        raise ConnectionError(
+            f"its answer cannot be read: {error}; run the same release on both sides"
+        ) from error
 
 
 class MpTiers:
@@ -151,7 +153,7 @@ class MpTiers:
         self._follower, self._first, self._bytes_per_token = follower, first, bytes_per_token
         self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
         self._hashes = ChunkHashes(lambda: hasher.none_hash, hasher.hash_tokens, hasher.chunk_size)
-        self._book = LoadLookupJoin()
+        self._join = LoadLookupJoin()
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
 
     def locate(self, token_ids: Sequence[int], salt: str) -> TierHit:
@@ -174,7 +176,7 @@ class MpTiers:
     def apply_report(self, report: MpReport) -> None:
         """Apply the worker's timed loads and stores, and the server's lookups."""
         lookups = [self._follower.lookups.popleft() for _ in range(len(self._follower.lookups))]
-        self._transfers += report.stores + self._book.join(report.loads, lookups)
+        self._transfers += report.stores + self._join.join(report.loads, lookups)
 
     def _names(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
         return (chunk_name(self._hasher.hash_to_bytes(h), salt) for h in self._hashes.of(token_ids))

@@ -81,7 +81,7 @@ class TransferWatch:
         with self._lock:
             self._moves = [move for move in self._moves if move is not timing]
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Note which transfers have begun and ended since the last call."""
         with self._lock:
             now_s = self._clock()
@@ -106,7 +106,7 @@ class TransferWatch:
 
     def _watch(self) -> None:
         while self._is_busy.wait() and not self._closing:
-            self.look()
+            self.poll()
             with self._lock:
                 if not self._moves:
                     self._is_busy.clear()

@@ -45,7 +45,7 @@ class ChangesReply(msgspec.Struct, frozen=True):
     changes: list[NumberedChange]
     lookups: list[LookupResult]
     dram_bytes: int
-    ssd_bytes: int | None  # None: an adapter has no size of its own, such as `fs`
+    ssd_bytes: int | None  # None: an adapter reports no size, such as `fs`
     dram_spare_share: float  # of L1, kept free by eviction for reads from L2
     read_lease_s: float  # for how long a lookup locks what it found
     hash_algorithm: str

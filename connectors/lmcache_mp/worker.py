@@ -72,9 +72,11 @@ class MpWorkerSide:
         self._has_one_clock = has_one_clock  # with the server, which begins no late transfer
         self._kv_bytes_per_token = kv_bytes_per_token
         self._longest_load_s = lease_s * LEASE_SHARE
-        self._was_cut = threading.Event()  # the connection was closed: the server that was asked is gone
+        self._connection_lost = (
+            threading.Event()
+        )  # the connection was closed: the server that was asked is gone
         self._running: list[PendingTransfer] = []
-        self._told: set[str] = set()  # requests that LMCache reports as stored while a store still runs
+        self._storing: set[str] = set()  # requests that LMCache reports as stored while a store still runs
         self.watch = TransferWatch(clock)
         self._fresh = MpReport()
         self._store, adapter.submit_store_request = adapter.submit_store_request, self.store
@@ -92,7 +94,7 @@ class MpWorkerSide:
             return
         if future := self._adapter.store_futures.get(request_id):
             watched = self._adapter.store_futures[request_id] = WatchedFuture(future)
-            self._began(request_id, False, op.end - op.start, start_s, watched, event)
+            self._track(request_id, False, op.end - op.start, start_s, watched, event)
 
     def retrieve(self, request_id: str, op: Any, event: Any, *args: Any, **kwargs: Any) -> None:
         """submit_retrieve_request. If it fails, vLLM computes the tokens.
@@ -106,7 +108,7 @@ class MpWorkerSide:
             watched = WatchedFuture(running[0])
             self._adapter.retrieve_futures[request_id] = (watched, running[1][had:])
             tokens = op.end - op.start - op.skip_first_n_tokens
-            self._began(request_id, True, tokens, start_s, watched, event)
+            self._track(request_id, True, tokens, start_s, watched, event)
         else:
             self._adapter.error_block_ids.difference_update(op.flat_block_ids[:had])
 
@@ -123,14 +125,14 @@ class MpWorkerSide:
         end_s = self._clock() + self._adapter._mq_timeout
         for move in [move for move in self._running if not move.is_load]:
             while not move.future.query():
-                if self._was_cut.is_set() or self._clock() > end_s:
+                if self._connection_lost.is_set() or self._clock() > end_s:
                     self.server_is_down()  # then the adapter waits for nothing
                     return
                 move.future.wait(0.01)
 
     def connection_closed(self) -> None:
         """LMCache's client lost its connection. Called by a thread of that client."""
-        self._was_cut.set()
+        self._connection_lost.set()
         self._cancel_streams()
 
     def poll(self) -> None:
@@ -140,18 +142,18 @@ class MpWorkerSide:
             self._ended(move)
         self._give_up()
 
-    def stored(self, told: set[str]) -> set[str]:
+    def stored(self, reported: set[str]) -> set[str]:
         """Of the requests reported as stored, those without a running store.
 
         LMCache keeps one store per request, the last, and reports the request as stored once any store
         has ended (LMCache/LMCache#5062). vLLM would then free blocks that are still read.
         """
-        told |= self._told
-        self._told = told & {move.request_id for move in self._running if not move.is_load}
-        return told - self._told
+        reported |= self._storing
+        self._storing = reported & {move.request_id for move in self._running if not move.is_load}
+        return reported - self._storing
 
     @contextlib.contextmanager
-    def giving_up_only_what_is_over(self) -> Iterator[None]:
+    def without_giving_up(self) -> Iterator[None]:
         """Within it the adapter sees the server as healthy, so its get_finished gives up no transfer.
 
         LMCache's heartbeat has the event itself, and continues.
@@ -165,14 +167,14 @@ class MpWorkerSide:
 
     def _give_up(self) -> None:
         """End the transfers that no server will execute, as failed: vLLM computes their tokens."""
-        now_s, was_cut = self._clock(), self._was_cut.is_set()
-        self._was_cut.clear()
-        if was_cut:
+        now_s, connection_lost = self._clock(), self._connection_lost.is_set()
+        self._connection_lost.clear()
+        if connection_lost:
             self.server_is_down()  # another server may answer the next ping, and does not know this worker
         for move in self._running:
             if not self._adapter.is_healthy:  # it may not answer now, and execute the transfer later
                 move.given_up_s = min(move.given_up_s, now_s + self._adapter._mq_timeout)
-        for move in [move for move in self._running if was_cut or now_s >= move.given_up_s]:
+        for move in [move for move in self._running if connection_lost or now_s >= move.given_up_s]:
             self._running.remove(move)
             self._fail(move)
 
@@ -200,7 +202,7 @@ class MpWorkerSide:
         configs = with_deadline(kwargs.get("request_configs"), start_s + self._adapter._mq_timeout)
         return {**kwargs, "request_configs": configs}
 
-    def _began(
+    def _track(
         self, request_id: str, is_load: bool, tokens: int, start_s: float, future: WatchedFuture, event: Any
     ) -> None:
         timing = self.watch.add(tokens, future, event, start_s)
@@ -212,7 +214,7 @@ class MpWorkerSide:
             self._ended(move)
 
     def _ended(self, move: PendingTransfer) -> None:
-        self.watch.look()  # its end may not have been seen yet
+        self.watch.poll()  # its end may not have been seen yet
         duration_s = move.timing.duration_s
         if move.is_load and self._clock() - move.start_s > self._longest_load_s:
             self._fail(move)  # the lease may have ended during the load

@@ -18,7 +18,7 @@ Namer = Callable[[Sequence[int], int, str, Sequence[Any]], list[ChunkName]]
 """(token ids, chunk tokens, salt, known names of the first chunks) -> names of all whole chunks."""
 
 
-def chain(
+def chunk_names(
     token_ids: Sequence[int], chunk_tokens: int, salt: str = "", known: Sequence[Any] = ()
 ) -> list[ChunkName]:
     """Names of the whole chunks of `token_ids`, each a hash that includes the one before; `known` first."""
@@ -37,13 +37,13 @@ class LruTier:
 
     capacity: float  # in chunks
     names: OrderedDict[ChunkName, None] = field(default_factory=OrderedDict)
-    promised: int = 0  # places reserved for unfinished writes
+    reserved: int = 0  # places reserved for unfinished writes
     count: Counter[str] = field(default_factory=Counter)  # admitted, evicted, forgotten
 
     def make_room(self, keep: Collection[ChunkName] = ()) -> list[ChunkName] | None:
         """Evict until one more chunk fits, never from `keep`; None if that is impossible."""
         gone = []
-        while len(self.names) + self.promised + 1 > self.capacity:
+        while len(self.names) + self.reserved + 1 > self.capacity:
             victim = next((n for n in self.names if n not in keep), None)
             if victim is None:
                 return None
@@ -70,7 +70,7 @@ class LruTier:
 
     def check(self, tier: str) -> None:
         held, c = len(self.names), self.count
-        if held + self.promised > self.capacity:
-            raise InvariantError(f"{tier}: held({held}) + promised({self.promised}) > {self.capacity}")
+        if held + self.reserved > self.capacity:
+            raise InvariantError(f"{tier}: held({held}) + reserved({self.reserved}) > {self.capacity}")
         if held != c["admitted"] - c["evicted"] - c["forgotten"]:
             raise InvariantError(f"{tier}: held({held}) != admitted - evicted - forgotten {dict(c)}")

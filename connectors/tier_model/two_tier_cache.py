@@ -125,7 +125,7 @@ class TwoTierCache:
             due.append(name)
         for name in due:
             del self.pending[name]
-            self.ssd.promised -= 1
+            self.ssd.reserved -= 1
             self.ssd.admit(name)
         self._record(Tier.SSD, "store", due, self.disk_write.seconds(self._size(due)))
 
@@ -141,7 +141,7 @@ class TwoTierCache:
             self.dram.forget(name)
             self.ssd.forget(name)
             if self.pending.pop(name, None) is not None:
-                self.ssd.promised -= 1
+                self.ssd.reserved -= 1
             self._gone[name] = None
         return len(known)
 
@@ -169,8 +169,8 @@ class TwoTierCache:
         """Raise InvariantError unless the counts balance."""
         self.dram.check("DRAM")
         self.ssd.check("SSD")
-        if self.ssd.promised != len(self.pending):
-            raise InvariantError(f"promised({self.ssd.promised}) != pending({len(self.pending)})")
+        if self.ssd.reserved != len(self.pending):
+            raise InvariantError(f"reserved({self.ssd.reserved}) != pending({len(self.pending)})")
         if both := self.pending.keys() & self.ssd.names.keys():
             raise InvariantError(f"{len(both)} chunks are on the disk and on their way to it")
 
@@ -195,7 +195,7 @@ class TwoTierCache:
             if gone is None:  # the whole disk is reserved for unfinished writes
                 return
             self._gone.update(dict.fromkeys(gone))
-            self.ssd.promised += 1
+            self.ssd.reserved += 1
             self.pending[name] = self.disk_write.reserve(now_s, self.shape.chunk_bytes)
 
     def _size(self, names: Collection[ChunkName]) -> int:

@@ -31,7 +31,7 @@ class ContextGrowth:
     _spread_tokens: float = 0.0  # standard deviation of a program's growth, first prompt to last context
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
 
-    def first(self, tokens: int) -> None:
+    def add_first_prompt(self, tokens: int) -> None:
         """A program arrived with a first prompt of this many tokens."""
         self._firsts.append(tokens)
 
@@ -40,14 +40,14 @@ class ContextGrowth:
         """The usual first prompt; 0 before the first."""
         return sum(self._firsts) / len(self._firsts) if self._firsts else 0.0
 
-    def turn(self, tokens: int) -> None:
+    def add_turn(self, tokens: int) -> None:
         """A turn ended with `tokens` more than the program's last one. A context that shrank counts as 0."""
         if len(self._growths) == TURN_WINDOW:
             self._grown_tokens -= self._growths[0]
         self._growths.append(max(0, tokens))
         self._grown_tokens += max(0, tokens)
 
-    def program(self, turns: int, first_tokens: int = 0, final_tokens: int = 0) -> None:
+    def add_program(self, turns: int, first_tokens: int = 0, final_tokens: int = 0) -> None:
         """A program ended after this many turns; with its first prompt and last context, if known."""
         if 1 <= turns <= MAX_TURNS:
             self._lengths.append(turns)

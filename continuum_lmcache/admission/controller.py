@@ -34,8 +34,8 @@ class KVCapacity:
     tier_tokens: float = 0.0  # for all started ones, if more than the GPU has
 
 
-def room_of(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> KVCapacity:
-    """The room of a GPU with these tiers behind it; name only tiers from which a reload is cheap."""
+def kv_capacity(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> KVCapacity:
+    """The capacity of a GPU with these tiers below it. Name only tiers from which a reload is cheap."""
     return KVCapacity(gpu_tokens, TIER_SHARE * max(tier_tokens.values(), default=0))
 
 
@@ -78,7 +78,7 @@ Order = Callable[[PendingProgram, ContextGrowth], float]
 class AdmissionController:
     """The admitted programs and the line of pending ones. `order`: the order among equal priorities."""
 
-    room: KVCapacity
+    capacity: KVCapacity
     max_wait_s: float
     order: Order = lambda pending, _growth: pending.arrival_s
     growth: ContextGrowth = field(default_factory=ContextGrowth)
@@ -109,7 +109,7 @@ class AdmissionController:
         `hashes`: of its prompt's whole blocks.
         """
         if (pending := self.pending.get(program)) is not None:
-            self._asks_again(pending, prompt_tokens)
+            self._add_pending_turn(pending, prompt_tokens)
             return False
         seen = self.admitted.get(program)
         if seen is None and not exempt and not turns:
@@ -118,19 +118,19 @@ class AdmissionController:
             self.pending[program] = pending
             heapq.heappush(self._line, (priority, self.order(pending, self.growth), now_s, program))
             self._context_tokens += prompt_tokens
-            self.growth.first(max(0, prompt_tokens - self.shared_prefixes.head(hashes).tokens))
+            self.growth.add_first_prompt(max(0, prompt_tokens - self.shared_prefixes.head(hashes).tokens))
             return False
         if seen is None:
-            seen = self._enters(program, turns)
+            seen = self._add_admitted(program, turns)
         seen.live += 1
-        self._counts(seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
+        self._update(seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
         return True
 
     def on_prefix_hit(self, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
         """The program's first turn found `tokens` of its prompt in the cache: another program's head."""
-        self.shared_prefixes.found(hashes, tokens)
+        self.shared_prefixes.record_hit(hashes, tokens)
         if (seen := self.admitted.get(program)) is not None:
-            self._counts(seen, seen.context_tokens, self.shared_prefixes.head(hashes))
+            self._update(seen, seen.context_tokens, self.shared_prefixes.head(hashes))
 
     def admit(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
         """Admits the programs that may start now, first in line first. `idle`: the GPU has no other work.
@@ -158,10 +158,10 @@ class AdmissionController:
 
     def start_program(self, pending: PendingProgram) -> None:
         """Admits a program that is not in this line: the fleet's line has let it start."""
-        seen = self._enters(pending.program, 0)
+        seen = self._add_admitted(pending.program, 0)
         head = self.shared_prefixes.head(pending.hashes)
         seen.live, seen.first_tokens = pending.turns, max(0, pending.prompt_tokens - head.tokens)
-        self._counts(seen, pending.prompt_tokens, head)
+        self._update(seen, pending.prompt_tokens, head)
 
     def on_pause(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
         """A turn ended in a tool call that should be over within `expected_s`; after that the program
@@ -171,9 +171,9 @@ class AdmissionController:
         seen.live = max(0, seen.live - 1)
         seen.turns += 1
         if seen.ended_tokens:
-            self.growth.turn(context_tokens - seen.ended_tokens)
+            self.growth.add_turn(context_tokens - seen.ended_tokens)
         seen.ended_tokens = context_tokens
-        self._counts(seen, context_tokens)
+        self._update(seen, context_tokens)
         heapq.heappush(self._absent, (now_s + expected_s, program, seen.turns))
 
     def remove_turn(self, program: ProgramId) -> None:
@@ -191,12 +191,12 @@ class AdmissionController:
         seen = self.admitted.pop(program, None)
         if finished_turns:
             sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
-            self.growth.program(finished_turns, *sizes)
+            self.growth.add_program(finished_turns, *sizes)
         if (pending := self.pending.pop(program, None)) is not None:
             self._context_tokens -= pending.prompt_tokens
         if seen is not None:
             self._context_tokens -= seen.own_tokens
-            self._heads.give_back(seen.head)
+            self._heads.release(seen.head)
             self._started_tokens -= seen.forecast_tokens
             self._active_tokens -= seen.active_tokens
 
@@ -218,8 +218,8 @@ class AdmissionController:
     @property
     def headroom_tokens(self) -> float:
         """The largest forecast that fits beside the admitted programs; below 0 where they are too many."""
-        fits = self.growth.forecasts_that_fit(self.room.gpu_tokens)
-        room = min(fits - self._active_tokens, max(fits, self.room.tier_tokens) - self._started_tokens)
+        fits = self.growth.forecasts_that_fit(self.capacity.gpu_tokens)
+        room = min(fits - self._active_tokens, max(fits, self.capacity.tier_tokens) - self._started_tokens)
         return room - self._heads.tokens
 
     @property
@@ -250,26 +250,26 @@ class AdmissionController:
             heapq.heappop(self._line)
         return None
 
-    def _asks_again(self, pending: PendingProgram, prompt_tokens: int) -> None:
+    def _add_pending_turn(self, pending: PendingProgram, prompt_tokens: int) -> None:
         """Adds a turn of a pending program; its place in line stays."""
         longest_tokens = max(pending.prompt_tokens, prompt_tokens)
         self._context_tokens += longest_tokens - pending.prompt_tokens
         again = replace(pending, prompt_tokens=longest_tokens, turns=pending.turns + 1)
         self.pending[pending.program] = again
 
-    def _enters(self, program: ProgramId, turns: int) -> AdmittedProgram:
+    def _add_admitted(self, program: ProgramId, turns: int) -> AdmittedProgram:
         seen = self.admitted[program] = AdmittedProgram(0, turns=turns)
         self._heads.take(seen.head)
         return seen
 
-    def _counts(self, seen: AdmittedProgram, context_tokens: int, head: SharedPrefix | None = None) -> None:
+    def _update(self, seen: AdmittedProgram, context_tokens: int, head: SharedPrefix | None = None) -> None:
         """The program's context has grown, or its number of turns has changed. `head`: its shared head, where
         that is looked up again."""
         own_tokens = seen.own_tokens
         seen.context_tokens = context_tokens
         if head is not None:
             self._heads.take(head)
-            self._heads.give_back(seen.head)
+            self._heads.release(seen.head)
             seen.head = head
         self._context_tokens += seen.own_tokens - own_tokens
         # in its first tool gap a program has not shown that it returns: it counts with what it holds

@@ -15,7 +15,7 @@ LARGEST_TOKENS = 2048  # of a chosen chunk: beyond it the fixed part is negligib
 SMALLEST = ((128, 0.40), (256, 0.55), (LARGEST_TOKENS, 0.85))
 """A chunk of this many tokens pays if its fixed time is below this share of a decode-only step's:
 then the prompt's tokens are added to steps that decodes need anyway. Shares from the lab."""
-FORGETS = 0.99995  # each step: minutes. With a faster decay, a chunk that is too small would confirm itself
+DECAY = 0.99995  # each step: minutes. With a faster decay, a chunk that is too small would confirm itself
 
 
 def smallest_chunk(step_s: Mapping[int, float]) -> int | None:
@@ -48,10 +48,10 @@ class PrefillChunkTuner:
     def __post_init__(self) -> None:
         self.smallest = smallest_chunk(self.step_s)
 
-    def saw(self, prompt_tokens: int, decode_tokens: int) -> None:
+    def record(self, prompt_tokens: int, decode_tokens: int) -> None:
         """A step computed this many tokens of each kind."""
-        self._prompt_tokens = self._prompt_tokens * FORGETS + prompt_tokens
-        self._decode_tokens = self._decode_tokens * FORGETS + decode_tokens
+        self._prompt_tokens = self._prompt_tokens * DECAY + prompt_tokens
+        self._decode_tokens = self._decode_tokens * DECAY + decode_tokens
 
     def budget_tokens(self, decoding: int, running: int = 0) -> int:
         """For a step with this many decodes: room for these, and for prompts at their arrival rate.

@@ -15,7 +15,7 @@ class PrefillShare:
     share: float = 0.0  # at at_s
     at_s: float = 0.0
 
-    def stepped(self, now_s: float, prompts_s: float) -> None:
+    def on_step(self, now_s: float, prompts_s: float) -> None:
         """A step has ended. `prompts_s`: its seconds, 0 for one of decodes alone."""
         passed_s = max(now_s - self.at_s, prompts_s)
         share = prompts_s / passed_s if passed_s > 0 else 0.0

@@ -28,7 +28,7 @@ class SharedPrefixIndex:
         self._heads: OrderedDict[Hashable, int] = OrderedDict()  # blocks
         self._depths: Counter[int] = Counter()  # number of heads with this many blocks
 
-    def found(self, hashes: Sequence[Hashable], tokens: int) -> None:
+    def record_hit(self, hashes: Sequence[Hashable], tokens: int) -> None:
         """A program's first turn found the KV of its first `tokens`."""
         blocks = tokens // self._block_tokens
         if not 0 < blocks <= len(hashes):
@@ -69,7 +69,7 @@ class SharedPrefixesInUse:
         self.tokens += 0 if head in self._users else head.tokens
         self._users[head] += 1
 
-    def give_back(self, head: SharedPrefix) -> None:
+    def release(self, head: SharedPrefix) -> None:
         """One program less."""
         self._users[head] -= 1
         if not self._users[head]:

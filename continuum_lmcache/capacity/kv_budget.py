@@ -118,8 +118,8 @@ def of_bytes(
 
 def of_blocks(shape: ModelShape, blocks: int, block_tokens: int, ranks: int = 1) -> KVBudget:
     """The budget of a server that reports its number of blocks."""
-    told = BudgetLine("blocks", "as the server says", blocks, "blocks")
-    return _finished(shape, ranks, block_tokens, blocks, (told,))
+    line = BudgetLine("blocks", "as the server says", blocks, "blocks")
+    return _finished(shape, ranks, block_tokens, blocks, (line,))
 
 
 def _finished(
@@ -142,7 +142,7 @@ def token_formula(shape: ModelShape, ranks: int) -> str:
 def programs_that_fit(tokens: float, contexts_tokens: Sequence[int]) -> int:
     """How many programs of the mean context fit into `tokens` of KV. Raises ConfigError without a context."""
     if not contexts_tokens:
-        raise ConfigError("no context is known, so it cannot be said how many programs fit")
+        raise ConfigError("no context is known, so the programs that fit cannot be counted")
     return int(tokens * len(contexts_tokens) // sum(contexts_tokens))
 
 

@@ -130,14 +130,14 @@ def _sizes(plan: DeploymentPlan) -> Iterator[Finding]:
             "tiers-smaller-than-programs",
             f"{plan.at_once} programs hold {working_set:,} tokens, the largest tier "
             f"{max(plan.tiers.values()):,}",
-            "an LRU that does not hold what comes back keeps nothing long enough: raise "
+            "an LRU below the working set evicts KV before its program returns: raise "
             f"{SIZES[Tier.DRAM]} or {SIZES[Tier.SSD]}",
         )
     if plan.at_once and plan.at_once > plan.fits and not plan.tiers:
         yield warning(
             "no-tier",
             f"{plan.at_once} programs at once and room for {plan.fits}; what is evicted is computed again",
-            f"give LMCache DRAM ({SIZES[Tier.DRAM]}): it earns more than any pin",
+            f"give LMCache DRAM ({SIZES[Tier.DRAM]}): it gains more than any pin",
         )
 
 
@@ -177,7 +177,7 @@ def _evidence(plan: DeploymentPlan) -> Iterator[Finding]:
         yield note(
             "not-measured",
             "measured: false; at least one of the rates is from a data sheet or a guess",
-            f"take every time here for an assumption, and {MEASURE}",
+            f"treat every time here as an assumption, and {MEASURE}",
         )
     made_for = plan.profiled_bytes_per_token
     if made_for is not None and made_for != plan.budget.bytes_per_token:
@@ -190,7 +190,7 @@ def _evidence(plan: DeploymentPlan) -> Iterator[Finding]:
     if not plan.demand.gaps_s:
         yield note(
             "no-tool-times",
-            "nothing is known of how long the tools take; Exp(1) is assumed, as in the paper's cold start",
+            "the durations of the tools are not known; Exp(1) is assumed, as in the paper's cold start",
             "give a trace with gaps (--trace); a running server learns them",
         )
 

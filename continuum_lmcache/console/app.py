@@ -65,7 +65,7 @@ def doctor(
     ray: Annotated[Path | None, typer.Option(help="a Serve config file of a fleet (docs/ray.yaml)")] = None,
     as_json: Json = False,
 ) -> None:
-    """Is it advisable to serve MODEL so? KV budget, break-even of each tier, whether pins pay, traps."""
+    """Check a deployment of MODEL: KV budget, break-even of each tier, whether pins pay, known problems."""
     asked = {name: value for name, value in locals().items() if name != "as_json"}
     asked["url"] = url.rstrip("/")
     found = doctors.diagnosis(doctors.DoctorQuery(**asked))
@@ -89,15 +89,15 @@ def status(
 ) -> None:
     """What is wrong with running servers, with figures and what to do. Exit status 1 if something is."""
     at, targets, console = [url.rstrip("/") for url in urls], Thresholds(queue_s=target_queue_s), Console()
-    told = {url: fleet for url in at if (fleet := fleets.fleet_at(url)) is not None}
-    places = [place for url in at for place in statuses.places_at(url, told.get(url))]
+    reports = {url: fleet for url in at if (fleet := fleets.fleet_at(url)) is not None}
+    places = [place for url in at for place in statuses.places_at(url, reports.get(url))]
     seen = statuses.watch(places, seconds)
     servers = [statuses.as_json(one, targets) for one in seen]
-    found = statuses.joined(places, servers, told)
+    found = statuses.joined(places, servers, reports)
     if as_json:
         print(json.dumps(servers[0] if places == [(at[0], None)] else found, indent=1))
     else:
-        for url, fleet in told.items():
+        for url, fleet in reports.items():
             statuses.show_fleet(url, fleet, console)
         for (url, rank), one in zip(places, seen, strict=True):
             statuses.show(url if rank is None else f"{url}, replica {rank}", one, targets, console)

@@ -76,14 +76,14 @@ class Diagnosis:
     def verdict(self) -> str:
         """One sentence for all findings."""
         if self.advisable:
-            return "Serving so is advisable."
+            return "This deployment is advisable."
         found = Counter(finding.severity for finding in self.findings)
         costs = f"{found[Severity.WARNING]} warning{'s' * (found[Severity.WARNING] > 1)}"
         if not found[Severity.ERROR]:
-            return f"Serving so works but is NOT advisable: {costs}."
+            return f"This deployment works but is NOT advisable: {costs}."
         errors = f"{found[Severity.ERROR]} error{'s' * (found[Severity.ERROR] > 1)}"
         more = f", {costs}" if found[Severity.WARNING] else ""
-        return f"Serving so is NOT advisable: {errors}{more}."
+        return f"This deployment is NOT advisable: {errors}{more}."
 
 
 def diagnosis(ask: DoctorQuery) -> Diagnosis:
@@ -112,7 +112,7 @@ def diagnosis(ask: DoctorQuery) -> Diagnosis:
         *(connector.findings if connector else [no_connector()]),
         *(of_server(server, ask, plan) if server else ()),
         *of_router(ask.router, settings),
-        *(fleet.findings(told) if ask.url and (told := fleet.fleet_at(ask.url)) is not None else ()),
+        *(fleet.findings(report) if ask.url and (report := fleet.fleet_at(ask.url)) is not None else ()),
         *(fleet.of_config(ask.ray) if ask.ray is not None else ()),
     )
     return Diagnosis(plan, on, connector, server, plan_check.can_pins_pay(plan), in_order(found))
@@ -176,7 +176,7 @@ def demand(ask: DoctorQuery) -> ExpectedLoad:
 def no_connector() -> Finding:
     return note(
         "no-connector",
-        "no lmcache.json was given: there is no tier below the GPU, and LMCache's traps were not looked for",
+        "no lmcache.json was given: there is no tier below the GPU, and LMCache's settings were not checked",
         "give the file of --kv-transfer-config by --lmcache",
     )
 
@@ -184,8 +184,8 @@ def no_connector() -> Finding:
 def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> Iterator[Finding]:
     """Findings from what a running server reports."""
     if server.version is not None and not server.version.startswith(CHECKED_VERSIONS):
-        told = f"the server runs vLLM {server.version}"
-        yield warning("version", told, "continuum was checked on 0.30 to 0.33 only")
+        figure = f"the server runs vLLM {server.version}"
+        yield warning("version", figure, "continuum was checked on 0.30 to 0.33 only")
     if not server.has_policy:
         yield warning(
             "no-policy",
@@ -201,7 +201,7 @@ def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> It
     if plan.tiers and not server.has_tiers:
         yield warning(
             "no-tier-metrics",
-            "the server tells no continuum_loaded_tokens_total: our LMCache connector does not run in it",
+            "the server reports no continuum_loaded_tokens_total: our LMCache connector does not run in it",
             "start it with --kv-transfer-config and the file given here",
         )
     memory = memory_of(ask, machine(ask.profile, ask.gpu))
@@ -212,7 +212,7 @@ def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> It
         if abs(predicted.blocks - server.blocks) > BLOCKS_OFF * server.blocks:
             yield note(
                 "blocks-differ",
-                f"the server has {server.blocks:,} blocks, the arithmetic says {predicted.blocks:,}",
+                f"the server has {server.blocks:,} blocks, the computation gives {predicted.blocks:,}",
                 "another process on the device, another --gpu-memory-utilization, or other weights",
             )
 

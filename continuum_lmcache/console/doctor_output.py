@@ -146,7 +146,7 @@ def break_even(found: Diagnosis, tier: Tier) -> str:
 
 
 def pins(found: Diagnosis) -> Titled:
-    title = f"A pin of {found.plan.demand.mean_tokens:,} tokens while nobody queues (eq. 2, T = 0)"
+    title = f"A pin of {found.plan.demand.mean_tokens:,} tokens with an empty queue (eq. 2, T = 0)"
     heads = ("else in", "PrefillReload", "best TTL", "P(back)", "gain a turn", "pays from T of")
     table = headed(*heads)
     for tier, worth in found.pins.worths.items():

@@ -32,25 +32,25 @@ def fleet_at(url: str) -> Mapping[str, Any] | None:
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         raise ServerError(f"{url}/fleet: {answer.text[:200]}")
     try:
-        told = answer.json() if answer.is_success else None
+        report = answer.json() if answer.is_success else None
     except ValueError:
         return None
-    return told if isinstance(told, dict) and isinstance(told.get("replicas"), list) else None
+    return report if isinstance(report, dict) and isinstance(report.get("replicas"), list) else None
 
 
-def findings(told: Mapping[str, Any]) -> list[Finding]:
+def findings(report: Mapping[str, Any]) -> list[Finding]:
     """Problems of the fleet as a whole."""
-    return list(found(told))
+    return list(found(report))
 
 
-def found(told: Mapping[str, Any]) -> Iterator[Finding]:
-    limits = told["config"]
-    for row in told["replicas"]:
+def found(report: Mapping[str, Any]) -> Iterator[Finding]:
+    limits = report["config"]
+    for row in report["replicas"]:
         name, age_s = f"replica {row.get('rank')}", row["report_age_seconds"]
         if age_s > limits["move_age_s"]:
             yield warning(
                 "fleet-silent-replica",
-                f"{name} has said nothing for {age_s:.0f} s",
+                f"{name} has not reported for {age_s:.0f} s",
                 f"see its log; after {limits['first_turn_age_s']:.0f} s no new program starts there",
             )
         for what, address in row.get("addresses", {}).items():
@@ -60,21 +60,21 @@ def found(told: Mapping[str, Any]) -> Iterator[Finding]:
                     f"{name}: {what} is at {address}",
                     "put Ray and LMCache on loopback or a private network: LMCache has no authentication",
                 )
-    if told["refused"]:
+    if report["refused"]:
         yield warning(
             "fleet-refused",
-            f"{told['refused']:,} new programs got HTTP 429 since the state started",
+            f"{report['refused']:,} new programs got HTTP 429 since the state started",
             "add replicas, or raise fleet.max_line if clients wait longer rather than come again",
         )
-    if told["thrash"]:
+    if report["thrash"]:
         yield warning(
-            "fleet-thrash", f"{told['thrash']} moves within the cooldown", "a bug: please report it"
+            "fleet-thrash", f"{report['thrash']} moves within the cooldown", "a bug: please report it"
         )
-    if told["line"]:
+    if report["line"]:
         yield note(
             "fleet-line",
-            f"{told['line']:,} programs wait for room, the first for {told['line_wait_seconds']:.1f} s",
-            "nothing, while it goes down again; else add replicas",
+            f"{report['line']:,} programs wait for room, the first for {report['line_wait_seconds']:.1f} s",
+            "nothing if the number falls again; otherwise add replicas",
         )
 
 
@@ -93,7 +93,7 @@ def of_config(path: Path) -> Iterator[Finding]:
     if host in EVERYWHERE or is_public(f"{host}:"):
         yield warning(
             "fleet-public-address",
-            f"http_options.host is {host}: the proxies listen there, and ask for no key",
+            f"http_options.host is {host}: the proxies listen there and require no API key",
             "bind to a private address, or give vLLM --api-key",
         )
     given = inner(page, "controller_options", "runtime_env", "env_vars") or {}

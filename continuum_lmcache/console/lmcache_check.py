@@ -23,7 +23,7 @@ FIELDS = frozenset(  # of vLLM 0.32's KVTransferConfig
 )
 OURS = ("LMCacheConnectorV1", "ContinuumLMCacheConnector")
 MP = ("LMCacheMPConnector", "ContinuumLMCacheMPConnector")
-MEND = "mend it; no server starts with it"
+CORRECT = "correct it: no server starts with this setting"
 EXTRA = "kv_connector_extra_config"
 DEFAULTS: Mapping[str, Any] = {  # LMCache 0.5.6, v1/config.py; used where LMCache is not installed
     "chunk_size": 256,
@@ -76,29 +76,29 @@ def read(path: Path) -> Mapping[str, Any]:
 def checked(config: Mapping[str, Any], worker: WorkerSpec, lora: bool) -> ConnectorSettings:
     """The connector with all its problems. Wrong settings are findings, not errors."""
     kind, extra = config["kv_connector"], config.get(EXTRA, {})
-    findings = list(frame(config, lora))
-    continuum, more = ours(extra)
+    findings = list(outer_findings(config, lora))
+    continuum, more = continuum_settings(extra)
     findings += more
     if kind not in OURS:
         if kind in MP:
-            unseen = "DRAM and disk are the LMCache server's own settings, which this file does not hold"
+            unseen = "the LMCache server's command line has the sizes of DRAM and disk, this file does not"
             findings.append(note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter"))
         return ConnectorSettings(kind, {}, continuum, tuple(findings))
-    settings, more = theirs(extra, worker)
-    findings += [*more, *habits(settings, worker)]
+    settings, more = lmcache_settings(extra, worker)
+    findings += [*more, *costly_settings(settings, worker)]
     return ConnectorSettings(kind, settings, continuum, tuple(findings))
 
 
-def frame(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
+def outer_findings(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
     """Problems outside the settings."""
     kind = config["kv_connector"]
     if strangers := sorted(config.keys() - FIELDS):
-        told = f"{strangers[0]!r} is no field of vLLM 0.32's KV transfer config"
-        yield warning("unknown-field", told, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}")
+        figure = f"{strangers[0]!r} is no field of vLLM 0.32's KV transfer config"
+        yield warning("unknown-field", figure, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}")
     if kind not in (*OURS, *MP):
         known = ", ".join((OURS[0], MP[0]))
         yield warning(
-            "unknown-connector", f"kv_connector is {kind!r}", f"nothing is known of it; known: {known}"
+            "unknown-connector", f"kv_connector is {kind!r}", f"the doctor does not know it; known: {known}"
         )
     if config.get("kv_role") != "kv_both":
         yield error(
@@ -120,27 +120,27 @@ def frame(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
         )
 
 
-def ours(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
+def continuum_settings(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
     """The `continuum.*` settings, or the defaults and the problems."""
     try:
         found = ContinuumConfig.load(extra, os.environ)
         policy_named(found.policy)
     except ConfigError as problem:
-        return ContinuumConfig(), [error("continuum-setting", str(problem), MEND)]
+        return ContinuumConfig(), [error("continuum-setting", str(problem), CORRECT)]
     if found.profile and not Path(found.profile).is_file():
         missing = f"continuum.profile is {found.profile!r}, which is no file here"
         return found, [error("no-profile-file", missing, "name a profile by a path that the server can read")]
     return found, []
 
 
-def theirs(extra: Mapping[str, Any], worker: WorkerSpec) -> tuple[Mapping[str, Any], list[Finding]]:
+def lmcache_settings(extra: Mapping[str, Any], worker: WorkerSpec) -> tuple[Mapping[str, Any], list[Finding]]:
     """LMCache's settings as our connector would pass them on, and why it would refuse them.
 
     Read with LMCache's own definitions where it is installed; else taken unchecked.
     """
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # otherwise its import logs to stdout
     try:
-        from connectors.lmcache.known_issues import defaults, traps
+        from connectors.lmcache.known_issues import defaults, known_problems
         from connectors.lmcache.settings import DEFAULTS as ALL
         from connectors.lmcache.settings import given
     except ModuleNotFoundError as missing:
@@ -149,32 +149,32 @@ def theirs(extra: Mapping[str, Any], worker: WorkerSpec) -> tuple[Mapping[str, A
         try:
             return as_written(extra), found
         except ConfigError as problem:
-            return DEFAULTS, [*found, error("lmcache-setting", str(problem), MEND)]
+            return DEFAULTS, [*found, error("lmcache-setting", str(problem), CORRECT)]
     known = {**ALL, "pre_caching_hash_algorithm": "sha256_cbor", "save_decode_cache": True}  # as ours are
     try:
         user = given(extra, os.environ)
     except ConfigError as problem:
-        return known, [error("lmcache-setting", str(problem), MEND)]
-    hopeful = known | user
-    if refused := traps(hopeful, os.environ, worker):
-        return hopeful, [error("lmcache-trap", why, MEND) for why in refused]
-    return hopeful | defaults(user, worker), []
+        return known, [error("lmcache-setting", str(problem), CORRECT)]
+    as_given = known | user
+    if refused := known_problems(as_given, os.environ, worker):
+        return as_given, [error("lmcache-trap", why, CORRECT) for why in refused]
+    return as_given | defaults(user, worker), []
 
 
 def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
     """LMCache's settings without LMCache. Raises ConfigError for one with another type than its default."""
-    told = {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
-    for name in told.keys() & DEFAULTS.keys():
-        value, default = told[name], DEFAULTS[name]
+    written = {k.removeprefix("lmcache."): v for k, v in extra.items() if k.startswith("lmcache.")}
+    for name in written.keys() & DEFAULTS.keys():
+        value, default = written[name], DEFAULTS[name]
         is_number = isinstance(value, int | float) and abs(value) < 2**63
         if isinstance(default, int | float) and not is_number:
             raise ConfigError(f"lmcache.{name} is {value!r:.80}; it must be like {default!r}")
         if name == "extra_config" and not isinstance(value, dict | None):
             raise ConfigError(f"lmcache.{name} is {value!r:.80}; it must be an object")
-    return {**DEFAULTS, **told}
+    return {**DEFAULTS, **written}
 
 
-def habits(settings: Mapping[str, Any], worker: WorkerSpec) -> Iterator[Finding]:
+def costly_settings(settings: Mapping[str, Any], worker: WorkerSpec) -> Iterator[Finding]:
     """Settings that work but cost something."""
     if not settings["local_cpu"] and not settings["local_disk"] and not settings["remote_url"]:
         yield error(
@@ -199,8 +199,8 @@ def habits(settings: Mapping[str, Any], worker: WorkerSpec) -> Iterator[Finding]
             "the scheduler sees DRAM and disk only; a remote hit counts as none",
         )
     if str(settings["cache_policy"]).upper() != "LRU":
-        told = f"cache_policy is {settings['cache_policy']}"
-        yield note("not-lru", told, "the chance that a tier still holds a prefix is computed for LRU")
+        figure = f"cache_policy is {settings['cache_policy']}"
+        yield note("not-lru", figure, "the chance that a tier still holds a prefix is computed for LRU")
     yield from on_this_machine(settings)
 
 
@@ -219,14 +219,14 @@ def on_this_machine(settings: Mapping[str, Any]) -> Iterator[Finding]:
     if (settings["extra_config"] or {}).get("use_odirect") is False:
         yield warning(
             "page-cache",
-            "use_odirect is false: the page cache answers for the disk while memory lasts",
-            "remove it, or the disk's measured rate is memory's and collapses later",
+            "use_odirect is false: reads come from the page cache while there is free memory",
+            "remove it: else the disk's measured rate is that of memory, and falls later",
         )
     folder = Path(str(settings["local_disk"]).removeprefix("file://"))
     try:
         home = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
     except OSError as problem:
-        unseen = f"local_disk is {str(folder)!r:.80}, which cannot be looked at here: {problem.strerror}"
+        unseen = f"local_disk is {str(folder)!r:.80}, which cannot be read here: {problem.strerror}"
         yield warning("disk-unseen", unseen, "name a folder that the server can write to")
         return
     free, size = shutil.disk_usage(home).free, settings["max_local_disk_size"] * GIB

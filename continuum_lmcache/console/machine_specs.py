@@ -48,8 +48,8 @@ def machine(profile: Path | None, gpu: str) -> MachineSpec:
         return MachineSpec("built-in guesses", UNMEASURED, gpu or "unknown", memory_of(gpu), False, False)
     found = read(profile)
     costs = CostModel.from_mapping(found, str(profile))
-    told = found.get("provenance")
-    provenance = told if isinstance(told, Mapping) else {}  # for the reader: any value is possible
+    recorded = found.get("provenance")
+    provenance = recorded if isinstance(recorded, Mapping) else {}  # for the reader: any value is possible
     device = gpu or str(provenance.get("device", "unknown"))
     on_cpu = "cores" in provenance  # profiles/machine.py notes them for a CPU only
     return MachineSpec(str(profile), costs, device, memory_of(device), on_cpu, True)

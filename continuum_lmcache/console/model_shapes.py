@@ -18,8 +18,8 @@ CARD = "its config.json and model card on huggingface.co"
 
 def dense(name: str, layers: int, kv_heads: int, parameters: float, window_tokens: int) -> ModelShape:
     """A model with heads of 128, in bfloat16."""
-    told = f"{parameters / 1e9:.2f}e9 parameters x 2 B, {CARD}"
-    return ModelShape(name, layers, kv_heads, 128, 2, parameters * 2, window_tokens, told)
+    source = f"{parameters / 1e9:.2f}e9 parameters x 2 B, {CARD}"
+    return ModelShape(name, layers, kv_heads, 128, 2, parameters * 2, window_tokens, source)
 
 
 KNOWN = {
@@ -91,8 +91,8 @@ def heads(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
 
 def refuse_hybrid(config: Mapping[str, Any], path: Path) -> None:
     """Refuse layers without KV of every token: the computation and in-process LMCache do not support them."""
-    told = config.get("layer_types")
-    kinds = {str(kind) for kind in told} if isinstance(told, list) else set()
+    listed = config.get("layer_types")
+    kinds = {str(kind) for kind in listed} if isinstance(listed, list) else set()
     if others := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
         raise ConfigError(
             f"{path}: layers of type {others[0]!r} keep no KV per token; in-process LMCache refuses such "

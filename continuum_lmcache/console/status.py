@@ -53,12 +53,12 @@ def watch(places: Sequence[Place], seconds: float) -> list[ServerWindow]:
     ]
 
 
-def places_at(url: str, told: Mapping[str, Any] | None) -> list[Place]:
+def places_at(url: str, report: Mapping[str, Any] | None) -> list[Place]:
     """The servers behind a URL: each replica of a fleet, else the one."""
-    return [(url, row["rank"]) for row in told["replicas"]] if told is not None else [(url, None)]
+    return [(url, row["rank"]) for row in report["replicas"]] if report is not None else [(url, None)]
 
 
-def wrong(findings: list[Finding]) -> bool:
+def has_problems(findings: list[Finding]) -> bool:
     """Whether a finding is worse than a NOTE."""
     return any(finding.severity is not Severity.NOTE for finding in findings)
 
@@ -68,7 +68,7 @@ def as_json(seen: ServerWindow, targets: Thresholds) -> dict[str, Any]:
     found = diagnose(seen, targets)
     return {
         "schema": 1,
-        "ok": not wrong(found),
+        "ok": not has_problems(found),
         "window": dataclasses.asdict(seen),
         "findings": findings_json(found),
         "not_told": {
@@ -81,11 +81,11 @@ def joined(
     places: Sequence[Place], servers: Sequence[dict[str, Any]], fleets: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Several servers (as_json), and their fleets, as one JSON object."""
-    found = {url: findings(told) for url, told in fleets.items()}
+    found = {url: findings(report) for url, report in fleets.items()}
     return {
         "schema": 1,
-        "ok": all(one["ok"] for one in servers) and not any(wrong(each) for each in found.values()),
-        "fleets": {url: {**told, "findings": findings_json(found[url])} for url, told in fleets.items()},
+        "ok": all(one["ok"] for one in servers) and not any(has_problems(each) for each in found.values()),
+        "fleets": {url: {**report, "findings": findings_json(found[url])} for url, report in fleets.items()},
         "servers": [
             {"url": url, "replica": rank, **one} for (url, rank), one in zip(places, servers, strict=True)
         ],
@@ -98,7 +98,7 @@ def show(url: str, seen: ServerWindow, targets: Thresholds, console: Console) ->
     table = headed("", "")
     for label, (name, form) in FIGURES.items():
         value = getattr(seen, name)
-        table.add_row(label, "not told" if value is None else form.format(value))
+        table.add_row(label, "not reported" if value is None else form.format(value))
     for tier, tokens in seen.loaded_tokens.items():
         table.add_row(f"loaded from {tier}", f"{tokens:,.0f} tokens in {seen.load_s.get(tier, 0.0):.2f} s")
     for cause in (cause for cause, returns in seen.lost_returns.items() if returns):
@@ -111,7 +111,9 @@ def show(url: str, seen: ServerWindow, targets: Thresholds, console: Console) ->
     for rule, fields in not_evaluated(seen).items():
         names = ", ".join(METRICS[name] for name in fields)
         console.print(Text(f"not checked: {rule} (no {names} in these {seen.seconds:.0f} s)", style="dim"))
-    console.print(Text("\nSomething is wrong." if wrong(found) else "\nNothing is wrong.", style="bold"))
+    console.print(
+        Text("\nSomething is wrong." if has_problems(found) else "\nNothing is wrong.", style="bold")
+    )
 
 
 def lost(seen: ServerWindow, cause: str) -> str:
@@ -125,18 +127,18 @@ def listed(counts: Mapping[str, float]) -> str:
     return ", ".join(f"{count:,.0f} {what}" for what, count in counts.items())
 
 
-def show_fleet(url: str, told: Mapping[str, Any], console: Console) -> None:
+def show_fleet(url: str, report: Mapping[str, Any], console: Console) -> None:
     """The replicas, the outcomes of turns, and findings."""
-    console.print(Text(f"{url}, a fleet of {len(told['replicas'])} replicas", style="bold"), soft_wrap=True)
-    console.print(replicas(told))
-    turns = ", ".join(f"{n:,} {why}" for why, n in told["turns"].items()) or "none"
-    console.print(Text(f"programs: {told['programs']:,}; turns: {turns}"), soft_wrap=True)
-    show_findings(findings(told), console)
+    console.print(Text(f"{url}, a fleet of {len(report['replicas'])} replicas", style="bold"), soft_wrap=True)
+    console.print(replicas(report))
+    turns = ", ".join(f"{n:,} {why}" for why, n in report["turns"].items()) or "none"
+    console.print(Text(f"programs: {report['programs']:,}; turns: {turns}"), soft_wrap=True)
+    show_findings(findings(report), console)
 
 
-def replicas(told: Mapping[str, Any]) -> Table:
+def replicas(report: Mapping[str, Any]) -> Table:
     table = headed(*OF_A_REPLICA)
-    for row in told["replicas"]:
+    for row in report["replicas"]:
         cells = (row.get(field) for field in OF_A_REPLICA.values())
         table.add_row(*("" if cell is None else f"{cell:,}" for cell in cells))
     return table

@@ -7,22 +7,22 @@ actor of Ray Serve, the simulator) reports events and executes the answers.
     reported(now_s, report)              its latest report; ignored for an unknown replica
     left(replica)                        it drains: nothing is sent there any more, its turns end there
     died(now_s, replica)                 it is gone, and its turns with it
-    restores(now_s, replica, programs)   after a restart of the fleet: the programs that the replica knows
+    restore(now_s, replica, programs)    after a restart of the fleet: the programs that the replica knows
 
     arrived(now_s, turn, program, prompt_tokens)   -> Route | Held | Refused
-    admits(now_s)                                  -> Routes of turns that were Held
+    admit(now_s)                                   -> Routes of turns that were Held
     first_token(turn)                    its prefill has ended
     paused(now_s, turn, context_tokens)  it ended in a tool call
     ended(now_s, turn)                   it was the program's last
     lost(now_s, turn)                    it failed, or the client left, also out of the line
 
-Call `admits` after each event that may have made room, and at each report. A host that cannot be called
+Call `admit` after each event that may have made room, and at each report. A host that cannot be called
 back may call `arrived` again for a turn that is Held: it gets its Route when its program is first in line
 and fits. A turn that has its Route gets the same one again.
 
 `program` is identity.program_id(job_id, tenant): ids of two tenants never collide. None: a request without a
-program, which never waits. `prompt_tokens` may be an estimate; `paused` has the real number. `said_turns`
-and `said_age_s` are the request's claims about a program that is unknown here. Pass only trusted claims:
+program, which never waits. `prompt_tokens` may be an estimate; `paused` has the real number. `claimed_turns`
+and `claimed_age_s` are the request's claims about a program that is unknown here. Pass only trusted claims:
 with them a program skips the line (docs/settings.md, continuum.honor_program_age). A Route has the same two
 figures for the engine, `program_turns` and `program_age_s`: pass them on with each turn.
 
@@ -30,7 +30,7 @@ Where a turn goes:
     without a program                  to the replica with the fewest requests
     of a program with a home           home; elsewhere, if a mover decides so between turns (moves.py)
     of a program that lost its home    from the line, before all new ones; it waits max_rehome_s at most
-    of a new program                   from the line (places.py); Refused with a time if it has max_line
+    of a new program                   from the line (placement.py); Refused with a time if it has max_line
     of one that claims to have started to the replica of a keyed hash (homes.py)
       but is unknown here
 
@@ -55,8 +55,8 @@ from typing import Any
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.fleet.homes import hashed
-from continuum_lmcache.fleet.moves import MOVERS, Case, Limits, Move, Side, Stay, decide
-from continuum_lmcache.fleet.places import Pending, Place, Places
+from continuum_lmcache.fleet.moves import MOVERS, Limits, Move, MoveCase, ReplicaOption, Stay, decide
+from continuum_lmcache.fleet.placement import PendingTurn, Placement, ReplicaState
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import CostModel, TransferRate
 from continuum_lmcache.types import ProgramId, Residency, TurnId
@@ -76,16 +76,14 @@ class FleetConfig:
     cooldown_s: float = 30.0  # moves.Limits has these three
     cost_factor: float = 2.0
     margin_s: float = 2.0
-    substrate: str = (
-        "none"  # what a target can have of a program's KV: "none", "shared" (one pool), "peer" (a link)
-    )
+    substrate: str = "none"  # how a move's target gets the KV: "none", "shared" (one pool), "peer" (a link)
     peer_bytes_per_s: float = 1.25e9  # of that link: 10 Gbit/s
     peer_fixed_s: float = 0.005  # once a transfer
     max_line: int = 1000  # new programs that wait; more are refused
-    max_wait_s: float = 120.0  # for how long the first in line waits, at most, while it fits nowhere
-    max_rehome_s: float = 5.0  # for how long a program does that lost its replica
+    max_wait_s: float = 120.0  # the longest wait of the first in line while it fits nowhere
+    max_rehome_s: float = 5.0  # the same for a program that lost its replica
     move_age_s: float = 1.5  # three periods of half a second: nothing moves by older reports
-    first_turn_age_s: float = 30.0  # and no first turn goes where the report is older than this
+    first_turn_age_s: float = 30.0  # no first turn goes to a replica with an older report
     max_programs: int = 100_000
     program_idle_s: float = 3600.0
 
@@ -114,7 +112,7 @@ class FleetConfig:
         return Limits(self.cooldown_s, self.cost_factor, self.margin_s)
 
 
-class Why(Enum):
+class RouteReason(Enum):
     """Why a turn goes to its replica. Low cardinality: these are metric labels."""
 
     HOME = "home"
@@ -132,7 +130,7 @@ class Route:
 
     turn: TurnId
     replica: ReplicaId
-    why: Why
+    why: RouteReason
     moved_from: ReplicaId | None = None
     program_turns: int = 0  # finished: for the engine
     program_age_s: float = 0.0
@@ -155,7 +153,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownProgram:
     """A program in a replica's report."""
 
     program: ProgramId
@@ -181,10 +179,10 @@ class FleetProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class SentTurn:
     """A turn that was sent."""
 
-    program: ProgramId  # for a request without a program, a name of its own
+    program: ProgramId  # a request without a program gets a unique name
     route: Route
 
 
@@ -193,11 +191,11 @@ class Fleet:
 
     def __init__(self, config: FleetConfig, key: bytes) -> None:
         self.config, self._key, self._limits = config, key, config.limits
-        self.places = Places(config.max_wait_s, config.max_rehome_s, config.first_turn_age_s)
+        self.placement = Placement(config.max_wait_s, config.max_rehome_s, config.first_turn_age_s)
         self.programs: OrderedDict[ProgramId, FleetProgram] = OrderedDict()  # idle longest first
-        self.turns: dict[TurnId, Live] = {}
+        self.turns: dict[TurnId, SentTurn] = {}
         self.waiting: dict[TurnId, ProgramId] = {}  # turns in the line
-        self.routes: Counter[Why] = Counter()
+        self.routes: Counter[RouteReason] = Counter()
         self.stays: Counter[str] = Counter()  # later turns that could have moved, by why they did not
         self.refused = 0
         self.forgotten = 0
@@ -208,23 +206,23 @@ class Fleet:
     def joined(self, now_s: float, report: ReplicaReport) -> None:
         """A replica is there. It gets first turns, and no program that has a home. For a known replica this
         is only a report."""
-        if report.replica in self.places.places:
+        if report.replica in self.placement.replicas:
             self.reported(now_s, report)
         else:
-            place = self.places.joins(report)
-            place.turns |= {t for t, live in self.turns.items() if live.route.replica == report.replica}
+            state = self.placement.add_replica(report)
+            state.turns |= {t for t, live in self.turns.items() if live.route.replica == report.replica}
 
     def reported(self, now_s: float, report: ReplicaReport) -> None:
         """A replica's report, unless a newer one is here."""
-        place = self.places.places.get(report.replica)
-        if place is not None and report.at_s >= place.report.at_s:
-            place.reported(report)
-            place.admission.expire_absent(now_s)  # a few at a time, so that no first turn waits for many
+        state = self.placement.replicas.get(report.replica)
+        if state is not None and report.at_s >= state.report.at_s:
+            state.reported(report)
+            state.admission.expire_absent(now_s)  # a few at a time, so that no first turn waits for many
         self._forget_idle(now_s)
 
     def left(self, replica: ReplicaId) -> None:
         """It drains: its programs have no home any more; its turns may end."""
-        if self.places.places.pop(replica, None) is None:
+        if self.placement.replicas.pop(replica, None) is None:
             return
         for program in self.programs.values():
             if program.home == replica:
@@ -234,28 +232,28 @@ class Fleet:
         """It is gone with all turns that were sent there. Their programs keep their age."""
         self.left(replica)
         for turn in [turn for turn, live in self.turns.items() if live.route.replica == replica]:
-            self._gone(now_s, turn)
+            self._end_turn(now_s, turn)
 
-    def restores(self, now_s: float, replica: ReplicaId, programs: Iterable[Known]) -> None:
+    def restore(self, now_s: float, replica: ReplicaId, programs: Iterable[KnownProgram]) -> None:
         """Add a replica's programs to a fleet that has just started. If two replicas know a program, its
         home is the one with a turn of it, else the one that knows more turns."""
-        place = self.places.places.get(replica)
-        if place is None:
+        state = self.placement.replicas.get(replica)
+        if state is None:
             return
         for known in programs:
             entry = self.programs.get(known.program)
             if entry is not None and (bool(known.live), known.turns) <= (bool(entry.live), entry.turns):
                 continue
-            if entry is not None and entry.home in self.places.places:
-                self.places.places[entry.home].admission.remove_program(known.program)
+            if entry is not None and entry.home in self.placement.replicas:
+                self.placement.replicas[entry.home].admission.remove_program(known.program)
             if entry is None:
-                entry = self._meets(now_s, known.program, known.age_s)
+                entry = self._add_program(now_s, known.program, known.age_s)
             entry.turns, entry.context_tokens, entry.home = known.turns, known.context_tokens, replica
             entry.moved_s = now_s  # it may have moved just before
             for turn in known.live:
                 if turn not in self.turns and turn not in self.waiting:
-                    self._send(now_s, entry, turn, known.context_tokens, Why.HOME)
-                    place.first_token(turn)
+                    self._send(now_s, entry, turn, known.context_tokens, RouteReason.HOME)
+                    state.first_token(turn)
         self._forget_surplus(self.config.max_programs)
 
     # turns -----------------------------------------------------------------
@@ -266,84 +264,84 @@ class Fleet:
         turn: TurnId,
         program: ProgramId | None,
         prompt_tokens: int,
-        said_turns: int = 0,
-        said_age_s: float = 0.0,
+        claimed_turns: int = 0,
+        claimed_age_s: float = 0.0,
     ) -> Route | Held | Refused:
         """A turn arrived: where it goes, or that it waits. May be called again for a turn that is here."""
         if (live := self.turns.get(turn)) is not None:
             return live.route
         if turn in self.waiting:
-            return self._asked_again(now_s, turn)
+            return self._retry(now_s, turn)
         if program is None:
-            return self._visits(now_s, turn, prompt_tokens)
+            return self._route_anonymous(now_s, turn, prompt_tokens)
         entry = self.programs.get(program)
         if entry is None:
-            if not said_turns and self._is_full():
+            if not claimed_turns and self._is_full():
                 self.refused += 1
-                return Refused(turn, self.places.retry_after_s(now_s))
-            entry = self._meets(now_s, program, said_age_s, said_turns)
-            if said_turns and self.places.places:
-                entry.home = hashed(program, self.places.places, self._key)
-                return self._send(now_s, entry, turn, prompt_tokens, Why.HASHED)
-        self._seen(now_s, entry)
+                return Refused(turn, self.placement.retry_after_s(now_s))
+            entry = self._add_program(now_s, program, claimed_age_s, claimed_turns)
+            if claimed_turns and self.placement.replicas:
+                entry.home = hashed(program, self.placement.replicas, self._key)
+                return self._send(now_s, entry, turn, prompt_tokens, RouteReason.HASHED)
+        self._touch(now_s, entry)
         if entry.home is not None:
-            return self._later(now_s, entry, turn, prompt_tokens)
+            return self._route_later_turn(now_s, entry, turn, prompt_tokens)
         age_s = now_s - entry.arrival_s
         done = max(entry.turns, int(entry.has_started))
-        self.places.waits(now_s, program, turn, prompt_tokens, age_s, done)
+        self.placement.add_to_line(now_s, program, turn, prompt_tokens, age_s, done)
         self.waiting[turn] = program
-        return self._asked_again(now_s, turn)
+        return self._retry(now_s, turn)
 
-    def admits(self, now_s: float) -> tuple[Route, ...]:
+    def admit(self, now_s: float) -> tuple[Route, ...]:
         """Start programs of the line for which there is room, in order, with all their turns."""
         found: list[Route] = []
-        while (started := self._starts(now_s)) is not None:
+        while (started := self._start_first(now_s)) is not None:
             found += started
         return tuple(found)
 
     def first_token(self, turn: TurnId) -> None:
         """The turn's prefill has ended."""
-        if (live := self.turns.get(turn)) is not None and (place := self._place(live)) is not None:
-            place.first_token(turn)
+        if (live := self.turns.get(turn)) is not None and (state := self._state_of(live)) is not None:
+            state.first_token(turn)
 
     def paused(self, now_s: float, turn: TurnId, context_tokens: int) -> None:
         """The turn ended in a tool call, with a context of this many tokens, prompt and output."""
-        if (live := self._gone(now_s, turn)) is None:
+        if (live := self._end_turn(now_s, turn)) is None:
             return
-        entry, place = self.programs.get(live.program), self._place(live)
+        entry, state = self.programs.get(live.program), self._state_of(live)
         if entry is None:
-            if place is not None:
-                place.admission.remove_program(live.program)
+            if state is not None:
+                state.admission.remove_program(live.program)
             return
         entry.turns += 1
         entry.context_tokens = context_tokens
-        if place is not None and entry.home == live.route.replica:
-            place.admission.on_pause(now_s, entry.id, context_tokens, ABSENT_S)
+        if state is not None and entry.home == live.route.replica:
+            state.admission.on_pause(now_s, entry.id, context_tokens, ABSENT_S)
 
     def ended(self, now_s: float, turn: TurnId) -> None:
         """The turn ended, and was its program's last. A program with other turns continues."""
-        if (live := self._gone(now_s, turn)) is None:
+        if (live := self._end_turn(now_s, turn)) is None:
             return
-        entry, place = self.programs.get(live.program), self._place(live)
+        entry, state = self.programs.get(live.program), self._state_of(live)
         if entry is not None:
             entry.turns += 1
-            if entry.live or entry.id in self.places.line:
-                if place is not None:
-                    place.admission.remove_turn(entry.id)
+            if entry.live or entry.id in self.placement.line:
+                if state is not None:
+                    state.admission.remove_turn(entry.id)
                 return
             self._forget(entry, entry.turns)
-        elif place is not None:
-            place.admission.remove_program(live.program)
+        elif state is not None:
+            state.admission.remove_program(live.program)
 
     def lost(self, now_s: float, turn: TurnId) -> None:
         """The turn is gone, unfinished. Its program may continue."""
         if (program := self.waiting.pop(turn, None)) is not None:
-            self.places.leaves(program, turn)
-            self._forget_if_nothing(program)
-        elif (live := self._gone(now_s, turn)) is not None:
-            if (place := self._place(live)) is not None:
-                place.admission.remove_turn(live.program)
-            self._forget_if_nothing(live.program)
+            self.placement.remove_from_line(program, turn)
+            self._forget_if_unused(program)
+        elif (live := self._end_turn(now_s, turn)) is not None:
+            if (state := self._state_of(live)) is not None:
+                state.admission.remove_turn(live.program)
+            self._forget_if_unused(live.program)
 
     # answers ---------------------------------------------------------------
 
@@ -354,35 +352,41 @@ class Fleet:
 
     def line_wait_s(self, now_s: float) -> float:
         """How long the first in line has waited; 0: the line is empty."""
-        head = self.places.head()
+        head = self.placement.head()
         return now_s - head.since_s if head is not None else 0.0
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""
-        self.places.check()
-        there = self.places.places
+        self.placement.check()
+        there = self.placement.replicas
         sent = Counter(live.route.replica for live in self.turns.values())
-        for replica, place in there.items():
-            if sent[replica] != len(place.turns) or not place.turns <= self.turns.keys():
+        for replica, state in there.items():
+            if sent[replica] != len(state.turns) or not state.turns <= self.turns.keys():
                 raise InvariantError(
-                    f"turns at {replica!r}({len(place.turns)}) != those sent({sent[replica]})"
+                    f"turns at {replica!r}({len(state.turns)}) != those sent({sent[replica]})"
                 )
-            inside = {p for p in place.admission.admitted if p in self.programs}
+            inside = {p for p in state.admission.admitted if p in self.programs}
             if wrong := [p for p in inside if self.programs[p].home != replica]:
                 raise InvariantError(f"programs {wrong!r} count at {replica!r}, which is not their home")
         for entry in self.programs.values():
             if entry.home is not None and entry.home not in there:
-                raise InvariantError(f"program {entry.id!r} is at home on {entry.home!r}, which is gone")
-            if entry.home is None and not (entry.has_started or entry.turns or entry.id in self.places.line):
-                raise InvariantError(f"program {entry.id!r} is nowhere")
+                raise InvariantError(
+                    f"program {entry.id!r} has the home {entry.home!r}, which is not in the fleet"
+                )
+            if entry.home is None and not (
+                entry.has_started or entry.turns or entry.id in self.placement.line
+            ):
+                raise InvariantError(
+                    f"program {entry.id!r} has no home, has not started and is not in the line"
+                )
         live = {turn for entry in self.programs.values() for turn in entry.live}
         if not live <= self.turns.keys():
             raise InvariantError(f"live turns of programs({len(live)}) are not all sent")
-        queued = {turn: w.program for w in self.places.line.values() for turn in w.turns}
+        queued = {turn: w.program for w in self.placement.line.values() for turn in w.turns}
         if queued != self.waiting or queued.keys() & self.turns.keys():
             raise InvariantError(f"turns in line({len(queued)}) != turns that wait({len(self.waiting)})")
-        if self.places.new > self.config.max_line:
-            raise InvariantError(f"line({self.places.new}) > max_line({self.config.max_line})")
+        if self.placement.new > self.config.max_line:
+            raise InvariantError(f"line({self.placement.new}) > max_line({self.config.max_line})")
         if self.thrash:
             raise InvariantError(f"thrash({self.thrash}) != 0")
 
@@ -390,61 +394,66 @@ class Fleet:
 
     def _is_full(self) -> bool:
         """Whether no new program may join the line."""
-        return self.places.new >= self.config.max_line
+        return self.placement.new >= self.config.max_line
 
-    def _visits(self, now_s: float, turn: TurnId, prompt_tokens: int) -> Route | Refused:
+    def _route_anonymous(self, now_s: float, turn: TurnId, prompt_tokens: int) -> Route | Refused:
         """A request without a program."""
-        if not self.places.places:
+        if not self.placement.replicas:
             self.refused += 1
-            return Refused(turn, self.places.retry_after_s(now_s))
-        replica = self.places.fewest(self.places.places.values())
+            return Refused(turn, self.placement.retry_after_s(now_s))
+        replica = self.placement.fewest(self.placement.replicas.values())
         alone = ProgramId(f"~{turn}")
-        self.places.places[replica].admission.on_arrival(now_s, alone, prompt_tokens, exempt=True)
-        return self._sent(turn, alone, Route(turn, replica, Why.ALONE), prompt_tokens, 0)
+        self.placement.replicas[replica].admission.on_arrival(now_s, alone, prompt_tokens, exempt=True)
+        return self._sent(turn, alone, Route(turn, replica, RouteReason.ALONE), prompt_tokens, 0)
 
-    def _later(self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int) -> Route:
+    def _route_later_turn(self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int) -> Route:
         """A turn of a program with a home."""
         home = entry.home
         assert home is not None
-        if len(self.places.places) > 1 and not entry.live:
-            answer = self._weighs(now_s, entry, prompt_tokens)
+        if len(self.placement.replicas) > 1 and not entry.live:
+            answer = self._decide_move(now_s, entry, prompt_tokens)
             if isinstance(answer, Move):
-                return self._moves(now_s, entry, turn, prompt_tokens, answer.to)
+                return self._move(now_s, entry, turn, prompt_tokens, answer.to)
             self.stays[answer.reason] += 1
-        return self._send(now_s, entry, turn, prompt_tokens, Why.HOME)
+        return self._send(now_s, entry, turn, prompt_tokens, RouteReason.HOME)
 
-    def _weighs(self, now_s: float, entry: FleetProgram, prompt_tokens: int) -> Move | Stay:
+    def _decide_move(self, now_s: float, entry: FleetProgram, prompt_tokens: int) -> Move | Stay:
         """Whether the program, which is between turns, should move."""
-        there = self.places.places
+        there = self.placement.replicas
         assert entry.home is not None
         home = self._side(now_s, entry, there[entry.home], prompt_tokens, is_home=True)
         if not home.wait_s:
             return Stay("cool")
         sides = [self._side(now_s, entry, p, prompt_tokens) for r, p in there.items() if r != entry.home]
-        return decide(self.config.mover, Case(home, sides, now_s - entry.moved_s), self._limits)
+        return decide(self.config.mover, MoveCase(home, sides, now_s - entry.moved_s), self._limits)
 
     def _side(
-        self, now_s: float, entry: FleetProgram, place: Place, prompt_tokens: int, is_home: bool = False
-    ) -> Side:
+        self,
+        now_s: float,
+        entry: FleetProgram,
+        state: ReplicaState,
+        prompt_tokens: int,
+        is_home: bool = False,
+    ) -> ReplicaOption:
         """A replica as the program's next turn would find it."""
-        is_fresh = place.age_s(now_s) <= self.config.move_age_s
-        costs, context_tokens = place.report.costs, entry.context_tokens
-        return Side(
-            place.report.replica,
-            place.wait_s(is_fresh),
-            self._recompute_s(place, context_tokens) if is_home else self._bring_s(costs, context_tokens),
-            is_home or (is_fresh and place.fits(prompt_tokens, max(1, entry.turns))),
+        is_fresh = state.age_s(now_s) <= self.config.move_age_s
+        costs, context_tokens = state.report.costs, entry.context_tokens
+        return ReplicaOption(
+            state.report.replica,
+            state.wait_s(is_fresh),
+            self._recompute_s(state, context_tokens) if is_home else self._transfer_s(costs, context_tokens),
+            is_home or (is_fresh and state.fits(prompt_tokens, max(1, entry.turns))),
             is_fresh,
         )
 
-    def _recompute_s(self, place: Place, context_tokens: int) -> float:
+    def _recompute_s(self, state: ReplicaState, context_tokens: int) -> float:
         """Seconds to compute a context again at home, for the part that it has probably lost."""
-        kept_tokens = int(context_tokens * place.kept_share)
+        kept_tokens = int(context_tokens * state.kept_share)
         if kept_tokens == context_tokens:
             return 0.0
-        return place.report.costs.prefill_s(context_tokens - kept_tokens, kept_tokens)
+        return state.report.costs.prefill_s(context_tokens - kept_tokens, kept_tokens)
 
-    def _bring_s(self, costs: CostModel, context_tokens: int) -> float:
+    def _transfer_s(self, costs: CostModel, context_tokens: int) -> float:
         """Seconds to bring a context to a replica that never had it."""
         if self.config.substrate == "none":
             return costs.prefill_s(context_tokens)
@@ -455,44 +464,44 @@ class Fleet:
             return min(over_s, costs.prefill_s(context_tokens))
         return costs.reload_s(Residency(0, context_tokens, 0, context_tokens))
 
-    def _moves(
+    def _move(
         self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int, to: ReplicaId
     ) -> Route:
         """The program moves to another home, with this turn."""
         old = entry.home
         assert old is not None
-        self.places.places[old].admission.remove_program(entry.id)
+        self.placement.replicas[old].admission.remove_program(entry.id)
         self.thrash += now_s - entry.moved_s < self.config.cooldown_s
         entry.home, entry.moved_s = to, now_s
-        self.places.places[to].promises(now_s, prompt_tokens, max(1, entry.turns))
-        return self._send(now_s, entry, turn, prompt_tokens, Why.MOVED, old)
+        self.placement.replicas[to].reserve(now_s, prompt_tokens, max(1, entry.turns))
+        return self._send(now_s, entry, turn, prompt_tokens, RouteReason.MOVED, old)
 
-    def _asked_again(self, now_s: float, turn: TurnId) -> Route | Held:
+    def _retry(self, now_s: float, turn: TurnId) -> Route | Held:
         """A turn in the line: its program starts, if it is first and there is room."""
-        waiting = self.places.line[self.waiting[turn]]
-        if self.places.head() is waiting:
-            self._starts(now_s)
+        waiting = self.placement.line[self.waiting[turn]]
+        if self.placement.head() is waiting:
+            self._start_first(now_s)
         live = self.turns.get(turn)
         return live.route if live is not None else Held(turn, waiting.since_s)
 
-    def _starts(self, now_s: float) -> list[Route] | None:
+    def _start_first(self, now_s: float) -> list[Route] | None:
         """Start the first in line, with all its turns; None: none starts."""
-        waiting = self.places.head()
-        there = self.places.places
+        waiting = self.placement.head()
+        there = self.placement.replicas
         if waiting is None or not there:
             return None
-        for place in there.values():
-            place.admission.expire_absent(now_s)
-        choice = self.places.choice(now_s, waiting)
-        why = Why.REHOMED if waiting.finished else Why.FIRST
+        for state in there.values():
+            state.admission.expire_absent(now_s)
+        choice = self.placement.choose_replica(now_s, waiting)
+        why = RouteReason.REHOMED if waiting.finished else RouteReason.FIRST
         if choice is None:
             if any(p.age_s(now_s) <= self.config.first_turn_age_s for p in there.values()):
                 return None
-            choice, why = (hashed(waiting.program, there, self._key), False), Why.HASHED
+            choice, why = (hashed(waiting.program, there, self._key), False), RouteReason.HASHED
         replica, fits = choice
-        if why is Why.FIRST and not fits:
-            why = Why.LET_IN
-        self.places.starts(now_s, waiting, replica)
+        if why is RouteReason.FIRST and not fits:
+            why = RouteReason.LET_IN
+        self.placement.start(now_s, waiting, replica)
         entry = self.programs[waiting.program]
         entry.home = replica
         found = []
@@ -509,21 +518,21 @@ class Fleet:
         entry: FleetProgram,
         turn: TurnId,
         prompt_tokens: int,
-        why: Why,
+        why: RouteReason,
         moved_from: ReplicaId | None = None,
     ) -> Route:
         """The turn goes to its program's home."""
         assert entry.home is not None
-        admission = self.places.places[entry.home].admission
+        admission = self.placement.replicas[entry.home].admission
         admission.on_arrival(now_s, entry.id, prompt_tokens, turns=max(1, entry.turns))
-        kept_share = self.places.places[entry.home].kept_share
-        held_tokens = int(entry.context_tokens * kept_share) if why is Why.HOME else 0
+        kept_share = self.placement.replicas[entry.home].kept_share
+        held_tokens = int(entry.context_tokens * kept_share) if why is RouteReason.HOME else 0
         entry.live.add(turn)
         entry.has_started = True
         route = replace(self._route(now_s, entry, turn, why), moved_from=moved_from)
         return self._sent(turn, entry.id, route, prompt_tokens, held_tokens)
 
-    def _route(self, now_s: float, entry: FleetProgram, turn: TurnId, why: Why) -> Route:
+    def _route(self, now_s: float, entry: FleetProgram, turn: TurnId, why: RouteReason) -> Route:
         assert entry.home is not None
         age_s = now_s - entry.arrival_s
         return Route(turn, entry.home, why, program_turns=entry.turns, program_age_s=age_s)
@@ -532,57 +541,57 @@ class Fleet:
         self, turn: TurnId, program: ProgramId, route: Route, prompt_tokens: int, held_tokens: int
     ) -> Route:
         """The turn was sent. The replica is assumed to hold `held_tokens` of its prompt."""
-        place = self.places.places[route.replica]
+        state = self.placement.replicas[route.replica]
         there_tokens = min(held_tokens, prompt_tokens)
         tokens = prompt_tokens - there_tokens
-        seconds = place.report.costs.prefill_s(tokens, there_tokens)
-        place.sends(turn, Pending(tokens, seconds, is_first=not route.program_turns))
-        self.turns[turn] = Live(program, route)
+        seconds = state.report.costs.prefill_s(tokens, there_tokens)
+        state.add_turn(turn, PendingTurn(tokens, seconds, is_first=not route.program_turns))
+        self.turns[turn] = SentTurn(program, route)
         self.routes[route.why] += 1
         return route
 
-    def _gone(self, now_s: float, turn: TurnId) -> Live | None:
+    def _end_turn(self, now_s: float, turn: TurnId) -> SentTurn | None:
         """A turn that was sent has ended."""
         live = self.turns.pop(turn, None)
         if live is None:
             return None
-        if (place := self._place(live)) is not None:
-            place.gone(turn)
+        if (state := self._state_of(live)) is not None:
+            state.remove_turn(turn)
         if (entry := self.programs.get(live.program)) is not None:
             entry.live.discard(turn)
-            self._seen(now_s, entry)
+            self._touch(now_s, entry)
         return live
 
-    def _place(self, live: Live) -> Place | None:
+    def _state_of(self, live: SentTurn) -> ReplicaState | None:
         """The replica that the turn was sent to, if it is there."""
-        return self.places.places.get(live.route.replica)
+        return self.placement.replicas.get(live.route.replica)
 
-    def _meets(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> FleetProgram:
+    def _add_program(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> FleetProgram:
         """Add a program that is not known."""
         self._forget_surplus(self.config.max_programs - 1)
         entry = self.programs[program] = FleetProgram(program, now_s - age_s, now_s, turns)
         return entry
 
-    def _seen(self, now_s: float, entry: FleetProgram) -> None:
+    def _touch(self, now_s: float, entry: FleetProgram) -> None:
         entry.seen_s = now_s
         self.programs.move_to_end(entry.id)
 
-    def _forget_if_nothing(self, program: ProgramId) -> None:
+    def _forget_if_unused(self, program: ProgramId) -> None:
         """Drop a program without a finished turn and without a live one."""
         entry = self.programs.get(program)
-        if entry is not None and not (entry.live or entry.turns or program in self.places.line):
+        if entry is not None and not (entry.live or entry.turns or program in self.placement.line):
             self._forget(entry, 0)
 
     def _forget(self, entry: FleetProgram, finished_turns: int) -> None:
         del self.programs[entry.id]
         if entry.home is not None:
-            self.places.places[entry.home].admission.remove_program(entry.id, finished_turns)
+            self.placement.replicas[entry.home].admission.remove_program(entry.id, finished_turns)
 
     def _forget_surplus(self, most: int) -> None:
         """Drop programs beyond `most`, those idle longest and without a live turn first."""
         surplus = len(self.programs) - most
         if surplus > 0:
-            idle = (p for p in self.programs.values() if not (p.live or p.id in self.places.line))
+            idle = (p for p in self.programs.values() if not (p.live or p.id in self.placement.line))
             for entry in list(itertools.islice(idle, surplus)):
                 self.forgotten += 1
                 self._forget(entry, 0)
@@ -594,7 +603,7 @@ class Fleet:
             if (
                 now_s - entry.seen_s < self.config.program_idle_s
                 or entry.live
-                or entry.id in self.places.line
+                or entry.id in self.placement.line
             ):
                 return
             self._forget(entry, 0)

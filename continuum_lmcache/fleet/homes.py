@@ -59,11 +59,11 @@ class Homes(Generic[Replica]):
             self._replicas.move_to_end(name)
         return found
 
-    def settles(self, program: ProgramId, replica: Replica) -> None:
+    def record(self, program: ProgramId, replica: Replica) -> None:
         """A turn of the program went there, and the next one will."""
         self._replicas[digest(program, self._key)] = replica
 
-    def leaves(self, program: ProgramId) -> None:
+    def forget(self, program: ProgramId) -> None:
         """The program has ended."""
         self._replicas.pop(digest(program, self._key), None)
 

@@ -23,7 +23,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ReplicaOption:
     """One replica, as a program's next turn would find it."""
 
     replica: ReplicaId
@@ -34,11 +34,11 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class MoveCase:
     """A turn has arrived of a program that has a home and no other live turn."""
 
-    home: Side
-    others: Sequence[Side]
+    home: ReplicaOption
+    candidates: Sequence[ReplicaOption]
     since_move_s: float  # since the program's last move; inf: it never moved
 
 
@@ -58,15 +58,15 @@ class Stay:
     reason: str  # "never", "stale", "cooldown", "room", "cost", "cool"
 
 
-Mover = Callable[[Case, Limits], Move | Stay]
+Mover = Callable[[MoveCase, Limits], Move | Stay]
 
 
-def never(_case: Case, _limits: Limits) -> Move | Stay:
+def never(_case: MoveCase, _limits: Limits) -> Move | Stay:
     """Always home."""
     return Stay("never")
 
 
-def by_cost(case: Case, limits: Limits) -> Move | Stay:
+def by_cost(case: MoveCase, limits: Limits) -> Move | Stay:
     """Where the saved wait most exceeds the KV's cost, if it does by `cost_factor` and `margin_s`."""
     targets = eligible(case)
     if not targets:
@@ -80,7 +80,7 @@ def by_cost(case: Case, limits: Limits) -> Move | Stay:
 MOVERS: dict[str, Mover] = {"never": never, "cost": by_cost}
 
 
-def decide(mover: str, case: Case, limits: Limits) -> Move | Stay:
+def decide(mover: str, case: MoveCase, limits: Limits) -> Move | Stay:
     """The decision of `mover`, a name of MOVERS, after the two rules. Raises KeyError for another name."""
     if not case.home.is_fresh:
         return Stay("stale")
@@ -89,17 +89,17 @@ def decide(mover: str, case: Case, limits: Limits) -> Move | Stay:
     return MOVERS[mover](case, limits)
 
 
-def eligible(case: Case) -> list[Side]:
+def eligible(case: MoveCase) -> list[ReplicaOption]:
     """The replicas that a move could go to."""
-    return [side for side in case.others if side.has_room and side.is_fresh]
+    return [side for side in case.candidates if side.has_room and side.is_fresh]
 
 
-def gain_s(case: Case, side: Side, limits: Limits) -> float:
+def gain_s(case: MoveCase, side: ReplicaOption, limits: Limits) -> float:
     """The wait that a move there saves, minus the weighted cost of its KV."""
     move = moved(case, side)
     return move.saved_s - limits.cost_factor * move.extra_s
 
 
-def moved(case: Case, side: Side) -> Move:
+def moved(case: MoveCase, side: ReplicaOption) -> Move:
     extra_s = max(0.0, side.bring_s - case.home.bring_s)
     return Move(side.replica, case.home.wait_s - side.wait_s, extra_s)

@@ -156,21 +156,29 @@ def cause_of(seen: LossEvidence) -> LossCause:
 
 
 def losses_of(
-    parted: Divergence, found_tokens: int, is_declined: bool, slack_tokens: int, curve: PrefillCurve
+    divergence: Divergence, found_tokens: int, is_declined: bool, slack_tokens: int, curve: PrefillCurve
 ) -> Iterator[PrefixLoss]:
     """What a return lost by its prompt, and what of the rest neither the GPU nor a tier had."""
-    if parted.cause is not None:
-        seconds = curve.seconds(parted.again_tokens, parted.at_token) - curve.fixed_s
-        sides = (parted.left_side, parted.now_side)
+    if divergence.cause is not None:
+        seconds = curve.seconds(divergence.again_tokens, divergence.at_token) - curve.fixed_s
+        sides = (divergence.left_side, divergence.now_side)
         yield PrefixLoss(
-            parted.cause, parted.at_token, parted.left_tokens, parted.again_tokens, max(0.0, seconds), *sides
+            divergence.cause,
+            divergence.at_token,
+            divergence.left_tokens,
+            divergence.again_tokens,
+            max(0.0, seconds),
+            *sides,
         )
-    gone_tokens = parted.kept_tokens - found_tokens
+    gone_tokens = divergence.kept_tokens - found_tokens
     if gone_tokens > slack_tokens:
-        missed = not is_declined and min(parted.tier_tokens, parted.kept_tokens) - found_tokens > slack_tokens
+        missed = (
+            not is_declined
+            and min(divergence.tier_tokens, divergence.kept_tokens) - found_tokens > slack_tokens
+        )
         seconds = curve.seconds(gone_tokens, found_tokens) - curve.fixed_s
         cause = LossCause.TIER_MISS if missed else LossCause.EVICTED
-        yield PrefixLoss(cause, found_tokens, parted.left_tokens, gone_tokens, max(0.0, seconds))
+        yield PrefixLoss(cause, found_tokens, divergence.left_tokens, gone_tokens, max(0.0, seconds))
 
 
 def same_blocks(left: Sequence[Hashable], now: Sequence[Hashable]) -> int:

@@ -24,13 +24,13 @@ class EndClaim:
 class EndClaims:
     """Programs whose clients reported their end, and how many of them returned."""
 
-    said: int = 0
+    claims: int = 0
     wrong: int = 0
     _ended: BoundedDict[ProgramId, EndClaim] = field(default_factory=lambda: BoundedDict(REMEMBERED))
 
     def claim(self, program: ProgramId, ending: EndClaim) -> None:
         """A client reports the program's end."""
-        self.said += 1
+        self.claims += 1
         self._ended[program] = ending
 
     def withdraw(self, program: ProgramId) -> EndClaim | None:
@@ -42,4 +42,4 @@ class EndClaims:
     @property
     def is_trusted(self) -> bool:
         """Whether so few returned that eviction pays: a wrong claim costs the whole context."""
-        return self.wrong <= WRONG_SHARE * max(self.said, LEAST_ENDINGS)
+        return self.wrong <= WRONG_SHARE * max(self.claims, LEAST_ENDINGS)

@@ -46,13 +46,13 @@ class EndedTurns:
         """A block at either end does not count as lost."""
         return 2 * self.block_tokens
 
-    def add(self, program: ProgramId, departure: EndedTurn) -> None:
+    def add(self, program: ProgramId, turn: EndedTurn) -> None:
         """A turn ended, and its program continues."""
         turns = self._turns.setdefault(program, [])
         self._turns.move_to_end(program)
-        self._latest[departure.name] = program
-        turns.append(departure)
-        self._tokens += len(departure.tokens)
+        self._latest[turn.name] = program
+        turns.append(turn)
+        self._tokens += len(turn.tokens)
         while len(turns) > KEPT_TURNS:
             self._tokens -= len(turns.pop(0).tokens)
         while self._tokens > MOST_TOKENS and len(self._turns) > 1:
@@ -70,7 +70,7 @@ class EndedTurns:
         turns = self._turns.get(program)
         if turns is None:
             namesakes = self._turns.get(self._latest.get(name, program), ())
-            turns = [turn for turn in namesakes if begins_alike(turn.tokens, tokens)]
+            turns = [turn for turn in namesakes if have_common_head(turn.tokens, tokens)]
         if not turns:
             return None
         blocks, _, turn = max((same_blocks(d.hashes, hashes), n, d) for n, d in enumerate(turns))
@@ -80,15 +80,15 @@ class EndedTurns:
         return divergence_of(turn, tokens, tools, blocks * self.block_tokens, self.block_tokens)
 
     def count_losses(
-        self, parted: Divergence | None, found_tokens: int, is_declined: bool, curve: PrefillCurve
+        self, divergence: Divergence | None, found_tokens: int, is_declined: bool, curve: PrefillCurve
     ) -> list[PrefixLoss]:
         """Counts what a returning prompt lost, as it begins to run with `found_tokens` in the cache.
 
         `is_declined`: a tier held more, and computing it was cheaper than loading.
         """
-        if parted is None:
+        if divergence is None:
             return []
-        losses = list(losses_of(parted, found_tokens, is_declined, self.slack_tokens, curve))
+        losses = list(losses_of(divergence, found_tokens, is_declined, self.slack_tokens, curve))
         for loss in losses:
             cause = loss.cause.value
             self.returns[cause] += 1
@@ -113,6 +113,6 @@ class EndedTurns:
         }
 
 
-def begins_alike(left: Sequence[int], now: Sequence[int]) -> bool:
+def have_common_head(left: Sequence[int], now: Sequence[int]) -> bool:
     """Whether two texts have so much of their beginning in common that one continues the other."""
     return len(left) >= FEW_TOKENS and list(left[:FEW_TOKENS]) == list(now[:FEW_TOKENS])

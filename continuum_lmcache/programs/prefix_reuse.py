@@ -64,9 +64,9 @@ class PrefixReusePredictor:
         seen = self._shares.get(kind)
         if seen is None or len(seen.prompt) < LEAST_RETURNS:
             return context_tokens
-        if (share := usual_most(seen.prompt)) < 1.0:
+        if (share := expected_share(seen.prompt)) < 1.0:
             return round(share * prompt_tokens)
-        return prompt_tokens + round(usual_most(seen.output) * (context_tokens - prompt_tokens))
+        return prompt_tokens + round(expected_share(seen.output) * (context_tokens - prompt_tokens))
 
     def on_pause(
         self,
@@ -90,7 +90,7 @@ class PrefixReusePredictor:
     ) -> tuple[tuple[int, Hashable], ...]:
         """The blocks with which the next prompt is compared (PausedTurn.probes)."""
         whole = min(context_tokens // self.block_tokens, len(hashes))
-        places = probed(min(prompt_tokens // self.block_tokens, whole), whole)
+        places = probe_positions(min(prompt_tokens // self.block_tokens, whole), whole)
         return tuple([(blocks, hashes[blocks - 1]) for blocks in places])
 
     def on_return(self, program: ProgramId, hashes: Sequence[Hashable]) -> int | None:
@@ -126,7 +126,7 @@ class PrefixReusePredictor:
         return left.context_tokens if differs is None else (differs - 1) * self.block_tokens
 
 
-def probed(prompt_blocks: int, whole_blocks: int) -> list[int]:
+def probe_positions(prompt_blocks: int, whole_blocks: int) -> list[int]:
     """The blocks to compare: a few in the prompt, its end, the block after it, and the output."""
     output_blocks = whole_blocks - prompt_blocks
     places = {prompt_blocks * part // PROMPT_PROBES for part in range(1, PROMPT_PROBES + 1)}
@@ -134,7 +134,7 @@ def probed(prompt_blocks: int, whole_blocks: int) -> list[int]:
     return sorted([place for place in places | {prompt_blocks + 1} if 0 < place <= whole_blocks])
 
 
-def usual_most(shares: deque[float]) -> float:
+def expected_share(shares: deque[float]) -> float:
     """The value that all but RARE of the returns do not exceed."""
     return sorted(shares)[-1 - int(RARE * len(shares))]
 

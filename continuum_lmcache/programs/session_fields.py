@@ -63,7 +63,7 @@ class FieldPlace:
     read: Reader = name
     ours: bool = False
 
-    def says(self, sent: SentFields) -> object:
+    def value_in(self, sent: SentFields) -> object:
         """The value of this field; None: it names no program. Raises RequestError."""
         found = self._value(sent, self.field)
         said = None if found is None else self.read(self.field, found)
@@ -136,7 +136,7 @@ IN_HEADERS = [place for place in PLACES if place.part == "headers"]
 HEADERS = frozenset({*(p.field for p in IN_HEADERS), *(p.agent for p in IN_HEADERS if p.agent)})
 
 
-def stated(sent: SentFields) -> dict[str, object]:
+def program_values(sent: SentFields) -> dict[str, object]:
     """The request's values, by the names of FIELDS, HINT_FIELD and UNUSED_FIELD. Raises RequestError."""
     own = {field: sent.body[field] for field in FIELDS if sent.body.get(field) is not None}
     parse({**{field: sent.xargs.get(field) for field in FIELDS}, **own})
@@ -157,7 +157,7 @@ def first(places: tuple[FieldPlace, ...], sent: SentFields, unused: list[str]) -
     """The value of the first field that has one; names of fields with bad values are added to `unused`."""
     for place in places:
         try:
-            said = place.says(sent)
+            said = place.value_in(sent)
         except RequestError:
             if place.ours:
                 raise
@@ -169,6 +169,6 @@ def first(places: tuple[FieldPlace, ...], sent: SentFields, unused: list[str]) -
 
 
 def unused_fields(fields: Mapping[str, object]) -> list[str]:
-    """The fields that the API server could not use, by `stated`."""
+    """The fields that the API server could not use, by `program_values`."""
     named = fields.get(UNUSED_FIELD)
     return [field for field in named if field in LABELS] if isinstance(named, list) else []

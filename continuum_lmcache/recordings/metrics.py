@@ -47,7 +47,7 @@ class CalibrationBin:
 
     promised: float  # mean
     realised: float | None  # share that returned within their TTL; None: all censored at once
-    watches: int
+    promises: int
     censored: int
 
 
@@ -104,7 +104,7 @@ def cache(turns: Sequence[RecordedTurn]) -> dict[str, float | None]:
 
 
 def sources(turns: Sequence[RecordedTurn]) -> dict[str, int]:
-    """Prompt tokens by where their KV came from; "cached" where the recording does not split hits."""
+    """Prompt tokens by the source of their KV; "cached" where the recording does not split hits."""
     tokens: Counter[str] = Counter()
     for turn in turns:
         if turn.prompt_tokens is None or turn.hit_tokens is None:
@@ -163,17 +163,17 @@ def tools(run: Recording) -> dict[str, list[RecordedTurn]]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-def watches(run: Recording) -> list[ReturnPromise]:
+def promises(run: Recording) -> list[ReturnPromise]:
     """All predictions P(tau) > 0 of the run."""
     return [
-        watch(turn, program, run.end_s)
+        promise_of(turn, program, run.end_s)
         for program in run.programs
         for turn in program.turns
         if turn.went_idle and turn.retention and turn.retention["ttl_s"] > 0
     ]
 
 
-def watch(turn: RecordedTurn, program: RecordedProgram, end_s: float) -> ReturnPromise:
+def promise_of(turn: RecordedTurn, program: RecordedProgram, end_s: float) -> ReturnPromise:
     """How long a prediction was observed: to the return, else to the recording's end.
 
     A pin that was reclaimed is censored there, since its KV was not kept until tau. A program that
@@ -192,13 +192,13 @@ def watch(turn: RecordedTurn, program: RecordedProgram, end_s: float) -> ReturnP
 def calibration(run: Recording, bins: int = BINS) -> list[CalibrationBin]:
     """Predicted against real P(tau), by equal bins of the prediction."""
     sorted_in = defaultdict(list)
-    for seen in watches(run):
+    for seen in promises(run):
         sorted_in[min(int(seen.promised * bins), bins - 1)].append(seen)
     return [
         CalibrationBin(
             promised=fmean(seen.promised for seen in group),
             realised=realised(group),
-            watches=len(group),
+            promises=len(group),
             censored=sum(not seen.known for seen in group),
         )
         for _, group in sorted(sorted_in.items())
@@ -219,9 +219,9 @@ def realised(group: Sequence[ReturnPromise]) -> float | None:
 
 def calibration_error(found: Sequence[CalibrationBin]) -> float | None:
     """Mean distance of realised from promised, weighted by the number of predictions; 0 is exact."""
-    told = [(abs(b.realised - b.promised), b.watches) for b in found if b.realised is not None]
-    total = sum(weight for _, weight in told)
-    return sum(distance * weight for distance, weight in told) / total if total else None
+    errors = [(abs(b.realised - b.promised), b.promises) for b in found if b.realised is not None]
+    total = sum(weight for _, weight in errors)
+    return sum(distance * weight for distance, weight in errors) / total if total else None
 
 
 def mean(values: Iterable[float]) -> float | None:

@@ -27,7 +27,7 @@ class RecordedPin:
 class RecordedReload:
     """The cost of returning a turn's context, and its forecast when the turn before ended."""
 
-    foretold_s: float
+    predicted_s: float
     took_s: float
     loaded_tokens: int
     load_s: float | None = None  # the loads' part of took_s
@@ -78,7 +78,7 @@ class RecordedProgram:
     pins: list[RecordedPin] = field(default_factory=list)
     ended_s: float | None = None
     events_dropped: int = 0
-    strays: Counter[str] = field(default_factory=Counter)  # events that belong to no turn
+    unmatched: Counter[str] = field(default_factory=Counter)  # events that belong to no turn
     _live: list[RecordedTurn] = field(default_factory=list)
     _by_id: dict[str, RecordedTurn] = field(default_factory=dict)
     _last: RecordedTurn | None = None  # the last that departed
@@ -100,7 +100,7 @@ class RecordedProgram:
     def started(self, event: Event, time_s: float) -> None:
         waiting = [t for t in self._of(event) if t.started_s is None]
         if not waiting:
-            self.strays["waiting_to_running"] += 1
+            self.unmatched["waiting_to_running"] += 1
             return
         turn = waiting[0]
         turn.started_s = time_s
@@ -119,7 +119,7 @@ class RecordedProgram:
     def departed(self, event: Event, time_s: float) -> None:
         leaving = self._of(event)
         if not leaving:
-            self.strays["Request_departure_time"] += 1
+            self.unmatched["Request_departure_time"] += 1
             return
         turn = leaving[0]
         self._live.remove(turn)
@@ -138,7 +138,7 @@ class RecordedProgram:
         turn = self._by_id.get(event.get("turn", ""))
         numbers = [event.get(key) for key in ("at_token", "left_tokens", "lost_tokens", "prefill_s")]
         if turn is None or None in (*numbers, event.get("cause")):
-            self.strays["lost_time"] += 1
+            self.unmatched["lost_time"] += 1
             return
         kind = "text" if "now_text" in event else "side"
         sides = [event.get(f"{which}_{kind}") for which in ("left", "now")]
@@ -154,7 +154,7 @@ class RecordedProgram:
     def unpinned(self, event: Event, time_s: float) -> None:
         held = [p for p in self.pins[-1:] if p.ended_s is None]
         if not held:
-            self.strays["unpinned_time"] += 1
+            self.unmatched["unpinned_time"] += 1
             return
         held[0].ended_s, held[0].outcome = time_s, event.get("outcome")
 

@@ -77,18 +77,18 @@ def load(path: Path) -> Recording:
     """A recording from its file or its directory (every rank's). Raises TraceError."""
     histories: dict[str, list[Event]] = defaultdict(list)
     for file in files(path):
-        for name, event in held(file, file.read_text(encoding="utf-8", errors="replace")):
+        for name, event in events_in(file, file.read_text(encoding="utf-8", errors="replace")):
             histories[name].append(event)
     headers = histories.pop(META, [])
-    notes = [note for header in headers for note in confessed(path, header)]
+    notes = [note for header in headers for note in header_notes(path, header)]
     if not headers and (loose := histories.pop(NO_PROGRAM, None)):
         notes.append(f"left out: {len(loose)} events of requests without a job_id")
-    told = [story(name, events) for name, events in histories.items()]
-    programs = tuple(sorted((p for p in told if p.turns), key=lambda p: p.turns[0].arrival_s))
+    merged = [program_from(name, events) for name, events in histories.items()]
+    programs = tuple(sorted((p for p in merged if p.turns), key=lambda p: p.turns[0].arrival_s))
     if not programs:
         raise TraceError(f"{path}: no program arrived in this recording; nothing to analyse")
-    strays = sum((p.strays for p in told), Counter[str]())
-    notes += [f"without a match: {n} {kind}" for kind, n in strays.items()]
+    unmatched = sum((p.unmatched for p in merged), Counter[str]())
+    notes += [f"without a match: {n} {kind}" for kind, n in unmatched.items()]
     end_s = max(time_s for events in histories.values() for e in events for _, time_s in times(e))
     return Recording(str(path), programs, end_s, (*notes, *missing(programs)))
 
@@ -103,7 +103,7 @@ def files(path: Path) -> list[Path]:
     return found
 
 
-def held(file: Path, text: str) -> Iterator[tuple[str, Event]]:
+def events_in(file: Path, text: str) -> Iterator[tuple[str, Event]]:
     """Events of a snapshot: {program: [event, ...]}."""
     jobs = parsed(text, str(file))
     if not isinstance(jobs, dict):
@@ -138,7 +138,7 @@ def times(event: Event) -> list[tuple[str, float]]:
     return [(key, event[key]) for key in KINDS if key in event][:1]
 
 
-def confessed(path: Path, header: Event) -> list[str]:
+def header_notes(path: Path, header: Event) -> list[str]:
     """What a recording lacks by its header. Raises TraceError for an unknown format."""
     if header.get("format") != FORMAT:
         raise TraceError(f"{path}: recording format {header.get('format')!r}; this reads format {FORMAT}")
@@ -149,7 +149,7 @@ def confessed(path: Path, header: Event) -> list[str]:
     ]
 
 
-def story(name: str, events: list[Event]) -> RecordedProgram:
+def program_from(name: str, events: list[Event]) -> RecordedProgram:
     """One program with its events in order; those of several ranks are merged."""
     program = RecordedProgram(name, events_dropped=sum(e.get("events_dropped", 0) for e in events))
     known = [(time_s, kind, e) for e in events for kind, time_s in times(e)]

@@ -184,7 +184,7 @@ def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any
     refuse_unknown_keys(given, fields, f"{where}, {name}")
     found = {f: number(given, f, f"{where}, {name}") for f in fields}
     if found.get("bytes_per_s") == 0:
-        raise ProfileError(f"{where}, {name}: bytes_per_s is 0; a tier that is never read has no place here")
+        raise ProfileError(f"{where}, {name}: bytes_per_s is 0; it must be above 0")
     return kind(**found | {"samples": int(found["samples"])})
 
 

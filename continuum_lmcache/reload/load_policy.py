@@ -112,11 +112,14 @@ class LoadPolicy:
     """
 
     def __init__(
-        self, rates: CalibratedCosts, others: Callable[[], Contention] = no_contention, weighs: bool = True
+        self,
+        rates: CalibratedCosts,
+        contention: Callable[[], Contention] = no_contention,
+        weighs: bool = True,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.controls_loads = False  # whether a connector asks tokens_to_load
-        self.rates, self._contention, self._weighs = rates, others, weighs
+        self.rates, self._contention, self._weighs = rates, contention, weighs
         self._open: dict[TurnId, LoadChoice] = {}
         self._failed: set[TurnId] = set()
         self._declined: set[TurnId] = set()  # turns of which a part was computed although a tier held it

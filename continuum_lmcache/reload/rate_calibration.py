@@ -35,7 +35,7 @@ class RateDrift:
     prior: int = PRIOR_LOADS  # the profile's rate weighs as many loads at first
     latest: tuple[float, ...] = ()  # the last loads' log_slower, AGREEING at most
 
-    def toward(self, log_slower: float) -> RateDrift:
+    def updated(self, log_slower: float) -> RateDrift:
         """After one more load, as robust as a mean can be: its error is limited to MOST_OFF.
 
         But AGREEING consecutive loads that are off by more than FAR_OFF, all to one side, are not noise:
@@ -97,16 +97,16 @@ class CalibratedCosts:
             return
         if not is_plausible(moved) or moved.tier not in self.drifts:
             return
-        said_s = self._rate(moved.tier).seconds(moved.size_bytes)
-        log_slower = math.log(self._own_s(moved)) - math.log(said_s)
-        self.drifts[moved.tier] = self.drifts[moved.tier].toward(log_slower)
+        predicted_s = self._rate(moved.tier).seconds(moved.size_bytes)
+        log_slower = math.log(self._own_s(moved)) - math.log(predicted_s)
+        self.drifts[moved.tier] = self.drifts[moved.tier].updated(log_slower)
         self._correct()
 
-    def computed(self, took_s: float, said_s: float) -> None:
+    def observe_prefill(self, took_s: float, predicted_s: float) -> None:
         """Learn from one step: its seconds without loads and stores, and those of its tokens by `costs`."""
-        if not (0.0 < took_s < math.inf and 0.0 < said_s < math.inf):
+        if not (0.0 < took_s < math.inf and 0.0 < predicted_s < math.inf):
             return
-        self.pace = self.pace.toward(self.pace.log_slower + math.log(took_s) - math.log(said_s))
+        self.pace = self.pace.updated(self.pace.log_slower + math.log(took_s) - math.log(predicted_s))
         self.costs = replace(self.costs, prefill=self.pace.of_curve(self._profile.prefill))
 
     @property
@@ -120,8 +120,8 @@ class CalibratedCosts:
         """A disk's own writes delay no step; a store to DRAM has the tier DRAM."""
         if not moved.in_step or moved.tier is not Tier.DRAM or not is_plausible(moved):
             return
-        said_s = self._profile.dram.seconds(moved.size_bytes)
-        self.stall = self.stall.toward(math.log(moved.duration_s) - math.log(said_s))
+        predicted_s = self._profile.dram.seconds(moved.size_bytes)
+        self.stall = self.stall.updated(math.log(moved.duration_s) - math.log(predicted_s))
         self._correct()
 
     def _correct(self) -> None:

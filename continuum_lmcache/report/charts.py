@@ -198,7 +198,7 @@ def stacks(title: str, runs: Sequence[Mapping[str, float]], unit: str) -> go.Fig
 
 
 def tier_split(runs: Sequence[Recording]) -> go.Figure:
-    return stacks("Prompt tokens by where their KV came from", [sources(run.turns) for run in runs], "tokens")
+    return stacks("Prompt tokens by the source of their KV", [sources(run.turns) for run in runs], "tokens")
 
 
 def pin_outcomes(runs: Sequence[Recording]) -> go.Figure:
@@ -207,11 +207,11 @@ def pin_outcomes(runs: Sequence[Recording]) -> go.Figure:
 
 def promises(runs: Sequence[Recording]) -> go.Figure:
     """Realised over promised P(tau); on the diagonal they are equal."""
-    figure = go.Figure(diagonal("honest", 0, 1))
+    figure = go.Figure(diagonal("predicted = realised", 0, 1))
     for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
         known = [b for b in calibration(run) if b.realised is not None]
-        about = [f"{b.watches} promises, {b.censored} censored" for b in known]
+        about = [f"{b.promises} promises, {b.censored} censored" for b in known]
         figure.add_trace(dots(letter, ink, symbol, [(b.promised, b.realised) for b in known], about))
     figure.update_xaxes(title="promised P(tau)", range=[0, 1.02])
     figure.update_yaxes(title="realised", range=[0, 1.02])
-    return figure.update_layout(PAPER, title="Was P(tau) true?", height=420)
+    return figure.update_layout(PAPER, title="P(tau): predicted and realised", height=420)

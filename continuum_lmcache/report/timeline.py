@@ -34,12 +34,12 @@ def spans(run: Recording) -> Iterator[Span]:
     """All spans of a run, program by program; states that were open at its end last until then."""
     zero_s = run.programs[0].turns[0].arrival_s
     for program in run.programs:
-        for state, start_s, end_s, about in told(program, run.end_s):
+        for state, start_s, end_s, about in states_of(program, run.end_s):
             if end_s >= start_s:
                 yield Span(program.id, state, start_s - zero_s, end_s - zero_s, about)
 
 
-def told(program: RecordedProgram, end_s: float) -> Iterator[tuple[str, float, float, str]]:
+def states_of(program: RecordedProgram, end_s: float) -> Iterator[tuple[str, float, float, str]]:
     """One program's states with their times on the wall clock."""
     for number, turn in enumerate(program.turns, 1):
         started_s = end_s if turn.started_s is None else turn.started_s

@@ -57,11 +57,11 @@ class RetentionAdvisor:
         """The budget of a step, where we may choose it and step times were measured."""
         return PrefillChunkTuner(self.rates.costs.step_s if self.config.measured_chunk else {}, most_tokens)
 
-    def prices(self, context_tokens: int, reload_s: float) -> bool:
+    def is_priced(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier
         returns it cheaply, a pin saves little: then each second costs one, as in the paper."""
-        dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
-        return self.config.priced_pins and reload_s >= dear_s
+        expensive_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
+        return self.config.priced_pins and reload_s >= expensive_s
 
     def cheap_tiers(self) -> dict[Tier, int]:
         """How many tokens each tier can hold, without tiers from which a reload costs nearly as much
@@ -69,8 +69,8 @@ class RetentionAdvisor:
         whole = {t: n for t, n in self.survival.capacity_tokens.items() if n > 0}
         where = {Tier.DRAM: Residency(0, TYPICAL_TOKENS, 0, TYPICAL_TOKENS)}
         where[Tier.SSD] = Residency(0, 0, TYPICAL_TOKENS, TYPICAL_TOKENS)
-        dear_s = CHEAP_SHARE * self.rates.costs.prefill_s(TYPICAL_TOKENS)
-        return {t: n for t, n in whole.items() if self.rates.costs.reload_s(where[t]) < dear_s}
+        expensive_s = CHEAP_SHARE * self.rates.costs.prefill_s(TYPICAL_TOKENS)
+        return {t: n for t, n in whole.items() if self.rates.costs.reload_s(where[t]) < expensive_s}
 
     def expected_s(self, tool: ToolKey) -> float:
         """For how long a program in a call of `tool` is still expected back, by the observed gaps."""
@@ -95,7 +95,7 @@ class RetentionAdvisor:
         mean_gap_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
         survival = self.survival.chances(turn.residency.total_tokens, mean_gap_s, now_s)
         reload_s = self.rates.costs.reload_s(turn.residency, survival)
-        priced = self.prices(turn.context_tokens, reload_s)
+        priced = self.is_priced(turn.context_tokens, reload_s)
         load = replace(
             load,
             queue_delay_s=self.history.queue_delay_s,

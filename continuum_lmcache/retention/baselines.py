@@ -74,7 +74,7 @@ def three_way(
     """ContextServe's three ways to know a gap: a rule, a posterior of the key's own, the CDF.
 
     A tool known to be FAST is pinned for 2 s and a SLOW one is not. Else eq. 2 is solved: with the
-    key's posterior where it has enough of its own gaps, with the recorded CDF where it has not.
+    key's posterior where the key has enough gaps, else with the recorded CDF.
     """
     program = turn.tool[-2:][:1]
     if program and program[0] in FAST_TOOLS | SLOW_TOOLS:

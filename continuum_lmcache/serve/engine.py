@@ -1,4 +1,4 @@
-"""Notes in a replica's Books what its engine does: the turn of each prompt, its first token and its end.
+"""Records a replica's turns in ReplicaPrograms: the turn of each prompt, its first token and its end.
 
 vLLM itself is in vllm_plugin/watched_server.py. Seam on Ray 2.60: the request context's session_id and
 _internal_request_id.
@@ -13,8 +13,8 @@ from typing import Any
 
 from ray.serve.context import _get_serve_request_context
 
-from continuum_lmcache.serve.books import Books
 from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.types import ProgramId, TurnId
 
 PROGRESS = ("program_turns", "program_age_s")  # the engine's fields (identity.FIELDS)
@@ -24,31 +24,31 @@ PROGRESS = ("program_turns", "program_age_s")  # the engine's fields (identity.F
 class TurnPrompt:
     """A prompt of a turn that the router sent here (watched_server.Prompt)."""
 
-    books: Books
+    programs: ReplicaPrograms
     key: TurnId
     turn: TurnName
 
     @classmethod
-    def of_this_request(cls, books: Books) -> TurnPrompt:
+    def of_this_request(cls, programs: ReplicaPrograms) -> TurnPrompt:
         """The prompt of the request whose task this is."""
         context = _get_serve_request_context()
-        return cls(books, TurnId(context._internal_request_id), TurnName.read(context.session_id))
+        return cls(programs, TurnId(context._internal_request_id), TurnName.read(context.session_id))
 
     def starts(self, sampling_params: Any) -> None:
         """Pass on to the engine what the program did elsewhere."""
         turn = self.turn
         program = ProgramId(turn.program or f"~{self.key}")
-        self.books.starts(time.monotonic(), self.key, program, turn.turns, turn.age_s)
-        sampling_params.extra_args = under_way(sampling_params.extra_args, turn)
+        self.programs.starts(time.monotonic(), self.key, program, turn.turns, turn.age_s)
+        sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
 
     def first_token(self, prompt_tokens: int) -> None:
-        self.books.first_token(self.key, prompt_tokens, self.turn.body_bytes)
+        self.programs.first_token(self.key, prompt_tokens, self.turn.body_bytes)
 
     def stops(self, context_tokens: int) -> None:
-        self.books.stops(self.key, context_tokens, self.turn.is_last or not self.turn.program)
+        self.programs.stops(self.key, context_tokens, self.turn.is_last or not self.turn.program)
 
 
-def under_way(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
+def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
     """A request's fields with its program's progress, from the fleet and not from the client."""
     kept = {name: value for name, value in (extra_args or {}).items() if name not in PROGRESS}
     if turn.turns:

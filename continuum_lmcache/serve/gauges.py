@@ -10,7 +10,7 @@ from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
 
 REQUESTS = ("vllm:num_requests_waiting", "vllm:num_requests_running")
-CAPACITY, OUTSIDE = "continuum_gpu_capacity_tokens", "continuum_programs_held"
+CAPACITY, HELD = "continuum_gpu_capacity_tokens", "continuum_programs_held"
 HEADROOM, WAIT = "continuum_admission_headroom_tokens", "continuum_oldest_returning_wait_seconds"
 TIER, TIER_RATE, TIER_FIXED = (
     "continuum_tier_capacity_tokens",
@@ -23,7 +23,7 @@ CURVE = (
     "continuum_prefill_seconds_per_token",
     "continuum_prefill_seconds_per_token_pair",
 )
-NAMES = (*REQUESTS, CAPACITY, OUTSIDE, HEADROOM, WAIT, TIER, TIER_RATE, TIER_FIXED, SAMPLES, KV_BYTES, *CURVE)
+NAMES = (*REQUESTS, CAPACITY, HELD, HEADROOM, WAIT, TIER, TIER_RATE, TIER_FIXED, SAMPLES, KV_BYTES, *CURVE)
 OF_THE_PROCESS = {"engine", "model_name"}  # labels without information: there is one engine
 Figures = Mapping[tuple[str, str], float]
 """By name, and the value of the label that is the metric's own; "" where it has none."""
@@ -49,7 +49,7 @@ def report(replica: str, gpu_tokens: int, seen: Figures) -> ReplicaReport:
         requests=int(sum(seen.get((each, ""), 0.0) for each in REQUESTS)),
         tier_tokens=max((tokens for (name, _), tokens in seen.items() if name == TIER), default=0.0),
         headroom_tokens=seen.get((HEADROOM, "")),
-        programs_outside=int(seen.get((OUTSIDE, ""), 0.0)),
+        pending_programs=int(seen.get((HELD, ""), 0.0)),
         oldest_returning_wait_s=seen.get((WAIT, ""), 0.0),
         returning_first=is_continuum,
         costs=costs(seen),
@@ -58,10 +58,10 @@ def report(replica: str, gpu_tokens: int, seen: Figures) -> ReplicaReport:
 
 def costs(seen: Figures) -> CostModel:
     """The rates that the engine has measured or assumed; for an engine without rates the assumed ones."""
-    told = [seen.get((name, "")) for name in (*CURVE, KV_BYTES)]
-    if any(value is None for value in told):
+    values = [seen.get((name, "")) for name in (*CURVE, KV_BYTES)]
+    if any(value is None for value in values):
         return UNMEASURED
-    fixed_s, token_s, pair_s, kv_bytes = (value or 0.0 for value in told)
+    fixed_s, token_s, pair_s, kv_bytes = (value or 0.0 for value in values)
     tiers = {}
     for tier in ("dram", "ssd"):
         bytes_per_s, once_s = seen.get((TIER_RATE, tier)), seen.get((TIER_FIXED, tier))

@@ -18,7 +18,7 @@ EVERYWHERE = "[::]"
 stock = replica.add_port_to_grpc_server
 
 
-def on_the_nodes_address_alone() -> None:
+def listen_on_node_address_only() -> None:
     """In the process of a replica, from its deployment's `__init__`."""
     address = ray.util.get_node_ip_address()
 

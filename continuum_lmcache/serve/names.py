@@ -23,16 +23,16 @@ from starlette.middleware import Middleware
 
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import flag, name, program_id, tenant_of
-from continuum_lmcache.programs.session_fields import BODY_FIELDS, HEADERS, SentFields, stated
+from continuum_lmcache.programs.session_fields import BODY_FIELDS, HEADERS, SentFields, program_values
 
 HEADER = "x-continuum-turn"
 ENVIRONMENT = {  # of Ray's proxies
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
     "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
 }
-PLACES = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 MOST_BYTES = 32 << 20  # of a body that is read here; a longer one stays unnamed
-WRITTEN = re.compile(r"([^;]*);(\d+);([01]);(\d*);(\d+);(\d+\.\d+)")
+HEADER_TEXT = re.compile(r"([^;]*);(\d+);([01]);(\d*);(\d+);(\d+\.\d+)")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -58,7 +58,7 @@ class TurnName:
     @classmethod
     def read(cls, text: str) -> TurnName:
         """The inverse of __str__; other text is a program's own name, as in X-Session-ID."""
-        if (written := WRITTEN.fullmatch(text)) is None:
+        if (written := HEADER_TEXT.fullmatch(text)) is None:
             return cls(program=text)
         name, body_bytes, last, rank, turns, age_s = written.groups()
         asked = int(rank) if rank else None
@@ -78,7 +78,7 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
     known = {field: fields[field] for field in BODY_FIELDS if fields.get(field) is not None}
     found = {field: value for field, value in headers.items() if field in HEADERS}
     try:
-        said = stated(SentFields(known, xargs if isinstance(xargs, dict) else {}, found))
+        said = program_values(SentFields(known, xargs if isinstance(xargs, dict) else {}, found))
         job = name("job_id", said.get("job_id"))
         is_last = flag("is_last_step", said.get("is_last_step"))
     except RequestError:
@@ -110,7 +110,7 @@ class NameTurns:
             return await self._app(scope, receive, send)
         headers = [(key, value) for key, value in scope["headers"] if plain(key) != plain(HEADER.encode())]
         said = TurnName()
-        if scope["method"] == "POST" and scope["path"].endswith(PLACES):
+        if scope["method"] == "POST" and scope["path"].endswith(ENDPOINTS):
             body, receive = await read_body(receive)
             texts = {key.decode("latin-1").lower(): value.decode("latin-1").strip() for key, value in headers}
             said = turn_name(body, texts) if body is not None else said
@@ -146,8 +146,8 @@ async def read_body(receive: Receive) -> tuple[bytes | None, Receive]:
     kept = iter(parts)
 
     async def again() -> Message:
-        told = next(kept, None)
-        return told if told is not None else await receive()
+        replayed = next(kept, None)
+        return replayed if replayed is not None else await receive()
 
     whole = parts[-1]["type"] == "http.request" and size <= MOST_BYTES
     return b"".join(part.get("body", b"") for part in parts) if whole else None, again

@@ -20,25 +20,25 @@ from ray import serve
 from ray.exceptions import RayError
 
 from continuum_lmcache.fleet.homes import MOST_PROGRAMS
-from continuum_lmcache.serve.books import Books
 from continuum_lmcache.serve.gauges import figures, report
-from continuum_lmcache.serve.listening import on_the_nodes_address_alone
+from continuum_lmcache.serve.listening import listen_on_node_address_only
+from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
 
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name
 HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
-ANSWERS_S = 5.0  # for the state's answer, at most
-AWAY = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
-GATHERS_S = 0.05  # from a turn's end to its report, which has others that end meanwhile
+ANSWER_S = 5.0  # for the state's answer, at most
+NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
+GATHER_S = 0.05  # between a turn's end and its report, which then has further ends
 
 
-def away(error: BaseException) -> Response:
+def unavailable(error: BaseException) -> Response:
     """The answer while the state is missing; Ray starts another within seconds."""
     return PlainTextResponse(f"The fleet's state does not answer: {error}", 503, {"Retry-After": "2"})
 
 
-class Signed:
+class ReplicaHeader:
     """ASGI: each answer names the replica that gave it. vLLM's app takes no more middleware."""
 
     def __init__(self, app: Any, replica: str) -> None:
@@ -59,42 +59,42 @@ class Replica:
 
     def __init__(self, settings: ServeSettings, below: Any = None) -> None:
         """`below`: a handle of the LMCache servers; None: there are none of ours."""
-        on_the_nodes_address_alone()
+        listen_on_node_address_only()
         self._settings, self._below = settings, below
         self._has_ended = asyncio.Event()  # a turn, since the last report
-        self._books = Books(MOST_PROGRAMS, on_end=self._has_ended.set)
+        self._programs = ReplicaPrograms(MOST_PROGRAMS, on_end=self._has_ended.set)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._engine: Any = None
         self._reporting: asyncio.Task[None] | None = None
 
-    async def __serve_build_asgi_app__(self) -> Signed:
+    async def __serve_build_asgi_app__(self) -> ReplicaHeader:
         """Start the engine; return vLLM's app around it, with two more paths."""
         from continuum_lmcache.serve.engine import TurnPrompt
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
-        os.environ.setdefault(HONOR, "true")  # engine.under_way has the fleet's figures, whoever the tenant
+        os.environ.setdefault(HONOR, "true")  # engine.with_progress has the fleet's figures, for all tenants
         if self._below is not None:
             await self._below.ready.remote()
-        watch = partial(TurnPrompt.of_this_request, self._books)
+        watch = partial(TurnPrompt.of_this_request, self._programs)
         self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         app.add_api_route("/fleet/metrics", self.fleet_metrics, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
-        return Signed(app, self._name)
+        return ReplicaHeader(app, self._name)
 
     async def fleet(self) -> Response:
         """GET /fleet: the state as JSON."""
         try:
-            return JSONResponse(await self._ask("told"))
-        except AWAY as error:
-            return away(error)
+            return JSONResponse(await self._ask("snapshot"))
+        except NO_STATE as error:
+            return unavailable(error)
 
     async def fleet_metrics(self) -> Response:
         """GET /fleet/metrics: its figures in Prometheus' text format."""
         try:
             return PlainTextResponse(await self._ask("metrics"))
-        except AWAY as error:
-            return away(error)
+        except NO_STATE as error:
+            return unavailable(error)
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers know of a replica: `?replica=N` selects the one of rank N."""
@@ -118,26 +118,28 @@ class Replica:
     async def _ask(self, method: str, *words: object) -> Any:
         """Call the state. Its handle is looked up each time: it may be another actor now."""
         state = serve.get_deployment_actor(STATE)
-        return await asyncio.wait_for(getattr(state, method).remote(*words), ANSWERS_S)
+        return await asyncio.wait_for(getattr(state, method).remote(*words), ANSWER_S)
 
     async def _report(self) -> None:
         """Report to the state how full this replica is, each report_s and as soon as a turn has ended."""
-        known_to, books = "", self._books
+        known_to, programs = "", self._programs
         about = {"rank": self.rank, "pid": os.getpid(), "addresses": {"Ray": ray.util.get_node_ip_address()}}
         while True:
             self._has_ended.clear()
-            self._engine.look()
-            news, books.news = books.news, []
+            self._engine.report_prefills()
+            events, programs.events = programs.events, []
             try:
                 says = report(self._name, self._engine.gpu_tokens, figures())
-                answer = await self._ask("hears", self._name, about, says, news)
+                answer = await self._ask("take_report", self._name, about, says, events)
                 if answer != known_to:  # a new state, without any programs
-                    await self._ask("learns", self._name, books.known(time.monotonic()))
+                    await self._ask("restore_programs", self._name, programs.known(time.monotonic()))
                     known_to = answer
-            except AWAY as error:
+            except NO_STATE as error:
                 if known_to:  # logged once, not each half second
-                    logger.warning("The fleet's state does not answer (%s); the next is told all", error)
+                    logger.warning(
+                        "The fleet's state does not answer (%s); its successor gets all programs", error
+                    )
                 known_to = ""
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), self._settings.report_s)
-                await asyncio.sleep(GATHERS_S)
+                await asyncio.sleep(GATHER_S)

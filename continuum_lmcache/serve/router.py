@@ -35,10 +35,10 @@ from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.types import ProgramId
 
 logger = logging.getLogger("ray.serve")
-LOOKS_AGAIN_S = 1.0  # after a state that did not answer; until then no request waits for it
-SOON_S = 10.0  # for an answer on a turn that need not wait for room, longer than a program without a home may
-SEES_S = 2.0  # for how long the state may know a replica before this router does
-AGAIN = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
+STATE_RETRY_S = 1.0  # after a state that did not answer; until then no request waits for it
+NO_WAIT_ANSWER_S = 10.0  # the longest wait for an answer on a turn that is not held; above max_rehome_s
+REPLICA_LAG_S = 2.0  # for how long the state may know a replica before this router does
+FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
 
 
 class ProgramRouter(ConsistentHashRouter):
@@ -51,7 +51,7 @@ class ProgramRouter(ConsistentHashRouter):
         super().initialize_state(**kwargs)
         self._homes: Homes[str] = Homes(MOST_PROGRAMS, self._key)
         self._state: Any = None
-        self._looks_at_s = 0.0
+        self._retry_at_s = 0.0
         self._by_name: dict[str, RunningReplica] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -59,18 +59,18 @@ class ProgramRouter(ConsistentHashRouter):
         super().update_replicas(replicas)
         before, self._by_name = self._by_name, {r.replica_id.unique_id: r for r in replicas}
         for name in before.keys() - self._by_name.keys():
-            self._tell("gone", name, False)
+            self._notify("remove_replica", name, False)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A request found it dead, before the controller did."""
         super().on_replica_actor_died(replica_id)
         self._by_name.pop(replica_id.unique_id, None)
-        self._tell("gone", replica_id.unique_id, True)
+        self._notify("remove_replica", replica_id.unique_id, True)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """A request has ended, with any result."""
         super().on_request_completed(replica_id, internal_request_id)
-        self._tell("over", internal_request_id)
+        self._notify("turn_answered", internal_request_id)
 
     def _routing_key(self, pending_request: PendingRequest | None) -> str | None:
         """What the ring hashes: the program."""
@@ -92,14 +92,14 @@ class ProgramRouter(ConsistentHashRouter):
         if not turn.body_bytes and not turn.program:  # not a turn: /health, /v1/models, /fleet
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         if is_retry:
-            await self._backoff(AGAIN)
-        chosen = await self._told(pending_request, turn, is_retry)
+            await self._backoff(FULL_BACKOFF)
+        chosen = await self._ask_state(pending_request, turn, is_retry)
         if chosen is None and (home := self._homes.of(ProgramId(turn.program))) is not None:
             chosen = self._by_name.get(home)
         if chosen is None:
             chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         if turn.program:
-            self._homes.settles(ProgramId(turn.program), chosen.replica_id.unique_id)
+            self._homes.record(ProgramId(turn.program), chosen.replica_id.unique_id)
         return chosen
 
     async def _of_rank(self, pending_request: PendingRequest, rank: int) -> RunningReplica:
@@ -109,25 +109,27 @@ class ProgramRouter(ConsistentHashRouter):
                 return replica
         return await super()._choose_replica_for_request(pending_request)
 
-    async def _told(
+    async def _ask_state(
         self, pending_request: PendingRequest, turn: TurnName, again: bool
     ) -> RunningReplica | None:
         """The state's choice. None: it does not answer, or names a replica that is unknown here."""
-        state = self._find()
+        state = self._state_actor()
         if state is None:
             return None
         key = pending_request.metadata.internal_request_id
         never_waits = not turn.program or self._homes.of(ProgramId(turn.program)) is not None
         try:
-            answer_s = SOON_S if never_waits else self._answer_s
+            answer_s = NO_WAIT_ANSWER_S if never_waits else self._answer_s
             answer = await asyncio.wait_for(
-                state.arrives.remote(key, turn, again, tuple(self._by_name)), answer_s
+                state.place_turn.remote(key, turn, again, tuple(self._by_name)), answer_s
             )
         except asyncio.CancelledError:
-            self._tell("withdraws", key)
+            self._notify("cancel_turn", key)
             raise
         except (RayError, TimeoutError) as error:
-            logger.warning("The fleet's state does not answer (%s): turns go by this router's table", error)
+            logger.warning(
+                "The fleet's state does not answer (%s): this router places turns by its own table", error
+            )
             self._lost(state)
             return None
         if isinstance(answer, Refused) and not turn.program:
@@ -136,26 +138,26 @@ class ProgramRouter(ConsistentHashRouter):
             raise BackPressureError(1, 0, status_code=429, retry_after_s=answer.retry_after_s)
         said = replace(turn, turns=answer.program_turns, age_s=answer.program_age_s)
         pending_request.metadata.session_id = str(said)
-        until_s = asyncio.get_running_loop().time() + SEES_S
+        until_s = asyncio.get_running_loop().time() + REPLICA_LAG_S
         while answer.replica not in self._by_name and asyncio.get_running_loop().time() < until_s:
             await self._backoff(0)
         return self._by_name.get(answer.replica)
 
-    def _tell(self, method: str, *words: object) -> None:
-        """Send without an answer. A state that is missing learns from its replicas later."""
+    def _notify(self, method: str, *words: object) -> None:
+        """Send without an answer. A new state gets its programs from the replicas."""
         if self._state is not None:
             getattr(self._state, method).remote(*words)
 
     def _lost(self, state: Any) -> None:
         if self._state is state:
             self._state = None
-            self._looks_at_s = asyncio.get_running_loop().time() + LOOKS_AGAIN_S
+            self._retry_at_s = asyncio.get_running_loop().time() + STATE_RETRY_S
 
-    def _find(self) -> Any:
+    def _state_actor(self) -> Any:
         """The state's actor; None: it does not exist at the moment."""
         now_s = asyncio.get_running_loop().time()
-        if self._state is None and now_s >= self._looks_at_s:
-            self._looks_at_s = now_s + LOOKS_AGAIN_S
+        if self._state is None and now_s >= self._retry_at_s:
+            self._retry_at_s = now_s + STATE_RETRY_S
             ours = f"{self._deployment_id.app_name}::{self._deployment_id.name}::"
             start = SERVE_DEPLOYMENT_ACTOR_PREFIX + ours
             for named in ray.util.list_named_actors(all_namespaces=True):

@@ -59,7 +59,7 @@ class ServeSettings:
         own = {name: value for name, value in args.items() if not name.startswith(PREFIX)}
         refuse_unknown(own, kinds, "", "the arguments")
         if not own.get("model"):
-            raise ConfigError("model is missing; say model=NAME_OR_PATH")
+            raise ConfigError("model is missing; pass model=NAME_OR_PATH")
         given = {name.removeprefix(PREFIX): args[name] for name in args.keys() - own.keys()}
         if own.get("lmcache_gb") and str(own.get("nodes", 1)) == "1":
             given.setdefault("substrate", "shared")

@@ -4,8 +4,8 @@ It decides nothing: continuum_lmcache.fleet does. It has the clock, the callers 
 in the line. If the actor is lost, Ray starts another without any programs; each replica's next report has
 those that it knows.
 
-Callers: a router calls `arrives`, `withdraws`, `over`, `gone`; a replica calls `hears` and `learns`;
-users call `told` and `metrics`.
+Callers: a router calls `place_turn`, `cancel_turn`, `turn_answered` and `remove_replica`; a replica calls
+`take_report` and `restore_programs`; users call `snapshot` and `metrics`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from continuum_lmcache.bounded_dict import BoundedDict
-from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, Known, Refused, Route
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, KnownProgram, Refused, Route
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
-from continuum_lmcache.serve.books import FirstToken, News
 from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.replica_programs import FirstToken, TurnEvent
 from continuum_lmcache.types import ProgramId, TurnId
 
 FIRST_BYTES_PER_TOKEN = 4.0  # of a request's body, until prompts have been measured
-SETTLES_S = 3.0  # how long a turn's end may be missing after its answer has reached the client
-MOST_GONE = 1000
-BEGINS_S = 5.0  # ten periods of a replica's reports
-LOOKS_S = 0.02
+END_GRACE_S = 3.0  # how long a turn's end may be missing after its answer has reached the client
+MAX_REMOVED = 1000  # names of removed replicas that are remembered
+START_WAIT_S = 5.0  # at most, for the replicas' first reports: ten of their periods
+POLL_S = 0.02  # between two looks whether all replicas have reported
 
 
 class FleetState:
@@ -53,26 +53,26 @@ class FleetState:
         self.name = secrets.token_hex(8)  # another one after each restart
         self.fleet = Fleet(FleetConfig.load(config), bytes.fromhex(key))
         self._sweep_s = sweep_s
-        self._begins_s = self.now_s() + BEGINS_S
-        self._learnt: set[str] = set()
+        self._start_until_s = self.now_s() + START_WAIT_S
+        self._restored: set[str] = set()
         self._about: dict[ReplicaId, Mapping[str, Any]] = {}
-        # replicas that drain may still report
-        self._gone: BoundedDict[ReplicaId, None] = BoundedDict(MOST_GONE)
+        # they may still report while they drain
+        self._removed: BoundedDict[ReplicaId, None] = BoundedDict(MAX_REMOVED)
         self._waiting: dict[TurnId, asyncio.Future[Route]] = {}
         self._body_bytes, self._tokens = FIRST_BYTES_PER_TOKEN, 1.0
         self._sweeping: asyncio.Task[None] | None = None
 
     # called by a router ------------------------------------------------------
 
-    async def arrives(
+    async def place_turn(
         self, key: str, named: TurnName, again: bool, there: Collection[str]
     ) -> Route | Refused:
         """Where the turn goes. A first turn may wait. `again`: the last answer's replica did not take it.
         `there`: the replicas that the router sees."""
-        await self._begins(there)
+        await self._wait_for_reports(there)
         turn, now_s = TurnId(key), self.now_s()
         live = self.fleet.turns.get(turn)
-        if again and live is not None and live.route.replica not in self.fleet.places.places:
+        if again and live is not None and live.route.replica not in self.fleet.placement.replicas:
             self.fleet.lost(now_s, turn)
         program = ProgramId(named.program) if named.program else None
         answer = self.fleet.arrived(now_s, turn, program, self.tokens_of(named.body_bytes))
@@ -86,19 +86,19 @@ class FleetState:
         finally:
             self._waiting.pop(turn, None)
 
-    async def withdraws(self, key: str) -> None:
+    async def cancel_turn(self, key: str) -> None:
         """The client left, also while its turn waited in the line."""
         self._lost(TurnId(key))
 
-    async def over(self, key: str) -> None:
+    async def turn_answered(self, key: str) -> None:
         """The client has the answer. Its replica reports how it ended, unless the replica died."""
         if TurnId(key) in self.fleet.turns:
-            asyncio.get_running_loop().call_later(SETTLES_S, self._lost, TurnId(key))
+            asyncio.get_running_loop().call_later(END_GRACE_S, self._lost, TurnId(key))
 
-    async def gone(self, replica: str, died: bool) -> None:
+    async def remove_replica(self, replica: str, died: bool) -> None:
         """The router knows that the replica is gone (`died`: with all its turns), or that it drains."""
         name, now_s = ReplicaId(replica), self.now_s()
-        self._gone[name] = None
+        self._removed[name] = None
         self._about.pop(name, None)
         if died:
             self.fleet.died(now_s, name)
@@ -108,29 +108,29 @@ class FleetState:
 
     # called by a replica -----------------------------------------------------
 
-    async def hears(
-        self, replica: str, about: Mapping[str, Any], report: ReplicaReport, news: Iterable[News]
+    async def take_report(
+        self, replica: str, about: Mapping[str, Any], report: ReplicaReport, events: Iterable[TurnEvent]
     ) -> str:
         """A replica's report: its events and how full it is. The answer is this state's name: to a new name
-        the replica must report all its programs (`learns`)."""
+        the replica must report all its programs (`restore_programs`)."""
         name, now_s = ReplicaId(replica), self.now_s()
-        if name not in self._gone:
+        if name not in self._removed:
             self._about[name] = about
             self.fleet.joined(now_s, replace(report, at_s=now_s))
-        for one in news:
-            self._happened(now_s, one)
+        for one in events:
+            self._apply(now_s, one)
         self._admit()
         return self.name
 
-    async def learns(self, replica: str, held: Iterable[Known]) -> None:
+    async def restore_programs(self, replica: str, held: Iterable[KnownProgram]) -> None:
         """All programs that a replica knows."""
-        if ReplicaId(replica) not in self._gone:
-            self.fleet.restores(self.now_s(), ReplicaId(replica), held)
-            self._learnt.add(replica)
+        if ReplicaId(replica) not in self._removed:
+            self.fleet.restore(self.now_s(), ReplicaId(replica), held)
+            self._restored.add(replica)
 
     # called by users ---------------------------------------------------------
 
-    async def told(self) -> dict[str, Any]:
+    async def snapshot(self) -> dict[str, Any]:
         """The state for GET /fleet, in JSON's types. It has no program's name."""
         now_s, fleet = self.now_s(), self.fleet
         at_home: dict[ReplicaId, int] = {}
@@ -149,14 +149,14 @@ class FleetState:
                 "gpu_tokens": place.report.gpu_tokens,
                 "pending_tokens": place.pending_tokens,
             }
-            for name, place in fleet.places.places.items()
+            for name, place in fleet.placement.replicas.items()
         ]
         return {
             "schema": 1,
             "state": self.name,
             "replicas": sorted(replicas, key=lambda row: row.get("rank", math.inf)),
             "programs": len(fleet.programs),
-            "line": len(fleet.places.line),
+            "line": len(fleet.placement.line),
             "line_wait_seconds": round(fleet.line_wait_s(now_s), 3),
             "turns": {why.value: n for why, n in fleet.routes.items()},
             "stays": dict(fleet.stays),
@@ -168,7 +168,7 @@ class FleetState:
     async def metrics(self) -> str:
         """The same figures in Prometheus' text format (docs/metrics.md)."""
         registry = CollectorRegistry()
-        registry.register(_Figures(await self.told()))
+        registry.register(_Figures(await self.snapshot()))
         return generate_latest(registry).decode()
 
     async def check(self) -> None:
@@ -181,13 +181,13 @@ class FleetState:
         """About how many tokens a request's prompt has, by earlier prompts; 1 or more."""
         return max(1, round(body_bytes * self._tokens / self._body_bytes))
 
-    async def _begins(self, there: Collection[str]) -> None:
+    async def _wait_for_reports(self, there: Collection[str]) -> None:
         """Wait until those replicas have reported their programs, since a new state would take a started
-        program for a new one. Waits at most BEGINS_S for a replica that does not report."""
-        while self.now_s() < self._begins_s and not self._learnt.issuperset(there):
-            await asyncio.sleep(LOOKS_S)
+        program for a new one. Waits at most START_WAIT_S for a replica that does not report."""
+        while self.now_s() < self._start_until_s and not self._restored.issuperset(there):
+            await asyncio.sleep(POLL_S)
 
-    def _happened(self, now_s: float, one: News) -> None:
+    def _apply(self, now_s: float, one: TurnEvent) -> None:
         if isinstance(one, FirstToken):
             if one.body_bytes:
                 self._body_bytes += one.body_bytes
@@ -206,7 +206,7 @@ class FleetState:
 
     def _admit(self) -> None:
         """Answer the waiting requests for which there is room now."""
-        for route in self.fleet.admits(self.now_s()):
+        for route in self.fleet.admit(self.now_s()):
             waits = self._waiting.get(route.turn)
             if waits is not None and not waits.done():
                 waits.set_result(route)
@@ -225,39 +225,39 @@ class FleetState:
 class _Figures(Collector):
     """The figures of GET /fleet for Prometheus."""
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        self._told = told
+    def __init__(self, snapshot: Mapping[str, Any]) -> None:
+        self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
         for field, (label, text) in COUNTS.items():
-            counts = self._told[field] if label else {"": self._told[field]}
+            counts = self._snapshot[field] if label else {"": self._snapshot[field]}
             count = CounterMetricFamily(f"continuum_fleet_{field}", text, labels=[label] if label else [])
             for value, n in counts.items():
                 count.add_metric([value] if label else [], n)
             yield count
         for field, text in GAUGES.items():
-            yield GaugeMetricFamily(f"continuum_fleet_{field}", text, value=self._told[field])
+            yield GaugeMetricFamily(f"continuum_fleet_{field}", text, value=self._snapshot[field])
         for field, text in OF_A_REPLICA.items():
             gauge = GaugeMetricFamily(f"continuum_fleet_replica_{field}", text, labels=["replica"])
-            for row in self._told["replicas"]:
+            for row in self._snapshot["replicas"]:
                 gauge.add_metric([str(row.get("rank", row["replica"]))], row[field])
             yield gauge
 
 
-COUNTS = {  # by field of `told`: label, help
-    "turns": ("why", "Turns by why they went where they went"),
-    "stays": ("reason", "Later turns that might have moved, by why they did not"),
-    "refused": ("", "New programs that got 429"),
+COUNTS = {  # by field of `snapshot`: label, help
+    "turns": ("why", "Turns by the reason for their replica"),
+    "stays": ("reason", "Later turns that could have moved, by why they did not"),
+    "refused": ("", "New programs that were refused with HTTP 429"),
     "thrash": ("", "Moves of a program within the cooldown; must stay 0"),
 }
 GAUGES = {
-    "line": "Programs that wait for room",
-    "line_wait_seconds": "For how long the first in line has waited",
+    "line": "Programs in the line",
+    "line_wait_seconds": "How long the first in line has waited",
     "programs": "Programs that the fleet knows",
 }
 OF_A_REPLICA = {
-    "report_age_seconds": "How old the replica's last report is",
-    "headroom_tokens": "For how large a forecast the replica has room",
-    "programs": "Programs at home on the replica",
+    "report_age_seconds": "Age of the replica's last report",
+    "headroom_tokens": "Largest forecast that fits on the replica",
+    "programs": "Programs whose home is the replica",
     "requests": "Requests at the replica",
 }

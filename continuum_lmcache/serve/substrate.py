@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 from ray import serve
 
-from connectors.lmcache_mp.server.command_line import HOST, left_behind, options
+from connectors.lmcache_mp.server.command_line import HOST, leftover_pool, options
 from continuum_lmcache.errors import ServerError
-from continuum_lmcache.serve.listening import on_the_nodes_address_alone
+from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.settings import ServeSettings
 
 START_S = 180.0
@@ -36,14 +36,14 @@ class Substrate:
     """The deployment's class: the parent of one `lmcache server`."""
 
     def __init__(self, settings: ServeSettings) -> None:
-        on_the_nodes_address_alone()
+        listen_on_node_address_only()
         self._url = f"http://{HOST}:{settings.lmcache_http_port}/healthcheck"
         self._process: subprocess.Popen[bytes] | None = None
         if self._answers():
             return
         if settings.lmcache_disk:
             Path(settings.lmcache_disk).mkdir(parents=True, exist_ok=True)
-        left_behind(settings.lmcache_port).unlink(missing_ok=True)
+        leftover_pool(settings.lmcache_port).unlink(missing_ok=True)
         self._process = subprocess.Popen(command(settings))
         end_s = time.monotonic() + START_S
         while not self._answers():

@@ -95,7 +95,8 @@ def queueing(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
             "queue-over-target",
             f"turns waited {seen.queue_s:.1f} s in the queue on average, over the target of "
             f"{targets.queue_s:g} s",
-            "more comes in than this server can do: send less, add a replica, or shorten contexts",
+            "more requests arrive than this server can process: send fewer, shorten contexts, "
+            "or add a replica",
         )
 
 
@@ -109,7 +110,7 @@ def small_tier(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:  #
             "tier-too-small",
             f"the programs' contexts add up to {seen.working_set_tokens:,.0f} tokens, and the largest tier "
             f"holds {largest:,.0f}",
-            "an LRU smaller than its working set drops what comes back: enlarge "
+            "an LRU below the working set evicts KV before its program returns: enlarge "
             "lmcache.max_local_cpu_size or add a disk (lmcache.local_disk, lmcache.max_local_disk_size)",
         )
 
@@ -159,7 +160,7 @@ def store_stalls(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
             "store-stalls",
             f"steps waited {seen.store_s:.2f} s of {seen.seconds:.0f} s for stores "
             f"({seen.store_s / seen.seconds:.0%})",
-            "a slow disk tier holds the writer up: use a faster one, lower lmcache.max_local_disk_size to 0, "
+            "a slow disk tier delays the writer: use a faster one, lower lmcache.max_local_disk_size to 0, "
             "or set lmcache.save_decode_cache to false",
         )
 
@@ -170,7 +171,7 @@ def store_down(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:  #
         yield error(
             "tier-store-down",
             "the tier store does not answer: what the GPU loses is computed again",
-            "look whether LMCache's server runs and can be reached; serving goes on meanwhile",
+            "check that LMCache's server runs and can be reached; serving continues meanwhile",
         )
 
 
@@ -180,25 +181,25 @@ def guessed_rates(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
     if guessed:
         yield note(
             "guessed-rates",
-            f"nothing measured stands behind {', '.join(guessed)}",
+            f"no measurements for {', '.join(guessed)}",
             "measure with profiles/measure.py and set continuum.profile; real loads correct tiers' rates",
         )
 
 
-MENDED = {  # causes in divergence.py that a user can remove
-    "nonce": "something new stands in each prompt there: take it out, or send it last "
+REMEDIES = {  # causes in divergence.py that a user can remove
+    "nonce": "each prompt has new text there: remove it, or send it last "
     "(Claude Code: CLAUDE_CODE_ATTRIBUTION_HEADER=0)",
     "tools": "a client changes its list of tools within a session: keep one list, in one order",
-    "salt": "programs go on under another cache_salt or adapter: keep one for each",
-    "thoughts": "the chat template leaves out what the model thought: where the model allows it, serve with "
+    "salt": "programs continue under another cache_salt or adapter: keep one for each",
+    "thoughts": "the chat template removes the model's thinking: where the model allows it, serve with "
     "a template that keeps it",
-    "answer": "a client or the chat template writes answers anew: send them back as they came",
+    "answer": "a client or the chat template changes answers: send them back unchanged",
 }
 
 
-def parted(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
+def diverging_prompts(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
     """Prompts differ from the turns before them, which costs prefill."""
-    for cause, remedy in MENDED.items():
+    for cause, remedy in REMEDIES.items():
         lost_s = seen.lost_s.get(cause, 0.0)
         if lost_s > targets.lost_share * seen.seconds:
             at_token = seen.lost_at_token.get(cause)
@@ -206,7 +207,7 @@ def parted(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
             returns = f"{seen.lost_returns.get(cause, 0.0):.0f} returns in {seen.seconds:.0f} s"
             yield warning(
                 f"lost-to-{cause}",
-                f"{returns} need {lost_s:.2f} s of prefill again: prompts part from the turn before{at}",
+                f"{returns} need {lost_s:.2f} s of prefill again: prompts differ from the turn before{at}",
                 remedy,
             )
 
@@ -232,7 +233,7 @@ RULES: dict[str, HealthRule] = {
     ),
     "store stalls": HealthRule(store_stalls, ("store_s",)),
     "tier store up": HealthRule(store_down, ("tier_store_up",)),
-    "prompts go on from the turn before": HealthRule(parted, ("lost_s",)),
+    "prompts go on from the turn before": HealthRule(diverging_prompts, ("lost_s",)),
     "rates measured": HealthRule(guessed_rates, ("rate_samples",)),
 }
 

@@ -85,7 +85,7 @@ class MetricSamples:
             self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
 
     def _reloaded(self, event: ContextReloaded) -> None:
-        self._add("reload_foretold", "", event.outcome.predicted_s)
+        self._add("reload_predicted", "", event.outcome.predicted_s)
         self._add("reload", "", event.outcome.took_s)
 
     def take_samples(self) -> dict[str, Samples]:

@@ -134,7 +134,9 @@ class ToolDurations:
         try:
             saved = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise GapsError(f"saved gaps are not JSON: {error}; delete the file to start afresh") from error
+            raise GapsError(
+                f"saved gaps are not JSON: {error}; delete the file to start without them"
+            ) from error
         gaps = cls()
         for key, observations in parsed(saved):
             window = gaps._window(key)
@@ -171,7 +173,7 @@ def suffixes(tool: ToolKey) -> list[ToolKey]:
 def parsed(saved: Any) -> list[tuple[ToolKey, list[tuple[float, bool]]]]:
     """Keys and observations of a saved file; raises GapsError at the first problem."""
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
-        raise GapsError(f"saved gaps have no version {VERSION}; delete the file to start afresh")
+        raise GapsError(f"saved gaps have no version {VERSION}; delete the file to start without them")
     keys = saved.get("keys")
     if not isinstance(keys, list) or len(keys) > MAX_KEYS:
         raise GapsError(f"saved gaps: 'keys' must be a list of at most {MAX_KEYS}")

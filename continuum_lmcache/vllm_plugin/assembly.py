@@ -99,11 +99,11 @@ class FileSaver:
     def _run(self) -> None:
         while True:
             try:
-                goes_on = self._asked.get(timeout=self._every_s)
+                continues = self._asked.get(timeout=self._every_s)
             except queue.Empty:
                 self._parts.save_durations()
                 continue
-            if not goes_on:
+            if not continues:
                 return
             self._parts.save()
 
@@ -138,7 +138,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     logger.info("KV below the GPU: %s", residency.mode)
     if not residency.times_loads:
         logger.warning(
-            "the KV connector %s does not say where KV lies: TTLs are set as if it kept none",
+            "the KV connector %s does not report where KV is: TTLs are computed as if it stored none",
             type(scheduler.connector).__name__,
         )
     if isinstance(scheduler.connector, SelectiveLoader):
@@ -155,7 +155,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
 def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> CostModel:
     """The measured profile, or cautious costs that are marked as not measured."""
     if not config.profile:
-        logger.warning("continuum.profile is not set: reload costs are guesses, not measurements")
+        logger.warning("continuum.profile is not set: reload costs are assumed, not measured")
         return replace(UNMEASURED, kv_bytes_per_token=kv_bytes_per_token)
     path = Path(config.profile)
     try:

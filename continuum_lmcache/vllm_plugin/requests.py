@@ -84,12 +84,12 @@ def live_turn(now_s: float, request: Request, config: ContinuumConfig) -> tuple[
     ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]
     priority = request.priority
     if priority and not config.honor_priority:
-        logger.warning_once("A request's priority is ignored: see continuum.honor_priority (said once)")
+        logger.warning_once("A request's priority is ignored: see continuum.honor_priority (logged once)")
         ignored, priority = [*ignored, "priority"], 0
     tenant = tenant_of(request.cache_salt, fields.owner)
     if fields.turns and tenant and not config.honor_program_age:
         logger.warning_once(
-            "program_turns of tenants is ignored: see continuum.honor_program_age (said once)"
+            "program_turns of tenants is ignored: see continuum.honor_program_age (logged once)"
         )
         ignored, fields = [*ignored, "program_turns"], replace(fields, turns=0, age_s=0.0)
     return TurnState(TurnId(request.request_id), None, fields, now_s, now_s, priority, tenant), ignored
@@ -146,6 +146,6 @@ def tail_text(request: Request, tokenizer: Any, ignored: Counter[str]) -> str:
     try:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     except LookupError:
-        logger.warning_once("A turn's tool stays unknown: its tokens cannot be decoded (said once)")
+        logger.warning_once("A turn's tool is not known: its tokens cannot be decoded (logged once)")
         ignored["output_token_ids"] += 1
         return ""

@@ -65,7 +65,7 @@ class ContinuumMixin(Scheduler):
         self._decodes_first = advisor.config.measured_chunk
         self._prompts_last = False  # among the running ones, in this step
         self._had_prompts = False  # in the last step; without them the requests need no check
-        self._alarm: IdleTimer | None = None
+        self._idle_timer: IdleTimer | None = None
         self._renewal = PinRenewal(lifecycle.programs, self._pins, advisor, lifecycle.engine_load)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
@@ -100,11 +100,11 @@ class ContinuumMixin(Scheduler):
         self._lifecycle.forget_idle(now_s)
         self._choose_chunk()
         self._reorder()
-        self._reclaimer.step_begins()
+        self._reclaimer.on_step_start()
         try:
             return super().schedule(*args, **kwargs)
         finally:
-            self._reclaimer.step_ends()
+            self._reclaimer.on_step_end()
 
     def _reorder(self) -> None:
         """Move turns whose place changed; the newest program's request becomes vLLM's victim."""
@@ -156,7 +156,7 @@ class ContinuumMixin(Scheduler):
         self._had_prompts = total > len(tokens)
         if self._chunks.smallest is not None:
             decodes = self._decoded(tokens) if self._had_prompts else total
-            self._chunks.saw(total - decodes, decodes)
+            self._chunks.record(total - decodes, decodes)
         super()._update_after_schedule(scheduler_output)
 
     def _decoded(self, tokens: Mapping[str, int]) -> int:
@@ -167,7 +167,7 @@ class ContinuumMixin(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         now_s = self.clock()
         outputs = super().update_from_output(scheduler_output, *args, **kwargs)
-        self._invalid_blocks.step_ended()
+        self._invalid_blocks.on_step_end()
         self._step_timer.on_step(now_s, scheduler_output)  # after: the step's transfers are known now
         return outputs
 
@@ -236,9 +236,9 @@ class ContinuumMixin(Scheduler):
         """The engine may go to sleep: set the timer for the next deadline."""
         if super().has_requests():
             return
-        if self._alarm is None:
-            self._alarm = IdleTimer(wake)
-        self._alarm.set(self.next_due_s())
+        if self._idle_timer is None:
+            self._idle_timer = IdleTimer(wake)
+        self._idle_timer.set(self.next_due_s())
 
     def next_due_s(self) -> float | None:
         """When a pin expires, though nothing may run then; None: never."""
@@ -263,8 +263,8 @@ class ContinuumMixin(Scheduler):
     def shutdown(self) -> None:
         self._lifecycle.release_all(self.clock())
         self._parts.close()
-        if self._alarm is not None:
-            self._alarm.close()
+        if self._idle_timer is not None:
+            self._idle_timer.close()
         super().shutdown()
 
     # order ------------------------------------------------------------------

@@ -94,7 +94,7 @@ class StepTimer:
         untimed = self._untimed & output.num_scheduled_tokens.keys()
         self._untimed -= untimed
         prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
-        self.prompt_time.stepped(now_s, took_s if prefills else 0.0)
+        self.prompt_time.on_step(now_s, took_s if prefills else 0.0)
         if prefills or self.reloads.is_tracking:
             step = StepWork(took_s, work_of(output))
             for outcome in self.reloads.on_step(step, moved, self._rates.costs.prefill):
@@ -123,8 +123,8 @@ class StepTimer:
         in_step_s = step_wait_s(moved)
         prefill_tokens = sum(new for new, _ in step.work.values() if new > 1)
         if prefill_tokens >= LEAST_PREFILL_SHARE * step.new_tokens and in_step_s < step.seconds / 2:
-            said_s = curve.fixed_s + sum(step.weights(curve).values())
-            self._rates.computed(step.seconds - in_step_s, said_s)
+            predicted_s = curve.fixed_s + sum(step.weights(curve).values())
+            self._rates.observe_prefill(step.seconds - in_step_s, predicted_s)
 
 
 def work_of(output: SchedulerOutput) -> dict[TurnId, tuple[int, int]]:

@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache.admission.controller import AdmissionController, room_of
+from continuum_lmcache.admission.controller import AdmissionController, kv_capacity
 from continuum_lmcache.admission.shared_prefixes import SharedPrefixIndex
 from continuum_lmcache.programs.end_claims import EndClaim, EndClaims
 from continuum_lmcache.programs.identity import program_id
@@ -76,11 +76,11 @@ class TurnLifecycle:
         )
         kv_tokens = self.kv_tokens
 
-        def others() -> Contention:
+        def contention() -> Contention:
             return Contention(len(self.turns) - 1, kv_tokens)
 
-        beside = others if residency.async_loads else no_contention
-        self.load_policy = LoadPolicy(advisor.rates, beside, config.load_or_recompute)
+        other_turns = contention if residency.async_loads else no_contention
+        self.load_policy = LoadPolicy(advisor.rates, other_turns, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end does not count as evicted
         self.step_timer = StepTimer(
             advisor.rates, advisor.observe_transfers, self.events, residency, self._slack_tokens
@@ -92,7 +92,7 @@ class TurnLifecycle:
         )
         self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
         self.admission = AdmissionController(
-            room_of(kv_tokens, advisor.cheap_tiers()),
+            kv_capacity(kv_tokens, advisor.cheap_tiers()),
             config.admission_max_hold_s,
             advisor.admission_order,
             shared_prefixes=self._shared_prefixes,

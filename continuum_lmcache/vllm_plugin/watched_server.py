@@ -70,7 +70,7 @@ class WatchedEngine(AsyncLLM):
             self._uncomputed.pop(request_id, None)
             watched.stops(prompt_tokens + generated_tokens if finished else 0)
 
-    def look(self) -> None:
+    def report_prefills(self) -> None:
         """Report prompts whose prefill has ended without an output yet: an answer that is not streamed comes
         only when it is complete."""
         for state in self.output_processor.request_states.values():

@@ -1,1 +1,1 @@
-"""The lab with N engines: one arrival stream, a router by name, and replicas that are slow or die."""
+"""The simulator with several engines: one arrival stream, a router, and replicas that are slow or die."""

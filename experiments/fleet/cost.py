@@ -1,8 +1,8 @@
-"""What does asking the fleet cost?    python -m experiments.fleet.cost
+"""Measures what a query of the fleet costs.    python -m experiments.fleet.cost
 
-CPU time of the thread for one answer, with so many programs alive over so many replicas: a later turn that
-goes home at once, one whose home is busy so that every other replica is weighed, a new program's first turn,
-and a report. And the memory of a program, as tracemalloc counts it.
+CPU time of the thread for one answer, by the number of programs and replicas: a later turn that goes home at
+once; one whose home is busy, so that every other replica is compared; a new program's first turn; and a
+report. Also the memory of a program, as tracemalloc counts it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPT_TOKENS = 20_000
 
 
 class BusyFleet:
-    """A fleet in which every program is in a tool call, but `live` turns a replica."""
+    """A fleet in which all programs are in a tool call, except `live` turns per replica."""
 
     def __init__(self, programs: int, replicas: int, live: int = 32) -> None:
         self.fleet = Fleet(FleetConfig(), KEY)
@@ -39,7 +39,7 @@ class BusyFleet:
             self.fleet.joined(0.0, self.report(name))
         self.programs = [ProgramId(f"program-{i}@0123456789ab") for i in range(programs)]
         for i, program in enumerate(self.programs):
-            turn = self.comes(program, said_turns=1)
+            turn = self.comes(program, claimed_turns=1)
             self.fleet.first_token(turn)
             if i >= live * replicas:
                 self.fleet.paused(self.now_s, turn, PROMPT_TOKENS)
@@ -48,22 +48,22 @@ class BusyFleet:
         room = {"headroom_tokens": float(GPU_TOKENS), "oldest_returning_wait_s": waits_s}
         return ReplicaReport(name, self.now_s, GPU_TOKENS, requests=32, **room)
 
-    def comes(self, program: ProgramId, said_turns: int = 0) -> TurnId:
+    def comes(self, program: ProgramId, claimed_turns: int = 0) -> TurnId:
         self._turns += 1
         turn = TurnId(f"turn-{self._turns}")
-        answer = self.fleet.arrived(self.now_s, turn, program, PROMPT_TOKENS + 500, said_turns, 60.0)
+        answer = self.fleet.arrived(self.now_s, turn, program, PROMPT_TOKENS + 500, claimed_turns, 60.0)
         assert isinstance(answer, Route)
         return turn
 
     def hear(self, waits_s: float) -> None:
-        """News of all replicas."""
+        """Reports of all replicas."""
         self.now_s += 0.5
         for name in self.names:
             self.fleet.reported(self.now_s, self.report(name, waits_s))
 
 
 def samples(busy: BusyFleet, asked: int, seed: int) -> Iterator[tuple[str, float]]:
-    """What was asked, and what it took."""
+    """Each kind of query with its times."""
     random_of = random.Random(seed)
     for waits_s, what in ((0.0, "a later turn, home at once"), (1.0, "a later turn, all replicas weighed")):
         busy.hear(waits_s)

@@ -1,4 +1,4 @@
-"""The fleet's figures, as PNG and SVG. Symbols and places tell routers apart, not colour."""
+"""The fleet's figures, as PNG and SVG. Routers differ by symbol and position, not by colour."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ def draw_balance(rows: Rows, section: Section, size: Size, seeds: Sequence[int],
 
 def draw_timeline(runs: Iterable[tuple[FleetPoint, FleetResult]], path: Path) -> None:
     """Pending prefill tokens by replica over time, an arrow for each move."""
-    told = list(runs)
+    shown = list(runs)
     figure, panels = plt.subplots(
-        len(told), 1, figsize=(10, 2.4 * len(told)), layout="constrained", squeeze=False
+        len(shown), 1, figsize=(10, 2.4 * len(shown)), layout="constrained", squeeze=False
     )
-    for axes, (point, run) in zip(panels.flat, told, strict=True):
+    for axes, (point, run) in zip(panels.flat, shown, strict=True):
         end_s = run.timeline[-1][0]
         pending = np.array([tokens for _, tokens in run.timeline]).T / 1000
         image = axes.imshow(
@@ -148,7 +148,7 @@ def draw_timeline(runs: Iterable[tuple[FleetPoint, FleetResult]], path: Path) ->
             ylabel="replica", title=f"{point.router}, {point.engine}: {len(run.moves)} moves", xlabel="s"
         )
         figure.colorbar(image, ax=axes, label="pending, 1000 tokens", extend="max")
-    first = told[0][0]
+    first = shown[0][0]
     titled(
         figure,
         "Pending prefill, and moves",
@@ -158,7 +158,7 @@ def draw_timeline(runs: Iterable[tuple[FleetPoint, FleetResult]], path: Path) ->
 
 
 def timeline_points(size: Size, seed: int) -> list[FleetPoint]:
-    """What the timeline shows: stock engines, where moves have something to mend."""
+    """The runs that the timeline shows: stock engines, where moves can gain something."""
     return [
         replace(p, seed=seed, link_gbps=PEER_GBPS) for p in at(HOT, size, *TIMELINE_ROUTERS, engine=STOCK)
     ]

@@ -1,4 +1,4 @@
-"""What a row says of a fleet's run (rows.FLEET_FIGURES)."""
+"""The figures of a fleet's run in a row (rows.FLEET_FIGURES)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTLED_TURNS = 5  # a move was right if its program does not move again within 
 def figures(
     found: FleetResult, programs: Sequence[Program], machine: Machine, replicas: int, cool_s: float
 ) -> dict[str, Any]:
-    """Seconds, tokens, counts and shares; `replicas` as they began."""
+    """Seconds, tokens, counts and shares; `replicas` as at the start."""
     result, turns = found.result, found.result.turns
     jobs_s = [job.job_s for job in result.jobs]
     ttfts_s = [turn.ttft_s for turn in turns]

@@ -1,4 +1,4 @@
-"""A FleetPoint in the lab: its programs, its replicas, its router, and what the run says."""
+"""Runs a FleetPoint in the simulator: its programs, its replicas and its router."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def simulated(point: FleetPoint) -> tuple[FleetResult, tuple[Program, ...]]:
 
 
 def programs_of(point: FleetPoint) -> tuple[Program, ...]:
-    """The same for every router of a seed, in bursts at the load's rate."""
+    """The same programs for every router of a seed, arriving in bursts at the load's rate."""
     machine = machine_of(point)
     many = of_workload(point, max(DEMANDED, point.programs))
     jps = rate_of(many, point.rho, machine, point.replicas - 1 + point.slow)
@@ -64,7 +64,7 @@ def machine_of(point: FleetPoint) -> Machine:
 
 
 def setup_of(point: FleetPoint) -> FleetSetup:
-    """The replicas that the point asks for."""
+    """The replicas of the point."""
     engine = Setup(
         policy=STOCK_POLICY if point.engine == STOCK else policy_of(point.engine),
         tiers={"dram_gb": point.dram_gb, "async": True},

@@ -1,4 +1,4 @@
-"""The product's own fleet state (continuum_lmcache/fleet/) as a router of the lab: reports in, routes out."""
+"""The product's fleet (continuum_lmcache/fleet/) as a router of the simulator."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ours:
 
     def opens(self, now_s: float, replicas: Sequence[Replica]) -> list[Opening]:
         self._hears(now_s, replicas)
-        return [Opening(self.held.pop(route.turn), int(route.replica)) for route in self.fleet.admits(now_s)]
+        return [Opening(self.held.pop(route.turn), int(route.replica)) for route in self.fleet.admit(now_s)]
 
     def first_token(self, _now_s: float, turn: Turn) -> None:
         self.fleet.first_token(TurnId(turn.id))
@@ -50,7 +50,7 @@ class Ours:
         self.fleet.died(now_s, name_of(replica))
 
     def _hears(self, now_s: float, replicas: Sequence[Replica]) -> None:
-        """Replicas say how they are, each `report_s`."""
+        """Replicas report every `report_s`."""
         if self.reported_s >= 0 and now_s - self.reported_s < self.report_s:
             return
         for replica in replicas:
@@ -66,7 +66,7 @@ def name_of(replica: int) -> ReplicaId:
 
 
 def report(now_s: float, replica: Replica) -> ReplicaReport:
-    """What the replica's gauges say: those of stock vLLM, or ours. The slow one says nothing of its speed."""
+    """The replica's report, from stock vLLM's gauges or ours. A slow replica does not report its speed."""
     requests = replica.running + replica.waiting
     lifecycle = getattr(replica.scheduler, "_lifecycle", None)
     if lifecycle is None:
@@ -87,9 +87,9 @@ def report(now_s: float, replica: Replica) -> ReplicaReport:
         at_s=now_s,
         gpu_tokens=replica.kv_tokens,
         requests=requests,
-        tier_tokens=admission.room.tier_tokens,
+        tier_tokens=admission.capacity.tier_tokens,
         headroom_tokens=admission.headroom_tokens,
-        programs_outside=len(admission.pending),
+        pending_programs=len(admission.pending),
         oldest_returning_wait_s=replica.oldest_returning_wait_s(now_s),
         costs=lifecycle.advisor.rates.costs,
     )

@@ -1,4 +1,4 @@
-"""What `offload_sweep fleet` runs, by section and size. A case that two sections need is run once."""
+"""The cases of `offload_sweep fleet`, by section and size. A case that two sections need is run once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Section:
 
 
 def at(regime: tuple[str, float], size: Size, *routers: str, engine: str = OURS) -> Points:
-    """The routers under one load. EAR has its link: it moves KV."""
+    """The routers under one load. EAR has a link, since it moves KV."""
     workload, rho = regime
     if size is Size.QUICK:
         rho = 3.0
@@ -54,7 +54,7 @@ def router_of(point: FleetPoint) -> str:
 
 
 def by_load(size: Size) -> Points:
-    """Every router under every load, over both engines. Under the lightest, those that a user might have."""
+    """Every router under every load, over both engines. Under the lightest load only common ones."""
     if size is Size.QUICK:
         few = ("least", "hash", "ear", FLEET)
         return [p for engine in (STOCK, OURS) for p in at(HOT, size, *few, engine=engine)]
@@ -80,7 +80,7 @@ def lines(size: Size) -> Points:
 
 
 def told(size: Size) -> Points:
-    """Routers that send each turn anywhere: engines that know, or do not, that a program is under way."""
+    """Routers that send each turn to any replica; engines know, or do not, that a program has started."""
     known = [] if size is Size.QUICK else at(REGIMES[1], size, "least", "hits-load")
     return [*known, *(replace(point, told=False) for point in known)]
 
@@ -126,7 +126,7 @@ def sensitivity(size: Size) -> Points:
 
 
 def varied(point: FleetPoint) -> str:
-    """What is not as usual."""
+    """The settings that differ from the default."""
     plain = FleetPoint(point.router, point.engine, point.rho, 0)
     names = ("kv_share", "skew", "hot_tokens", "cool_s", "report_s", "slow", "replicas")
     changed = [
@@ -167,7 +167,7 @@ SECTIONS = {
 
 
 def seeds_of(size: Size) -> Sequence[int]:
-    """Those that nothing was tuned on; a claim on a router needs three at least."""
+    """Seeds that nothing was tuned on; a claim on a router needs at least three."""
     return SEEDS[size] if size is not Size.DEFAULT else (3, 4, 5)
 
 
@@ -180,5 +180,5 @@ def chosen(parts: str) -> dict[str, Section]:
 
 
 def cases(section: Section, size: Size, seeds: Sequence[int]) -> Points:
-    """What is to be run: all of a seed before the next one."""
+    """The cases to run: all of a seed before the next one."""
     return [replace(point, seed=seed) for seed in seeds for point in section.points(size)]

@@ -3,8 +3,8 @@
 A program is bound to a replica by hash and is active there while a turn of it is in flight, and for a TTL
 after. What is active may fill the replica's KV tokens. A turn of a program that is not active waits in the
 pool until its replica has room, no request waits in its engine (polled each second), and fewer than 64
-programs are active; the most recently active one first. A paused program whose replica is pressed goes to
-another that has its headroom and 1.2 times its context more. After 300 s it is let in.
+programs are active; the most recently active one first. A paused program whose replica lacks memory goes to
+another that has its headroom and 1.2 times its context more. After 300 s it is admitted in any case.
 
 The TTL is the one with the greatest gain over the latest 100 tool gaps, P(gap <= t) x the cost of a miss less
 the time held, up to 10 s; none before 100 gaps were seen: the documentation says what it is chosen from, the
@@ -122,7 +122,7 @@ class ProgramScheduling:
             self.polled = {replica.index: replica.waiting for replica in replicas}
 
     def _resume_order(self, now_s: float) -> Callable[[tuple[float, Turn]], tuple[float, float]]:
-        """Those who must come first, then the most recently active; new ones by arrival."""
+        """Programs that must start first, then the most recently active; new ones by arrival."""
 
         def order(entry: tuple[float, Turn]) -> tuple[float, float]:
             came_s, turn = entry
@@ -145,7 +145,7 @@ class ProgramScheduling:
     def _elsewhere(
         self, now_s: float, came_s: float, turn: Turn, home: Replica, replicas: Sequence[Replica]
     ) -> Replica | None:
-        """Another replica for a paused program whose own is pressed."""
+        """Another replica for a paused program whose replica lacks memory."""
         bound = self.programs[turn.program]
         mature = len(self._gaps(home.index)) == WINDOW and now_s - came_s >= POLL_S
         waits_there = {self.programs[other.program].replica for _, other in self.pool if other is not turn}

@@ -1,4 +1,4 @@
-"""What a router may look at: a turn that has come, and the replicas it could go to."""
+"""What a router may read: an arrived turn, and the replicas that it could go to."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Sent:
 
 @dataclass(slots=True)
 class Replica:
-    """One engine as a router sees it. All figures are exact and of now, which no real router has."""
+    """One engine as a router sees it. All figures are exact and current, unlike a real router's."""
 
     index: int
     engine: Engine
@@ -96,7 +96,7 @@ class Replica:
         return sum(request.num_tokens if request else sent.turn.prompt_tokens for request, sent in found)
 
     def oldest_returning_wait_s(self, now_s: float) -> float:
-        """For how long the later turn has waited here that waits for longest; 0: none does."""
+        """The longest present wait of a later turn here; 0: none waits."""
         found = ((self.scheduler.requests.get(name), sent.turn) for name, sent in self.sent.items())
         came_s = [r.arrival_time for r, turn in found if r and turn.number > 1 and not r.num_computed_tokens]
         return max((now_s - at_s for at_s in came_s), default=0.0)
@@ -106,7 +106,7 @@ class Replica:
         return max(self.gpu_hit_tokens(turn), self.dram_hit_tokens(turn))
 
     def gpu_hit_tokens(self, turn: Turn) -> int:
-        """vLLM lets a prefix go from its tail, so what is there is the beginning."""
+        """vLLM evicts a prefix from its tail, so the beginning remains."""
         pool, hashes = self.scheduler.kv_cache_manager.block_pool, turn.request.block_hashes
         return self.engine.setup.block_tokens * _leading(
             len(hashes), lambda at: pool.get_cached_block(hashes[at], [0]) is not None
@@ -131,10 +131,10 @@ def chunk_names(turn: Turn, store: TwoTierCache) -> list[Any]:
 
 
 def _leading(count: int, is_there: Any) -> int:
-    """How many of the first are there, where what is there are the first."""
+    """How many of the first chunks are there; those there are always the first ones."""
     return bisect_left(range(count), True, key=lambda at: not is_there(at))
 
 
 def alive(replicas: Any) -> list[Replica]:
-    """Those that serve. There is always one."""
+    """The replicas that serve; there is always one."""
     return [replica for replica in replicas if replica.alive]

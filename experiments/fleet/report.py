@@ -1,4 +1,4 @@
-"""From a fleet's rows to tables: sections, bars, conditions."""
+"""Makes tables of a fleet's rows: sections, bars, conditions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def of(rows: Iterable[Row], column: str) -> BySeed:
 
 
 def conditions(pairs: Found) -> str:
-    """What was run, for a caption."""
+    """The conditions of the run, for a caption."""
     points = [case for case, _ in pairs if isinstance(case, FleetPoint)]
     measured = {row["measured"] for _, row in pairs} == {"True"}
 
@@ -104,7 +104,7 @@ def conditions(pairs: Found) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A goal that the lab can judge."""
+    """A goal that the simulator can check."""
 
     name: str
     asked: str
@@ -139,7 +139,7 @@ def at_most(most: float, column: str) -> Callable[..., tuple[str, bool]]:
 
 
 def balanced(rows: Sequence[list[Row]]) -> tuple[str, bool]:
-    """Ours: the worst replica is near the median, and the median near hash's."""
+    """For ours: the worst replica is near the median, and the median near hash's."""
     middle, worst, rival = (
         mean(of(those, column).values())
         for those, column in (
@@ -149,30 +149,30 @@ def balanced(rows: Sequence[list[Row]]) -> tuple[str, bool]:
         )
     )
     rival_worst = mean(of(rows[0], "ttft_p90_max_s").values())
-    told = f"({middle:.1f}, {worst:.1f}) s; hash ({rival:.1f}, {rival_worst:.1f})"
-    return told, worst <= 2 * middle and middle <= 1.4 * rival
+    text = f"({middle:.1f}, {worst:.1f}) s; hash ({rival:.1f}, {rival_worst:.1f})"
+    return text, worst <= 2 * middle and middle <= 1.4 * rival
 
 
 def moves(rows: Sequence[list[Row]]) -> tuple[str, bool]:
-    """Few, right, and never back and forth."""
+    """Few moves, accurate ones, and no thrash."""
     share = mean(of(rows[-1], "moves_share").values())
     right = mean(of(rows[-1], "moves_accurate_share").values())
     thrash = sum(of(rows[-1], "thrash").values())
-    told = f"{100 * share:.1f} % of turns, {100 * right:.0f} % right, thrash {thrash:.0f}"
-    return told, share <= 0.05 and right >= 0.9 and not thrash
+    text = f"{100 * share:.1f} % of turns, {100 * right:.0f} % right, thrash {thrash:.0f}"
+    return text, share <= 0.05 and right >= 0.9 and not thrash
 
 
 def survived(most: float) -> Callable[..., tuple[str, bool]]:
-    """Mean job time with a death, over without; and how soon the lost turns were elsewhere."""
+    """Mean job time with a dead replica over that without, and how soon lost turns ran elsewhere."""
 
     def judge(rows: Sequence[list[Row]]) -> tuple[str, bool]:
         longer = [1 / value for value in ratios(of(rows[0], "job_mean_s"), of(rows[-1], "job_mean_s"))]
         last_s = max(of(rows[-1], "rehomed_s").values())
         lost = sum(of(rows[-1], "lost_turns").values())
-        told = (
+        text = (
             f"{100 * (mean(longer) - 1):+.0f} %; {lost:.0f} turns sent again, elsewhere within {last_s:.1f} s"
         )
-        return told, mean(longer) <= most and last_s <= 10.0
+        return text, mean(longer) <= most and last_s <= 10.0
 
     return judge
 
@@ -268,10 +268,10 @@ def judged(rows: Rows, size: Size, seeds: Sequence[int]) -> list[list[str]]:
     lines = [["", "asked for", "found: mean (each seed)", "n", "verdict"]]
     for bar in bars(size):
         every = [rows.of([replace(point, seed=seed) for seed in seeds]) for point in bar.points]
-        told = min(len(those) for those in every)
-        if told:
+        n_seeds = min(len(those) for those in every)
+        if n_seeds:
             said, good = bar.judge(every)
-            lines.append([bar.name, bar.asked, said, str(told), "reached" if good else "MISSED"])
+            lines.append([bar.name, bar.asked, said, str(n_seeds), "reached" if good else "MISSED"])
         else:
             lines.append([bar.name, bar.asked, "", "0", "not run"])
     return lines

@@ -1,7 +1,7 @@
-"""Where does a turn go? What routers do, each as small as its source allows, by name in ROUTERS.
+"""The routers by name (ROUTERS): each decides where a turn goes, in as little code as its source allows.
 
-All but `fleet` see exact figures of the moment; a real router's are late and partly guessed. A replica
-that is dead is never offered.
+All but `fleet` see exact present figures; a real router's are late and partly estimated. A dead replica
+is never offered.
 
     round-robin     the next one
     least           vLLM 0.32's DPLBAsyncMPClient: the least of in flight or waiting + running, whichever is
@@ -36,20 +36,20 @@ BLOCK_TOKENS = 64  # of the lab; only its ratio to a prompt matters
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A turn that waited at the router may go."""
+    """A turn that waited at the router may start."""
 
     turn: Turn
     replica: int
 
 
 class Router(Protocol):
-    """Decides; the run (run.py) does. Every event brings its time."""
+    """Decides; the run (run.py) carries out. Every event has its time."""
 
     def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int | None:
-        """The replica for a turn that has come; None: it waits here until `opens` names it."""
+        """The replica for an arrived turn; None: it waits here until `opens` returns it."""
 
     def opens(self, now_s: float, replicas: Sequence[Replica]) -> list[Opening]:
-        """Who need not wait any longer. Asked after each turn's end and each TICK_S."""
+        """The turns that need not wait any longer. Called after each turn's end and each TICK_S."""
 
     def first_token(self, now_s: float, turn: Turn) -> None:
         """A turn's prompt is computed."""
@@ -58,11 +58,11 @@ class Router(Protocol):
         """A turn has been answered."""
 
     def died(self, now_s: float, replica: int) -> None:
-        """A replica is gone. The turns it had come again, through `place`."""
+        """A replica died. Its turns arrive again, through `place`."""
 
 
 class Stateless:
-    """A router that needs to hear of nothing."""
+    """A router that needs no events."""
 
     def opens(self, _now_s: float, _replicas: Sequence[Replica]) -> list[Opening]:
         return []
@@ -89,7 +89,7 @@ def fewest_pending(_turn: Turn, replica: Replica) -> tuple[float, ...]:
 
 
 def lmetric(turn: Turn, replica: Replica) -> tuple[float, ...]:
-    """Of two idle replicas the product says nothing without the + 1."""
+    """Without the + 1 the product would be 0 for all idle replicas."""
     new_tokens = turn.prompt_tokens - replica.hit_tokens(turn)
     return ((replica.pending_tokens + new_tokens) * (replica.requests + 1),)
 
@@ -107,7 +107,7 @@ def by_hash(turn: Turn, replica: Replica) -> tuple[float, ...]:
 
 @dataclass(slots=True)
 class Each(Stateless):
-    """Each turn by its score."""
+    """Each turn goes to the best score."""
 
     score: Score
 
@@ -125,7 +125,7 @@ class RoundRobin(Stateless):
 
 @dataclass(slots=True)
 class LeastOutstanding(Stateless):
-    """With one API server, whose own count is exact, and a snapshot of no age."""
+    """With one API server, whose count is exact, and a current snapshot."""
 
     scans: count[int] = field(default_factory=count)
 
@@ -142,7 +142,7 @@ class LeastOutstanding(Stateless):
 
 @dataclass(slots=True)
 class Sticky(Stateless):
-    """A program's first turn by its score, the later ones to its home; a dead home is none."""
+    """A program's first turn goes to the best score, later ones to its home, unless that is dead."""
 
     score: Score
     homes: dict[str, int] = field(default_factory=dict)
@@ -156,7 +156,7 @@ class Sticky(Stateless):
         return found.index
 
     def leaves(self, _now_s: float, _turn: Turn, home: Replica, _replicas: Sequence[Replica]) -> Replica:
-        """Where the turn goes in place of its home."""
+        """The replica that the turn moves to; None: it stays."""
         return home
 
 

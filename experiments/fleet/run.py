@@ -1,6 +1,6 @@
-"""One run of a fleet: turns come, a router says where they go, engines answer, replicas die.
+"""One run of a fleet: turns arrive, a router places them, engines answer, replicas die.
 
-The engines, the clients and the clock are the lab's (experiments/sim/engine.py). The run carries out what
+Engines, clients and the clock are the simulator's (experiments/sim/engine.py). The run carries out what
 the router decides, moves KV between replicas where there is a link, and counts.
 """
 
@@ -32,7 +32,7 @@ ENDLESS_S = 1e6
 
 @dataclass(frozen=True, slots=True)
 class FleetSetup:
-    """Replicas that are alike, but for their speed."""
+    """Equal replicas, except for their speed."""
 
     engine: Setup
     speeds: tuple[float, ...]  # of each GPU, in parts of what the setup's machine says
@@ -56,7 +56,7 @@ class Move:
 
 @dataclass(slots=True)
 class FleetResult:
-    """What a run says, besides its turns and jobs."""
+    """The results of a run, besides its turns and jobs."""
 
     result: Result
     replica_of: dict[tuple[str, int], int] = field(default_factory=dict)  # by program and turn
@@ -162,7 +162,7 @@ class FleetRun(Simulation):
         self._open()
 
     def _open(self) -> None:
-        """Let go who waited at the router for what may have changed."""
+        """Send the turns that waited at the router and may start now."""
         for opening in self.router.opens(self.clock.now_s, self.alive):
             since_s, turn = self.held.pop(opening.turn.id)
             self.found.waits_s[turn.id] = self.clock.now_s - since_s
@@ -196,7 +196,7 @@ class FleetRun(Simulation):
     # KV between replicas ---------------------------------------------------
 
     def _share_dram(self) -> None:
-        """All stores keep their chunks on one shelf; each GPU has its own link to it."""
+        """All stores share one DRAM tier; each GPU has its own link to it."""
         stores = [replica.store for replica in self.replicas]
         capacity = sum(store.dram.capacity for store in stores if store is not None)
         shelf = LruTier(capacity)
@@ -205,7 +205,7 @@ class FleetRun(Simulation):
             store.dram = shelf
 
     def _copies(self, turn: Turn, replica: Replica) -> float | None:
-        """Fetch what another replica has of the prompt and this one lacks. When it is here; None: nothing is.
+        """Copy what another replica has of the prompt and this one lacks. When it ends; None: no copy.
 
         The bytes pass the reader's link one after the other; a lookup takes no time.
         """
@@ -224,7 +224,7 @@ class FleetRun(Simulation):
         return ready_s
 
     def _arrives(self, turn: Turn, replica: Replica) -> None:
-        """The copy is over: its chunks are in this replica's DRAM, and the turn queues."""
+        """The copy has ended: its chunks are in this replica's DRAM, and the turn queues."""
         if turn.id not in replica.sent:  # the replica died meanwhile
             return
         store = replica.store
@@ -249,7 +249,7 @@ class FleetRun(Simulation):
         self.timetable.at(now_s + TICK_S, self._tick)
 
     def _dies(self) -> None:
-        """The first replica is gone, with its KV; its clients send again what it had not answered."""
+        """The first replica dies with its KV; clients send unanswered turns again."""
         replica, self.died_s = self.replicas[0], self.clock.now_s
         replica.alive = False
         self.engines.remove(replica.engine)

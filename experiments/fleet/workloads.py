@@ -72,7 +72,7 @@ def _cut(turn: TurnSpec) -> TurnSpec:
 
 
 def with_gaps_of_the_trace(programs: Sequence[Program], seed: int) -> tuple[Program, ...]:
-    """The same with other tool gaps, each drawn evenly in its logarithm between two quantiles."""
+    """The same programs with other tool gaps, each drawn log-uniformly between two quantiles."""
     rng = np.random.default_rng([seed, GAPS])
 
     def drawn(program: Program) -> Program:
@@ -88,7 +88,7 @@ def with_gaps_of_the_trace(programs: Sequence[Program], seed: int) -> tuple[Prog
 
 
 def rate_of(programs: Sequence[Program], rho: float, machine: Machine, nominal_replicas: float) -> float:
-    """Programs a second that bring `rho` times the work that so many replicas can do.
+    """Programs a second that bring `rho` times the work that this many replicas can do.
 
     Nothing is computed twice, and DECODE_BATCH turns decode together: a fleet reaches 1.0 only at its best.
     """
@@ -97,7 +97,7 @@ def rate_of(programs: Sequence[Program], rho: float, machine: Machine, nominal_r
 
 
 def bursts(programs: Sequence[Program], jps: float, seed: int) -> tuple[Program, ...]:
-    """The programs, arriving at `jps` a second on average: calm, then a burst, then calm."""
+    """The programs, arriving at `jps` a second on average: a slow phase, a burst, a slow phase."""
     rng = np.random.default_rng([seed, ARRIVALS])
     (times, mean_s), other = CALM, BURST
     at_s, ends_s = 0.0, float(rng.exponential(mean_s))

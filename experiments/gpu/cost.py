@@ -1,4 +1,4 @@
-"""What our scheduler costs the host, beside how long a step takes the device."""
+"""Measures our scheduler's CPU time, for comparison with the device's time of a step."""
 
 from __future__ import annotations
 

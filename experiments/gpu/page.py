@@ -1,4 +1,4 @@
-"""One page of what was found, and one figure."""
+"""Writes one page of the results, and one figure."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def cost_table(cost: Mapping[str, Any]) -> list[list[str]]:
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Mean job times by contender, a panel a load; a mark where the lab expected it."""
+    """Mean job times by contender, a panel a load; a mark where the simulator expected it."""
     loads = list(dict.fromkeys(row["load"] for row in runs))
     size = (5 * len(loads), 4)
     figure, panels = plt.subplots(1, len(loads), figsize=size, layout="constrained", squeeze=False)

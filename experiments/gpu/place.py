@@ -1,4 +1,4 @@
-"""The machine that is checked, and the sizes that fit it."""
+"""The checked machine, and sizes that fit it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def shape_only(directory: Path) -> Path:
 
 
 def facts(device: str) -> dict[str, Any]:
-    """Versions and the device, as found. Never raises for what is missing."""
+    """Versions and the device. Does not raise for missing ones."""
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
     found["versions"] = {name: version for name in PACKAGES if (version := version_of(name))}
     found["compilers"] = {name: bool(shutil.which(name)) for name in ("gcc", "nvcc", "ninja")}
@@ -146,7 +146,7 @@ def version_of(package: str) -> str | None:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """What nvidia-smi says. Raises OSError, subprocess.SubprocessError."""
+    """nvidia-smi's output. Raises OSError, subprocess.SubprocessError."""
     names = ("name", "memory.total", "driver_version", "pcie.link.gen.max", "pcie.link.width.max")
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
@@ -159,7 +159,7 @@ def device_here() -> str:
 
 
 def settings(place: Place) -> Mapping[str, Any]:
-    """For the page."""
+    """The settings, for the page."""
     return {
         "device": place.device,
         "model": "Llama 3.1 8B's shape, no weights" if place.dummy_weights else "tiny-model",

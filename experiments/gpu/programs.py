@@ -2,7 +2,7 @@
 
 Every contender is a server of its own. As many as the GPU's memory holds start together; then each in turn
 serves the same programs while the others are idle. After that the lab predicts each run from the profile
-that was measured before, so that one sees how far the simulator is to be believed on this machine.
+that was measured before, to show how accurate the simulator is on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from experiments.client import ServerUnusable
-from experiments.demo_servers import CONTINUUM, FCFS, ORDER, told
+from experiments.demo_servers import CONTINUUM, FCFS, ORDER, with_tiers
 from experiments.demo_servers import Contender as Offloading
 from experiments.fidelity import probed
 from experiments.fidelity_lab import Around, around, behind_a_hop, lmcache_tiers
@@ -105,9 +105,9 @@ def measured(
     until_s: float,
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Every contender at every load, as far as time goes (`until_s` on time.monotonic).
+    """Every contender at every load, until time runs out (`until_s` on time.monotonic).
 
-    `save` is given all that there is after every run, so that nothing is lost with the next one.
+    `save` gets all results after every run, so that a failing run loses none.
     """
     machine = machine_of(profile, place)
     trace = written(programs(place), out / "programs.jsonl")
@@ -216,7 +216,7 @@ def replayed(
     out: Path,
     until_s: float,
 ) -> dict[str, Any]:
-    """One load: what was measured, and what the lab says of the same."""
+    """One load: the measured figures, and the simulator's."""
     who, chosen = server.who, selection(trace, place, jps)
     row: dict[str, Any] = {"label": who.label, "load": load, "jps": jps, "errors": 0}
     limit_s = until_s - time.monotonic()
@@ -224,7 +224,7 @@ def replayed(
         return row | {"cut": place.programs}
     try:
         job = Job(f"{server.url}/v1", f"{who.label}-{load}", chosen, out)
-        summary = told(replay(job, limit_s), {})
+        summary = with_tiers(replay(job, limit_s), {})
         seen = around(asyncio.run(probed(server.url)), machine)
     except ServerUnusable as error:
         return row | {"errors": place.programs, "why": str(error)}
@@ -243,7 +243,7 @@ def replayed(
 def predicted(
     who: Contender, chosen: Selection, place: Place, machine: Machine, seen: Around
 ) -> dict[str, Any]:
-    """The lab's mean job time for the same programs, in seconds."""
+    """The simulator's mean job time for the same programs, in seconds."""
     tiers = None
     if who.offloading is not None:
         tiers = lmcache_tiers(place.dram_gib, place.ssd_gb * GB / 2**30, 256) | {"async": True}
@@ -264,6 +264,6 @@ def predicted(
 
 
 def off_by(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Predicted over measured mean job time, less 1, of the runs that nothing cut off."""
+    """Predicted over measured mean job time, less 1, of complete runs."""
     whole = [row for row in rows if "predicted" in row and not row["cut"]]
     return [row["predicted"]["mean_s"] / row["mean_s"] - 1 for row in whole]

@@ -1,12 +1,12 @@
-"""Is every token right? The small model with real weights, on this device's own way through vLLM.
+"""Checks that every token is right: the small model with real weights, on this device.
 
 Each run plays programs that hit the GPU's cache, DRAM and the disk, are preempted and loaded again, and
-ask a prompt again that is cached whole. Plain PyTorch in float32 says what each answer's log probabilities
-should have been (experiments/exactness.py). A turn is as wrong as its tokens are on average.
+repeat a prompt that is cached whole. Plain PyTorch in float32 computes the log probabilities that each answer
+should have (experiments/exactness.py). A turn's error is the mean of its tokens' errors.
 
-    roomy     no connector, KV for everybody: what rounding alone does in this dtype
+    roomy     no connector, enough KV for all: the effect of rounding alone in this dtype
     pressed   LMCache in DRAM and on disk, too little of everything
-    control   the same with loads that bring chunks in the wrong order: it must be noticed
+    control   the same with loads that swap chunks: the check must find it
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MIXING = {
 
 
 def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
-    """One dtype over one of LMCache's modes. `failed` says what is wrong; "" if nothing is."""
+    """One dtype over one of LMCache's modes. `failed` has the problems; "" if nothing is."""
     kind = KINDS[device]
     os.environ.update(SETTINGS | dict(kind.env))
     played: dict[str, list[Story]] = {}
@@ -85,7 +85,7 @@ def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
 
 
 def over_mp(until: ExitStack, disk: Path, dtype: str, folder: Path) -> dict[str, Any]:
-    """A server of LMCache's of the same sizes, and the connector to it."""
+    """An LMCache server of the same sizes, and its connector."""
     gib = DRAM_CHUNKS * CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30
     mp = until.enter_context(serve_mp(gib, disk, folder / "lmcache-tokens.log"))
     ours = {
@@ -97,7 +97,7 @@ def over_mp(until: ExitStack, disk: Path, dtype: str, folder: Path) -> dict[str,
 
 
 def turns_off(stories: Sequence[Story], off: Callable[[Story], list[float]]) -> list[list[float]]:
-    """By how much each turn's tokens are off."""
+    """The error of each turn's tokens."""
     found = []
     for story in stories:
         tokens = off(story)
@@ -117,7 +117,7 @@ def figures_of(turns: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def wrong(figures: Mapping[str, Mapping[str, float]], exact: float | None) -> list[str]:
-    """What is not as it must be. `exact`: the bound of a token in float32; None: rounding is the measure."""
+    """The problems found. `exact`: the bound of a token's error in float32; None: that of rounding."""
     found, pressed, control = [], figures["pressed"], figures.get("control")
     if exact is not None:
         if pressed["worst_token"] >= exact:

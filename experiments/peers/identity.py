@@ -1,4 +1,4 @@
-"""What a client of vllm-router's or agentinfer's sends of its program: their `agentic_context`."""
+"""The fields by which clients of vllm-router and agentinfer name their program: `agentic_context`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Install the peers that docs/peers.md compares with, in environments of their own beside the project's.
+"""Installs the peers that docs/peers.md compares with, in their own environments beside the project's.
 
     python -m experiments.peers.install        # 120 MB in .peers, half a minute
 
 `.peers/router` is a virtual environment with vllm-router and what it needs, `.peers/engine` holds agentinfer
 alone: a vLLM server imports it, and has the packages that its scheduler needs. Versions are those of
-requirements/peers.lock. PEERS_DIR names another folder. A contender that is not there is left out of a sweep.
+requirements/peers.lock. PEERS_DIR names another folder. A sweep leaves out a contender that is not installed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ENGINE = FOLDER / "engine"
 
 
 def missing(contender: str, simulated: bool = False) -> str:
-    """Why that contender cannot run here; "" where it can. In the lab all peers are agentinfer's runtime."""
+    """Why that contender cannot run here; "" if it can. In the lab all peers are agentinfer's runtime."""
     if contender not in PEERS:
         return ""
     needed = ROUTER if contender in ROUTERS and not simulated else ENGINE / "agentinfer"

@@ -1,4 +1,4 @@
-"""The peers on a real server: what vLLM is started with, and the router in front of it."""
+"""The peers on a real server: vLLM's options, and the router in front of it."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def served(contender: str, profile: str) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of `vllm serve` for that peer."""
     if contender != AGENTINFER:
         return ["--enable-prompt-tokens-details"], {}  # the router reads how much was cached
-    told = json.dumps({"agentcache": settings.agentinfer(profiled(profile))})
+    config = json.dumps({"agentcache": settings.agentinfer(profiled(profile))})
     path = os.pathsep.join(filter(None, [str(ENGINE), os.environ.get("PYTHONPATH", "")]))
-    return ["--scheduler-cls", BRIDGE, "--additional-config", told], {"PYTHONPATH": path}
+    return ["--scheduler-cls", BRIDGE, "--additional-config", config], {"PYTHONPATH": path}
 
 
 @contextmanager
 def router(contender: str, profile: str, capacity_tokens: int, worker: str, log: Path) -> Iterator[str]:
     """A vllm-router in front of `worker`, a base URL; its own base URL. Raises ServerError."""
     port, window = reserved_port(), settings.WARM_WINDOW if contender == ROUTER_WARM else None
-    told = settings.router(profiled(profile), capacity_tokens, window)
+    config = settings.router(profiled(profile), capacity_tokens, window)
     command = [str(ROUTER), "--host", "127.0.0.1", "--port", str(port), "--worker-urls", worker]
     command += ["--prometheus-port", str(reserved_port()), "--policy", "consistent_hash"]
     command += ["--worker-startup-check-interval", "1", "--enable-program-scheduling"]
-    command += ["--program-scheduling-config-json", json.dumps(told)]
+    command += ["--program-scheduling-config-json", json.dumps(config)]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -58,6 +58,6 @@ def router(contender: str, profile: str, capacity_tokens: int, worker: str, log:
 
 
 def identity(program: Program, number: int) -> Mapping[str, Any]:
-    """What turn `number` of a program sends to a peer in place of this project's fields."""
-    told = agentic_context(program.program_id, number == len(program.turns))
-    return {"vllm_xargs": {"agentic_context": told}}
+    """The fields of turn `number` for a peer, in place of this project's."""
+    context = agentic_context(program.program_id, number == len(program.turns))
+    return {"vllm_xargs": {"agentic_context": context}}

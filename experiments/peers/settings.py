@@ -1,4 +1,4 @@
-"""What the peers are told of a machine: their own settings, from the profile that ours reads."""
+"""The peers' settings for a machine, from the profile that our policy reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from experiments.sim.step_time import Machine
 
 # The router keeps no TTL and reserves no growth before its window of requests is full. At its default of 100
-# a quarter of a run of 430 is over by then: a smaller one stands for a server that has been up a while.
+# a quarter of a run of 430 has passed by then: a smaller one stands for a server that has run for some time.
 WARM_WINDOW = 30
 
 
@@ -31,7 +31,7 @@ def router(machine: Machine, capacity_tokens: int, window: int | None) -> dict[s
     """
     fixed_s, linear_s, quadratic_s = prefill(machine)
     step_s, request_s, token_s = decode(machine)
-    told: dict[str, Any] = {
+    config: dict[str, Any] = {
         "program_scheduling_enable_key": "vllm_xargs.agentic_context",
         "global_queue": True,
         "resume_order": "mru",
@@ -49,7 +49,7 @@ def router(machine: Machine, capacity_tokens: int, window: int | None) -> dict[s
             "context_step_seconds_per_token": token_s,
         },
     }
-    return told | ({} if window is None else {"stats_window_size": window})
+    return config | ({} if window is None else {"stats_window_size": window})
 
 
 def agentinfer(machine: Machine) -> dict[str, Any]:

@@ -24,7 +24,7 @@ WRONG_ENDS = 5  # with wrong hints, one turn in so many says the contrary of whe
 
 @dataclass(slots=True)
 class LiveProgram:
-    """A program under way. The fields below `turn` are of the turn at the engine."""
+    """A running program. The fields below `turn` belong to the turn at the engine."""
 
     program: Program
     history: History
@@ -71,7 +71,7 @@ class Agents:
         return len(self.jobs) == len(self.programs)
 
     def answer(self, request_id: str, tokens: int) -> list[int]:
-        """What the model says next to a request; nobody listens to one that is over."""
+        """Add the model's next output to a request; ignored for one that has ended."""
         live = self.asked.get(request_id)
         return [live.history.stream] * tokens if live else []
 
@@ -95,7 +95,7 @@ class Agents:
         self.again(live.request_id)
 
     def again(self, request_id: str) -> None:
-        """Send a turn that has no answer yet: for the first time, or since its engine died."""
+        """Send a turn without an answer: for the first time, or again after its engine died."""
         live = self.asked[request_id]
         live.first_token_s, live.ssd_tokens = None, None
         manners = live.program.source.split(",")  # never-last, always-last, unnamed, tenant:x (a cache_salt)
@@ -118,7 +118,7 @@ class Agents:
         self.send(request)
 
     def _says(self, live: LiveProgram, manners: Sequence[str]) -> dict[str, Any]:
-        """What the client tells of the turn, or what one tells that is mostly wrong."""
+        """The client's fields about the turn, or wrong ones of a client that lies."""
         last, tool = live.spec is live.program.turns[-1], live.spec.tool
         last = (last or "always-last" in manners) and "never-last" not in manners
         if self.wrong_hints:
@@ -128,7 +128,7 @@ class Agents:
         return {"job_id": live.program.program_id, "is_last_step": last, "this_func_call": tool}
 
     def _end_turn(self, live: LiveProgram, first_token_s: float) -> None:
-        """Record the turn; its tool begins, or the program is over."""
+        """Record the turn; its tool starts, or the program ends."""
         now_s, program, spec = self.clock.now_s, live.program, live.spec
         ssd_tokens = min(live.ssd_tokens or 0, live.loaded_tokens)
         result = TurnResult(

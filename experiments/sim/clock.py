@@ -1,4 +1,4 @@
-"""One clock and one timetable for a simulated engine, and the one place that gives vLLM the clock."""
+"""The clock and the event queue of a simulated engine; the only module that gives vLLM the clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class VirtualClock:
     now_s: float = 0.0
 
     def advance_to(self, then_s: float) -> None:
-        """Let time pass until `then_s`. Raises ValueError if that is over already."""
+        """Let time pass until `then_s`. Raises ValueError if that is in the past."""
         if then_s < self.now_s:
             raise ValueError(f"time cannot go back from {self.now_s} to {then_s} s")
         self.now_s = then_s
@@ -43,7 +43,7 @@ class VirtualClock:
 
 @dataclass(slots=True)
 class Timetable:
-    """What will happen, and when. Ties happen in the order in which they were entered."""
+    """Future actions by time. Equal times run in the order in which they were added."""
 
     entries: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)  # a heap
     entered: int = 0
@@ -66,7 +66,7 @@ class Timetable:
 
 @contextmanager
 def virtual_time(clock: VirtualClock, more: Sequence[ModuleType] = ()) -> Iterator[VirtualClock]:
-    """Within the block, TIMED_MODULES and `more` read `clock`; afterwards real time, whatever happened."""
+    """Within the block, TIMED_MODULES and `more` read `clock`; afterwards always real time."""
     modules = [*map(importlib.import_module, TIMED_MODULES), *more]
     real = [module.time for module in modules]
     for module in modules:

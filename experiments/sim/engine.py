@@ -4,7 +4,7 @@
 
 The scheduler, the KV manager and the block pool are vLLM's own; the tiers are the fake connector's.
 Several engines share one clock and one timetable (experiments/fleet/ routes between them).
-At the end of each run the books must balance, or it fails with the equation that does not hold.
+At the end of each run the tables must balance, or it fails with the equation that does not hold.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def longest_of(programs: Sequence[Program], setup: Setup) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of the model under way."""
+    """A running step of the model."""
 
     output: SchedulerOutput
     done_s: float
@@ -68,10 +68,10 @@ class Step:
 
 
 class Engine:
-    """One scheduler and the GPU that it imagines: in a step, or at rest until something happens to it.
+    """One scheduler and its simulated GPU: in a step, or idle until an event.
 
-    `answer` says what the model says next to a request, `hear` gets each EngineCoreOutput, `speed` is that of
-    the GPU in parts of what the setup's machine says.
+    `answer` gives a request's next output, `hear` gets each EngineCoreOutput, `speed` is the GPU's speed
+    relative to the setup's machine.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Engine:
 
     @property
     def wakes_s(self) -> float:
-        """When it acts again, if nothing happens to it before."""
+        """When it acts next, if there is no event before."""
         if self.under_way:
             return self.under_way[0].done_s
         if self.poked or self.loaded:
@@ -128,7 +128,7 @@ class Engine:
         return self._due_s
 
     def wake(self) -> None:
-        """Its time has come: the step is over, or the rest. The scheduler and the agents are told."""
+        """Act now: end the step or the idle time, and report to the scheduler and the agents."""
         self.waits = False
         if self.resting is not None:
             output, self.resting = self.resting, None
@@ -138,13 +138,13 @@ class Engine:
             self._update(step.output, step.sampled)
 
     def expire(self) -> None:
-        """Let the pins run out of programs that nobody said were over."""
+        """Let the pins of programs without a reported end expire."""
         while self._pin_table is not None and (deadline_s := self._pin_table.next_deadline_s()) is not None:
             self.clock.advance_to(max(deadline_s, self.clock.now_s))
             self._update(self.scheduler.schedule(), {})
 
     def _start(self, output: SchedulerOutput) -> None:
-        """Put the step on the GPU, behind the one that is there."""
+        """Start the step on the GPU, after the running one."""
         sampled, batch = {}, []
         for request_id, tokens in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[request_id]
@@ -198,7 +198,7 @@ class Engine:
             live.ssd_tokens = blocks * self.setup.block_tokens
 
     def _update(self, output: SchedulerOutput, sampled: dict[str, int]) -> None:
-        """Hand the scheduler what a worker would have returned, and the agents what they are told."""
+        """Give the scheduler a worker's result, and the agents their outputs."""
         ids = list(output.num_scheduled_tokens)
         loaded = set(self.loaded)
         self.loaded.clear()
@@ -214,7 +214,7 @@ class Engine:
 
     @property
     def _due_s(self) -> float:
-        """What the scheduler waits for though nothing happens; stock waits for nothing."""
+        """The scheduler's next deadline; stock has none."""
         asked = getattr(self.scheduler, "next_due_s", None)
         due_s = asked() if asked else None
         return math.inf if due_s is None else due_s
@@ -225,7 +225,7 @@ class Engine:
         return lifecycle.pins if lifecycle is not None else None
 
     def check(self) -> None:
-        """Raise InvariantError unless everything that was taken was given back."""
+        """Raise InvariantError unless all blocks and pins were released."""
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         table, connector = self._pin_table, self.scheduler.connector
         pinned = table.pinned_blocks if table else 0
@@ -252,7 +252,7 @@ class Engine:
 
 
 class Simulation:
-    """One run of some engines, all as `setup` says. `run` may be called once."""
+    """One run of some engines, all with `setup`. `run` may be called once."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class Simulation:
         self.engines[0].add(request)
 
     def hear(self, _replica: int, said: Any) -> None:
-        """An engine has said something of a request."""
+        """An engine has an output of a request."""
         self.agents.hear(said)
 
     def run(self) -> Result:
@@ -294,7 +294,7 @@ class Simulation:
         return self._result()
 
     def _pass_time(self) -> None:
-        """On to the next moment at which an engine can act. While all compute, what arrives waits for one."""
+        """Advance to the next time at which an engine can act. While all compute, arrivals wait for one."""
         then_s = min(engine.wakes_s for engine in self.engines)
         if any(engine.resting is not None for engine in self.engines):
             then_s = min(then_s, self.timetable.next_s)

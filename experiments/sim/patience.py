@@ -1,4 +1,4 @@
-"""A scheduler that does not ask again for a head that cannot be placed, while nothing can have changed.
+"""Makes the scheduler skip a blocked head of the queue until something changes that could place it.
 
 Stock vLLM looks a blocked head up in the prefix cache at every step: for a 36,000-token hit 1.5 ms with
 blocks of 16 tokens, and a quarter of a simulation's time. Here it is tried again when a block was
@@ -21,7 +21,7 @@ RETRY_S = 1.0
 
 
 class Patience(Scheduler):
-    """To be named after the scheduler class whose base it shares, so that it sits right above `Scheduler`.
+    """Named after the scheduler class whose base it shares, so that it is right above `Scheduler` in the MRO.
 
     Seams, in vLLM 0.32: KVCacheManager.allocate_slots, BlockPool.free_blocks, the pause state.
     """

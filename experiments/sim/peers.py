@@ -1,10 +1,10 @@
-"""The peers in the lab: agentinfer's own scheduler class, and rules of those that cannot run in virtual time.
+"""The peers in the simulator: agentinfer's scheduler class, and the rules of peers that need real time.
 
 agentinfer is the package itself, over vLLM's scheduler, reading the lab's clock. vllm-router is a program in
 Rust: its rules here are those of its documentation (docs/program_scheduling.md of vllm-project/router),
-written as what differs from agentinfer's, whose design it shares. Left out: that a program which was served
-14 rounds yields once behind the others, and the time that one more process takes of each request.
-michiLXY03's rules are a policy of ours without what ours adds.
+written as differences to agentinfer's, whose design it shares. Left out: the rule that a program yields once
+after 14 rounds, and the time that the additional process adds to each request.
+michiLXY03's rules are our policy without our additions.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def timed_modules(policy: str) -> list[ModuleType]:
     return [importlib.import_module(name) for name in TIMED]
 
 
-def told(policy: str, machine: Machine) -> dict[str, Any]:
+def engine_config(policy: str, machine: Machine) -> dict[str, Any]:
     """`additional_config` of vLLM for that contender."""
     config = settings.agentinfer(machine)
     if policy in ROUTERS:
@@ -85,7 +85,7 @@ def scheduler_class(policy: str) -> type[Scheduler]:
             return super().schedule(*args, **kwargs)
 
         def next_due_s(self) -> float | None:
-            """When it would do something by itself; None: not before an event."""
+            """Its next deadline; None: it waits for an event."""
             controller = self._agentcache.controller
             due_s = [controller._next_check_at_monotonic_s, controller._next_lightweight_check_at_monotonic_s]
             if controller.retained_request_count:
@@ -145,7 +145,7 @@ def _routed(base: type[Any], policy: str) -> type[Any]:
                 self.gated = False
 
     class Routed(base):  # type: ignore[misc]
-        """Knows what requests say, and how many wait by a poll a second; of KV blocks it knows none."""
+        """Knows the requests' fields, and polls once a second how many wait; it does not know KV blocks."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -169,7 +169,7 @@ def _routed(base: type[Any], policy: str) -> type[Any]:
 
 
 class Unguarded(ContinuumScheduler):
-    """Our scheduler as michiLXY03's plugin is said to be: pins give way to a head that nothing else frees.
+    """Our scheduler with michiLXY03's rules: pins are released for a head that nothing else can place.
 
     A running request that lacks a block preempts another while pins stay, as vLLM alone would.
     """
@@ -184,10 +184,10 @@ class Unguarded(ContinuumScheduler):
 def michi(
     turn: FinishedTurn, gaps: ToolDurations, costs: CostModel, load: EngineLoad, config: ContinuumConfig
 ) -> Retention:
-    """Eq. 2 as vllm-continuum-plugin 0.2.0 (github.com/michiLXY03) solves it, as far as its pages tell.
+    """Eq. 2 as vllm-continuum-plugin 0.2.0 (github.com/michiLXY03) solves it, by its documentation.
 
-    PrefillReload is that of the whole context, whatever the GPU still holds of it, with one line for all that
-    lies below: nothing there tells a disk from DRAM.
+    PrefillReload is that of the whole context, also of what the GPU still holds, with one linear cost for all
+    tiers: it does not distinguish disk and DRAM.
     """
     seen, where = gaps.distribution(turn.tool), turn.residency
     below = where.dram_tokens + where.ssd_tokens

@@ -1,4 +1,4 @@
-"""What a run of the lab says: every turn and job, and the counts behind them."""
+"""The results of a simulated run: every turn and job, and the counts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TurnResult:
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that came from nowhere. A preemption's recomputation is not counted here."""
+        """Prompt tokens that no cache had. A preemption's recomputation is not counted here."""
         return self.prompt_tokens - self.gpu_tokens - self.dram_tokens - self.ssd_tokens
 
 

@@ -1,4 +1,4 @@
-"""Builds a real vLLM scheduler for an imagined machine. No worker, no GPU, no weights."""
+"""Builds a real vLLM scheduler for a simulated machine. No worker, no GPU, no weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class LabConnector(FakeConnector):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One simulated engine and what it runs."""
+    """The settings of one simulated engine."""
 
     policy: str = STOCK  # vLLM's own fcfs, one of cases.PEERS, or a name in policies.POLICIES
     tiers: Mapping[str, Any] | None = None  # fake.* settings; None: no offloading
@@ -66,7 +66,7 @@ class Setup:
 
 
 def build_scheduler(setup: Setup, clock: VirtualClock, max_model_len: int, until: ExitStack) -> Scheduler:
-    """The scheduler that `setup` asks for, reading `clock`; its files live until `until` closes."""
+    """The scheduler of `setup`, with `clock` as its time; its files exist until `until` closes."""
     for name in ("vllm", "agentinfer"):
         logging.getLogger(name).setLevel(logging.ERROR)
     folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
@@ -122,7 +122,7 @@ def _vllm_config(setup: Setup, folder: Path, max_model_len: int) -> VllmConfig:
         ),
         cache_config=CacheConfig(block_size=setup.block_tokens, enable_prefix_caching=True),
         kv_transfer_config=None if plain else _connector(setup, folder),
-        additional_config=peers.told(setup.policy, setup.machine) if setup.policy in PEERS else {},
+        additional_config=peers.engine_config(setup.policy, setup.machine) if setup.policy in PEERS else {},
     )
     config.scheduler_config.async_scheduling = setup.async_scheduling  # CPU builds of vLLM turn it off
     return config
@@ -131,7 +131,7 @@ def _vllm_config(setup: Setup, folder: Path, max_model_len: int) -> VllmConfig:
 def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     """The lab's connector with its tiers, and the policy's settings beside them.
 
-    Without offloading a policy still needs a place for its settings: tiers of no size.
+    Without offloading a policy still needs a connector for its settings: its tiers have size 0.
     """
     tiers: dict[str, Any] = {"dram_gb": 0.0}
     if setup.tiers is not None:
@@ -139,9 +139,9 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy not in (STOCK, *PEERS):
         chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")
-        told = setup.machine.told(chunk_tokens, ssd_gbps, setup.steps_known)
+        data = setup.machine.policy_profile(chunk_tokens, ssd_gbps, setup.steps_known)
         profile = folder / "profile.yaml"
-        profile.write_text(yaml.safe_dump(told))
+        profile.write_text(yaml.safe_dump(data))
         settings = {"policy": setup.policy, "profile": str(profile), **setup.continuum}
         extra |= {f"continuum.{key}": value for key, value in settings.items()}
     return KVTransferConfig(

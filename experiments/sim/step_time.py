@@ -7,8 +7,8 @@
     prefill attention  step.per_pair_s * (n * context + n^2 / 2)
     decode             step.per_cached_token_s * the tokens it attends to
 
-A live server's policy reads the same file (continuum_lmcache.reload.cost_model), so the lab's machine
-and what the policy is told of it cannot differ. The built-in machines come from data sheets: `measured` is
+A live server's policy reads the same file (continuum_lmcache.reload.cost_model), so the simulated machine
+and the policy's profile of it cannot differ. The built-in machines come from data sheets: `measured` is
 false, and every result carries it.
 """
 
@@ -57,7 +57,7 @@ class StepCurve:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """An accelerator with one model on it, as a profile says. `profile` is what a policy is told."""
+    """An accelerator with one model, by a profile. `profile` is the policy's."""
 
     name: str
     profile: Mapping[str, Any]
@@ -93,7 +93,7 @@ class Machine:
 
     @property
     def measured(self) -> bool:
-        """Whether a step's time has measurements behind it."""
+        """Whether a step's time was measured."""
         return self.step.samples > 0
 
     @property
@@ -105,21 +105,23 @@ class Machine:
         return self.step.seconds(batch)
 
     def with_half_rate(self, tokens: float) -> Machine:
-        """The same machine with another efficiency of small chunks; the policy's profile says so too."""
+        """The same machine with another efficiency of small chunks; the policy's profile has it too."""
         step = {**self.profile["step"], "half_rate_tokens": tokens}
         return self.from_profile({**self.profile, "step": step}, self.name, self.kv_tokens)
 
-    def told(self, chunk_tokens: int, ssd_gbps: float | None, steps_known: bool = False) -> dict[str, Any]:
+    def policy_profile(
+        self, chunk_tokens: int, ssd_gbps: float | None, steps_known: bool = False
+    ) -> dict[str, Any]:
         """The profile for a policy, with the chunk and the disk of one setup.
 
-        With `steps_known` also the times of steps, as if somebody had measured this machine.
+        With `steps_known` also the times of steps, as if this machine had been measured.
         """
-        told = {**self.profile, "chunk_tokens": chunk_tokens}
+        found = {**self.profile, "chunk_tokens": chunk_tokens}
         if steps_known:
-            told["steps"] = {n: self.seconds([(n, 0)] if n else [(1, 0)]) for n in STEP_SIZES}
+            found["steps"] = {n: self.seconds([(n, 0)] if n else [(1, 0)]) for n in STEP_SIZES}
         if ssd_gbps is not None:
-            told["ssd"] = {**self.profile["ssd"], "bytes_per_s": ssd_gbps * 1e9}
-        return told
+            found["ssd"] = {**self.profile["ssd"], "bytes_per_s": ssd_gbps * 1e9}
+        return found
 
 
 MACHINES = {

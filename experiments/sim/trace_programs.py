@@ -1,4 +1,4 @@
-"""Programs of real agents' traces for the lab: which, cut to a window, in two halves, arriving at a load.
+"""Programs of real agents' traces for the simulator: chosen, cut to a window, in two halves, with arrivals.
 
 The traces are not part of the project: a folder holds them (TRACES_DIR, else shared/traces beside the
 checkout), and without it `half` raises TraceError. Programs are split by a hash of their name: what
@@ -66,7 +66,7 @@ def traces_folder() -> Path:
 
 
 def half_of(program_id: str) -> str:
-    """`tune` or `report`, for ever the same."""
+    """`tune` or `report`, by a stable hash."""
     return HALVES[crc32(program_id.encode()) % 2]
 
 
@@ -96,7 +96,7 @@ def _chosen(name: str) -> tuple[Program, ...]:
 
 
 def _with_gaps(programs: Sequence[Program], name: str) -> tuple[Program, ...]:
-    """Gaps that are not said are drawn from those that are; none is longer than LONGEST_GAP_S."""
+    """Missing gaps are drawn from the known ones; none is longer than LONGEST_GAP_S."""
     said = _gaps_s(SOURCES[name].gaps_of or name) if unknown_gaps(programs) else []
     rng = np.random.default_rng([crc32(name.encode()), GAPS])
 
@@ -110,7 +110,7 @@ def _with_gaps(programs: Sequence[Program], name: str) -> tuple[Program, ...]:
 
 
 def _answered(program: Program) -> Program:
-    """An answer that was broken off before it began has one token: no engine can be asked for none."""
+    """An answer that was aborted before its first token gets one token: no engine can generate none."""
     turns = (replace(turn, output_tokens=max(1, turn.output_tokens)) for turn in program.turns)
     return replace(program, turns=tuple(turns))
 
@@ -120,7 +120,7 @@ def _gaps_s(name: str) -> list[float]:
 
 
 def drawn(programs: Sequence[Program], count: int, seed: int) -> tuple[Program, ...]:
-    """`count` programs with replacement, each with a name of its own: no two share more than a head."""
+    """`count` programs with replacement, each with a unique name: no two share more than a head."""
     picks = np.random.default_rng([seed, SAMPLE]).integers(len(programs), size=count)
     return tuple(
         replace(programs[pick], program_id=f"{programs[pick].program_id}#{i}", source="")

@@ -1,4 +1,4 @@
-"""Programs for the lab: a published sweep, and ways to put the same programs under more stress."""
+"""Programs for the simulator: a published sweep, and changes that make the same programs harder to serve."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def with_tool_time(programs: Iterable[Program], factor: float, from_s: float = 0
 
 
 def with_thoughts(programs: Iterable[Program], factor: float) -> tuple[Program, ...]:
-    """The programs of a model that thinks `factor` times its answer before it, and whose template drops that.
+    """The programs of a model that thinks `factor` times its answer first; its template drops the thoughts.
 
     Prompts are as long as before: an answer comes back behind its prompt, without the thought, so the
     two part where the output begins.

@@ -1,6 +1,6 @@
-"""What a row of the sweep is about: a run of the lab (Point, FleetPoint), or one on a server (Live).
+"""The cases of the sweep: a simulated run (Point, FleetPoint), or one on a real server (Live).
 
-A case is a frozen value of plain fields. All that its row depends on is in it, or in the code.
+A case is a frozen value of plain fields. Its row depends on these fields and on the code only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRUE_SIZES = "continuum-true-sizes"  # admission is told how long each program's
 
 
 class SweepError(ValueError):
-    """The sweep cannot do what was asked."""
+    """The sweep cannot run the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """One run against a real server that is started for it, and whose caches begin empty."""
+    """One run against a real server that is started for it, with empty caches."""
 
     contender: str  # STOCK, a peer, or a name in policies.POLICIES
     programs: int
@@ -120,5 +120,5 @@ Case = Point | Live | FleetPoint
 
 
 def inputs(case: Case) -> dict[str, Any]:
-    """The case as a flat mapping; its kind tells equal ones of two kinds apart."""
+    """The case as a flat mapping; it has the case's kind, so equal fields of two kinds differ."""
     return {"kind": type(case).__name__.lower(), **asdict(case)}

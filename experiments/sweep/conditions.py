@@ -1,4 +1,4 @@
-"""On what something was measured: machine, versions, commit, its speed then, and what others used of it."""
+"""The conditions of a measurement: machine, versions, commit, the machine's speed, and other processes' load."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONDITIONS = (MACHINE, "versions", "commit", "ended")  # columns
 
 @cache
 def machine() -> str:
-    """This machine in a few words."""
+    """A short description of this machine."""
     cpu = memory_gib = "unknown"
     if platform.system() == "Linux":
         info = Path("/proc/cpuinfo").read_text().splitlines()
@@ -50,8 +50,8 @@ def conditions() -> dict[str, str]:
 def commit() -> str:
     """The checkout's, with a + where files differ from it; "" where there is no checkout."""
     try:
-        told = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
-        return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude", "*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -75,16 +75,16 @@ def probe_s() -> float:
 
 
 class OtherLoad:
-    """How busy everybody else on the machine is from now on: a row on a quiet machine has about 0.
+    """The load of all other processes from now on: about 0 on a quiet machine.
 
-    Ours are this process and its descendants, which must be the same when `cores` is asked.
+    Ours are this process and its descendants, which must be the same at the call of `cores`.
     """
 
     def __init__(self) -> None:
         self._others_s, self._began_s = others_cpu_s(), time.monotonic()
 
     def cores(self) -> float:
-        """The mean number of cores that others used."""
+        """The mean number of cores that other processes used."""
         return max(0.0, others_cpu_s() - self._others_s) / (time.monotonic() - self._began_s)
 
 

@@ -71,9 +71,9 @@ def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) ->
         axes.plot([median(values)], [at], "|", color="black", markersize=13, markeredgewidth=2)
         ratio = f" x{spread(ratios(baseline, by_seed))}" if baseline else ""
         axes.text(1, at, ratio, transform=axes.get_yaxis_transform(), fontsize=6, va="center")
-    told = _published(plan, panel, names)
-    if told:
-        axes.plot(list(told.values()), list(told), "kD", fillstyle="none", label="published")
+    published = _published(plan, panel, names)
+    if published:
+        axes.plot(list(published.values()), list(published), "kD", fillstyle="none", label="published")
         axes.legend(fontsize=7)
     every = [value for by_seed in labels.values() for value in by_seed.values()]
     if max(every) > WIDE * min(every):
@@ -87,9 +87,9 @@ def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) ->
 
 
 def _published(plan: Plan, panel: str, names: Sequence[str]) -> dict[int, float]:
-    """What others measured, by the line it belongs to."""
-    told = {at: plan.published.get((panel, name)) for at, name in enumerate(names)}
-    return {at: figure for at, figure in told.items() if figure is not None}
+    """Published figures, by line."""
+    published = {at: plan.published.get((panel, name)) for at, name in enumerate(names)}
+    return {at: figure for at, figure in published.items() if figure is not None}
 
 
 MARKS = {

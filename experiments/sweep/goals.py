@@ -1,4 +1,4 @@
-"""The goals that the policy was given, each with what is run for it, and whether it is reached.
+"""The policy's goals, the cases that each needs, and whether it is reached.
 
 Simulated: an assumed A100 and Llama-3.1-8B unless a row says otherwise; nothing is measured. The
 policy was tuned on seeds 1 and 2; the seeds here are others.
@@ -42,7 +42,7 @@ class Goal:
 
     @property
     def order(self) -> Point:
-        """Program order on the same machine, which the tail is compared with."""
+        """Program order on the same machine: the reference of the tail."""
         return replace(self.ours, contender=ORDER, max_ttl_s=None, steps_known=False)
 
     @property
@@ -61,7 +61,7 @@ class Goal:
 def against(
     regime: str, setting: Point, rivals: Sequence[str], least: float, aim: float, worst_seed: bool = False
 ) -> Goal:
-    """Everybody on the same setting."""
+    """All contenders on the same setting."""
     ours = replace(setting, contender=OURS)
     return Goal(regime, ours, tuple(replace(setting, contender=r) for r in rivals), least, aim, worst_seed)
 
@@ -81,7 +81,7 @@ def agents(size: Size) -> list[Goal]:
 
 
 def agent(setting: Point, tiers: str) -> Goal:
-    """Behind nobody by more than noise; far ahead where the GPU is short, which a tier may mend as well."""
+    """Slower than none by more than noise; much faster where GPU memory is short and no tier helps."""
     dram_kv, ssd_kv = TIERS[tiers]
     least, aim = (0.99, 1.00) if setting.load < 1 else (0.98, 1.08)
     regime = f"{setting.machine}, {setting.workload.split(':')[1]} fitted, {tiers}, load {setting.load:g}"
@@ -109,7 +109,7 @@ def papers(programs: int) -> list[Goal]:
 
 
 def harmless(programs: int) -> list[Goal]:
-    """Where there is nothing to gain, nothing may be lost; nor where what was learned turns wrong."""
+    """No loss where nothing can be gained, nor where learned values become wrong."""
     tiny = replace(swe(3 * programs, 3.0), workload="tiny")
     chat = replace(swe(5 * programs, 6.0), workload="chat")
     midway = replace(swe(programs, 0.05), tool_factor=10.0, tool_from_s=programs / 0.05 / 2)
@@ -128,7 +128,7 @@ MACHINES = {"h1": ("h200", 400.0), "h2": ("h100", 400.0), "h3": ("h200", 64.0)}
 
 
 def surveys(size: Size) -> list[Goal]:
-    """The published sweep: never behind the best of three, whatever the load and the stores cost."""
+    """The published sweep: never slower than the best of three, at any load and store cost."""
     rates = (1.0, 3.0, 6.0, 10.0, 15.0) if size is Size.FULL else (1.0, 3.0)
     names = MACHINES if size is Size.FULL else ("h1",)
     return [survey(name, jps, blocking) for name in names for blocking in (False, True) for jps in rates]
@@ -179,7 +179,7 @@ def is_wanted(regime: str, parts: str) -> bool:
 
 
 def cases(chosen: Sequence[Goal], seeds: Iterable[int]) -> list[Point]:
-    """What is to be run."""
+    """The cases to run."""
     return [point for seed in seeds for goal in chosen for point in goal.at(seed).points]
 
 
@@ -216,21 +216,21 @@ def line(rows: Rows, goal: Goal, seeds: Sequence[int]) -> list[str]:
 
 
 def with_error(ratios: Sequence[float]) -> str:
-    """Their mean, and the standard error that their spread gives it: two means nearer than that are equal."""
+    """Their mean and its standard error: means that differ by less count as equal."""
     if len(ratios) == 1:
         return f"{ratios[0]:.3f}"
     return f"{mean(ratios):.3f} +- {stdev(ratios) / sqrt(len(ratios)):.3f}"
 
 
 def verdict(goal: Goal, ratios: Sequence[float], tails: Sequence[float]) -> str:
-    """In a word or two."""
+    """The verdict in one or two words."""
     reached = min(ratios) if goal.worst_seed else mean(ratios)
     words = "aim" if reached >= goal.aim else "least" if reached >= goal.least else "MISSED"
     return words if mean(tails) <= MOST_P99 else f"{words}, TAIL"
 
 
 def fallen_short(lines: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Of table()'s lines the header, and those that miss their least or whose tail is too long."""
+    """The header of table(), and the lines that miss their least or whose tail is too long."""
     return [lines[0], *(line for line in lines[1:] if "MISSED" in line[VERDICT] or "TAIL" in line[VERDICT])]
 
 

@@ -1,4 +1,4 @@
-"""Which cases each figure needs, by size. A case that two figures need is run once.
+"""The cases of each figure, by size. A case that two figures need is run once.
 
 The default is for ten minutes on two cores: 30 programs, five seeds, decode steps merged. `full` is
 for claims: 80 programs, every contender everywhere, every step its own. The figures' numbers are
@@ -17,7 +17,7 @@ from experiments.sweep.cases import AGENTINFER, ENDLESS, MICHI, ORACLE, ROUTERS,
 
 
 class Size(Enum):
-    """How much is run: enough to see that all works, the default, or what a claim needs."""
+    """How much is run: a check that all works, the default, or enough for a claim."""
 
     QUICK = "quick"
     DEFAULT = "default"
@@ -52,7 +52,7 @@ def points(size: Size, seeds: Sequence[int], contenders: Sequence[str], *setting
 
 
 def setting(jps: float, dram_gb: float = 0.0, ssd_gb: float = 0.0) -> Point:
-    """For points() to fill in."""
+    """A setting that points() completes."""
     return Point(STOCK, 1, jps, 0, dram_gb=dram_gb, ssd_gb=ssd_gb)
 
 
@@ -67,7 +67,7 @@ def rates_of(size: Size) -> Sequence[float]:
 
 
 def by_rate(dram_gb: float) -> Cases:
-    """Along the arrival rate. With tiers, stock vLLM without them is beside."""
+    """Along the arrival rate. With tiers, stock vLLM without them is added."""
 
     def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
         names = FEW if size is Size.QUICK else CONTENDERS
@@ -79,7 +79,7 @@ def by_rate(dram_gb: float) -> Cases:
 
 
 def beside_peers(size: Size, seeds: Sequence[int]) -> list[Case]:
-    """Below a machine's capacity and above, without tiers and with DRAM."""
+    """Loads below and above a machine's capacity, without tiers and with DRAM."""
     rates = (0.1,) if size is Size.QUICK else (0.03, 0.05, 0.08)
     sized = [setting(jps, dram_gb) for jps in rates for dram_gb in (0.0, DRAM_GB)]
     return points(size, seeds, BESIDE_PEERS, *sized)
@@ -91,14 +91,14 @@ def ladder(size: Size, seeds: Sequence[int]) -> list[Case]:
 
 
 def by_tiers(size: Size, seeds: Sequence[int]) -> list[Case]:
-    """Programs like Claude Code's, as much work as the machine can do, with each tier behind the GPU."""
+    """Programs like Claude Code's, as much work as the machine can do, with each tier below the GPU."""
     agents = Point(STOCK, 1, 0.0, 0, f"trace:{CODING}:{FITTED}", load=1.0, kv_contexts=KV_CONTEXTS)
     tiered = [replace(agents, dram_kv=dram, ssd_kv=ssd) for dram, ssd in TIERS.values()]
     return points(size, seeds, LADDER, *tiered)
 
 
 def by_ssd(size: Size, seeds: Sequence[int]) -> list[Case]:
-    """A small DRAM, and disks of several sizes behind it."""
+    """A small DRAM, and disks of several sizes below it."""
     sizes_gb = (0.0, 50.0, 100.0, 200.0, 400.0, 800.0) if size is Size.FULL else (0.0, 200.0)
     sized = [setting(rates_of(size)[-1], SLOW_DRAM_GB, ssd_gb) for ssd_gb in sizes_gb]
     return points(size, seeds, FEW if size is Size.QUICK else CONTENDERS, *sized)
@@ -121,7 +121,7 @@ def by_turns(size: Size, seeds: Sequence[int]) -> list[Case]:
 
 
 def published(machine: str, dram_gb: float) -> Cases:
-    """The survey's sweep, with the one seed it had: another would answer another question."""
+    """The survey's sweep, with its one seed."""
 
     def cases(size: Size, _seeds: Sequence[int]) -> list[Case]:
         rates = {Size.QUICK: (1.0,), Size.DEFAULT: (1.0, 3.0, 6.0)}.get(size, (1.0, 3.0, 6.0, 10.0, 15.0))
@@ -136,7 +136,7 @@ def published(machine: str, dram_gb: float) -> Cases:
 
 
 def by_memory(size: Size, seeds: Sequence[int]) -> list[Case]:
-    """Rates up to where the P95 passes any bound, for machines with more and more memory."""
+    """Rates up to a P95 beyond any bound, for machines with increasing memory."""
     rates = {Size.QUICK: (0.1,), Size.DEFAULT: (0.03, 0.05, 0.08)}.get(size, (0.02, 0.03, 0.04, 0.05, 0.06))
     memory_gb = ((0.0, 0.0), (20.0, 0.0), (20.0, 400.0), (100.0, 0.0))
     sized = [setting(jps, dram, ssd) for (dram, ssd), jps in product(memory_gb, rates)]

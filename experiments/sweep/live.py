@@ -1,4 +1,4 @@
-"""A Live case: a server of its own, the programs replayed against it, and what both say of the run."""
+"""Runs a Live case: starts a server, replays the programs against it, and collects the figures of both."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Machine:
         return self.gpu_blocks * self.block_tokens * self.kv_bytes_per_token / 1e9
 
     def served_gb(self, gb: float) -> float:
-        """What a tier of that size takes in the server's dtype."""
+        """The bytes of a tier of that size in the server's dtype."""
         return gb * KV_BYTES_PER_TOKEN[self.dtype] / self.kv_bytes_per_token
 
     def gib(self, gb: float) -> float:
@@ -86,7 +86,7 @@ MACHINES["cpu-tiny-mp"] = replace(MACHINES["cpu-tiny"], mp=True)
 def run(case: Live, keep: Path) -> dict[str, Any]:
     """Serve, replay, stop; the figures (rows.LIVE_FIGURES). Turns and logs stay in `keep`, the case's folder.
 
-    Nothing is measured before all servers are healthy: how long that took is `start_s`.
+    Nothing is measured before all servers are healthy; `start_s` is the time until then.
     Raises SweepError for unknown names and failed turns, ServerError, ServerUnusable.
     """
     machine, policy, chosen = machine_of(case), policy_of(case.contender), selection_of(case)
@@ -176,7 +176,7 @@ def arguments(
 
 
 def connector(case: Live, machine: Machine, disk: Path) -> dict[str, Any]:
-    """The repository's lmcache.json with the case's tiers and, whatever the policy, our connector."""
+    """The repository's lmcache.json with the case's tiers and our connector, for any policy."""
     config: dict[str, Any] = json.loads((ROOT / "lmcache.json").read_text())
     extra = {
         name: value
@@ -203,7 +203,7 @@ def mp_tiers(case: Live, machine: Machine, folder: Path, keep: Path) -> Iterator
 
 
 def figures(summary: Mapping[str, Any], job_times_s: list[float]) -> dict[str, Any]:
-    """What a row says of a replay (experiments/summary.py): seconds, tokens, counts."""
+    """A row's figures of a replay (experiments/summary.py): seconds, tokens, counts."""
     jobs, ttft = summary["job_time_s"], summary["ttft_s"]
     outcomes = ("taken", "reused", "expired", "reclaimed")
     return {

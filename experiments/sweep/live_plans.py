@@ -1,9 +1,9 @@
-"""The figures that --engine live draws: the paper's proportions at the size of a small machine.
+"""The figures of --engine live: the paper's proportions at the size of a small machine.
 
 Tiers are multiples of the GPU's own KV cache, as the paper's 100 GB are 1.7 times the 59 GB that an
-A100 has beside an 8B model. Every case starts a server of its own, so that no cache is warm; a case
-takes a minute. The arrival rates press two cores of an AMD EPYC; a machine that is faster needs a rate of its
-own (`paced`), or nothing is evicted and every policy is equal.
+A100 has beside an 8B model. Every case starts a new server, so that no cache is warm; a case takes a
+minute. The arrival rates make memory short on two cores of an AMD EPYC; a faster machine needs another rate
+(`paced`), or nothing is evicted and all policies are equal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Memory = tuple[float, float]  # GB of DRAM and disk
 
 
 def cases_of(contenders: Sequence[str], memory_gb: Sequence[Memory], bare: bool = False) -> Cases:
-    """The contenders at (DRAM, disk) sizes, along the arrival rate; `bare`: beside fcfs without tiers."""
+    """The contenders at (DRAM, disk) sizes, along the arrival rate; `bare`: also fcfs without tiers."""
 
     def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
         programs = {Size.QUICK: 6, Size.DEFAULT: 20, Size.FULL: 40}[size]
@@ -74,10 +74,10 @@ def workload_and_tiers(case: Case) -> str:
 
 
 def in_turns(contenders: Sequence[str], memory_gb: Sequence[Memory]) -> Cases:
-    """Under pressure; FULL: also with LMCache in a server of its own, and on two agents' traces. QUICK: each
+    """Under pressure; FULL: also with LMCache as a separate server, and on two agents' traces. QUICK: each
     starts once in both modes of LMCache, with the largest memory.
 
-    Who goes first changes with the seed.
+    The first contender changes with the seed.
     """
 
     def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
@@ -103,7 +103,7 @@ def everything(case: Case) -> str:
 
 
 def paced(plan: Plan, jps: float) -> Plan:
-    """The plan with this arrival rate, programs a second, in place of its own."""
+    """The plan with this arrival rate, programs a second, instead of its own."""
 
     def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
         given = [case for case in plan.cases(size, seeds) if isinstance(case, Live)]

@@ -1,4 +1,4 @@
-"""What only a simulator has: a policy that knows each tool's time, an admission that knows each context."""
+"""Oracles for the simulator: a policy that knows each tool's time, an admission that knows each context."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SLACK_S = 0.1  # the pin must still be there when the next turn arrives
 def knowing(programs: Sequence[Program]) -> Policy:
     """Eq. 2 (arXiv 2511.02230 §4) with P a step at the true gap: pin until then, or not at all.
 
-    Same order and scheduler as `continuum`. A bound on what knowing tool times is worth, not on what
-    scheduling can do.
+    Same order and scheduler as `continuum`. A bound on the gain from known tool times, not on that of
+    scheduling.
     """
     gaps_s = {(p.program_id, i): turn.gap_s for p in programs for i, turn in enumerate(p.turns, 1)}
 
@@ -44,7 +44,7 @@ def knowing(programs: Sequence[Program]) -> Policy:
 
 @contextmanager
 def oracle_of(programs: Sequence[Program]) -> Iterator[None]:
-    """Within the block, ORACLE is a policy's name, and knows these programs."""
+    """Within the block, ORACLE is the name of a policy that knows these programs."""
     POLICIES[ORACLE] = knowing(programs)
     try:
         yield
@@ -53,7 +53,7 @@ def oracle_of(programs: Sequence[Program]) -> Iterator[None]:
 
 
 class Sizes(ContextGrowth):
-    """Contexts as they will be. `asked`: the program that is asked about."""
+    """The true later contexts. `asked`: the program of the next forecast."""
 
     def __init__(self, programs: Mapping[str, Program]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Sizes(ContextGrowth):
         return mean(program.turns[-1].context_tokens for program in self.programs.values())
 
     def forecast_tokens(self, own_tokens: int, turns: int) -> float:
-        """The mean of the contexts that are to come, without the head that others share."""
+        """The mean of the program's later contexts, without the shared head."""
         specs = self.programs[self.asked].turns
         now_tokens = specs[turns - 1].context_tokens if turns else specs[0].input_tokens
         later_tokens = [turn.context_tokens for turn in specs[turns:]] or [now_tokens]

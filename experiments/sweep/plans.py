@@ -1,4 +1,4 @@
-"""The figures by name: what each runs, what it shows, and how it is divided into panels."""
+"""The figures by name: their cases, their columns, and their panels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From rows to tables: medians and ranges over seeds, ratios seed by seed, and what a machine holds."""
+"""Makes tables of rows: medians and ranges over seeds, ratios seed by seed, and a machine's capacity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Found = list[tuple[Case, Row]]
 
 
 def found(rows: Rows, cases: Iterable[Case]) -> Found:
-    """The cases that have a row, each with it."""
+    """The cases that have a row, with their rows."""
     return [(case, row) for case in dict.fromkeys(cases) for row in rows.of([case])]
 
 
@@ -45,8 +45,10 @@ def table(plan: Plan, pairs: Found) -> list[list[str]]:
         for label, by_seed in labels.items():
             cells = [spread(list(laid[figure][panel][label].values())) for figure in plan.shows]
             ratio = spread(ratios(labels.get(plan.baseline, {}), by_seed))
-            told = plan.published.get((panel, label))
-            lines.append([panel, label, *cells, ratio, *("" if told is None else shown(told) for _ in extra)])
+            published = plan.published.get((panel, label))
+            lines.append(
+                [panel, label, *cells, ratio, *("" if published is None else shown(published) for _ in extra)]
+            )
     return lines
 
 
@@ -64,7 +66,7 @@ def by_seed(plan: Plan, pairs: Found) -> list[list[str]]:
 
 
 def ahead(plan: Plan, pairs: Found) -> list[list[str]]:
-    """A header, then a line for each below the baseline in a seed, by the plan's first and last figure."""
+    """A header, then a line per case below the baseline in a seed, by the plan's first and last figure."""
     lines = [["", "", "", f"its mean, {plan.baseline}'s", "over all seeds", "ahead in", "there by at most"]]
     for figure in (plan.shows[0], plan.shows[-1]):
         for panel, labels in panels(plan, pairs, figure).items():
@@ -77,24 +79,26 @@ def ahead(plan: Plan, pairs: Found) -> list[list[str]]:
                 mine, other = (mean(of[seed] for seed in seeds) for of in (ours, theirs))
                 share = f"{100 * abs(1 - other / mine):.1f} % {'ahead' if other < mine else 'behind'}"
                 means = f"{shown(other)}, {shown(mine)}"
-                told = [means, share, f"{len(won)} of {len(seeds)}", f"{100 * max(won):.1f} %"]
-                lines.append([WORDS[figure], panel, label, *told])
+                cells = [means, share, f"{len(won)} of {len(seeds)}", f"{100 * max(won):.1f} %"]
+                lines.append([WORDS[figure], panel, label, *cells])
     return lines
 
 
 def figures_by_case(plan: Plan, pairs: Found) -> list[list[str]]:
-    """Every case, a line each, with the plan's figures and where its row comes from, for a CSV."""
-    origin = ("code", "commit", "measured_on", "ended", "others_cores", "probe_s")
-    told = [name for name in origin if name in pairs[0][1]]
-    lines = [["setting", "contender", "seed", *plan.shows, *told]]
+    """Every case, a line each, with the plan's figures and its row's source, for a CSV."""
+    known = ("code", "commit", "measured_on", "ended", "others_cores", "probe_s")
+    columns = [name for name in known if name in pairs[0][1]]
+    lines = [["setting", "contender", "seed", *plan.shows, *columns]]
     for case, row in pairs:
         figures = [f"{float(row[figure]):.4g}" for figure in plan.shows]
-        lines.append([plan.panel(case), plan.label(case), f"{case.seed}", *figures, *(row[n] for n in told)])
+        lines.append(
+            [plan.panel(case), plan.label(case), f"{case.seed}", *figures, *(row[n] for n in columns)]
+        )
     return lines
 
 
 def caption(pairs: Found) -> str:
-    """What was run: sizes, rates, seeds, machine, and whether its numbers were measured."""
+    """The conditions: sizes, rates, seeds, machine, and whether its numbers were measured."""
     cases = [case for case, _ in pairs]
     jobs = _ranged({int(row["jobs"]) for _, row in pairs})
     measured = {row["measured"] for _, row in pairs} == {"True"}
@@ -146,7 +150,7 @@ def _ranged(values: set[int]) -> str:
 def holds(plan: Plan, pairs: Found, bound_s: float) -> list[list[str]]:
     """The highest rate at which the P95 stays within the bound, by label: capacity planning.
 
-    The median over seeds, interpolated between the rates that were run, is what has to stay within.
+    The bound applies to the median over seeds, interpolated between the rates.
     """
     by_label: dict[str, dict[float, list[float]]] = {}
     for case, row in pairs:
@@ -159,7 +163,7 @@ def holds(plan: Plan, pairs: Found, bound_s: float) -> list[list[str]]:
 
 
 def capacity(p95_s: Mapping[float, float], bound_s: float) -> str:
-    """Where the curve, of rates in rising order, first passes the bound; or that it does not."""
+    """The rate at which the curve first exceeds the bound, or a text if it does not."""
     rates = list(p95_s)
     if p95_s[rates[0]] > bound_s:
         return f"below {rates[0]:g}"

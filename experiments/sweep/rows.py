@@ -1,8 +1,8 @@
 """A CSV with one schema: a row per finished case, appended, never rewritten.
 
 A row's key is a hash of the case and of the code that made it. A row made by other code stays in the
-file and is not read: a changed scheduler is measured again. Rows of real servers are in a file of their own:
-they say on what they were measured (conditions.py), and those of another machine are not read either.
+file and is not read: a changed scheduler is measured again. Rows of real servers are in another file, with
+their conditions (conditions.py); rows of another machine are not read either.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ COLUMNS = SWEEP.columns
 @cache
 def code(kind: str) -> str:
     """Names the schema, the versions and the source that rows of this kind come from."""
-    told = versions() if kind == "live" else _vllm_version()
-    digest = hashlib.sha256(f"{SCHEMA} {told}".encode())
+    engines = versions() if kind == "live" else _vllm_version()
+    digest = hashlib.sha256(f"{SCHEMA} {engines}".encode())
     for path in sorted(path for pattern in CODE[kind] for path in ROOT.glob(pattern)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
@@ -113,8 +113,8 @@ def _vllm_version() -> str:
 def key(case: Case) -> str:
     """Names the case and the code."""
     known = inputs(case)
-    told = json.dumps([code(known["kind"]), known], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    text = json.dumps([code(known["kind"]), known], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Rows:
@@ -137,8 +137,8 @@ class Rows:
         if unknown := figures.keys() - set(self.sheet.figures):
             raise SweepError(f"no column for {', '.join(sorted(unknown))}; add it to rows.py")
         known = inputs(case)
-        told = conditions() if self.sheet.conditions else {}
-        values = {"key": key(case), "code": code(known["kind"]), **known, **figures, **told}
+        measured_on = conditions() if self.sheet.conditions else {}
+        values = {"key": key(case), "code": code(known["kind"]), **known, **figures, **measured_on}
         row = {name: "" if values.get(name) is None else str(values[name]) for name in self.sheet.columns}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not self.path.exists()
@@ -157,7 +157,7 @@ def _is_of_now(row: Row) -> bool:
 
 
 def _read(path: Path, columns: Sequence[str]) -> Sequence[Row]:
-    """All rows of a file; none if there is no file. A line that a killed run tore is refused."""
+    """All rows of a file; none if there is no file. An incomplete line of a killed run is refused."""
     if not path.exists():
         return []
     with path.open(newline="") as file:

@@ -1,4 +1,4 @@
-"""Runs the cases that have no row yet: here, or in a pool of processes with a vLLM each."""
+"""Runs the cases that have no row yet: in this process, or in a pool of processes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from experiments.sweep.rows import Rows
 
 
 def complete(rows: Rows, cases: Sequence[Case], jobs: int, quiet: bool = False) -> None:
-    """Add a row for each case that lacks one, each as soon as it is there.
+    """Add a row for each case that lacks one, as soon as it is finished.
 
     Raises SweepError for the first case of the lab that fails. A server's failure costs its own row alone: it
-    is told at once, the others are measured, and SweepError names all such cases at the end.
+    is printed at once, the others are measured, and SweepError names all such cases at the end.
     """
     refuse_settings()
     missing, failed = rows.missing(cases), list[SweepError]()
     keep = rows.path.parent / "live"
-    told = measured(missing, jobs, keep, failed)
-    for case, figures in tqdm(told, total=len(missing), unit="row", disable=quiet):
+    finished = measured(missing, jobs, keep, failed)
+    for case, figures in tqdm(finished, total=len(missing), unit="row", disable=quiet):
         rows.add(case, figures)
     if failed:
         raise SweepError("\n".join([f"{len(failed)} rows are missing:", *map(str, failed)]))
@@ -41,8 +41,8 @@ def measured(
 ) -> Iterator[tuple[Case, dict[str, Any]]]:
     """Each case with its figures, as they end. Simulations share the cores, servers do not.
 
-    What a server and its clients said stays in a folder of the case's in `keep`; why one has no figures
-    joins `failed`.
+    The output of a server and its clients stays in the case's folder in `keep`; the reason of a missing row
+    is added to `failed`.
     """
     points = [case for case in cases if not isinstance(case, Live)]
     alone = [case for case in cases if isinstance(case, Live)]
@@ -69,7 +69,7 @@ def measured(
 def measure(case: Case, keep: Path) -> dict[str, Any]:
     """The case's figures. vLLM is imported here: a figure from finished rows needs none.
 
-    Raises SweepError that names the case, where the lab refuses it, its books do not balance, or the
+    Raises SweepError that names the case, if the simulator refuses it, its tables do not balance, or the
     server does not start or answer.
     """
     from experiments.fleet import measure as fleet
@@ -93,6 +93,6 @@ def named(case: Live) -> str:
 
 
 def refuse_settings() -> None:
-    """A setting in the environment would win over every point's, and no row would tell."""
+    """Refuse settings in the environment: they would override every point's, and no row would show it."""
     if found := sorted(name for name in os.environ if name.startswith(ENV_PREFIX)):
         raise SweepError(f"{', '.join(found)} in the environment would change every run; unset it")

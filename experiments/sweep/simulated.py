@@ -1,4 +1,4 @@
-"""A Point in the lab: its programs, its setup, and what the run says."""
+"""Runs a Point in the simulator: its programs, its setup, and its figures."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else
 def run(point: Point) -> dict[str, Any]:
     """Simulate the point and return its figures (rows.FIGURES). Raises SweepError for unknown names."""
     programs = programs_of(point)
-    told = {ORACLE: oracle_of, TRUE_SIZES: true_sizes_of, MICHI: michi_of}.get(point.contender)
-    with told(programs) if told else nullcontext():
+    oracle = {ORACLE: oracle_of, TRUE_SIZES: true_sizes_of, MICHI: michi_of}.get(point.contender)
+    with oracle(programs) if oracle else nullcontext():
         return figures(simulate(programs, setup_of(point, programs)))
 
 
 def programs_of(point: Point) -> tuple[Program, ...]:
-    """The same for every contender of a seed."""
+    """The same programs for every contender of a seed."""
     if point.workload.startswith(TRACE):
         programs = arriving(traced(point), point.programs, point.load, point.seed, machine_of(point))
     elif point.workload == SWEEP:
@@ -62,7 +62,7 @@ def programs_of(point: Point) -> tuple[Program, ...]:
 
 
 def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
-    """The engine that the point asks for."""
+    """The engine of the point."""
     machine = machine_of(point)
     if point.kv_contexts:
         contexts = [p.context_tokens for p in traced(point)]
@@ -86,7 +86,7 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
 
 
 def continuum_of(point: Point) -> dict[str, Any]:
-    """Settings of our scheduler that the point asks for."""
+    """The point's settings of our scheduler."""
     if point.contender == MICHI:
         bounds = dict.fromkeys(("max_ttl_s", "admission_max_hold_s", "pin_reclaim_after_s"), 1e6)
         return {"max_pinned_share": 1.0, **bounds}  # it bounds none of them
@@ -107,7 +107,7 @@ def machine_of(point: Point) -> Machine:
 
 
 def policy_of(contender: str) -> str:
-    """The lab's name of a contender's policy."""
+    """The simulator's name of a contender's policy."""
     if contender in (*PEERS, MICHI):
         return contender
     special = {STOCK: STOCK_POLICY, ORACLE: ORACLE, ENDLESS: "program-fcfs", ON_DEMAND: ON_DEMAND}
@@ -138,7 +138,7 @@ def tiers_of(point: Point, machine: Machine) -> dict[str, Any] | None:
 
 
 def figures(result: Result) -> dict[str, Any]:
-    """What a row says of a run: seconds, tokens, counts."""
+    """A row's figures of a run: seconds, tokens, counts."""
     ttfts_s = [turn.ttft_s for turn in result.turns]
     cold = max(1, len(result.jobs) // 4)  # of the arrivals: nothing was learned and nothing is full
     jobs_s = [job.job_s for job in result.jobs]

@@ -1,6 +1,6 @@
-"""How long does a step of the scheduler take on this machine, with so many turns running, waiting and pinned?
+"""Times a step of the scheduler on this machine, by the number of running, waiting and pinned turns.
 
-CPU time of the thread, which other processes do not add to, but slow down: no two runs agree. Contenders are
+CPU time of the thread: other processes do not add to it, but slow it down, so runs differ. Contenders are
 compared by `experiments.overhead`, which keeps them all in one process and lets their steps alternate.
 """
 
@@ -38,7 +38,7 @@ WARM_UP_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """schedule() of a real scheduler, timed while so many turns run, wait and lie pinned."""
+    """schedule() of a real scheduler, timed with this many running, waiting and pinned turns."""
 
     contender: str
     running_turns: int
@@ -49,7 +49,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What one step took of the engine's loop, in microseconds."""
+    """The time of one step in the engine's loop, in microseconds."""
 
     schedule_us: float
     update_us: float  # update_from_output(), without the statistics that it asks for
@@ -61,7 +61,7 @@ class StepCost:
 
 
 def timed_us(call: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU time that one call took of this thread, and its answer."""
+    """The thread's CPU time of one call, and its answer."""
     start_ns = time.thread_time_ns()
     found = call()
     return (time.thread_time_ns() - start_ns) / 1e3, found
@@ -69,7 +69,7 @@ def timed_us(call: Callable[[], Any]) -> tuple[float, Any]:
 
 @contextmanager
 def shared_clock() -> Iterator[tuple[VirtualClock, ExitStack]]:
-    """One virtual time for all that is compared, and what closes when it is over."""
+    """One virtual time for all contenders, and the stack that closes at its end."""
     clock = VirtualClock()
     with ExitStack() as until:
         POLICIES[ON_DEMAND] = Policy(static_ttl, pinned_first, has_extensions=True)
@@ -90,7 +90,7 @@ def rigs(*benches: Bench) -> Iterator[list[Rig]]:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Python's collector rests; what lives now is not looked at again until the end."""
+    """Turns Python's garbage collector off; present objects are not examined until the end."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -102,7 +102,7 @@ def no_collections() -> Iterator[None]:
 
 
 class Rig:
-    """A scheduler with full queues, and a runner that says one token to everybody."""
+    """A scheduler with full queues, and a runner that gives every turn one token."""
 
     def __init__(self, bench: Bench, clock: VirtualClock, until: ExitStack) -> None:
         self.bench, self.clock = bench, clock
@@ -128,7 +128,7 @@ class Rig:
         until.callback(self.scheduler.shutdown)
 
     def fill(self) -> None:
-        """Pin, then run, then let wait: the lab's machine has room for one after the other."""
+        """Pin, then run, then queue: the simulated machine has memory for one after the other."""
         for i in range(self.bench.pinned_programs):
             self._send(f"pinned-{i}", 1, i + 1, last=False)
             while self.scheduler.requests:
@@ -143,7 +143,7 @@ class Rig:
         self._check()
 
     def _use_up(self) -> None:
-        """Take all blocks away but for what the next steps need: who waits stays there."""
+        """Allocate all blocks except those of the next steps, so that waiting turns keep waiting."""
         pool = self.scheduler.kv_cache_manager.block_pool
         self._spare = pool.get_new_blocks(pool.get_num_free_blocks())
         self._give_back()
@@ -165,7 +165,7 @@ class Rig:
             )
 
     def step(self) -> StepCost:
-        """One decode step of all running turns, and what it took."""
+        """One decode step of all running turns, and its time."""
         self.clock.advance_to(self.clock.now_s + 0.01)
         self._give_back()
         self._stats_us = 0.0

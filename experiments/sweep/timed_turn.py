@@ -1,4 +1,4 @@
-"""What one finished turn takes of the engine's loop, from its arrival until the engine is idle again."""
+"""Times one finished turn in the engine's loop, from its arrival until the engine is idle again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class TurnRig:
     def turn(self) -> float:
         """CPU us of one turn, from its arrival until the engine is idle; then half a second of tool.
 
-        Of its decode steps all but the last are not timed: nearly all of the answer comes at once there.
+        Only the last of its decode steps is timed: nearly the whole answer comes in one step before.
         """
         program, number = divmod(self._turns, PROGRAM_TURNS)
         if not number:
@@ -117,13 +117,13 @@ class TurnRig:
 
 
 def lognormal_s(gaps: int) -> list[float]:
-    """So many tool gaps, in no order, with a median of a second."""
+    """This many tool gaps, in random order, with a median of a second."""
     draws = Random(1)
     return [draws.lognormvariate(0.0, 1.0) for _ in range(gaps)]
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer of which each token is a byte, without the wrapper that the plugin does not ask either."""
+    """A tokenizer with one token per byte, without the wrapper, which the plugin does not use either."""
     found = Tokenizer(BPE(LETTERS, []))
     found.decoder = ByteLevelDecoder()
     return found

@@ -1,12 +1,12 @@
-"""Real agents' traces in the lab: ours against what else there is, and what there was to gain.
+"""Real agents' traces in the simulator: ours against the other policies, and the possible gain.
 
-A row is a trace, what stands behind the GPU, a load, and whether steps wait for loads and stores: LMCache's
-do in one process, and do not over its server. The GPU's KV cache holds KV_CONTEXTS mean final contexts.
+A row is a trace, the tiers below the GPU, a load, and whether steps wait for loads and stores: with LMCache
+in-process they do, with its server they do not. The GPU's KV cache holds KV_CONTEXTS mean final contexts.
 Programs are those of one half of a trace: tune on the half "tune", report "report". "fitted" stands for
 the half that programs were fitted to, where there is no trace; chat has no such programs.
 
-Two bounds stand beside each row: `continuum` that is told how long each program's context will be on average
-(TRUE_SIZES), and program order on a GPU that evicts nothing (ENDLESS), which no tier and no wait changes.
+Each row has two bounds: `continuum` with each program's true mean context (TRUE_SIZES), and program order on
+a GPU that evicts nothing (ENDLESS), which depends on no tier and no wait.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ def points(size: Size, part: str, seeds: Sequence[int], machines: Sequence[str])
 
 
 def contended(setting: Point) -> dict[str, Point]:
-    """Everybody on the same setting. What evicts nothing needs no tier, so it is run once for all of them."""
+    """All contenders on the same setting. ENDLESS needs no tier, so it is run once for all tiers."""
     found = {name: replace(setting, contender=name) for name in CONTENDERS}
     found[ENDLESS] = replace(found[ENDLESS], dram_kv=0.0, ssd_kv=0.0, blocking=False)
     return found
 
 
 def cases(settings: Iterable[Point]) -> list[Point]:
-    """What is to be run."""
+    """The cases to run."""
     return list(dict.fromkeys(point for setting in settings for point in contended(setting).values()))
 
 
@@ -113,7 +113,7 @@ def closed(seeds: Sequence[Runs], bound: str) -> str:
 
 
 def tail_ratio(seeds: Sequence[Runs]) -> float:
-    """P99 of first tokens over published's, of the means: a seed of which both are short says little."""
+    """P99 of first tokens over published's, of the means: a seed where both are short says little."""
     return of(seeds, OURS, "ttft_p99_s") / of(seeds, PAPER, "ttft_p99_s")
 
 
@@ -135,15 +135,15 @@ def line(name: str, seeds: Sequence[Runs]) -> list[str]:
 
 
 def verdicts(rows: Rows, settings: Iterable[Point]) -> list[str]:
-    """What was asked, and what was reached, in sentences."""
-    found, told = by_name(rows, settings), []
+    """The goals and the results, in sentences."""
+    found, sentences = by_name(rows, settings), []
     pressed = {name: seeds for name, seeds in found.items() if f", {LOADS[0]:g}" not in name}
     if pressed:
         lead = {name: mean(leads(seeds)) for name, seeds in pressed.items()}
         tail = {name: tail_ratio(seeds) for name, seeds in pressed.items()}
         most = [bound_lead(seeds) for seeds in pressed.values()]
         worst, slowest = min(lead, key=lead.__getitem__), max(tail, key=tail.__getitem__)
-        told = [
+        sentences = [
             f"Pressed rows ({len(lead)}), the better of program order and published over ours: mean "
             f"{mean(lead.values()):.3f} (asked 1.08), least {lead[worst]:.3f} in {worst} (asked 0.98; "
             f"{sum(ratio < 0.98 for ratio in lead.values())} below).",
@@ -155,12 +155,12 @@ def verdicts(rows: Rows, settings: Iterable[Point]) -> list[str]:
     light = {name: mean(leads(seeds)) for name, seeds in found.items() if name not in pressed}
     if light:
         worst = min(light, key=light.__getitem__)
-        told.append(f"Load 0.6 ({len(light)} rows): least {light[worst]:.3f} in {worst} (asked 0.99).")
-    return told
+        sentences.append(f"Load 0.6 ({len(light)} rows): least {light[worst]:.3f} in {worst} (asked 0.99).")
+    return sentences
 
 
 def bound_lead(seeds: Sequence[Runs]) -> float:
-    """The better of program order and published over what evicts nothing."""
+    """The better of program order and published over ENDLESS."""
     return mean(
         best * float(r[OURS]["job_mean_s"]) / float(r[ENDLESS]["job_mean_s"])
         for best, r in zip(leads(seeds), seeds, strict=True)

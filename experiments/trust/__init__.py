@@ -1,1 +1,1 @@
-"""What the plugin is held against: vLLM's own tests, other versions, hostile clients, long runs."""
+"""Checks of the plugin: vLLM's own tests, other versions, hostile clients, long runs."""

@@ -1,10 +1,10 @@
-"""What do lying clients cost the honest ones? The lab, on vLLM's own scheduler in virtual time.
+"""Measures what lying clients cost honest ones, on vLLM's own scheduler in virtual time.
 
     python -m experiments.trust.hostile
 
-Victims run twice beside the same foreign load: once told truthfully, once with the lie. The ratio of
-their P95 job times is what the lie costs them; what the load itself costs stands beside it, and what
-the same lie costs under stock fcfs, which listens to no client.
+Victims run twice beside the same foreign load: once with true fields, once with false ones. The ratio of
+their P95 job times is the cost of the lie. Beside it are the cost of the load itself, and that of
+the same lie under stock fcfs, which ignores all such fields.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def agent(name: str, arrival_s: float, tenant: str, turns: int = 6, gap_s: float
 
 
 def never_last(honest: Sequence[Program]) -> list[Program]:
-    """Programs that are over and do not say so: their pins stay until the TTL."""
+    """Programs that end without a report: their pins stay until the TTL."""
     return [replace(p, source=f"{p.source},never-last") for p in honest]
 
 
 def always_last(honest: Sequence[Program]) -> list[Program]:
-    """Every turn is said to be its program's last, and the next one comes all the same."""
+    """Every turn is marked as its program's last, and the next one comes in spite of it."""
     return [replace(p, source=f"{p.source},always-last") for p in honest]
 
 
 def id_a_turn(honest: Sequence[Program]) -> list[Program]:
-    """Every turn under an id of its own, never ended: a pin each, at the place of a newcomer."""
+    """Every turn under a new id, never ended: one pin for each, at the place of a new program."""
     found = []
     for program in honest:
         at_s = program.arrival_s
@@ -73,7 +73,7 @@ def id_a_turn(honest: Sequence[Program]) -> list[Program]:
 
 
 def fake_tools(honest: Sequence[Program]) -> list[Program]:
-    """The victims' tool, made to look slow, so that everybody's CDF calls for long pins."""
+    """The victims' tool reported as slow, so that its distribution leads to long pins for all."""
     return [
         replace(p, turns=tuple(replace(t, gap_s=t.gap_s and 12.0) for t in p.turns))
         for p in never_last(honest)
@@ -81,7 +81,7 @@ def fake_tools(honest: Sequence[Program]) -> list[Program]:
 
 
 def one_id(honest: Sequence[Program]) -> list[Program]:
-    """The first turns of all under the oldest arrival they can get: one endless program."""
+    """All programs' turns under one id, with the oldest arrival: one endless program."""
     turns: list[TurnSpec] = []
     for program in honest:
         for turn in program.turns:
@@ -111,7 +111,7 @@ class Verdict:
 
     @property
     def ratio(self) -> float:
-        """What the lie adds to what the load costs."""
+        """The cost of the lie relative to that of the load."""
         return self.attacked_s / self.beside_honest_s
 
 

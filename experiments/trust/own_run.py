@@ -1,4 +1,4 @@
-"""One start of vLLM, and from it a process for each scheduler that runs the tests. For own_tests.py.
+"""Imports vLLM once, and forks a process for each scheduler that runs the tests. For own_tests.py.
 
     python -m experiments.trust.own_run TREE stock,fcfs,continuum FILE...
 

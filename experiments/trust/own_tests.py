@@ -1,4 +1,4 @@
-"""vLLM's own scheduler tests, on stock and on our classes: does any test tell them apart?
+"""Runs vLLM's own scheduler tests on stock and on our classes, and compares the results.
 
     python -m experiments.trust.own_tests                 # the installed version, every file
     python -m experiments.trust.own_tests --quick         # the files that run in CI
@@ -97,7 +97,7 @@ Outcomes = dict[str, str]  # test id -> passed, failed, error or skipped
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One test that a class of ours answers otherwise than stock."""
+    """A test with another result for our class than for stock."""
 
     policy: str
     test: str
@@ -117,9 +117,9 @@ def standin_models(tree: Path) -> None:
 
 
 def run(tree: Path, files: Sequence[str], path: str = "") -> dict[str, Outcomes]:
-    """Run the files that this release has: stock and each policy. `path`: what else to import from.
+    """Run the files that this release has: stock and each policy. `path`: further folders to import from.
 
-    Raises FileNotFoundError where pytest did not get as far as a report; the log lies beside it.
+    Raises FileNotFoundError if pytest wrote no report; its log is beside it.
     """
     names = (STOCK, *POLICIES)
     for name in names:
@@ -137,7 +137,7 @@ def run(tree: Path, files: Sequence[str], path: str = "") -> dict[str, Outcomes]
 
 
 def outcomes(report: Path) -> Outcomes:
-    """Every test of a JUnit report. Raises FileNotFoundError if pytest did not get so far."""
+    """Every test of a JUnit report. Raises FileNotFoundError if pytest wrote none."""
     found: Outcomes = {}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
@@ -147,7 +147,7 @@ def outcomes(report: Path) -> Outcomes:
 
 
 def differences(stock: Outcomes, ours: Mapping[str, Outcomes]) -> list[Difference]:
-    """The tests, by name, that came out otherwise; a test that is missing counts as one."""
+    """The tests, by name, with another result; a missing test counts too."""
     return [
         Difference(policy, test, stock.get(test, "missing"), found.get(test, "missing"))
         for policy, found in ours.items()

@@ -1,4 +1,4 @@
-"""Fetches released packages by name with pip: nothing of them is committed, all lies under .work/."""
+"""Fetches released packages by name with pip: nothing of them is committed; all is under .work/."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def source_tests(version: str, work: Path = WORK) -> Path:
     """A folder that holds `tests/` of vLLM's source archive. Raises Unreachable.
 
     pip wants a package's metadata before it keeps the archive, and vLLM's needs a build: it fails,
-    and `--no-clean` leaves the unpacked tree behind, which is all that is wanted.
+    and `--no-clean` leaves the unpacked tree, which is enough.
     """
     found = work / "vllm-tests" / version
     if (found / "tests").is_dir():
@@ -61,7 +61,7 @@ def wanted(names: list[str]) -> list[str]:
 
 
 def pip_download(requirement: str, into: Path, *options: str) -> str:
-    """Run pip in `into`. Its last line of complaint, or ''."""
+    """Run pip in `into`. Returns its last error line, or ''."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     done = subprocess.run(
         [*command, "--no-deps", "--no-build-isolation", "--dest", str(into), *options, requirement],

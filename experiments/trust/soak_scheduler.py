@@ -1,11 +1,11 @@
-"""Does anything in the scheduler grow without end? Hours of programs in virtual time; a figure.
+"""Checks that nothing in the scheduler grows without bound: hours of programs in virtual time; a figure.
 
     python -m experiments.trust.soak_scheduler
 
-Programs come at a steady rate: most say when they are over, some never do, some have no id and are
+Programs come at a steady rate: most report their end, some never do, some have no id and are
 linked by their prompts. Every minute all that our objects hold is counted, table by table, by
-following every attribute from TurnLifecycle: a table that nobody thought of is found as well. The run
-fails if one still grows after the warm-up, and has no bound of its own that lies further off.
+following every attribute from TurnLifecycle: so a new table is found too. The run
+fails if a table still grows after the warm-up and has no larger bound of its own.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Soak(Simulation):
 
 
 def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
-    """Run it to its end; the simulation checks that every request, block and pin is back."""
+    """Run it to its end; the simulation checks that every request, block and pin was released."""
     load = programs(seconds, every_s)
     clock = VirtualClock()
     with ExitStack() as until, virtual_time(clock):

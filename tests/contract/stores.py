@@ -1,7 +1,7 @@
 """The stores that the contract suite runs on: one way to drive each, under one name.
 
-A driver stands in for the engine: it has GPU blocks with known content, runs turns on them, and says
-what a load really brought by looking at the blocks, not by asking the store.
+A driver replaces the engine: it has GPU blocks with known content, runs turns on them, and finds what a load
+really copied by reading the blocks, not by asking the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from connectors.fake.config import GB, FakeConfig
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
-from connectors.tier_model.lru_tier import chain
+from connectors.tier_model.lru_tier import chunk_names
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit, TierStore
 from continuum_lmcache.types import Tier
 
@@ -32,16 +32,16 @@ class StoreUnderTest(TierStore, Protocol):
     bytes_per_token: int
 
     def run(self, token_ids: Sequence[int]) -> TierHit:
-        """One turn with nothing on the GPU: load, compute the rest, store. Says what the load brought."""
+        """One turn with nothing on the GPU: load, compute the rest, store. Returns what was loaded."""
 
     def settle(self) -> None:
-        """Wait until no write is on its way."""
+        """Wait until no write is in flight."""
 
     def check(self) -> None:
-        """Raise unless the store's books balance."""
+        """Raise unless the store's tables balance."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class FakeStore:
@@ -67,12 +67,12 @@ class FakeStore:
 
     def run(self, token_ids: Sequence[int], gpu_tokens: int = 0) -> TierHit:
         request = self._request(token_ids)
-        loads = self.planner.offer(request, gpu_tokens)
+        loads = self.planner.offered_tokens(request, gpu_tokens)
         at = list(range(-(-len(token_ids) // self.block_tokens)))
         content = self._content(token_ids)
         self._fill(content, 0, 0)
         self._fill(content, 0, gpu_tokens)
-        self.planner.admitted(request, at, loads)
+        self.planner.on_alloc(request, at, loads)
         request.num_computed_tokens = gpu_tokens + loads
         meta = self._step(request, at, len(token_ids) - request.num_computed_tokens)
         self.worker.load(meta.loads)
@@ -92,7 +92,7 @@ class FakeStore:
         self.planner.store.settle(self.now_s)
 
     def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
-        names = chain(token_ids, self.chunk_tokens)
+        names = chunk_names(token_ids, self.chunk_tokens)
         self.planner.store.forget(names[-(-kept_tokens // self.chunk_tokens) :])
 
     def transfers(self) -> list[KVTransfer]:
@@ -133,7 +133,7 @@ class FakeStore:
 
     @staticmethod
     def _content(token_ids: Sequence[int]) -> list[int]:
-        """What each position's KV is: it hangs on the whole prefix, as KV does."""
+        """The KV of each position: it depends on the whole prefix."""
         return list(accumulate(token_ids, lambda h, t: (h * 1_000_003 + t + 1) % (2**61 - 1), initial=7))[1:]
 
     def _fill(self, content: list[int], start: int, end: int) -> None:
@@ -144,7 +144,7 @@ class FakeStore:
             kv.view(-1)[start:end] = torch.tensor([sign * c for c in content[start:end]], dtype=torch.int64)
 
     def _brought(self, meta: FakeMetadata, content: list[int]) -> TierHit:
-        """Tokens that lie in the blocks as they should after the load, by tier."""
+        """Tokens with the right content after the load, by tier."""
         tokens = dict.fromkeys(Tier, 0)
         for copy in (c for job in meta.loads for c in job.copies):
             for block in copy.block_ids:

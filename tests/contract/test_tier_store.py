@@ -61,7 +61,7 @@ class Programs:
 
 
 def test_locate_says_what_a_load_then_brings(make: Make) -> None:
-    """Under eviction in both tiers, with turns of several programs mixed."""
+    """With eviction in both tiers, and turns of several programs in mixed order."""
     store = make(12, 20)
     programs = Programs(store.chunk_tokens, seed=1)
     seen = set()
@@ -79,7 +79,7 @@ def test_locate_says_what_a_load_then_brings(make: Make) -> None:
 
 
 def test_asking_changes_nothing(make: Make) -> None:
-    """Two runs of the same turns, one asked ten times about everything in between, evict the same."""
+    """Two runs of the same turns, one with ten queries of everything in between, evict the same chunks."""
 
     def history(asks: int) -> list[TierHit]:
         store = make(6, 10)
@@ -163,7 +163,7 @@ def test_a_head_that_others_share_is_kept(make: Make) -> None:
 
 
 def two_prompts_for_one(store: StoreUnderTest) -> tuple[list[int], list[int]]:
-    """Two prompts of three chunks; the second has pushed the first out of a DRAM that has room for one."""
+    """Two prompts of three chunks; the second has evicted the first from a DRAM with room for one."""
     tokens = 3 * store.chunk_tokens + 1
     first, second = list(range(tokens)), list(range(7, 7 + tokens))
     for prompt in (first, second):

@@ -136,7 +136,7 @@ def announce(disk: Any, chunk_bytes: int) -> None:
             chunk_bytes,
             disk.os_disk_bs,
         )
-    elif disk.use_odirect and not takes_odirect(Path(disk.path)):
+    elif disk.use_odirect and not supports_odirect(Path(disk.path)):
         disk.use_odirect = False  # else every write fails, and keeps its DRAM chunk for ever
         logger.warning("LMCache's disk tier falls back to the page cache: %s refuses O_DIRECT", disk.path)
     stale = [entry.stat().st_size for entry in os.scandir(disk.path) if entry.name.endswith(".pt")]
@@ -150,7 +150,7 @@ def announce(disk: Any, chunk_bytes: int) -> None:
         )
 
 
-def takes_odirect(directory: Path) -> bool:
+def supports_odirect(directory: Path) -> bool:
     """Whether the file system supports O_DIRECT; tmpfs and some overlays do not."""
     probe = directory / f".odirect-{os.getpid()}"
     try:

@@ -95,7 +95,7 @@ class DiskWrites:
             self._is_refusing = True
             logger.warning(
                 "LMCache's disk tier cannot write to %s: %s; chunks stay in DRAM alone until it can "
-                "(said once, counted in continuum_lost_chunks_total)",
+                "(logged once, counted in continuum_lost_chunks_total)",
                 self._disk.path,
                 error,
             )

@@ -32,13 +32,15 @@ def is_late(configs: Mapping[str, Any] | None, now_s: float) -> bool:
     return configs is not None and UNTIL in configs and now_s > configs[UNTIL]
 
 
-def refuse_late_moves(context: Any, clock: Callable[[], float] = time.monotonic) -> None:
+def refuse_late_transfers(context: Any, clock: Callable[[], float] = time.monotonic) -> None:
     """In the server: raise TimeoutError for late transfers; the server logs it, and no one waits for it."""
     resolve = context.resolve_obj_keys
 
     def resolve_in_time(key: Any, *args: Any, **kwargs: Any) -> Any:
         if is_late(key.request_configs, clock()):
-            raise TimeoutError(f"a load or store of request {key.request_id} comes too late, and is left out")
+            raise TimeoutError(
+                f"a load or store of request {key.request_id} came after its deadline and is not executed"
+            )
         return resolve(key, *args, **kwargs)
 
     context.resolve_obj_keys = resolve_in_time

@@ -33,9 +33,9 @@ class LookupLog:
         # that id -> start, end
         self._reads: BoundedDict[int, tuple[float, float]] = BoundedDict(MAX_LOOKUPS)
         self._submit, storage.submit_prefetch_task = storage.submit_prefetch_task, self.submit
-        event_bus.subscribe(EventType.L2_LOAD_TASK_SUBMITTED, self.read_begins)
-        event_bus.subscribe(EventType.L2_LOAD_TASK_COMPLETED, self.read_ends)
-        event_bus.subscribe(EventType.MP_LOOKUP_PREFETCH_END, self.lookup_ends)
+        event_bus.subscribe(EventType.L2_LOAD_TASK_SUBMITTED, self.on_read_start)
+        event_bus.subscribe(EventType.L2_LOAD_TASK_COMPLETED, self.on_read_end)
+        event_bus.subscribe(EventType.MP_LOOKUP_PREFETCH_END, self.on_lookup_end)
 
     def submit(self, spec: Any, external_request_id: str = "", *args: Any, **kwargs: Any) -> Any:
         """StorageManager.submit_prefetch_task, from which we take both ids."""
@@ -43,24 +43,24 @@ class LookupLog:
         self._tasks[external_request_id] = handle.prefetch_request_id
         return handle
 
-    def read_begins(self, event: Event) -> None:
+    def on_read_start(self, event: Event) -> None:
         task = event.metadata["request_id"]
         self._reads[task] = self._reads.get(task, (event.timestamp, event.timestamp))
 
-    def read_ends(self, event: Event) -> None:
+    def on_read_end(self, event: Event) -> None:
         task = event.metadata["request_id"]
         if task in self._reads:
             self._reads[task] = (self._reads[task][0], event.timestamp)
 
-    def lookup_ends(self, event: Event) -> None:
-        told = event.metadata
-        keys, from_l2 = told["l1_hit_keys"] + told["l2_hit_keys"], told["l2_hit_keys"]
+    def on_lookup_end(self, event: Event) -> None:
+        found = event.metadata
+        keys, from_l2 = found["l1_hit_keys"] + found["l2_hit_keys"], found["l2_hit_keys"]
         task = self._tasks.pop(event.session_id, None)
         start_s, end_s = self._reads.pop(task, (0.0, 0.0)) if task is not None else (0.0, 0.0)
-        if not told["found_count"]:
+        if not found["found_count"]:
             return
-        ssd_tokens = told["found_count"] * from_l2 // keys * self._chunk_tokens
-        dram_tokens = told["hit_tokens"] - ssd_tokens
+        ssd_tokens = found["found_count"] * from_l2 // keys * self._chunk_tokens
+        dram_tokens = found["hit_tokens"] - ssd_tokens
         with self._log.lock:
             number = self._log.next_number()
             self._done.append(

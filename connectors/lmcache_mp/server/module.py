@@ -26,7 +26,7 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
-from connectors.lmcache_mp.server.deadline import refuse_late_moves
+from connectors.lmcache_mp.server.deadline import refuse_late_transfers
 from connectors.lmcache_mp.server.lookup_log import LookupLog
 from connectors.lmcache_mp.wire import METHOD, ChangesReply, ChangesRequest, NumberedChange, chunk_name
 from continuum_lmcache import __version__
@@ -93,7 +93,7 @@ class TierChangeLog:
             if len(pieces) == whole
         ]
 
-    def reaches(self, number: int) -> bool:
+    def has_all_after(self, number: int) -> bool:
         """Whether the log still has every change after `number`. The caller holds the lock."""
         return len(self._changes) < self._max_changes or self._changes[0][1].number <= number + 1
 
@@ -164,7 +164,7 @@ class MpTierModule:
         for manager in storage._l1_managers_by_id.values():
             manager.register_listener(DramListener(self._log))
         storage.register_l2_listener(DiskListener(self._log))
-        refuse_late_moves(context)
+        refuse_late_transfers(context)
         self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size)
         status = storage.report_status()
         evictions = status["l1_eviction_controllers"].values()
@@ -175,10 +175,10 @@ class MpTierModule:
         return {"continuum_tiers": {"epoch": self._log.epoch, "number": self._log.number}}
 
     def close(self) -> None:
-        """It has no resources of its own."""
+        """Nothing to release."""
 
     @server_module_handler(METHOD)  # type: ignore[untyped-decorator]  # LMCache's
-    def tell(self, payload: bytes) -> bytes:
+    def changes(self, payload: bytes) -> bytes:
         """The ChangesReply to a ChangesRequest, both as MessagePack.
 
         Raises msgspec.ValidationError, which LMCache passes on.
@@ -188,8 +188,8 @@ class MpTierModule:
         # sizes first: LMCache takes L1's lock before the log's when it reports a change, so never after it
         dram_bytes, ssd_bytes = self._sizes()
         with log.lock:
-            known = ask.epoch == log.epoch and log.reaches(ask.number)
-            told = ChangesReply(
+            known = ask.epoch == log.epoch and log.has_all_after(ask.number)
+            reply = ChangesReply(
                 epoch=log.epoch,
                 number=log.number,
                 is_snapshot=not known,
@@ -204,7 +204,7 @@ class MpTierModule:
                 lmcache=LMCACHE_VERSION,
                 continuum=__version__,
             )
-        return msgspec.msgpack.encode(told)
+        return msgspec.msgpack.encode(reply)
 
     def _sizes(self) -> tuple[int, int | None]:
         """L1's bytes, and L2's if every adapter has a size."""

@@ -59,7 +59,7 @@ class RecordingWriter:
         except OSError as error:
             self.lost["flush"] += 1
             if self.lost["flush"] == 1:
-                logger.warning("recording not written to %s: %s (said once)", self.path, error)
+                logger.warning("recording not written to %s: %s (logged once)", self.path, error)
             return False
         return True
 

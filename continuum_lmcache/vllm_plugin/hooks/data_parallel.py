@@ -47,9 +47,9 @@ def install(schedulers: str) -> None:
             request.data_parallel_rank = rank_of(program, homes, len(self.core_engines), self.client_count)
         engine = stock(self, request)
         if fields.is_last_step:
-            homes.leaves(program)
+            homes.forget(program)
         else:
-            homes.settles(program, self.core_engines.index(engine))
+            homes.record(program, self.core_engines.index(engine))
         return engine
 
     DPLBAsyncMPClient.get_core_engine_for_request = get_core_engine_for_request  # type: ignore[method-assign]

@@ -112,7 +112,7 @@ def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
 def adopt(config: VllmConfig) -> None:
     """Put our scheduler into a finished config. Raises ConfigError if that is impossible."""
     model, parallel = config.model_config, config.parallel_config
-    refuse(config.scheduler_config.scheduler_cls is not None, "this model brings a scheduler of its own")
+    refuse(config.scheduler_config.scheduler_cls is not None, "this model has its own scheduler")
     refuse(getattr(model, "is_diffusion", False), "diffusion models are not scheduled by turns")
     refuse(model.is_encoder_decoder, "encoder-decoder models have no prefix to keep")
     refuse(not config.cache_config.enable_prefix_caching, "prefix caching is off, so nothing can be kept")

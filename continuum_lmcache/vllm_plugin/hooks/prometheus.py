@@ -28,82 +28,119 @@ DELAY_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 
 RELOAD_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 COUNTERS = {  # by key of the report: name, help, label
-    "pins": ("continuum_pins", "Pins by what became of them; taken counts all", "outcome"),
-    "refused": ("continuum_pins_refused", "Pins that a limit did not allow", "reason"),
-    "prompt_tokens": ("continuum_prompt_tokens", "Prompt tokens by where their KV came from", "tier"),
+    "pins": ("continuum_pins", "Pins by outcome; `taken` counts all", "outcome"),
+    "refused": ("continuum_pins_refused", "Pins refused by a limit", "reason"),
+    "prompt_tokens": ("continuum_prompt_tokens", "Prompt tokens by the source of their KV", "tier"),
     "returned_tokens": (
         "continuum_returned_context_tokens",
-        "Context of programs that came back, by where its KV was found",
+        "Context tokens of returning programs by where their KV was found",
         "tier",
     ),
-    "ttl_decisions": ("continuum_ttl_decisions", "Finished turns by why their TTL is what it is", "reason"),
-    "ignored": ("continuum_ignored_fields", "Requests by a field of theirs that was not used", "field"),
-    "unrecorded": ("continuum_unrecorded", "Events or snapshots that reached no file", "kind"),
-    "lost_returns": ("continuum_lost_returns", "Returns of programs to less than they left", "cause"),
-    "lost_seconds": ("continuum_lost_prefill_seconds", "Prefill that they need again, as measured", "cause"),
-    "load_decisions": ("continuum_load_decisions", "Turns that a tier had KV for, as placed", "decision"),
+    "ttl_decisions": ("continuum_ttl_decisions", "Finished turns by the reason of their TTL", "reason"),
+    "ignored": ("continuum_ignored_fields", "Requests with a field that was ignored, by field", "field"),
+    "unrecorded": ("continuum_unrecorded", "Recorder snapshots that could not be written", "kind"),
+    "lost_returns": (
+        "continuum_lost_returns",
+        "Returns of programs that found less of their context than the last turn left",
+        "cause",
+    ),
+    "lost_seconds": (
+        "continuum_lost_prefill_seconds",
+        "Seconds of prefill for these lost tokens, by measured rates",
+        "cause",
+    ),
+    "load_decisions": (
+        "continuum_load_decisions",
+        "Turns for which a tier had KV, by what was decided when they got their blocks",
+        "decision",
+    ),
 }
 GAUGES = {  # the label's name last; "" where there is none
     "pinned_blocks": ("continuum_pinned_blocks", "GPU KV blocks held by pins", ""),
     "programs": ("continuum_programs", "Programs known to the scheduler", ""),
-    "store_up": ("continuum_tier_store_up", "1 while the store below the GPU answers, else 0", ""),
-    "store_mode": ("continuum_tier_store_info", "Always 1; its label says who keeps KV off the GPU", "mode"),
-    "rate_samples": ("continuum_rate_samples", "Measurements behind a rate; 0: it is assumed", "rate"),
-    "tier_rate": ("continuum_tier_bytes_per_second", "How fast a tier is taken to be read", "tier"),
-    "tier_fixed": ("continuum_tier_fixed_seconds", "What a load from a tier takes beside its bytes", "tier"),
-    "prefill_fixed": ("continuum_prefill_fixed_seconds", "The prefill curve's fixed part", ""),
-    "prefill_token": ("continuum_prefill_seconds_per_token", "The prefill curve's part by new token", ""),
+    "store_up": ("continuum_tier_store_up", "1 while the store of the tiers answers, else 0", ""),
+    "store_mode": ("continuum_tier_store_info", "Always 1; its label names the store of the tiers", "mode"),
+    "rate_samples": ("continuum_rate_samples", "Number of measurements of a rate; 0: it is assumed", "rate"),
+    "tier_rate": (
+        "continuum_tier_bytes_per_second",
+        "Rate at which a tier is read, as used in decisions",
+        "tier",
+    ),
+    "tier_fixed": (
+        "continuum_tier_fixed_seconds",
+        "Fixed time of a load from a tier, without the time for its bytes",
+        "tier",
+    ),
+    "prefill_fixed": ("continuum_prefill_fixed_seconds", "Prefill curve: the fixed part of a prefill", ""),
+    "prefill_token": ("continuum_prefill_seconds_per_token", "Prefill curve: seconds per new token", ""),
     "prefill_pair": (
         "continuum_prefill_seconds_per_token_pair",
-        "The prefill curve's part by pair of a new token and one it attends to",
+        "Prefill curve: seconds per pair of a new token and a token that it attends to",
         "",
     ),
-    "tier_capacity": ("continuum_tier_capacity_tokens", "Tokens whose KV a tier has room for", "tier"),
-    "delay": ("continuum_eviction_delay_seconds", "T of eq. 2: mean wait of turns whose KV was lost", ""),
-    "eta": ("continuum_eta", "eta of eq. 2: -1 to 1, near 1 if programs that went on long end soon", ""),
-    "formula_samples": ("continuum_formula_samples", "Measurements behind T (delay) and eta", "input"),
+    "tier_capacity": ("continuum_tier_capacity_tokens", "Capacity of a tier in tokens", "tier"),
+    "delay": (
+        "continuum_eviction_delay_seconds",
+        "T of eq. 2: mean queueing delay of turns whose KV was evicted",
+        "",
+    ),
+    "eta": ("continuum_eta", "eta of eq. 2: -1 to 1; near 1 if long programs end soon", ""),
+    "formula_samples": ("continuum_formula_samples", "Number of samples of T (delay) and eta", "input"),
     "policy": ("continuum_policy_info", "Always 1; its label is the policy in use", "policy"),
     "pinned_ratio": ("continuum_pinned_ratio", "Share of the GPU's KV blocks that pins hold, 0 to 1", ""),
     "pins_held": ("continuum_pins_held", "Programs that hold a pin now", ""),
-    "working_set": ("continuum_working_set_tokens", "Contexts of all programs that are counted on", ""),
-    "gpu_capacity": ("continuum_gpu_capacity_tokens", "Tokens whose KV the GPU has room for", ""),
-    "kv_token": ("continuum_kv_bytes_per_token", "What one token's KV takes, over all layers", ""),
-    "store_stall": ("continuum_store_stall_seconds_per_byte", "How long a step waits for its stores", ""),
-    "held": ("continuum_programs_held", "Programs that wait until there is room to start", ""),
+    "working_set": (
+        "continuum_working_set_tokens",
+        "Sum of the contexts of all programs that are expected to continue",
+        "",
+    ),
+    "gpu_capacity": ("continuum_gpu_capacity_tokens", "Capacity of the GPU's KV cache in tokens", ""),
+    "kv_token": ("continuum_kv_bytes_per_token", "Bytes of one token's KV, over all layers", ""),
+    "store_stall": (
+        "continuum_store_stall_seconds_per_byte",
+        "Seconds that a step waits per byte that it stores",
+        "",
+    ),
+    "held": ("continuum_programs_held", "New programs that wait in admission's line", ""),
     "headroom": (
         "continuum_admission_headroom_tokens",
-        "For how large a new program's forecast there is room; below 0 where there is too little",
+        "Largest forecast of a new program that fits; below 0 if the admitted programs exceed the capacity",
         "",
     ),
     "returning_wait": (
         "continuum_oldest_returning_wait_seconds",
-        "For how long that waiting turn waits which is no program's first and came before the others",
+        "Longest present wait among turns that are not their program's first",
         "",
     ),
-    "lost_at_token": ("continuum_lost_at_token", "From which token on the latest return lost", "cause"),
+    "lost_at_token": ("continuum_lost_at_token", "First token that the latest return lost", "cause"),
 }
 HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
-    "ttl": ("continuum_ttl_seconds", "For how long a finished turn's KV should stay", "tool", TTL_BUCKETS_S),
-    "tool_gap": ("continuum_tool_gap_seconds", "From a turn's end to the next", "tool", GAP_BUCKETS_S),
+    "ttl": ("continuum_ttl_seconds", "TTL of finished turns", "tool", TTL_BUCKETS_S),
+    "tool_gap": (
+        "continuum_tool_gap_seconds",
+        "Time from a turn's end to the program's next turn",
+        "tool",
+        GAP_BUCKETS_S,
+    ),
     "queue_delay": (
         "continuum_queue_delay_seconds",
-        "Wait of programs' turns, by whether the GPU had lost their context",
+        "Queueing delay of programs' turns, by whether the GPU had lost their context",
         "context",
         DELAY_BUCKETS_S,
     ),
-    "reload_foretold": (
+    "reload_predicted": (
         "continuum_reload_predicted_seconds",
-        "Predicted cost of the returns whose context the GPU had lost",
+        "Predicted cost of returns whose context the GPU had lost",
         "",
         RELOAD_BUCKETS_S,
     ),
-    "reload": ("continuum_reload_seconds", "What the same returns really took", "", RELOAD_BUCKETS_S),
+    "reload": ("continuum_reload_seconds", "Measured cost of the same returns", "", RELOAD_BUCKETS_S),
 }
 
 
-def attach(stats: SchedulerStats, told: MetricsPayload) -> SchedulerStats:
+def attach(stats: SchedulerStats, payload: MetricsPayload) -> SchedulerStats:
     """The scheduler's stats with our figures added."""
-    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: told}
+    stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: payload}
     return stats
 
 
@@ -130,9 +167,9 @@ class MetricsExporter:
         }
         self._taker = functools.cache(self._taker_of)  # prometheus_client looks labels up under a lock
 
-    def observe(self, told: MetricsPayload, engine: int) -> None:
+    def observe(self, payload: MetricsPayload, engine: int) -> None:
         """Advance the counters, set the gauges, add the samples."""
-        for key, figures in told.items():
+        for key, figures in payload.items():
             for label, figure in figures.items():
                 take = self._taker(key, label, engine)
                 for value in figure if key in HISTOGRAMS else (figure,):
@@ -169,12 +206,12 @@ def install() -> None:
 
     @wrapping.wraps(stock)
     def record(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
-        told = detach(scheduler_stats)
-        if told:
+        payload = detach(scheduler_stats)
+        if payload:
             engine = kwargs.get("engine_idx") or 0
-            exporter().observe(told, engine)
-            if "headroom" in told:
-                headroom_tokens[engine] = told["headroom"][""]
+            exporter().observe(payload, engine)
+            if "headroom" in payload:
+                headroom_tokens[engine] = payload["headroom"][""]
         return stock(self, scheduler_stats, *args, **kwargs)
 
     StatLoggerManager.record = record  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from typing import Any
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import OWNER_FIELD, SERVER_FIELDS, TOOLS_FIELD
-from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, stated
+from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, program_values
 from continuum_lmcache.telemetry.recorder import digest
 from continuum_lmcache.vllm_plugin.hooks import api_keys, http_fields, prometheus, wrapping
 
@@ -61,7 +61,7 @@ def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wrapping.wraps(stock)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = {name: getattr(self, name, None) for name in BODY_FIELDS}
-        found = stated(sent({**own, **http_fields.body.get()}, self.vllm_xargs))
+        found = program_values(sent({**own, **http_fields.body.get()}, self.vllm_xargs))
         params = stock(self, *args, **kwargs)
         extra = {k: v for k, v in (params.extra_args or {}).items() if k not in SERVER_FIELDS} | found
         if owner := api_keys.owner.get():
@@ -97,7 +97,7 @@ def with_body_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
         body = await raw_request.json() if raw_request is not None else {}
         found = {name: body[name] for name in BODY_FIELDS if body.get(name) is not None}
         try:
-            stated(sent(found, request.vllm_xargs))
+            program_values(sent(found, request.vllm_xargs))
         except RequestError as error:  # raised, it would fill the log with clients' mistakes
             return self.create_error_response(error)
         kept = http_fields.body.set(found)

@@ -24,23 +24,25 @@ class InvalidBlocks:
     def __init__(self, manager: KVCacheManager, steps_under_way: int) -> None:
         self._manager, self._steps_under_way = manager, steps_under_way
         self._ended = 0  # steps
-        self._left: deque[tuple[int, list[int]]] = deque()
+        self._aborted: deque[tuple[int, list[int]]] = deque()
 
     def on_client_abort(self, request_id: str) -> None:
         """Its blocks are about to be freed."""
-        self._left.append((self._ended, self._blocks(request_id)))
+        self._aborted.append((self._ended, self._blocks(request_id)))
 
-    def step_ended(self) -> None:
+    def on_step_end(self) -> None:
         """The result of the step's loads is known."""
         self._ended += 1
-        while self._left and self._left[0][0] + self._steps_under_way <= self._ended:
-            self._left.popleft()
+        while self._aborted and self._aborted[0][0] + self._steps_under_way <= self._ended:
+            self._aborted.popleft()
 
     def mark_invalid(self, invalid_block_ids: set[int], request_ids: Iterable[str]) -> None:
         """Drop the hashes of these requests' blocks from the first invalid one on, and aborted ones'."""
-        held = [self._blocks(request_id) for request_id in request_ids] + [blocks for _, blocks in self._left]
-        spoilt = (itertools.dropwhile(lambda block: block not in invalid_block_ids, each) for each in held)
-        self._manager.evict_blocks(set(itertools.chain.from_iterable(spoilt)))
+        held = [self._blocks(request_id) for request_id in request_ids] + [
+            blocks for _, blocks in self._aborted
+        ]
+        invalid = (itertools.dropwhile(lambda block: block not in invalid_block_ids, each) for each in held)
+        self._manager.evict_blocks(set(itertools.chain.from_iterable(invalid)))
 
     def _blocks(self, request_id: str) -> list[int]:
         """vLLM reports no failures by block for a model with several KV cache groups."""

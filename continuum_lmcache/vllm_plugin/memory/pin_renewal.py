@@ -32,41 +32,41 @@ class PinRenewal:
     load: Callable[[float], EngineLoad]
     was_short: bool = False
     at_s: float = 0.0
-    unseen: deque[ProgramId] = field(default_factory=deque)  # to decide about again: memory became short
+    to_decide: deque[ProgramId] = field(default_factory=deque)  # to decide about again: memory became short
 
     def renew_due(self, now_s: float) -> None:
         """Before pins expire: decide about due pins, and about all pins if memory has become short.
 
         At most DECISIONS_A_STEP decisions in a step. Other due pins get EVERY_S more, the rest wait.
         """
-        pins, looks = self.pins, DECISIONS_A_STEP
-        if now_s >= self.at_s and self._becomes_short(now_s):
-            self.unseen = deque(pins.pinned)
+        pins, decisions_left = self.pins, DECISIONS_A_STEP
+        if now_s >= self.at_s and self._became_short(now_s):
+            self.to_decide = deque(pins.pinned)
         elif not self.was_short:
-            self.unseen.clear()
+            self.to_decide.clear()
         due_s = pins.next_deadline_s()
         if due_s is not None and due_s <= now_s:
             for pin in [pin for pin in pins.pinned.values() if pin.deadline_s <= now_s]:
                 if self._is_renewable(pin):
-                    looks -= 1
-                    if looks >= 0:
+                    decisions_left -= 1
+                    if decisions_left >= 0:
                         self._renew(now_s, pin)
                     else:
                         pins.renew(now_s, pin.program, now_s + EVERY_S)
-        while self.unseen and looks > 0:
-            found = pins.pinned.get(self.unseen.popleft())
+        while self.to_decide and decisions_left > 0:
+            found = pins.pinned.get(self.to_decide.popleft())
             if found is not None and self._is_renewable(found):
-                looks -= 1
+                decisions_left -= 1
                 self._renew(now_s, found)
 
-    def _becomes_short(self, now_s: float) -> bool:
+    def _became_short(self, now_s: float) -> bool:
         before, self.was_short = self.was_short, self.load(0.0).is_memory_short
         self.at_s = now_s + EVERY_S
         return self.was_short and not before
 
     def _is_renewable(self, pin: Pin) -> bool:
         """Whether the pin's worth depends on the memory now, and its program is away."""
-        is_priced = self.advisor.prices(pin.turn.context_tokens, pin.retention.reload_s)
+        is_priced = self.advisor.is_priced(pin.turn.context_tokens, pin.retention.reload_s)
         return is_priced and not self.programs.records[pin.program].live
 
     def _renew(self, now_s: float, pin: Pin) -> None:

@@ -72,7 +72,7 @@ class PinReclaimer:
         self._keeps_all_tokens = any(isinstance(m, FullAttentionManager) for m in managers)
         self._in_step = False
 
-    def step_begins(self) -> None:
+    def on_step_start(self) -> None:
         """Leave vLLM's own method in place for running requests where memory cannot run short in this step.
 
         vLLM calls it for each of them, so a wrapper would cost time for each of them.
@@ -95,7 +95,7 @@ class PinReclaimer:
             return False
         return left < 0 or any(request.is_prefill_chunk for request in scheduler.running)
 
-    def step_ends(self) -> None:
+    def on_step_end(self) -> None:
         """Restore vLLM's own method."""
         self._in_step = False
         self._replace_allocate_slots(self._stock)
@@ -179,9 +179,9 @@ class PinReclaimer:
                 turn.refused_s = now_s
             if now_s - turn.refused_s > self._reclaim_after_s:
                 return True
-        return not self._scheduler.running and not self._memory_will_come()
+        return not self._scheduler.running and not self._memory_will_be_freed()
 
-    def _memory_will_come(self) -> bool:
+    def _memory_will_be_freed(self) -> bool:
         """Whether a KV load is in flight, or a connector still uses a finished request's blocks."""
         scheduler = self._scheduler
         loads = {RequestStatus.WAITING_FOR_REMOTE_KVS}

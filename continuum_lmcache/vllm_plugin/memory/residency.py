@@ -34,8 +34,8 @@ class ResidencyLookup:
         store = connector if isinstance(connector, TierStore) else None
         self._store = store
         # checked once, here: isinstance with a protocol takes 10 us
-        self._reporting = store if isinstance(store, StoreStatus) else None
-        self._remembering = store if isinstance(store, LookupRecord) else None
+        self._store_status = store if isinstance(store, StoreStatus) else None
+        self._lookup_record = store if isinstance(store, LookupRecord) else None
         self._timing = store if isinstance(store, StepTiming) else None
         self.async_loads = isinstance(store, SelectiveLoader) and store.async_loads
         self.mode = "none" if connector is None else "unknown"
@@ -48,7 +48,7 @@ class ResidencyLookup:
     @property
     def is_up(self) -> bool:
         """Whether the store answers."""
-        return True if self._reporting is None else self._reporting.is_up
+        return True if self._store_status is None else self._store_status.is_up
 
     def after_eviction(self, request: Request, tokens: int) -> Residency:
         """Where the context's first `tokens` would come from after the GPU evicts them."""
@@ -102,7 +102,7 @@ class ResidencyLookup:
 
     def _source(self, request: Request, tokens: int) -> TierHit:
         """Where a load came from."""
-        found = None if self._remembering is None else self._remembering.found(request.request_id)
+        found = None if self._lookup_record is None else self._lookup_record.found(request.request_id)
         return self._holding(request, tokens) if found is None else found
 
     def _holding(self, request: Request, tokens: int) -> TierHit:

@@ -24,11 +24,11 @@ from continuum_lmcache.types import ProgramId, TurnId
 
 RATE_STARTS = 64  # latest starts from the line, for its speed
 LEAST_RETRY_S = 1.0
-MOST_PROMISES = 1024  # since one report, whose period is half a second
+MAX_RESERVATIONS = 1024  # since one report, whose period is half a second
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingTurn:
     """A turn without its first token."""
 
     tokens: int  # to be computed, as far as is known
@@ -37,14 +37,14 @@ class Pending:
 
 
 @dataclass(slots=True)
-class Place:
+class ReplicaState:
     """One replica: its latest report, and what was sent there since."""
 
     report: ReplicaReport
     admission: AdmissionController
     turns: set[TurnId] = field(default_factory=set)  # live
-    pending: dict[TurnId, Pending] = field(default_factory=dict)  # of these
-    promised: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_PROMISES))
+    pending: dict[TurnId, PendingTurn] = field(default_factory=dict)  # of these
+    reserved: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MAX_RESERVATIONS))
 
     @property
     def requests(self) -> int:
@@ -73,19 +73,19 @@ class Place:
     def reported(self, report: ReplicaReport) -> None:
         """A newer report."""
         self.report = report
-        self.admission.room = KVCapacity(report.gpu_tokens, report.tier_tokens)
-        while self.promised and self.promised[0][0] <= report.at_s:
-            self.promised.popleft()
+        self.admission.capacity = KVCapacity(report.gpu_tokens, report.tier_tokens)
+        while self.reserved and self.reserved[0][0] <= report.at_s:
+            self.reserved.popleft()
 
-    def promises(self, now_s: float, prompt_tokens: int, turns: int) -> None:
+    def reserve(self, now_s: float, prompt_tokens: int, turns: int) -> None:
         """A program that has finished `turns` goes there, which the next report will count."""
-        self.promised.append((now_s, self.admission.growth.forecast_tokens(prompt_tokens, turns)))
+        self.reserved.append((now_s, self.admission.growth.forecast_tokens(prompt_tokens, turns)))
 
     def headroom_tokens(self) -> float:
         """The largest forecast for which there is room."""
         if self.report.headroom_tokens is None:
             return self.admission.headroom_tokens
-        return self.report.headroom_tokens - sum(tokens for _, tokens in self.promised)
+        return self.report.headroom_tokens - sum(tokens for _, tokens in self.reserved)
 
     @property
     def kept_share(self) -> float:
@@ -103,9 +103,9 @@ class Place:
         if self.report.headroom_tokens is None:
             return self.admission.fits(prompt_tokens, turns)
         need = self.admission.growth.forecast_tokens(prompt_tokens, turns)
-        return not self.report.programs_outside and need <= self.headroom_tokens()
+        return not self.report.pending_programs and need <= self.headroom_tokens()
 
-    def sends(self, turn: TurnId, pending: Pending) -> None:
+    def add_turn(self, turn: TurnId, pending: PendingTurn) -> None:
         """A turn goes there."""
         self.turns.add(turn)
         self.pending[turn] = pending
@@ -114,7 +114,7 @@ class Place:
         """Its prefill has ended."""
         self.pending.pop(turn, None)
 
-    def gone(self, turn: TurnId) -> None:
+    def remove_turn(self, turn: TurnId) -> None:
         """It has ended."""
         self.first_token(turn)
         self.turns.discard(turn)
@@ -123,11 +123,11 @@ class Place:
         """Raise InvariantError unless its tables balance."""
         self.admission.check()
         if not self.pending.keys() <= self.turns:
-            raise InvariantError(f"turns without their first token({len(self.pending)}) are not all there")
+            raise InvariantError(f"turns without their first token({len(self.pending)}) are not all live")
 
 
 @dataclass(slots=True)
-class Waiting:
+class WaitingProgram:
     """A program in the line."""
 
     program: ProgramId
@@ -144,7 +144,7 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Places:
+class Placement:
     """The replicas, and the one line in front of them. `max_wait_s`: how long the first in line waits at
     most while it fits nowhere; `max_rehome_s`: the same for a started program."""
 
@@ -152,18 +152,18 @@ class Places:
     max_rehome_s: float
     first_turn_age_s: float  # no first turn goes to a replica with an older report
     growth: ContextGrowth = field(default_factory=ContextGrowth)
-    places: dict[ReplicaId, Place] = field(default_factory=dict)
-    line: dict[ProgramId, Waiting] = field(default_factory=dict)
+    replicas: dict[ReplicaId, ReplicaState] = field(default_factory=dict)
+    line: dict[ProgramId, WaitingProgram] = field(default_factory=dict)
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_STARTS))
 
-    def joins(self, report: ReplicaReport) -> Place:
+    def add_replica(self, report: ReplicaReport) -> ReplicaState:
         """One replica more."""
-        room = KVCapacity(report.gpu_tokens, report.tier_tokens)
-        admission = AdmissionController(room, self.max_wait_s, growth=self.growth)
-        place = self.places[report.replica] = Place(report, admission)
-        return place
+        capacity = KVCapacity(report.gpu_tokens, report.tier_tokens)
+        admission = AdmissionController(capacity, self.max_wait_s, growth=self.growth)
+        state = self.replicas[report.replica] = ReplicaState(report, admission)
+        return state
 
-    def waits(
+    def add_to_line(
         self, now_s: float, program: ProgramId, turn: TurnId, tokens: int, age_s: float, done: int
     ) -> None:
         """Add a turn of a program without a home to the line, or to its program's place there. `age_s`: since
@@ -171,11 +171,11 @@ class Places:
         if (waiting := self.line.get(program)) is not None:
             waiting.turns[turn] = tokens
             return
-        self.line[program] = Waiting(program, now_s, now_s - age_s, {turn: tokens}, done)
+        self.line[program] = WaitingProgram(program, now_s, now_s - age_s, {turn: tokens}, done)
         if not done:
-            self.growth.first(tokens)
+            self.growth.add_first_prompt(tokens)
 
-    def leaves(self, program: ProgramId, turn: TurnId) -> None:
+    def remove_from_line(self, program: ProgramId, turn: TurnId) -> None:
         """Remove a turn that waits."""
         if (waiting := self.line.get(program)) is not None:
             waiting.turns.pop(turn, None)
@@ -187,42 +187,42 @@ class Places:
         """Programs in the line that have no finished turn."""
         return sum(not waiting.finished for waiting in self.line.values())
 
-    def head(self) -> Waiting | None:
+    def head(self) -> WaitingProgram | None:
         """The first in line: started programs before new ones, then the oldest."""
         return min(self.line.values(), key=lambda w: (not w.finished, w.arrival_s), default=None)
 
-    def choice(self, now_s: float, waiting: Waiting) -> tuple[ReplicaId, bool] | None:
+    def choose_replica(self, now_s: float, waiting: WaitingProgram) -> tuple[ReplicaId, bool] | None:
         """Where the first in line may start now, and whether it fits there; None: it waits."""
         waiting.first_s = min(waiting.first_s, now_s)
         tokens, done = waiting.prompt_tokens, waiting.finished
-        heard = [p for p in self.places.values() if p.age_s(now_s) <= self.first_turn_age_s]
-        fitting = [p for p in heard if p.fits(tokens, done)]
+        recent = [p for p in self.replicas.values() if p.age_s(now_s) <= self.first_turn_age_s]
+        fitting = [p for p in recent if p.fits(tokens, done)]
         if fitting:
             return self.fewest(fitting), True
-        if idle := [p for p in heard if not p.requests]:
+        if idle := [p for p in recent if not p.requests]:
             return self.fewest(idle), False
         over = now_s - waiting.since_s >= self.max_rehome_s if done else False
-        if heard and (over or now_s - waiting.first_s >= self.max_wait_s):
-            return self.fewest(heard), False
+        if recent and (over or now_s - waiting.first_s >= self.max_wait_s):
+            return self.fewest(recent), False
         return None
 
-    def starts(self, now_s: float, waiting: Waiting, replica: ReplicaId) -> None:
+    def start(self, now_s: float, waiting: WaitingProgram, replica: ReplicaId) -> None:
         """Remove the program from the line; all its turns go to this replica."""
         del self.line[waiting.program]
         self._starts.append(now_s)
-        place = self.places[replica]
+        state = self.replicas[replica]
         tokens, done = waiting.prompt_tokens, waiting.finished
-        place.promises(now_s, tokens, done)
+        state.reserve(now_s, tokens, done)
         if done:
             for prompt_tokens in waiting.turns.values():
-                place.admission.on_arrival(now_s, waiting.program, prompt_tokens, turns=done)
+                state.admission.on_arrival(now_s, waiting.program, prompt_tokens, turns=done)
         else:
             pending = PendingProgram(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
-            place.admission.start_program(pending)
+            state.admission.start_program(pending)
 
-    def fewest(self, places: Iterable[Place]) -> ReplicaId:
+    def fewest(self, states: Iterable[ReplicaState]) -> ReplicaId:
         """Of these, one or more, the replica with the fewest requests; of equals the one with most room."""
-        best = min(places, key=lambda p: (p.requests, -p.headroom_tokens(), p.report.replica))
+        best = min(states, key=lambda p: (p.requests, -p.headroom_tokens(), p.report.replica))
         return best.report.replica
 
     def retry_after_s(self, now_s: float) -> float:
@@ -234,7 +234,7 @@ class Places:
 
     def check(self) -> None:
         """Raise InvariantError unless the line has exactly its programs."""
-        for place in self.places.values():
-            place.check()
+        for state in self.replicas.values():
+            state.check()
         if empty := [program for program, waiting in self.line.items() if not waiting.turns]:
             raise InvariantError(f"programs {empty!r} are in the line without a turn")

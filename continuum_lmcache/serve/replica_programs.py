@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from continuum_lmcache.fleet.fleet import Known
+from continuum_lmcache.fleet.fleet import KnownProgram
 from continuum_lmcache.types import ProgramId, TurnId
 
 
@@ -28,7 +28,7 @@ class TurnEnd:
     is_last: bool
 
 
-News = FirstToken | TurnEnd
+TurnEvent = FirstToken | TurnEnd
 
 
 @dataclass(slots=True)
@@ -44,11 +44,11 @@ class _Turn:
     program: ProgramId
     running: int = 0  # generations: a request may bring several prompts
     context_tokens: int = 0  # of the longest that finished; 0: none did
-    told: bool = False  # whether its first token was reported
+    has_first_token: bool = False  # its first token was reported
 
 
 @dataclass(slots=True)
-class Books:
+class ReplicaPrograms:
     """The programs of this replica, `most` at most (those idle longest are dropped), and their events.
 
     `on_end` is called as a turn ends.
@@ -56,7 +56,7 @@ class Books:
 
     most: int
     on_end: Callable[[], None] = lambda: None
-    news: list[News] = field(default_factory=list)
+    events: list[TurnEvent] = field(default_factory=list)
     _programs: OrderedDict[ProgramId, _Program] = field(default_factory=OrderedDict)
     _turns: dict[TurnId, _Turn] = field(default_factory=dict)
 
@@ -75,9 +75,9 @@ class Books:
     def first_token(self, turn: TurnId, prompt_tokens: int, body_bytes: int) -> None:
         """The prefill has ended."""
         live = self._turns[turn]
-        if not live.told:
-            live.told = True
-            self.news.append(FirstToken(turn, prompt_tokens, body_bytes))
+        if not live.has_first_token:
+            live.has_first_token = True
+            self.events.append(FirstToken(turn, prompt_tokens, body_bytes))
 
     def stops(self, turn: TurnId, context_tokens: int, is_last: bool) -> None:
         """The prompt's generation has ended, with a context of this many tokens; 0: it did not finish."""
@@ -87,7 +87,7 @@ class Books:
         if live.running:
             return
         del self._turns[turn]
-        self.news.append(TurnEnd(turn, live.context_tokens, is_last))
+        self.events.append(TurnEnd(turn, live.context_tokens, is_last))
         self.on_end()
         seen = self._programs.get(live.program)
         if seen is None:
@@ -98,10 +98,10 @@ class Books:
         if is_last and not seen.live:
             del self._programs[live.program]
 
-    def known(self, now_s: float) -> list[Known]:
+    def known(self, now_s: float) -> list[KnownProgram]:
         """Every program here, those idle longest first."""
         return [
-            Known(name, p.turns, p.context_tokens, now_s - p.first_s, tuple(p.live))
+            KnownProgram(name, p.turns, p.context_tokens, now_s - p.first_s, tuple(p.live))
             for name, p in self._programs.items()
         ]
 
