@@ -1,4 +1,4 @@
-"""The conditions of a measurement: machine, versions, commit, the machine's speed, and other processes' load."""
+"""The conditions of a measurement: machine, versions, commit, speed, and the load by other processes."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class FakeStore:
 
     def locate(self, token_ids: Sequence[int]) -> TierHit:
         self.planner.store.settle(self.now_s)
-        return self.planner.store.holding(chain(token_ids, self.chunk_tokens))
+        return self.planner.store.holding(chunk_names(token_ids, self.chunk_tokens))
 
     def settle(self) -> None:
         self.now_s += 1e9
