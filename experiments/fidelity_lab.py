@@ -47,7 +47,7 @@ class Around:
         return self.hop_s + self.hop_per_token_s * prompt_tokens
 
     def around(self, machine: Machine) -> Machine:
-        """The machine as it is inside that server."""
+        """The machine with these overheads in its steps."""
         same = ("half_rate_tokens", "samples")
         step = {n: getattr(machine.step, n) * self.slower for n in StepCurve.__slots__ if n not in same}
         step["fixed_s"] += self.step_s

@@ -2,7 +2,7 @@
 
     python -m experiments.offload_sweep fig8 fig9 fig15        no offloading, DRAM, the ablation
     python -m experiments.offload_sweep all                    every figure, in minutes
-    python -m experiments.offload_sweep fig9 --quick           seconds; a check that all works
+    python -m experiments.offload_sweep fig9 --quick           seconds; a check that everything works
     python -m experiments.offload_sweep fig9 --full --jobs 16  what a claim needs; hours on two cores
     python -m experiments.offload_sweep whatif --p95-s 200     the rate a machine holds, by its memory
     python -m experiments.offload_sweep fig14 --engine live    a real server per case; a minute each
@@ -114,7 +114,7 @@ def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan
 
 
 def at_rate(plans: dict[str, Plan], engine: Engine, jps: float) -> dict[str, Plan]:
-    """The same at another arrival rate. Raises SweepError for the lab, whose machines are always the same."""
+    """The same at another arrival rate. Raises SweepError for the simulator, which has fixed machines."""
     if engine is not Engine.LIVE:
         raise SweepError(
             "--jps is for --engine live: the lab's figures have rates of their own; leave it out"
@@ -146,7 +146,7 @@ def sweep(
     is_live: bool = False,
     docs: Path | None = None,
 ) -> None:
-    """Run what is missing, then write each figure, its table and its CSV, as NAME-SUFFIX.
+    """Run the missing cases, then write each figure, its table and its CSV, as NAME-SUFFIX.
 
     `seeds` replace each figure's own; only wanted cases are run. `docs`: a folder for a second copy of the
     output, for readers.

@@ -186,7 +186,7 @@ class Worker:
                 self.resumed += 1
                 turn = self.turns[turn_id] = Turn(turn.prompt_tokens, list(cached.all_token_ids[turn_id]), [])
             elif not self.is_v2:
-                turn.cut(turn.prompt_tokens + outputs)  # vLLM has dropped what came of a failed load
+                turn.cut(turn.prompt_tokens + outputs)  # vLLM has dropped outputs after a failed load
             turn.blocks += blocks[0] if blocks is not None else []
             computed[turn_id] = min(before, len(turn.tokens) - 1)  # of steps ahead: drafts were rejected
             turn.computed = turn.computed if self.is_v2 else computed[turn_id]
@@ -327,7 +327,7 @@ class OracleBench(Bench):
             self._cached[call["blocks"][number].block_id] = names
 
     def _up_to(self, request: Any) -> Turn:
-        """The request's tokens as the model would have them, as many as it has."""
+        """The model's right tokens for the request, as many as it has now."""
         right = self._right[request.request_id]
         while len(right.tokens) < request.num_tokens:
             right.append(answer(right.keys[-1]))

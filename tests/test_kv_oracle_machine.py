@@ -54,7 +54,7 @@ taken: Counter[str] = Counter()
 
 
 class Machine(RuleBasedStateMachine):
-    """One engine whose memory is too small for its programs. Rules are what may happen between steps."""
+    """One engine whose memory is too small for its programs. Rules are events between steps."""
 
     model: ClassVar[Path]
 

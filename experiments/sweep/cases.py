@@ -61,7 +61,7 @@ class Point:
 
     @property
     def label(self) -> str:
-        """What a figure calls it."""
+        """Its name in figures."""
         tiers = "+LMCache" if self.offloads and self.contender != ENDLESS else ""
         return f"{self.contender}{tiers}{' (blocking)' if self.blocking else ''}"
 
@@ -81,7 +81,7 @@ class Live:
 
     @property
     def label(self) -> str:
-        """What a figure calls it."""
+        """Its name in figures."""
         return f"{self.contender}{'+LMCache' if self.dram_gb > 0 else ''}"
 
 
@@ -112,7 +112,7 @@ class FleetPoint:
 
     @property
     def label(self) -> str:
-        """What a figure calls it."""
+        """Its name in figures."""
         return f"{self.router}, {self.engine}"
 
 

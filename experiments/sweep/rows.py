@@ -48,7 +48,7 @@ SERVERS = (
     *(f"experiments/sweep/{name}.py" for name in ("cases", "live")),
 )
 FLEETS = (*LAB, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
-CODE = {"point": LAB, "live": SERVERS, "fleetpoint": FLEETS}  # what a row's figures depend on
+CODE = {"point": LAB, "live": SERVERS, "fleetpoint": FLEETS}  # all that a row's figures depend on
 FIGURES = (
     *("job_mean_s", "job_mean_cold_s", "job_mean_warm_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
     *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),

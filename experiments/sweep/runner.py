@@ -54,7 +54,7 @@ def measured(
             try:
                 for done in as_completed(running):
                     yield running[done], done.result()
-            finally:  # stopped or failed: do not wait for what has not begun
+            finally:  # stopped or failed: do not wait for cases that have not started
                 pool.shutdown(cancel_futures=True)
     for case in alone:
         try:
