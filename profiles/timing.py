@@ -14,10 +14,10 @@ P = TypeVar("P", bound=Hashable)
 
 
 class Which(StrEnum):
-    """The clock that a profile goes by."""
+    """The clock of a profile's times."""
 
     WALL = "wall"  # a request's wait
-    CPU = "cpu"  # what this process computed: the wall clock of a CPU machine that nobody else uses
+    CPU = "cpu"  # what this process computed: the wall clock of a CPU machine that no other process uses
 
 
 @dataclass(frozen=True, slots=True)
