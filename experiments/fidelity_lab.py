@@ -104,7 +104,7 @@ def predicted(
     step_tokens: int,
     max_seqs: int,
 ) -> dict[str, Any]:
-    """The lab's figures for one replay, in the columns of fidelity_tables."""
+    """The simulator's figures for one replay, in the columns of fidelity_tables."""
     programs = behind_a_hop(with_tool_time(chosen.programs(lambda _: None), chosen.time_scale), around)
     setup = Setup(
         policy=STOCK if policy == "fcfs" else policy,

@@ -116,9 +116,7 @@ def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan
 def at_rate(plans: dict[str, Plan], engine: Engine, jps: float) -> dict[str, Plan]:
     """The same at another arrival rate. Raises SweepError for the simulator, which has fixed machines."""
     if engine is not Engine.LIVE:
-        raise SweepError(
-            "--jps is for --engine live: the lab's figures have rates of their own; leave it out"
-        )
+        raise SweepError("--jps is for --engine live: the simulator's figures have fixed rates; leave it out")
     return {name: paced(plan, jps) for name, plan in plans.items()}
 
 
@@ -191,7 +189,7 @@ def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> 
     shutil.copyfile(path.with_suffix(".csv"), (docs / name).with_suffix(".csv"))
     title, _, rest = text.partition(". ")
     command = f"python -m experiments.offload_sweep {figure}{' --engine live' if is_live else ''} --docs docs"
-    where = "on real servers" if is_live else "in the lab"
+    where = "on real servers" if is_live else "in the simulator"
     machine = f"{conditions()[MACHINE]}; " if is_live else ""
     made = f"{machine}{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"
     source = f"{made}, every one: [{name}.csv]({name}.csv). Cells: the median of the seeds and their range."
@@ -298,7 +296,7 @@ def draw_fleets(
 
 def main(
     figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, *TABLES, ALL])}")],
-    engine: Annotated[Engine, typer.Option(help="the lab, or a real server")] = Engine.SIM,
+    engine: Annotated[Engine, typer.Option(help="the simulator, or a real server")] = Engine.SIM,
     quick: Annotated[bool, typer.Option("--quick", help="small: under a minute a figure")] = False,
     full: Annotated[bool, typer.Option("--full", help="large: for claims")] = False,
     seeds: Annotated[str, typer.Option(help="1..5, or 1,4,7; default: the figure's own")] = "",

@@ -2,8 +2,8 @@
 
 A slot holds the key of a prefix: the KV of its last token, computed from the KV of all tokens before it.
 Keys move as the real worker and LMCache move KV; vLLM's scheduler, its connector calls, LMCache's adapters
-and this package's connectors are the real ones. In place of tensors LMCache's engine (kv_oracle_engine.py)
-or its MP server (kv_oracle_server.py) keeps keys; so does the lab's fake connector (kv_oracle_fake.py). The
+and this package's connectors are the real ones. LMCache's engine (kv_oracle_engine.py), its MP server
+(kv_oracle_server.py) and the simulator's fake connector (kv_oracle_fake.py) keep keys instead of tensors. The
 model's next token is a function of the key.
 
     a step that reads a slot with another key than its request's computes garbage, and so does all that is

@@ -77,8 +77,8 @@ class Machine:
         lacking = [key for key in ("step", "dram_store", "ssd_store") if key not in profile]
         if lacking:
             raise ProfileError(
-                f"{name} has no section {lacking[0]!r}, without which the lab cannot tell how long a step "
-                "takes; measure the machine again with profiles/measure.py"
+                f"{name} has no section {lacking[0]!r}, which the simulator needs for step times; "
+                "measure the machine again with profiles/measure.py"
             )
         known = kv_tokens if kv_tokens is not None else int(number(profile, "kv_tokens", name, least=1))
         return cls(

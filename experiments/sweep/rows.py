@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 COMMON = ("continuum_lmcache/**/*.py", "experiments/workload.py", "experiments/table1.py")
 LAB = (
     *COMMON,
-    # all but LMCache's adapters, which the lab does not run
+    # all but LMCache's adapters, which the simulator does not run
     *(f"connectors/{part}*.py" for part in ("", "fake/", "tier_model/")),
     "experiments/sim/*.py",
     *(f"experiments/sweep/{name}.py" for name in ("cases", "oracle", "simulated")),
