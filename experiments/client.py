@@ -2,7 +2,7 @@
 
 Prompts go as token ids and answers come back as token ids (vLLM's `return_token_ids`), so lengths
 are exact and the next prompt can extend the real output. aiohttp, not the openai package: it reads
-a stream at a fraction of the cost, and the load generator must not be what is measured.
+a stream at a fraction of the cost, and the measurement must not include the load generator.
 """
 
 from __future__ import annotations

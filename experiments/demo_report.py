@@ -88,7 +88,7 @@ def with_pressure(paths: Paths, scenario: Scenario, out: Path, console: Console)
 
 
 def without_pressure(paths: Paths, _scenario: Scenario, out: Path, console: Console) -> str:
-    """The same, and what `continuum` costs."""
+    """The same, with the cost of `continuum`."""
     return write(read(paths), cost(paths), out, console)
 
 

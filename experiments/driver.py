@@ -21,7 +21,7 @@ from experiments.client import Answer, TurnFailed, request_body
 from experiments.workload import Program, TurnSpec
 
 Complete = Callable[[Mapping[str, Any]], Awaitable[Answer]]
-Identify = Callable[[Program, int], Mapping[str, Any]]  # what turn n of a program says of it, in the body
+Identify = Callable[[Program, int], Mapping[str, Any]]  # turn n's program fields in the body
 SHARED, OWN = range(2)  # which stream of a seed the tokens come from
 LONGEST_NAME = 256  # characters that the wire format allows in a tool's name
 

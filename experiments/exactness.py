@@ -1,4 +1,4 @@
-"""Checks that every token is the one that the model gives without a cache, by plain PyTorch.
+"""Checks that every token equals the model's in plain PyTorch without a cache.
 
     python -m experiments.exactness --rounds 10
 
@@ -33,7 +33,7 @@ from experiments.server import CPU_ENV, GPU_ENV
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model
 
 ROOT = Path(__file__).parents[1]
-CHUNK, KV_TOKENS = 256, 28 * 128  # LMCache's chunk; what the GPU's cache holds
+CHUNK, KV_TOKENS = 256, 28 * 128  # LMCache's chunk; capacity of the GPU's cache
 DRAM_CHUNKS = 16
 FIRST_TOKENS, OUTPUT_TOKENS = 2 * CHUNK + 118, 40  # an output needs a block that the prompt did not
 WHOLE_TOKENS = 2 * CHUNK
@@ -41,7 +41,7 @@ TURNS = 3
 MOST_AT_TOOLS = 2
 AFTER_PREEMPTION = "loaded after preemption"
 WAYS = ("gpu", "dram", "ssd", "preemptions", AFTER_PREEMPTION)
-RETRIED = 3  # every so many programs, one whose first prompt fills chunks is asked again, word by word
+RETRIED = 3  # every so many programs, one with a first prompt of whole chunks repeats it exactly
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
     python -m experiments.fidelity --seeds 1..3 --profile PROFILE --out fidelity-results
 
 Serves the small model on this machine's CPU, fcfs and continuum, with LMCache and without, and replays
-the same programs against each; then runs them in the lab, on the machine that PROFILE describes
+the same programs against each; then runs them in the simulator, on the machine that PROFILE describes
 (profiles/measure.py, measured on this machine), and prints predicted against measured. A replay that
 is in OUT already is not repeated, so the machine can be left to others between two seeds.
 
@@ -45,7 +45,7 @@ from experiments.sweep.cases import SweepError
 from experiments.tables import markdown, plain
 from experiments.tiny_model import make_model
 
-STEP_TOKENS, MAX_SEQS = 2048, 64  # said to server and lab alike
+STEP_TOKENS, MAX_SEQS = 2048, 64  # given to server and simulator
 PROGRAMS, JPS = 12, 1.0
 PROBES, OUTPUTS = 9, 24
 

@@ -47,7 +47,7 @@ class Around:
         return self.hop_s + self.hop_per_token_s * prompt_tokens
 
     def around(self, machine: Machine) -> Machine:
-        """The machine as it is inside that server."""
+        """The machine with these overheads in its steps."""
         same = ("half_rate_tokens", "samples")
         step = {n: getattr(machine.step, n) * self.slower for n in StepCurve.__slots__ if n not in same}
         step["fixed_s"] += self.step_s
@@ -104,7 +104,7 @@ def predicted(
     step_tokens: int,
     max_seqs: int,
 ) -> dict[str, Any]:
-    """The lab's figures for one replay, in the columns of fidelity_tables."""
+    """The simulator's figures for one replay, in the columns of fidelity_tables."""
     programs = behind_a_hop(with_tool_time(chosen.programs(lambda _: None), chosen.time_scale), around)
     setup = Setup(
         policy=STOCK if policy == "fcfs" else policy,

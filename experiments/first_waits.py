@@ -2,9 +2,9 @@
 
     python -m experiments.first_waits --programs 40 --seeds 3..5
 
-The live runs under memory pressure (`offload_sweep pressure --engine live`) in the lab: the same programs,
-tiers and proportions, on the machine as its profile was measured, without what a server adds. All loads and
-stores delay the step, as with LMCache in-process. `endless-gpu` is program order on a KV cache that never
+The live runs under memory pressure (`offload_sweep pressure --engine live`) in the simulator: the same
+programs, tiers and proportions, on the measured machine, without a server's overhead. All loads and stores
+delay the step, as with LMCache in-process. `endless-gpu` is program order on a KV cache that never
 fills: what memory alone can gain; another order may still be faster.
 """
 
@@ -53,7 +53,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {  # ours, where the name is no cont
 
 
 def twin(case: Live, settings: Mapping[str, Any]) -> Result:
-    """The case in the lab. Raises SweepError for unknown names."""
+    """The case in the simulator. Raises SweepError for unknown names."""
     machine, chosen = replace(machine_of(case), dtype=DTYPE, profile=PROFILES[DTYPE]), selection_of(case)
     profile = yaml.safe_load((ROOT / "profiles" / machine.profile).read_text())
     programs = with_tool_time(chosen.programs(lambda _: None), chosen.time_scale)

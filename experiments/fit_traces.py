@@ -121,7 +121,7 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
         [
             "# Programs fitted to real agents' traces",
             "Made by `python -m experiments.fit_traces`; do not edit. The generator and its parameters are "
-            "`experiments/sim/fitted_programs.py` and `.yaml`. The lab draws from it with "
+            "`experiments/sim/fitted_programs.py` and `.yaml`. The simulator draws from it with "
             "`python -m experiments.offload_sweep traces --half fitted`; no trace is needed for that.",
             f"Each cell has the half of the trace that was fitted, {DRAWN} drawn programs, and the half that "
             "was not seen.",

@@ -31,7 +31,7 @@ from experiments.tables import markdown, spread, write_lines
 
 OURS = "continuum"
 LEAST_LOSS = 1.01  # below one percent nobody can tell
-P95_S = 600.0  # for what a machine holds
+P95_S = 600.0  # for a machine's capacity
 
 
 def section(name: str, plan: Plan, pairs: Found) -> str:

@@ -48,7 +48,7 @@ PROFILE_SHARE = 0.7  # of the profile's limit: the rest is the engine's start
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a stage is given."""
+    """A stage's input."""
 
     place: Place
     out: Path

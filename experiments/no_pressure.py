@@ -46,7 +46,7 @@ from experiments.tiny_model import make_model
 from experiments.workload import Program, TurnSpec
 
 STOCK, OURS = "fcfs", "continuum"
-ALONE = {"VLLM_PLUGINS": ""}  # vLLM as it is without this package
+ALONE = {"VLLM_PLUGINS": ""}  # vLLM without this package
 WINDOW_TOKENS = 4096
 TURNS, GAP_S = 6, 0.02
 FIRST_TOKENS, NEW_TOKENS = 384, 64
@@ -65,7 +65,7 @@ class Side:
 
     name: str
     url: str
-    processes: list[tuple[str, psutil.Process]]  # by what they are, the front end first
+    processes: list[tuple[str, psutil.Process]]  # by kind, the front end first
     turns: list[list[TurnRecord]] = field(default_factory=list)  # by pair
     cpu_s: dict[str, float] = field(default_factory=dict)  # in all pairs
 

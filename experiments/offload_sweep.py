@@ -2,7 +2,7 @@
 
     python -m experiments.offload_sweep fig8 fig9 fig15        no offloading, DRAM, the ablation
     python -m experiments.offload_sweep all                    every figure, in minutes
-    python -m experiments.offload_sweep fig9 --quick           seconds; a check that all works
+    python -m experiments.offload_sweep fig9 --quick           seconds; a check that everything works
     python -m experiments.offload_sweep fig9 --full --jobs 16  what a claim needs; hours on two cores
     python -m experiments.offload_sweep whatif --p95-s 200     the rate a machine holds, by its memory
     python -m experiments.offload_sweep fig14 --engine live    a real server per case; a minute each
@@ -109,11 +109,9 @@ def plans_named(names: list[str], engine: Engine = Engine.SIM) -> dict[str, Plan
 
 
 def at_rate(plans: dict[str, Plan], engine: Engine, jps: float) -> dict[str, Plan]:
-    """The same at another arrival rate. Raises SweepError for the lab, whose machines are always the same."""
+    """The same at another arrival rate. Raises SweepError for the simulator, which has fixed machines."""
     if engine is not Engine.LIVE:
-        raise SweepError(
-            "--jps is for --engine live: the lab's figures have rates of their own; leave it out"
-        )
+        raise SweepError("--jps is for --engine live: the simulator's figures have fixed rates; leave it out")
     return {name: paced(plan, jps) for name, plan in plans.items()}
 
 
@@ -141,7 +139,7 @@ def sweep(
     is_live: bool = False,
     docs: Path | None = None,
 ) -> None:
-    """Run what is missing, then write each figure, its table and its CSV, as NAME-SUFFIX.
+    """Run the missing cases, then write each figure, its table and its CSV, as NAME-SUFFIX.
 
     `seeds` replace each figure's own; only wanted cases are run. `docs`: a folder for a second copy of the
     output, for readers.
@@ -186,7 +184,7 @@ def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> 
     shutil.copyfile(path.with_suffix(".csv"), (docs / name).with_suffix(".csv"))
     title, _, rest = text.partition(". ")
     command = f"python -m experiments.offload_sweep {figure}{' --engine live' if is_live else ''} --docs docs"
-    where = "on real servers" if is_live else "in the lab"
+    where = "on real servers" if is_live else "in the simulator"
     machine = f"{conditions()[MACHINE]}; " if is_live else ""
     made = f"{machine}{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"
     source = f"{made}, every one: [{name}.csv]({name}.csv). Cells: the median of the seeds and their range."
@@ -293,7 +291,7 @@ def draw_fleets(
 
 def main(
     figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, *TABLES, ALL])}")],
-    engine: Annotated[Engine, typer.Option(help="the lab, or a real server")] = Engine.SIM,
+    engine: Annotated[Engine, typer.Option(help="the simulator, or a real server")] = Engine.SIM,
     quick: Annotated[bool, typer.Option("--quick", help="small: under a minute a figure")] = False,
     full: Annotated[bool, typer.Option("--full", help="large: for claims")] = False,
     seeds: Annotated[str, typer.Option(help="1..5, or 1,4,7; default: the figure's own")] = "",

@@ -1,4 +1,4 @@
-"""Measures what our scheduler costs more than vLLM's own.    python -m experiments.overhead
+"""Measures the extra cost of our scheduler over vLLM's own.    python -m experiments.overhead
 
 All contenders run in one process and alternate, step by step or turn by turn, so that a drift of the machine
 affects all of them alike; Python's garbage collector is off. Times are CPU times of the thread: a busy

@@ -142,8 +142,8 @@ class Outcome:
         return found
 
     def off(self) -> tuple[float, list[str], int]:
-        """The largest difference to the reference; in words, turns with tokens that are not its likeliest or
-        whose log probability is not its own; tokens in all."""
+        """The largest difference from the reference; one line for each turn with a token that is not the
+        reference's likeliest or with another log probability; the number of tokens."""
         model = reference()
         largest, wrong, tokens = 0.0, [], 0
         for client in self.clients:

@@ -47,7 +47,7 @@ class Job:
     model: str | None = None  # None: the one that is served
     vocabulary: range = ORDINARY
     shared_prefix_tokens: int = SHARED_PREFIX_TOKENS
-    identify: Identify = identity  # what a turn says of its program
+    identify: Identify = identity  # a turn's program fields
     timeout_s: float = 600.0  # the longest silence within a response
     engine_url: str = ""  # whose /metrics are read; "": those of base_url, unless that is a proxy
 
@@ -88,7 +88,7 @@ async def _replay(job: Job, programs: tuple[Program, ...], limit_s: float | None
             running = asyncio.create_task(run(programs, job.plan(model), client.complete, sink.record))
             done, _ = await asyncio.wait({running}, timeout=limit_s)
             if done:
-                await running  # raises what it raised
+                await running  # re-raises its exception
                 await asyncio.sleep(SETTLE_S)
             server = over_the_run(before, await client.metrics_text(job.engine_url))
             # only now: vLLM 0.32's engine may die of requests that are given up while LMCache loads for them

@@ -28,7 +28,7 @@ def scaled(programs: Sequence[Program], max_context_tokens: int) -> tuple[Progra
     """
     if all(program.context_tokens <= max_context_tokens for program in programs):
         return tuple(programs)
-    # 2 tokens a turn: what rounding new and output up may add, so that the bound holds for certain
+    # 2 tokens a turn: a margin for rounding new and output up, so that the bound always holds
     factor = min((max_context_tokens - 2 * len(p.turns)) / p.context_tokens for p in programs)
     if factor <= 0:
         most = max(len(program.turns) for program in programs)

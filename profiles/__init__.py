@@ -1,1 +1,1 @@
-"""Measured machines, and what measures them."""
+"""Measured machines, and the code that measures them."""

@@ -17,7 +17,7 @@ import torch
 from profiles.engine_timing import KvShape
 from profiles.timing import Budget, Sample, Timer, in_turns
 
-POOL_BYTES = 256 * 2**20  # on either side; larger than the caches, so that memory is what is timed
+POOL_BYTES = 256 * 2**20  # on either side; larger than the caches, so that memory is timed
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # of a value of KV, by its bytes
 MATMUL_SIZE = 8192  # 20 of them keep a GPU busy for longer than a copy
 Directed = tuple[str, int]  # ("load" | "store", chunks)

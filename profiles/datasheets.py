@@ -37,15 +37,15 @@ DISK_FIXED_S = 0.005  # assumed
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a data sheet says, and which share of it is taken for real."""
+    """A data sheet's figures, and the share of each that is assumed in practice."""
 
     dense_flop_per_s: float  # bf16, without sparsity
     linear_share: float
     attention_share: float
     memory_bytes_per_s: float
     memory_share: float
-    kv_tokens: int  # what is left of the card's memory for KV: assumed, but h100 and h200 (see above)
-    link_bytes_per_s: float  # host to device, one direction, as it is reached
+    kv_tokens: int  # memory of the card that is left for KV: assumed, but h100 and h200 (see above)
+    link_bytes_per_s: float  # host to device, one direction, as achieved
     sheet: str
 
 

@@ -2,7 +2,7 @@
 
 Where the file system refuses O_DIRECT, files are synced and dropped from the page cache first. Either
 way the kernel's own count of bytes fetched (/proc/self/io) says whether the disk or the page cache
-answered. What lies behind a virtual disk cannot be seen from here.
+answered. The hardware behind a virtual disk is not visible.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ DECODE_TOKENS = 100_000  # a decoding request does not end by itself
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """How one token's KV lies in memory."""
+    """The memory layout of one token's KV."""
 
     layers: int
     heads: int
@@ -96,7 +96,7 @@ class Engine:
 
     @property
     def kv_tokens(self) -> int:
-        """What the engine's KV cache holds."""
+        """The capacity of the engine's KV cache."""
         cache = self._engine.vllm_config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 

@@ -97,7 +97,7 @@ STEP_TERMS = ("fixed_s", "per_sequence_s", "per_token_s", "per_pair_s", "per_cac
 
 
 def step_rows(points: Iterable[tuple[int, int, int]], floor: int) -> list[tuple[float, ...]]:
-    """What each coefficient of a step is multiplied by."""
+    """The factor of each coefficient of a step."""
     return [
         (
             1.0,

@@ -1,4 +1,4 @@
-"""What a profile was measured on. No host name and no path: a profile is to be shared."""
+"""The machine that a profile was measured on. No host name and no path: a profile is to be shared."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def measure(
     load_format: str = "auto",
     dtype: str = "bfloat16",
 ) -> tuple[Measured, dict[str, Any]]:
-    """Every timing of this machine, and what is to be known about them."""
+    """All timings of this machine, with their conditions."""
     batch = max(grid.step_batches)
     engine = Engine(model, grid.longest_tokens, grid.largest_chunk, batch, timer, load_format, dtype)
     budget = Budget(grid.budget_s, grid.repetitions)
@@ -140,7 +140,7 @@ def main(
         "repetitions": grid.repetitions,
         **facts,
     }
-    CostModel.from_mapping(profile, str(out))  # what is written can be read
+    CostModel.from_mapping(profile, str(out))  # the written file can be read
     out.write_text(yaml.safe_dump(profile, sort_keys=False, width=110))
     typer.echo(verdict(profile))
 
@@ -148,7 +148,7 @@ def main(
 def command(
     model: Path, out: Path, clock: Which, dtype: str, quick: bool, force: bool, budget_s: float | None
 ) -> str:
-    """What was called, without this machine's folders."""
+    """The command, without this machine's folders."""
     given = {"quick": quick, "force": force, f"budget-s {budget_s or 0:g}": budget_s}
     options = f" --clock {clock.value} --dtype {dtype}"
     options += "".join(f" --{name}" for name, value in given.items() if value)
@@ -156,7 +156,7 @@ def command(
 
 
 def verdict(profile: dict[str, Any]) -> str:
-    """What a person wants to know first."""
+    """The most important results."""
     origin = profile["provenance"]
     lines = [f"prefill: {1 / profile['prefill']['per_token_s']:.0f} tokens/s at no context"]
     lines[0] += f", R2 {origin['prefill_fit']['r2']:.3f}"

@@ -23,7 +23,7 @@ class Measured:
     steps: Timings  # by (chunk tokens, context tokens, decoding sequences)
     copies: Timings  # by ("load" | "store", chunks)
     disk: Timings  # likewise
-    kv_tokens: int  # what the engine's KV cache held
+    kv_tokens: int  # capacity of the engine's KV cache
 
     @property
     def chunk_bytes(self) -> int:

@@ -14,10 +14,10 @@ P = TypeVar("P", bound=Hashable)
 
 
 class Which(StrEnum):
-    """The clock that a profile goes by."""
+    """The clock of a profile's times."""
 
-    WALL = "wall"  # what a request waits
-    CPU = "cpu"  # what this process computed: the wall clock of a CPU machine that nobody else uses
+    WALL = "wall"  # a request's wait
+    CPU = "cpu"  # what this process computed: the wall clock of a CPU machine that no other process uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Budget:
         return self._end_s - self._clock()
 
     def share(self, of: float) -> Budget:
-        """A budget of this share, 0 to 1, of what is left."""
+        """A budget of this share, 0 to 1, of the rest."""
         return Budget(max(0.0, self.left_s) * of, self.repetitions, self._clock)
 
 

@@ -84,7 +84,7 @@ class Bench:
         spec = spec or FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         self.now_s = 1000.0
-        self.sampled = 7  # what every request is answered
+        self.sampled = 7  # the answer to every request
         self.scheduler = scheduler_cls(
             vllm_config=config,
             kv_cache_config=caches,
@@ -156,7 +156,7 @@ class Bench:
         """A hook for tests between schedule() and the step."""
 
     def moved(self, output: Any) -> Any:  # noqa: ARG002
-        """What a worker's connector would report with this step's output."""
+        """A worker connector's report with this step's output."""
         return None
 
     def _deliver(self, output: Any, runner: ModelRunnerOutput) -> None:

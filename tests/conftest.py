@@ -38,7 +38,7 @@ hypothesis.settings.load_profile("fixed")  # --hypothesis-profile is read later
 
 @pytest.fixture(autouse=True)
 def _no_settings_of_an_earlier_test() -> Iterator[None]:
-    """LMCache has one configuration a process, and adds to it what each connector is given."""
+    """LMCache has one configuration per process, and merges each connector's settings into it."""
     yield
     if (utils := sys.modules.get("lmcache.integration.vllm.utils")) is not None:
         utils._config_instance = None

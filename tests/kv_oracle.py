@@ -2,8 +2,8 @@
 
 A slot holds the key of a prefix: the KV of its last token, computed from the KV of all tokens before it.
 Keys move as the real worker and LMCache move KV; vLLM's scheduler, its connector calls, LMCache's adapters
-and this package's connectors are the real ones. In place of tensors LMCache's engine (kv_oracle_engine.py)
-or its MP server (kv_oracle_server.py) keeps keys; so does the lab's fake connector (kv_oracle_fake.py). The
+and this package's connectors are the real ones. LMCache's engine (kv_oracle_engine.py), its MP server
+(kv_oracle_server.py) and the simulator's fake connector (kv_oracle_fake.py) keep keys instead of tensors. The
 model's next token is a function of the key.
 
     a step that reads a slot with another key than its request's computes garbage, and so does all that is
@@ -186,7 +186,7 @@ class Worker:
                 self.resumed += 1
                 turn = self.turns[turn_id] = Turn(turn.prompt_tokens, list(cached.all_token_ids[turn_id]), [])
             elif not self.is_v2:
-                turn.cut(turn.prompt_tokens + outputs)  # vLLM has dropped what came of a failed load
+                turn.cut(turn.prompt_tokens + outputs)  # vLLM has dropped outputs after a failed load
             turn.blocks += blocks[0] if blocks is not None else []
             computed[turn_id] = min(before, len(turn.tokens) - 1)  # of steps ahead: drafts were rejected
             turn.computed = turn.computed if self.is_v2 else computed[turn_id]
@@ -327,7 +327,7 @@ class OracleBench(Bench):
             self._cached[call["blocks"][number].block_id] = names
 
     def _up_to(self, request: Any) -> Turn:
-        """The request's tokens as the model would have them, as many as it has."""
+        """The model's right tokens for the request, as many as it has now."""
         right = self._right[request.request_id]
         while len(right.tokens) < request.num_tokens:
             right.append(answer(right.keys[-1]))

@@ -33,7 +33,7 @@ class SpanEngine:
 
     def __init__(self, slots: list[int], chunk: int) -> None:
         self.slots, self.chunk = slots, chunk
-        self.chunks: dict[int, list[int]] = {}  # by the key of its last token, what was in its slots
+        self.chunks: dict[int, list[int]] = {}  # keys in its slots, by the key of its last token
         self.spoilt: list[str] = []
         self.losing = self.lost = self.loads = self.lag = 0
 
@@ -65,7 +65,7 @@ class SpanEngine:
             end = start + self.chunk
             held = [self.slots[slot] for slot in source[start:end]]
             if self.chunks.setdefault(names[end - 1], held) is held and held != names[start:end]:
-                self.spoilt.append(f"tokens [{start}, {end}) of {req_id}")  # what is there is kept
+                self.spoilt.append(f"tokens [{start}, {end}) of {req_id}")  # existing chunks are kept
 
     def lookup_unpin(self, *_: Any) -> None:
         pass

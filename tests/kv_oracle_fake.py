@@ -1,4 +1,4 @@
-"""The lab's fake connector on the oracle's GPU: both its halves are the real ones, and move names of KV."""
+"""The simulator's fake connector on the oracle's GPU: both halves are the real ones, and move names of KV."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class SpanServer:
     def __init__(self, chunk: int) -> None:
         self.chunk, self.now_s = chunk, 1000.0
         self.slots: list[int] = []
-        self.chunks: dict[int, list[int]] = {}  # by the key of its last token, what was in its slots
+        self.chunks: dict[int, list[int]] = {}  # keys in its slots, by the key of its last token
         self.spoilt: list[str] = []
         self.clients: list[Client] = []
         self.heartbeats: list[Any] = []
@@ -105,9 +105,9 @@ class SpanServer:
             lane.clear()
         self._registered: set[int] = set()
         self._lookups: dict[str, Lookup] = {}
-        self._jobs: dict[str, int] = {}  # lookups of which nobody has asked yet what they found
+        self._jobs: dict[str, int] = {}  # lookups with a result that was not queried yet
 
-    # ---- as it is reached
+    # ---- its interface
 
     def asked(self, operation: str, *args: Any, **kwargs: Any) -> Reply:
         reply = Reply(self)
@@ -122,7 +122,7 @@ class SpanServer:
         return self.now_s < max(self.silent_until_s, self.gone_until_s)
 
     def work(self) -> None:
-        """One tick: execute what is due, in order of arrival."""
+        """One tick: execute due requests, in order of arrival."""
         if self.stands_still:
             return
         self._tick += 1
@@ -201,7 +201,7 @@ class SpanServer:
             lookup.locked -= set(lookup.found[key.start // self.chunk : key.end // self.chunk])
 
     def _end_session(self, request_id: str) -> None:
-        if lookup := self._lookups.pop(request_id, None):  # what it had locked stays so until the lease ends
+        if lookup := self._lookups.pop(request_id, None):  # its locks stay until the lease ends
             self._lookups[f"{request_id} at {self._tick}"] = lookup
 
     def _retrieve(self, key: Any, instance: int, blocks: Any, _: bytes, skip: int) -> bool:
@@ -232,7 +232,7 @@ class SpanServer:
                 held += self.slots[block * BLOCK : (block + 1) * BLOCK]
             end = start + self.chunk
             if self.chunks.setdefault(all_names[end - 1], held) is held and held != all_names[start:end]:
-                self.spoilt.append(f"tokens [{start}, {end}) of {key.request_id}")  # what is there is kept
+                self.spoilt.append(f"tokens [{start}, {end}) of {key.request_id}")  # existing chunks are kept
         return True
 
 

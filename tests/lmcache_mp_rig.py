@@ -67,7 +67,7 @@ class MpEngine:
         self._ids = (f"{id(self):x}-{number}" for number in itertools.count())
         self._transfers: list[KVTransfer] = []
 
-    # ---- what vLLM does
+    # ---- vLLM's calls
 
     def lookup(self, request_id: str, token_ids: Sequence[int]) -> int:
         """How many tokens the server found, locked and made ready."""
@@ -141,7 +141,7 @@ class MpEngine:
         self.follower.poll()
 
     def check(self) -> None:
-        """The mirror holds what the server holds, and no lock is left."""
+        """The mirror equals the server, and no lock is left."""
         self.settle()
         wait_for(self._is_true)
         assert not any(entry.read_lock.is_locked() for entry in self.server.l1._objects.values())

@@ -81,7 +81,7 @@ class MpServer:
         self.evict()
 
     def evict(self) -> None:
-        """Do now what the server's two loops do once a second, down to these sizes."""
+        """Run the server's two eviction loops once, down to these sizes."""
         (l1,) = self.storage._eviction_controllers
         shrink(
             l1._eviction_policy, self.held()[0], self.dram_chunks, self.l1.delete, self.l1.is_key_evictable

@@ -75,7 +75,7 @@ class Rig:
         self._transfers: list[KVTransfer] = []
         self.lost: Counter[str] = Counter()
 
-    # ---- what vLLM does with the worker
+    # ---- vLLM's calls of the worker
 
     def store(self, tokens: Sequence[int], skip_chunks: int = 0) -> None:
         blocks = len(tokens) // CHUNK
@@ -145,7 +145,7 @@ class Rig:
         self.step()
 
     def check(self) -> None:
-        """The mirror holds what LMCache holds, and nothing is left pinned."""
+        """The mirror equals LMCache, and nothing is left pinned."""
         self.settle()
         held = self.worker.snapshot()
         assert self.tiers._mirror._held == [(set(held.dram), set(held.ssd))]

@@ -44,7 +44,7 @@ class FakeServer:
         usage = Gauge("vllm:kv_cache_usage_perc", "", list(engine), registry=self._registry)
         usage.labels(**engine).set(0.25)
         for metric in (self._hits, self._pins, self._loaded):
-            metric.inc(1000)  # what was there before the replay is none of its business
+            metric.inc(1000)  # counts from before the replay do not concern it
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[str]:

@@ -1,4 +1,4 @@
-"""Admission, and what it learns. Times and tokens are invented; nothing runs."""
+"""Admission and its learned figures. Times and tokens are invented; nothing runs."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestAdmissionMachine = AdmissionMachine.TestCase
 
 
-# what is learned --------------------------------------------------------------
+# learned figures --------------------------------------------------------------
 
 
 def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:

@@ -63,7 +63,7 @@ def test_programs_beyond_the_room_wait_and_all_of_them_are_served(make: Make) ->
 
 def test_a_common_head_counts_once_and_programs_that_fit_are_not_held(make: Make) -> None:
     bench = make(blocks=200)  # 199 of them: 3,184 tokens
-    for i in range(2):  # the second one finds what the first one, in its tool call, has left
+    for i in range(2):  # the second one hits the KV of the first one, which is in its tool call
         bench.turn(f"first {i}", prompt(480) + prompt(16, 50 + i))
     for i in range(8):
         bench.send(f"p{i}", prompt(480) + prompt(16, 1 + i), out=4)
@@ -273,7 +273,7 @@ def test_an_engine_whose_only_work_waits_at_the_door_is_not_idle(make: Make) -> 
     assert len(bench.done) == 1
 
 
-# what dies with a program -----------------------------------------------------
+# state removed with a program -------------------------------------------------
 
 
 def cached_tokens(bench: Bench, tokens: list[int], job: str = "probe") -> int:

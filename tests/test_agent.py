@@ -35,7 +35,7 @@ PROGRAMS = 8
 
 @pytest.fixture(scope="module")
 def recording(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What the recorder wrote while eight agents worked; the server is stopped by SIGTERM."""
+    """The recording of eight agents; the server is stopped by SIGTERM."""
     folder = tmp_path_factory.mktemp("agent")
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "MSWEA_SILENT_STARTUP": "1"}  # read at import
     os.environ |= {**quiet, "MSWEA_GLOBAL_CONFIG_DIR": str(folder)}

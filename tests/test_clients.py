@@ -63,7 +63,7 @@ def names_of(client: Client) -> dict[str, set[Any]]:
     return found
 
 
-# whose turn it is ------------------------------------------------------------
+# which program a turn belongs to ---------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMED)
@@ -98,7 +98,7 @@ def test_a_stored_response_goes_on_in_the_program_that_it_ended() -> None:
     assert unknown["extra_args"] == fourth["extra_args"] == {"job_id": "resp_elsewhere"}
 
 
-# what becomes of it ----------------------------------------------------------
+# effects of the identity -----------------------------------------------------
 
 
 @EVERY
@@ -118,7 +118,7 @@ def test_a_parents_pin_outlives_its_subagents_traffic_and_is_reused(bench: Bench
 
 
 def test_under_one_name_a_subagent_takes_its_parents_pin(bench: Bench) -> None:
-    """What the agents' ids are good for."""
+    """The use of the agents' ids."""
     for turn in CLIENTS["Claude Code"].turns:
         session = Turn(turn.agent, turn.path, {**turn.headers, "x-claude-code-agent-id": ""}, turn.body)
         bench.turn(sent(session)["job_id"], tokens(turn))
@@ -152,7 +152,7 @@ def test_hints_without_end_fill_no_table(bench: Bench) -> None:
     assert len(bench.lifecycle._prompt_linker._hinted) <= 20
 
 
-# what is not touched ---------------------------------------------------------
+# unchanged requests ----------------------------------------------------------
 
 
 @EVERY
@@ -178,7 +178,7 @@ def test_a_client_cannot_set_the_fields_that_are_the_servers_own() -> None:
 # bad values ------------------------------------------------------------------
 
 LONG = "x" * (MAX_CHARS + 1)
-BAD_HEADERS = {  # header, value, what it is counted by
+BAD_HEADERS = {  # header, value, the counter's label
     "a session's id that is too long": ({"x-claude-code-session-id": LONG}, "x-claude-code-session-id"),
     "an agent's id that is too long": (
         {"x-claude-code-session-id": "s", "x-claude-code-agent-id": LONG},

@@ -46,7 +46,7 @@ TWO = FleetSetup(replace(SMALL, policy="continuum", tiers=DRAM), speeds=(1.0, 1.
 STOCK_TWO = replace(TWO, engine=replace(SMALL, tiers=DRAM))
 
 
-# what routers decide ------------------------------------------------------------
+# routers' decisions -------------------------------------------------------------
 
 
 @dataclass

@@ -218,7 +218,7 @@ class Machine(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
 
-    # what always holds -----------------------------------------------------
+    # invariants ------------------------------------------------------------
 
     @invariant()
     def the_books_balance(self) -> None:

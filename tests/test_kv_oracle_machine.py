@@ -3,8 +3,8 @@
     ORACLE_STEPS=1000000 ORACLE_SEED=7 python -m pytest -s tests/test_kv_oracle_machine.py
     ORACLE_STOCK=1 ...      # vLLM's own scheduler and LMCache's own connectors: shows their known faults
 
-LMCache in-process and its MP mode, and the lab's fake connector; vLLM's V1 and V2 model runners; one and two
-steps in flight; with and without drafts; chunks of 32 tokens, and of 256 as on a GPU.
+LMCache in-process and its MP mode, and the simulator's fake connector; vLLM's V1 and V2 model runners; one
+and two steps in flight; with and without drafts; chunks of 32 tokens, and of 256 as on a GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ taken: Counter[str] = Counter()
 
 
 class Machine(RuleBasedStateMachine):
-    """One engine whose memory is too small for its programs. Rules are what may happen between steps."""
+    """One engine whose memory is too small for its programs. Rules are events between steps."""
 
     model: ClassVar[Path]
 

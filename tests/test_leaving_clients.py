@@ -26,7 +26,7 @@ from vllm.v1.request import RequestStatus
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
 BLOCKS = 24
-KNOWN = prompt(100, 50)  # of which the tiers hold what lies in whole blocks
+KNOWN = prompt(100, 50)  # the tiers hold its whole blocks
 ADAPTERS: dict[str, Callable[[Any, Path, Path], Bench]] = {
     "fake": lambda cls, model, _: TierBench(cls, model, BLOCKS, 400, is_async=True),
     "in-process": lambda cls, model, _: InProcessBench(cls, model, BLOCKS),

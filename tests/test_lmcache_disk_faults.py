@@ -172,7 +172,7 @@ def test_a_checksum_tells_sectors_that_changed_places():
     assert checksum(first + second) != checksum(second + first)
 
 
-# what happens without ------------------------------------------------------------------------------
+# LMCache without our checks --------------------------------------------------------------------------
 
 
 def on_a_disk_with_4096_bytes_left(write) -> BaseException | None:

@@ -391,7 +391,7 @@ def test_the_server_leaves_out_a_store_that_comes_too_late(
         assert len(rig.server.held()[0]) == stored
 
 
-# ---- what loads took
+# ---- load times
 
 
 def test_a_load_is_told_by_tier_when_both_sides_have_spoken() -> None:

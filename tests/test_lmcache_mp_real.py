@@ -135,7 +135,7 @@ def test_reloads_from_l1_and_l2_give_the_logprobs_of_vllms_own_prefix_hit(pair: 
     time.sleep(0.3)
     assert pair.ask(p).logprobs == own.logprobs
     pair.loaded_becomes(2 * CHUNK, 2 * CHUNK)
-    hits = pair.mp.hits()  # what the server itself counts, for connectors that do not tell tiers apart
+    hits = pair.mp.hits()  # the server's own counters, for connectors that do not distinguish tiers
     assert hits["dram"] >= 2 * CHUNK and hits["ssd"] >= 2 * CHUNK
 
 

@@ -95,7 +95,7 @@ class Engine:
         self.llm.reset_prefix_cache()
 
     def located(self, prompt) -> TierHit:
-        """What the tiers hold once the writes to disk have ended."""
+        """The tiers' content after the writes to disk have ended."""
         end_s = time.monotonic() + 10
         self.connector.locate(prompt)
         while self.connector.tiers._mirror.is_behind and time.monotonic() < end_s:

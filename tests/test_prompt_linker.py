@@ -54,7 +54,7 @@ def test_every_turn_finds_its_own_programs_last_one_and_no_other_tenants() -> No
 def test_answers_that_come_back_without_their_thoughts_are_linked_too() -> None:
     counts = Replay(PLAN).run(with_thoughts(programs(), 4.0))
     assert counts["wrong"] == counts["other tenant"] == 0
-    ambiguous = counts["unlinked"]  # of several draws for one prompt nobody knows which is meant
+    ambiguous = counts["unlinked"]  # several draws for one prompt are ambiguous
     assert counts["right"] >= 0.95 * (counts["right"] + ambiguous)
 
 

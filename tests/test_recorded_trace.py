@@ -66,7 +66,7 @@ def assert_same(found: Iterable[Program], expected: Iterable[Program]) -> None:
 
 @st.composite
 def grown_programs(draw: st.DrawFn) -> list[Program]:
-    """Programs whose prompts hold the whole history, as a trace has them."""
+    """Programs with the whole history in each prompt, as in a trace."""
     found = []
     for number in range(draw(st.integers(1, 4))):
         turns: list[TurnSpec] = []

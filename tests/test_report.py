@@ -62,7 +62,7 @@ def plotly_is_there() -> None:
     pytest.importorskip("plotly")
 
 
-# what is drawn ----------------------------------------------------------------
+# charts -----------------------------------------------------------------------
 
 
 def test_a_programs_states_are_the_recordings_own_times(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def load_text(events: list[dict[str, Any]]) -> Any:
         return load(saved(Path(folder), {"p": events}))
 
 
-# what is in the page ------------------------------------------------------------
+# the page -----------------------------------------------------------------------
 
 
 def test_the_page_is_whole_in_itself(page: Path) -> None:

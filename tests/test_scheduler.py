@@ -408,7 +408,7 @@ def test_an_aborted_next_turn_leaves_the_pin_to_its_ttl(make: Make) -> None:
     assert outcomes(bench) == {"expired": 1}
 
 
-# what programs do -----------------------------------------------------------
+# programs -------------------------------------------------------------------
 
 
 def test_a_program_that_comes_back_with_another_prompt_gives_its_pin_up(make: Make) -> None:
@@ -463,7 +463,7 @@ def test_the_program_table_is_bounded_whatever_clients_send(make: Make) -> None:
     assert len(bench.lifecycle.programs.records) <= 10
 
 
-# tenants, and what clients get wrong ----------------------------------------
+# tenants and wrong requests -------------------------------------------------
 
 
 def test_equal_ids_under_different_cache_salts_are_different_programs(make: Make) -> None:

@@ -62,7 +62,7 @@ taken: Counter[str] = Counter()
 
 
 class Machine(RuleBasedStateMachine):
-    """One engine. Rules are what may happen to it between steps."""
+    """One engine. Rules are events between steps."""
 
     model: ClassVar[Path]
 

@@ -29,7 +29,7 @@ OURS = DeploymentID(name="vllm", app_name="default")
 
 
 class Remote:
-    """A method of an actor: `answer` computes what it answers; every call is kept."""
+    """A method of an actor: `answer` computes its answer; every call is kept."""
 
     def __init__(self, answer: Callable[..., Any]) -> None:
         self.answer, self.calls = answer, []  # type: ignore[var-annotated]

@@ -357,7 +357,7 @@ def test_stock_fcfs_reads_no_field_of_ours_and_shows_no_figure_of_our_scheduler(
     assert "continuum_pins" not in httpx.get(f"{small_dram.url}/metrics", timeout=30).text
 
 
-# what an operator does -------------------------------------------------------
+# operation -------------------------------------------------------------------
 
 
 def test_reset_prefix_cache_with_pins_held(continuum: Server) -> None:

@@ -1,4 +1,4 @@
-"""The lab: vLLM's scheduler in virtual time. Small runs; figures are checked by hand where possible."""
+"""The simulator: vLLM's scheduler in virtual time. Small runs; figures are checked by hand where possible."""
 
 from __future__ import annotations
 

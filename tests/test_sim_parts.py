@@ -1,4 +1,4 @@
-"""The lab's parts: its clock in vLLM's modules, the step-time model, token streams, the sweep's jobs."""
+"""The simulator: the clock in vLLM's modules, the step-time model, token streams, and the sweep's jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lab against a published sweep on H200s: mean job times in seconds by jobs a second.
+"""The simulator against a published sweep on H200s: mean job times in seconds by jobs a second.
 
 Measured figures: hungchun0201/agentic-ai-survey, DRAM of 400 GB. Two numbers of the machine were
 fitted, on FCFS alone; the sweep's own repeatability is 9 to 18 %.

@@ -50,7 +50,7 @@ def pinned(bench: Bench) -> list[str]:
 
 
 def parent_calls(bench: Bench) -> list[int]:
-    """The parent's first turn, which ends in the call; what its next turn begins with."""
+    """The parent's first turn, which ends in the call. Returns the head of its next turn."""
     return bench.turn("parent", prompt(CONTEXT), this_func_call="Task")
 
 

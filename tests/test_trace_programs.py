@@ -95,7 +95,7 @@ def test_programs_arrive_with_so_many_seconds_of_work_a_second(load: float) -> N
 
 @pytest.mark.usefixtures("small")
 def test_work_is_what_an_idle_machine_with_all_the_memory_takes() -> None:
-    """The lab's own step times: a lone program, nothing computed twice, decodes shared by eight."""
+    """The simulator's own step times: a lone program, nothing computed twice, decodes shared by eight."""
     program = half("claude-code", "tune")[0]
     new = sum(turn.new_tokens for turn in program.turns)
     prefill_s = sum(

@@ -47,7 +47,7 @@ class Pair(Server):
         return found
 
     def recording(self) -> str:
-        """What the engine writes on SIGUSR1."""
+        """The recording that the engine writes on SIGUSR1."""
         path = self.folder / "run" / "scheduler_timestamps"
         path.unlink(missing_ok=True)
         (engine,) = [it for it in processes(self.url) if "EngineCore" in " ".join(it.cmdline())]

@@ -23,7 +23,7 @@ TRANSFER = {
 
 
 def seconds_of(bench: Bench, load_s: float = LOAD_S) -> Callable[[Any], float]:
-    """A step takes its tokens' time, and that of what the connector brings with it."""
+    """A step takes the time of its tokens and of the connector's loads."""
 
     def seconds(output: Any) -> float:
         loaded = sum(bench.lifecycle.turns[new.req_id].loaded_tokens for new in output.scheduled_new_reqs)

@@ -30,7 +30,7 @@ CUDA = re.compile(r"^(nvidia|cuda|cupy|cufile|torchvision|torchaudio|triton)", r
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """Built from a copy: setuptools leaves a folder behind, whose files the next wheel would hold too."""
+    """Built from a copy: setuptools leaves a folder, whose files would be packed into the next wheel."""
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
     sources.mkdir()
@@ -54,7 +54,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def python(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that has the wheel, and behind it what this one has installed."""
+    """The Python of an environment with the wheel; other packages come from the current environment."""
     home = tmp_path_factory.mktemp("environment")
     venv.create(home, with_pip=False)
     pip("--python", str(home / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel.filename))

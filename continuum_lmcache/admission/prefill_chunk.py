@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 LARGEST_TOKENS = 2048  # of a chosen chunk: beyond it the fixed part is negligible
 SMALLEST = ((128, 0.40), (256, 0.55), (LARGEST_TOKENS, 0.85))
 """A chunk of this many tokens pays if its fixed time is below this share of a decode-only step's:
-then the prompt's tokens are added to steps that decodes need anyway. Shares from the lab."""
+then the prompt's tokens are added to steps that decodes need anyway. Shares from the simulator."""
 DECAY = 0.99995  # each step: minutes. With a faster decay, a chunk that is too small would confirm itself
 
 

@@ -4,7 +4,7 @@
     continuum-lmcache status http://127.0.0.1:8000
     continuum-lmcache report run/ other-run/
 
-Exit status: 0 all is well, 1 something is wrong with what was looked at, 2 bad input, in one line.
+Exit status: 0 no problem, 1 a problem was found, 2 bad input, in one line.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ def least_attained_service(entry: QueueEntry) -> Order:
     )
 
 
-AGEING = 0.05  # seconds of work that a second of waiting makes up for; tuned in the lab (LOG.md, 2026-11-22)
+AGEING = (
+    0.05  # seconds of work that a second of waiting makes up for; tuned in the simulator (LOG.md, 2026-11-22)
+)
 
 
 def line_rank(

@@ -44,7 +44,7 @@ REPORT_EVERY_S = 0.5  # more often than any scrape; gathering and sending the fi
 class ContinuumMixin(Scheduler):
     """The changes of `--scheduling-policy continuum`, for the sync and the async scheduler alike."""
 
-    clock: Callable[[], float] = staticmethod(time.monotonic)  # the lab replaces it
+    clock: Callable[[], float] = staticmethod(time.monotonic)  # the simulator replaces it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -37,7 +37,7 @@ class Bound:
     """One program."""
 
     replica: int
-    tokens: int = 0  # what it counts for while it is active
+    tokens: int = 0  # its weight while it is active
     live: int = 0  # turns in flight
     until_s: float = 0.0  # active until then without one
     ended_s: float | None = None  # its last turn

@@ -70,7 +70,7 @@ class Replica:
 
     @property
     def kv_tokens(self) -> int:
-        """What its GPU's KV cache holds."""
+        """The capacity of its GPU's KV cache."""
         return self.engine.setup.blocks * self.engine.setup.block_tokens
 
     @property

@@ -31,7 +31,7 @@ from experiments.fleet.replica import Replica, Turn
 KV_PENALTY = (
     6.0  # vLLM's: waiting turns count so much more, for each full share of the KV cache above one half
 )
-BLOCK_TOKENS = 64  # of the lab; only its ratio to a prompt matters
+BLOCK_TOKENS = 64  # of the simulator; only its ratio to a prompt matters
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from experiments.sim.serving import STOCK, Setup, build_scheduler
 from experiments.workload import Program
 
 TICK_S = 0.5  # reports, the line at the router, the timeline
-RETRY_S = 1.0  # until a client sends again what a dead replica had
+RETRY_S = 1.0  # until a client repeats the turns of a dead replica
 ENDLESS_S = 1e6
 
 
@@ -35,7 +35,7 @@ class FleetSetup:
     """Equal replicas, except for their speed."""
 
     engine: Setup
-    speeds: tuple[float, ...]  # of each GPU, in parts of what the setup's machine says
+    speeds: tuple[float, ...]  # of each GPU, relative to the setup's machine
     pool: bool = False  # one DRAM for all; else each has its own
     link_gbps: float = 0.0  # between replicas, by its reader, from GPU or DRAM into DRAM; 0: none
     told: bool = True  # the router tells an engine that a program is under way

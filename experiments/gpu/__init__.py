@@ -1,1 +1,1 @@
-"""What `python -m experiments.gpu_check` runs on a machine with a GPU, stage by stage."""
+"""The stages of `python -m experiments.gpu_check`, which needs a GPU."""

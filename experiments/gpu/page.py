@@ -45,7 +45,7 @@ def sections(rows: Rows, setting: Mapping[str, Any], out: Path) -> Iterator[str]
         yield markdown(programs_table(runs))
         if errors := off_by(runs):
             share = 100 * median(abs(error) for error in errors)
-            yield f"The lab's mean job times are off by {share:.0f} % in the median of {len(errors)} runs."
+            yield f"Simulated mean job times are off by {share:.0f} % in the median of {len(errors)} runs."
         draw(runs, out / "gpu-check.png")
         yield "![mean job times, measured and predicted](gpu-check.png)"
     if (cost := rows.get("cost")) and "steps_ms" in cost:
@@ -95,8 +95,8 @@ def profile_of(profile: Mapping[str, Any]) -> Iterator[str]:
 
 
 def programs_table(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    head = ["load", "programs a second", "", "mean job, s", "P95, s", "longest first token, s", "lab, s"]
-    head.append("cut")
+    head = ["load", "programs a second", "", "mean job, s", "P95, s", "longest first token, s"]
+    head += ["simulated, s", "cut"]
     return [head, *(programs_line(row) for row in sorted(runs, key=lambda row: row["jps"]))]
 
 
@@ -127,7 +127,7 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.barh(labels, [row["mean_s"] for row in mine], color="0.75", edgecolor="black", label="measured")
         at = [(row["predicted"]["mean_s"], row["label"]) for row in mine if "predicted" in row]
         if at:
-            axes.plot(*zip(*at, strict=True), "kx", label="the lab")
+            axes.plot(*zip(*at, strict=True), "kx", label="simulated")
         jps = mine[0]["jps"] if mine else 0.0
         axes.set(xlabel="mean job time, s", xlim=(0, None), title=f"{load}: {jps:.2f} programs a second")
         axes.invert_yaxis()

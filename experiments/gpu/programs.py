@@ -1,8 +1,8 @@
 """H1's programs (a published sweep of eight short turns), live, at two loads, with and without LMCache.
 
-Every contender is a server of its own. As many as the GPU's memory holds start together; then each in turn
-serves the same programs while the others are idle. After that the lab predicts each run from the profile
-that was measured before, to show how accurate the simulator is on this machine.
+Every contender is a separate server. As many as fit into the GPU's memory start together; then each in turn
+serves the same programs while the others are idle. After that the simulator predicts each run from the
+profile that was measured before, to show how accurate the simulator is on this machine.
 """
 
 from __future__ import annotations

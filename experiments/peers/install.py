@@ -28,7 +28,7 @@ ENGINE = FOLDER / "engine"
 
 
 def missing(contender: str, simulated: bool = False) -> str:
-    """Why that contender cannot run here; "" if it can. In the lab all peers are agentinfer's runtime."""
+    """Why that contender cannot run here; "" if it can. Simulated peers all need agentinfer."""
     if contender not in PEERS:
         return ""
     needed = ROUTER if contender in ROUTERS and not simulated else ENGINE / "agentinfer"

@@ -1,1 +1,1 @@
-"""The lab: vLLM's own scheduler, block pool and connector interface in virtual time."""
+"""The simulator: vLLM's own scheduler, block pool and connector interface in virtual time."""

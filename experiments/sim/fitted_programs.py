@@ -56,7 +56,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """What a turn ends with."""
+    """How a turn ends."""
 
     command: str
     share: float  # of the turns
@@ -65,7 +65,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the programs of one trace are like. Sizes in tokens."""
+    """The distributions of one trace's programs. Sizes in tokens."""
 
     source: str
     programs: int  # that it was fitted to
@@ -133,7 +133,7 @@ def _draw(shape: Shape, program_id: str, seed: Sequence[int]) -> Program:
 
 
 def stripped_tokens(shape: Shape, history: int, rng: np.random.Generator) -> int:
-    """Of the last turn's context, what the next prompt leaves out at its end."""
+    """Tokens at the end of the last turn's context that the next prompt leaves out."""
     if rng.uniform() >= shape.stripped_share:
         return 0
     return min(history, round(shape.stripped.draw(rng)))

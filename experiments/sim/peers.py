@@ -1,8 +1,8 @@
 """The peers in the simulator: agentinfer's scheduler class, and the rules of peers that need real time.
 
-agentinfer is the package itself, over vLLM's scheduler, reading the lab's clock. vllm-router is a program in
-Rust: its rules here are those of its documentation (docs/program_scheduling.md of vllm-project/router),
-written as differences to agentinfer's, whose design it shares. Left out: the rule that a program yields once
+agentinfer is the package itself, over vLLM's scheduler, with the simulator's clock. vllm-router is a program
+in Rust: its rules here are those of its documentation (docs/program_scheduling.md of vllm-project/router), as
+differences from agentinfer's, which has the same design. Left out: the rule that a program yields once
 after 14 rounds, and the time that the additional process adds to each request.
 michiLXY03's rules are our policy without our additions.
 """
@@ -48,13 +48,13 @@ ROUTER_MAX_TTL_S, WAITING_ALLOWED, MAX_PROGRAMS = 10.0, 0, 64  # the router's de
 
 
 def timed_modules(policy: str) -> list[ModuleType]:
-    """Modules that must read the lab's clock for that contender. Raises SweepError where it is missing."""
+    """Modules that need the simulator's clock for that contender. Raises SweepError if it is missing."""
     if policy not in PEERS:
         return []
     if reason := missing(policy, simulated=True):
         raise SweepError(f"{policy} is not here: {reason}")
     if str(ENGINE) not in sys.path:
-        sys.path.append(str(ENGINE))  # behind the lab's own packages
+        sys.path.append(str(ENGINE))  # behind the simulator's own packages
     return [importlib.import_module(name) for name in TIMED]
 
 

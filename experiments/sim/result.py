@@ -52,7 +52,7 @@ class Result:
     jobs: Sequence[JobResult]  # in the order of the input
     turns: Sequence[TurnResult]  # in the order in which they ended
     steps: int
-    scheduled_tokens: int  # in all steps, what was computed again included
+    scheduled_tokens: int  # in all steps, recomputed tokens included
     busy_s: float  # when a step was running
     preemptions: int
     pins: Mapping[str, int]  # taken, and ended by outcome; empty for a stock scheduler

@@ -30,7 +30,7 @@ from experiments.sim.streams import stream_names
 from experiments.sweep.cases import MICHI, PEERS
 
 STOCK = "stock"
-VALUE_BYTES = 2  # the lab's model keeps its KV in bfloat16
+VALUE_BYTES = 2  # the simulator's model keeps its KV in bfloat16
 
 
 class LabConnector(FakeConnector):
@@ -129,7 +129,7 @@ def _vllm_config(setup: Setup, folder: Path, max_model_len: int) -> VllmConfig:
 
 
 def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
-    """The lab's connector with its tiers, and the policy's settings beside them.
+    """The simulator's connector with its tiers, and the policy's settings beside them.
 
     Without offloading a policy still needs a connector for its settings: its tiers have size 0.
     """

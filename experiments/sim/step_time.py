@@ -32,7 +32,7 @@ class StepCurve:
     fixed_s: float  # once a step
     per_sequence_s: float  # for each request in the batch
     per_token_s: float  # linear layers, for each new token
-    least_linear_s: float  # what they take at least
+    least_linear_s: float  # their minimum
     half_rate_tokens: float  # at so many tokens the linear layers reach half their rate
     per_pair_s: float  # for each pair of a prefill's new token and one it attends to
     per_cached_token_s: float  # for each token that a decode attends to
@@ -65,7 +65,7 @@ class Machine:
     step: StepCurve
     dram_store: TransferRate  # device to host
     ssd_store: TransferRate  # host to disk
-    kv_tokens: int  # what its KV cache holds
+    kv_tokens: int  # capacity of its KV cache
 
     @classmethod
     def from_profile(cls, profile: Mapping[str, Any], name: str, kv_tokens: int | None = None) -> Machine:
@@ -77,8 +77,8 @@ class Machine:
         lacking = [key for key in ("step", "dram_store", "ssd_store") if key not in profile]
         if lacking:
             raise ProfileError(
-                f"{name} has no section {lacking[0]!r}, without which the lab cannot tell how long a step "
-                "takes; measure the machine again with profiles/measure.py"
+                f"{name} has no section {lacking[0]!r}, which the simulator needs for step times; "
+                "measure the machine again with profiles/measure.py"
             )
         known = kv_tokens if kv_tokens is not None else int(number(profile, "kv_tokens", name, least=1))
         return cls(

@@ -31,7 +31,7 @@ from experiments.workload import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-WINDOW_TOKENS = 131_072  # of the model that the lab imagines (Llama 3.1)
+WINDOW_TOKENS = 131_072  # of the model that the simulator imagines (Llama 3.1)
 LONGEST_GAP_S = 600.0  # a longer one is a user who went away; it is cut to this
 CHUNK_TOKENS = 2048  # the prefill chunk that `work_s` reckons with,
 DECODE_BATCH = 8  # and the turns that decode together

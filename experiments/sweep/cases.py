@@ -16,7 +16,7 @@ ROUTER_WARM = "vllm-router-warm"  # its statistics fill within a run
 ROUTERS = (ROUTER, ROUTER_WARM)
 AGENTINFER = "agentinfer"
 PEERS = (*ROUTERS, AGENTINFER)
-MICHI = "michilxy03"  # its rules, in the lab alone
+MICHI = "michilxy03"  # its rules, in the simulator alone
 ENDLESS = "endless-gpu"  # program order on a GPU whose KV cache never fills
 TRUE_SIZES = "continuum-true-sizes"  # admission is told how long each program's contexts will be
 
@@ -27,7 +27,7 @@ class SweepError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run of the lab: a contender with these programs, at this rate, on this machine."""
+    """One run of the simulator: a contender with these programs, at this rate, on this machine."""
 
     contender: str  # STOCK, ORACLE, ENDLESS, a peer, or a name in policies.POLICIES
     programs: int
@@ -38,7 +38,7 @@ class Point:
     dram_gb: float = 0.0
     ssd_gb: float = 0.0
     link_gbps: float | None = None  # None: the machine's
-    ssd_gbps: float | None = None  # reads; None: the lab's drive
+    ssd_gbps: float | None = None  # reads; None: the simulator's drive
     blocking: bool = False  # loads and stores hold the step up, as in-process LMCache does
     step_tokens: int = 2048
     max_seqs: int = 256
@@ -61,7 +61,7 @@ class Point:
 
     @property
     def label(self) -> str:
-        """What a figure calls it."""
+        """Its name in figures."""
         tiers = "+LMCache" if self.offloads and self.contender != ENDLESS else ""
         return f"{self.contender}{tiers}{' (blocking)' if self.blocking else ''}"
 
@@ -81,13 +81,13 @@ class Live:
 
     @property
     def label(self) -> str:
-        """What a figure calls it."""
+        """Its name in figures."""
         return f"{self.contender}{'+LMCache' if self.dram_gb > 0 else ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPoint:
-    """One run of the lab with several engines behind a router (experiments/fleet/)."""
+    """One run of the simulator with several engines behind a router (experiments/fleet/)."""
 
     router: str  # a key of fleet.named.ROUTERS
     engine: str  # STOCK, or a name in policies.POLICIES
@@ -112,7 +112,7 @@ class FleetPoint:
 
     @property
     def label(self) -> str:
-        """What a figure calls it."""
+        """Its name in figures."""
         return f"{self.router}, {self.engine}"
 
 

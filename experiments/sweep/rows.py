@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 COMMON = ("continuum_lmcache/**/*.py", "experiments/workload.py", "experiments/table1.py")
 LAB = (
     *COMMON,
-    # all but LMCache's adapters, which the lab does not run
+    # all but LMCache's adapters, which the simulator does not run
     *(f"connectors/{part}*.py" for part in ("", "fake/", "tier_model/")),
     "experiments/sim/*.py",
     *(f"experiments/sweep/{name}.py" for name in ("cases", "oracle", "simulated")),
@@ -48,7 +48,7 @@ SERVERS = (
     *(f"experiments/sweep/{name}.py" for name in ("cases", "conditions", "live")),
 )
 FLEETS = (*LAB, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
-CODE = {"point": LAB, "live": SERVERS, "fleetpoint": FLEETS}  # what a row's figures depend on
+CODE = {"point": LAB, "live": SERVERS, "fleetpoint": FLEETS}  # all that a row's figures depend on
 FIGURES = (
     *("job_mean_s", "job_mean_cold_s", "job_mean_warm_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
     *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),

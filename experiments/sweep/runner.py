@@ -23,8 +23,8 @@ from experiments.sweep.rows import Rows
 def complete(rows: Rows, cases: Sequence[Case], jobs: int, quiet: bool = False) -> None:
     """Add a row for each case that lacks one, as soon as it is finished.
 
-    Raises SweepError for the first case of the lab that fails. A server's failure costs its own row alone: it
-    is printed at once, the others are measured, and SweepError names all such cases at the end.
+    Raises SweepError for the first simulated case that fails. A server's failure costs its own row alone:
+    it is printed at once, the others are measured, and SweepError names all such cases at the end.
     """
     refuse_settings()
     missing, failed = rows.missing(cases), list[SweepError]()
@@ -54,7 +54,7 @@ def measured(
             try:
                 for done in as_completed(running):
                     yield running[done], done.result()
-            finally:  # stopped or failed: do not wait for what has not begun
+            finally:  # stopped or failed: do not wait for cases that have not started
                 pool.shutdown(cancel_futures=True)
     for case in alone:
         try:

@@ -34,7 +34,7 @@ from experiments.workload import Program, poisson_arrivals
 SHAPES = GENERATORS | SMALL_SHAPES
 TRACE = "trace:"  # then its name and half (sim/trace_programs.py)
 SWEEP = "seeds-sweep"  # the published sweep brings its own arrivals: `programs` is not asked
-SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else the lab's
+SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else the simulator's
 
 
 def run(point: Point) -> dict[str, Any]:

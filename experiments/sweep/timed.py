@@ -115,7 +115,7 @@ class Rig:
             step_tokens=8192,
             max_seqs=1024,
             block_tokens=BLOCK_TOKENS,
-            skip_blocked=False,  # what a server does
+            skip_blocked=False,  # as in a server
             log_stats=True,
             continuum={"static_ttl_s": 1e6, "max_ttl_s": 1e6, "max_pinned_share": 1.0},
         )

@@ -27,7 +27,7 @@ from experiments.sweep.timed import BLOCK_TOKENS, MAX_MODEL_LEN, timed_us
 PROGRAM_TURNS = 8
 FIRST_TOKENS, NEW_TOKENS = 2000, 200
 TEXT = "I shall run the tests again, with more output. " * 12 + "\n```bash\npython -m pytest -q tests\n```"
-TOOL = ("pytest", "bash")  # what TEXT calls
+TOOL = ("pytest", "bash")  # the tool calls of TEXT
 LETTERS = {letter: at for at, letter in enumerate(sorted(ByteLevel.alphabet()))}
 ANSWER = [LETTERS[{" ": "\u0120", "\n": "\u010a"}.get(letter, letter)] for letter in TEXT]
 

@@ -43,7 +43,7 @@ IDLE_S = 600.0  # continuum.program_idle_s and max_programs of the run are small
 MAX_PROGRAMS = 400  # warm-up reaches them; an hour and 100,000 are the defaults
 WARM_S = 2400.0  # idle programs are forgotten, and every CDF window is full
 SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
-SMALL = 32  # entries; what holds no more cannot be told from noise
+SMALL = 32  # entries; growth in smaller containers may be noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
     ".end_claims._ended": REMEMBERED,
     ".admission.shared_prefixes._heads": MOST_HEADS,
@@ -120,7 +120,7 @@ def tables(lifecycle: Any) -> Counter[str]:
 
 
 def attributes(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What an object holds, with or without slots."""
+    """An object's attributes, with or without slots."""
     names = {n for cls in type(thing).__mro__ for n in getattr(cls, "__slots__", ())}
     yield from ((n, getattr(thing, n)) for n in sorted(names) if hasattr(thing, n))
     yield from getattr(thing, "__dict__", {}).items()

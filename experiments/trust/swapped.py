@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What vLLM logs, at INFO, as the fixture of this name in vLLM's own conftest promises."""
+    """vLLM's log at INFO, like the fixture of this name in vLLM's conftest."""
     logger = logging.getLogger("vllm")
     propagate, logger.propagate = logger.propagate, True
     with caplog.at_level(logging.INFO):

@@ -115,7 +115,7 @@ def run(cell: Cell, steps: int) -> str:
             env=environ,
             stdout=file,
             stderr=file,
-            start_new_session=True,  # what it started ends with it
+            start_new_session=True,  # its child processes end with it
         )
         try:
             suite.wait(LIMIT_S)

@@ -32,7 +32,7 @@ class StoreUnderTest(TierStore, Protocol):
     bytes_per_token: int
 
     def run(self, token_ids: Sequence[int]) -> TierHit:
-        """One turn with nothing on the GPU: load, compute the rest, store. Returns what was loaded."""
+        """One turn with nothing on the GPU: load, compute the rest, store. Returns the loaded tokens."""
 
     def settle(self) -> None:
         """Wait until no write is in flight."""

@@ -1,4 +1,4 @@
-"""What every TierStore must do: one suite over all of them (tier_store.py)."""
+"""The contract of every TierStore: one suite over all of them (tier_store.py)."""
 
 from __future__ import annotations
 
