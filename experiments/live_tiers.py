@@ -5,7 +5,7 @@
 The same programs at the same times against real servers with `--scheduling-policy continuum` and real
 LMCache, one after the other: DRAM that holds every context; DRAM a fifth of the contexts that are
 alive at a time; and that DRAM with a disk below it. Everything else is equal, so a TTL differs by
-PrefillReload and by what follows from it (T, the queueing of those who lost their KV). Read back from
+PrefillReload and by what follows from it (T, the queueing of programs that lost their KV). Read back from
 the servers' own recordings, decision by decision: turn k of program p against the same turn elsewhere.
 A server whose recording is in OUT already is not run again.
 
