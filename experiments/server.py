@@ -56,7 +56,7 @@ def reserved_port() -> int:
     could get it meanwhile, and answer instead of the first one.
     """
     held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server may bind it, no other lookup does
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # kept for a server that binds it
     held.bind(("127.0.0.1", 0))
     _RESERVED.append(held)
     return int(held.getsockname()[1])
