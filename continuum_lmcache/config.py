@@ -28,8 +28,8 @@ class ContinuumConfig:
     max_pinned_share: float = 0.8  # share of the GPU's KV blocks that pins may hold
     max_tenant_share: float = 1.0  # share of max_pinned_share that one cache_salt or API key may hold
     admission_max_hold_s: float = 120.0  # how long the first new program in line waits at most
-    pin_reclaim_after_s: float = 120.0  # a turn refused blocks for so long may take other programs' pins
-    program_idle_s: float = 3600.0  # a program without a turn for so long is forgotten
+    pin_reclaim_after_s: float = 120.0  # a turn refused blocks for this long may take other programs' pins
+    program_idle_s: float = 3600.0  # a program without a turn for this long is forgotten
     max_programs: int = 100_000  # beyond this number the longest-idle programs are forgotten
     load_or_recompute: bool = True  # load from a tier only what is cheaper to load, by measured rates
     admission: bool = True  # new programs wait while the started ones fill the KV cache

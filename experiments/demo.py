@@ -43,9 +43,9 @@ from experiments.server import ServerError
 from experiments.tiny_model import make_model
 
 TOTAL_S = 330.0  # for a run of one seed, all included
-GENERATOR = "claude-code"  # the fitted one of which the GPU holds most contexts beside so many programs
+GENERATOR = "claude-code"  # the fitted one with the most contexts on the GPU at this number of programs
 MOST_TURNS = 10  # of a generated program: with all of them a slow machine ends too few in the time
-DRAWN = 40  # programs that the workload is known by before the scenario is
+DRAWN = 40  # programs drawn to size the workload before the scenario is known
 
 
 @dataclass(slots=True)

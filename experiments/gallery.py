@@ -30,7 +30,7 @@ from experiments.sweep.rows import Rows, code
 from experiments.tables import markdown, spread, write_lines
 
 OURS = "continuum"
-LEAST_LOSS = 1.01  # below one percent nobody can tell
+LEAST_LOSS = 1.01  # below one percent it may be noise
 P95_S = 600.0  # for a machine's capacity
 
 

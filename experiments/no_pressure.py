@@ -166,7 +166,7 @@ def servers(model: Path, out: Path, mp: bool, fcfs_args: str) -> Iterator[dict[s
             found = processes(url)
             own = [(role(process, front=process is found[0]), process) for process in found]
             side = sides[name] = Side(name, url, own + behind)
-            until.callback(side.thaw)  # who is frozen does not hear SIGTERM
+            until.callback(side.thaw)  # a frozen process does not handle SIGTERM
             side.freeze()
         yield sides
 

@@ -36,7 +36,7 @@ from experiments.sweep.timed_turn import TurnRig
 PARTS = ("whole_us", "schedule_us", "update_us", "stats_us")
 SIZES = ((1, 0, 0), (1, 16, 16), (16, 0, 0), (16, 64, 256), (256, 0, 0), (256, 1000, 200))
 STEP_GOAL_MS, TURN_GOAL_MS = 0.02, 0.3  # more than stock's
-GOAL_RUNNING = 16  # steps with up to so many running turns have a goal
+GOAL_RUNNING = 16  # steps with up to this many running turns have a goal
 Costs = Mapping[str, Sequence[StepCost]]  # by contender
 
 

@@ -78,7 +78,7 @@ def serve_fleet(model: Path, folder: Path, start_s: float = 600.0, **args: Any) 
 def wait_for_replicas(
     url: str, replicas: int, start_s: float, process: subprocess.Popen[bytes] | None, log: Path
 ) -> None:
-    """Return when so many replicas have reported; raise ServerError if the process ends or time runs out."""
+    """Return when all replicas have reported; raise ServerError if the process ends or time runs out."""
     end_s = time.monotonic() + start_s
     while time.monotonic() < end_s:
         if process is not None and process.poll() is not None:

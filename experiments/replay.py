@@ -44,7 +44,7 @@ class Job:
     label: str
     selection: Selection
     out: Path
-    model: str | None = None  # None: the one that is served
+    model: str | None = None  # None: the served one
     vocabulary: range = ORDINARY
     shared_prefix_tokens: int = SHARED_PREFIX_TOKENS
     identify: Identify = identity  # a turn's program fields

@@ -52,11 +52,11 @@ def fast_dtype() -> str:
 def reserved_port() -> int:
     """A TCP port that no other process gets while this one lives.
 
-    A server takes seconds before it listens. Were the port only looked up, another server could be
-    given it in between, and answer in place of the first one.
+    A server takes seconds before it listens. If the port were only looked up, another server
+    could get it meanwhile, and answer instead of the first one.
     """
     held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # bound, so nobody is given it; a server may
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # kept for a server that binds it
     held.bind(("127.0.0.1", 0))
     _RESERVED.append(held)
     return int(held.getsockname()[1])

@@ -44,7 +44,7 @@ TOOLS = ("bash pytest", "bash ls", "bash grep", "Read", "Edit", "WebFetch", *(f"
 LIKELY = (*[10] * 6, *[1] * 10)
 GAP_S = 0.4  # the mean; real tools take longer and nothing of the server depends on it
 ENV = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32"}  # by default it keeps code for the last 1,024 prompt lengths
-IDLE_S = 20.0  # after so long a program is forgotten: an hour, cut like the gaps
+IDLE_S = 20.0  # then a program is forgotten: an hour, shortened like the gaps
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 WARM_UP = 1 / 3  # of the run
 FLAT = 0.02  # growth after the warm-up that counts as none, as a share
-FLAT_FILES = 2  # and so many files
+FLAT_FILES = 2  # and in files
 NOTE = """oneDNN, which computes for vLLM on a CPU, keeps compiled code for the last 1,024 prompt lengths;
 here `ONEDNN_PRIMITIVE_CACHE_CAPACITY=32`, or the worker grows for as long as lengths are new (LOG.md)."""
 

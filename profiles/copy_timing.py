@@ -111,7 +111,7 @@ class CudaMover:
 def time_copies(
     mover: Mover, chunk_counts: list[int], budget: Budget, timer: Timer, tick: Callable[[], None]
 ) -> dict[Directed, list[Sample]]:
-    """Seconds of loads and stores of so many chunks; other chunks each time."""
+    """Seconds of loads and stores by number of chunks; other chunks each time."""
     draw = random.Random(0)
     points = [(way, n) for n in chunk_counts if n <= mover.chunks for way in ("load", "store")]
 

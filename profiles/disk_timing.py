@@ -77,7 +77,7 @@ class Files:
 def time_disk(
     files: Files, chunk_counts: list[int], budget: Budget, timer: Timer, tick: Callable[[], None]
 ) -> dict[tuple[str, int], list[Sample]]:
-    """Seconds of loads and stores of so many chunks at once."""
+    """Seconds of loads and stores of this many chunks at once."""
     draw = random.Random(0)
     files.write(list(range(files.count)))
     points = [(way, n) for n in chunk_counts if n <= files.count for way in ("load", "store")]
@@ -92,7 +92,7 @@ def time_disk(
 
 
 def answered_by(files: Files, chunks: int) -> str:
-    """Who answers a read of so many files: "disk", "page cache", or "unknown" without /proc/self/io."""
+    """What answers a read of this many files: "disk", "page cache", or "unknown" without /proc/self/io."""
     which = list(range(min(chunks, files.count)))
     files.drop(which)
     before = fetched_bytes()

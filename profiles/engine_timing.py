@@ -153,7 +153,7 @@ class Engine:
                 return outputs
 
     def _context(self, tokens: int) -> list[int]:
-        """The prompt of so many tokens that every timing at this context begins with."""
+        """The head of this many tokens for every timing at this context."""
         if tokens and tokens not in self._contexts:
             self._contexts[tokens] = self._fresh(tokens)
             self._until_done(self._ask(self._contexts[tokens], output_tokens=1))

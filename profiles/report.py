@@ -31,7 +31,7 @@ class Measured:
 
 
 def profile_of(measured: Measured, which: Which, force: bool = False) -> dict[str, Any]:
-    """The profile, but for who and when. Raises ProfileError where the timings make no sense.
+    """The profile, without author and date. Raises ProfileError where the timings make no sense.
 
     Disk reads are timed by the wall clock whatever `which` says: waiting is what a disk costs.
     """

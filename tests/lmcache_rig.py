@@ -141,7 +141,7 @@ class Rig:
         with self.disk.disk_lock:
             before = self.disk.usage
             evict(self.disk, self.disk.dict, chunks)
-            self.disk.current_cache_size -= before - self.disk.usage  # who evicts gives the room back
+            self.disk.current_cache_size -= before - self.disk.usage  # the evicting side corrects the size
         self.step()
 
     def check(self) -> None:

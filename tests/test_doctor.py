@@ -198,7 +198,7 @@ def test_every_trap_is_told_at_once(command: Command, tmp_path: Path) -> None:
     }
     ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, both), "--json")
     assert sum(f["name"] == "lmcache-trap" for f in ran.json["findings"]) == 2
-    assert "answers-not-saved" not in names(ran.json)  # nobody asked for that
+    assert "answers-not-saved" not in names(ran.json)  # the config does not ask for it
 
 
 def test_lora_and_a_role_that_only_loads_are_errors(command: Command, tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_moves_of_a_server_whose_connection_is_closed_fail_at_once_and_so_do_tho
     rig.worker.connection_closed()  # and a server is back before the next step, which does not know us
     rig.adapter.submit_retrieve_request("later", op(prompt(1, 2), 0, 2 * CHUNK), None)
     assert ended(rig) == (set(), {"later"}, {0, 1}) and not rig.adapter.is_healthy
-    rig.adapter._mq_timeout = 0.1  # nobody answers that it leaves
+    rig.adapter._mq_timeout = 0.1  # its unregister request gets no answer
     rig.close()
 
 

@@ -174,7 +174,7 @@ def test_a_lease_that_ended_gives_a_failed_load_and_never_another_prompts_kv(mp_
     rig.settle()
     assert rig.lookup("b", first) == 2 * CHUNK
     wait_for(lambda: not locked(rig))
-    assert rig.load("b", first, 2 * CHUNK) == 0  # still there, but nobody keeps it so
+    assert rig.load("b", first, 2 * CHUNK) == 0  # still there, but not locked
     assert rig.lookup("c", first) == 2 * CHUNK
     wait_for(lambda: not locked(rig))
     rig.server.forget(first)

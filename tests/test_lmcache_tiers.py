@@ -85,7 +85,7 @@ def test_an_idle_engine_is_asked_and_answers_without_a_step(rig):
     r.disk.disk_worker.try_insert_put_task("still writing")
     r.step()  # the last step: a write is in flight
     r.disk.disk_worker.remove_put_task("still writing")
-    r.store(prompt(1, 3))  # nobody reports this
+    r.store(prompt(1, 3))  # not reported
     end_s = time.monotonic() + 5
     while r.tiers.locate(prompt(1, 3)) == TierHit(0, 0) and time.monotonic() < end_s:
         time.sleep(0.005)
@@ -217,7 +217,7 @@ def test_a_report_that_is_lost_is_noticed_by_the_next_one_and_asked_for(rig):
     r.store(prompt(1, 3))
     r.settle()
     r.store(prompt(2, 2))
-    assert r.worker.report() is not None  # and nobody absorbs it
+    assert r.worker.report() is not None  # and it is not applied
     assert r.tiers.locate(prompt(2, 2)) == TierHit(0, 0)
     r.store(prompt(3, 1))
     r.step()

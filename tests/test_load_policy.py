@@ -152,7 +152,7 @@ def test_only_what_was_placed_is_counted_and_each_turn_once():
 
 
 def declined(policy: LoadPolicy, turns: int) -> float:
-    """Seconds lost to trials over so many turns on a disk that takes 10.1 s where computing takes 1 s."""
+    """Seconds lost to trials over this many turns on a disk that takes 10.1 s where computing takes 1 s."""
     lost_s = 0.0
     for _ in range(turns):
         if policy.tokens_to_load(TURN, ON_DISK):

@@ -15,7 +15,7 @@ from continuum_lmcache.types import Tier
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import rate_totals
 from continuum_lmcache.vllm_plugin.hooks.prometheus import exporter
 
-ENGINE = 97  # nobody else's
+ENGINE = 97  # no other test uses it
 
 
 def gauge(name: str, **labels: str) -> float:

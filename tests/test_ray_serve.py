@@ -61,7 +61,7 @@ def running(name: str) -> list[psutil.Process]:
     """Processes below this one, by a word of their command line."""
     found = []
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, or nobody has asked how
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is a zombie
             if any(name in word for word in process.cmdline()):
                 found.append(process)
     return found
@@ -93,7 +93,7 @@ def test_a_new_state_knows_where_every_program_is_at_home(url: str) -> None:
     before = fleet_report(url)["state"]
     (state,) = running("ray::FleetState")
     os.kill(state.pid, signal.SIGKILL)
-    turns(2)  # at once: nobody is turned away
+    turns(2)  # at once: none is refused
     becomes(lambda: fleet_report(url).get("state", before) != before, "another state answers")
     turns(1)
     assert [client.failures for client in clients] == [[]] * len(clients)

@@ -153,7 +153,7 @@ def test_a_second_reset_does_not_swallow_the_report_of_the_first(make: Make) -> 
     assert bench.step() == 0 and not bench.scheduler.has_requests()
 
 
-# who goes first -------------------------------------------------------------
+# queue order ----------------------------------------------------------------
 
 
 def test_a_program_keeps_its_place_across_turns(make: Make) -> None:
@@ -228,7 +228,7 @@ def test_an_older_program_that_runs_again_after_a_preemption_is_not_the_next_vic
     assert set(bench.preempted) == {young} and {old, young} == set(bench.done)
 
 
-# who may take a pin ---------------------------------------------------------
+# which turns take pins ------------------------------------------------------
 
 
 def test_pins_of_more_than_the_cache_reclaim_the_latest_programs_and_all_finish(make: Make) -> None:

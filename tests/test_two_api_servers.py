@@ -77,7 +77,7 @@ def test_a_program_keeps_its_pin_whichever_front_end_takes_its_turns(server: Pai
         return i
 
     with ThreadPoolExecutor(4) as pool:
-        for at, other in enumerate(front_ends(server)):  # whom the kernel gives a connection is its affair
+        for at, other in enumerate(front_ends(server)):  # the kernel chooses which one gets a connection
             other.suspend()
             try:
                 assert len(list(pool.map(program, range(at, PROGRAMS, 2)))) == PROGRAMS / 2

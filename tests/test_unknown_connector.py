@@ -44,7 +44,7 @@ def returns(bench: Bench, rounds: int) -> None:
     """Two programs in turn, of which the GPU holds one: each return finds half of its context outside."""
     stories = {name: prompt(40 * BLOCK, i) for i, name in enumerate("ab", 1)}
     for number in range(rounds):
-        bench.turn(None, prompt(20 * BLOCK, 20 + number))  # something that nobody has seen
+        bench.turn(None, prompt(20 * BLOCK, 20 + number))  # new tokens, in no cache
         for name, tokens in stories.items():
             stories[name] = bench.turn(name, tokens) + prompt(BLOCK, 9)
 

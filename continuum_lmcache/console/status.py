@@ -54,7 +54,7 @@ def watch(places: Sequence[Place], seconds: float) -> list[ServerWindow]:
 
 
 def places_at(url: str, report: Mapping[str, Any] | None) -> list[Place]:
-    """The servers behind a URL: each replica of a fleet, else the one."""
+    """The servers behind a URL: each replica of a fleet, or the single server."""
     return [(url, row["rank"]) for row in report["replicas"]] if report is not None else [(url, None)]
 
 

@@ -153,7 +153,7 @@ class TurnLifecycle:
         self.events.publish(TurnArrived(now_s, program, turn.id, request.num_prompt_tokens, *gap))
 
     def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
-        """A waiting request got its blocks: so much of its prompt was found on the GPU, so much is loaded."""
+        """A waiting request got its blocks; of its prompt some tokens were cached, and some are loaded."""
         turn = self.turns.get(TurnId(request.request_id))
         if turn is not None:
             turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens

@@ -15,7 +15,7 @@ from experiments.workload import Program
 if TYPE_CHECKING:
     from experiments.fleet.run import FleetResult, Move
 
-SETTLED_TURNS = 5  # a move was right if its program does not move again within so many turns
+SETTLED_TURNS = 5  # a move was right if its program does not move again within this many turns
 
 
 def figures(

@@ -46,7 +46,7 @@ class Bound:
 
 @dataclass(slots=True)
 class ProgramScheduling:
-    """`prefill_s`: of so many tokens, as calibrated."""
+    """`prefill_s`: the calibrated seconds of a number of tokens."""
 
     prefill_s: Callable[[int], float]
     programs: dict[str, Bound] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The routers by name (ROUTERS): each decides where a turn goes, in as little code as its source allows.
+"""The routers by name (ROUTERS): each decides where a turn goes, in minimal code.
 
 All but `fleet` see exact present figures; a real router's are late and partly estimated. A dead replica
 is never offered.
@@ -8,14 +8,14 @@ is never offered.
                     more; a waiting line counts more on a full GPU; the scan's start rotates
     lmetric         (pending + new tokens) x (requests + 1), of the LMetric paper; hits are exact
     hits-load       Dynamo's KV router: blocks to prefill + active blocks, weight 1, temperature 0; exact hits
-    hash            rendezvous hash of the program: what consistent hashing is to a session
+    hash            rendezvous hash of the program, like consistent hashing of a session
     sticky          a program's first turn to the fewest requests, later ones where the first went
     ear-affinity    first turn to the fewest pending prefill tokens, later ones there: EAR without migration
     ear             the same, and it migrates: see Ear
     ear-migration   no home: each turn to the fewest pending prefill tokens, and its KV follows over the link
     program-sched   vllm-router's program scheduling (program_scheduling.py)
-    fleet           ours (ours.py); -affinity: without moves; -no-line: nobody waits at the router, and
-                    nobody moves
+    fleet           ours (ours.py); -affinity: without moves; -no-line: no wait at the router, and
+                    no moves
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from typing import Protocol
 
 from experiments.fleet.replica import Replica, Turn
 
-KV_PENALTY = (
-    6.0  # vLLM's: waiting turns count so much more, for each full share of the KV cache above one half
-)
+KV_PENALTY = 6.0  # vLLM's: waiting turns' extra weight, for each full share of the KV cache above one half
 BLOCK_TOKENS = 64  # of the simulator; only its ratio to a prompt matters
 
 

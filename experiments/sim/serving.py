@@ -56,7 +56,7 @@ class Setup:
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
     steps_known: bool = False  # the policy's profile holds the machine's step times
     wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
-    log_stats: bool = False  # a server does; nobody reads them here
+    log_stats: bool = False  # as in a server; the simulator does not read them
     merge_steps: int = 1  # decode-only steps taken together, at most; for exploring, not for claims
 
     @property

@@ -54,7 +54,7 @@ def block_hasher(block_tokens: int) -> Callable[[Request], list[BlockHash]]:
 class History:
     """One program's conversation so far, as tokens."""
 
-    streams: Iterator[int]  # of numbers that nobody else uses
+    streams: Iterator[int]  # of numbers that no other program uses
     shared_tokens: int  # of the first prompt: the system prompt
     tokens: list[int] = field(default_factory=list)
     stream: int = SYSTEM

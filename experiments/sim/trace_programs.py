@@ -31,9 +31,9 @@ from experiments.workload import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-WINDOW_TOKENS = 131_072  # of the model that the simulator imagines (Llama 3.1)
-LONGEST_GAP_S = 600.0  # a longer one is a user who went away; it is cut to this
-CHUNK_TOKENS = 2048  # the prefill chunk that `work_s` reckons with,
+WINDOW_TOKENS = 131_072  # of the simulated model (Llama 3.1)
+LONGEST_GAP_S = 600.0  # a longer one is an absent user's; it is cut to this
+CHUNK_TOKENS = 2048  # the prefill chunk that `work_s` assumes,
 DECODE_BATCH = 8  # and the turns that decode together
 HALVES = ("tune", "report")
 FITTED = "fitted"  # stands where a half does: programs drawn from what `tune` was fitted to
