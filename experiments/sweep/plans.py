@@ -66,7 +66,7 @@ def batch(case: Case) -> str:
 def tiers(case: Case) -> str:
     if not case.dram_gb and not case.ssd_gb:
         return "no offloading"
-    return f"DRAM {case.dram_gb:g} GB" + (f", disk {case.ssd_gb:g} GB" if case.ssd_gb else "")
+    return f"DRAM {case.dram_gb:.3g} GB" + (f", disk {case.ssd_gb:.3g} GB" if case.ssd_gb else "")
 
 
 def in_kv_caches(case: Case) -> str:
