@@ -94,7 +94,7 @@ def started(turn: RecordedTurn) -> float:
 
 
 def forecast_error(reloads: Sequence[RecordedReload]) -> ForecastError:
-    errors = [abs(reload.foretold_s - reload.took_s) / reload.took_s for reload in reloads]
+    errors = [abs(reload.predicted_s - reload.took_s) / reload.took_s for reload in reloads]
     return ForecastError(
         len(reloads),
         percentile(errors, 50),

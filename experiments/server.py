@@ -80,7 +80,7 @@ def serve(
     log: Path,
     env: Mapping[str, str] | None = None,
     name: str = "tiny",
-    start_s: float = 240.0,
+    start_s: float = 600.0,
     on_gpu: bool = False,
 ) -> Iterator[str]:
     """Serve `model` as `name` and yield the base URL (without /v1) once it is healthy.

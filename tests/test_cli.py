@@ -115,7 +115,7 @@ def test_a_conflict_is_refused_at_the_start(model: Path, values: dict[str, objec
         ),
         (
             lambda c: setattr(c.scheduler_config, "scheduler_cls", "a.DiffusionScheduler"),
-            "scheduler of its own",
+            "its own scheduler",
         ),
     ],
 )

@@ -25,7 +25,7 @@ from experiments.exactness import (
 )
 from experiments.mixing import FLAG, MixingConnector
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

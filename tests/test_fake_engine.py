@@ -17,7 +17,7 @@ import pytest
 
 from experiments.server import CPU_ENV
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]  # three engine starts: 60 s, more on a busy machine
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]  # three engine starts: 60 s, more on a busy machine
 HIT_TOKENS = 18 * 128
 Tokens = list[tuple[int, float]]  # token id, logprob
 

@@ -26,7 +26,7 @@ from serving import BLOCK, Answer, Server, ids
 from continuum_lmcache.report.page import write_report
 from experiments.server import processes, serve
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 CANARY = "zanzibarquokka"  # in prompts, outputs and ids, and in no file
 TTL_S = 1.0

@@ -13,7 +13,7 @@ from serving import BLOCK, ids
 from experiments.server import CPU_ENV
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from serving import Answer, Server
 from experiments.mp_server import MpProcess, serve_mp
 from experiments.server import serve
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 CHUNK = 256
 ARGS = (
     *("--scheduling-policy", "continuum", "--max-model-len", "3072", "--num-gpu-blocks-override", "26"),

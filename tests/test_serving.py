@@ -26,7 +26,7 @@ from serving import BLOCK, OF_VLLM, Server, ids
 
 from experiments.server import serve
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 BLOCKS = 24  # one of them is vLLM's null block

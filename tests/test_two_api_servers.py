@@ -23,7 +23,7 @@ from serving import BLOCK, Server, ids
 
 from experiments.server import processes, serve
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 PROGRAMS = 24
 SHARED = 2  # one name under two keys

@@ -127,7 +127,7 @@ def url(python: Path, model: Path, tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.real
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_installed_wheel_serves_a_request_pins_its_kv_and_knows_lmcache(url: str) -> None:
     body = {"model": "tiny", "prompt": [7] * 600, "max_tokens": 4, "ignore_eos": True, "job_id": "p"}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
