@@ -63,7 +63,7 @@ class MpProcess:
         )
         return [*script("lmcache", "lmcache.cli.main"), "server", *words, *self.more]
 
-    def start(self, start_s: float = 120.0) -> None:
+    def start(self, start_s: float = 300.0) -> None:
         """Returns when it answers. Raises ServerError with the log's tail if it does not."""
         self.disk.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
