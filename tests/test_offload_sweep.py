@@ -19,8 +19,8 @@ from experiments.server import ServerError
 from experiments.sweep import conditions
 from experiments.sweep.cases import ENDLESS, ORACLE, ROUTER_WARM, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
+from experiments.sweep.live import MACHINES, arguments, connector, selection_of
 from experiments.sweep.live import run as run_live
-from experiments.sweep.live import selection_of
 from experiments.sweep.live_plans import LADDER, LIVE_PLANS
 from experiments.sweep.plans import PLANS
 from experiments.sweep.readout import capacity, caption, found, ratios, table
@@ -193,6 +193,18 @@ def test_live_rows_say_on_what_they_were_measured_and_those_of_another_machine_a
     text = (tmp_path / "live.csv").read_text()
     (tmp_path / "live.csv").write_text(text.replace(conditions.machine(), "another"))
     assert Rows(tmp_path / "live.csv", LIVE).missing([case]) == [case]
+
+
+def test_a_server_in_float32_has_tiers_of_as_many_tokens(tmp_path: Path) -> None:
+    half, full = (replace(MACHINES["cpu-tiny"], dtype=dtype) for dtype in ("bfloat16", "float32"))
+    case = Live(STOCK, 3, 2.0, 1, dram_gb=1.0, ssd_gb=2.0)
+    for name in ("lmcache.max_local_cpu_size", "lmcache.max_local_disk_size"):
+        small, large = (
+            connector(case, one, tmp_path)["kv_connector_extra_config"][name] for one in (half, full)
+        )
+        assert large == 2 * small
+    args, _ = arguments(case, full, None, tmp_path)
+    assert args[args.index("--dtype") + 1] == "float32"
 
 
 def test_live_rows_say_how_much_the_machines_speed_changed(tmp_path: Path) -> None:

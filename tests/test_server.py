@@ -73,3 +73,8 @@ def test_a_cpu_that_would_emulate_bfloat16_computes_in_float32(tmp_path, monkeyp
     (tmp_path / "cpuinfo").write_text(flags + "\n")
     monkeypatch.setattr("experiments.server.CPU_FLAGS", tmp_path / "cpuinfo")
     assert fast_dtype() == dtype
+
+
+def test_a_system_that_does_not_list_its_cpus_instructions_computes_in_float32(tmp_path, monkeypatch):
+    monkeypatch.setattr("experiments.server.CPU_FLAGS", tmp_path / "cpuinfo")
+    assert fast_dtype() == "float32"

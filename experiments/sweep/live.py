@@ -113,8 +113,8 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
         others_cores, after_s = others.cores(), probe_s()
     if summary["errors"]:
         raise SweepError(f"{case}: {summary['errors']} turns failed; the lines above say why")
-    told = {"start_s": start_s, "others_cores": others_cores, "probe_s": (before_s + after_s) / 2}
-    return figures(summary, summary["job_times_s"]) | told
+    machine_then = {"start_s": start_s, "others_cores": others_cores, "probe_s": (before_s + after_s) / 2}
+    return figures(summary, summary["job_times_s"]) | machine_then
 
 
 def machine_of(case: Live) -> Machine:
