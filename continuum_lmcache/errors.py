@@ -17,10 +17,10 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """For the message about an unknown name: the nearest known one, and all of them."""
-    names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return (f"did you mean {near[0]!r}? " if near else "") + f"Known: {', '.join(names)}"
+    """For the message about an unknown name: the nearest known one in any case, and all of them."""
+    names = {one.casefold(): one for one in known}
+    near = difflib.get_close_matches(name.casefold(), names, n=1)
+    return (f"did you mean {names[near[0]]!r}? " if near else "") + f"Known: {', '.join(names.values())}"
 
 
 class ContinuumError(Exception):

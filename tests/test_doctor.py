@@ -442,3 +442,9 @@ def test_what_is_no_fleets_file_is_refused_in_one_line(command: Command, tmp_pat
     path = tmp_path / "ray.yaml"
     path.write_text(text)
     assert str(path) in command.refused("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", path)
+
+
+def test_a_mistyped_model_is_answered_with_the_nearest_known_one_in_any_case() -> None:
+    for name in ("llama-3.1-8", "LLAMA-3.1-8X-instruct"):
+        with pytest.raises(ConfigError, match=r"did you mean 'Llama-3\.1-8B'\? Known: Llama-3\.1-8B, "):
+            shape_of(name)

@@ -46,7 +46,7 @@ def shape_of(model: str) -> ModelShape:
     name = path.name.lower().removesuffix("-instruct")
     if name in KNOWN and not path.is_absolute():
         return KNOWN[name]
-    hint = nearest(path.name, [shape.name for shape in KNOWN.values()])
+    hint = nearest(name, [shape.name for shape in KNOWN.values()])
     raise ConfigError(f"{model} is neither a config.json, nor a folder with one, nor known; {hint}")
 
 
