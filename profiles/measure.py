@@ -36,17 +36,9 @@ Tick = Callable[[], None]
 
 
 def measure(
-    model: Path,
-    disk_dir: Path,
-    grid: Grid,
-    device: str,
-    timer: Timer,
-    load_format: str = "auto",
-    dtype: str = "bfloat16",
+    engine: Engine, disk_dir: Path, grid: Grid, device: str, timer: Timer
 ) -> tuple[Measured, dict[str, Any]]:
     """All timings of this machine, with their conditions."""
-    batch = max(grid.step_batches)
-    engine = Engine(model, grid.longest_tokens, grid.largest_chunk, batch, timer, load_format, dtype)
     budget = Budget(grid.budget_s, grid.repetitions)
     total = (grid.repetitions + 1) * (len(grid.prefills) + step_count(grid) + 4 * len(grid.load_chunks))
     with tqdm(total=total, unit="timing", desc="measuring") as bar:
@@ -124,7 +116,9 @@ def main(
         grid = QUICK if quick else CPU if device == "cpu" else GPU
         grid = replace(grid, budget_s=budget_s or grid.budget_s)
         folder = disk_dir or Path(tempfile.gettempdir())
-        measured, facts = measure(model, folder, grid, device, Timer(), load_format, dtype)
+        timer, batch = Timer(), max(grid.step_batches)
+        engine = Engine(model, grid.longest_tokens, grid.largest_chunk, batch, timer, load_format, dtype)
+        measured, facts = measure(engine, folder, grid, device, timer)
         profile = profile_of(measured, clock, force)
     except ProfileError as error:
         typer.echo(f"error: {error}", err=True)
