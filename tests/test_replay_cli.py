@@ -55,9 +55,10 @@ def test_a_failed_turn_is_on_disk_and_in_the_summary(tmp_path):
 
 def test_a_replay_with_a_limit_ends_there_and_says_what_it_cut_off(tmp_path):
     summary = replayed(tmp_path, FakeServer(fails_at=2, how="silence"), limit_s=2.0)
-    assert summary["finished"] == 3 and summary["errors"] == 0
-    (cut_s,) = summary["cut_s"]
-    assert 0 < cut_s <= 2.0
+    # a slow machine may end fewer programs within the limit; the silent one never ends
+    assert summary["cut_s"] and summary["finished"] + len(summary["cut_s"]) == 4
+    assert summary["errors"] == 0
+    assert all(0 < cut_s <= 2.0 for cut_s in summary["cut_s"])
     assert summary["new_tokens"] <= summary["prompt_tokens"]
 
 
