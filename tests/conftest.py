@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,13 +11,20 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from filelock import FileLock
+from httpx._transports import default as http_transport
 
 from experiments.tiny_model import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(WORKER % (os.cpu_count() or 1))  # a core for each worker
+os.environ["OMP_NUM_THREADS"] = "1"  # in child processes too; more threads than cores would spin
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles two functions of its sampler in every server
+torch.set_num_threads(1)
+# httpx.get() reads all certificates again for each of a server's polls, which are plain HTTP
+http_transport.create_ssl_context = functools.cache(http_transport.create_ssl_context)
 
 # No deadline and no check of the drawing's speed: both are wall clock, and fail on a busy machine.
 hypothesis.settings.register_profile(
@@ -34,6 +42,16 @@ hypothesis.settings.register_profile(
     print_blob=True,
 )
 hypothesis.settings.load_profile("fixed")  # --hypothesis-profile is read later
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would begin with the files that have the most tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files with real engines first: they take longest, and one that began last would end alone."""
+    long = {item.path for item in items if item.get_closest_marker("real")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,9 @@ from typing import Any
 
 import psutil
 import pytest
+from serving import serve
 
 from continuum_lmcache.tools.durations import ToolDurations
-from experiments.server import serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import BLOCK, Server, ids
-
-from experiments.server import serve
+from serving import BLOCK, Server, ids, serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 

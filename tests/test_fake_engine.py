@@ -1,7 +1,7 @@
 """Real engines that reload KV from the fake connector: the tokens must not change by a bit.
 
 The reference is vLLM's own prefix hit of the same length, since a cold prefill computes the same tail
-in other chunks and differs in bfloat16. 18 blocks of 128 and 64 tokens more: the longest hit is nine
+in other chunks and differs in bfloat16. 6 blocks of 128 and 64 tokens more: the longest hit is three
 chunks of 256 for vLLM and for the connector alike (lmcache.md 1.5).
 """
 
@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forking_vllm import fork_from_now_on
+from serving import CHUNK_GIB, DTYPE
 
 from experiments.server import CPU_ENV
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]  # three engine starts: 60 s, more on a busy machine
-HIT_TOKENS = 18 * 128
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+HIT_TOKENS = 6 * 128
 Tokens = list[tuple[int, float]]  # token id, logprob
 
 
@@ -28,16 +30,16 @@ class Engine:
     def __init__(self, model: Path, **fake: Any) -> None:
         from vllm import LLM
 
-        extra = {"fake.dram_gb": 18 * 2 / 1024, "fake.ssd_gb": 1.0}  # a chunk is 256 * 8 KiB
+        extra = {"fake.dram_gb": 6 * CHUNK_GIB, "fake.ssd_gb": 1.0}
         extra |= {f"fake.{key}": value for key, value in fake.items()}
         connector = {"kv_connector": "FakeConnector", "kv_connector_module_path": "connectors.fake"}
         self.llm = LLM(
             str(model),
-            dtype="bfloat16",
+            dtype=DTYPE,
             enforce_eager=True,
-            max_model_len=2560,
+            max_model_len=1024,
             max_num_seqs=4,
-            num_gpu_blocks_override=24,
+            num_gpu_blocks_override=10,
             seed=0,
             disable_log_stats=False,
             distributed_executor_backend="mp",
@@ -68,9 +70,9 @@ def an_engine(model: Path, **fake: Any) -> Iterator[Engine]:
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}  # no import anew
-    for name, value in (CPU_ENV | here).items():
+    for name, value in (CPU_ENV | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
         monkeypatch.setenv(name, value)
+    fork_from_now_on(monkeypatch.setattr)
 
 
 def a_prompt(seed: int) -> list[int]:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import BLOCK, ids
+from forking_vllm import fork_from_now_on
+from serving import BLOCK, CHUNK, ids
 
 from experiments.server import CPU_ENV
 
@@ -25,8 +26,10 @@ def llm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("llm"))  # the file's disk tier is a relative path
         settings = {"CONTINUUM_POLICY": "static-ttl", "CONTINUUM_STATIC_TTL_S": "600"}
+        settings["CONTINUUM_LOAD_OR_RECOMPUTE"] = "false"
         for name, value in {**CPU_ENV, **settings, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
             patch.setenv(name, value)
+        fork_from_now_on(patch.setattr)
         transfer = KVTransferConfig(**json.loads((ROOT / "lmcache.json").read_text()))
         made = LLM(
             str(model),
@@ -72,3 +75,24 @@ def test_the_cache_can_be_reset_while_a_pin_is_held(llm: Any) -> None:
     assert scheduler._lifecycle.pins.pinned_blocks == 3
     assert llm.reset_prefix_cache()
     assert scheduler.get_kv_cache_usage() == 0.0
+
+
+def test_a_reload_in_bfloat16_gives_the_logprobs_of_vllms_own_prefix_hit(llm: Any) -> None:
+    """Other tests of loads compute in float32 on a CPU without instructions for bfloat16."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
+    prompt = TokensPrompt(prompt_token_ids=ids(2 * CHUNK + 64, 9))
+    tokens_by_tier = llm.llm_engine.engine_core.engine_core.scheduler._lifecycle.residency.prompt_tokens
+
+    def ask() -> list[dict[int, float]]:
+        [answer] = llm.generate(prompt, params, use_tqdm=False)
+        return [{token: at.logprob for token, at in step.items()} for step in answer.outputs[0].logprobs]
+
+    ask()
+    own = ask()
+    assert llm.reset_prefix_cache()
+    before = tokens_by_tier["dram"]
+    assert ask() == own
+    assert tokens_by_tier["dram"] - before == 2 * CHUNK

@@ -19,9 +19,9 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.mmap_dict import MmapedDict
-from serving import BLOCK, Server, ids
+from serving import BLOCK, Server, ids, serve
 
-from experiments.server import processes, serve
+from experiments.server import processes
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
