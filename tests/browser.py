@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from waiting import PATIENCE_S, wait_for
 
 from experiments.server import reserved_port
 
@@ -37,7 +37,7 @@ class Browser:
         self._session = session
 
     def ask(self, what: str, **body: Any) -> Any:
-        answer = httpx.post(f"{self._session}/{what}", json=body, timeout=60)
+        answer = httpx.post(f"{self._session}/{what}", json=body, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
         return answer.json()["value"]
 
@@ -68,7 +68,7 @@ class Browser:
         return [entry["message"] for entry in self.ask("se/log", type="browser")]
 
     def screenshot(self, path: Path) -> None:
-        answer = httpx.get(f"{self._session}/screenshot", timeout=60)
+        answer = httpx.get(f"{self._session}/screenshot", timeout=PATIENCE_S)
         path.write_bytes(b64decode(answer.json()["value"]))
 
 
@@ -84,27 +84,25 @@ def browser(profile: Path) -> Iterator[Browser]:
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_until_ready(url)
+        wait_for(lambda: is_ready(url), "chromedriver is ready", every_s=0.1)
         options = {"binary": chromium, "args": [*FLAGS, f"--user-data-dir={profile}"]}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
-        answer = httpx.post(f"{url}/session", json={"capabilities": {"alwaysMatch": wanted}}, timeout=60)
+        answer = httpx.post(
+            f"{url}/session", json={"capabilities": {"alwaysMatch": wanted}}, timeout=PATIENCE_S
+        )
         assert answer.status_code == 200, answer.text
         session = f"{url}/session/{answer.json()['value']['sessionId']}"
         try:
             yield Browser(session)
         finally:
-            httpx.delete(session, timeout=30)
+            httpx.delete(session, timeout=PATIENCE_S)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
-def wait_until_ready(url: str, patience_s: float = 20.0) -> None:
-    end_s = time.monotonic() + patience_s
-    while time.monotonic() < end_s:
-        try:
-            if httpx.get(f"{url}/status", timeout=5).json()["value"]["ready"]:
-                return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    pytest.fail(f"chromedriver was not ready after {patience_s:g} s")
+def is_ready(url: str) -> bool:
+    try:
+        return bool(httpx.get(f"{url}/status", timeout=PATIENCE_S).json()["value"]["ready"])
+    except httpx.TransportError:
+        return False

@@ -11,7 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from waiting import PATIENCE_S
 
+from continuum_lmcache.console import fleet, metrics_page
 from continuum_lmcache.console.app import main
 
 
@@ -29,14 +31,16 @@ class Ran:
 
 
 class Command:
-    """`continuum-lmcache ARGUMENTS` in this process."""
+    """`continuum-lmcache ARGUMENTS` in this process. It waits for a busy server longer than a user would."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
     def __call__(self, *arguments: object) -> Ran:
         self._capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+            for client in (metrics_page, fleet):
+                patched.setattr(client, "TIMEOUT_S", PATIENCE_S)
             main([str(a) for a in arguments])
         out, err = self._capsys.readouterr()
         return Ran(int(ended.value.code or 0), out, err)

@@ -14,16 +14,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from bench import BLOCK, Bench
-from lmcache_mp_server import PAGE, MpServer
+from lmcache_mp_server import PAGE, MpServer, PatientWorker, patient
+from lmcache_rig import Clock
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
+from waiting import PATIENCE_S
 
 from connectors.lmcache.connector import ContinuumLMCacheConnector
+from connectors.lmcache_mp import connector as mp_connector
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
+from connectors.lmcache_mp.startup import caller
 
 LAYERS, HEADS, HEAD = 8, 4, 64  # of the small model
 CHUNK_BYTES = BLOCK * LAYERS * HEADS * 2 * HEAD * 2
@@ -59,6 +64,9 @@ class LMCacheBench(Bench):
             time.sleep(0.001)  # a lookup's answer comes in real time
         return tokens
 
+    def run_until_idle(self, max_steps: int = 100_000) -> None:
+        super().run_until_idle(max_steps)  # a busy machine takes many idle steps for one answer
+
     def moved(self, output: Any) -> KVConnectorOutput:
         """Handle a step's metadata as vLLM's model runner does, and return its report."""
         worker, meta = self.worker, output.kv_connector_metadata
@@ -88,7 +96,11 @@ class InProcessBench(LMCacheBench):
     connector_cls = ContinuumLMCacheConnector
 
     def __init__(self, scheduler_cls: Any, model: Path, blocks: int, **more: Any) -> None:
-        extra = {"lmcache.chunk_size": BLOCK, "lmcache.max_local_cpu_size": CHUNKS * CHUNK_BYTES / GIB}
+        extra = {
+            "lmcache.chunk_size": BLOCK,
+            "lmcache.max_local_cpu_size": CHUNKS * CHUNK_BYTES / GIB,
+            "lmcache.lookup_timeout_ms": int(PATIENCE_S * 1000),  # after its default, 3 s, nothing is found
+        }
         super().__init__(scheduler_cls, model, blocks, **extra, **more)
 
     def close(self) -> None:
@@ -98,15 +110,24 @@ class InProcessBench(LMCacheBench):
 
 
 class MpBench(LMCacheBench):
-    """LMCache's MP server in this process."""
+    """LMCache's MP server in this process. If it stands still for a while, nobody takes it for dead."""
 
     connector_cls = ContinuumLMCacheMPConnector
 
     def __init__(self, scheduler_cls: Any, model: Path, blocks: int, directory: Path) -> None:
         pages = CHUNKS * CHUNK_BYTES // PAGE
         self.server = MpServer(directory, pages, pages)
-        extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": self.server.port}
-        super().__init__(scheduler_cls, model, blocks, **extra)
+        extra = {
+            "lmcache.mp.host": "tcp://127.0.0.1",
+            "lmcache.mp.port": self.server.port,
+            "lmcache.mp.heartbeat_interval": PATIENCE_S,
+            "lmcache.mp.mq_timeout": 10 * PATIENCE_S,
+        }
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(mp_connector, "caller", lambda client: patient(caller(client)))
+            patched.setattr(mp_connector, "MpWorkerSide", PatientWorker)
+            super().__init__(scheduler_cls, model, blocks, **extra)
+        self.scheduler.connector._follower._clock = Clock()  # the mirror is never too old
 
     def close(self) -> None:
         super().close()

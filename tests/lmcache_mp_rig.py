@@ -21,16 +21,17 @@ from lmcache.integration.vllm.vllm_multi_process_adapter import (
     LoadStoreOp,
     ParallelStrategy,
 )
+from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
-from lmcache_mp_server import CHUNK, MODEL, MpServer, wait_for
-from lmcache_rig import content
+from lmcache_mp_server import CHUNK, MODEL, MpServer, PatientWorker, patient
+from lmcache_rig import Clock, content
+from waiting import wait_for
 
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.startup import caller, first_answer
 from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
 from connectors.lmcache_mp.wire import ChangesRequest
-from connectors.lmcache_mp.worker import MpWorkerSide
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
@@ -40,7 +41,10 @@ ENDING: list[threading.Thread] = []  # servers that are about to end; the sessio
 
 
 class MpEngine:
-    """One vLLM's scheduler and worker, joined to a server, stepped by hand."""
+    """One vLLM's scheduler and worker, joined to a server, stepped by hand.
+
+    LMCache's heartbeats are off: their answers come at any time, and say that the server is up.
+    """
 
     chunk_tokens = CHUNK
     bytes_per_token = LAYERS * 2 * HEADS * HEAD * 2
@@ -58,12 +62,17 @@ class MpEngine:
         groups = [EngineGroupInfo(0, tuple(range(LAYERS)), CHUNK)]
         self.adapter.register_kv_caches(self.kv, groups, {"kv_layout": "HND"})
         (client,) = self.scheduler.req_clients.values()
-        self.follower = TierPoller(caller(client), ChangesRequest(MODEL, 1))
+        self._ends: list[MessagingFuture[None]] = []  # the server's answers to ends of sessions
+        end_session = client.end_session
+        client.end_session = lambda request_id: self._ends.append(end_session(request_id))
+        for adapter in (self.scheduler, self.adapter):
+            adapter._ensure_heartbeat_started = lambda: None
+        self.follower = TierPoller(patient(caller(client)), ChangesRequest(MODEL, 1), clock=Clock())
         reply = first_answer(self.follower)
         self.tiers = MpTiers(
             self.follower, reply, TokenHasher(CHUNK, reply.hash_algorithm), self.bytes_per_token
         )
-        self.worker = MpWorkerSide(self.adapter, 0, self.bytes_per_token, reply.read_lease_s)
+        self.worker = PatientWorker(self.adapter, 0, self.bytes_per_token, reply.read_lease_s)
         self._ids = (f"{id(self):x}-{number}" for number in itertools.count())
         self._transfers: list[KVTransfer] = []
 
@@ -132,6 +141,8 @@ class MpEngine:
         return done
 
     def settle(self) -> None:
+        wait_for(lambda: all(end.query() for end in self._ends))
+        self._ends.clear()
         self.server.settle()
         self.follower.poll()
 
@@ -143,14 +154,9 @@ class MpEngine:
     def check(self) -> None:
         """The mirror equals the server, and no lock is left."""
         self.settle()
-        wait_for(self._is_true)
-        assert not any(entry.read_lock.is_locked() for entry in self.server.l1._objects.values())
-
-    def _is_true(self) -> bool:
-        """The server counts an L2 store as done slightly before or after it reports it."""
-        self.follower.poll()
         held = tuple({key.chunk_hash for key in tier} for tier in self.server.held())
-        return self.follower.mirror._held == held
+        assert self.follower.mirror._held == held
+        wait_for(lambda: not any(entry.read_lock.is_locked() for entry in self.server.l1._objects.values()))
 
     def close(self) -> None:
         self.adapter.shutdown()

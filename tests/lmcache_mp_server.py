@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.multiprocess import server as mp_server
 from lmcache.v1.multiprocess.cache_control.key_resolver import resolve_object_keys
+from waiting import PATIENCE_S, wait_for
 
+from connectors.lmcache_mp.tier_mirror import Call
 from connectors.lmcache_mp.wire import MODULE
+from connectors.lmcache_mp.worker import MpWorkerSide
 from experiments.server import reserved_port
 
 MODEL = "m"
@@ -24,6 +27,24 @@ CHUNK = 16  # tokens, one vLLM block
 PAGE = 4096  # LMCache aligns a chunk in L1 to this
 GIB = 1024**3
 SPARE_CHUNKS = 32  # L1 beyond what `evict` leaves in it: a turn's stores and reads of L2 need room at once
+NO_CHUNK = ObjectKey(b"no chunk", MODEL, ObjectKey.ComputeKVRank(1, 0, 1, 0))
+
+
+def patient(call: Call) -> Call:
+    """Waits longer for an answer than ANSWER_S: this process may stand still, and the server with it."""
+    return lambda payload, _: call(payload, PATIENCE_S)
+
+
+class PatientWorker(MpWorkerSide):
+    """Waits longer for a store or load than STALL_S, while it `is_patient`."""
+
+    is_patient = True
+
+    def _ready(self) -> float:
+        start_s = super()._ready()
+        if self.is_patient:
+            self._adapter.transfer_ctx.engine_driven_context.mq_timeout = PATIENCE_S
+        return start_s
 
 
 class MpServer:
@@ -55,6 +76,7 @@ class MpServer:
                 *("--shm-name", f"continuum-{os.getpid()}-{self.port}"),
                 *("--l2-adapter", json.dumps(l2), "--l2-prefetch-policy", "retain"),
                 *("--server-module", json.dumps({"module_path": MODULE})),
+                *("--worker-reap-timeout-seconds", "0"),  # never: a rig's worker sends no pings
                 *more,
             ]
         )
@@ -70,6 +92,8 @@ class MpServer:
         self._server, self._engine = started
         self.storage = self._engine.storage_manager
         (self.l1,) = self.storage._l1_managers_by_id.values()
+        self._submitting = False  # keys of L1 that are on their way to L2, between two of LMCache's tables
+        self._watch_submissions()
 
     def held(self) -> tuple[set[Any], set[Any]]:
         """The keys that L1 and L2 really hold."""
@@ -77,7 +101,8 @@ class MpServer:
 
     def settle(self) -> None:
         """Wait until no write to L2 is in flight and every session has ended, then evict."""
-        wait_for(lambda: not any(self._under_way() or time.sleep(0.001) for _ in range(3)))
+        wait_for(lambda: not self._under_way())
+        self._l2.adapter.delete([NO_CHUNK])  # returns once L2 has told its listeners of all before
         self.evict()
 
     def evict(self) -> None:
@@ -104,10 +129,35 @@ class MpServer:
         (state,) = self.storage._l2_eviction_controller._adapter_states
         return state
 
-    def _under_way(self) -> int:
-        stores = self.storage._store_controller.report_status()
+    def _under_way(self) -> bool:
+        """Looks at the tables in the order in which a key goes through them."""
         sessions: int = self._engine.context.session_manager.active_count()
-        return sessions + stores["pending_keys_count"] + stores["in_flight_task_count"]
+        store = self.storage._store_controller
+        return bool(
+            sessions
+            or store.report_status()["pending_keys_count"]
+            or self._submitting
+            or store.report_status()["in_flight_task_count"]
+        )
+
+    def _watch_submissions(self) -> None:
+        """LMCache's thread takes keys out of the first table before it puts them into the second."""
+        store = self.storage._store_controller
+        take, submit = store._listener.pop_pending_keys, store._process_new_keys
+
+        def taken() -> list[ObjectKey]:
+            self._submitting = True
+            keys: list[ObjectKey] = take()
+            self._submitting = bool(keys)
+            return keys
+
+        def submitted(keys: list[ObjectKey]) -> None:
+            try:
+                submit(keys)
+            finally:
+                self._submitting = False
+
+        store._listener.pop_pending_keys, store._process_new_keys = taken, submitted
 
 
 def shrink(policy: Any, held: set[Any], room: int, delete: Any, *eligible: Any) -> None:
@@ -115,11 +165,3 @@ def shrink(policy: Any, held: set[Any], room: int, delete: Any, *eligible: Any) 
     if len(held) > room:
         for action in policy.get_eviction_actions((len(held) - room + 1e-6) / len(held), *eligible):
             delete(action.keys)
-
-
-def wait_for(done: Callable[[], Any], within_s: float = 20.0) -> None:
-    """Poll until the condition holds."""
-    end_s = time.monotonic() + within_s
-    while not done():
-        assert time.monotonic() < end_s, "it never came to be so"
-        time.sleep(0.001)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
+from waiting import wait_for
 
 from connectors.lmcache.cpu_copy import BlockCopier
 from connectors.lmcache.snapshot_rpc import addresses
@@ -128,9 +128,7 @@ class Rig:
 
     def settle(self) -> None:
         """Wait until no disk write is in flight, then end a step."""
-        end_s = time.monotonic() + 10
-        while self.disk.disk_worker.put_tasks and time.monotonic() < end_s:
-            time.sleep(0.001)
+        wait_for(lambda: not self.disk.disk_worker.put_tasks)
         self.step()
 
     def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:

@@ -53,7 +53,7 @@ COMMANDS = all_of_them()
 def ran() -> dict[str, tuple[int, str]]:
     """Exit status and output of each; one process for all, as importing vLLM takes seconds."""
     runner = subprocess.run(
-        [sys.executable, str(RUNNER)], input=json.dumps(COMMANDS), capture_output=True, text=True, timeout=280
+        [sys.executable, str(RUNNER)], input=json.dumps(COMMANDS), capture_output=True, text=True, timeout=850
     )
     assert runner.returncode == 0, runner.stderr
     results = json.loads(runner.stdout.splitlines()[-1])

@@ -68,12 +68,14 @@ def test_a_probe_faster_than_the_profile_leaves_no_negative_time(machine: Machin
 def test_a_server_is_probed_with_prompts_that_no_cache_holds() -> None:
     server = FakeServer()
 
-    async def probe() -> ProbeTimes:
+    async def probe() -> tuple[ProbeTimes, float]:
+        loop = asyncio.get_running_loop()
         async with server.running() as url:
-            return await probed(url.removesuffix("/v1"))
+            start_s = loop.time()
+            return await probed(url.removesuffix("/v1")), loop.time() - start_s
 
-    seen = asyncio.run(probe())
-    assert all(0 <= s < 5 for s in astuple(seen))
+    seen, took_s = asyncio.run(probe())
+    assert all(0 <= s < took_s for s in astuple(seen))
     prompts = Counter((tuple(body["prompt"]), body["max_tokens"]) for body in server.bodies)
     assert {len(prompt) for prompt, _ in prompts} == {SHORT_TOKENS, LONG_TOKENS}
     again = Counter(n for (prompt, _), n in prompts.items() if len(prompt) == LONG_TOKENS)

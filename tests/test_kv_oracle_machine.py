@@ -240,7 +240,7 @@ class Machine(RuleBasedStateMachine):
         bench.scheduler.shutdown()
 
 
-@pytest.mark.timeout(max(300, STEPS // 50))
+@pytest.mark.timeout(max(900, STEPS // 50))
 def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
     model: Path,
     settings_of: Any,  # noqa: F811

@@ -22,6 +22,7 @@ from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache_bench import InProcessBench, MpBench, one_rank
 from tier_bench import TierBench, check_books
 from vllm.v1.request import RequestStatus
+from waiting import PATIENCE_S
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
@@ -75,13 +76,12 @@ def settle(bench: Bench) -> None:
     bench.scheduler.reset_prefix_cache()
 
 
-def until(bench: Bench, reached: Callable[[], Any], steps: int = 300) -> None:
+def until(bench: Bench, reached: Callable[[], Any]) -> None:
     """Step until the condition holds."""
-    for _ in range(steps):
-        if reached():
-            return
+    end_s = time.monotonic() + PATIENCE_S
+    while not reached():
+        assert time.monotonic() < end_s, f"it never came to be so: {bench.scheduler.requests}"
         bench.step(0.01)
-    raise AssertionError(f"it never came to be so: {bench.scheduler.requests}")
 
 
 def leave(bench: Bench, request_id: str) -> None:

@@ -24,8 +24,9 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
 from lmcache_mp_rig import MpEngine, MpRig, op
-from lmcache_mp_server import CHUNK, MpServer, wait_for
+from lmcache_mp_server import CHUNK, MpServer, patient
 from lmcache_rig import Clock, prompt
+from waiting import wait_for
 
 from connectors.lmcache_mp import startup, tier_mirror
 from connectors.lmcache_mp.load_join import LoadLookupJoin, TimedLoad
@@ -35,7 +36,6 @@ from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.startup import caller
 from connectors.lmcache_mp.tier_mirror import (
     MAX_AGE_S,
-    POLL_S,
     MpTierMirror,
     MpTiers,
     TierPoller,
@@ -220,22 +220,24 @@ def answering(response: object) -> MessagingFuture:
 def test_a_bad_answer_counts_as_silence_and_the_follower_goes_on(
     mp_rig: Make, monkeypatch: pytest.MonkeyPatch, bad: object
 ) -> None:
-    rig, log, downs, answers = mp_rig(), Heard(), [], ["right"]
+    rig, log, downs = mp_rig(), Heard(), []
+    answers, given = ["right"], []
     monkeypatch.setattr(tier_mirror, "logger", log)
     (client,) = rig.scheduler.req_clients.values()
 
     def ask(request: object) -> MessagingFuture:
-        return client.server_module_call(request) if answers[-1] == "right" else answering(bad)
+        given.append(answers[-1])
+        return client.server_module_call(request) if given[-1] == "right" else answering(bad)
 
-    call = caller(SimpleNamespace(server_module_call=ask))
+    call = patient(caller(SimpleNamespace(server_module_call=ask)))
     follower = TierPoller(call, ChangesRequest("m", 1), lambda: downs.append(1))
     follower.poll()
     follower.start()
     answers.append("bad")
     wait_for(lambda: not follower.is_up)
-    asked = follower._heard_s
-    time.sleep(3 * POLL_S)
-    assert follower._thread.is_alive() and follower._heard_s == asked
+    heard_s, already = follower._heard_s, len(given)
+    wait_for(lambda: len(given) >= already + 3)
+    assert follower._thread.is_alive() and follower._heard_s == heard_s
     assert downs == [1] and len(log.warnings) == 1 and "not answer" in log.warnings[0]
     answers.append("right")
     wait_for(lambda: follower.is_up)
@@ -368,6 +370,7 @@ def test_a_store_that_nobody_answers_costs_the_store_and_not_the_worker(
     mp_rig: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = mp_rig()
+    rig.worker.is_patient = False
     monkeypatch.setattr("connectors.lmcache_mp.worker.STALL_S", 0.05)
     monkeypatch.setattr(rig.adapter.transfer_ctx, "_instance_id", -1)  # the server knows no such worker
     rig.adapter.submit_store_request("r", op(prompt(1, 2), 0, 2 * CHUNK), None)
@@ -382,8 +385,10 @@ def test_the_server_leaves_out_a_store_that_comes_too_late(
     """The blocks may belong to another request then."""
     rig = mp_rig()
     monkeypatch.setattr("connectors.lmcache_mp.worker.STALL_S", 0.5)
-    for end_s, stored in ((time.monotonic(), 0), (time.monotonic() + 60, 2)):
+    for left_s, stored in ((0, 0), (3600, 2)):
         rig.adapter._health_event.set()
+        rig.worker.is_patient = left_s > 0  # the late one gets no answer
+        end_s = time.monotonic() + left_s
         move, configs = op(prompt(1, 2), 0, 2 * CHUNK), with_deadline({"other": "thing"}, end_s)
         rig.adapter.submit_store_request("r", move, None, request_configs=configs)
         rig.scheduler.end_session("r")

@@ -15,9 +15,10 @@ pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 from lmcache_mp_rig import MpRig
-from lmcache_mp_server import CHUNK, wait_for
+from lmcache_mp_server import CHUNK
 from lmcache_rig import Clock, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from waiting import wait_for
 
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp.read_leases import ReadLeases

@@ -14,8 +14,8 @@ pytest.importorskip("lmcache")
 from bench import BLOCK, prompt
 from bench import settings as settings  # a fixture
 from lmcache_bench import InProcessBench, one_rank
-from lmcache_mp_server import wait_for
 from lmcache_rig import Clock
+from waiting import wait_for
 
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier

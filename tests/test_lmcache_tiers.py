@@ -14,6 +14,7 @@ pytest.importorskip("lmcache")
 from hypothesis import given as given_that
 from hypothesis import strategies as st
 from lmcache_rig import CHUNK, Clock, prompt
+from waiting import PATIENCE_S, wait_for
 
 from connectors.lmcache import snapshot_rpc
 from connectors.lmcache.snapshot_rpc import ANSWER_S, Snapshot, SnapshotClient, SnapshotServer, addresses
@@ -59,7 +60,7 @@ def test_a_head_on_disk_hides_a_tail_in_dram_as_it_does_from_lmcache(rig):
 def test_a_disk_write_in_flight_is_not_there_yet(rig):
     r, gate = rig(), threading.Event()
     write = r.disk.write_file
-    r.disk.write_file = lambda buffer, path: gate.wait(10) and write(buffer, path)
+    r.disk.write_file = lambda buffer, path: gate.wait(PATIENCE_S) and write(buffer, path)
     tokens = prompt(1, 3)
     r.store(tokens)
     for key in r.keys(tokens):
@@ -73,10 +74,12 @@ def test_a_disk_write_in_flight_is_not_there_yet(rig):
 
 def answered_at_start(r) -> None:
     """Every scheduler asks once at its start; a late answer must not count as a later request's."""
-    end_s = time.monotonic() + 5
-    while r.tiers._probe._waiting and time.monotonic() < end_s:
+
+    def answered() -> bool:
         r.tiers.locate(prompt(9, 1))
-        time.sleep(0.005)
+        return not r.tiers._probe._waiting
+
+    wait_for(answered)
 
 
 def test_an_idle_engine_is_asked_and_answers_without_a_step(rig):
@@ -86,9 +89,7 @@ def test_an_idle_engine_is_asked_and_answers_without_a_step(rig):
     r.step()  # the last step: a write is in flight
     r.disk.disk_worker.remove_put_task("still writing")
     r.store(prompt(1, 3))  # not reported
-    end_s = time.monotonic() + 5
-    while r.tiers.locate(prompt(1, 3)) == TierHit(0, 0) and time.monotonic() < end_s:
-        time.sleep(0.005)
+    wait_for(lambda: r.tiers.locate(prompt(1, 3)) != TierHit(0, 0))
     assert r.tiers.locate(prompt(1, 3)) == TierHit(3 * CHUNK, 0)
 
 
@@ -221,14 +222,12 @@ def test_a_report_that_is_lost_is_noticed_by_the_next_one_and_asked_for(rig):
     assert r.tiers.locate(prompt(2, 2)) == TierHit(0, 0)
     r.store(prompt(3, 1))
     r.step()
-    end_s = time.monotonic() + 5  # its writes to the disk may be told of before the answer is there
-    while r.tiers.locate(prompt(2, 2)) != TierHit(2 * CHUNK, 0) and time.monotonic() < end_s:
-        time.sleep(0.005)
-    assert r.tiers.locate(prompt(2, 2)) == TierHit(2 * CHUNK, 0)
+    # its writes to the disk may be told of before the answer is there
+    wait_for(lambda: r.tiers.locate(prompt(2, 2)) == TierHit(2 * CHUNK, 0))
 
 
 def test_a_rank_that_does_not_answer_is_named_once_and_the_others_are_asked_again(tmp_path, monkeypatch):
-    warnings, clock = [], Clock()
+    warnings, answers, clock = [], [], Clock()
     log = SimpleNamespace(warning=lambda text, *args: warnings.append(text % args))
     monkeypatch.setattr(snapshot_rpc, "logger", log)
     here, elsewhere = addresses(str(tmp_path), 2)
@@ -236,23 +235,16 @@ def test_a_rank_that_does_not_answer_is_named_once_and_the_others_are_asked_agai
     probe = SnapshotClient([here, elsewhere], clock)
     for _ in range(2):
         probe.ask()
-        assert [snapshot.rank for snapshot in answered(probe)] == [0]
+        wait_for(lambda: answers.extend(probe.answers()) or answers)
+        assert [answers.pop().rank for _ in range(len(answers))] == [0]
         probe.ask()
-        assert answered(probe, within_s=0.05) == [], "the question is still on its way to one rank"
+        time.sleep(0.05)
+        assert list(probe.answers()) == [], "the question is still on its way to one rank"
         clock.now_s += ANSWER_S + 1
         assert list(probe.answers()) == []
         assert len(warnings) == 1 and "rank 1" in warnings[0] and elsewhere in warnings[0]
     probe.close()
     server.close()
-
-
-def answered(probe, within_s: float = 5.0) -> list[Snapshot]:
-    """The answers, as soon as there are some."""
-    end_s, found = time.monotonic() + within_s, []
-    while not found and time.monotonic() < end_s:
-        found += probe.answers()
-        time.sleep(0.005)
-    return found
 
 
 def test_pending_disk_writes_are_asked_after_once_a_second_and_not_at_every_look(rig):

@@ -25,6 +25,7 @@ from experiments.sweep.rows import LIVE, Rows
 from experiments.sweep.runner import named
 from experiments.workload import Program, TurnSpec
 from tests.openai_server import FakeServer
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 MACHINE = live.profiled("cpu-tiny.yaml")
@@ -64,7 +65,7 @@ def test_a_program_names_itself_to_a_peer_in_its_own_field_and_in_no_other() -> 
     )
 
     async def go() -> None:
-        async with server.running() as url, Client(url, timeout_s=20) as client:
+        async with server.running() as url, Client(url, timeout_s=PATIENCE_S) as client:
             plan = Plan("fake", 1, range(300, 400), identify=live.identity)
             await run([program], plan, client.complete, lambda _: None)
 

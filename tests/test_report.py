@@ -231,5 +231,8 @@ def test_the_timeline_zooms_where_it_is_dragged_and_back_on_a_double_click(chrom
     share = (high - low) / (whole[1] - whole[0])
     assert share == pytest.approx(0.25, abs=0.02)
     assert (low - whole[0]) / (whole[1] - whole[0]) == pytest.approx(0.25, abs=0.02)
-    chromium.double_click((left + width // 2, top + height // 2))
+    for _ in range(10):  # a slow machine may make two single clicks of it, which change nothing
+        chromium.double_click((left + width // 2, top + height // 2))
+        if chromium.run(seconds) == whole:
+            break
     assert chromium.run(seconds) == whole

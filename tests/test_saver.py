@@ -6,13 +6,13 @@ import json
 import multiprocessing
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench import Bench, prompt, settings  # noqa: F401
+from waiting import wait_for
 
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.vllm_plugin.assembly import FileSaver
@@ -32,13 +32,6 @@ def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:  # noq
         signal.signal(number, handler)
 
 
-def becomes(holds: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
-
-
 def test_an_engine_inside_an_application_leaves_the_applications_signals_alone(
     model: Path,
     settings: Any,  # noqa: F811
@@ -55,7 +48,7 @@ def test_what_was_learned_is_written_while_the_engine_runs(bench: Bench, tmp_pat
     bench.lifecycle.advisor.gaps.observe(("bash",), 4.0)
     saver = FileSaver(bench.scheduler._parts, every_s=0.02)
     path = tmp_path / "gaps.json"
-    becomes(path.exists)
+    wait_for(path.exists)
     assert ToolDurations.loads(path.read_text()).exact(("bash",)).n == 1
     saver.close()
     assert not (tmp_path / "run" / "scheduler_timestamps").exists(), "the recording is written when asked for"
@@ -74,5 +67,5 @@ def test_a_signal_has_the_files_written_by_another_thread(
     )
     signal.raise_signal(signal.SIGUSR1)
     path = tmp_path / "run" / "scheduler_timestamps"
-    becomes(path.exists)
+    wait_for(path.exists)
     assert "p" in json.loads(path.read_text()) and threads[0] is not threading.main_thread()

@@ -181,7 +181,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.hypothesis
-@pytest.mark.timeout(max(300, STEPS // 50))
+@pytest.mark.timeout(max(900, STEPS // 50))
 def test_no_order_of_events_unbalances_the_books(
     model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

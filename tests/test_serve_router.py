@@ -180,11 +180,16 @@ def test_a_full_line_is_http_429_with_a_time() -> None:
 
 def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_line() -> None:
     async def go() -> None:
-        its = state(away)
-        its.place_turn.remote = lambda *_: asyncio.get_running_loop().create_future()
+        its, asked = state(away), asyncio.Event()
+
+        def never(*_: object) -> asyncio.Future[None]:
+            asked.set()
+            return asyncio.get_running_loop().create_future()
+
+        its.place_turn.remote = never
         made = router(its, "a")
         waits = asyncio.create_task(sent(made, turn(program="p")))
-        await asyncio.sleep(0.05)
+        await asked.wait()
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits
@@ -227,7 +232,9 @@ def test_a_question_goes_to_the_replica_it_is_for_and_no_question_is_a_turn() ->
     asyncio.run(go())
 
 
-def test_a_replica_that_the_state_knows_first_is_waited_for() -> None:
+def test_a_replica_that_the_state_knows_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("continuum_lmcache.serve.router.REPLICA_LAG_S", 600.0)
+
     async def go() -> None:
         made = router(state(goes_to("new")), "a")
         pending = asyncio.create_task(sent(made, turn(program="p")))
