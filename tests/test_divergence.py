@@ -188,13 +188,25 @@ def test_an_edit_is_one(left: list[int], now: list[int], at: int) -> None:
         assert left[behind : behind + 8] == now[instead : instead + 8] and len(left[behind : behind + 8]) == 8
 
 
+def least_s(work: Callable[[], object]) -> float:
+    """The CPU time of the quickest of some runs."""
+    spent_s = []
+    for _ in range(10):
+        start_s = time.thread_time()
+        work()
+        spent_s.append(time.thread_time() - start_s)
+    return min(spent_s)
+
+
+def pass_s(tokens: list[int]) -> float:
+    """The CPU time of a look at each token, 3 ms for 100,000: a machine's own measure."""
+    return least_s(lambda: sum(1 for _ in tokens))
+
+
 @pytest.mark.parametrize("now", [[1] * 7 + [2], list(range(50)), [0] * 20_000], ids=["near", "far", "same"])
-def test_text_that_repeats_itself_costs_no_more_than_a_few_milliseconds(now: list[int]) -> None:
-    left = [9, *[1] * 100_000]
-    start_s = time.thread_time()
-    for _ in range(20):
-        edited(left, [3, *now * (100_000 // len(now))], 0)
-    assert (time.thread_time() - start_s) / 20 < 0.02
+def test_text_that_repeats_itself_costs_no_more_than_a_few_looks_at_it(now: list[int]) -> None:
+    left, other = [9, *[1] * 100_000], [3, *now * (100_000 // len(now))]
+    assert least_s(lambda: edited(left, other, 0)) < 5 * pass_s(left)
 
 
 # many programs --------------------------------------------------------------
@@ -332,13 +344,15 @@ def test_texts_are_recorded_only_where_they_are_asked_for(make: Make, tmp_path: 
     assert lost["now_text"] == str(tokenizer.decode([77] * 5 + HEAD[45:56]))[:80] != lost["left_text"]
 
 
-def test_a_return_is_looked_at_in_a_fraction_of_a_millisecond_whatever_its_context() -> None:
+def test_a_return_is_looked_at_in_a_small_part_of_the_time_of_a_look_at_its_context() -> None:
     tokens = [i * 31 % 50_000 for i in range(100_000)]
     chain = [i.to_bytes(32, "big") for i in range(len(tokens) // BLOCK)]
     left = EndedTurn("p", tokens, chain, 99_000, "", False)
     now, departures = tokens + TOOL, EndedTurns(BLOCK)
-    start_s = time.thread_time()
-    for _ in range(1000):
-        departures.add(P, left)
-        departures.count_losses(departures.compare_return(P, "p", now, chain, ""), 99_984, False, CURVE)
-    assert (time.thread_time() - start_s) / 1000 < 1e-4
+
+    def returns() -> None:
+        for _ in range(100):
+            departures.add(P, left)
+            departures.count_losses(departures.compare_return(P, "p", now, chain, ""), 99_984, False, CURVE)
+
+    assert least_s(returns) / 100 < pass_s(tokens) / 30
