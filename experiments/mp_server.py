@@ -36,7 +36,6 @@ class MpProcess:
     module: bool = True  # this package's tier module; False: LMCache's server as it comes
     tuned: bool = True  # docs/mp.md's options; False: those without which no server with a disk starts
     disk_gb: float | None = None  # None: no bound, and nothing is evicted; 0: no disk
-    cores: frozenset[int] = frozenset()  # empty: all
     port: int = field(default_factory=reserved_port)
     http_port: int = field(default_factory=reserved_port)
     process: subprocess.Popen[bytes] | None = None
@@ -75,8 +74,6 @@ class MpProcess:
                 env={**os.environ, **CPU_ENV, "PYTHONPATH": path},
                 start_new_session=True,
             )
-        if self.cores:
-            os.sched_setaffinity(self.process.pid, self.cores)  # its threads, none started yet, inherit it
         end_s = time.monotonic() + start_s
         while time.monotonic() < end_s and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
@@ -120,10 +117,9 @@ def serve_mp(
     module: bool = True,
     tuned: bool = True,
     disk_gb: float | None = None,
-    cores: frozenset[int] = frozenset(),
 ) -> Iterator[MpProcess]:
     """A server that answers; it is always stopped at the end. `more` is added to its command line."""
-    mp = MpProcess(l1_gb, disk, log, more, module, tuned, disk_gb, cores)
+    mp = MpProcess(l1_gb, disk, log, more, module, tuned, disk_gb)
     try:
         mp.start()
         yield mp
