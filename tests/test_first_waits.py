@@ -39,7 +39,7 @@ def test_a_kv_cache_that_never_fills_needs_no_tier() -> None:
 def test_the_table_has_every_setting_for_both_tiers() -> None:
     app = typer.Typer()
     app.command()(main)
-    said = CliRunner().invoke(app, ["--programs", "3", "--seeds", "1,2", "--workers", "1"])
+    said = CliRunner().invoke(app, ["--programs", "2", "--seeds", "1,2", "--workers", "1"])
     assert said.exit_code == 0, said.output
     lines = [line.split("|") for line in said.output.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + 2 * 8

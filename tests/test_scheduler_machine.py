@@ -2,7 +2,7 @@
 
     MACHINE_STEPS=1000000 python -m pytest -s tests/test_scheduler_machine.py     # or: make soak-machine
 
-20,000 steps of the engine by default, in virtual time, on vLLM's own scheduler; others by --hypothesis-seed.
+12,000 steps of the engine by default, in virtual time, on vLLM's own scheduler; others by --hypothesis-seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm.v1.request import RequestStatus
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
-STEPS = int(os.environ.get("MACHINE_STEPS", "20000"))
+STEPS = int(os.environ.get("MACHINE_STEPS", "12000"))
 RULES_A_RUN = 60
 STEPS_A_RUN = 250  # at least, in the mean of some dozens: 300 to 370
 SETTINGS = {
