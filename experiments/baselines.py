@@ -169,10 +169,10 @@ def measured(who: Contender, case: Live, start_s: float, limit_s: float, out: Pa
             summary = replay(job, limit_s)
             hits = mp.hits() if mp is not None else {}
         except (ServerError, ServerUnusable) as error:
-            said = [str(error).splitlines()[0].rstrip(":"), cause(log, mp_log)]
+            reasons = [str(error).splitlines()[0].rstrip(":"), cause(log, mp_log)]
             if time.monotonic() - begun_s > limit_s:
-                said.insert(0, "cut off by the time limit")
-            return row | {"programs": case.programs, "outcome": "; ".join(filter(None, said))}
+                reasons.insert(0, "cut off by the time limit")
+            return row | {"programs": case.programs, "outcome": "; ".join(filter(None, reasons))}
     return row | figures(summary, hits) | {"outcome": outcome(summary, cause(log, mp_log))}
 
 

@@ -61,7 +61,7 @@ class Clock:
     def spent_s(self) -> float:
         return time.monotonic() - self.begun_s
 
-    def say(self, what: str, left_s: float) -> None:
+    def announce(self, what: str, left_s: float) -> None:
         self.stage += 1
         left = f"{int(left_s // 60)} min {int(left_s % 60)} s" if left_s >= 60 else f"{left_s:.0f} s"
         self.console.print(f"[bold]\\[{self.stage}/{self.stages}][/] {what} (about {left} left)")
@@ -126,7 +126,9 @@ def demo(
     work = Work.of(drawn, limited=trace is not None)
     contenders = (FCFS, CONTINUUM) if without_pressure else (FCFS, ORDER, CONTINUUM)
     clock.stages = 1 + seeds * len(contenders)
-    clock.say("measuring this machine: stock vLLM, nothing beside it, one program and then several", TOTAL_S)
+    clock.announce(
+        "measuring this machine: stock vLLM, nothing beside it, one program and then several", TOTAL_S
+    )
     model = make_model(ROOT / ".work" / "tiny-model")
     found = measured(workload(trace, source, 1, None, generator), work, model, out)
     if without_pressure:
@@ -139,7 +141,7 @@ def demo(
     for seed, who in servers(seeds, contenders):
         left_s = each_s * (clock.stages - clock.stage)
         sent = f"{scenario.programs} programs, {scenario.limit_s:.0f} s at most"
-        clock.say(f"{who.name}, seed {seed}: {sent}", left_s)
+        clock.announce(f"{who.name}, seed {seed}: {sent}", left_s)
         chosen = workload(trace, source, seed, scenario, generator)
         paths[who.name].append(compared(who, scenario, chosen, model, out))
     write = demo_report.without_pressure if without_pressure else demo_report.with_pressure

@@ -92,12 +92,14 @@ def without_pressure(paths: Paths, _scenario: Scenario, out: Path, console: Cons
     return write(read(paths), cost(paths), out, console)
 
 
-def write(runs: Runs, said: str, out: Path, console: Console) -> str:
+def write(runs: Runs, conclusion: str, out: Path, console: Console) -> str:
     cut = {CUT: lambda summary: float(len(summary["cut_s"]))}
     rows = comparison(runs, ROWS | (cut if any(s["cut_s"] for found in runs.values() for s in found) else {}))
     console.print(plain(rows, caption(runs)))
-    console.print(said.replace("**", ""), soft_wrap=True)
-    page = f"{caption(runs)}\n\n{machine()}; {versions()}; {fast_dtype()}\n\n{markdown(rows)}\n\n{said}\n"
+    console.print(conclusion.replace("**", ""), soft_wrap=True)
+    page = (
+        f"{caption(runs)}\n\n{machine()}; {versions()}; {fast_dtype()}\n\n{markdown(rows)}\n\n{conclusion}\n"
+    )
     (out / "comparison.md").write_text(f"{page}\n![figure](comparison.png)\n")
     write_csv(runs, out / "comparison.csv", ROWS)
     draw(runs, out / "comparison")
@@ -134,18 +136,18 @@ def verdict(held: Sequence[Proportion]) -> str:
 def gains(runs: Runs) -> str:
     """Ratios to the baseline in a sentence, and how much longer first turns wait."""
     baseline, *others = runs
-    said = []
+    clauses = []
     for name in others:
         found = ratios(runs[baseline], runs[name])
         ranged = f" ({shown(min(found))} to {shown(max(found))})" if len(found) > 1 else ""
-        said.append(f"over that of {name}: {statistics.median(found):.2f}{ranged}")
+        clauses.append(f"over that of {name}: {statistics.median(found):.2f}{ranged}")
     waits = ", ".join(
         f"{shown(statistics.median(s['first_ttft_s']['max'] for s in found))} s with {name}"
         for name, found in runs.items()
     )
     is_cut = any(summary["cut_s"] for found in runs.values() for summary in found)
     return (
-        f"Mean job time of {baseline} {', '.join(said)} (above 1: {baseline} is slower). "
+        f"Mean job time of {baseline} {', '.join(clauses)} (above 1: {baseline} is slower). "
         f"The longest wait of a new program for its first token: {waits}." + f" {CUT_NOTE}" * is_cut
     )
 
@@ -171,7 +173,7 @@ def cost_words(pairs: Sequence[tuple[float, float]], by_run: Sequence[float]) ->
     runs = ", ".join(f"{found:+.1%}" for found in by_run)
     total = float(differences_s.mean()) / mean_s
     if abs(total) <= error:
-        head = "There is nothing to gain here, and no difference that can be told from noise"
+        head = "There is nothing to gain here, and no difference beyond noise"
     else:
         head = f"There is nothing to gain here, and continuum is {'slower' if total > 0 else 'faster'}"
     return (
@@ -198,8 +200,8 @@ def publish(page: str, out: Path) -> None:
 
 def excerpt(page: str) -> str:
     """The rows of IN_README, then the conditions in one paragraph; a missing pressure is mentioned too."""
-    said, held, _ = page.partition(HELD)
-    lines = said.rstrip().splitlines()
+    before, held, _ = page.partition(HELD)
+    lines = before.rstrip().splitlines()
     rows = [number for number, line in enumerate(lines) if line.startswith("|")]
     head, body = lines[rows[0] : rows[0] + 2], [lines[number] for number in rows[2:]]
     kept = [*head, *(row for row in body if row.split("|")[1].strip() in IN_README)]
@@ -207,10 +209,10 @@ def excerpt(page: str) -> str:
     after = "\n".join(lines[rows[-1] + 1 :]).strip()
     if held:
         cut_note = f"{CUT_NOTE} " * (CUT_NOTE in after)
-        said = f"{conditions} {cut_note}The pressure held. All rows: [docs/demo](docs/demo/comparison.md)."
+        words = f"{conditions} {cut_note}The pressure held. All rows: [docs/demo](docs/demo/comparison.md)."
     else:
-        said = f"{conditions}\n\n{after}"
-    return "\n".join([*kept, "", said]) + "\n"
+        words = f"{conditions}\n\n{after}"
+    return "\n".join([*kept, "", words]) + "\n"
 
 
 def filled(readme: str, page: str) -> str:

@@ -71,7 +71,7 @@ SETTINGS = {
 
 
 @dataclass(slots=True)
-class Story:
+class Conversation:
     """A program's prompts and outputs, and the log probability of each of its output tokens."""
 
     tokens: list[int]
@@ -109,43 +109,43 @@ def engine(
     )
 
 
-def play(llm: Any, programs: int, seed: int) -> list[Story]:
+def play(llm: Any, programs: int, seed: int) -> list[Conversation]:
     """All programs at once. Of those at a tool, more than MOST_AT_TOOLS or all that are left, any returns.
 
     Some are asked their first question again, by a program of its own: their prompt is found whole, and
     one token of it is computed.
     """
     draw = random.Random(seed)
-    stories = {f"{seed}-{i}": Story(drawn(draw, first_tokens(i))) for i in range(programs)}
-    names = {send(llm, name, story): name for name, story in stories.items()}
+    conversations = {f"{seed}-{i}": Conversation(drawn(draw, first_tokens(i))) for i in range(programs)}
+    names = {send(llm, name, conversation): name for name, conversation in conversations.items()}
     at_tool: list[str] = []
     while at_tool or llm.llm_engine.has_unfinished_requests():
         for out in llm.llm_engine.step():
             if not out.finished:
                 continue
             name = names[out.request_id]
-            story = stories[name]
-            if story.turns == 0 and len(story.tokens) == WHOLE_TOKENS:
-                stories[f"{name}-again"] = Story(list(story.tokens), turns=TURNS - 1)
+            conversation = conversations[name]
+            if conversation.turns == 0 and len(conversation.tokens) == WHOLE_TOKENS:
+                conversations[f"{name}-again"] = Conversation(list(conversation.tokens), turns=TURNS - 1)
                 at_tool.append(f"{name}-again")
-            hear(story, out.outputs[0])
-            if story.turns < TURNS:
-                story.tokens += drawn(draw, CHUNK - OUTPUT_TOKENS)
+            append_output(conversation, out.outputs[0])
+            if conversation.turns < TURNS:
+                conversation.tokens += drawn(draw, CHUNK - OUTPUT_TOKENS)
                 at_tool.append(name)
         while len(at_tool) > MOST_AT_TOOLS or (at_tool and not llm.llm_engine.has_unfinished_requests()):
             name = at_tool.pop(draw.randrange(len(at_tool)))
-            names[send(llm, name, stories[name])] = name
-    return list(stories.values())
+            names[send(llm, name, conversations[name])] = name
+    return list(conversations.values())
 
 
-def play_all_ways(llm: Any, programs: int, ways: Collection[str], most_rounds: int = 8) -> list[Story]:
+def play_all_ways(llm: Any, programs: int, ways: Collection[str], most_rounds: int = 8) -> list[Conversation]:
     """Rounds with other seeds until prompts have come in all `ways` (sources), or `most_rounds` are over."""
-    stories: list[Story] = []
+    conversations: list[Conversation] = []
     for seed in range(most_rounds):
-        stories += play(llm, programs, seed)
+        conversations += play(llm, programs, seed)
         if all(sources(llm)[way] for way in ways):
             break
-    return stories
+    return conversations
 
 
 def first_tokens(number: int) -> int:
@@ -156,26 +156,26 @@ def drawn(draw: random.Random, tokens: int) -> list[int]:
     return [draw.randrange(300, 4000) for _ in range(tokens)]
 
 
-def send(llm: Any, name: str, story: Story) -> str:
+def send(llm: Any, name: str, conversation: Conversation) -> str:
     """Queue a program's next turn; the request's id."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    says = {"job_id": name, "is_last_step": story.turns == TURNS - 1}
+    fields = {"job_id": name, "is_last_step": conversation.turns == TURNS - 1}
     params = SamplingParams(
-        temperature=0, max_tokens=OUTPUT_TOKENS, logprobs=0, ignore_eos=True, extra_args=says
+        temperature=0, max_tokens=OUTPUT_TOKENS, logprobs=0, ignore_eos=True, extra_args=fields
     )
-    request = f"{name}-{story.turns}"
-    llm.llm_engine.add_request(request, TokensPrompt(prompt_token_ids=list(story.tokens)), params)
+    request = f"{name}-{conversation.turns}"
+    llm.llm_engine.add_request(request, TokensPrompt(prompt_token_ids=list(conversation.tokens)), params)
     return request
 
 
-def hear(story: Story, output: Any) -> None:
-    """Add a turn's output to the story."""
+def append_output(conversation: Conversation, output: Any) -> None:
+    """Add a turn's output to the conversation."""
     for token, step in zip(output.token_ids, output.logprobs, strict=True):
-        story.logprobs[len(story.tokens)] = step[token].logprob
-        story.tokens.append(token)
-    story.turns += 1
+        conversation.logprobs[len(conversation.tokens)] = step[token].logprob
+        conversation.tokens.append(token)
+    conversation.turns += 1
 
 
 def reference(device: str = "cpu") -> Any:
@@ -186,20 +186,20 @@ def reference(device: str = "cpu") -> Any:
     return AutoModelForCausalLM.from_pretrained(str(model), dtype=torch.float32).eval().to(device)
 
 
-def off_by(story: Story, model: Any) -> list[float]:
+def off_by(conversation: Conversation, model: Any) -> list[float]:
     """The difference of each generated token's log probability to the reference, in order."""
-    return [off for off, _ in judged(story, model)]
+    return [off for off, _ in judged(conversation, model)]
 
 
 @torch.inference_mode()
-def judged(story: Story, model: Any) -> list[tuple[float, float]]:
+def judged(conversation: Conversation, model: Any) -> list[tuple[float, float]]:
     """The same, and how far the token is below the reference's most likely one."""
-    logits = model(torch.tensor([story.tokens], device=model.device)).logits[0]
+    logits = model(torch.tensor([conversation.tokens], device=model.device)).logits[0]
     scores = torch.log_softmax(logits, dim=-1).cpu()
     found = []
-    for at, said in story.logprobs.items():
-        own = scores[at - 1, story.tokens[at]].item()
-        found.append((abs(own - said), scores[at - 1].max().item() - own))
+    for at, logprob in conversation.logprobs.items():
+        own = scores[at - 1, conversation.tokens[at]].item()
+        found.append((abs(own - logprob), scores[at - 1].max().item() - own))
     return found
 
 
@@ -217,9 +217,9 @@ def sources(llm: Any) -> Counter[str]:
     return found
 
 
-def results(stories: Sequence[Story], model: Any) -> Iterator[float]:
-    for story in stories:
-        yield from off_by(story, model)
+def results(conversations: Sequence[Conversation], model: Any) -> Iterator[float]:
+    for conversation in conversations:
+        yield from off_by(conversation, model)
 
 
 def main(
@@ -231,11 +231,11 @@ def main(
     with TemporaryDirectory() as disk:
         extra = in_process(Path(disk), "float32")
         llm = engine({"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra})
-        stories = [story for seed in range(rounds) for story in play(llm, programs, seed)]
+        conversations = [conversation for seed in range(rounds) for conversation in play(llm, programs, seed)]
         found, model = sources(llm), reference()
         llm.llm_engine.engine_core.shutdown()
-        off = sorted(results(stories, model))
-    table = Table("", "tokens", title=f"{len(stories)} programs of {TURNS} turns, {programs} at once")
+        off = sorted(results(conversations, model))
+    table = Table("", "tokens", title=f"{len(conversations)} programs of {TURNS} turns, {programs} at once")
     for name, count in sorted(found.items()):
         table.add_row(name, f"{count:,}")
     table.add_row("generated", f"{len(off):,}")

@@ -8,7 +8,7 @@ the same programs against each; then runs them in the simulator, on the machine 
 is in OUT already is not repeated, so the machine can be left to others between two seeds.
 
 Besides the profile, the simulator gets the results of five short probes of each server
-after its replay, none of them a turn of the programs (fidelity_lab.ProbeTimes): how fast the machine
+after its replay, none of them a turn of the programs (calibrated_simulator.ProbeTimes): how fast the machine
 computes at that moment, the hop between client and engine and its growth with the prompt, and the server's
 own time in a step. All are in the CSV, and the prediction is also made without them.
 """
@@ -32,9 +32,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 
 from continuum_lmcache.errors import ProfileError
 from experiments import small_tiers
+from experiments.calibrated_simulator import (
+    BATCH,
+    LONG_TOKENS,
+    SHORT_TOKENS,
+    ProbeTimes,
+    ServerOverhead,
+    overhead_of,
+    predicted,
+)
 from experiments.client import Client, ServerUnusable, request_body
 from experiments.driver import Plan, random_tokens
-from experiments.fidelity_lab import BATCH, LONG_TOKENS, SHORT_TOKENS, Around, ProbeTimes, around, predicted
 from experiments.fidelity_tables import comparison, ranking, write_csv
 from experiments.offload_sweep import seeds_of
 from experiments.replay import ORDINARY, Job, replay
@@ -75,7 +83,7 @@ def selection(seed: int, programs: int) -> Selection:
 
 
 def measured(contender: Contender, chosen: Selection, profile: Path, model: Path, out: Path) -> None:
-    """Serve, replay, probe, stop. Leaves LABEL-seedN.json and LABEL-seedN-told.json."""
+    """Serve, replay, probe, stop. Leaves LABEL-seedN.json and LABEL-seedN-probes.json."""
     with tempfile.TemporaryDirectory(prefix="fidelity-disk-") as disk:
         args = ["--scheduling-policy", contender.policy, "--dtype", small_tiers.DTYPE]
         args += ["--max-model-len", str(small_tiers.WINDOW_TOKENS)]
@@ -95,7 +103,7 @@ def measured(contender: Contender, chosen: Selection, profile: Path, model: Path
 
 
 def probes_path(out: Path, contender: Contender, seed: int) -> Path:
-    return out / f"{contender.label}-seed{seed}-told.json"
+    return out / f"{contender.label}-seed{seed}-probes.json"
 
 
 async def probed(url: str) -> ProbeTimes:
@@ -132,19 +140,19 @@ def rows(seeds: list[int], programs: int, machine: Machine, out: Path) -> list[d
             probes = ProbeTimes(**json.loads(probes_path(out, contender, seed).read_text()))
             row = {"label": contender.label, "seed": seed, "programs": programs}
             found.append(row | figures(json.loads(path.read_text())))
-            server = around(probes, machine)
+            server = overhead_of(probes, machine)
             for way, assumed in ways(server).items():
                 setup = (contender.policy, contender.offloads, STEP_TOKENS, MAX_SEQS)
                 found.append(row | {"way": way} | predicted(chosen, machine, assumed, *setup))
     return found
 
 
-def ways(server: Around) -> dict[str, Around]:
+def ways(server: ServerOverhead) -> dict[str, ServerOverhead]:
     """Which probes the simulator gets, from all to only the profile and one hop."""
     return {
         "predicted": server,
         "without the server's steps": replace(server, step_s=0.0, per_sequence_s=0.0),
-        "profile's speed": Around(hop_s=server.hop_s),
+        "profile's speed": ServerOverhead(hop_s=server.hop_s),
     }
 
 
@@ -161,7 +169,7 @@ def figures(summary: dict[str, Any]) -> dict[str, Any]:
         "mean_s": summary["job_time_s"]["mean"],
         "p95_s": summary["job_time_s"]["p95"],
         **{f"{name}_share": tokens[name] / summary["prompt_tokens"] for name in tokens},
-        **dict.fromkeys(f.name for f in fields(Around)),
+        **dict.fromkeys(f.name for f in fields(ServerOverhead)),
     }
 
 

@@ -23,7 +23,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from experiments.fidelity_lab import lmcache_tiers
+from experiments.calibrated_simulator import lmcache_tiers
 from experiments.offload_sweep import seeds_of
 from experiments.replay import SHARED_PREFIX_TOKENS
 from experiments.sim.engine import simulate
@@ -52,7 +52,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {  # ours, where the name is no cont
 }
 
 
-def twin(case: Live, settings: Mapping[str, Any]) -> Result:
+def simulated_replica(case: Live, settings: Mapping[str, Any]) -> Result:
     """The case in the simulator. Raises SweepError for unknown names."""
     machine, chosen = replace(machine_of(case), dtype=DTYPE, profile=PROFILES[DTYPE]), selection_of(case)
     profile = yaml.safe_load((ROOT / "profiles" / machine.profile).read_text())
@@ -76,7 +76,7 @@ def twin(case: Live, settings: Mapping[str, Any]) -> Result:
 
 def figures(case: Live, settings: Mapping[str, Any]) -> tuple[float, float]:
     """Mean job time and the longest TTFT, in s."""
-    result = twin(case, settings)
+    result = simulated_replica(case, settings)
     return result.mean_job_s, max(turn.ttft_s for turn in result.turns)
 
 

@@ -100,9 +100,9 @@ def profile(job: Job) -> dict[str, Any]:
     command += [] if job.place.on_gpu else ["--quick"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     (job.out / "profile.log").write_text(ran.stdout + ran.stderr)
-    said = ran.stdout.strip().splitlines()
+    lines = ran.stdout.strip().splitlines()
     failed = "" if ran.returncode == 0 else f"profiles.measure ended with {ran.returncode}; see profile.log"
-    return {"said": said[-4:], "failed": failed}
+    return {"last_lines": lines[-4:], "failed": failed}
 
 
 def programs(job: Job) -> dict[str, Any]:
@@ -160,8 +160,8 @@ def run_stage(name: str, place: Place, out: Path, limit_s: float) -> dict[str, A
             end(process)
     row: dict[str, Any] = json.loads(found.read_text()) if found.exists() else {}
     if why or not row:
-        said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
-        row["failed"] = f"{why}; {said[-1][:300] if said else f'see {log.name}'}"
+        errors = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+        row["failed"] = f"{why}; {errors[-1][:300] if errors else f'see {log.name}'}"
     row["seconds"] = round(time.monotonic() - begun_s, 1)
     found.write_text(json.dumps(row, indent=1) + "\n")
     return row

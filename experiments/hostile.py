@@ -107,12 +107,12 @@ async def attacker(client: Client, arm: Arm, end_s: float, attack: Attack, hones
 async def program(client: Client, arm: Arm, attack: Attack, honest: bool, history: list[int]) -> None:
     number = next(NUMBERS)
     for turn in range(1, attack.turns + 1):
-        says: dict[str, Any] = {"job_id": f"attack-{number}"}
-        says["this_func_call"] = (attack.tool if not honest else "sleep") or f"tool-{number}"
-        says["is_last_step"] = honest and turn == attack.turns
+        fields: dict[str, Any] = {"job_id": f"attack-{number}"}
+        fields["this_func_call"] = (attack.tool if not honest else "sleep") or f"tool-{number}"
+        fields["is_last_step"] = honest and turn == attack.turns
         arm.sent += 1
         try:
-            answer = await client.complete(request_body("tiny", history, 1) | says)
+            answer = await client.complete(request_body("tiny", history, 1) | fields)
         except TurnFailed:
             arm.failed += 1
             return
@@ -185,7 +185,7 @@ def main(
     for name in attacks.split(","):
         attacked_s, honest_s = (float(np.percentile(times[name, who], 95)) for who in ("attack", "honest"))
         worst = max(worst, attacked_s / honest_s)
-        text = f"victims' P95 {attacked_s:.3f} s beside the attacker, {honest_s:.3f} s beside its honest twin"
+        text = f"victims' P95 {attacked_s:.3f} s beside the attacker, {honest_s:.3f} s beside an honest one"
         print(f"{name}: {text}: {attacked_s / honest_s:.2f}")
     raise typer.Exit(worst > GOAL)
 

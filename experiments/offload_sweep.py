@@ -177,7 +177,7 @@ def seed_by_seed(plan: Plan, pairs: Found) -> str:
 
 def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> None:
     """Copy the page, the CSV and the figure at `path`."""
-    name = f"{figure}-{'live' if is_live else 'lab'}"
+    name = f"{figure}-{'live' if is_live else 'simulated'}"
     (docs / "figures").mkdir(parents=True, exist_ok=True)
     for suffix in (".png", ".svg"):
         shutil.copyfile(path.with_suffix(suffix), (docs / "figures" / name).with_suffix(suffix))
@@ -301,7 +301,7 @@ def main(
     regimes: Annotated[str, typer.Option(help="of tables: parts of names, between semicolons")] = "",
     contenders: Annotated[str, typer.Option(help="of a figure: these, between commas")] = "",
     tiers: Annotated[str, typer.Option(help=f"of a figure: of {', '.join(TIERS)}, between commas")] = "",
-    docs: Annotated[Path | None, typer.Option(help="also NAME-lab or NAME-live for the reader, here")] = None,
+    docs: Annotated[Path | None, typer.Option(help="also NAME-simulated or NAME-live in this folder")] = None,
     half: Annotated[str, typer.Option(help="traces: report, tune, or fitted (needs no trace)")] = "report",
     machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,

@@ -30,8 +30,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 
 from continuum_lmcache.tools.durations import WINDOW
 from experiments.sweep.cases import ON_DEMAND, STOCK
-from experiments.sweep.timed import WARM_UP_ROUNDS, Bench, StepCost, no_collections, rigs, shared_clock
-from experiments.sweep.timed_turn import TurnRig
+from experiments.sweep.timed import (
+    WARM_UP_ROUNDS,
+    Bench,
+    StepCost,
+    no_collections,
+    shared_clock,
+    timed_schedulers,
+)
+from experiments.sweep.timed_turn import TimedTurns
 
 PARTS = ("whole_us", "schedule_us", "update_us", "stats_us")
 SIZES = ((1, 0, 0), (1, 16, 16), (16, 0, 0), (16, 64, 256), (256, 0, 0), (256, 1000, 200))
@@ -66,12 +73,12 @@ def contenders(running: int, waiting: int, pinned: int, rounds: int) -> dict[str
 
 def measured(benches: Mapping[str, Bench], rounds: int, repeats: int) -> Iterator[Costs]:
     """Every contender's steps of each repeat. The first contender changes from step to step."""
-    with rigs(*benches.values()) as found, no_collections():
+    with timed_schedulers(*benches.values()) as found, no_collections():
         for _ in range(WARM_UP_ROUNDS):
-            for rig in found:
-                rig.step()
+            for timed in found:
+                timed.step()
         for _ in range(repeats):
-            yield in_turns({name: rig.step for name, rig in zip(benches, found, strict=True)}, rounds)
+            yield in_turns({name: timed.step for name, timed in zip(benches, found, strict=True)}, rounds)
 
 
 def in_turns(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[Any]]:
@@ -116,12 +123,14 @@ def turn_costs_ms(rounds: int, repeats: int) -> Iterator[dict[str, float]]:
         f"the same, {WINDOW:,} gaps known": ("continuum", False, WINDOW),
     }
     with shared_clock() as (clock, until), no_collections():
-        found = {name: TurnRig(policy, named, clock, until, n) for name, (policy, named, n) in cases.items()}
-        for rig in found.values():
+        found = {
+            name: TimedTurns(policy, named, clock, until, n) for name, (policy, named, n) in cases.items()
+        }
+        for timed in found.values():
             for _ in range(WARM_UP_ROUNDS):
-                rig.turn()
+                timed.turn()
         for _ in range(repeats):
-            costs_us = in_turns({name: rig.turn for name, rig in found.items()}, rounds)
+            costs_us = in_turns({name: timed.turn for name, timed in found.items()}, rounds)
             yield {name: median(us) / 1e3 for name, us in costs_us.items()}
 
 
@@ -153,10 +162,10 @@ def turn_table(found: Sequence[Mapping[str, float]]) -> Table:
     return table
 
 
-def verdict(figure: str, more: Spread, goal_ms: float) -> str:
-    """A figure beside its goal, in a line."""
+def verdict(what: str, more: Spread, goal_ms: float) -> str:
+    """The extra cost beside its goal, in a line."""
     found = "met" if more.middle <= goal_ms else "MISSED"
-    return f"{figure}: {more} ms more than stock's, goal {goal_ms:g}: {found}"
+    return f"{what}: {more} ms more than stock's, goal {goal_ms:g}: {found}"
 
 
 def main(
@@ -172,8 +181,8 @@ def main(
         steps = list(measured(contenders(*size, (rounds + WARM_UP_ROUNDS) * repeats), rounds, repeats))
         console.print(step_table(*size[:2], steps))
         if size[0] <= GOAL_RUNNING:
-            figure = f"a decode step, {size[0]} running, {size[1]} waiting"
-            verdicts.append(verdict(figure, more_ms(steps, "continuum", "whole_us"), STEP_GOAL_MS))
+            what = f"a decode step, {size[0]} running, {size[1]} waiting"
+            verdicts.append(verdict(what, more_ms(steps, "continuum", "whole_us"), STEP_GOAL_MS))
     turns = list(turn_costs_ms(rounds, repeats))
     console.print(turn_table(turns))
     for name in turns[0]:

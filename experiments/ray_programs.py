@@ -34,7 +34,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from experiments.exactness import Story, judged, reference
+from experiments.exactness import Conversation, judged, reference
 from experiments.ray_server import fleet_report, serve_fleet
 from experiments.tiny_model import VOCAB_TOKENS, make_model
 
@@ -53,7 +53,7 @@ class Client:
 
     name: str
     seed: int
-    story: Story = field(default_factory=lambda: Story([]))
+    conversation: Conversation = field(default_factory=lambda: Conversation([]))
     replicas: list[str] = field(default_factory=list)  # by turn
     seconds: list[float] = field(default_factory=list)  # by turn, with those sent again
     cached: list[int] = field(default_factory=list)  # tokens of each prompt that were not computed
@@ -64,17 +64,17 @@ class Client:
     def run(self, url: str, turns: int, on_turn: threading.Event | None = None) -> None:
         """Run all turns; RuntimeError for a turn that fails repeatedly."""
         draw = random.Random(self.seed)
-        self.story.tokens = [draw.randrange(3, VOCAB_TOKENS) for _ in range(FIRST_TOKENS)]
+        self.conversation.tokens = [draw.randrange(3, VOCAB_TOKENS) for _ in range(FIRST_TOKENS)]
         for turn in range(turns):
             self.turn(url, is_last=turn == turns - 1)
             if on_turn is not None:
                 on_turn.set()
             if turn < turns - 1:
                 time.sleep(draw.uniform(*GAP_S))
-                self.story.tokens += [draw.randrange(3, VOCAB_TOKENS) for _ in range(TOOL_TOKENS)]
+                self.conversation.tokens += [draw.randrange(3, VOCAB_TOKENS) for _ in range(TOOL_TOKENS)]
 
     def turn(self, url: str, is_last: bool) -> None:
-        start_s, tokens = time.monotonic(), self.story.tokens
+        start_s, tokens = time.monotonic(), self.conversation.tokens
         body = {"model": "tiny", "prompt": tokens, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
         body |= {"temperature": 0, "logprobs": 1, "return_token_ids": True}
         body |= {"job_id": self.name, "is_last_step": is_last}
@@ -86,10 +86,10 @@ class Client:
             time.sleep(float(answer.headers.get("retry-after", 0.5)))
         else:
             raise RuntimeError(f"{self.name}: {self.failures}")
-        said = answer.json()
-        (choice,), usage = said["choices"], said["usage"]
+        completion = answer.json()
+        (choice,), usage = completion["choices"], completion["usage"]
         for token, logprob in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True):
-            self.story.logprobs[len(tokens)] = logprob
+            self.conversation.logprobs[len(tokens)] = logprob
             tokens.append(token)
         self.replicas.append(answer.headers[REPLICA])
         self.seconds.append(time.monotonic() - start_s)
@@ -147,7 +147,7 @@ class Outcome:
         model = reference()
         largest, wrong, tokens = 0.0, [], 0
         for client in self.clients:
-            deltas = [max(pair) for pair in judged(client.story, model)]
+            deltas = [max(pair) for pair in judged(client.conversation, model)]
             largest, tokens = max(largest, *deltas), tokens + len(deltas)
             for turn, cached in enumerate(client.cached):
                 own = deltas[turn * OUTPUT_TOKENS : (turn + 1) * OUTPUT_TOKENS]

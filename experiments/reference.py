@@ -96,12 +96,12 @@ def metrics_page() -> str:
 
 def settings_table(names: Sequence[str]) -> str:
     """Key, default, and the comment beside it in config.py."""
-    said, defaults = comments(), {field.name: field.default for field in fields(ContinuumConfig)}
+    meanings, defaults = comments(), {field.name: field.default for field in fields(ContinuumConfig)}
     rows = ["| key | default | |", "|---|---|---|"]
     for name in names:
         default = defaults[name]
         shown = str(default).lower() if isinstance(default, bool) else f"{default}"
-        rows.append(f"| `{name}` | {f'`{shown}`' if shown else ''} | {said[name]} |")
+        rows.append(f"| `{name}` | {f'`{shown}`' if shown else ''} | {meanings[name]} |")
     return "\n".join(rows)
 
 

@@ -23,7 +23,7 @@ from experiments.exactness import (
     reference,
     sources,
 )
-from experiments.mixing import FLAG, MixingConnector
+from experiments.swapped_loads import FLAG, SwappedLoadsConnector
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
@@ -39,8 +39,8 @@ def llm(model: Path, disk: Path) -> Iterator[Any]:  # noqa: ARG001
         for name, value in (SETTINGS | dict(CPU.env)).items():
             env.setenv(name, value)
         connector = {
-            "kv_connector": MixingConnector.__name__,
-            "kv_connector_module_path": MixingConnector.__module__,
+            "kv_connector": SwappedLoadsConnector.__name__,
+            "kv_connector_module_path": SwappedLoadsConnector.__module__,
             "kv_connector_extra_config": in_process(disk, "float32"),
         }
         made = engine(connector)
@@ -49,10 +49,10 @@ def llm(model: Path, disk: Path) -> Iterator[Any]:  # noqa: ARG001
 
 
 def test_every_token_is_what_the_model_says_without_a_cache(llm: Any) -> None:
-    stories, model = play_all_ways(llm, 8, WAYS), reference()
+    conversations, model = play_all_ways(llm, 8, WAYS), reference()
     found = sources(llm)
     assert min(found[way] for way in WAYS) > 0, f"a way was not met: {found}"
-    off = [delta for story in stories for delta in off_by(story, model)]
+    off = [delta for conversation in conversations for delta in off_by(conversation, model)]
     assert len(off) % ((8 * 3 + 3) * 40) == 0  # three of the prompts were asked again
     assert max(off) < 1e-3
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -61,5 +61,5 @@ def test_every_token_is_what_the_model_says_without_a_cache(llm: Any) -> None:
 
 def test_chunks_of_another_place_are_noticed(llm: Any, disk: Path) -> None:
     (disk / FLAG).touch()
-    stories, model = play(llm, 4, seed=2), reference()
-    assert max(delta for story in stories for delta in off_by(story, model)) > 0.1
+    conversations, model = play(llm, 4, seed=2), reference()
+    assert max(delta for conversation in conversations for delta in off_by(conversation, model)) > 0.1

@@ -13,18 +13,18 @@ from openai_server import FakeServer
 
 from continuum_lmcache.capacity.kv_budget import WorkerSpec
 from experiments import small_tiers
-from experiments.fidelity import PROBES, figures, probed, selection
-from experiments.fidelity_lab import (
+from experiments.calibrated_simulator import (
     BATCH,
     LONG_TOKENS,
     SHORT_TOKENS,
-    Around,
     ProbeTimes,
-    around,
+    ServerOverhead,
     behind_a_hop,
     lmcache_tiers,
+    overhead_of,
     predicted,
 )
+from experiments.fidelity import PROBES, figures, probed, selection
 from experiments.fidelity_tables import comparison, order, ranking, write_csv
 from experiments.sim.step_time import Machine
 
@@ -36,10 +36,10 @@ def machine() -> Machine:
     return Machine.from_profile(yaml.safe_load(PROFILE.read_text()), PROFILE.name, kv_tokens=119 * 128)
 
 
-SERVER = Around(slower=1.3, hop_s=0.02, hop_per_token_s=2e-5, step_s=0.004, per_sequence_s=0.001)
+SERVER = ServerOverhead(slower=1.3, hop_s=0.02, hop_per_token_s=2e-5, step_s=0.004, per_sequence_s=0.001)
 
 
-def probes_of(machine: Machine, server: Around) -> ProbeTimes:
+def probes_of(machine: Machine, server: ServerOverhead) -> ProbeTimes:
     """The probe times of a server like that."""
 
     def first_s(batch: tuple[int, int]) -> float:
@@ -54,15 +54,21 @@ def probes_of(machine: Machine, server: Around) -> ProbeTimes:
 
 
 def test_a_server_is_read_from_five_times(machine: Machine) -> None:
-    for server in (SERVER, Around(), Around(slower=0.9), Around(hop_s=0.1), Around(per_sequence_s=0.01)):
-        assert astuple(around(probes_of(machine, server), machine)) == pytest.approx(
+    for server in (
+        SERVER,
+        ServerOverhead(),
+        ServerOverhead(slower=0.9),
+        ServerOverhead(hop_s=0.1),
+        ServerOverhead(per_sequence_s=0.01),
+    ):
+        assert astuple(overhead_of(probes_of(machine, server), machine)) == pytest.approx(
             astuple(server), abs=1e-9
         )
 
 
 def test_a_probe_faster_than_the_profile_leaves_no_negative_time(machine: Machine) -> None:
-    seen = replace(probes_of(machine, Around()), alone_s=0.001, batch_s=0.001)
-    assert min(astuple(around(seen, machine))) >= 0
+    seen = replace(probes_of(machine, ServerOverhead()), alone_s=0.001, batch_s=0.001)
+    assert min(astuple(overhead_of(seen, machine))) >= 0
 
 
 def test_a_server_is_probed_with_prompts_that_no_cache_holds() -> None:
@@ -85,13 +91,13 @@ def test_a_server_is_probed_with_prompts_that_no_cache_holds() -> None:
 
 def test_a_slower_machine_takes_every_step_longer(machine: Machine) -> None:
     for batch in ([(1, 500)], [(512, 128), (1, 2000)]):
-        inside = Around(slower=2.0, step_s=0.5, per_sequence_s=0.1).around(machine)
+        inside = ServerOverhead(slower=2.0, step_s=0.5, per_sequence_s=0.1).added_to(machine)
         assert inside.seconds(batch) == pytest.approx(2 * machine.seconds(batch) + 0.5 + 0.1 * len(batch))
 
 
 def test_a_hop_lengthens_every_gap_and_no_program_ends_with_one() -> None:
     plain = selection(seed=1, programs=2).programs(lambda _: None)
-    server = Around(hop_s=0.5, hop_per_token_s=0.001)
+    server = ServerOverhead(hop_s=0.5, hop_per_token_s=0.001)
     for before, after in zip(plain, behind_a_hop(plain, server), strict=True):
         grown = [b.gap_s - a.gap_s for a, b in zip(before.turns[:-1], after.turns[:-1], strict=True)]
         due = [0.5 + 0.001 * turn.context_tokens for turn in before.turns[1:]]
@@ -100,8 +106,8 @@ def test_a_hop_lengthens_every_gap_and_no_program_ends_with_one() -> None:
 
 def test_a_prediction_has_the_columns_of_a_measurement_and_follows_the_speed(machine: Machine) -> None:
     run = (selection(seed=1, programs=3), machine)
-    plain = predicted(*run, Around(), "continuum", True, 2048, 64)
-    slow = predicted(*run, Around(slower=2.0), "continuum", True, 2048, 64)
+    plain = predicted(*run, ServerOverhead(), "continuum", True, 2048, 64)
+    slow = predicted(*run, ServerOverhead(slower=2.0), "continuum", True, 2048, 64)
     assert slow["mean_s"] > 1.5 * plain["mean_s"]
     assert sum(plain[f"{name}_share"] for name in ("gpu", "offload", "computed")) == pytest.approx(1.0)
     summary = {

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments.first_waits import figures, main, twin
+from experiments.first_waits import figures, main, simulated_replica
 from experiments.sweep.cases import ENDLESS, STOCK, Live, SweepError
 from experiments.sweep.live_plans import KV_GB, SMALL
 
@@ -17,7 +17,7 @@ MEASURED = {("fcfs", 0.0): 35.6, ("fcfs", 2 * KV_GB): 14.9, ("continuum-publishe
 @pytest.mark.parametrize(("contender", "disk_gb"), MEASURED)
 def test_the_twin_is_near_what_real_servers_took(contender: str, disk_gb: float) -> None:
     case = Live(contender, 20, 1.0, 4, dram_gb=SMALL, ssd_gb=disk_gb)
-    assert twin(case, {}).mean_job_s == pytest.approx(MEASURED[contender, disk_gb], rel=0.12)
+    assert simulated_replica(case, {}).mean_job_s == pytest.approx(MEASURED[contender, disk_gb], rel=0.12)
 
 
 def test_without_admission_the_policy_is_another() -> None:
@@ -29,11 +29,11 @@ def test_without_admission_the_policy_is_another() -> None:
 
 
 def test_a_kv_cache_that_never_fills_needs_no_tier() -> None:
-    result = twin(Live(ENDLESS, 20, 1.0, 4, dram_gb=SMALL), {})
+    result = simulated_replica(Live(ENDLESS, 20, 1.0, 4, dram_gb=SMALL), {})
     assert result.tokens["dram"] == 0 and result.preemptions == 0
-    behind_a_disk = twin(Live(ENDLESS, 20, 1.0, 4, dram_gb=SMALL, ssd_gb=2 * KV_GB), {})
+    behind_a_disk = simulated_replica(Live(ENDLESS, 20, 1.0, 4, dram_gb=SMALL, ssd_gb=2 * KV_GB), {})
     assert behind_a_disk.mean_job_s == result.mean_job_s, "it stores nothing either"
-    assert result.mean_job_s < twin(Live(STOCK, 20, 1.0, 4, dram_gb=SMALL), {}).mean_job_s / 2
+    assert result.mean_job_s < simulated_replica(Live(STOCK, 20, 1.0, 4, dram_gb=SMALL), {}).mean_job_s / 2
 
 
 def test_the_table_has_every_setting_for_both_tiers() -> None:
@@ -56,4 +56,4 @@ def test_bad_seeds_and_settings_in_the_environment_are_refused(monkeypatch: pyte
 
 def test_an_unknown_machine_is_refused() -> None:
     with pytest.raises(SweepError, match="known to --engine live: cpu-tiny"):
-        twin(Live(STOCK, 2, 1.0, 1, machine="a100", dram_gb=SMALL), {})
+        simulated_replica(Live(STOCK, 2, 1.0, 1, machine="a100", dram_gb=SMALL), {})

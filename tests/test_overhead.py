@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from experiments.overhead import Spread, contenders, measured, more_ms, ratio, turn_costs_ms, verdict
 from experiments.sweep.timed import StepCost, shared_clock
-from experiments.sweep.timed_turn import TOOL, TurnRig
+from experiments.sweep.timed_turn import TOOL, TimedTurns
 
 
 def steps(*schedules_us: float) -> list[StepCost]:
@@ -53,8 +53,8 @@ def test_a_finished_turn_is_timed_with_its_tool_named_and_read_off_its_text() ->
 @pytest.mark.parametrize(("named", "tool"), [(True, ("bash",)), (False, TOOL)])
 def test_the_timed_turns_teach_the_tool_that_they_call(named: bool, tool: tuple[str, ...]) -> None:
     with shared_clock() as (clock, until):
-        rig = TurnRig("continuum", named, clock, until)
+        timed = TimedTurns("continuum", named, clock, until)
         for _ in range(4):
-            rig.turn()
-        gaps = rig.scheduler._lifecycle.advisor.gaps.exact(tool)
+            timed.turn()
+        gaps = timed.scheduler._lifecycle.advisor.gaps.exact(tool)
     assert gaps.samples_s == pytest.approx([0.5] * 3, rel=0.1)

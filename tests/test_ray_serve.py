@@ -82,7 +82,7 @@ def test_a_new_state_knows_where_every_program_is_at_home(url: str) -> None:
 
     def turns(n: int) -> None:
         def run(client: Client) -> None:
-            client.story.tokens += ids(200, story=client.seed)
+            client.conversation.tokens += ids(200, story=client.seed)
             for _ in range(n):
                 client.turn(url, is_last=False)
 
@@ -103,7 +103,7 @@ def test_a_new_state_knows_where_every_program_is_at_home(url: str) -> None:
 def test_a_new_proxy_sends_every_program_home(url: str) -> None:
     clients = [Client(f"proxied-{i}", 8000 + i) for i in range(4)]
     for client in clients:
-        client.story.tokens += ids(200, story=client.seed)
+        client.conversation.tokens += ids(200, story=client.seed)
         client.turn(url, is_last=False)
     (proxy,) = running("ray::ProxyActor")
     os.kill(proxy.pid, signal.SIGKILL)

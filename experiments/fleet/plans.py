@@ -79,7 +79,7 @@ def lines(size: Size) -> Points:
     return [] if size is Size.QUICK else [p for r in (HOT, SWE_HOT) for p in at(r, size, NO_LINE, AFFINITY)]
 
 
-def told(size: Size) -> Points:
+def known_starts(size: Size) -> Points:
     """Routers that send each turn to any replica; engines know, or do not, that a program has started."""
     known = [] if size is Size.QUICK else at(REGIMES[1], size, "least", "hits-load")
     return [*known, *(replace(point, told=False) for point in known)]
@@ -111,7 +111,7 @@ def eight(size: Size) -> Points:
 
 
 def sensitivity(size: Size) -> Points:
-    """One thing at a time, around the skewed load: KV, skew, T_hot, T_cool, age of reports."""
+    """One setting at a time, around the skewed load: KV, skew, T_hot, T_cool, age of reports."""
     if size is Size.QUICK:
         return []
     settled = [p for e in (STOCK, OURS) for p in at(HOT, size, "hash", "ear", FLEET, engine=e)]
@@ -146,23 +146,23 @@ SECTIONS = {
         f"Affinity, moves, both; link of {PEER_GBPS:g} GB/s", ablation, regime_of, router_of, "ear-affinity"
     ),
     "line": Section("One line or a line at each", lines, regime_of, router_of, NO_LINE),
-    "told": Section(
-        "Engines told that a program is under way",
-        told,
+    "started": Section(
+        "Engines that know which programs have started",
+        known_starts,
         regime_of,
-        lambda p: f"{p.router}, {'told' if p.told else 'not told'}",
+        lambda p: f"{p.router}, {'known' if p.told else 'not known'}",
         "",
     ),
     "substrate": Section(
-        f"What the KV lies on, and a death at {DIES_AT_S:g} s",
+        f"Where KV is kept, and a replica that dies at {DIES_AT_S:g} s",
         substrates,
-        lambda p: "a replica dies" if p.dies_at_s else "nobody dies",
+        lambda p: "a replica dies" if p.dies_at_s else "no replica dies",
         substrate_of,
         f"{FLEET}, own DRAM",
     ),
     "alike": Section("No slow replica", no_slow, regime_of, router_of, "hash"),
     "eight": Section("Eight replicas", eight, regime_of, router_of, "hash"),
-    "sensitivity": Section("One thing at a time", sensitivity, varied, router_of, "hash"),
+    "sensitivity": Section("One setting at a time", sensitivity, varied, router_of, "hash"),
 }
 
 

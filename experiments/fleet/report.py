@@ -36,7 +36,7 @@ HEADER = (
 def table(rows: Rows, section: Section, size: Size, seeds: Sequence[int]) -> list[list[str]]:
     """A header, then a line per panel and label: n seeds, the median and range of job times, else means."""
     pairs = found(rows, cases(section, size, seeds))
-    lines = [[cell.format(section.baseline or "untold") for cell in HEADER]]
+    lines = [[cell.format(section.baseline or "-") for cell in HEADER]]
     for panel, labels in grouped(section, pairs).items():
         base = of(labels.get(section.baseline, []), "job_mean_s")
         lines += [line(panel, label, those, base) for label, those in labels.items()]
@@ -190,8 +190,8 @@ def bars(size: Size) -> list[Bar]:
         e: [replace(p, link_gbps=PEER_GBPS) for p in at(HOT, size, AFFINITY, FLEET, engine=e)]
         for e in (STOCK, OURS)
     }
-    untold, is_told = (
-        tuple(replace(p, told=told) for p in at(warm, size, "hits-load")) for told in (False, True)
+    unknown, known = (
+        tuple(replace(p, told=is_known) for p in at(warm, size, "hits-load")) for is_known in (False, True)
     )
     found = [
         Bar(
@@ -238,8 +238,13 @@ def bars(size: Size) -> list[Bar]:
             Bar(f"A6 moves, {engine}", "<= 5 %, >= 90 % right, thrash 0", both, moves),
         ]
     found += [
-        Bar("A7 untold / told, hits-load", ">= 1.08", (*untold, *is_told), ratio(1.08, 0.0)),
-        Bar("A7 P99 of later TTFT", "<= 0.5", (*untold, *is_told), at_most(0.5, "later_ttft_p99_s")),
+        Bar(
+            "A7 engines do not know / know started programs, hits-load",
+            ">= 1.08",
+            (*unknown, *known),
+            ratio(1.08, 0.0),
+        ),
+        Bar("A7 P99 of later TTFT", "<= 0.5", (*unknown, *known), at_most(0.5, "later_ttft_p99_s")),
         Bar(
             "A8 TTFT P90 of replicas (median, max), continuum",
             "max <= 2 x, median <= 1.4 x hash's",
@@ -270,8 +275,8 @@ def judged(rows: Rows, size: Size, seeds: Sequence[int]) -> list[list[str]]:
         every = [rows.of([replace(point, seed=seed) for seed in seeds]) for point in bar.points]
         n_seeds = min(len(those) for those in every)
         if n_seeds:
-            said, good = bar.judge(every)
-            lines.append([bar.name, bar.asked, said, str(n_seeds), "reached" if good else "MISSED"])
+            found, is_good = bar.judge(every)
+            lines.append([bar.name, bar.asked, found, str(n_seeds), "reached" if is_good else "MISSED"])
         else:
             lines.append([bar.name, bar.asked, "", "0", "not run"])
     return lines

@@ -149,8 +149,8 @@ def gpu_facts() -> dict[str, Any]:
     """nvidia-smi's output. Raises OSError, subprocess.SubprocessError."""
     names = ("name", "memory.total", "driver_version", "pcie.link.gen.max", "pcie.link.width.max")
     command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-    return {"gpus": [dict(zip(names, line.split(", "), strict=True)) for line in said.splitlines()]}
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    return {"gpus": [dict(zip(names, line.split(", "), strict=True)) for line in output.splitlines()]}
 
 
 def device_here() -> str:

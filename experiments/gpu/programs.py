@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import yaml
 
+from experiments.calibrated_simulator import ServerOverhead, behind_a_hop, lmcache_tiers, overhead_of
 from experiments.client import ServerUnusable
 from experiments.demo_servers import CONTINUUM, FCFS, ORDER, with_tiers
 from experiments.demo_servers import Contender as Offloading
 from experiments.fidelity import probed
-from experiments.fidelity_lab import Around, around, behind_a_hop, lmcache_tiers
 from experiments.gpu.place import GB, Place
 from experiments.mp_server import serve_mp
 from experiments.replay import SHARED_PREFIX_TOKENS, Job, replay
@@ -198,7 +198,7 @@ def up(
         config["kv_connector_extra_config"] = {
             key: value
             for key, value in config["kv_connector_extra_config"].items()
-            if not key.startswith("continuum.")  # the environment says them
+            if not key.startswith("continuum.")  # the environment has them
         }
         args += ["--kv-transfer-config", json.dumps(config)]
     log = out / f"{who.label}-server.log"
@@ -225,7 +225,7 @@ def replayed(
     try:
         job = Job(f"{server.url}/v1", f"{who.label}-{load}", chosen, out)
         summary = with_tiers(replay(job, limit_s), {})
-        seen = around(asyncio.run(probed(server.url)), machine)
+        overhead = overhead_of(asyncio.run(probed(server.url)), machine)
     except ServerUnusable as error:
         return row | {"errors": place.programs, "why": str(error)}
     job.path.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n")
@@ -237,11 +237,11 @@ def replayed(
         "errors": summary["errors"],
         "cut": len(summary["cut_s"]),
     }
-    return row | {"predicted": predicted(who, chosen, place, machine, seen)}
+    return row | {"predicted": predicted(who, chosen, place, machine, overhead)}
 
 
 def predicted(
-    who: Contender, chosen: Selection, place: Place, machine: Machine, seen: Around
+    who: Contender, chosen: Selection, place: Place, machine: Machine, overhead: ServerOverhead
 ) -> dict[str, Any]:
     """The simulator's mean job time for the same programs, in seconds."""
     tiers = None
@@ -250,16 +250,16 @@ def predicted(
     setup = Setup(
         policy=STOCK if who.order == "fcfs" else who.order,
         tiers=tiers,
-        machine=seen.around(machine),
+        machine=overhead.added_to(machine),
         step_tokens=place.step_tokens,
         max_seqs=place.max_seqs,
         block_tokens=place.block_tokens,
         shared_tokens=SHARED_PREFIX_TOKENS,
         async_scheduling=place.on_gpu,
     )
-    arrived = behind_a_hop(chosen.programs(lambda _: None), seen)
+    arrived = behind_a_hop(chosen.programs(lambda _: None), overhead)
     result = simulate(arrived, setup)
-    hops_s = [seen.hop_of(program.turns[0].context_tokens) for program in arrived]
+    hops_s = [overhead.hop_of(program.turns[0].context_tokens) for program in arrived]
     return {"mean_s": result.mean_job_s + sum(hops_s) / len(hops_s), "tokens": dict(result.tokens)}
 
 

@@ -27,7 +27,7 @@ from experiments.exactness import (
     OUTPUT_TOKENS,
     SETTINGS,
     WAYS,
-    Story,
+    Conversation,
     engine,
     in_process,
     off_by,
@@ -36,8 +36,8 @@ from experiments.exactness import (
     reference,
     sources,
 )
-from experiments.mixing import FLAG, MixingConnector
 from experiments.mp_server import serve_mp
+from experiments.swapped_loads import FLAG, SwappedLoadsConnector
 from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 PROGRAMS = 8  # at once
@@ -46,9 +46,9 @@ EXACT = {"cpu": 1e-3, "cuda": 2e-2}  # in float32, how far a log probability may
 NOTICED = 0.1  # the control's worst token in float32
 ROUNDING = 2.0  # in bfloat16: times the roomy run's worst turn
 BLIND = "this check would see no fault"
-MIXING = {
-    "kv_connector": MixingConnector.__name__,
-    "kv_connector_module_path": MixingConnector.__module__,
+SWAPPED_LOADS = {
+    "kv_connector": SwappedLoadsConnector.__name__,
+    "kv_connector_module_path": SwappedLoadsConnector.__module__,
 }
 
 
@@ -56,7 +56,7 @@ def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
     """One dtype over one of LMCache's modes. `failed` has the problems; "" if nothing is."""
     kind = KINDS[device]
     os.environ.update(SETTINGS | dict(kind.env))
-    played: dict[str, list[Story]] = {}
+    played: dict[str, list[Conversation]] = {}
     if dtype != "float32":
         llm = engine(None, kind, dtype, ROOMY_TOKENS)
         played["roomy"] = play(llm, PROGRAMS, seed=0)
@@ -64,7 +64,7 @@ def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
         del llm
     with ExitStack() as until:
         disk = Path(until.enter_context(TemporaryDirectory(dir=folder, prefix="disk-"))).resolve()
-        connector = over_mp(until, disk, dtype, folder) if mp else dict(MIXING)
+        connector = over_mp(until, disk, dtype, folder) if mp else dict(SWAPPED_LOADS)
         if not mp:
             connector["kv_connector_extra_config"] = in_process(disk, dtype)
         llm = engine(connector, kind, dtype)
@@ -76,7 +76,10 @@ def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
             (disk / FLAG).touch()
             played["control"] = play(llm, PROGRAMS, seed=100)
     model = reference(device)
-    off = {name: turns_off(stories, lambda story: off_by(story, model)) for name, stories in played.items()}
+    off = {
+        name: turns_off(conversations, lambda conversation: off_by(conversation, model))
+        for name, conversations in played.items()
+    }
     figures = {name: figures_of(turns) for name, turns in off.items()}
     missing = [way for way in ways if not found[way]]
     failed = [f"no prompt came by way of: {', '.join(missing)}"] if missing else []
@@ -96,11 +99,13 @@ def over_mp(until: ExitStack, disk: Path, dtype: str, folder: Path) -> dict[str,
     return {**mp.transfer_config, **ours, "kv_connector_extra_config": recorded}
 
 
-def turns_off(stories: Sequence[Story], off: Callable[[Story], list[float]]) -> list[list[float]]:
+def turns_off(
+    conversations: Sequence[Conversation], off: Callable[[Conversation], list[float]]
+) -> list[list[float]]:
     """The error of each turn's tokens."""
     found = []
-    for story in stories:
-        tokens = off(story)
+    for conversation in conversations:
+        tokens = off(conversation)
         found += [tokens[at : at + OUTPUT_TOKENS] for at in range(0, len(tokens), OUTPUT_TOKENS)]
     return found
 

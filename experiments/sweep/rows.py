@@ -23,7 +23,7 @@ from experiments.sweep.conditions import CONDITIONS, MACHINE, conditions, machin
 SCHEMA = 3  # raise it when a column changes its meaning
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMMON = ("continuum_lmcache/**/*.py", "experiments/workload.py", "experiments/table1.py")
-LAB = (
+SIMULATOR = (
     *COMMON,
     # all but LMCache's adapters, which the simulator does not run
     *(f"connectors/{part}*.py" for part in ("", "fake/", "tier_model/")),
@@ -47,8 +47,8 @@ SERVERS = (
     *(f"experiments/{name}.py" for name in ("driver", "client", "summary")),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "conditions", "live")),
 )
-FLEETS = (*LAB, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
-CODE = {"point": LAB, "live": SERVERS, "fleetpoint": FLEETS}  # all that a row's figures depend on
+FLEETS = (*SIMULATOR, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
+CODE = {"point": SIMULATOR, "live": SERVERS, "fleetpoint": FLEETS}  # all that a row's figures depend on
 FIGURES = (
     *("job_mean_s", "job_mean_cold_s", "job_mean_warm_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
     *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),

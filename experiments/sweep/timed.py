@@ -79,12 +79,12 @@ def shared_clock() -> Iterator[tuple[VirtualClock, ExitStack]]:
 
 
 @contextmanager
-def rigs(*benches: Bench) -> Iterator[list[Rig]]:
+def timed_schedulers(*benches: Bench) -> Iterator[list[TimedScheduler]]:
     """Schedulers with full queues, in one virtual time, as many as are to be compared."""
     with shared_clock() as (clock, until):
-        found = [Rig(bench, clock, until) for bench in benches]
-        for rig in found:
-            rig.fill()
+        found = [TimedScheduler(bench, clock, until) for bench in benches]
+        for timed in found:
+            timed.fill()
         yield found
 
 
@@ -101,7 +101,7 @@ def no_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-class Rig:
+class TimedScheduler:
     """A scheduler with full queues, and a runner that gives every turn one token."""
 
     def __init__(self, bench: Bench, clock: VirtualClock, until: ExitStack) -> None:
@@ -183,7 +183,7 @@ class Rig:
         return stats
 
     def _step(self) -> None:
-        self.clock.advance_to(self.clock.now_s + 1.0)  # so that whoever admission holds comes in
+        self.clock.advance_to(self.clock.now_s + 1.0)  # so that admission admits those that it holds
         output = self.scheduler.schedule()
         self.scheduler.update_from_output(output, self._answer_to(output))
 
@@ -192,15 +192,15 @@ class Rig:
 
     def _answer_to(self, output: SchedulerOutput) -> ModelRunnerOutput:
         ids = list(output.num_scheduled_tokens)
-        said = [[] if self.scheduler.requests[i].is_prefill_chunk else [1] for i in ids]
+        tokens = [[] if self.scheduler.requests[i].is_prefill_chunk else [1] for i in ids]
         index = {request_id: at for at, request_id in enumerate(ids)}
-        return ModelRunnerOutput(ids, index, said)
+        return ModelRunnerOutput(ids, index, tokens)
 
     def _send(
         self, name: str, outputs: int, stream: int, *, last: bool = True, prompt_tokens: int = PROMPT_TOKENS
     ) -> None:
-        says = {"job_id": name, "is_last_step": last, "this_func_call": "bash"}
-        params = SamplingParams(max_tokens=outputs, ignore_eos=True, extra_args=says)
+        fields = {"job_id": name, "is_last_step": last, "this_func_call": "bash"}
+        params = SamplingParams(max_tokens=outputs, ignore_eos=True, extra_args=fields)
         request = Request(
             request_id=name,
             prompt_token_ids=[stream] * prompt_tokens,

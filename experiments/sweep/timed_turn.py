@@ -40,7 +40,7 @@ STEPS = (  # what the model says in each, and whether that is timed
 )
 
 
-class TurnRig:
+class TimedTurns:
     """An idle scheduler that serves one program after the other, a turn at a call."""
 
     def __init__(
@@ -87,11 +87,11 @@ class TurnRig:
             if not is_busy:
                 break
             schedule_us, output = timed_us(self.scheduler.schedule)
-            said, is_timed = next(steps, ([], True))  # a pin of some milliseconds wakes the engine again
+            tokens, is_timed = next(steps, ([], True))  # a pin of some milliseconds wakes the engine again
             answer = ModelRunnerOutput(
                 list(output.num_scheduled_tokens),
                 {request.request_id: 0},
-                [said] if output.num_scheduled_tokens else [],
+                [tokens] if output.num_scheduled_tokens else [],
             )
             self.clock.advance_to(self.clock.now_s + 0.01)
             update_us, _ = timed_us(partial(self.scheduler.update_from_output, output, answer))
@@ -101,10 +101,10 @@ class TurnRig:
         return took_us
 
     def _request(self, program: str, last: bool) -> Request:
-        says = {"job_id": program, "is_last_step": last} | (
+        fields = {"job_id": program, "is_last_step": last} | (
             {"this_func_call": "bash"} if self._tool_named else {}
         )
-        params = SamplingParams(max_tokens=len(ANSWER), ignore_eos=True, extra_args=says)
+        params = SamplingParams(max_tokens=len(ANSWER), ignore_eos=True, extra_args=fields)
         params.update_from_generation_config({})
         return Request(
             request_id=f"{program}-{self._turns}",

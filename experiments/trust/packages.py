@@ -28,10 +28,10 @@ def source_tests(version: str, work: Path = WORK) -> Path:
         return found
     found.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=found.parent) as scratch:
-        said = pip_download(f"vllm=={version}", Path(scratch), "--no-binary", ":all:", "--no-clean")
+        error = pip_download(f"vllm=={version}", Path(scratch), "--no-binary", ":all:", "--no-clean")
         trees = [tests.parent for tests in Path(scratch).glob("*/vllm_*/tests")]
         if not trees:
-            raise Unreachable(f"the source archive of vllm {version} cannot be had: {said}")
+            raise Unreachable(f"the source archive of vllm {version} cannot be had: {error}")
         found.mkdir(exist_ok=True)
         shutil.move(trees[0] / "tests", found / "tests")
     return found
@@ -44,10 +44,10 @@ def unpacked(name: str, version: str, work: Path = WORK) -> Path:
         return found
     found.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=found.parent) as scratch:
-        said = pip_download(f"{name}=={version}", Path(scratch), "--only-binary", ":all:")
+        error = pip_download(f"{name}=={version}", Path(scratch), "--only-binary", ":all:")
         wheels = list(Path(scratch).glob("*.whl"))
         if not wheels:
-            raise Unreachable(f"no wheel of {name} {version} can be had: {said}")
+            raise Unreachable(f"no wheel of {name} {version} can be had: {error}")
         with zipfile.ZipFile(wheels[0]) as wheel:
             wheel.extractall(Path(scratch) / "tree", wanted(wheel.namelist()))
         shutil.move(Path(scratch) / "tree", found)

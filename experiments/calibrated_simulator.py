@@ -1,4 +1,4 @@
-"""A real server's counterpart in the simulator: the same programs and settings, on a measured machine."""
+"""Runs in the simulator what a real server served: the same programs and settings, on a measured machine."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class ProbeTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """A server's overheads besides the profile's steps."""
+class ServerOverhead:
+    """A server's times besides the profile's steps."""
 
     slower: float = 1.0  # times as long as the profile says computing takes
     hop_s: float = 0.0  # from sending to the engine and back, without the step
@@ -46,8 +46,8 @@ class Around:
     def hop_of(self, prompt_tokens: int) -> float:
         return self.hop_s + self.hop_per_token_s * prompt_tokens
 
-    def around(self, machine: Machine) -> Machine:
-        """The machine with these overheads in its steps."""
+    def added_to(self, machine: Machine) -> Machine:
+        """The machine with these times in its steps."""
         same = ("half_rate_tokens", "samples")
         step = {n: getattr(machine.step, n) * self.slower for n in StepCurve.__slots__ if n not in same}
         step["fixed_s"] += self.step_s
@@ -55,8 +55,8 @@ class Around:
         return replace(machine, step=replace(machine.step, **step))
 
 
-def around(probes: ProbeTimes, machine: Machine) -> Around:
-    """The unknowns of Around from the five times: each differs from another in one of them.
+def overhead_of(probes: ProbeTimes, machine: Machine) -> ServerOverhead:
+    """The unknowns of ServerOverhead from the five times: each differs from another in one of them.
 
     A long prompt and the same again differ by computing alone, again and short by the prompt's way,
     a turn alone from the profile by the server's own time, and a batch from that by the turns in it.
@@ -71,7 +71,7 @@ def around(probes: ProbeTimes, machine: Machine) -> Around:
     step_s = max(0.0, probes.alone_s - slower * one_s)
     more_s = probes.batch_s - probes.alone_s - slower * (batch_s - one_s)
     hop_s = probes.short_s - slower * short_s - step_s - per_token_s * SHORT_TOKENS
-    return Around(slower, max(0.0, hop_s), per_token_s, step_s, max(0.0, more_s / (BATCH - 1)))
+    return ServerOverhead(slower, max(0.0, hop_s), per_token_s, step_s, max(0.0, more_s / (BATCH - 1)))
 
 
 DECODE = (1, SHORT_TOKENS)
@@ -90,7 +90,7 @@ def lmcache_tiers(dram_gib: float, ssd_gib: float, chunk_tokens: int) -> dict[st
         "dram_gb": dram_gib,
         "ssd_gb": ssd_gib,
         "chunk_tokens": chunk_tokens,
-        "save_decode_cache": True,  # lmcache_traps.defaults
+        "save_decode_cache": True,  # connectors/lmcache/known_issues.py
         "async": False,
     }
 
@@ -98,18 +98,18 @@ def lmcache_tiers(dram_gib: float, ssd_gib: float, chunk_tokens: int) -> dict[st
 def predicted(
     chosen: Selection,
     machine: Machine,
-    around: Around,
+    overhead: ServerOverhead,
     policy: str,
     offloads: bool,
     step_tokens: int,
     max_seqs: int,
 ) -> dict[str, Any]:
     """The simulator's figures for one replay, in the columns of fidelity_tables."""
-    programs = behind_a_hop(with_tool_time(chosen.programs(lambda _: None), chosen.time_scale), around)
+    programs = behind_a_hop(with_tool_time(chosen.programs(lambda _: None), chosen.time_scale), overhead)
     setup = Setup(
         policy=STOCK if policy == "fcfs" else policy,
         tiers=lmcache_tiers(GPU_GIB, 2 * GPU_GIB, small_tiers.CHUNK_TOKENS) if offloads else None,
-        machine=around.around(machine),
+        machine=overhead.added_to(machine),
         step_tokens=step_tokens,
         max_seqs=max_seqs,
         block_tokens=small_tiers.BLOCK_TOKENS,
@@ -117,7 +117,7 @@ def predicted(
         store_stalls=offloads,
     )
     result = simulate(programs, setup)
-    first_s = {p.program_id: around.hop_of(p.turns[0].context_tokens) for p in programs}
+    first_s = {p.program_id: overhead.hop_of(p.turns[0].context_tokens) for p in programs}
     jobs_s = [job.job_s + first_s[job.program_id] for job in result.jobs]
     tokens = result.tokens
     prompts = sum(tokens.values())
@@ -127,18 +127,18 @@ def predicted(
         "gpu_share": tokens["gpu"] / prompts,
         "offload_share": (tokens["dram"] + tokens["ssd"]) / prompts,
         "computed_share": tokens["computed"] / prompts,
-        **asdict(around),
+        **asdict(overhead),
     }
 
 
-def behind_a_hop(programs: tuple[Program, ...], around: Around) -> tuple[Program, ...]:
+def behind_a_hop(programs: tuple[Program, ...], overhead: ServerOverhead) -> tuple[Program, ...]:
     """The programs as the engine sees them: each turn arrives one hop after its client sent it."""
 
     def later(program: Program) -> Program:
         turns = list(program.turns)
         for number, (turn, then) in enumerate(pairwise(program.turns)):
             assert turn.gap_s is not None  # only the last has none
-            turns[number] = replace(turn, gap_s=turn.gap_s + around.hop_of(then.context_tokens))
+            turns[number] = replace(turn, gap_s=turn.gap_s + overhead.hop_of(then.context_tokens))
         return replace(program, turns=tuple(turns))
 
     return tuple(map(later, programs))
