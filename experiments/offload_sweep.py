@@ -13,7 +13,7 @@ fig15 ablation, h1 h2 h3 a published sweep, whatif; --engine live has fig8, fig9
 at a small machine's size (sweep/live_plans.py). `goals` is the table of the policy's goals, with
 seeds it was not tuned on (--full: all of them; --regimes: some). `traces` is the table on real agents'
 traces, which are not part of the project (sim/trace_programs.py). `fleet` is several engines behind a router
-(experiments/fleet/): tables, bars, figures, and rows of its own in OUT/fleet.csv. Rows are appended to
+(experiments/fleet/): tables, goals, figures, and rows of its own in OUT/fleet.csv. Rows are appended to
 OUT/offload_sweep.csv (of --engine live OUT/live_sweep.csv), and finished ones are skipped: stop it and
 start it again as you like. --seeds, --contenders and --tiers choose among a figure's rows.
 """
@@ -253,7 +253,7 @@ def replay_traces(
 
 def serve_fleets(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:
     """Run missing cases of the fleet's sections, or of those with `parts` in their names; then make tables,
-    bars and figures."""
+    goals and figures."""
     from experiments.fleet import plans as fleets
     from experiments.fleet.report import conditions, judged, table
 
@@ -267,8 +267,8 @@ def serve_fleets(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: P
             console.print(plain(lines, f"{name}. {section.title}"), conditions(pairs), "", sep="\n")
             text += f"## {section.title}\n\n{conditions(pairs)}.\n\n{markdown(lines)}\n\n"
     lines = judged(rows, size, seeds)
-    console.print(plain(lines, "Bars"))
-    (out / f"fleet-{size.value}.md").write_text(f"{text}## Bars\n\n{markdown(lines)}\n")
+    console.print(plain(lines, "Goals"))
+    (out / f"fleet-{size.value}.md").write_text(f"{text}## Goals\n\n{markdown(lines)}\n")
     draw_fleets(rows, chosen, size, seeds, out)
 
 

@@ -1,4 +1,4 @@
-"""Makes tables of a fleet's rows: sections, bars, conditions."""
+"""Makes tables of a fleet's rows: sections, goals, conditions."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def conditions(pairs: Found) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class FleetGoal:
     """A goal that the simulator can check."""
 
     name: str
@@ -177,8 +177,8 @@ def survived(most: float) -> Callable[..., tuple[str, bool]]:
     return judge
 
 
-def bars(size: Size) -> list[Bar]:
-    """A1 to A9 of the issue, as far as virtual time can judge them."""
+def fleet_goals(size: Size) -> list[FleetGoal]:
+    """Goals A1 to A9 of docs/fleet-figures.md, which virtual time can judge."""
 
     def pair(regime: tuple[str, float], *routers: str, engine: str = OURS) -> tuple[FleetPoint, ...]:
         return tuple(at(regime, size, *routers, engine=engine))
@@ -194,20 +194,22 @@ def bars(size: Size) -> list[Bar]:
         tuple(replace(p, told=is_known) for p in at(warm, size, "hits-load")) for is_known in (False, True)
     )
     found = [
-        Bar(
+        FleetGoal(
             "A1 affinity / vLLM's per-turn least", ">= 1.7 (1.4)", pair(warm, "least", FLEET), ratio(1.7, 1.4)
         ),
-        Bar("A2 hash / ours, skew, continuum", ">= 1.25 (1.10)", pair(HOT, "hash", FLEET), ratio(1.25, 1.1)),
-        Bar(
+        FleetGoal(
+            "A2 hash / ours, skew, continuum", ">= 1.25 (1.10)", pair(HOT, "hash", FLEET), ratio(1.25, 1.1)
+        ),
+        FleetGoal(
             "A2 hash / ours, skew, stock",
             ">= 1.8 (1.3)",
             pair(HOT, "hash", FLEET, engine=STOCK),
             ratio(1.8, 1.3),
         ),
-        Bar(
+        FleetGoal(
             "A3 hash / ours, swe, continuum", ">= 1.08 (1.0)", pair(SWE_HOT, "hash", FLEET), ratio(1.08, 1.0)
         ),
-        Bar(
+        FleetGoal(
             "A3 hash / ours, swe, stock",
             ">= 2.2 (1.4)",
             pair(SWE_HOT, "hash", FLEET, engine=STOCK),
@@ -217,13 +219,17 @@ def bars(size: Size) -> list[Bar]:
     for name, regime in (("skew", HOT), ("swe", SWE_HOT)):
         both = pair(regime, NO_LINE, AFFINITY)
         found += [
-            Bar(f"A4 one line, {name}: job time", ">= 1.04", both, ratio(1.04, 0.0)),
-            Bar(f"A4 one line, {name}: P99 of later TTFT", "<= 0.8", both, at_most(0.8, "later_ttft_p99_s")),
-            Bar(f"A4 one line, {name}: worst first TTFT", "<= 0.8", both, at_most(0.8, "first_ttft_max_s")),
+            FleetGoal(f"A4 one line, {name}: job time", ">= 1.04", both, ratio(1.04, 0.0)),
+            FleetGoal(
+                f"A4 one line, {name}: P99 of later TTFT", "<= 0.8", both, at_most(0.8, "later_ttft_p99_s")
+            ),
+            FleetGoal(
+                f"A4 one line, {name}: worst first TTFT", "<= 0.8", both, at_most(0.8, "first_ttft_max_s")
+            ),
         ]
     for regime in REGIMES if size is not Size.QUICK else ():
         found += [
-            Bar(
+            FleetGoal(
                 f"A5 least-loaded affinity / ours, {regime[0]} {regime[1]:g}, {engine}",
                 ">= 0.97 each",
                 pair(regime, "sticky", FLEET, engine=engine),
@@ -234,31 +240,31 @@ def bars(size: Size) -> list[Bar]:
     for engine, gain in ((STOCK, 1.05), (OURS, 0.98)):
         both = tuple(linked[engine])
         found += [
-            Bar(f"A6 without / with moves, {engine}", f">= {gain}", both, ratio(gain, 0.0)),
-            Bar(f"A6 moves, {engine}", "<= 5 %, >= 90 % right, thrash 0", both, moves),
+            FleetGoal(f"A6 without / with moves, {engine}", f">= {gain}", both, ratio(gain, 0.0)),
+            FleetGoal(f"A6 moves, {engine}", "<= 5 %, >= 90 % right, thrash 0", both, moves),
         ]
     found += [
-        Bar(
+        FleetGoal(
             "A7 engines do not know / know started programs, hits-load",
             ">= 1.08",
             (*unknown, *known),
             ratio(1.08, 0.0),
         ),
-        Bar("A7 P99 of later TTFT", "<= 0.5", (*unknown, *known), at_most(0.5, "later_ttft_p99_s")),
-        Bar(
+        FleetGoal("A7 P99 of later TTFT", "<= 0.5", (*unknown, *known), at_most(0.5, "later_ttft_p99_s")),
+        FleetGoal(
             "A8 TTFT P90 of replicas (median, max), continuum",
             "max <= 2 x, median <= 1.4 x hash's",
             pair(HOT, "hash", FLEET),
             balanced,
         ),
-        Bar("A8 the same, stock", "the same", pair(HOT, "hash", FLEET, engine=STOCK), balanced),
-        Bar(
+        FleetGoal("A8 the same, stock", "the same", pair(HOT, "hash", FLEET, engine=STOCK), balanced),
+        FleetGoal(
             "A9 a replica dies, own DRAM",
             "<= +45 %, 10 s",
             (own, replace(own, dies_at_s=DIES_AT_S)),
             survived(1.45),
         ),
-        Bar(
+        FleetGoal(
             "A9 a replica dies, pool",
             "<= +25 %, 10 s",
             (pool, replace(pool, dies_at_s=DIES_AT_S)),
@@ -269,14 +275,14 @@ def bars(size: Size) -> list[Bar]:
 
 
 def judged(rows: Rows, size: Size, seeds: Sequence[int]) -> list[list[str]]:
-    """A header, then a line per bar that has its rows."""
+    """A header, then a line per goal, with what its rows show."""
     lines = [["", "asked for", "found: mean (each seed)", "n", "verdict"]]
-    for bar in bars(size):
-        every = [rows.of([replace(point, seed=seed) for seed in seeds]) for point in bar.points]
+    for goal in fleet_goals(size):
+        every = [rows.of([replace(point, seed=seed) for seed in seeds]) for point in goal.points]
         n_seeds = min(len(those) for those in every)
         if n_seeds:
-            found, is_good = bar.judge(every)
-            lines.append([bar.name, bar.asked, found, str(n_seeds), "reached" if is_good else "MISSED"])
+            text, is_met = goal.judge(every)
+            lines.append([goal.name, goal.asked, text, str(n_seeds), "reached" if is_met else "MISSED"])
         else:
-            lines.append([bar.name, bar.asked, "", "0", "not run"])
+            lines.append([goal.name, goal.asked, "", "0", "not run"])
     return lines
