@@ -21,7 +21,7 @@ from experiments.sweep.cases import ENDLESS, ORACLE, ROUTER_WARM, STOCK, Live, P
 from experiments.sweep.grids import Size
 from experiments.sweep.live import MACHINES, arguments, connector, selection_of
 from experiments.sweep.live import run as run_live
-from experiments.sweep.live_plans import LADDER, LIVE_PLANS
+from experiments.sweep.live_plans import ABLATION, LIVE_PLANS
 from experiments.sweep.plans import PLANS
 from experiments.sweep.readout import capacity, caption, found, ratios, table
 from experiments.sweep.rows import COLUMNS, LIVE, Rows, key
@@ -266,7 +266,7 @@ def test_a_live_figure_is_drawn_from_finished_rows_without_a_server(tmp_path: Pa
 def test_two_agents_traces_run_live_with_a_disk_and_without_against_order_and_published() -> None:
     cases = LIVE_PLANS["agents"].cases(Size.DEFAULT, [3])
     assert len(cases) == 2 * 2 * 5 and len({case.workload for case in cases}) == 2
-    assert {case.contender for case in cases} == {*LADDER, ROUTER_WARM} - {"static-ttl"}
+    assert {case.contender for case in cases} == {*ABLATION, ROUTER_WARM} - {"static-ttl"}
     fitted = [selection_of(replace(case, workload=case.workload.partition(":")[0])) for case in cases]
     assert max(program.context_tokens for program in fitted[0].programs()) <= 4096
 

@@ -29,9 +29,9 @@ CONTENDERS = (
     *("continuum-published", "continuum"),
     *(ORACLE, ENDLESS),
 )
-BESIDE_PEERS = (STOCK, MICHI, AGENTINFER, *ROUTERS, "continuum-published", "continuum")
+PEER_CONTENDERS = (STOCK, MICHI, AGENTINFER, *ROUTERS, "continuum-published", "continuum")
 FEW = (STOCK, "program-fcfs", "infercept", "continuum-published", "continuum")
-LADDER = (STOCK, "program-fcfs", "static-ttl", "continuum-published", "continuum")  # one rung each
+ABLATION = (STOCK, "program-fcfs", "static-ttl", "continuum-published", "continuum")  # each adds one part
 DRAM_GB = 100.0  # the paper's, for an A100
 SLOW_DRAM_GB = 20.0  # in front of a disk
 TIERS = {"none": (0.0, 0.0), "DRAM": (1.5, 0.0), "DRAM, disk": (0.5, 4.0)}  # in sizes of the GPU's KV cache
@@ -78,23 +78,23 @@ def by_rate(dram_gb: float) -> Cases:
     return cases
 
 
-def beside_peers(size: Size, seeds: Sequence[int]) -> list[Case]:
+def with_peers(size: Size, seeds: Sequence[int]) -> list[Case]:
     """Loads below and above a machine's capacity, without tiers and with DRAM."""
     rates = (0.1,) if size is Size.QUICK else (0.03, 0.05, 0.08)
     sized = [setting(jps, dram_gb) for jps in rates for dram_gb in (0.0, DRAM_GB)]
-    return points(size, seeds, BESIDE_PEERS, *sized)
+    return points(size, seeds, PEER_CONTENDERS, *sized)
 
 
-def ladder(size: Size, seeds: Sequence[int]) -> list[Case]:
+def ablation(size: Size, seeds: Sequence[int]) -> list[Case]:
     """The ablation without tiers and with DRAM, at the highest rate."""
-    return points(size, seeds, LADDER, *(setting(rates_of(size)[-1], gb) for gb in (0.0, DRAM_GB)))
+    return points(size, seeds, ABLATION, *(setting(rates_of(size)[-1], gb) for gb in (0.0, DRAM_GB)))
 
 
 def by_tiers(size: Size, seeds: Sequence[int]) -> list[Case]:
     """Programs like Claude Code's, as much work as the machine can do, with each tier below the GPU."""
     agents = Point(STOCK, 1, 0.0, 0, f"trace:{CODING}:{FITTED}", load=1.0, kv_contexts=KV_CONTEXTS)
     tiered = [replace(agents, dram_kv=dram, ssd_kv=ssd) for dram, ssd in TIERS.values()]
-    return points(size, seeds, LADDER, *tiered)
+    return points(size, seeds, ABLATION, *tiered)
 
 
 def by_ssd(size: Size, seeds: Sequence[int]) -> list[Case]:

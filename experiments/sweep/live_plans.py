@@ -15,12 +15,12 @@ from itertools import product
 from experiments.sweep.cases import PEERS, ROUTER_WARM, STOCK, Case, Live
 from experiments.sweep.grids import Cases, Size
 from experiments.sweep.live import MACHINES
-from experiments.sweep.plans import BESIDE, LMCACHE, UNTUNED, Plan, bare_name, rate, tiers
+from experiments.sweep.plans import LMCACHE, PEER_COLUMNS, UNTUNED, Plan, bare_name, rate, tiers
 
 KV_GB = MACHINES["cpu-tiny"].kv_gb
 SMALL, LARGE = 0.5 * KV_GB, 8 * KV_GB
 PUBLISHED = "continuum-published"
-LADDER = (STOCK, "program-fcfs", "static-ttl", PUBLISHED, "continuum")
+ABLATION = (STOCK, "program-fcfs", "static-ttl", PUBLISHED, "continuum")
 CONTENDERS = (
     STOCK,
     "program-fcfs",
@@ -61,7 +61,7 @@ AGENTS = ("claude-code-swe:report", "mini-swe:report")
 def of_agents(size: Size, seeds: Sequence[int]) -> list[Case]:
     """Two agents' traces, under pressure: DRAM of half the KV cache, with a disk of twice it and without."""
     programs = {Size.QUICK: 6, Size.DEFAULT: 20, Size.FULL: 40}[size]
-    names, contenders = AGENTS[: 1 if size is Size.QUICK else 2], (*LADDER[:2], ROUTER_WARM, *LADDER[3:])
+    names, contenders = AGENTS[: 1 if size is Size.QUICK else 2], (*ABLATION[:2], ROUTER_WARM, *ABLATION[3:])
     cases = [
         Live(STOCK, programs, 1.0, seed, name, dram_gb=SMALL, ssd_gb=ssd_gb)
         for seed, name, ssd_gb in product(seeds, names, (0.0, 2 * KV_GB))
@@ -124,7 +124,11 @@ LIVE_PLANS: dict[str, Plan] = {
         shows=("job_p90_s", "job_p95_s"),
     ),
     "fig14": Plan(
-        "DRAM half the KV cache, and disks", cases_of(LADDER, DISKS), tiers, bare_name, shows=("job_mean_s",)
+        "DRAM half the KV cache, and disks",
+        cases_of(ABLATION, DISKS),
+        tiers,
+        bare_name,
+        shows=("job_mean_s",),
     ),
     "pressure": Plan(
         "DRAM half the KV cache, and a disk of twice it or none",
@@ -147,10 +151,10 @@ LIVE_PLANS: dict[str, Plan] = {
         everything,
         bare_name,
         baseline="continuum",
-        shows=BESIDE,
+        shows=PEER_COLUMNS,
         drawn=("job_mean_s", "ttft_max_s"),
         by_seed=True,
         seeds=UNTUNED,
     ),
-    "fig15": Plan("Ablation", cases_of(LADDER, [(0.0, 0.0), (LARGE, 0.0)]), tiers, bare_name),
+    "fig15": Plan("Ablation", cases_of(ABLATION, [(0.0, 0.0), (LARGE, 0.0)]), tiers, bare_name),
 }

@@ -10,15 +10,15 @@ from experiments.sweep.grids import (
     DRAM_GB,
     SLOW_DRAM_GB,
     Cases,
-    beside_peers,
+    ablation,
     by_batch,
     by_memory,
     by_rate,
     by_ssd,
     by_tiers,
     by_turns,
-    ladder,
     published,
+    with_peers,
 )
 
 WORDS = {
@@ -127,7 +127,7 @@ def of_survey(name: str, machine: str, dram_gb: float) -> Plan:
     return Plan(title, published(machine, dram_gb), rate, published=survey(name))
 
 
-BESIDE = ("job_mean_s", "job_p50_s", "job_p99_s", "ttft_max_s")  # of other projects' schedulers
+PEER_COLUMNS = ("job_mean_s", "job_p50_s", "job_p99_s", "ttft_max_s")  # of other projects' schedulers
 DRAM = f"{DRAM_GB:g} GB of DRAM"
 PLANS: dict[str, Plan] = {
     "tiers": Plan(
@@ -150,17 +150,17 @@ PLANS: dict[str, Plan] = {
     "fig14": Plan(
         f"{SLOW_DRAM_GB:g} GB of DRAM and a disk", by_ssd, of_field("ssd_gb", "disk, GB:"), baseline=LMCACHE
     ),
-    "fig15": Plan("Ablation", ladder, tiers, label=bare_name),
+    "fig15": Plan("Ablation", ablation, tiers, label=bare_name),
     "h1": of_survey("h1", "h200", 400.0),
     "h2": of_survey("h2", "h100", 400.0),
     "h3": of_survey("h3", "h200", 64.0),
     "peers": Plan(
         "Other projects' schedulers",
-        beside_peers,
+        with_peers,
         rate_and_tiers,
         bare_name,
         baseline="continuum",
-        shows=BESIDE,
+        shows=PEER_COLUMNS,
         drawn=("job_mean_s", "ttft_max_s"),
         by_seed=True,
         seeds=UNTUNED,
