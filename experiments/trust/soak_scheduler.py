@@ -54,13 +54,13 @@ TOOLS = ("bash", "python")
 OUR_CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 SHOWN = {
     "programs": ".programs.records",
-    "their deadlines (heap)": ".pins._deadlines",
+    "pins' deadlines (heap)": ".pins._deadlines",
     "live turns": ".turns",
     "programs admitted": ".admission.admitted",
     "programs that wait to start": ".admission.pending",
     "admission's line (heap)": ".admission._line",
-    "not back yet (heap)": ".admission._absent",
-    "finished turns by hash (lineage)": "._prompt_linker._turns",
+    "programs in a tool gap (heap)": ".admission._absent",
+    "finished turns by hash (prompt linker)": "._prompt_linker._turns",
     "ended programs remembered": ".end_claims._ended",
     "shared heads": ".admission.shared_prefixes._heads",
 }
