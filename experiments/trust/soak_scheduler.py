@@ -46,7 +46,7 @@ SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; growth in smaller containers may be noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
     ".end_claims._ended": REMEMBERED,
-    ".admission.shared_prefixes._heads": MOST_HEADS,
+    "._shared_prefixes._heads": MOST_HEADS,
     ".advisor.history._delays_s": QUEUE_WINDOW,
 }
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
@@ -62,7 +62,7 @@ SHOWN = {
     "programs in a tool gap (heap)": ".admission._absent",
     "finished turns by hash (prompt linker)": "._prompt_linker._turns",
     "ended programs remembered": ".end_claims._ended",
-    "shared heads": ".admission.shared_prefixes._heads",
+    "shared heads": "._shared_prefixes._heads",
 }
 SETUP = Setup(
     policy="continuum",
