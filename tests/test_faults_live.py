@@ -21,10 +21,10 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import BLOCK, Answer, Server, ids
+from serving import BLOCK, CHUNK_GIB, KV_BYTES, Answer, Server, ids, serve
 
 from continuum_lmcache.report.page import write_report
-from experiments.server import processes, serve
+from experiments.server import processes
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
@@ -32,7 +32,7 @@ CANARY = "zanzibarquokka"  # in prompts, outputs and ids, and in no file
 TTL_S = 1.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", "24", "--scheduling-policy", "continuum")
 DRAIN = ("--shutdown-timeout", "120")  # vLLM's default, 0, kills the engine at once and lets clients hang
-HALF_A_CHUNK_BYTES = 2**20
+HALF_A_CHUNK_BYTES = BLOCK * KV_BYTES
 STORIES = itertools.count(1000)
 MANY = 100
 
@@ -101,7 +101,7 @@ def faulty(model: Path, folder: Path) -> Iterator[Faulty]:
                 "kv_connector": "LMCacheConnectorV1",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {
-                    "lmcache.max_local_cpu_size": 10 * 2 / 1024,  # ten chunks
+                    "lmcache.max_local_cpu_size": 10 * CHUNK_GIB,
                     "lmcache.local_disk": f"file://{folder}/disk/",
                     "lmcache.max_local_disk_size": 1,
                     "continuum.policy": "static-ttl",
@@ -116,7 +116,6 @@ def faulty(model: Path, folder: Path) -> Iterator[Faulty]:
     args = [*ARGS, *DRAIN, "--kv-transfer-config", str(folder / "lmcache.json")]
     with serve(model, args, log=folder / "server.log") as url:
         server = Faulty(url, folder)
-        cold_and_stored(server)  # PyTorch compiles at the first logprobs, which a full disk would stop
         yield server
 
 

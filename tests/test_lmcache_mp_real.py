@@ -25,13 +25,11 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
-from serving import Answer, Server
+from serving import CHUNK, CHUNK_GIB, Answer, Server, serve
 
 from experiments.mp_server import MpProcess, serve_mp
-from experiments.server import serve
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
-CHUNK = 256
 ARGS = (
     *("--scheduling-policy", "continuum", "--max-model-len", "3072", "--num-gpu-blocks-override", "26"),
     *("--max-num-seqs", "1"),  # whoever comes second queues
@@ -112,7 +110,7 @@ class Pair:
 @pytest.fixture(scope="module")
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("mp")
-    with serve_mp(0.2, folder / "disk", folder / "mp.log") as mp:
+    with serve_mp(100 * CHUNK_GIB, folder / "disk", folder / "mp.log") as mp:
         config = folder / "lmcache-mp.json"
         config.write_text(json.dumps(mp.transfer_config))
         args = [*ARGS, "--kv-transfer-config", str(config)]
@@ -230,6 +228,7 @@ def test_a_killed_server_costs_computing_and_one_warning_and_is_used_again_when_
         while asking:
             for which, p in enumerate(prompts):
                 answers.append((which, pair.ask(p)))
+                time.sleep(0.3)  # the rest of the core is for the server that starts
 
     runner = threading.Thread(target=run)
     runner.start()
