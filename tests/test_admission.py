@@ -206,7 +206,7 @@ def test_the_limits_follow_the_largest_tier() -> None:
     assert kv_capacity(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
 
 
-def test_who_comes_is_told_for_how_long_the_line_has_stood() -> None:
+def test_an_arriving_program_learns_the_age_of_the_line() -> None:
     at = admission()
     at.on_arrival(0.0, A, 99_000, exempt=True)
     at.on_arrival(1.0, B, 90_000)
@@ -342,7 +342,7 @@ def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:
     assert growth.forecast_tokens(10_000, 0) == pytest.approx(10_000 + 2 * 500, rel=0.1)
 
 
-def test_a_first_prompt_is_trusted_as_far_as_it_told_of_the_end() -> None:
+def test_a_first_prompt_is_trusted_as_far_as_it_predicted_the_end() -> None:
     telling, silent = ContextGrowth(), ContextGrowth()
     assert telling.trust == 0.0
     for i in range(1, 101):
@@ -381,7 +381,7 @@ def programs(growth: ContextGrowth, firsts: range, final_tokens: int, turns: int
     return growth
 
 
-def test_a_tiny_first_prompt_speaks_for_as_much_growth_as_any() -> None:
+def test_a_tiny_first_prompt_is_forecast_to_grow_as_much_as_any() -> None:
     growth = programs(ContextGrowth(), range(90, 122), 13_000)
     assert growth.forecast_tokens(4, 0) == pytest.approx(growth.forecast_tokens(1004, 0) - 1000)
     assert 5_000 < growth.forecast_tokens(91, 0) < 8_000, "half-way to 13,000"
@@ -433,7 +433,7 @@ def test_the_heads_that_were_not_found_for_longest_are_forgotten() -> None:
     assert shared.head([0]).tokens == 0 and shared.head([0, 1]).tokens == 2
 
 
-def test_clients_are_believed_until_too_many_ended_programs_come_back() -> None:
+def test_end_claims_are_trusted_until_too_many_ended_programs_come_back() -> None:
     endings = EndClaims()
     for i in range(2 * LEAST_ENDINGS):
         endings.claim(ProgramId(f"p{i}"), EndClaim(float(i), 3))

@@ -81,10 +81,10 @@ def victims_wait_s(
     return sorted(waits_s)[int(0.95 * len(waits_s))]
 
 
-def test_tiny_programs_that_say_they_end_keep_nobody_waiting() -> None:
+def test_tiny_programs_that_report_their_end_keep_nobody_waiting() -> None:
     assert victims_wait_s(says_the_truth=True) < 1.0
 
 
-def test_tiny_programs_that_never_say_they_end_keep_nobody_waiting() -> None:
+def test_tiny_programs_that_never_report_their_end_keep_nobody_waiting() -> None:
     assert victims_wait_s(says_the_truth=False, prompt_share=0.1) < 1.0
     assert victims_wait_s(says_the_truth=False) < 1.0, "an engine that others keep busy"

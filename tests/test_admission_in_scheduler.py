@@ -47,13 +47,13 @@ def held(bench: Bench) -> list[str]:
     return sorted(t.id for t in bench.lifecycle.turns.values() if t.held)
 
 
-def crowd_in(bench: Bench, programs: int, tokens: int = 100, out: int = 4) -> list[str]:
+def send_programs(bench: Bench, programs: int, tokens: int = 100, out: int = 4) -> list[str]:
     return [bench.send(f"p{i}", prompt(tokens, i), out=out) for i in range(programs)]
 
 
 def test_programs_beyond_the_room_wait_and_all_of_them_are_served(make: Make) -> None:
     bench = make(blocks=20)  # 19 of them: 304 tokens
-    sent = crowd_in(bench, 8)
+    sent = send_programs(bench, 8)
     bench.step()
     assert 0 < len(held(bench)) < 8
     assert len(bench.scheduler.running) == 8 - len(held(bench))
@@ -85,16 +85,16 @@ def test_a_held_program_starts_once_steps_of_decodes_have_left_time_for_its_prom
     assert len(held(bench)) < waiting
 
 
-def test_without_admission_nobody_waits_at_the_door(make: Make) -> None:
+def test_without_admission_no_new_program_is_held(make: Make) -> None:
     bench = make(blocks=20, admission="false")
-    crowd_in(bench, 8)
+    send_programs(bench, 8)
     bench.step()
     assert held(bench) == []
 
 
 def test_a_plain_request_passes_those_who_wait(make: Make) -> None:
     bench = make(blocks=20)
-    crowd_in(bench, 6, out=30)
+    send_programs(bench, 6, out=30)
     bench.step()
     plain = bench.send(None, prompt(16, 77))
     bench.step()
@@ -103,7 +103,7 @@ def test_a_plain_request_passes_those_who_wait(make: Make) -> None:
 
 def test_a_clients_priority_moves_nobody_unless_the_operator_honors_it(make: Make) -> None:
     bench = make(blocks=20)
-    crowd_in(bench, 6, out=30)
+    send_programs(bench, 6, out=30)
     bench.step()
     urgent = bench.send("urgent", prompt(100, 78), priority=-9)
     plain = bench.send(None, prompt(16), priority=-9)
@@ -115,7 +115,7 @@ def test_a_clients_priority_moves_nobody_unless_the_operator_honors_it(make: Mak
 
 def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(make: Make) -> None:
     bench = make(blocks=20, honor_priority="true")
-    sent = crowd_in(bench, 6, out=30)
+    sent = send_programs(bench, 6, out=30)
     bench.step()
     waiting = held(bench)
     urgent = bench.send("urgent", prompt(100, 78), priority=-1)
@@ -130,9 +130,9 @@ def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(ma
     assert totals_of(bench.lifecycle, bench.now_s)["ignored"] == {}
 
 
-def test_a_stranger_that_is_under_way_is_not_held_and_stands_by_its_age(make: Make) -> None:
+def test_a_program_that_started_elsewhere_is_not_held_and_is_ordered_by_its_age(make: Make) -> None:
     bench = make(blocks=20)
-    crowd_in(bench, 6, out=30)
+    send_programs(bench, 6, out=30)
     bench.step()
     assert held(bench)
     stranger = bench.send("elsewhere", prompt(40, 78), program_turns=6, program_age_s=90.0)
@@ -144,11 +144,11 @@ def test_a_stranger_that_is_under_way_is_not_held_and_stands_by_its_age(make: Ma
 
 
 @pytest.mark.parametrize("honored", [False, True])
-def test_a_tenants_word_that_it_is_under_way_counts_only_where_the_operator_honors_it(
+def test_a_tenants_claim_to_be_under_way_counts_only_where_the_operator_honors_it(
     make: Make, honored: bool
 ) -> None:
     bench = make(blocks=20, honor_program_age=str(honored).lower())
-    crowd_in(bench, 6, out=30)
+    send_programs(bench, 6, out=30)
     bench.step()
     liar = bench.send("liar", prompt(100, 78), salt="s", program_turns=9, program_age_s=9999.0)
     assert (liar not in held(bench)) == honored
@@ -173,10 +173,10 @@ def test_the_time_a_program_spent_on_another_engine_is_no_tools(make: Make) -> N
         assert bench.lifecycle.programs.records[ProgramId("p")].turns == turns
 
 
-def test_the_headroom_told_is_the_room_for_one_more_program(make: Make) -> None:
+def test_the_reported_headroom_is_the_room_for_one_more_program(make: Make) -> None:
     bench = make(blocks=40)
     assert totals_of(bench.lifecycle, bench.now_s)["headroom"][""] == 640
-    crowd_in(bench, 1, out=30)
+    send_programs(bench, 1, out=30)
     bench.step()
     admission = bench.lifecycle.admission
     room = totals_of(bench.lifecycle, bench.now_s)["headroom"][""]
@@ -185,10 +185,10 @@ def test_the_headroom_told_is_the_room_for_one_more_program(make: Make) -> None:
     assert admission.fits(100) == (need <= room)
 
 
-def test_the_longest_wait_told_is_that_of_a_later_turn_that_is_not_held(make: Make) -> None:
+def test_the_reported_longest_wait_is_that_of_a_later_turn_that_is_not_held(make: Make) -> None:
     bench = make(blocks=20)
     bench.turn("p", prompt(60, 1))
-    crowd_in(bench, 6, out=30)
+    send_programs(bench, 6, out=30)
 
     def oldest_wait_s() -> float:
         return totals_of(bench.lifecycle, bench.now_s)["returning_wait"][""]
@@ -213,18 +213,18 @@ def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
     assert seen[0] == seen[-1]
 
 
-def test_a_program_that_leaves_the_door_is_forgotten_there(make: Make) -> None:
+def test_a_pending_program_that_leaves_is_forgotten_by_admission(make: Make) -> None:
     bench = make(blocks=20)
-    crowd_in(bench, 8)
+    send_programs(bench, 8)
     bench.step()
     gone = held(bench)[0]
     bench.scheduler.finish_requests([gone], status_of("FINISHED_ABORTED"))
     assert gone not in held(bench) and len(bench.lifecycle.admission.pending) == len(held(bench))
 
 
-def test_a_turn_at_the_door_is_let_in_although_another_of_its_program_left(make: Make) -> None:
+def test_a_held_turn_is_admitted_although_another_of_its_program_left(make: Make) -> None:
     bench = make(blocks=20)
-    crowd_in(bench, 7)
+    send_programs(bench, 7)
     first, second = (bench.send("twice", prompt(100, 9), out=4) for _ in range(2))
     bench.step()
     assert {first, second} <= set(held(bench))
@@ -265,7 +265,7 @@ def status_of(name: str) -> Any:
     return getattr(RequestStatus, name)
 
 
-def test_an_engine_whose_only_work_waits_at_the_door_is_not_idle(make: Make) -> None:
+def test_an_engine_whose_only_work_is_held_is_not_idle(make: Make) -> None:
     bench = make(blocks=20)
     bench.send("huge", prompt(290, 1))  # more than its forecast leaves room for
     assert bench.scheduler.has_requests()
@@ -303,11 +303,11 @@ def test_the_head_that_others_use_outlives_its_first_owner(make: Make) -> None:
     assert cached_tokens(bench, system + prompt(2 * BLOCK, 9)) == 4 * BLOCK
 
 
-def test_a_program_that_was_said_to_be_over_keeps_its_place_when_it_comes_back(make: Make) -> None:
+def test_a_program_whose_end_was_claimed_keeps_its_place_when_it_comes_back(make: Make) -> None:
     bench = make(blocks=20, max_ttl_s=0)
     bench.turn("p", prompt(64, 1), is_last_step=True)
     began_s = bench.now_s
-    crowd_in(bench, 8, out=30)
+    send_programs(bench, 8, out=30)
     bench.step()
     back = bench.send("p", prompt(80, 1))
     turn = bench.lifecycle.turns[back]
@@ -327,10 +327,10 @@ def test_the_budget_is_vllms_own_without_measured_step_times(make: Make) -> None
     assert bench.step() == 512
 
 
-def test_an_inferred_program_does_not_wait_at_the_door_with_its_context_inside(make: Make) -> None:
+def test_an_inferred_program_is_not_held_while_its_context_counts_as_admitted(make: Make) -> None:
     bench = make(blocks=20, max_ttl_s=0)
     first = bench.turn(None, prompt(64, 1))
-    crowd_in(bench, 8, out=30)
+    send_programs(bench, 8, out=30)
     bench.step()
     back = bench.send(None, first + prompt(16, 2))
     assert bench.lifecycle.turns[back].program is not None and back not in held(bench)

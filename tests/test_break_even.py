@@ -46,7 +46,7 @@ def test_beyond_the_break_even_loading_is_never_slower(tier: Tier, costs: CostMo
         assert line.seconds(n) >= costs.prefill.seconds(n, 0) * (1 - 1e-3)  # type: ignore[arg-type]
 
 
-def test_a_load_from_disk_is_what_the_cost_model_says() -> None:
+def test_a_load_from_disk_takes_what_the_cost_model_predicts() -> None:
     n = 10_000
     costs = replace(UNMEASURED, prefill=replace(UNMEASURED.prefill, fixed_s=NEVER_S))
     assert load_line(costs, Tier.SSD).seconds(n) == pytest.approx(costs.reload_s(Residency(0, 0, n, n)))

@@ -31,7 +31,7 @@ def test_without_censoring_the_realised_share_is_a_plain_count(gaps_s: list[floa
     assert found == pytest.approx(sum(gap_s <= ttl_s + 2e-6 for gap_s in gaps_s) / len(gaps_s))
 
 
-def test_only_censored_promises_tell_nothing() -> None:
+def test_only_censored_promises_give_no_estimate() -> None:
     assert realised([ReturnPromise(0.5, 4.0, 1.0, False)]) is None
 
 

@@ -114,7 +114,7 @@ def test_a_profile_becomes_costs():
     assert costs.measured
 
 
-def test_what_nobody_measured_says_so():
+def test_costs_with_an_unmeasured_part_count_as_not_measured():
     assert not UNMEASURED.measured
     assert not CostModel.from_mapping(PROFILE | {"ssd": PROFILE["ssd"] | {"samples": 0}}).measured
 
@@ -133,7 +133,7 @@ def test_what_nobody_measured_says_so():
         ({"kv_bytes_per_token": True}, "kv_bytes_per_token is True"),
     ],
 )
-def test_a_profile_that_cannot_be_believed_is_refused_by_name_and_place(changes, says):
+def test_an_impossible_profile_is_refused_by_name_and_place(changes, says):
     with pytest.raises(ProfileError, match=says):
         CostModel.from_mapping(PROFILE | changes, "h200.yaml")
 

@@ -217,7 +217,7 @@ def test_the_check_says_that_the_pressure_held_only_if_every_proportion_did():
         assert said.startswith("**The pressure did not hold**") and "**not the" in said
 
 
-def test_a_cost_is_told_from_noise_only_if_it_is_larger_than_its_spread():
+def test_a_cost_is_reported_only_if_it_is_larger_than_its_spread():
     assert "continuum is slower: mean job time +10.0% +-" in demo_report.cost_words(
         [(1.0, 1.1), (2.0, 2.2), (3.0, 3.3), (2.0, 2.2)], [0.1]
     )
@@ -273,7 +273,7 @@ def test_the_readme_shows_the_chief_rows_of_the_demos_page_unedited():
     assert demo_report.filled(readme, demo_report.excerpt(page)) == readme
 
 
-def test_a_pressure_that_did_not_hold_is_said_in_the_readme_too():
+def test_pressure_that_did_not_hold_is_reported_in_the_readme_too():
     failed = "**The pressure did not hold**, by what fcfs met: ...\n\n- arrivals: 1.0 (**not 2**)\n"
     page = f"caption\n\n|  | a |\n|---|---:|\n| job time mean, s | 1 |\n| pins taken | 2 |\n\n{failed}"
     shown = demo_report.excerpt(page)

@@ -96,12 +96,12 @@ def test_a_thought_that_the_template_leaves_out_is_found_in_the_last_answer_and_
         assert (loss.cause, loss.at_token) == (LossCause.THOUGHTS, len(HEAD))
 
 
-def test_an_answer_that_comes_back_changed_is_told_from_one_without_its_thought() -> None:
+def test_an_answer_that_comes_back_changed_is_distinguished_from_one_without_its_thought() -> None:
     (loss,) = returned(departure(HEAD + THOUGHT, len(HEAD)), HEAD + THOUGHT[:50] + TOOL)
     assert (loss.cause, loss.at_token) == (LossCause.ANSWER, len(HEAD) + 50)
 
 
-def test_other_tools_are_told_from_a_nonce_by_what_was_offered() -> None:
+def test_other_tools_are_distinguished_from_a_nonce_by_what_was_offered() -> None:
     now = HEAD[:40] + list(range(9000, 9003)) + HEAD[43:] + ASK + ANSWER + TOOL
     left = departure(LAST, len(HEAD + ASK), tools="a")
     assert returned(left, now, tools="b")[0].cause is LossCause.TOOLS
@@ -111,7 +111,7 @@ def test_other_tools_are_told_from_a_nonce_by_what_was_offered() -> None:
     )
 
 
-def test_a_history_that_was_made_shorter_is_told_from_another_prompt() -> None:
+def test_a_history_that_was_made_shorter_is_distinguished_from_another_prompt() -> None:
     last = departure(HEAD + ASK + THOUGHT * 3 + ANSWER, len(HEAD + ASK + THOUGHT * 3))
     summary = list(range(7000, 7100))
     (loss,) = returned(last, HEAD + summary + TOOL)
@@ -120,7 +120,7 @@ def test_a_history_that_was_made_shorter_is_told_from_another_prompt() -> None:
     assert returned(last, HEAD + list(range(6000, 7500)))[0].cause is LossCause.OTHER
 
 
-def test_the_same_tokens_under_another_salt_are_told_by_their_hashes() -> None:
+def test_the_same_tokens_under_another_salt_are_recognised_by_their_hashes() -> None:
     (loss,) = returned(departure(LAST, len(HEAD + ASK), salt="a"), AGAIN, salt="b")
     assert (loss.cause, loss.at_token, loss.tokens) == (LossCause.SALT, 0, len(LAST))
 
@@ -315,7 +315,9 @@ def test_each_planted_cause_is_found_at_its_token(make: Make, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("transfer", "cause"), [(None, "evicted"), (DRAM, "tier-miss")])
-def test_what_the_caches_lost_is_told_apart(make: Make, tmp_path: Path, transfer: Any, cause: str) -> None:
+def test_losses_of_the_caches_are_distinguished_by_cause(
+    make: Make, tmp_path: Path, transfer: Any, cause: str
+) -> None:
     bench = make(blocks=40, transfer=transfer)
     whole = bench.turn("p", HEAD + ASK, out=17)
     for story in range(1, 8):

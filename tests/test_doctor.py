@@ -53,7 +53,7 @@ def names(found: Any) -> set[str]:
 # verdicts ---------------------------------------------------------------------
 
 
-def test_an_h200_by_its_data_sheet_is_advisable_and_said_to_be_unmeasured(
+def test_an_h200_by_its_data_sheet_is_advisable_and_shown_as_unmeasured(
     command: Command, tmp_path: Path
 ) -> None:
     pytest.importorskip("lmcache")
@@ -69,7 +69,7 @@ def test_an_h200_by_its_data_sheet_is_advisable_and_said_to_be_unmeasured(
     assert "not-measured" in names(found)
 
 
-def test_the_screen_says_what_the_json_says(command: Command) -> None:
+def test_the_screen_shows_what_the_json_has(command: Command) -> None:
     ran = command("doctor", *H200)
     assert ran.status == 0
     for words in (
@@ -169,7 +169,7 @@ def test_a_setting_with_which_no_server_starts_is_an_error(
         ({"lmcache.max_local_cpu_size": 5.0}, "dram-smaller-than-gpu"),
     ],
 )
-def test_a_setting_that_costs_something_is_told(
+def test_a_setting_that_costs_something_is_reported(
     command: Command, tmp_path: Path, extra: Any, name: str
 ) -> None:
     pytest.importorskip("lmcache")
@@ -181,7 +181,7 @@ def test_a_setting_that_costs_something_is_told(
     )
 
 
-def test_more_dram_than_this_machine_has_is_told(command: Command, tmp_path: Path) -> None:
+def test_more_dram_than_this_machine_has_is_reported(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("lmcache")
     for size_gib, expected in ((1e6, True), (0.1, False)):
         path = lmcache_json(tmp_path, {"lmcache.max_local_cpu_size": size_gib})
@@ -189,7 +189,7 @@ def test_more_dram_than_this_machine_has_is_told(command: Command, tmp_path: Pat
         assert ("dram-exceeds-this-machine" in names(found)) == expected
 
 
-def test_every_trap_is_told_at_once(command: Command, tmp_path: Path) -> None:
+def test_all_settings_with_known_problems_are_reported_at_once(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("lmcache")
     both = {
         "lmcache.enable_async_loading": True,
@@ -219,7 +219,7 @@ def test_no_command_is_refused_in_one_line(command: Command) -> None:
 
 
 @pytest.mark.parametrize("connector", ["LMCacheMPConnector", "ContinuumLMCacheMPConnector"])
-def test_an_lmcache_servers_tiers_are_said_to_be_unknown(
+def test_an_lmcache_servers_tiers_are_shown_as_unknown(
     command: Command, tmp_path: Path, connector: str
 ) -> None:
     path = lmcache_json(tmp_path, {"lmcache.mp.port": 5555}, kv_connector=connector)
@@ -245,7 +245,7 @@ def test_a_running_servers_own_figures_are_used(command: Command) -> None:
     assert {"no-policy", "version"}.isdisjoint(names(found))
 
 
-def test_a_running_server_without_prefix_caching_or_our_policy_is_told(command: Command) -> None:
+def test_a_running_server_without_prefix_caching_or_our_policy_is_reported(command: Command) -> None:
     with metrics_server([INFO % "False"], version={"version": "0.9.1"}, v1_models=MODELS) as url:
         ran = command("doctor", *H200, "--url", url, "--json")
     assert ran.status == 1
@@ -359,7 +359,7 @@ def test_whatever_an_lmcache_json_holds_it_is_judged_without_lmcache_too(extra: 
 # shapes -----------------------------------------------------------------------------
 
 
-def test_a_config_json_tells_the_shape(tmp_path: Path) -> None:
+def test_a_config_json_gives_the_shape(tmp_path: Path) -> None:
     found = shape_of(str(config_json(tmp_path)))
     assert (found.bytes_per_token(), found.window_tokens) == (8192, 32_768)
     parameters = 2 * 4096 * 512 + 8 * (2 * 512 * 64 * 12 + 3 * 512 * 1408)
@@ -428,7 +428,7 @@ def test_the_example_of_a_fleet_is_well(command: Command) -> None:
         ("vllm: --scheduling-policy continuum", "vllm: --max-num-seqs 8", "fleet-stock-engines"),
     ],
 )
-def test_what_is_wrong_with_a_fleets_file_is_told(
+def test_what_is_wrong_with_a_fleets_file_is_reported(
     command: Command, tmp_path: Path, old: str, new: str, named: str
 ) -> None:
     path = tmp_path / "ray.yaml"

@@ -53,7 +53,7 @@ def probes_of(machine: Machine, server: ServerOverhead) -> ProbeTimes:
     return ProbeTimes(first_s((16, 0)), first_s((1088, 0)), first_s((64, 1024)), between_s(1), between_s(6))
 
 
-def test_a_server_is_read_from_five_times(machine: Machine) -> None:
+def test_a_servers_overhead_follows_from_five_probe_times(machine: Machine) -> None:
     for server in (
         SERVER,
         ServerOverhead(),
@@ -119,7 +119,7 @@ def test_a_prediction_has_the_columns_of_a_measurement_and_follows_the_speed(mac
     assert figures(summary)["offload_share"] == pytest.approx(0.2)
 
 
-def test_the_twins_lmcache_stores_what_our_connector_has_it_store() -> None:
+def test_the_simulated_lmcache_stores_what_our_connector_makes_it_store() -> None:
     pytest.importorskip("lmcache")
     from connectors.lmcache.known_issues import with_defaults
 
@@ -128,7 +128,7 @@ def test_the_twins_lmcache_stores_what_our_connector_has_it_store() -> None:
     assert twin["save_decode_cache"] is extra["lmcache.save_decode_cache"]
 
 
-def test_the_comparison_takes_ratios_seed_by_seed_and_tells_the_ranking(tmp_path: Path) -> None:
+def test_the_comparison_takes_ratios_seed_by_seed_and_gives_the_ranking(tmp_path: Path) -> None:
     shares = {"gpu_share": 0.5, "offload_share": 0.0, "computed_share": 0.5}
     means_s = {"measured": {"a": (10, 20), "b": (20, 30)}, "predicted": {"a": (11, 33), "b": (20, 30)}}
     rows = [

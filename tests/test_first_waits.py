@@ -15,7 +15,7 @@ MEASURED = {("fcfs", 0.0): 35.6, ("fcfs", 2 * KV_GB): 14.9, ("continuum-publishe
 
 
 @pytest.mark.parametrize(("contender", "disk_gb"), MEASURED)
-def test_the_twin_is_near_what_real_servers_took(contender: str, disk_gb: float) -> None:
+def test_the_simulator_is_near_what_real_servers_took(contender: str, disk_gb: float) -> None:
     case = Live(contender, 20, 1.0, 4, dram_gb=SMALL, ssd_gb=disk_gb)
     assert simulated_replica(case, {}).mean_job_s == pytest.approx(MEASURED[contender, disk_gb], rel=0.12)
 

@@ -46,7 +46,7 @@ def test_one_replica_more_moves_only_the_programs_that_it_takes() -> None:
     assert 300 < len(moved) < 500
 
 
-def test_who_lacks_the_key_cannot_tell_the_replica() -> None:
+def test_without_the_key_the_replica_cannot_be_predicted() -> None:
     agree = [hashed(name, range(4), KEY) == hashed(name, range(4), b"another") for name in names(2000)]
     assert 0.2 < sum(agree) / len(agree) < 0.3
 
@@ -57,7 +57,7 @@ def test_any_name_has_a_replica_that_is_there(name: str, replicas: int) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("solf"), st.integers(0, 9), st.integers(0, 3))), st.integers(1, 5))
-def test_the_table_holds_what_was_told_last(steps: list[tuple[str, int, int]], most: int) -> None:
+def test_the_table_holds_the_last_recorded_home(steps: list[tuple[str, int, int]], most: int) -> None:
     homes = Homes[int](most, KEY)
     known: dict[ProgramId, int] = {}
     for what, number, replica in steps:

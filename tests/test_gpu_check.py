@@ -142,7 +142,7 @@ def test_an_unknown_stage_is_refused_by_name(tmp_path: Path) -> None:
     assert ran.exit_code == 2 and "exakt" in ran.output and "rounding" in ran.output
 
 
-def test_the_page_shows_runs_beside_what_the_lab_expected(tmp_path: Path) -> None:
+def test_the_page_shows_runs_beside_the_simulators_predictions(tmp_path: Path) -> None:
     row = {"load": "below", "jps": 1.5, "label": "fcfs", "mean_s": 2.0, "p95_s": 3.0, "ttft_max_s": 0.5}
     runs = [row | {"cut": 0, "errors": 0, "predicted": {"mean_s": 2.2}}]
     page.write({"programs": {"rows": runs, "failed": "", "seconds": 9.0}}, {"device": "cpu"}, tmp_path)

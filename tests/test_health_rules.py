@@ -74,7 +74,7 @@ def test_a_dead_tier_store_is_the_gravest() -> None:
     assert found.severity is Severity.ERROR
 
 
-def test_memory_full_of_pins_is_said_to_be() -> None:
+def test_memory_full_of_pins_is_reported_as_such() -> None:
     (found,) = diagnose(replace(HEALTHY, running_turns=2, waiting_turns=9))
     assert "30% of it by pins" in found.figure
 
@@ -94,7 +94,7 @@ def test_targets_are_the_users() -> None:
     assert [f.name for f in diagnose(HEALTHY, Thresholds(queue_s=4.9))] == ["queue-over-target"]
 
 
-def test_a_server_that_tells_nothing_is_not_judged() -> None:
+def test_a_server_that_reports_nothing_is_not_judged() -> None:
     silent = ServerWindow(seconds=5)
     assert diagnose(silent) == []
     assert not_evaluated(silent).keys() == RULES.keys()

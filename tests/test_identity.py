@@ -29,7 +29,7 @@ def test_a_router_says_for_how_many_turns_and_seconds_a_program_is_under_way() -
 
 
 @pytest.mark.parametrize("value", [True, 1, "true", "True", "1", " yes "])
-def test_the_last_step_may_be_said_in_json_or_as_text(value: object) -> None:
+def test_the_last_step_may_be_marked_in_json_or_as_text(value: object) -> None:
     assert parse({"is_last_step": value}).is_last_step
 
 

@@ -92,7 +92,7 @@ def clone(tmp_path: Path) -> Clone:
     return Clone(tmp_path)
 
 
-def test_a_cpu_build_is_taken_before_a_cuda_build_and_the_place_and_the_size_are_said(clone: Clone) -> None:
+def test_a_cpu_build_is_taken_before_a_cuda_build_and_its_place_and_size_are_printed(clone: Clone) -> None:
     clone.wheel(CPU, "torch")
     clone.wheel(CUDA, "torch", needs=NEEDS_CUDNN)
     done = clone.install()
@@ -139,7 +139,7 @@ def test_a_torch_that_nothing_offers_is_named_with_what_to_do(clone: Clone) -> N
     ],
     ids=["CPU", "CUDA"],
 )
-def test_too_little_disk_space_for_what_torchs_own_requirements_ask_is_said_first(
+def test_too_little_disk_space_for_what_torchs_own_requirements_ask_is_reported_first(
     clone: Clone, needs: tuple[str, ...], free_kb: int, told: str
 ) -> None:
     """Both builds have the same name here; the CPU build requires nothing beyond the lock."""
@@ -159,7 +159,7 @@ def test_an_unsupported_python_is_named_with_what_is_supported(clone: Clone) -> 
     assert "found no Python 3.11, 3.12 or 3.13" in said.stderr and "python3 is Python 3.9.2" in said.stderr
 
 
-def test_a_python_without_venv_is_told_debians_package(clone: Clone) -> None:
+def test_a_python_without_venv_ends_with_the_name_of_debians_package(clone: Clone) -> None:
     clone.command("python3", "exit 1")
     clone.command("python3.11", 'case "$2" in *ensurepip*) exit 1;; esac')
     said = clone.install()

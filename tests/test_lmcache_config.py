@@ -99,7 +99,7 @@ RECIPES = (
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_variable_of_old_recipes_or_of_a_deployment_is_told_and_not_refused(name):
+def test_a_variable_of_old_recipes_or_of_a_deployment_gets_a_warning_and_no_refusal(name):
     variable = f"LMCACHE_{name}"
     with_defaults({}, {variable: "1"}, CPU)
     assert unread({variable: "1"}) == ([] if name == "CONTROLLER_PORT" else [variable])  # a family of names

@@ -160,14 +160,14 @@ def test_a_file_that_cannot_be_read_is_lost_once_and_not_tried_for_ever(rig):
 
 
 @given(st.binary(min_size=1, max_size=3 * 4096), st.data())
-def test_a_checksum_tells_every_flipped_bit(content, data):
+def test_a_checksum_detects_every_flipped_bit(content, data):
     at = data.draw(st.integers(0, len(content) * 8 - 1))
     changed = bytearray(content)
     changed[at // 8] ^= 1 << at % 8
     assert checksum(content) == checksum(bytearray(content)) != checksum(changed)
 
 
-def test_a_checksum_tells_sectors_that_changed_places():
+def test_a_checksum_detects_sectors_that_changed_places():
     first, second = bytes(range(256)) * 16, bytes(4096)
     assert checksum(first + second) != checksum(second + first)
 

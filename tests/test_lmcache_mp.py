@@ -53,7 +53,7 @@ Make = Callable[..., MpRig]
 # ---- residency
 
 
-def test_what_the_server_has_not_told_yet_counts_as_not_there(mp_rig: Make) -> None:
+def test_what_the_server_has_not_reported_yet_counts_as_not_there(mp_rig: Make) -> None:
     rig = mp_rig()
     rig.store("r", prompt(1, 2), 0)
     assert rig.locate(prompt(1, 2)) == TierHit(0, 0)
@@ -299,7 +299,7 @@ def test_a_load_that_a_silent_server_finishes_has_come(mp_rig: Make) -> None:
     assert ended(rig) == ({"store"}, {"load"}, set())
 
 
-def test_a_slow_load_that_was_told_between_two_looks_is_not_told_again(mp_rig: Make) -> None:
+def test_a_slow_load_that_was_reported_between_two_checks_is_not_reported_again(mp_rig: Make) -> None:
     rig = mp_rig()
     moves = load_and_store(rig)
     rig.worker._clock.now_s = 2 * rig.worker._longest_load_s
@@ -399,7 +399,7 @@ def test_the_server_leaves_out_a_store_that_comes_too_late(
 # ---- load times
 
 
-def test_a_load_is_told_by_tier_when_both_sides_have_spoken() -> None:
+def test_a_load_is_reported_by_tier_when_both_sides_have_reported_it() -> None:
     load, lookup = TimedLoad("r", 400, 4000, 0.4), LookupResult(1, "r", 100, 300, 0.9)
     expected = [
         KVTransfer(Tier.DRAM, "load", 100, 1000, 0.1, "r", in_step=False),
@@ -484,7 +484,7 @@ def test_a_server_of_another_release_is_named_at_the_start(
     assert all(part in line for part, line in zip(said, lines, strict=True))
 
 
-def test_the_server_says_its_releases_and_an_older_one_is_read_all_the_same() -> None:
+def test_the_server_reports_its_releases_and_an_older_one_is_read_all_the_same() -> None:
     without = msgspec.msgpack.decode(msgspec.msgpack.encode(ANSWER))
     del without["lmcache"], without["continuum"]
     assert decoded(msgspec.msgpack.encode(without)).lmcache == ""

@@ -159,7 +159,7 @@ def test_a_reload_from_dram_gives_the_same_logprobs_as_vllms_own_prefix_hit(engi
     assert counted("continuum_stored_bytes_total") >= 3 * CHUNK * KV_BYTES
 
 
-def test_what_the_policies_hear_of_its_loads_is_what_vllm_hears(engine, monkeypatch):
+def test_the_policies_and_vllm_know_alike_whether_steps_wait_for_loads(engine, monkeypatch):
     """Whether steps wait for them."""
     stock, replies = engine.connector.get_num_new_matched_tokens, []
     spy = lambda *args: replies.append(stock(*args)) or replies[-1]  # noqa: E731

@@ -105,7 +105,7 @@ def test_asking_changes_nothing_in_lmcache(rig):
     assert not any(chunk.is_pinned for chunk in r.cpu.hot_cache.values())
 
 
-def test_locate_tells_what_a_load_then_brings_through_500_random_steps(rig):
+def test_locate_predicts_what_a_load_then_brings_through_500_random_steps(rig):
     r, draw, hits = rig(dram_chunks=12, disk_chunks=30), random.Random(0), []
     for _ in range(500):
         tokens = prompt(draw.randrange(6), draw.randrange(1, 9))

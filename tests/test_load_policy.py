@@ -96,7 +96,7 @@ def test_with_memory_to_spare_the_more_turns_wait_the_more_is_loaded(turns, ssd,
     assert few <= more
 
 
-def test_the_judge_asks_at_each_question_who_is_there():
+def test_contention_is_read_again_for_each_load_decision():
     there = iter([Contention(0, ROOMY), Contention(20, ROOMY)])
     policy = LoadPolicy(CalibratedCosts(at(gbps_of_ssd=100.0)), lambda: next(there))
     assert [policy.tokens_to_load(TURN, ON_DISK), policy.tokens_to_load(TURN, ON_DISK)] == [0, 1000]

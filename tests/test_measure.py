@@ -90,7 +90,7 @@ def test_a_step_fit_finds_the_weights_floor_and_every_coefficient(floor):
     assert found == pytest.approx([0.004, 5e-5, 4e-9, 8e-8], rel=0.02)
 
 
-def test_a_decode_fit_tells_sequences_from_what_they_attend_to():
+def test_a_decode_fit_separates_sequences_from_what_they_attend_to():
     points = itertools.product((1, 8, 32), (1024, 8192))
     fit = fit_decode({(b, c): 0.008 + 1e-5 * b + 2e-8 * b * c for b, c in points})
     assert fit.terms == pytest.approx(
@@ -240,7 +240,7 @@ def test_disk_timings_cover_both_directions_of_the_counts_that_fit(files):
     ("fetched", "says"),
     [((0, 4 * 64 * 1024), "disk"), ((7, 7), "page cache"), ((None, None), "unknown")],
 )
-def test_who_answers_a_read_is_told_by_the_kernels_count(files, monkeypatch, fetched, says):
+def test_what_served_a_read_follows_from_the_kernels_count(files, monkeypatch, fetched, says):
     counts = iter(fetched)
     monkeypatch.setattr(disk_timing, "fetched_bytes", lambda: next(counts))
     files.write([0, 1, 2, 3])

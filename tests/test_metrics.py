@@ -41,7 +41,7 @@ def heard_by_front_ends(bench: Bench) -> list[Any]:
     return [detach(stats) for stats in bench.stats]
 
 
-def test_what_two_front_ends_hear_adds_up_to_what_happened(make: Make) -> None:
+def test_what_two_front_ends_get_adds_up_to_what_happened(make: Make) -> None:
     bench = make(blocks=40)
     for story in range(4):
         first = bench.turn(f"p{story}", prompt(64, story), this_func_call="ls")
@@ -63,7 +63,7 @@ def test_what_two_front_ends_hear_adds_up_to_what_happened(make: Make) -> None:
     assert "ls" in gaps[-1]
 
 
-def test_an_engine_to_which_nothing_happens_tells_nothing_but_the_first_time(make: Make) -> None:
+def test_an_engine_to_which_nothing_happens_reports_nothing_but_the_first_time(make: Make) -> None:
     bench = make()
     for _ in range(5):
         bench.step()
@@ -83,7 +83,7 @@ def test_a_step_that_ends_an_engines_idleness_waits_for_no_figures(make: Make) -
     assert told_at == [2, 5, 8], "of each turn's three steps the last"
 
 
-def test_a_busy_engine_tells_every_half_second_and_the_rest_in_its_last_step(make: Make) -> None:
+def test_a_busy_engine_reports_every_half_second_and_the_rest_in_its_last_step(make: Make) -> None:
     bench = make(blocks=40)
     bench.send("p", prompt(64), out=33)
     bench.run_until_idle()
@@ -94,7 +94,7 @@ def test_a_busy_engine_tells_every_half_second_and_the_rest_in_its_last_step(mak
     assert last["pins"] == {"taken": 1}, "the turn's end is told before the engine idles"
 
 
-def test_a_return_is_told_with_where_its_context_was(make: Make) -> None:
+def test_a_return_is_reported_with_where_its_context_was(make: Make) -> None:
     bench = make(blocks=20)
     first = bench.turn("p", prompt(64), out=17)
     bench.turn("p", first + prompt(10, 9), is_last_step=True)

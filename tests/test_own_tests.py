@@ -14,7 +14,7 @@ from experiments.trust.packages import Unreachable
 
 
 @pytest.mark.timeout(900)
-def test_vllms_own_scheduler_tests_do_not_tell_our_classes_from_stock() -> None:
+def test_vllms_own_scheduler_tests_pass_alike_on_our_classes_and_stock() -> None:
     """A part of them; `python -m experiments.trust.own_tests` runs them all."""
     try:
         stock, ours = compare(version("vllm").partition("+")[0], QUICK)

@@ -30,13 +30,13 @@ from tests.waiting import PATIENCE_S
 ROOT = Path(__file__).parents[1]
 MACHINE = live.profiled("cpu-tiny.yaml")
 SMALL = Point(AGENTINFER, 8, 0.2, 1)
-IN_THE_LAB = pytest.mark.skipif(
+IN_THE_SIMULATOR = pytest.mark.skipif(
     bool(install.missing(AGENTINFER, simulated=True)), reason=install.missing(AGENTINFER, simulated=True)
 )
 
 
 @pytest.mark.parametrize("tokens", [256, 1024, 4096])
-def test_a_peer_is_told_what_this_machines_prefill_costs(tokens: int) -> None:
+def test_a_peers_settings_have_what_this_machines_prefill_costs(tokens: int) -> None:
     told = settings.router(MACHINE, 15_360, None)["prefill_cost_model"]
     thousands = tokens / 1000
     cost_s = told["intercept_seconds"] + told["linear_seconds_per_1k_tokens"] * thousands
@@ -45,7 +45,7 @@ def test_a_peer_is_told_what_this_machines_prefill_costs(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_peer_is_told_what_this_machines_decode_steps_take(batch: int) -> None:
+def test_a_peers_settings_have_what_this_machines_decode_steps_take(batch: int) -> None:
     told = settings.agentinfer(MACHINE)["progress_ttl"]
     step_s = told["decode_step_fixed_seconds"] + batch * told["decode_step_seconds_per_request"]
     step_s += batch * 1000 * told["decode_step_seconds_per_context_token"]
@@ -119,7 +119,7 @@ def test_contenders_and_tiers_choose_among_the_rows() -> None:
         cases_of(plan, Size.FULL, [3], wanted("", "lifo", ""))
 
 
-def test_the_tables_say_each_seed_and_where_others_are_ahead_and_go_into_docs(tmp_path: Path) -> None:
+def test_the_tables_show_each_seed_and_where_others_are_ahead_and_go_into_docs(tmp_path: Path) -> None:
     rows = Rows(tmp_path / "live_sweep.csv", LIVE)
     means_s = {("fcfs", 3): 30.0, ("fcfs", 4): 40.0, ("continuum", 3): 35.0, ("continuum", 4): 20.0}
     wants = {"contenders": "fcfs,continuum", "tiers": "disk", "seeds": "3,4"}
@@ -151,7 +151,7 @@ def test_michis_rules_are_a_policy_while_their_run_lasts() -> None:
     assert MICHI not in POLICIES
 
 
-@IN_THE_LAB
+@IN_THE_SIMULATOR
 @pytest.mark.parametrize("contender", PEERS)
 def test_a_peer_runs_in_virtual_time_and_gives_the_clock_back(contender: str) -> None:
     point = replace(SMALL, contender=contender)
@@ -163,14 +163,14 @@ def test_a_peer_runs_in_virtual_time_and_gives_the_clock_back(contender: str) ->
     assert runtime.time is time
 
 
-@IN_THE_LAB
+@IN_THE_SIMULATOR
 def test_a_peer_lets_held_programs_in_when_their_time_comes_though_nothing_else_happens() -> None:
     """On an idle engine after the last arrival; the simulator once postponed that time for ever."""
     point = Point(ROUTER, 8, 1.0, 3)
     assert simulated.run(point)["jobs"] == point.programs
 
 
-@IN_THE_LAB
+@IN_THE_SIMULATOR
 def test_a_peer_holds_programs_back_where_stock_lets_all_in() -> None:
     """Twelve programs at once: fcfs computes most of them again and again."""
     crowd = Point("fcfs", 12, 1.0, 1)

@@ -49,7 +49,7 @@ def test_a_dearer_second_never_lengthens_the_ttl(seen, benefit_s, ceiling_s, one
     assert longer.ttl_s >= shorter.ttl_s or tied
 
 
-def test_what_a_pin_is_charged_with_is_said():
+def test_the_cost_of_a_pin_is_part_of_the_decision():
     load = replace(IDLE, price=0.5)
     assert decide("continuum", turn(16), learned(), load).cost_s == 2.0
 

@@ -171,7 +171,7 @@ def test_three_way_pins_fast_tools_by_rule_and_slow_ones_not():
     assert (keep.ttl_s, keep.reason) == (0.0, "rule")
 
 
-def test_three_way_believes_a_keys_own_few_gaps_and_else_everybodys():
+def test_three_way_uses_a_keys_own_few_gaps_and_else_those_of_all_tools():
     gaps = ToolDurations()
     tool = ("train.sh", "bash")
     assert decide("three-way", turn(100, tool), gaps).reason == "cdf"
@@ -197,7 +197,7 @@ def test_the_posteriors_normal_stands_in_for_students_t():
     assert as_posterior(gaps.exact(MAKE)).cdf == pytest.approx(exact, abs=0.03)
 
 
-def test_fcfs_asks_for_the_turns_arrival_and_nothing_else():
+def test_fcfs_orders_by_the_turns_arrival_and_nothing_else():
     early = standing(turn_arrival_s=1.0, program_arrival_s=9.0, priority=5)
     pinned = standing(turn_arrival_s=2.0, pinned=True, priority=-1)
     preempted = standing(turn_arrival_s=3.0, preempted=True)

@@ -23,7 +23,7 @@ def test_the_better_a_machine_is_at_small_chunks_the_smaller_a_chunk_pays() -> N
     assert chosen == [128, 256, 2048, None, None]
 
 
-def test_too_little_measured_says_nothing() -> None:
+def test_too_few_measurements_give_no_smallest_chunk() -> None:
     assert smallest_chunk({}) is None
     assert smallest_chunk({128: 0.01, 256: 0.02, 512: 0.04}) is None, "no step of decodes alone"
     assert smallest_chunk({0: 0.014, 128: 0.016}) is None, "no slope"

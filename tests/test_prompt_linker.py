@@ -66,7 +66,7 @@ def test_a_first_prompt_whose_last_tokens_no_history_repeats_is_linked(tokens: i
     assert counts["right"] >= 0.9 * (counts["right"] + counts["unlinked"])
 
 
-def test_strangers_whose_short_first_prompts_share_a_system_prompt_are_not_linked() -> None:
+def test_programs_whose_short_first_prompts_share_a_system_prompt_are_not_linked() -> None:
     prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
     for name in range(4):
         request = replay.request(NEW, (*range(1000, 1200), *range(100 * name, 100 * name + 6)))

@@ -44,7 +44,7 @@ def after(*transfers, costs=PROFILE):
     return rates
 
 
-def test_loads_as_the_profile_says_change_nothing_but_how_many_stand_behind_it():
+def test_loads_at_the_profiles_rate_change_nothing_but_its_samples():
     costs = after(*[load(1.0)] * 7).costs
     assert costs.dram == TransferRate(bytes_per_s=pytest.approx(1e6), fixed_s=0.0, samples=27)
     assert costs.ssd == PROFILE.ssd
@@ -83,14 +83,14 @@ def test_a_disk_load_faster_than_the_copy_alone_leaves_a_rate():
     assert 0 < after(*[load(0.5, Tier.SSD)] * 50).costs.ssd.bytes_per_s < math.inf
 
 
-def test_what_cannot_be_is_not_believed():
+def test_impossible_transfers_change_no_rate():
     nonsense = [load(seconds) for seconds in (0.0, -1.0, math.nan, math.inf)]
     nonsense += [load(1.0, size_bytes=0), load(1.0, Tier.GPU)]
     rates = after(*nonsense)
     assert rates.costs == PROFILE
 
 
-def test_stores_say_nothing_about_loads():
+def test_stores_change_no_rate_of_loads():
     found = after(load(99.0, direction="store")).costs
     assert (found.dram, found.ssd, found.prefill) == (PROFILE.dram, PROFILE.ssd, PROFILE.prefill)
 
@@ -121,20 +121,20 @@ def test_the_prefill_curve_follows_the_steps(times):
 
 
 @pytest.mark.parametrize("times", [100.0, 0.01])
-def test_three_loads_that_agree_on_another_rate_are_believed_at_once(times):
+def test_three_loads_that_agree_on_another_rate_move_it_at_once(times):
     rates = after(*[load(1.0)] * 30, *[load(times)] * 3)
     assert rates.costs.dram.bytes_per_s == pytest.approx(1e6 / times)
 
 
 @given(st.lists(LOADS, max_size=60))
-def test_rates_stay_finite_and_positive_whatever_is_told(transfers):
+def test_rates_stay_finite_and_positive_whatever_is_reported(transfers):
     costs = after(*transfers).costs
     for rate in (costs.dram, costs.ssd):
         assert 0 < rate.bytes_per_s < math.inf
         assert 0 <= rate.fixed_s < math.inf
 
 
-def test_guesses_and_measurements_are_told_apart_by_their_samples():
+def test_guesses_and_measurements_are_distinguished_by_their_samples():
     costs = after(load(1.0), costs=UNMEASURED).costs
     assert (costs.dram.samples, costs.ssd.samples, costs.measured) == (1, 0, False)
 

@@ -20,7 +20,7 @@ from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
 from experiments.recorded_runs import to_trace
 
 
-def test_a_directory_tells_the_same_as_the_file(tmp_path: Path) -> None:
+def test_a_directory_gives_the_same_as_the_file(tmp_path: Path) -> None:
     run = Run()
     recording = RecordingWriter(tmp_path, run.recorder)
     run.turn("a", "a1", (0, 1, 4), keep=KEEP)
@@ -81,7 +81,7 @@ def test_unfinished_and_cut_programs_do_not_count_as_fast_ones(tmp_path: Path) -
     assert (found["programs"], found["programs complete"], found["JCT, mean [s]"]) == (2, 0, None)
 
 
-def test_the_prototypes_own_file_is_read_and_what_it_lacks_is_said(tmp_path: Path) -> None:
+def test_the_prototypes_own_file_is_read_and_what_it_lacks_is_listed(tmp_path: Path) -> None:
     run = load(saved(tmp_path, PROTOTYPE))
     found = measure(run)
     assert found["JCT, mean [s]"] == 7

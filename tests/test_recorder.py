@@ -43,7 +43,7 @@ def run_turn(recorder: EventRecorder, program: ProgramId, turn: str, at_s: float
     recorder.record(TurnFinished(at_s + 2.5, program, turn_id, ("pytest", "bash"), 1050, 50, last, KEEP))
 
 
-def test_a_turn_is_told_under_the_prototypes_names_with_what_they_lacked() -> None:
+def test_a_turn_is_recorded_under_the_prototypes_names_with_what_they_lacked() -> None:
     recorder = EventRecorder(EPOCH_S)
     run_turn(recorder, A, "t1", 10.0)
     recorder.record(PinTaken(12.5, Pin(A, 66, 12.5, 15.5, KEEP, ENDED)))
@@ -213,7 +213,7 @@ def test_any_id_is_safe_in_json_bounded_and_its_own(ids: list[str], hash_ids: bo
     assert all(len(name) <= MAX_NAME_CHARS + 17 for name in found)
 
 
-def test_a_recorder_hears_of_every_event() -> None:
+def test_a_recorder_gets_every_event() -> None:
     kinds = {
         n for n, kind in vars(happened).items() if is_dataclass(kind) and kind.__module__ == happened.__name__
     }
@@ -223,7 +223,7 @@ def test_a_recorder_hears_of_every_event() -> None:
     assert {"TurnArrived", "PinReleased", "ProgramEnded"} <= kinds
 
 
-def test_hashed_ids_do_not_tell_the_name_and_agree_under_one_salt() -> None:
+def test_hashed_ids_do_not_reveal_the_name_and_agree_under_one_salt() -> None:
     def told(salt: bytes) -> str:
         recorder = EventRecorder(EPOCH_S, hash_ids=True, salt=salt)
         run_turn(recorder, ProgramId("alice@example.org"), "chatcmpl-alice", 0.0)

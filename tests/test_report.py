@@ -150,7 +150,7 @@ def test_two_runs_stand_side_by_side_in_the_table(page: Path) -> None:
     assert re.findall(r"<td>(.*?)</td>", row[1]) == ["10", "7", "0.7"]
 
 
-def test_what_a_recording_does_not_tell_is_said(page: Path) -> None:
+def test_what_a_recording_lacks_is_listed(page: Path) -> None:
     assert "missing retention: no TTLs, no calibration" in page.read_text()
 
 

@@ -445,7 +445,7 @@ def test_a_last_step_beside_another_live_turn_leaks_nothing(make: Make) -> None:
     assert bench.used_blocks == 0
 
 
-def test_programs_that_never_say_they_are_done_are_forgotten(make: Make) -> None:
+def test_programs_that_never_report_their_end_are_forgotten(make: Make) -> None:
     bench = make(program_idle_s=100)
     for story in range(5):
         bench.turn(f"p{story}", prompt(32, story))
@@ -561,7 +561,7 @@ def test_a_turn_whose_output_comes_back_encoded_otherwise_is_still_linked(make: 
     assert len(bench.lifecycle.programs.records) == 1
 
 
-def test_two_strangers_with_one_system_prompt_are_not_linked(make: Make) -> None:
+def test_two_programs_with_one_system_prompt_are_not_linked(make: Make) -> None:
     bench = make(blocks=40)
     system = prompt(64, 1)
     bench.turn(None, system + prompt(5, 2), out=2)

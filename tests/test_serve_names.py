@@ -60,7 +60,7 @@ def body(**fields: Any) -> bytes:
     return json.dumps({"model": "m", "prompt": "x"} | fields).encode()
 
 
-def test_a_program_named_in_the_body_is_told_and_the_body_arrives_as_it_was_sent() -> None:
+def test_a_program_named_in_the_body_is_recognised_and_the_body_arrives_as_it_was_sent() -> None:
     sent = body(job_id="run-42", is_last_step=True)
     for parts in (1, 3):
         turn, got, _ = through(sent, parts=parts)

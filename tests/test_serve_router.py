@@ -99,7 +99,7 @@ async def sent(made: ProgramRouter, pending: PendingRequest, **how: Any) -> str:
     return str(chosen.replica_id.unique_id)
 
 
-def test_a_turn_goes_where_the_state_says_and_the_replica_is_told_what_its_program_did() -> None:
+def test_a_turn_goes_where_the_state_sends_it_with_its_programs_turns_and_age() -> None:
     async def go() -> None:
         made = router(state(goes_to("b", program_turns=3, program_age_s=7.5)), "a", "b")
         pending = turn(program="p")
@@ -110,7 +110,7 @@ def test_a_turn_goes_where_the_state_says_and_the_replica_is_told_what_its_progr
     asyncio.run(go())
 
 
-def test_the_state_and_the_replica_are_told_a_keyed_hash_of_the_programs_name() -> None:
+def test_the_state_and_the_replica_get_a_keyed_hash_of_the_programs_name() -> None:
     """The same from every router of the deployment, also for a turn that is routed again."""
 
     async def named_by(key: bytes) -> tuple[str, ...]:
@@ -157,7 +157,7 @@ def test_a_program_whose_replica_is_gone_while_the_state_is_away_finds_another()
     asyncio.run(go())
 
 
-def test_the_state_hears_which_replicas_left_and_which_requests_are_over() -> None:
+def test_the_state_learns_which_replicas_left_and_which_requests_are_over() -> None:
     async def go() -> None:
         made = router(state(goes_to("a")), "a", "b")
         made.update_replicas([replica("a", 0)])

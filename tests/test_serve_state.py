@@ -146,7 +146,7 @@ def test_a_client_that_leaves_the_line_is_not_sent_anywhere_later() -> None:
     run_virtually(go())
 
 
-def test_programs_of_a_dead_replica_go_to_the_others_and_the_engine_is_told_that_they_are_under_way() -> None:
+def test_programs_of_a_dead_replica_go_to_the_others_and_the_engine_learns_that_they_have_started() -> None:
     async def go() -> None:
         host = await started()
         routes = {p: await host.runs(p) for p in "pqrs"}
@@ -175,7 +175,7 @@ def test_a_turn_whose_replica_died_under_it_is_sent_to_another_when_it_is_asked_
     run_virtually(go())
 
 
-def test_a_turn_of_whose_end_no_replica_tells_is_not_counted_for_ever() -> None:
+def test_a_turn_whose_end_no_replica_reports_is_not_counted_for_ever() -> None:
     async def go() -> None:
         host = await started()
         route = await host.sends("p")
@@ -189,7 +189,7 @@ def test_a_turn_of_whose_end_no_replica_tells_is_not_counted_for_ever() -> None:
     run_virtually(go())
 
 
-def test_a_new_state_sends_nobody_away_from_home_before_the_replicas_have_told_what_they_remember() -> None:
+def test_a_new_state_moves_nobody_before_the_replicas_have_reported_what_they_remember() -> None:
     async def go() -> None:
         first = await started()
         homes = {p: (await first.runs(p)).replica for p in "pqrs"}
@@ -211,7 +211,7 @@ def test_a_new_state_sends_nobody_away_from_home_before_the_replicas_have_told_w
     run_virtually(go())
 
 
-def test_a_replica_that_says_nothing_holds_a_new_state_up_for_a_moment_only() -> None:
+def test_a_replica_that_reports_nothing_holds_a_new_state_up_for_a_moment_only() -> None:
     async def go() -> None:
         host = Host()
         await host.hears("a")
@@ -222,7 +222,7 @@ def test_a_replica_that_says_nothing_holds_a_new_state_up_for_a_moment_only() ->
     run_virtually(go())
 
 
-def test_a_replica_that_has_long_said_nothing_gets_no_first_turn_and_its_programs_still_come_home() -> None:
+def test_a_replica_that_has_long_been_silent_gets_no_first_turn_and_its_programs_still_come_home() -> None:
     async def go() -> None:
         host = await started(first_turn_age_s=30.0)
         silent = await host.runs("p")
@@ -236,7 +236,7 @@ def test_a_replica_that_has_long_said_nothing_gets_no_first_turn_and_its_program
     run_virtually(go())
 
 
-def test_a_prompts_size_is_told_from_its_bytes_by_what_prompts_had() -> None:
+def test_a_prompts_size_is_estimated_from_its_bytes_by_what_prompts_had() -> None:
     async def go() -> None:
         host = await started()
         assert host.state.tokens_of(4000) == 1000
@@ -247,7 +247,7 @@ def test_a_prompts_size_is_told_from_its_bytes_by_what_prompts_had() -> None:
     run_virtually(go())
 
 
-def test_the_state_tells_people_its_figures_and_no_programs_name() -> None:
+def test_the_state_reports_its_figures_and_no_programs_name() -> None:
     async def go() -> None:
         host = await started()
         await host.runs("secret-program")
@@ -298,7 +298,7 @@ def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() 
     assert [(k.program, k.turns, k.context_tokens) for k in programs.known(3.0)] == [("q", 1, 10)]
 
 
-def test_a_report_takes_the_engines_figures_and_what_stock_vllm_does_not_tell_is_not_there() -> None:
+def test_a_report_takes_the_engines_figures_and_what_stock_vllm_does_not_report_is_not_there() -> None:
     stock = report(
         "a", 5000, {("vllm:num_requests_waiting", ""): 2.0, ("vllm:num_requests_running", ""): 3.0}
     )

@@ -42,7 +42,7 @@ def test_a_reserved_port_is_given_to_nobody_else_before_its_server_listens():
 
 
 @pytest.mark.parametrize("options", [[socket.SO_REUSEADDR], [socket.SO_REUSEADDR, socket.SO_REUSEPORT]])
-def test_the_server_that_was_told_of_it_can_listen_and_comes_back_to_it(options: list[int]):
+def test_the_server_that_was_given_it_can_listen_and_comes_back_to_it(options: list[int]):
     """vLLM sets the second option when it has several API servers."""
     port = reserved_port()
     for _ in range(2):

@@ -252,7 +252,7 @@ def test_claude_codes_subagent_leaves_its_parents_pin_alone(continuum: Server) -
     assert continuum.metric("continuum_programs") == programs + 2
 
 
-def test_a_nonce_and_a_compaction_are_told_by_cause_and_token(
+def test_a_nonce_and_a_compaction_are_reported_by_cause_and_token(
     continuum: Server, client: openai.OpenAI
 ) -> None:
     """Claude Code's, joined by a proxy; vLLM itself drops a billing header that begins a message."""
@@ -393,7 +393,7 @@ def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_
         assert complaints == []
 
 
-def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_told(continuum: Server) -> None:
+def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_reported(continuum: Server) -> None:
     def count(histogram: str, **labels: str) -> float:
         return continuum.metric(f"{histogram}_count", **labels)
 

@@ -28,7 +28,7 @@ def a_program(
     return Program(name, arrival_s, (*specs[:-1], replace(specs[-1], gap_s=None)))
 
 
-def crowd(programs: int = 12, every_s: float = 0.3, **shape: int) -> list[Program]:
+def many_programs(programs: int = 12, every_s: float = 0.3, **shape: int) -> list[Program]:
     """More programs than the small GPU holds."""
     return [a_program(f"p{i}", arrival_s=i * every_s, **shape) for i in range(programs)]
 
@@ -51,7 +51,7 @@ SETUPS = {
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_every_token_of_every_turn_is_accounted_for_and_a_run_repeats_itself(setup: Setup) -> None:
-    programs = crowd()
+    programs = many_programs()
     result = simulate(programs, setup)
     assert [job.program_id for job in result.jobs] == [p.program_id for p in programs]
     assert len(result.turns) == 36
@@ -127,12 +127,12 @@ def test_stores_cost_step_time_only_where_a_step_waits_for_them() -> None:
 
 def test_tiers_without_room_change_nothing() -> None:
     """So a policy without offloading may have its settings beside an empty connector."""
-    programs = crowd()
+    programs = many_programs()
     assert simulate(programs, SMALL) == simulate(programs, replace(SMALL, tiers={"dram_gb": 0.0}))
 
 
 def test_a_pin_keeps_a_program_on_the_gpu_that_stock_order_lets_go() -> None:
-    programs = crowd(8)
+    programs = many_programs(8)
     stock = simulate(programs, SMALL)
     pinned = simulate(programs, replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 60.0}))
     assert pinned.pins["reused"] > 0
@@ -144,12 +144,12 @@ def test_a_time_to_live_of_nothing_pins_nothing() -> None:
     """A mutation that must show: the TTL is always 0."""
     none = replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 0.0})
     order = replace(SMALL, policy="program-fcfs")
-    assert simulate(crowd(8), none).turns == simulate(crowd(8), order).turns
+    assert simulate(many_programs(8), none).turns == simulate(many_programs(8), order).turns
 
 
 def test_pins_beyond_the_gpu_are_given_up_and_everybody_finishes() -> None:
     pinned = replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 9.0, "max_pinned_share": 1.0})
-    result = simulate(crowd(16, prompt=4000, every_s=0.1), pinned)
+    result = simulate(many_programs(16, prompt=4000, every_s=0.1), pinned)
     assert result.pins["taken"] > 16
     assert result.pins.get("reclaimed", 0) + result.pins.get("expired", 0) > 0
 
@@ -162,7 +162,7 @@ def test_merged_decode_steps_of_one_program_are_the_same_steps() -> None:
 
 
 def test_merged_decode_steps_change_a_mean_by_less_than_two_percent() -> None:
-    programs = crowd(6, output=200)
+    programs = many_programs(6, output=200)
     exact, merged = simulate(programs, SMALL), simulate(programs, replace(SMALL, merge_steps=8))
     assert merged.mean_job_s == pytest.approx(exact.mean_job_s, rel=0.02)
 
@@ -171,7 +171,7 @@ def test_merged_decode_steps_change_a_mean_by_less_than_two_percent() -> None:
 @pytest.mark.parametrize("tiers", [None, {"dram_gb": 8.0}, DRAM], ids=["none", "sync", "async"])
 def test_not_asking_in_vain_changes_no_digit(policy: str, tiers: dict[str, object] | None) -> None:
     setup = replace(SMALL, policy=policy, tiers=tiers)
-    programs = crowd(16, prompt=3000, every_s=0.1)
+    programs = many_programs(16, prompt=3000, every_s=0.1)
     assert simulate(programs, setup) == simulate(programs, replace(setup, skip_blocked=False))
 
 

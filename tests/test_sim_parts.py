@@ -80,7 +80,7 @@ def test_no_module_of_vllm_on_the_simulated_path_reads_the_time_behind_the_clock
 # the step-time model
 
 
-def test_a_step_costs_what_lab_notes_say_an_a100_takes() -> None:
+def test_a_step_takes_what_was_reported_of_an_a100() -> None:
     """0.20, 0.43 and 0.74 s for 2,048 tokens after 0, 30,000 and 70,000."""
     took_s = [A100.seconds([(2048, context)]) for context in (0, 30_000, 70_000)]
     assert took_s == pytest.approx([0.20, 0.43, 0.74], abs=0.01)
@@ -101,7 +101,7 @@ def test_a_small_chunk_is_less_efficient_by_c0() -> None:
     assert plain.seconds([(128, 0)]) / bent.seconds([(128, 0)]) == pytest.approx(0.5)
 
 
-def test_a_policy_is_told_the_same_costs_as_the_machine_has() -> None:
+def test_a_policy_gets_the_same_costs_as_the_machine_has() -> None:
     costs = CostModel.from_mapping(A100.policy_profile(chunk_tokens=128, ssd_gbps=2.0))
     assert costs.chunk_tokens == 128 and costs.ssd.bytes_per_s == 2e9 and costs.dram == A100.costs.dram
     chunks = [(2048, start) for start in range(0, 65_536, 2048)]
@@ -110,7 +110,7 @@ def test_a_policy_is_told_the_same_costs_as_the_machine_has() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(PROFILES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_profile_here_is_a_machine_for_the_lab_and_costs_for_a_server(path: Path) -> None:
+def test_every_profile_here_is_a_machine_for_the_simulator_and_costs_for_a_server(path: Path) -> None:
     """A prefill takes in the simulator, step by step, about what the policy's profile says: one machine."""
     machine = Machine.from_profile(yaml.safe_load(path.read_text()), path.name)
     for tokens, context in ((512, 0), (2048, 0), (2048, 4096)):

@@ -27,7 +27,7 @@ def run(leak_mib: float) -> list[Sample]:
 
 
 @pytest.mark.parametrize(("leak_mib", "said"), [(0.0, "flat"), (3.0, "+12.1%")])
-def test_a_warm_up_is_no_leak_and_a_leak_is_told(leak_mib: float, said: str, tmp_path: Path) -> None:
+def test_a_warm_up_is_no_leak_and_a_leak_is_reported(leak_mib: float, said: str, tmp_path: Path) -> None:
     report(run(leak_mib), failed=0, docs=tmp_path)
     (row,) = [line for line in (tmp_path / "soak.md").read_text().splitlines() if "memory" in line]
     assert row.endswith(f"| {said} |")

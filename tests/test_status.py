@@ -67,7 +67,7 @@ LATER = BUSY | {
 }
 
 
-def test_everything_wrong_with_a_server_is_told_with_its_figure(command: Command) -> None:
+def test_everything_wrong_with_a_server_is_reported_with_its_figure(command: Command) -> None:
     with metrics_server([page(BUSY), page(LATER)]) as url:
         ran = command("status", url, *QUICK, "--json")
     assert ran.status == 1
@@ -112,7 +112,7 @@ def test_a_target_of_ones_own_is_kept(command: Command) -> None:
     assert "queue-over-target" not in {finding["name"] for finding in ran.json["findings"]}
 
 
-def test_a_stock_server_is_judged_by_what_it_tells(command: Command) -> None:
+def test_a_stock_server_is_judged_by_what_it_reports(command: Command) -> None:
     """No metric of ours at all: no crash, and missing figures are named."""
     stock = {name: value for name, value in BUSY.items() if name.startswith("vllm:num_requests")}
     with metrics_server([page(stock)]) as url:
@@ -183,7 +183,9 @@ def test_a_fleet_is_shown_with_each_of_its_replicas(command: Command) -> None:
         ({"replicas": [{**fleet()["replicas"][0], "addresses": {"Ray": "8.8.8.8"}}]}, "fleet-public-address"),  # type: ignore[index]
     ],
 )
-def test_what_is_wrong_with_a_fleet_is_told(command: Command, figures: dict[str, object], named: str) -> None:
+def test_what_is_wrong_with_a_fleet_is_reported(
+    command: Command, figures: dict[str, object], named: str
+) -> None:
     with metrics_server([page({"vllm:num_requests_running": 0})], fleet=fleet(**figures)) as url:
         ran = command("status", url, *QUICK)
         printed = command("status", url, *QUICK, "--json").json

@@ -38,14 +38,14 @@ def learned(*batches):
     return gaps
 
 
-def test_the_nearest_level_with_an_ended_gap_is_asked_however_few_it_has() -> None:
+def test_the_nearest_level_with_an_ended_gap_is_used_however_few_it_has() -> None:
     gaps = learned((("pytest", "tests"), [4.0]), (("read",), [9.0]))
     assert gaps.most_specific(("pytest", "tests")).samples_s == (4.0,)
     assert gaps.most_specific(("never", "seen")).samples_s == (4.0, 9.0)
     assert ToolDurations().most_specific(("read",)).samples_s == ()
 
 
-def test_nothing_is_believed_until_more_than_k_gaps_were_seen():
+def test_nothing_is_learned_until_more_than_k_gaps_were_seen():
     gaps = learned((PYTEST, [1.0] * COLD_SAMPLES))
     assert gaps.distribution(PYTEST).level == "cold"
     assert gaps.distribution(PYTEST).n == COLD_SAMPLES
@@ -68,7 +68,7 @@ def test_a_key_that_was_seen_too_little_falls_back_level_by_level():
     assert gaps.distribution(()).n == 251
 
 
-def test_one_more_gap_of_a_key_lets_it_speak_for_itself():
+def test_one_more_gap_of_a_key_gives_it_a_distribution_of_its_own():
     gaps = learned((MAKE, [5.0] * 200), (PYTEST, [2.0] * 101))
     assert gaps.distribution(PYTEST).samples_s == (2.0,) * 101
     assert gaps.distribution(("bash",)).probability(2.0) == pytest.approx(101 / 301)
@@ -99,7 +99,7 @@ def test_of_those_at_risk_at_each_gap_one_is_gone(ended_s, lost_s):
     assert kaplan_meier(ended_s, lost_s) == pytest.approx(expected)
 
 
-def test_a_tool_that_never_returns_is_never_believed_to():
+def test_a_tool_that_never_returns_is_never_predicted_to():
     gaps = learned((MAKE, [1.0] * 200))
     for _ in range(101):
         assert gaps.censor(("ask_human",), 3600.0)

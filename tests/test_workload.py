@@ -210,7 +210,7 @@ def test_recorded_arrivals_start_at_zero_in_order_and_scale_with_the_gaps(tmp_pa
     assert [(p.program_id, p.arrival_s) for p in chosen] == [("q", 0.0), ("p", 2.0)]
 
 
-def test_what_was_made_up_is_said(tmp_path):
+def test_gaps_that_were_drawn_are_reported(tmp_path):
     silent = LINE | {"turns": [FIRST | {"gap_s": None}, SECOND]}
     said = []
     (program,) = Selection(1, trace(tmp_path, silent)).programs(said.append)

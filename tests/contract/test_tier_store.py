@@ -60,7 +60,7 @@ class Programs:
         return [self.draw.randrange(30_000) for _ in range(number)]
 
 
-def test_locate_says_what_a_load_then_brings(make: Make) -> None:
+def test_locate_predicts_what_a_load_then_brings(make: Make) -> None:
     """With eviction in both tiers, and turns of several programs in mixed order."""
     store = make(12, 20)
     programs = Programs(store.chunk_tokens, seed=1)
@@ -181,7 +181,7 @@ def test_what_dram_lost_comes_from_the_disk_and_is_in_dram_then(make: Make) -> N
     assert store.locate(first) == TierHit(3 * store.chunk_tokens, 0)
 
 
-def test_transfers_add_up_to_what_was_loaded_and_are_told_once(make: Make) -> None:
+def test_transfers_add_up_to_what_was_loaded_and_are_reported_once(make: Make) -> None:
     store = make(6, 12)
     programs = Programs(store.chunk_tokens, seed=4)
     brought = dict.fromkeys((Tier.DRAM, Tier.SSD), 0)

@@ -39,7 +39,7 @@ from experiments.sim.engine import simulate
 from experiments.sim.result import TurnResult
 from experiments.sweep.cases import STOCK, FleetPoint, SweepError
 from experiments.sweep.rows import FLEET, Rows
-from tests.test_sim import A100, DRAM, SMALL, a_program, crowd
+from tests.test_sim import A100, DRAM, SMALL, a_program, many_programs
 
 POINT = FleetPoint("hash", STOCK, 1.0, 1)
 TWO = FleetSetup(replace(SMALL, policy="continuum", tiers=DRAM), speeds=(1.0, 1.0))
@@ -197,7 +197,7 @@ def test_program_scheduling_counts_programs_too() -> None:
 @pytest.mark.parametrize("name", sorted(ROUTERS))
 def test_every_turn_is_answered_once_whatever_the_router_and_a_run_repeats_itself(name: str) -> None:
     """The run itself checks that every block is free at the end."""
-    programs = crowd(8)
+    programs = many_programs(8)
     for setup in (TWO, STOCK_TWO):
         first, again = (run_fleet(programs, setup, ROUTERS[name](POINT)) for _ in range(2))
         assert {(t.program_id, t.number) for t in first.result.turns} == first.replica_of.keys()
@@ -205,8 +205,8 @@ def test_every_turn_is_answered_once_whatever_the_router_and_a_run_repeats_itsel
         assert first == again
 
 
-def test_one_replica_behind_a_router_is_the_lab_itself() -> None:
-    programs, setup = crowd(8), TWO.engine
+def test_one_replica_behind_a_router_gives_the_simulation_of_one_engine() -> None:
+    programs, setup = many_programs(8), TWO.engine
     alone = run_fleet(programs, FleetSetup(setup, speeds=(1.0,)), RoundRobin())
     assert alone.result == simulate(programs, setup)
 
@@ -235,7 +235,7 @@ class Listed(RoundRobin):
 
 
 @pytest.mark.parametrize(("told", "expected"), [(True, [None, 1, 2]), (False, [None, None, None])])
-def test_an_engine_is_told_how_many_turns_a_program_has_behind_it(
+def test_an_engine_gets_the_number_of_turns_that_a_program_has_finished(
     told: bool, expected: list[int | None]
 ) -> None:
     router = Listed()
@@ -247,7 +247,7 @@ def test_an_engine_is_told_how_many_turns_a_program_has_behind_it(
 @pytest.mark.parametrize("name", ["hash", "sticky", "program-sched", "fleet"])
 @pytest.mark.parametrize("setup", [TWO, STOCK_TWO], ids=["continuum", "stock"])
 def test_the_programs_of_a_dead_replica_go_on_elsewhere(name: str, setup: FleetSetup) -> None:
-    programs = crowd(8)
+    programs = many_programs(8)
     found = run_fleet(programs, replace(setup, dies_at_s=1.5), ROUTERS[name](POINT))
     assert found.lost_turns > 0, "nothing was in flight there"
     assert len(found.result.turns) == 24
@@ -292,7 +292,7 @@ class Forgetful(Stateless):
 
 def test_a_router_that_sends_a_turn_to_a_dead_replica_fails_the_run() -> None:
     with pytest.raises(InvariantError, match="sent to replica 0, which is dead"):
-        run_fleet(crowd(4), replace(TWO, dies_at_s=1.0), Stubborn())
+        run_fleet(many_programs(4), replace(TWO, dies_at_s=1.0), Stubborn())
 
 
 def test_a_router_that_holds_a_turn_for_ever_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
