@@ -11,6 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
+from forking_vllm import fork_from_now_on
+
 from experiments.exactness import (
     CPU,
     SETTINGS,
@@ -38,6 +40,7 @@ def llm(model: Path, disk: Path) -> Iterator[Any]:  # noqa: ARG001
     with pytest.MonkeyPatch.context() as env:
         for name, value in (SETTINGS | dict(CPU.env)).items():
             env.setenv(name, value)
+        fork_from_now_on(env.setattr)
         connector = {
             "kv_connector": SwappedLoadsConnector.__name__,
             "kv_connector_module_path": SwappedLoadsConnector.__module__,
