@@ -27,7 +27,7 @@ from experiments.exactness import (
 )
 from experiments.swapped_loads import FLAG, SwappedLoadsConnector
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from serving import CHUNK_GIB, DTYPE
 
 from experiments.server import CPU_ENV
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.real
 HIT_TOKENS = 6 * 128
 Tokens = list[tuple[int, float]]  # token id, logprob
 

@@ -79,7 +79,7 @@ class Clone:
             "PIP_FIND_LINKS": str(self.wheels),
         }
         return subprocess.run(
-            ["make", "install"], cwd=self.root, env=environment, capture_output=True, text=True, timeout=250
+            ["make", "install"], cwd=self.root, env=environment, capture_output=True, text=True, timeout=850
         )
 
     def torch(self) -> str:
@@ -103,7 +103,6 @@ def test_a_cpu_build_is_taken_before_a_cuda_build_and_its_place_and_size_are_pri
     assert again.stdout.startswith("installed in ") and again.returncode == 0
 
 
-@pytest.mark.timeout(600)  # two installations
 def test_a_cuda_build_comes_with_its_libraries_and_what_was_left_unfinished_is_made_anew(
     clone: Clone,
 ) -> None:
@@ -177,7 +176,6 @@ def test_an_environment_that_is_somebody_elses_is_left_alone(clone: Clone) -> No
 
 
 @pytest.mark.network
-@pytest.mark.timeout(900)
 def test_the_gpu_set_still_resolves(tmp_path: Path) -> None:
     """Metadata only: a pip from 26 on reads it out of a wheel that it does not download."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

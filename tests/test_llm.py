@@ -14,7 +14,7 @@ from serving import BLOCK, CHUNK, ids
 from experiments.server import CPU_ENV
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ pytest.importorskip("lmcache")
 from forking_vllm import fork_from_now_on
 from prometheus_client import REGISTRY
 from serving import CHUNK, CHUNK_GIB, DTYPE, KV_BYTES
+from waiting import PATIENCE_S, wait_for
 
 from connectors.lmcache.connector import ContinuumLMCacheConnector
 from connectors.lmcache.cpu_copy import BlockCopier
@@ -65,6 +65,7 @@ class Engine:
             "lmcache.max_local_cpu_size": DRAM_CHUNKS * CHUNK_GIB,
             "lmcache.local_disk": f"file://{disk}/",
             "lmcache.max_local_disk_size": 1,
+            "lmcache.lookup_timeout_ms": int(PATIENCE_S * 1000),  # after its default, 3 s, nothing is found
         }
         self.llm = LLM(
             str(make_model(REPO / ".work" / "tiny-model")),
@@ -98,11 +99,12 @@ class Engine:
 
     def located(self, prompt) -> TierHit:
         """The tiers' content after the writes to disk have ended."""
-        end_s = time.monotonic() + 10
-        self.connector.locate(prompt)
-        while self.connector.tiers._mirror.is_behind and time.monotonic() < end_s:
-            time.sleep(0.02)
+
+        def is_current() -> bool:
             self.connector.locate(prompt)
+            return not self.connector.tiers._mirror.is_behind
+
+        wait_for(is_current, every_s=0.02)
         return self.connector.locate(prompt)
 
     def close(self) -> None:
@@ -197,15 +199,20 @@ def reload_from(tier, source, engine, prompts, own):
     loads = [t for t in engine.connector.transfers() if t.direction == "load"]
     assert {load.tier.value for load in loads} == {tier}
     for load in loads:
-        assert load.size_bytes == load.tokens * KV_BYTES and 0 < load.duration_s < 10
+        assert load.size_bytes == load.tokens * KV_BYTES and 0 < load.duration_s < PATIENCE_S
 
 
 def test_a_prefix_larger_than_the_dram_pool_is_loaded_in_part_and_does_not_hang(engine):
     p = prompt(2, DRAM_CHUNKS + 2)
-    engine.run(p)
-    engine.forget_gpu()
-    held = engine.located(p)
-    assert held.dram_tokens + held.ssd_tokens == (DRAM_CHUNKS + 2) * CHUNK
+
+    def is_held() -> bool:
+        """A chunk is not stored while DRAM is full of chunks that the disk has not written yet."""
+        engine.run(p)
+        engine.forget_gpu()
+        held = engine.located(p)
+        return held.dram_tokens + held.ssd_tokens == (DRAM_CHUNKS + 2) * CHUNK
+
+    wait_for(is_held)
     (reused, steps), *_ = engine.run(p)
     assert reused == int(DRAM_CHUNKS * 7 / 8) * CHUNK and len(steps) == 8
 

@@ -230,7 +230,7 @@ def test_the_disk_gives_back_what_was_written(files):
 
 
 def test_disk_timings_cover_both_directions_of_the_counts_that_fit(files):
-    taken = disk_timing.time_disk(files, [1, 4, 8], Budget(60, 2), Timer(), no_tick)
+    taken = disk_timing.time_disk(files, [1, 4, 8], Budget(600, 2), Timer(), no_tick)
     assert {point: len(s) for point, s in taken.items()} == {
         (way, n): 2 for way in ("load", "store") for n in (1, 4)
     }
@@ -293,5 +293,5 @@ def test_copies_move_every_chunk_the_way_they_say():
     assert ones(mover) == mover._host[3].tensor.numel()
     mover.load(list(range(3, 100)))
     assert ones(mover) >= 97 * mover._host[3].tensor.numel(), "two chunks went to the same blocks"
-    taken = time_copies(mover, [1, 2], Budget(60, 1), Timer(), no_tick)
+    taken = time_copies(mover, [1, 2], Budget(600, 1), Timer(), no_tick)
     assert set(taken) == {("load", 1), ("store", 1), ("load", 2), ("store", 2)}

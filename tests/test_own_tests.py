@@ -13,7 +13,6 @@ from experiments.trust.own_tests import EXPLAINED, QUICK, Difference, compare, d
 from experiments.trust.packages import Unreachable
 
 
-@pytest.mark.timeout(900)
 def test_vllms_own_scheduler_tests_pass_alike_on_our_classes_and_stock() -> None:
     """A part of them; `python -m experiments.trust.own_tests` runs them all."""
     try:

@@ -24,10 +24,11 @@ import pytest
 from console import Command
 from serving import BLOCK, CHUNK_GIB, DTYPE, OF_VLLM, Server, ids
 from serving import serve as serve_forking
+from waiting import PATIENCE_S, wait_for
 
 from experiments.server import serve
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.real
 
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 BLOCKS = 24  # one of them is vLLM's null block
@@ -47,6 +48,7 @@ def transfer_config(folder: Path, dram_chunks: int, connector: dict[str, str] = 
         "lmcache.max_local_cpu_size": dram_chunks * CHUNK_GIB,
         "lmcache.local_disk": f"file://{folder}/disk/",
         "lmcache.max_local_disk_size": 1,
+        "lmcache.lookup_timeout_ms": int(PATIENCE_S * 1000),  # after its default, 3 s, nothing is found
     }
     path = folder / "lmcache.json"
     path.write_text(json.dumps({**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}))
@@ -61,7 +63,7 @@ def continuum(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     env["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
     with serve(model, [*ARGS, *args, "--dtype", DTYPE], log=folder / "server.log", env=env) as url:
         yield Server(url)
-        assert Server(url).usage_becomes(0.0, within_s=TTL_S + 10) >= 0
+        Server(url).usage_becomes(0.0)
 
 
 @pytest.fixture(scope="module")
@@ -85,23 +87,29 @@ def fill_the_cache(server: Server, story: int) -> None:
 def test_usage_holds_over_a_tool_gap_and_falls_on_an_idle_engine_when_the_ttl_is_over(
     continuum: Server,
 ) -> None:
-    continuum.usage_becomes(0.0, within_s=TTL_S + 10)
+    continuum.usage_becomes(0.0)
+    sent_s = time.monotonic()
     continuum.complete(ids(5 * BLOCK, 1), job_id="gap")
-    ended_s = time.monotonic()
     pinned = 5 / (BLOCKS - 1)
-    while time.monotonic() - ended_s < TTL_S - 2:
-        assert continuum.usage == pytest.approx(pinned)
+    while True:
+        usage = continuum.usage
+        if time.monotonic() > sent_s + TTL_S:  # it may have been read after the pin's end
+            break
+        assert usage == pytest.approx(pinned)
         time.sleep(0.5)
-    continuum.usage_becomes(0.0, within_s=10)
+    continuum.usage_becomes(0.0)
     assert continuum.pins("expired") >= 1
 
 
 def test_the_last_step_frees_at_once(continuum: Server) -> None:
-    continuum.usage_becomes(0.0, within_s=TTL_S + 10)
+    continuum.usage_becomes(0.0)
+    before = continuum.pins("taken")
     first = continuum.complete(ids(5 * BLOCK, 2), job_id="last")
+    took_a_pin(continuum, before)
     assert continuum.usage > 0
     continuum.complete(first.tokens + ids(9, 3), job_id="last", is_last_step=True)
-    continuum.usage_becomes(0.0, within_s=3)  # far less than the TTL
+    continuum.usage_becomes(0.0)
+    assert continuum.pins("taken") == before + 1, "no pin was left to a TTL"
 
 
 # where the next turn finds its prefix ----------------------------------------
@@ -110,10 +118,14 @@ def test_the_last_step_frees_at_once(continuum: Server) -> None:
 def test_a_pinned_programs_next_turn_hits_the_gpu_though_more_than_the_cache_has_passed(
     continuum: Server,
 ) -> None:
-    first = continuum.complete(ids(5 * BLOCK, 10), job_id="pinned")
-    fill_the_cache(continuum, 20)
-    before = continuum.metric("vllm:prefix_cache_hits_total")
-    continuum.complete(first.tokens + ids(9, 11), job_id="pinned", is_last_step=True)
+    for _ in range(5):
+        sent_s = time.monotonic()
+        first = continuum.complete(ids(5 * BLOCK, 10), job_id="pinned")
+        fill_the_cache(continuum, 20)
+        before = continuum.metric("vllm:prefix_cache_hits_total")
+        continuum.complete(first.tokens + ids(9, 11), job_id="pinned", is_last_step=True)
+        if time.monotonic() < sent_s + TTL_S:  # else the pin may have expired
+            break
     assert continuum.metric("vllm:prefix_cache_hits_total") - before == 5 * BLOCK
 
 
@@ -174,7 +186,7 @@ def test_eight_programs_whose_pins_exceed_the_cache_all_finish(continuum: Server
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(program, range(8))) == [3] * 8
     assert continuum.pins("taken") > taken
-    continuum.usage_becomes(0.0, within_s=TTL_S + 10)
+    continuum.usage_becomes(0.0)
     print(f"preempted {continuum.metric('vllm:num_preemptions_total') - preempted:.0f}")
 
 
@@ -188,10 +200,7 @@ def client(continuum: Server) -> openai.OpenAI:
 
 def took_a_pin(server: Server, before: float) -> None:
     """The count follows the answer by a moment: vLLM records after it has answered."""
-    for _ in range(50):
-        if server.pins("taken") > before:
-            break
-        time.sleep(0.1)
+    wait_for(lambda: server.pins("taken") > before, "a pin is taken", every_s=0.1)
     assert server.pins("taken") == before + 1
 
 
@@ -229,7 +238,7 @@ def test_anthropic_clients_name_their_program(continuum: Server, identity: dict[
 def test_claude_codes_subagent_leaves_its_parents_pin_alone(continuum: Server) -> None:
     """The anthropic client streams with the headers that Claude Code sends; nothing else names a program."""
     client = anthropic.Anthropic(base_url=continuum.url, api_key="none", max_retries=0)
-    continuum.usage_becomes(0.0, within_s=TTL_S + 10)
+    continuum.usage_becomes(0.0)
 
     def turn(said: list[str], **names: str) -> str:
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
@@ -263,11 +272,7 @@ def test_a_nonce_and_a_compaction_are_reported_by_cause_and_token(
 
     def become(wanted: list[float]) -> None:
         """The count follows the answer by a moment."""
-        for _ in range(50):
-            if lost() == wanted:
-                return
-            time.sleep(0.1)
-        assert lost() == wanted
+        wait_for(lambda: lost() == wanted, f"losses are {wanted}", every_s=0.1)
 
     def turn(nonce: str, *said: str) -> None:
         billing = f"x-anthropic-billing-header: cc_version=2.1.268.a1b; cc_entrypoint=cli; cch={nonce};"
@@ -344,7 +349,7 @@ def test_a_bad_field_gets_400_with_a_sentence(
     prompt = {"completions": {"prompt": "hi"}, "responses": {"input": "hi"}}
     body = prompt.get(path, {"messages": [{"role": "user", "content": "hi"}]})
     body = {"model": "tiny", "max_tokens": 2, **body, **fields}
-    response = httpx.post(f"{continuum.url}/v1/{path}", json=body, timeout=30)
+    response = httpx.post(f"{continuum.url}/v1/{path}", json=body, timeout=PATIENCE_S)
     assert response.status_code == 400
     assert next(iter(fields.get("vllm_xargs", fields))) in response.json()["error"]["message"]
 
@@ -354,25 +359,30 @@ def test_stock_fcfs_reads_no_field_of_ours_and_shows_no_figure_of_our_scheduler(
     small_dram: Server, fields: dict[str, object]
 ) -> None:
     body = {"model": "tiny", "max_tokens": 2, "prompt": "hi", **fields}
-    assert httpx.post(f"{small_dram.url}/v1/completions", json=body, timeout=30).status_code == 200
-    assert "continuum_pins" not in httpx.get(f"{small_dram.url}/metrics", timeout=30).text
+    assert httpx.post(f"{small_dram.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
+    assert "continuum_pins" not in httpx.get(f"{small_dram.url}/metrics", timeout=PATIENCE_S).text
 
 
 # operation -------------------------------------------------------------------
 
 
 def test_reset_prefix_cache_with_pins_held(continuum: Server) -> None:
+    before = continuum.pins("reset")
     continuum.complete(ids(5 * BLOCK, 60), job_id="reset")
-    assert httpx.post(f"{continuum.url}/reset_prefix_cache", timeout=30).status_code == 200
-    continuum.usage_becomes(0.0, within_s=5)
+    assert httpx.post(f"{continuum.url}/reset_prefix_cache", timeout=PATIENCE_S).status_code == 200
+    continuum.usage_becomes(0.0)
+    wait_for(lambda: continuum.pins("reset") > before, "its pin ended by the reset", every_s=0.1)
 
 
 def test_the_idle_engine_does_not_spin_while_it_holds_a_pin(continuum: Server) -> None:
-    continuum.complete(ids(5 * BLOCK, 61), job_id="idle")
-    before_s = engine_cpu_s()
-    time.sleep(3)
-    used_s = engine_cpu_s() - before_s
-    assert continuum.usage > 0, "the pin is gone: nothing was measured"
+    for _ in range(5):
+        continuum.complete(ids(5 * BLOCK, 61), job_id="idle")
+        before_s = engine_cpu_s()
+        time.sleep(3)
+        used_s = engine_cpu_s() - before_s
+        if is_pinned := continuum.usage > 0:
+            break
+    assert is_pinned, "the pin is gone: nothing was measured"
     assert used_s < 0.5, f"{used_s} CPU seconds in 3 idle ones"
 
 
@@ -382,7 +392,7 @@ def test_the_idle_engine_does_not_spin_while_it_holds_a_pin(continuum: Server) -
 def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_lint(
     continuum: Server,
 ) -> None:
-    text = httpx.get(f"{continuum.url}/metrics", timeout=30).text
+    text = httpx.get(f"{continuum.url}/metrics", timeout=PATIENCE_S).text
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     listed = re.findall(r"^\| `(continuum_(?!fleet_)\w+)` \| (\w+) \|", DOCS.read_text(), re.MULTILINE)
     assert len(listed) > 30
@@ -402,7 +412,8 @@ def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_reported(conti
     before = [count(name) for name in names]
     first = continuum.complete(ids(5 * BLOCK, 31), job_id="told", this_func_call="read")
     continuum.complete(first.tokens + ids(9, 32), job_id="told", is_last_step=True)
-    assert [count(name) - seen for name, seen in zip(names, before, strict=True)] == [1, 1, 2]
+    wanted = [seen + more for seen, more in zip(before, (1, 1, 2), strict=True)]
+    wait_for(lambda: [count(name) for name in names] == wanted, f"counts are {wanted}", every_s=0.1)
     assert continuum.metric("continuum_tier_capacity_tokens", tier="dram") >= 30_000
     assert continuum.metric("continuum_policy_info", policy="static-ttl") == 1
     assert continuum.metric("continuum_gpu_capacity_tokens") == pytest.approx(BLOCKS * BLOCK, rel=0.05)
@@ -417,17 +428,20 @@ def test_a_router_says_that_a_program_is_under_way_and_reads_how_much_room_there
     programs = continuum.metric("continuum_programs")
     under_way = {"job_id": "from elsewhere", "program_turns": 3, "program_age_s": 9.5}
     first = continuum.complete(ids(5 * BLOCK, 33), **under_way)
-    assert continuum.metric("continuum_programs") == programs + 1
+    wait_for(lambda: continuum.metric("continuum_programs") == programs + 1, "it is known", every_s=0.1)
     free_tokens = headroom_tokens()  # of a program in a tool call only the tiers are asked for room
     with ThreadPoolExecutor() as pool:
-        turn = pool.submit(continuum.complete, first.tokens, 600, **under_way)
-        while (seen_tokens := headroom_tokens()) >= free_tokens and not turn.done():
-            time.sleep(0.05)
-        turn.result()
+        for _ in range(5):  # who looks too late misses the turn
+            turn = pool.submit(continuum.complete, first.tokens, 600, **under_way)
+            while (seen_tokens := headroom_tokens()) >= free_tokens and not turn.done():
+                time.sleep(0.05)
+            turn.result()
+            if seen_tokens < free_tokens:
+                break
     assert seen_tokens < free_tokens <= BLOCKS * BLOCK * (1 + 1e-9)
     assert continuum.metric("continuum_oldest_returning_wait_seconds") == 0.0
     bad = {"model": "tiny", "prompt": [1], "job_id": "p", "program_turns": "three"}
-    refused = httpx.post(f"{continuum.url}/v1/completions", json=bad, timeout=60)
+    refused = httpx.post(f"{continuum.url}/v1/completions", json=bad, timeout=PATIENCE_S)
     assert refused.status_code == 400 and "program_turns must be a number" in refused.text
 
 

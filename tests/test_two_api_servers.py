@@ -20,10 +20,11 @@ import psutil
 import pytest
 from prometheus_client.mmap_dict import MmapedDict
 from serving import BLOCK, Server, ids, serve
+from waiting import wait_for
 
 from experiments.server import processes
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.real
 
 PROGRAMS = 24
 SHARED = 2  # one name under two keys
@@ -52,10 +53,7 @@ class Pair(Server):
         path.unlink(missing_ok=True)
         (engine,) = [it for it in processes(self.url) if "EngineCore" in " ".join(it.cmdline())]
         engine.send_signal(signal.SIGUSR1)
-        until_s = time.monotonic() + 20
-        while not path.exists():
-            assert time.monotonic() < until_s, "no recording 20 s after SIGUSR1"
-            time.sleep(0.05)
+        wait_for(path.exists, "a recording after SIGUSR1", every_s=0.05)
         return path.read_text()
 
 
@@ -83,7 +81,7 @@ def test_a_program_keeps_its_pin_whichever_front_end_takes_its_turns(server: Pai
                 assert len(list(pool.map(program, range(at, PROGRAMS, 2)))) == PROGRAMS / 2
             finally:
                 other.resume()
-    server.usage_becomes(PROGRAMS / 95, within_s=10)
+    server.usage_becomes(PROGRAMS / 95)
     assert server.metric("continuum_programs") == PROGRAMS
     assert [n for n in server.answered() if n] == [PROGRAMS, PROGRAMS], "each took half of the turns"
 
@@ -112,7 +110,11 @@ def test_a_program_stays_with_its_key_whichever_front_end_takes_its_turns(server
         bob.complete(ids(BLOCK, 901 + i), out=2, job_id="shared", is_last_step=True)
     assert (server.pins("ended"), server.metric("continuum_pins_held")) == (ended, held)
     server.complete(first.tokens + ids(5, 910), out=2, job_id="shared", is_last_step=True)
-    assert (server.pins("reused"), server.metric("continuum_pins_held")) == (reused + 1, held - 1)
+
+    def pins() -> tuple[float, float]:
+        return server.pins("reused"), server.metric("continuum_pins_held")
+
+    wait_for(lambda: pins() == (reused + 1, held - 1), "its pin was reused", every_s=0.1)
     assert "shared" in server.recording()
     written = b"".join(path.read_bytes() for path in server.folder.rglob("*") if path.is_file())
     assert b"key-of" not in written, "neither the log, nor a recording, nor a figure holds a key"
@@ -141,7 +143,7 @@ def test_sigterm_under_load_leaves_no_process_and_a_recording_of_what_was_before
                 time.sleep(0.01)
         server.recording()
         all_of_it[0].send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(all_of_it, timeout=60)
+    _, alive = psutil.wait_procs(all_of_it, timeout=300)
     assert not alive
     events = json.loads((server.folder / "run" / "scheduler_timestamps").read_text())
     assert len(events.keys() - {"_recording"}) >= PROGRAMS + SHARED + len(stories)

@@ -44,7 +44,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 def pip(*arguments: str) -> None:
     command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    subprocess.run(command, env=environment(), check=True, timeout=120)
+    subprocess.run(command, env=environment(), check=True, timeout=600)
 
 
 def environment() -> dict[str, str]:
@@ -120,19 +120,18 @@ def url(python: Path, model: Path, tmp_path: Path) -> Iterator[str]:
             command, cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        wait_until_healthy(f"http://127.0.0.1:{port}", process, log, 240.0)
+        wait_until_healthy(f"http://127.0.0.1:{port}", process, log, 600.0)
         yield f"http://127.0.0.1:{port}"
     finally:
         stop(process)
 
 
 @pytest.mark.real
-@pytest.mark.timeout(900)
 def test_the_installed_wheel_serves_a_request_pins_its_kv_and_knows_lmcache(url: str) -> None:
     body = {"model": "tiny", "prompt": [7] * 600, "max_tokens": 4, "ignore_eos": True, "job_id": "p"}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=600).raise_for_status().json()
     assert answer["usage"]["completion_tokens"] == 4
-    page = httpx.get(f"{url}/metrics", timeout=30).text
+    page = httpx.get(f"{url}/metrics", timeout=600).text
     assert 'continuum_programs{engine="0"} 1.0' in page
     assert 'continuum_tier_store_info{engine="0",mode="lmcache-in-process"} 1.0' in page
     assert 'continuum_ttl_decisions_total{engine="0"' in page
