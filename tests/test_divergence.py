@@ -237,6 +237,22 @@ def test_turns_are_kept_within_bounds_and_dropped_with_their_programs() -> None:
     assert departures._tokens == 0 and not departures._turns and not departures._latest
 
 
+def test_a_program_whose_turns_were_all_repeated_leaves_no_name_behind() -> None:
+    departures = EndedTurns(BLOCK)
+    departures.add(P, departure(AGAIN[:-20], len(AGAIN) - 24))
+    departures.compare_return(P, "p", AGAIN, hashes(AGAIN), "")
+    departures.drop(P)
+    assert departures._tokens == 0 and not departures._turns and not departures._latest
+
+
+def test_a_return_under_another_salt_leaves_the_first_programs_turn_and_its_count() -> None:
+    departures = EndedTurns(BLOCK)
+    departures.add(P, departure(AGAIN[:-20], len(AGAIN) - 24))
+    held = departures._tokens
+    departures.compare_return(ProgramId("p under another salt"), "p", AGAIN, hashes(AGAIN), "")
+    assert departures._tokens == held == sum(len(turn.tokens) for turn in departures._turns[P])
+
+
 def test_another_tenants_program_of_the_same_name_is_not_taken_for_this_one() -> None:
     departures = EndedTurns(BLOCK)
     departures.add(ProgramId("p@a"), departure(LAST, len(HEAD + ASK), salt="a"))

@@ -54,7 +54,7 @@ class EndedTurns:
         turns.append(turn)
         self._tokens += len(turn.tokens)
         while len(turns) > KEPT_TURNS:
-            self._tokens -= len(turns.pop(0).tokens)
+            self._remove(program, turns[0])
         while self._tokens > MOST_TOKENS and len(self._turns) > 1:
             self.drop(next(iter(self._turns)))
 
@@ -65,18 +65,18 @@ class EndedTurns:
 
         Of the kept turns the one with the most blocks in common with the prompt is used, the latest among
         equals. A turn that the prompt repeats for the most part is dropped. For a program that is new under
-        its salt, a turn of another program of that name counts if it begins with the same tokens.
+        its salt, a turn of another program of that name counts if it begins with the same tokens, and stays.
         """
         turns = self._turns.get(program)
+        is_own = turns is not None
         if turns is None:
             namesakes = self._turns.get(self._latest.get(name, program), ())
             turns = [turn for turn in namesakes if have_common_head(turn.tokens, tokens)]
         if not turns:
             return None
         blocks, _, turn = max((same_blocks(d.hashes, hashes), n, d) for n, d in enumerate(turns))
-        if 2 * blocks * self.block_tokens >= len(turn.tokens):
-            turns.remove(turn)
-            self._tokens -= len(turn.tokens)
+        if is_own and 2 * blocks * self.block_tokens >= len(turn.tokens):
+            self._remove(program, turn)
         return divergence_of(turn, tokens, tools, blocks * self.block_tokens, self.block_tokens)
 
     def count_losses(
@@ -98,11 +98,17 @@ class EndedTurns:
 
     def drop(self, program: ProgramId) -> None:
         """The program ended."""
-        turns = self._turns.pop(program, [])
-        self._tokens -= sum(len(turn.tokens) for turn in turns)
-        for name in {turn.name for turn in turns}:
-            if self._latest.get(name) == program:
-                del self._latest[name]
+        for turn in list(self._turns.get(program, ())):
+            self._remove(program, turn)
+        self._turns.pop(program, None)
+
+    def _remove(self, program: ProgramId, turn: EndedTurn) -> None:
+        """Drop one turn, and its name if no other turn of the program has it."""
+        turns = self._turns[program]
+        turns.remove(turn)
+        self._tokens -= len(turn.tokens)
+        if self._latest.get(turn.name) == program and all(kept.name != turn.name for kept in turns):
+            del self._latest[turn.name]
 
     def totals(self) -> dict[str, dict[str, float]]:
         """For the metrics."""
