@@ -75,11 +75,12 @@ class MpProcess:
                 start_new_session=True,
             )
         end_s = time.monotonic() + start_s
-        while time.monotonic() < end_s and self.process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"http://127.0.0.1:{self.http_port}/healthcheck", timeout=5).is_success:
-                    return
-            time.sleep(0.2)
+        with httpx.Client(timeout=5) as client:
+            while time.monotonic() < end_s and self.process.poll() is None:
+                with contextlib.suppress(httpx.TransportError):
+                    if client.get(f"http://127.0.0.1:{self.http_port}/healthcheck").is_success:
+                        return
+                time.sleep(0.2)
         raise ServerError(f"lmcache server did not start; its log ends:\n{tail(self.log)}")
 
     def kill(self) -> None:

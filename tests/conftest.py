@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ import hypothesis
 import pytest
 import torch
 from filelock import FileLock
-from httpx._transports import default as http_transport
 
 from experiments.tiny_model import make_model
 
@@ -23,8 +21,6 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(WORKER % (os.cpu_count() or 1))  #
 os.environ["OMP_NUM_THREADS"] = "1"  # in child processes too; more threads than cores would spin
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # vLLM compiles two functions of its sampler in every server
 torch.set_num_threads(1)
-# httpx.get() reads all certificates again for each of a server's polls, which are plain HTTP
-http_transport.create_ssl_context = functools.cache(http_transport.create_ssl_context)
 
 # No deadline and no check of the drawing's speed: both are wall clock, and fail on a busy machine.
 hypothesis.settings.register_profile(
