@@ -240,24 +240,28 @@ def test_claude_codes_subagent_leaves_its_parents_pin_alone(continuum: Server) -
     client = anthropic.Anthropic(base_url=continuum.url, api_key="none", max_retries=0)
     continuum.usage_becomes(0.0)
 
-    def turn(said: list[str], **names: str) -> str:
+    def turn(session: str, said: list[str], **names: str) -> str:
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-        headers = {"x-claude-code-session-id": "a-session", **names}
+        headers = {"x-claude-code-session-id": session, **names}
         with client.messages.stream(
             model="tiny", messages=messages, max_tokens=4, extra_headers=headers
         ) as stream:
             return stream.get_final_text()
 
-    taken, diverged = continuum.pins("taken"), continuum.pins("diverged")
-    reused, programs = continuum.pins("reused"), continuum.metric("continuum_programs")
     agent = {"x-claude-code-agent-id": "a1", "x-claude-code-parent-agent-id": "main"}
-    parent, child = [WORDS + "g"], ["h " + WORDS]
-    parent += [turn(parent), "tool"]
-    child += [turn(child, **agent), "tool"]
-    took_a_pin(continuum, taken + 1)
-    turn(child, **agent)
-    turn(parent)
-    took_a_pin(continuum, taken + 3)
+    for session in ("one", "two", "three", "four", "five"):
+        sent_s = time.monotonic()
+        taken, diverged = continuum.pins("taken"), continuum.pins("diverged")
+        reused, programs = continuum.pins("reused"), continuum.metric("continuum_programs")
+        parent, child = [WORDS + "g"], ["h " + WORDS]
+        parent += [turn(session, parent), "tool"]
+        child += [turn(session, child, **agent), "tool"]
+        took_a_pin(continuum, taken + 1)
+        turn(session, child, **agent)
+        turn(session, parent)
+        took_a_pin(continuum, taken + 3)
+        if time.monotonic() < sent_s + TTL_S:  # else a pin may have expired
+            break
     assert (continuum.pins("reused"), continuum.pins("diverged")) == (reused + 2, diverged)
     assert continuum.metric("continuum_programs") == programs + 2
 
