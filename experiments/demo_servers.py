@@ -126,6 +126,7 @@ def compared(who: Contender, scenario: Scenario, selection: Selection, model: Pa
             *("--chunk-size", str(BLOCK_TOKENS)),
             *("--eviction-trigger-watermark", f"{scenario.watermark:.3f}"),
             module=who.is_ours,
+            wait=False,
         ) as mp,
     ):
         config = out / f"{name}-kv-transfer.json"
@@ -135,6 +136,7 @@ def compared(who: Contender, scenario: Scenario, selection: Selection, model: Pa
         args += ["--num-gpu-blocks-override", str(scenario.gpu_blocks)]
         log = out / f"{name}-server.log"
         with serve(model, [*args, *IN_ENGINE_ARGS], log=log, env=IN_ENGINE_ENV) as url:
+            mp.wait_until_healthy()
             job = Job(f"{url}/v1", who.label, selection, out)
             summary = replay(job, scenario.limit_s)
             refuse_failures(summary, job, log)

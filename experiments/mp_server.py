@@ -62,8 +62,13 @@ class MpProcess:
         )
         return [*script("lmcache", "lmcache.cli.main"), "server", *words, *self.more]
 
-    def start(self, start_s: float = 300.0) -> None:
+    def start(self) -> None:
         """Returns when it answers. Raises ServerError with the log's tail if it does not."""
+        self.begin()
+        self.wait_until_healthy()
+
+    def begin(self) -> None:
+        """Starts the process."""
         self.disk.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with self.log.open("a") as out:
@@ -74,6 +79,10 @@ class MpProcess:
                 env={**os.environ, **CPU_ENV, "PYTHONPATH": path},
                 start_new_session=True,
             )
+
+    def wait_until_healthy(self, start_s: float = 300.0) -> None:
+        """Returns when it answers. Raises ServerError with the log's tail if it does not."""
+        assert self.process is not None
         end_s = time.monotonic() + start_s
         with httpx.Client(timeout=5) as client:
             while time.monotonic() < end_s and self.process.poll() is None:
@@ -118,11 +127,17 @@ def serve_mp(
     module: bool = True,
     tuned: bool = True,
     disk_gb: float | None = None,
+    wait: bool = True,
 ) -> Iterator[MpProcess]:
-    """A server that answers; it is always stopped at the end. `more` is added to its command line."""
+    """A server that answers; it is always stopped at the end. `more` is added to its command line.
+
+    Without `wait` it may still be starting: a vLLM that starts meanwhile takes longer to ask for it.
+    """
     mp = MpProcess(l1_gb, disk, log, more, module, tuned, disk_gb)
     try:
-        mp.start()
+        mp.begin()
+        if wait:
+            mp.wait_until_healthy()
         yield mp
     finally:
         if mp.process is not None:
