@@ -122,7 +122,8 @@ def script(name: str, module: str) -> list[str]:
 def processes(url: str) -> list[psutil.Process]:
     """A server that `serve` started here: its API server, and behind it the engine and its worker."""
     port = url.rpartition(":")[2]
-    (front,) = [p for p in psutil.Process().children() if port in p.cmdline()]
+    live = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    (front,) = [p for p in live if port in p.cmdline()]
     return [front, *front.children(recursive=True)]
 
 
