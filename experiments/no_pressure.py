@@ -41,7 +41,7 @@ from experiments.demo_servers import ROOT
 from experiments.driver import Plan, TurnRecord, run
 from experiments.mp_server import serve_mp
 from experiments.replay import ORDINARY
-from experiments.server import ServerError, processes, serve
+from experiments.server import ServerError, fast_dtype, processes, serve
 from experiments.tiny_model import make_model
 from experiments.workload import Program, TurnSpec
 
@@ -52,6 +52,8 @@ TURNS, GAP_S = 6, 0.02
 FIRST_TOKENS, NEW_TOKENS = 384, 64
 OUTPUT_TOKENS = (8, 48)  # in turns
 WAKE_S = 0.5  # from a thaw to the first request
+# a frozen worker sends no heartbeat: after 120 s LMCache's server drops it, and a stock engine dies of that
+KEEP_SILENT = ("--worker-reap-timeout-seconds", "0")
 Means = Sequence[float]
 
 
@@ -76,7 +78,8 @@ class Side:
 
     def thaw(self) -> None:
         for _, process in reversed(self.processes):
-            process.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it died: the requests' error says more
+                process.resume()
 
     def cpu_times_s(self) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -153,11 +156,13 @@ def servers(model: Path, out: Path, mp: bool, fcfs_args: str) -> Iterator[dict[s
         for name in (STOCK, OURS):
             env = {} if name == OURS else ALONE
             args = ["--scheduling-policy", name, "--max-model-len", str(WINDOW_TOKENS)]
-            args += ["--enable-prompt-tokens-details", *(fcfs_args.split() if name == STOCK else [])]
+            args += ["--enable-prompt-tokens-details", "--dtype", fast_dtype()]
+            args += fcfs_args.split() if name == STOCK else []
             behind: list[tuple[str, psutil.Process]] = []
             if mp:
                 disk = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="no-pressure-")))
-                store = until.enter_context(serve_mp(1.0, disk, out / f"{name}-mp.log", module=name == OURS))
+                log = out / f"{name}-mp.log"
+                store = until.enter_context(serve_mp(1.0, disk, log, *KEEP_SILENT, module=name == OURS))
                 assert store.process is not None
                 behind = [("lmcache server", psutil.Process(store.process.pid))]
                 behind += [("lmcache server", p) for p in behind[0][1].children(recursive=True)]
