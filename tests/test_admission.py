@@ -227,17 +227,18 @@ def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is
 def test_the_share_of_time_for_prompts_follows_half_a_minute_of_steps() -> None:
     prompts = PrefillShare()
     for second in range(1000, 1060):
-        prompts.on_step(float(second), prompts_s=0.9 if second % 2 else 0.0)
+        if second % 2:
+            prompts.on_prefill(float(second), took_s=0.9)
     assert prompts.now(1059.0) == pytest.approx(0.45, abs=0.1)
     assert prompts.now(1089.0) == pytest.approx(0.45 / 2.718, abs=0.05), "an engine that rests"
 
 
 def test_an_engine_that_computes_prompts_all_the_time_is_busy_and_one_that_wakes_up_is_not() -> None:
     prompts = PrefillShare()
-    prompts.on_step(5000.0, prompts_s=1.0)
-    assert prompts.now(5000.0) < 0.01
+    prompts.on_prefill(5000.0, took_s=1.0)
+    assert prompts.now(5000.0) < 0.05
     for second in range(5001, 5100):
-        prompts.on_step(float(second), prompts_s=1.0)
+        prompts.on_prefill(float(second), took_s=1.0)
     assert prompts.now(5099.0) > 0.95
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from continuum_lmcache.programs import divergence
 from continuum_lmcache.programs.divergence import (
     EMPTY_THOUGHT_TOKENS,
     SIDE_TOKENS,
@@ -20,6 +21,7 @@ from continuum_lmcache.programs.divergence import (
     LossCause,
     LossEvidence,
     PromptEdit,
+    TurnKind,
     cause_of,
     edited,
     same_blocks,
@@ -33,6 +35,7 @@ CURVE = PrefillCurve(fixed_s=0.5, per_token_s=0.001, per_pair_s=1e-6, samples=1)
 HEAD, ASK, TOOL = (list(range(start, start + 160)) for start in (1000, 2000, 3000))
 THOUGHT, ANSWER = list(range(4000, 4300)), list(range(5000, 5040))
 P = ProgramId("p")
+PLAIN_TURN = TurnKind("", divergence.PLAIN)
 
 
 def hashes(tokens: list[int], salt: str = "") -> list[int]:
@@ -42,7 +45,7 @@ def hashes(tokens: list[int], salt: str = "") -> list[int]:
 
 def departure(tokens: list[int], prompt_tokens: int, **more: Any) -> EndedTurn:
     salt = more.pop("salt", "")
-    fields = {"name": "p", "tools": "", "thought": False, **more}
+    fields = {"name": "p", "tools": "", "kind": PLAIN_TURN, **more}
     return EndedTurn(tokens=tokens, hashes=hashes(tokens, salt), prompt_tokens=prompt_tokens, **fields)
 
 
@@ -85,10 +88,10 @@ def test_a_nonce_is_found_at_its_token_and_costs_all_that_is_behind(at: int, siz
 
 
 def test_a_thought_that_the_template_leaves_out_is_found_in_the_last_answer_and_in_older_ones() -> None:
-    last = departure(HEAD + THOUGHT + ANSWER, len(HEAD), thought=True)
+    last = departure(HEAD + THOUGHT + ANSWER, len(HEAD), kind=TurnKind("", divergence.THOUGHT))
     (loss,) = returned(last, HEAD + ANSWER + TOOL)
     assert (loss.cause, loss.at_token, loss.tokens) == (LossCause.THOUGHTS, len(HEAD), len(ANSWER))
-    (loss,) = returned(replace(last, thought=False), HEAD + ANSWER + TOOL)
+    (loss,) = returned(replace(last, kind=PLAIN_TURN), HEAD + ANSWER + TOOL)
     assert loss.cause is LossCause.THOUGHTS, "it is seen in the tokens too"
     older = departure(HEAD + THOUGHT + ANSWER + ASK + ANSWER, len(HEAD + THOUGHT + ANSWER + ASK))
     for empty in (0, 4, EMPTY_THOUGHT_TOKENS):
@@ -226,11 +229,11 @@ def test_turns_are_kept_within_bounds_and_dropped_with_their_programs() -> None:
     departures = EndedTurns(BLOCK)
     tokens = [1] * 50_000
     for i in range(100):
-        departures.add(ProgramId(f"p{i}"), EndedTurn(f"n{i}", tokens, [], 0, "", False))
+        departures.add(ProgramId(f"p{i}"), EndedTurn(f"n{i}", tokens, [], 0, "", PLAIN_TURN))
         assert departures._tokens <= MOST_TOKENS
     assert len(departures._turns) == MOST_TOKENS // len(tokens) == len(departures._latest)
     for _ in range(5):
-        departures.add(ProgramId("p99"), EndedTurn("n99", tokens, [], 0, "", False))
+        departures.add(ProgramId("p99"), EndedTurn("n99", tokens, [], 0, "", PLAIN_TURN))
     assert len(departures._turns[ProgramId("p99")]) == KEPT_TURNS
     for i in range(100):
         departures.drop(ProgramId(f"p{i}"))
@@ -365,7 +368,7 @@ def test_texts_are_recorded_only_where_they_are_asked_for(make: Make, tmp_path: 
 def test_a_return_is_looked_at_in_a_small_part_of_the_time_of_a_look_at_its_context() -> None:
     tokens = [i * 31 % 50_000 for i in range(100_000)]
     chain = [i.to_bytes(32, "big") for i in range(len(tokens) // BLOCK)]
-    left = EndedTurn("p", tokens, chain, 99_000, "", False)
+    left = EndedTurn("p", tokens, chain, 99_000, "", PLAIN_TURN)
     now, departures = tokens + TOOL, EndedTurns(BLOCK)
 
     def returns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from continuum_lmcache.programs.divergence import PLAIN, THOUGHT, EndedTurn, TurnKind
+from continuum_lmcache.programs.ended_turns import EndedTurns
 from continuum_lmcache.programs.prefix_reuse import (
     LEAST_RETURNS,
     MOST_KINDS,
     WINDOW,
-    Kind,
     PrefixReusePredictor,
     ending_of,
 )
@@ -23,53 +25,63 @@ from continuum_lmcache.types import ProgramId
 
 BLOCK = 16
 P = ProgramId("p")
-THOUGHT, PLAIN = ("", "thought"), ("", "plain")
+THOUGHT_TURN, PLAIN_TURN = TurnKind("", THOUGHT), TurnKind("", PLAIN)
 
 
-def chain(tokens: int, story: int, same: int = 0, other: int = 0) -> list[tuple[int, int]]:
-    """Names of a context's whole blocks; the first `same` tokens are `other`'s."""
-    return [(other if (at + 1) * BLOCK <= same else story, at) for at in range(tokens // BLOCK)]
+def text(tokens: int, story: int, same: int = 0, other: int = 0) -> tuple[list[int], list[int]]:
+    """A context and its whole blocks' chained hashes; the first `same` tokens are `other`'s."""
+    found = [other] * same + [story] * (tokens - same)
+    blocks = (tuple(found[at : at + BLOCK]) for at in range(0, tokens - BLOCK + 1, BLOCK))
+    return found, list(accumulate(blocks, lambda before, block: hash((before, block)), initial=0))[1:]
 
 
 def returns(
-    matching: PrefixReusePredictor, prompt: int, output: int, repeats: int, times: int, kind: Kind = THOUGHT
+    matching: PrefixReusePredictor,
+    prompt: int,
+    output: int,
+    repeats: int,
+    times: int,
+    kind: TurnKind = THOUGHT_TURN,
 ) -> int | None:
     """This many programs repeat `repeats` tokens of their last turn. Returns the last result."""
-    said = None
+    reusable, ended = None, EndedTurns(BLOCK)
     for story in range(1, times + 1):
-        matching.on_pause(P, kind, prompt, prompt + output, chain(prompt + output, story))
-        said = matching.on_return(P, chain(prompt + 2 * output, -story, repeats, story))
-    return said
+        tokens, hashes = text(prompt + output, story)
+        ended.add(P, EndedTurn("p", tokens, hashes, prompt, "", kind))
+        parted = ended.compare_return(P, "p", *text(prompt + 2 * output, -story, repeats, story), "")
+        assert parted is not None
+        reusable = matching.on_return(parted)
+        ended.drop(P)
+    return reusable
 
 
 def test_all_is_expected_before_enough_returns_were_seen() -> None:
     matching = PrefixReusePredictor(BLOCK)
     returns(matching, 160, 160, 160, LEAST_RETURNS - 1)
-    assert matching.expected_tokens(THOUGHT, 160, 320) == 320
+    assert matching.expected_tokens(THOUGHT_TURN, 160, 320) == 320
     returns(matching, 160, 160, 160, 1)
-    assert matching.expected_tokens(THOUGHT, 160, 320) == 160
+    assert matching.expected_tokens(THOUGHT_TURN, 160, 320) == 160
 
 
 @pytest.mark.parametrize("repeats", [0, 80, 160, 240, 320])
 def test_what_is_expected_is_what_came_back(repeats: int) -> None:
     matching = PrefixReusePredictor(BLOCK)
     returns(matching, 160, 160, repeats, WINDOW)
-    assert matching.expected_tokens(THOUGHT, 160, 320) // BLOCK == repeats // BLOCK
+    assert matching.expected_tokens(THOUGHT_TURN, 160, 320) // BLOCK == repeats // BLOCK
     twice = {0: 0, 80: 160, 160: 320, 240: 480, 320: 640}[repeats]
-    assert abs(matching.expected_tokens(THOUGHT, 320, 640) - twice) <= BLOCK
+    assert abs(matching.expected_tokens(THOUGHT_TURN, 320, 640) - twice) <= BLOCK
 
 
 @given(prompt=st.integers(1, 4000), output=st.integers(1, 4000), share=st.floats(0, 1))
 def test_what_is_expected_covers_what_comes_back_by_little(prompt: int, output: int, share: float) -> None:
     repeats = round((prompt + output) * share) // BLOCK * BLOCK
     matching = PrefixReusePredictor(BLOCK)
-    said = returns(matching, prompt, output, repeats, LEAST_RETURNS)
+    reusable = returns(matching, prompt, output, repeats, LEAST_RETURNS)
     whole = (prompt + output) // BLOCK * BLOCK
-    expected = matching.expected_tokens(THOUGHT, prompt, prompt + output)
-    assert whole == 0 or (said is not None and said >= min(repeats, whole))
+    expected = matching.expected_tokens(THOUGHT_TURN, prompt, prompt + output)
+    assert whole == 0 or (reusable is not None and reusable >= min(repeats, whole))
     assert expected >= min(repeats, whole) - BLOCK
-    spacing = (prompt if repeats < prompt - BLOCK else output) / (8 if repeats < prompt - BLOCK else 32)
-    assert expected <= max(repeats, prompt if repeats >= prompt - BLOCK else 0) + spacing + 2 * BLOCK
+    assert expected <= max(repeats, prompt if repeats >= prompt - BLOCK else 0) + 2 * BLOCK
 
 
 def test_a_tenth_of_the_returns_does_not_decide_but_more_do() -> None:
@@ -77,22 +89,22 @@ def test_a_tenth_of_the_returns_does_not_decide_but_more_do() -> None:
         matching = PrefixReusePredictor(BLOCK)
         returns(matching, 160, 160, 160, WINDOW - whole)
         returns(matching, 160, 160, 320, whole)
-        assert matching.expected_tokens(THOUGHT, 160, 320) == expected
+        assert matching.expected_tokens(THOUGHT_TURN, 160, 320) == expected
 
 
 def test_an_old_template_is_forgotten() -> None:
     matching = PrefixReusePredictor(BLOCK)
     returns(matching, 160, 160, 160, 500)
     returns(matching, 160, 160, 320, 64)
-    assert matching.expected_tokens(THOUGHT, 160, 320) == 320
+    assert matching.expected_tokens(THOUGHT_TURN, 160, 320) == 320
 
 
 def test_plain_turns_are_kept_where_thoughts_are_dropped() -> None:
     matching = PrefixReusePredictor(BLOCK)
-    returns(matching, 160, 160, 160, WINDOW, THOUGHT)
-    returns(matching, 160, 160, 320, WINDOW, PLAIN)
-    assert matching.expected_tokens(THOUGHT, 160, 320) == 160
-    assert matching.expected_tokens(PLAIN, 160, 320) == 320
+    returns(matching, 160, 160, 160, WINDOW, THOUGHT_TURN)
+    returns(matching, 160, 160, 320, WINDOW, PLAIN_TURN)
+    assert matching.expected_tokens(THOUGHT_TURN, 160, 320) == 160
+    assert matching.expected_tokens(PLAIN_TURN, 160, 320) == 320
     assert (ending_of(""), ending_of("<think>a</think>b"), ending_of("well, </think>b"), ending_of("b")) == (
         *("unread", "thought", "thought", "plain"),
     )
@@ -100,20 +112,13 @@ def test_plain_turns_are_kept_where_thoughts_are_dropped() -> None:
 
 def test_a_tenant_whose_prompts_never_come_back_shortens_nobody_elses_pins() -> None:
     matching = PrefixReusePredictor(BLOCK)
-    returns(matching, 160, 160, 320, WINDOW, ("honest", "plain"))
-    returns(matching, 160, 160, 0, 10 * WINDOW, ("hostile", "plain"))
-    assert matching.expected_tokens(("honest", "plain"), 160, 320) == 320
-    assert matching.expected_tokens(("hostile", "plain"), 160, 320) < BLOCK
+    returns(matching, 160, 160, 320, WINDOW, TurnKind("honest", PLAIN))
+    returns(matching, 160, 160, 0, 10 * WINDOW, TurnKind("hostile", PLAIN))
+    assert matching.expected_tokens(TurnKind("honest", PLAIN), 160, 320) == 320
+    assert matching.expected_tokens(TurnKind("hostile", PLAIN), 160, 320) < BLOCK
     for salt in range(2 * MOST_KINDS):
-        returns(matching, 160, 160, 0, 1, (str(salt), "plain"))
+        returns(matching, 160, 160, 0, 1, TurnKind(str(salt), PLAIN))
     assert len(matching._shares) == MOST_KINDS
-
-
-def test_a_program_that_is_over_teaches_nothing() -> None:
-    matching = PrefixReusePredictor(BLOCK)
-    matching.on_pause(P, PLAIN, 160, 320, chain(320, 1))
-    matching.on_program_end(P)
-    assert matching.on_return(P, chain(320, 2)) is None
 
 
 # in the scheduler -----------------------------------------------------------

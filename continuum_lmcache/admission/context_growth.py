@@ -27,6 +27,7 @@ class ContextGrowth:
     _grown_tokens: int = 0
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
+    first_tokens: float = 0.0  # the usual first prompt; 0 before the first
     _sizes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
     _spread_tokens: float = 0.0  # standard deviation of a program's growth, first prompt to last context
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
@@ -34,11 +35,7 @@ class ContextGrowth:
     def add_first_prompt(self, tokens: int) -> None:
         """A program arrived with a first prompt of this many tokens."""
         self._firsts.append(tokens)
-
-    @property
-    def first_tokens(self) -> float:
-        """The usual first prompt; 0 before the first."""
-        return sum(self._firsts) / len(self._firsts) if self._firsts else 0.0
+        self.first_tokens = sum(self._firsts) / len(self._firsts)
 
     def add_turn(self, tokens: int) -> None:
         """A turn ended with `tokens` more than the program's last one. A context that shrank counts as 0."""

@@ -15,13 +15,11 @@ class PrefillShare:
     share: float = 0.0  # at at_s
     at_s: float = 0.0
 
-    def on_step(self, now_s: float, prompts_s: float) -> None:
-        """A step has ended. `prompts_s`: its seconds, 0 for one of decodes alone."""
-        passed_s = max(now_s - self.at_s, prompts_s)
-        share = prompts_s / passed_s if passed_s > 0 else 0.0
-        self.share = self.now(self.at_s + passed_s) + share * -math.expm1(-passed_s / SETTLING_S)
+    def on_prefill(self, now_s: float, took_s: float) -> None:
+        """A step that computed prompts has ended, after `took_s`."""
+        self.share = min(1.0, self.now(now_s) - math.expm1(-took_s / SETTLING_S))
         self.at_s = now_s
 
     def now(self, now_s: float) -> float:
-        """The share, with no step since the last one."""
+        """The share, with no such step since the last one."""
         return self.share * math.exp(-max(0.0, now_s - self.at_s) / SETTLING_S)

@@ -15,9 +15,11 @@ from array import array
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from continuum_lmcache.reload.cost_model import PrefillCurve
 
+UNREAD, PLAIN, THOUGHT = "unread", "plain", "thought"  # how a turn ended: with a thought, without, not known
 FEW_TOKENS = 64  # a client's short new text in each prompt: a hash, a time
 EMPTY_THOUGHT_TOKENS = 8  # what a template puts in place of a thought
 THOUGHT_TOKENS = 16_384  # the longest thought that is searched for
@@ -42,6 +44,13 @@ class LossCause(Enum):
     TIER_MISS = "tier-miss"  # a tier had it when the turn ended, but not at the return
 
 
+class TurnKind(NamedTuple):
+    """Turns whose next prompts are alike in what they repeat."""
+
+    tenant: str  # it can mislead only itself
+    ending: str  # UNREAD, PLAIN or THOUGHT
+
+
 @dataclass(frozen=True, slots=True)
 class EndedTurn:
     """A turn that ended while its program continues."""
@@ -51,7 +60,7 @@ class EndedTurn:
     hashes: Sequence[Hashable]  # of the whole blocks
     prompt_tokens: int
     tools: str  # a digest of the offered tools; "": none
-    thought: bool  # the answer has a thought
+    kind: TurnKind
     tier_tokens: int = 0  # the tokens in the tiers
 
 
@@ -82,7 +91,9 @@ class Divergence:
     """How far a prompt repeats the turn that its program left."""
 
     at_token: int
-    left_tokens: int
+    kind: TurnKind  # of that turn
+    left_prompt_tokens: int
+    left_tokens: int  # its prompt and output
     kept_tokens: int  # whole blocks at the beginning of both
     tier_tokens: int
     cause: LossCause | None = None  # None: it repeats all
@@ -115,13 +126,14 @@ def divergence_of(
         at += 1
     same_tokens_follow = at == kept_tokens + block_tokens
     at = kept_tokens if same_tokens_follow else at
-    found = Divergence(at, len(left.tokens), kept_tokens, left.tier_tokens)
+    sizes = (left.prompt_tokens, len(left.tokens))
+    found = Divergence(at, left.kind, *sizes, kept_tokens, left.tier_tokens)
     if len(left.tokens) - at <= 2 * block_tokens or at == len(tokens):
         return found
     edit = edited(left.tokens, tokens, at)
     other_tools = bool(tools and left.tools and tools != left.tools)
-    sizes = (left.prompt_tokens, len(left.tokens), len(tokens))
-    seen = LossEvidence(at, *sizes, same_tokens_follow, other_tools, left.thought, edit)
+    has_thought = left.kind.ending == THOUGHT
+    seen = LossEvidence(at, *sizes, len(tokens), same_tokens_follow, other_tools, has_thought, edit)
     taken, put = (edit.taken_tokens, edit.put_tokens) if edit else (0, 0)
     return replace(
         found,

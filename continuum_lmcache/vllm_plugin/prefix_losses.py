@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from continuum_lmcache.programs.divergence import EndedTurn, PrefixLoss
+from continuum_lmcache.programs.divergence import EndedTurn, PrefixLoss, TurnKind
 from continuum_lmcache.programs.ended_turns import EndedTurns
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.reload.load_policy import LoadPolicy
@@ -54,7 +54,7 @@ class PrefixLossReporter:
         for loss in self.ended_turns.count_losses(turn.divergence, found_tokens, is_declined, curve):
             self._events.publish(PrefixLost(now_s, turn.program, turn.id, loss, self._texts(loss)))
 
-    def on_pause(self, turn: TurnState, request: Request, thought: bool, tiers: Residency) -> None:
+    def on_pause(self, turn: TurnState, request: Request, kind: TurnKind, tiers: Residency) -> None:
         """The turn ended in a tool call."""
         assert turn.program is not None
         self.ended_turns.add(
@@ -65,7 +65,7 @@ class PrefixLossReporter:
                 request.block_hashes,
                 request.num_prompt_tokens,
                 turn.fields.tools,
-                thought,
+                kind,
                 tiers.dram_tokens + tiers.ssd_tokens,
             ),
         )

@@ -150,7 +150,8 @@ class ContinuumMixin(Scheduler):
             self._running_changed = True
         for turn_id in scheduler_output.preempted_req_ids or ():
             self._lifecycle.on_preemption(now_s, TurnId(turn_id))
-        self._lifecycle.on_resume(now_s, scheduler_output.num_scheduled_tokens, self.requests)
+        if self._turns.preempted:
+            self._lifecycle.on_resume(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         self._step_timer.on_schedule(now_s, scheduler_output)
         tokens, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
         self._had_prompts = total > len(tokens)

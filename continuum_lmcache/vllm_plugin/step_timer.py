@@ -91,10 +91,11 @@ class StepTimer:
         self._last_s = now_s
         new_tokens = output.total_num_scheduled_tokens
         moved = self._residency.transfers()
-        untimed = self._untimed & output.num_scheduled_tokens.keys()
+        untimed = self._untimed and self._untimed & output.num_scheduled_tokens.keys()
         self._untimed -= untimed
         prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
-        self.prompt_time.on_step(now_s, took_s if prefills else 0.0)
+        if prefills:
+            self.prompt_time.on_prefill(now_s, took_s)
         if prefills or self.reloads.is_tracking:
             step = StepWork(took_s, work_of(output))
             for outcome in self.reloads.on_step(step, moved, self._rates.costs.prefill):

@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.controller import AdmissionController, kv_capacity
 from continuum_lmcache.admission.shared_prefixes import SharedPrefixIndex
+from continuum_lmcache.programs.divergence import TurnKind
 from continuum_lmcache.programs.end_claims import EndClaim, EndClaims
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.programs.prefix_reuse import PrefixReusePredictor, ending_of
@@ -108,7 +109,6 @@ class TurnLifecycle:
         on = self.events.subscribe
         self.advisor.listen(self.events)
         self.samples.listen(self.events)
-        on(ProgramEnded, lambda event: self.reuse.on_program_end(event.program))
         on(PinTaken, lambda event: self._rekey(event.pin.program))
         on(PinReleased, lambda event: self._rekey(event.program))
 
@@ -141,9 +141,10 @@ class TurnLifecycle:
         back = self.programs.add_turn(now_s, turn.id, program, turn.tenant, since_s)
         if turn.fields.turns > self.programs.records[program].turns:  # that gap was elsewhere
             back = None
-        turn.program, turn.reusable_tokens = program, self.reuse.on_return(program, request.block_hashes)
+        turn.program, entry = program, self.programs.records[program]
         self.losses.on_arrival(turn, request)
-        entry = self.programs.records[program]
+        if turn.divergence is not None and entry.context_tokens:  # else that turn was under another salt
+            turn.reusable_tokens = self.reuse.on_return(turn.divergence)
         turn.program_arrival_s = entry.arrival_s
         entry.turns = max(before.turns if before else entry.turns, turn.fields.turns)
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
@@ -247,8 +248,8 @@ class TurnLifecycle:
         text = "" if turn.fields.this_tool else tail_text(request, self._tokenizer, self.ignored)
         tool = turn.fields.this_tool or self.advisor.tool(text)
         sizes = (request.num_prompt_tokens, request.num_tokens)
-        kind = (turn.tenant, ending_of(text))
-        tokens = self.reuse.on_pause(program, kind, *sizes, request.block_hashes)
+        kind = TurnKind(turn.tenant, ending_of(text))
+        tokens = self.reuse.expected_tokens(kind, *sizes)
         blocks = self.blocks.pinnable(request.request_id, tokens)
         number = self.programs.records[program].turns + 1
         tiers = self.residency.after_eviction(request, tokens)
@@ -258,7 +259,7 @@ class TurnLifecycle:
         self.programs.finish_turn(now_s, turn.id, ended)
         self.step_timer.add_forecast(program, tokens, keep.reload_s)
         self.admission.on_pause(now_s, program, tokens, self.advisor.expected_s(tool))
-        self.losses.on_pause(turn, request, kind[1] == "thought", tiers)
+        self.losses.on_pause(turn, request, kind, tiers)
         self.events.publish(
             TurnFinished(
                 now_s, program, turn.id, tool, request.num_tokens, request.num_output_tokens, False, keep
@@ -324,6 +325,9 @@ class TurnLifecycle:
     def admit(self, now_s: float, is_running: bool, is_queued: bool) -> None:
         """Start programs for which there is room: their turns take their place in the queue.
         `is_running`: a turn runs. `is_queued`: a turn that is not held waits."""
+        if not self.admission.pending:
+            self.admission.expire_absent(now_s)
+            return
         idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_share(now_s)
         for program in self.admission.admit(now_s, idle, 1.0 if is_queued else prompt_share):
             for turn_id in self.programs.records[program].live:
