@@ -120,6 +120,12 @@ class MpServer:
         self.storage.delete_l1_keys(keys)
         self._l2.adapter.delete([key for key in keys if key in self.held()[1]])
 
+    def drop_workers(self) -> None:
+        """Drop every worker, as those that have sent no heartbeat for `--worker-reap-timeout-seconds`."""
+        for module in self._engine._modules:
+            if hasattr(module, "reap_stale_instances"):
+                module.reap_stale_instances(-1.0, -1.0)
+
     def close(self) -> None:
         self._server.close()
         self._engine.close()

@@ -20,6 +20,7 @@ import msgspec
 from contract.test_tier_store import Programs
 from hypothesis import given
 from hypothesis import strategies as st
+from lmcache.integration.vllm import vllm_multi_process_adapter as adapters
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
@@ -366,17 +367,27 @@ def test_a_preemption_waits_once_for_a_silent_server_and_not_at_all_for_one_that
     assert ended(rig, "a", "b") == ({"a", "b"}, set(), set())
 
 
-def test_a_store_that_nobody_answers_costs_the_store_and_not_the_worker(
+def test_a_worker_that_stood_still_until_the_server_dropped_it_loses_a_store_and_is_used_again(
     mp_rig: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = mp_rig()
     rig.worker.is_patient = False
     monkeypatch.setattr("connectors.lmcache_mp.worker.STALL_S", 0.05)
-    monkeypatch.setattr(rig.adapter.transfer_ctx, "_instance_id", -1)  # the server knows no such worker
+    rig.server.drop_workers()
     rig.adapter.submit_store_request("r", op(prompt(1, 2), 0, 2 * CHUNK), None)
     assert not rig.adapter.is_healthy
     assert rig.adapter.get_finished({"r"})[0] == {"r"}
     rig.scheduler.end_session("r")
+    rig.worker.is_patient = True
+    ping = adapters.HeartbeatThread(
+        rig.adapter.req_client, rig.adapter._health_event, 10, rig.adapter.instance_id
+    )
+    ping.register_recover_callback(rig.adapter._reregister_kv_caches_callback)
+    ping._execute()
+    assert rig.adapter.is_healthy, "a heartbeat has registered it again"
+    rig.run(prompt(1, 2))
+    rig.settle()
+    assert len(rig.server.held()[0]) == 2
 
 
 def test_the_server_leaves_out_a_store_that_comes_too_late(
