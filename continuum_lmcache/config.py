@@ -74,10 +74,10 @@ class ContinuumConfig:
 
 
 KEYS: dict[str, str] = {f.name: str(f.type) for f in fields(ContinuumConfig)}
-GONE = "does nothing any more; delete it"
+NO_EFFECT = "does nothing any more; delete it"
 REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about them
-    "no_loss_guard": GONE,
-    "prefetch": GONE,
+    "no_loss_guard": NO_EFFECT,
+    "prefetch": NO_EFFECT,
     "stream_recording": "is written when the server stops, and on SIGUSR1 to the engine",
     "stop_stores": "did what a server without a KV connector does; leave the connector out",
     "gaps_file": "is named tool_durations_file now",

@@ -92,8 +92,8 @@ def checked(config: Mapping[str, Any], worker: WorkerSpec, lora: bool) -> Connec
 def outer_findings(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
     """Problems outside the settings."""
     kind = config["kv_connector"]
-    if strangers := sorted(config.keys() - FIELDS):
-        figure = f"{strangers[0]!r} is no field of vLLM 0.32's KV transfer config"
+    if unknown := sorted(config.keys() - FIELDS):
+        figure = f"{unknown[0]!r} is no field of vLLM 0.32's KV transfer config"
         yield warning("unknown-field", figure, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}")
     if kind not in (*OURS, *MP):
         known = ", ".join((OURS[0], MP[0]))

@@ -3,7 +3,7 @@
     [0, gpu)     in vLLM's prefix cache    0
     [gpu, dram)  in LMCache's DRAM         bytes / host-to-device rate + fixed
     [dram, ssd)  on LMCache's disk         bytes / disk rate + fixed, and the copy after it
-        [ssd, n)     in no tier                prefill at that context
+    [ssd, n)     in no tier                prefill at that context
 
 It is never more than the time to compute all of [gpu, n). Loading ends at the tier where computing the rest
 is cheaper, and the connector must end there too (`ReloadCost.loaded_tokens`, load_policy.py). What is
@@ -106,7 +106,7 @@ class CostModel:
     def load_options(self, where: Residency) -> list[ReloadCost]:
         """Load nothing, DRAM's part, or both parts: the last is the whole load."""
         dram_tokens, ssd_tokens = where.dram_tokens, where.ssd_tokens
-        return [self.loading(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
+        return [self.load_cost(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
 
     def reload_s(self, where: Residency, survival: Mapping[Tier, float] = CERTAIN) -> float:
         """PrefillReload in seconds, expected over what the tiers may lose before the return.
@@ -117,16 +117,16 @@ class CostModel:
         must be computed, with all that comes after it, since a prefix may have no hole.
         """
         if not where.dram_tokens and not where.ssd_tokens:
-            return self.loading(where, 0, 0).total_s
+            return self.load_cost(where, 0, 0).total_s
         has_disk = Tier.SSD in survival or where.ssd_tokens > 0
-        keeps = survival.get(Tier.SSD, 1.0) if has_disk else 0.0
+        disk_keeps = survival.get(Tier.SSD, 1.0) if has_disk else 0.0
         below = replace(where, dram_tokens=0, ssd_tokens=where.dram_tokens + where.ssd_tokens)
-        nowhere_s = self.reload(replace(below, ssd_tokens=0)).total_s
-        without_dram_s = expected(keeps, self.reload(below).total_s, nowhere_s)
+        recompute_s = self.reload(replace(below, ssd_tokens=0)).total_s
+        without_dram_s = expected(disk_keeps, self.reload(below).total_s, recompute_s)
         if where.dram_tokens == 0:
             return without_dram_s
         without_disk_s = self.reload(replace(where, ssd_tokens=0)).total_s
-        with_dram_s = expected(keeps, self.reload(where).total_s, without_disk_s)
+        with_dram_s = expected(disk_keeps, self.reload(where).total_s, without_disk_s)
         return expected(survival.get(Tier.DRAM, 1.0), with_dram_s, without_dram_s)
 
     @classmethod
@@ -134,12 +134,12 @@ class CostModel:
         """From a profile that the caller has read (format: profiles/README.md). Raises ProfileError.
 
         Sections `prefill`, `dram`, `ssd` have the fields of PrefillCurve and TransferRate. `steps`, optional,
-        has the measured time of a step by the tokens of its chunk. Those in LAB are for the
-        simulator, `provenance` is for the reader, any other key is refused.
+        has the measured time of a step by the tokens of its chunk. Only the simulator reads SIMULATOR_KEYS.
+        `provenance` is for people. Any other key is refused.
         """
         if not isinstance(profile, Mapping):
             raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
-        refuse_unknown_keys(profile, (*SECTIONS, *COUNTS, *LAB, "steps", "provenance"), where)
+        refuse_unknown_keys(profile, (*SECTIONS, *COUNTS, *SIMULATOR_KEYS, "steps", "provenance"), where)
         return cls(
             **{name: section(profile, name, kind, where) for name, kind in SECTIONS.items()},
             kv_bytes_per_token=int(number(profile, "kv_bytes_per_token", where, least=1)),
@@ -147,7 +147,7 @@ class CostModel:
             step_s=step_times(profile.get("steps", {}), f"{where}, steps"),
         )
 
-    def loading(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
+    def load_cost(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
         """The cost of loading this much from each tier and computing the rest.
 
         Computed tokens that are not in DRAM are stored, as whole chunks.
@@ -167,7 +167,7 @@ class CostModel:
 
 SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": TransferRate, "ssd": TransferRate}
 COUNTS = ("kv_bytes_per_token", "chunk_tokens")
-LAB = ("step", "dram_store", "ssd_store", "kv_tokens")  # of the same file; no TTL depends on them
+SIMULATOR_KEYS = ("step", "dram_store", "ssd_store", "kv_tokens")  # no TTL depends on them
 
 
 def expected(chance: float, with_it_s: float, without_s: float) -> float:
@@ -204,8 +204,8 @@ def number(given: Mapping[Any, Any], name: Any, where: str, least: float = 0.0) 
 
 
 def refuse_unknown_keys(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    if strangers := sorted(set(map(str, given)) - set(known)):
-        raise ProfileError(f"{where}: unknown key {strangers[0]!r}; known: {', '.join(sorted(known))}")
+    if unknown := sorted(set(map(str, given)) - set(known)):
+        raise ProfileError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
 
 UNMEASURED = CostModel(

@@ -3,11 +3,11 @@
 `CostModel.load_options` prices the three options:
 
     load        all that DRAM and disk hold of the prompt
-        partial     the part in DRAM; what only the disk has is computed
+    partial     the part in DRAM; what only the disk has is computed
     recompute   nothing is loaded
 
-A `SelectiveLoader` connector asks LoadPolicy how many tokens to offer vLLM; `residency_of_offer` returns
-in which tiers they are.
+A `SelectiveLoader` connector calls `LoadPolicy.tokens_to_load`, and offers vLLM that many tokens.
+`residency_of_offer` returns in which tiers these are.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ def choose_load(costs: CostModel, where: Residency, contention: Contention = NO_
     if not is_measured(costs, where):
         return LoadChoice(LoadReason.UNMEASURED, everything)
     share = where.total_tokens / contention.kv_tokens
-    ways = {
-        way.loaded_tokens: way.total_s + contention.turns * (way.compute_s + share * way.total_s)
-        for way in costs.load_options(where)
+    costs_s = {
+        option.loaded_tokens: option.total_s + contention.turns * (option.compute_s + share * option.total_s)
+        for option in costs.load_options(where)
     }
-    best = min(ways, key=ways.__getitem__)
+    best = min(costs_s, key=costs_s.__getitem__)
     if best == everything:
-        return LoadChoice(LoadReason.LOAD, everything, ways[best])
+        return LoadChoice(LoadReason.LOAD, everything, costs_s[best])
     decision = LoadReason.PARTIAL if best else LoadReason.RECOMPUTE
-    return LoadChoice(decision, best, ways[best], ways[everything] - ways[best])
+    return LoadChoice(decision, best, costs_s[best], costs_s[everything] - costs_s[best])
 
 
 def is_measured(costs: CostModel, where: Residency) -> bool:
@@ -106,50 +106,51 @@ def residency_of_offer(held: TierHit, gpu_tokens: int, found_tokens: int, total_
 class LoadPolicy:
     """Decides for waiting turns, and counts the decisions of those that got their blocks.
 
-    A tier from which nothing is loaded is not timed. So LoadPolicy sometimes loads although computing
-    is predicted to be cheaper: once the predicted extra cost is TRIAL_SHARE of the time that such prompts
-    took to compute. These trials make such prompts about 2 % slower, and show when a tier is fast again.
+    A tier from which nothing is loaded is not timed. So LoadPolicy sometimes loads although computing is
+    predicted to be cheaper (a trial). Each prompt that is computed adds TRIAL_SHARE of its time to a budget,
+    and a trial spends its predicted extra cost. Trials make such prompts about 2 % slower, and show when
+    a tier is fast again.
     """
 
     def __init__(
         self,
         rates: CalibratedCosts,
         contention: Callable[[], Contention] = no_contention,
-        weighs: bool = True,
+        compares_costs: bool = True,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.controls_loads = False  # whether a connector asks tokens_to_load
-        self.rates, self._contention, self._weighs = rates, contention, weighs
-        self._open: dict[TurnId, LoadChoice] = {}
+        self.controls_loads = False  # whether a connector calls tokens_to_load
+        self.rates, self._contention, self._compares_costs = rates, contention, compares_costs
+        self._unplaced: dict[TurnId, LoadChoice] = {}  # turns without blocks yet
         self._failed: set[TurnId] = set()
         self._declined: set[TurnId] = set()  # turns of which a part was computed although a tier held it
-        self._credit_s = 0.0
+        self._trial_budget_s = 0.0
 
     def tokens_to_load(self, turn: TurnId, where: Residency) -> int:
         """How many tokens to load (tier_store.LoadSelector)."""
         if turn in self._failed:
             return 0
-        if not self._weighs:
+        if not self._compares_costs:
             return where.dram_tokens + where.ssd_tokens
-        found = choose_load(self.rates.costs, where, self._contention())
-        if 0.0 < found.excess_s <= self._credit_s:
+        choice = choose_load(self.rates.costs, where, self._contention())
+        if 0.0 < choice.excess_s <= self._trial_budget_s:
             everything = where.dram_tokens + where.ssd_tokens
-            found = LoadChoice(LoadReason.TRIAL, everything, found.chosen_s, found.excess_s)
-        self._open[turn] = found
-        return found.tokens
+            choice = LoadChoice(LoadReason.TRIAL, everything, choice.chosen_s, choice.excess_s)
+        self._unplaced[turn] = choice
+        return choice.tokens
 
     def on_allocated(self, turn: TurnId) -> None:
         """vLLM allocated by the last answer: count it."""
-        found = self._open.pop(turn, None)
-        if found is None:
+        choice = self._unplaced.pop(turn, None)
+        if choice is None:
             return
-        self.counts[found.decision.value] += 1
-        if found.decision in (LoadReason.PARTIAL, LoadReason.RECOMPUTE):
+        self.counts[choice.decision.value] += 1
+        if choice.decision in (LoadReason.PARTIAL, LoadReason.RECOMPUTE):
             self._declined.add(turn)
-        if found.decision is LoadReason.TRIAL:
-            self._credit_s -= found.excess_s
-        elif found.excess_s:
-            self._credit_s += TRIAL_SHARE * found.chosen_s
+        if choice.decision is LoadReason.TRIAL:
+            self._trial_budget_s -= choice.excess_s
+        elif choice.excess_s:
+            self._trial_budget_s += TRIAL_SHARE * choice.chosen_s
 
     def has_declined(self, turn: TurnId) -> bool:
         """Whether a part of the turn's prompt was computed although a tier held it."""
@@ -161,6 +162,6 @@ class LoadPolicy:
 
     def on_turn_end(self, turn: TurnId) -> None:
         """The turn ended, perhaps before it got blocks."""
-        self._open.pop(turn, None)
+        self._unplaced.pop(turn, None)
         self._failed.discard(turn)
         self._declined.discard(turn)

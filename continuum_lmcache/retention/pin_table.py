@@ -154,11 +154,11 @@ class PinTable(Generic[B]):
         """Raise InvariantError unless sums, pins and blocks agree."""
         total = sum(pin.blocks for pin in self.pinned.values())
         tenants, ends = sum(self._by_tenant.values()), sum(self.outcomes.values())
-        strangers = self.pinned.keys() - self.programs.keys()
+        unknown = self.pinned.keys() - self.programs.keys()
         for holds, equation in (
             (self.pinned_blocks == total, f"pinned_blocks {self.pinned_blocks} != sum of pins {total}"),
             (tenants == total, f"blocks by tenant {tenants} != sum of pins {total}"),
-            (not strangers, f"pins of programs that are not in the table: {strangers}"),
+            (not unknown, f"pins of programs that are not in the table: {unknown}"),
             (self._blocks.keys() == self.pinned.keys(), "pins and their blocks are of different programs"),
             (not self._on_trial, f"pins whose blocks are still free on trial: {self._on_trial}"),
             (total <= self.max_pinned_blocks, f"pinned {total} > budget {self.max_pinned_blocks}"),
