@@ -119,18 +119,18 @@ def test_programs_and_gaps_come_from_a_trace(command: Command, tmp_path: Path) -
     assert ran.json["holds"]["gpu"]["programs"] == 919_232 // 2048
 
 
-# traps ------------------------------------------------------------------------
+# known issues -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("extra", "name", "words"),
     [
-        ({"lmcache.enable_async_loading": True}, "lmcache-trap", "enable_async_loading is broken"),
-        ({"lmcache.pre_caching_hash_algorithm": "builtin"}, "lmcache-trap", "set PYTHONHASHSEED=0"),
-        ({"lmcache.max_local_cpu_size": 0.001}, "lmcache-trap", "one chunk of 256 tokens"),
+        ({"lmcache.enable_async_loading": True}, "lmcache-known-issue", "enable_async_loading is broken"),
+        ({"lmcache.pre_caching_hash_algorithm": "builtin"}, "lmcache-known-issue", "set PYTHONHASHSEED=0"),
+        ({"lmcache.max_local_cpu_size": 0.001}, "lmcache-known-issue", "one chunk of 256 tokens"),
         (
             {"lmcache.local_disk": "file:///d/", "lmcache.max_local_disk_size": 0},
-            "lmcache-trap",
+            "lmcache-known-issue",
             "nothing would be",
         ),
         ({"lmcache.max_local_cpu_siz": 3}, "lmcache-setting", "did you mean lmcache.max_local_cpu_size"),
@@ -147,7 +147,7 @@ def test_a_setting_with_which_no_server_starts_is_an_error(
     ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, extra), "--json")
     assert ran.status == 1
     (found,) = [f for f in ran.json["findings"] if f["severity"] == "error"]
-    assert found["name"] == name and words in found["figure"]
+    assert found["name"] == name and words in found["evidence"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_all_settings_with_known_problems_are_reported_at_once(command: Command,
         "lmcache.max_local_disk_size": 1,
     }
     ran = command("doctor", *H200, "--lmcache", lmcache_json(tmp_path, both), "--json")
-    assert sum(f["name"] == "lmcache-trap" for f in ran.json["findings"]) == 2
+    assert sum(f["name"] == "lmcache-known-issue" for f in ran.json["findings"]) == 2
     assert "answers-not-saved" not in names(ran.json)  # the config does not ask for it
 
 
@@ -333,7 +333,7 @@ def judged(extra: dict[str, Any]) -> None:
     config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
     found = checked(config, worker, lora=False)
     assert found.tiers(131_072).keys() <= {Tier.DRAM, Tier.SSD}
-    assert all(finding.figure and finding.remedy for finding in found.findings)
+    assert all(finding.evidence and finding.remedy for finding in found.findings)
 
 
 any_settings = st.dictionaries(st.sampled_from([f"lmcache.{name}" for name in SETTINGS]), anything)

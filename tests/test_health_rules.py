@@ -27,7 +27,7 @@ HEALTHY = ServerWindow(
     context_tokens=20_000,
     working_set_tokens=200_000,
     tier_capacity_tokens={"dram": 200_000, "ssd": 150_000},
-    asked_tokens=100_000,
+    queried_tokens=100_000,
     loaded_tokens={"dram": 40_000, "ssd": 10_000},
     load_s={"dram": 1.0, "ssd": 1.0},
     store_s=0.5,
@@ -43,7 +43,7 @@ CASES: dict[str, Any] = {
     "preemptions": {"preemptions": 6},
     "queue-over-target": {"queue_s": 5.1},
     "tier-too-small": {"working_set_tokens": 200_001},
-    "tier-misses": {"asked_tokens": 100_001},
+    "tier-misses": {"queried_tokens": 100_001},
     "reload-slower-than-recompute-ssd": {"load_s": {"dram": 0.0, "ssd": 6.1}},
     "store-stalls": {"store_s": 0.51},
     "tier-store-down": {"tier_store_up": 0},
@@ -65,7 +65,7 @@ def test_a_server_at_every_limit_is_well() -> None:
 def test_a_step_beyond_a_limit_is_found_alone_and_says_what_to_do(name: str) -> None:
     (found,) = diagnose(replace(HEALTHY, **CASES[name]))
     assert found.name == name
-    assert any(letter.isdigit() for letter in found.figure) or name in ("tier-store-down", "guessed-rates")
+    assert any(letter.isdigit() for letter in found.evidence) or name in ("tier-store-down", "guessed-rates")
     assert len(found.remedy) > 20
 
 
@@ -76,12 +76,12 @@ def test_a_dead_tier_store_is_the_gravest() -> None:
 
 def test_memory_full_of_pins_is_reported_as_such() -> None:
     (found,) = diagnose(replace(HEALTHY, running_turns=2, waiting_turns=9))
-    assert "30% of it by pins" in found.figure
+    assert "30% of it by pins" in found.evidence
 
 
 def test_a_finding_on_prompts_says_where_the_latest_parted() -> None:
     (found,) = diagnose(replace(HEALTHY, lost_s={"nonce": 2.5}))
-    assert "3 returns in 10 s need 2.50 s" in found.figure and "at token 41" in found.figure
+    assert "3 returns in 10 s need 2.50 s" in found.evidence and "at token 41" in found.evidence
 
 
 def test_a_full_server_with_a_large_batch_or_an_empty_queue_is_only_busy() -> None:

@@ -479,7 +479,9 @@ def test_status_and_the_doctor_read_a_running_server(
     assert found["window"]["running_turns"] is not None
     assert found["window"]["loaded_tokens"].keys() == {"dram", "ssd"}
     assert (
-        found["not_told"].keys().isdisjoint({"low batch with memory full", "preemption rate", "store stalls"})
+        found["not_checked"]
+        .keys()
+        .isdisjoint({"low batch with memory full", "preemption rate", "store stalls"})
     )
     setup = ("--lmcache", transfer_config(tmp_path, 150), "--kv-gib", "1", "--context", "1000")
     found = run("doctor", model, *setup, "--url", continuum.url, "--json").json

@@ -71,7 +71,7 @@ def test_everything_wrong_with_a_server_is_reported_with_its_figure(command: Com
     with metrics_server([page(BUSY), page(LATER)]) as url:
         ran = command("status", url, *QUICK, "--json")
     assert ran.status == 1
-    found = {finding["name"]: finding["figure"] for finding in ran.json["findings"]}
+    found = {finding["name"]: finding["evidence"] for finding in ran.json["findings"]}
     assert found.keys() == {
         "low-batch-memory-full",
         "preemptions",

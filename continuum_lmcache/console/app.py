@@ -66,9 +66,9 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check a deployment of MODEL: KV budget, break-even of each tier, whether pins pay, known problems."""
-    asked = {name: value for name, value in locals().items() if name != "as_json"}
-    asked["url"] = url.rstrip("/")
-    found = doctors.diagnosis(doctors.DoctorQuery(**asked))
+    options = {name: value for name, value in locals().items() if name != "as_json"}
+    options["url"] = url.rstrip("/")
+    found = doctors.diagnosis(doctors.DoctorQuery(**options))
     if as_json:
         print(json.dumps(doctor_output.as_json(found), indent=1))
     else:

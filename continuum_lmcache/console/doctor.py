@@ -86,23 +86,23 @@ class Diagnosis:
         return f"This deployment is NOT advisable: {errors}{more}."
 
 
-def diagnosis(ask: DoctorQuery) -> Diagnosis:
+def diagnosis(query: DoctorQuery) -> Diagnosis:
     """Read, compute, judge. Raises ConfigError, ProfileError, TraceError or ServerError."""
-    on = machine(ask.profile, ask.gpu)
-    server = served(ask.url) if ask.url else None
-    shape = model(ask, server)
-    block_tokens = ask.block_size or (server.block_tokens if server else None) or on.block_tokens
-    kv = kv_cache(ask, on, shape, server, block_tokens)
+    on = machine(query.profile, query.gpu)
+    server = served(query.url) if query.url else None
+    shape = model(query, server)
+    block_tokens = query.block_size or (server.block_tokens if server else None) or on.block_tokens
+    kv = kv_cache(query, on, shape, server, block_tokens)
     worker = WorkerSpec(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
-    connector = checked(read(ask.lmcache), worker, ask.lora) if ask.lmcache else None
+    connector = checked(read(query.lmcache), worker, query.lora) if query.lmcache else None
     settings = connector.continuum if connector else ContinuumConfig()
     plan = DeploymentPlan(
         shape,
         kv,
         replace(on.costs, kv_bytes_per_token=kv.bytes_per_token),
-        demand(ask),
+        demand(query),
         connector.tiers(kv.bytes_per_token) if connector else {},
-        ask.programs,
+        query.programs,
         settings.max_pinned_share,
         settings.max_ttl_s,
         on.costs.kv_bytes_per_token if on.profiled else None,
@@ -110,10 +110,10 @@ def diagnosis(ask: DoctorQuery) -> Diagnosis:
     found = (
         *plan_check.advice(plan),
         *(connector.findings if connector else [no_connector()]),
-        *(of_server(server, ask, plan) if server else ()),
-        *of_router(ask.router, settings),
-        *(fleet.findings(report) if ask.url and (report := fleet.fleet_at(ask.url)) is not None else ()),
-        *(fleet.of_config(ask.ray) if ask.ray is not None else ()),
+        *(of_server(server, query, plan) if server else ()),
+        *of_router(query.router, settings),
+        *(fleet.findings(report) if query.url and (report := fleet.fleet_at(query.url)) is not None else ()),
+        *(fleet.of_config(query.ray) if query.ray is not None else ()),
     )
     return Diagnosis(plan, on, connector, server, plan_check.can_pins_pay(plan), in_order(found))
 
@@ -123,53 +123,53 @@ def in_order(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
     return tuple(sorted(findings, key=lambda finding: list(Severity).index(finding.severity)))
 
 
-def model(ask: DoctorQuery, server: ServedModel | None) -> ModelShape:
+def model(query: DoctorQuery, server: ServedModel | None) -> ModelShape:
     """The model's shape, as it is to be served."""
-    shape = shape_of(ask.model)
-    if ask.kv_cache_dtype != "auto":
-        if ask.kv_cache_dtype not in KV_BYTES:
+    shape = shape_of(query.model)
+    if query.kv_cache_dtype != "auto":
+        if query.kv_cache_dtype not in KV_BYTES:
             raise ConfigError(
-                f"--kv-cache-dtype is {ask.kv_cache_dtype!r}; known: auto, {', '.join(KV_BYTES)}"
+                f"--kv-cache-dtype is {query.kv_cache_dtype!r}; known: auto, {', '.join(KV_BYTES)}"
             )
-        shape = replace(shape, kv_value_bytes=KV_BYTES[ask.kv_cache_dtype])
-    if ask.weights_gib is not None:
-        shape = replace(shape, weight_bytes=ask.weights_gib * GIB, source="as given")
+        shape = replace(shape, kv_value_bytes=KV_BYTES[query.kv_cache_dtype])
+    if query.weights_gib is not None:
+        shape = replace(shape, weight_bytes=query.weights_gib * GIB, source="as given")
     if server and server.window_tokens:
         shape = replace(shape, window_tokens=server.window_tokens)
     return shape
 
 
 def kv_cache(
-    ask: DoctorQuery, on: MachineSpec, shape: ModelShape, server: ServedModel | None, block_tokens: int
+    query: DoctorQuery, on: MachineSpec, shape: ModelShape, server: ServedModel | None, block_tokens: int
 ) -> KVBudget:
     """The KV cache: as the server reports it, as given, or computed from the device's memory."""
     if server and server.blocks:
-        return kv_budget.of_blocks(shape, server.blocks, block_tokens, ask.tensor_parallel_size)
-    if ask.kv_gib is not None:
-        return kv_budget.of_bytes(shape, ask.kv_gib * GIB, block_tokens, ask.tensor_parallel_size)
-    memory = memory_of(ask, on)
+        return kv_budget.of_blocks(shape, server.blocks, block_tokens, query.tensor_parallel_size)
+    if query.kv_gib is not None:
+        return kv_budget.of_bytes(shape, query.kv_gib * GIB, block_tokens, query.tensor_parallel_size)
+    memory = memory_of(query, on)
     if memory is None:
         where = "give --kv-gib (VLLM_CPU_KVCACHE_SPACE)" if on.on_cpu else "give --gpu or --memory-gib"
         raise ConfigError(f"the memory of {on.device!r} is not known; {where}")
-    return kv_budget.of_memory(shape, memory, block_tokens, ask.tensor_parallel_size)
+    return kv_budget.of_memory(shape, memory, block_tokens, query.tensor_parallel_size)
 
 
-def memory_of(ask: DoctorQuery, on: MachineSpec) -> DeviceMemory | None:
+def memory_of(query: DoctorQuery, on: MachineSpec) -> DeviceMemory | None:
     """The device's memory as vLLM would divide it; None if it is not known."""
-    size = ask.memory_gib * GIB if ask.memory_gib is not None else on.device_bytes
-    return DeviceMemory(size, ask.gpu_memory_utilization, STEP_GIB * GIB) if size else None
+    size = query.memory_gib * GIB if query.memory_gib is not None else on.device_bytes
+    return DeviceMemory(size, query.gpu_memory_utilization, STEP_GIB * GIB) if size else None
 
 
-def demand(ask: DoctorQuery) -> ExpectedLoad:
+def demand(query: DoctorQuery) -> ExpectedLoad:
     """The programs to serve: a trace's, a given context, or the paper's mean. Raises TraceError."""
-    if ask.trace is not None and ask.context is not None:
+    if query.trace is not None and query.context is not None:
         raise ConfigError("--trace and --context both say how long programs are; drop one")
-    if ask.trace is not None:
-        programs = load_trace(ask.trace)
+    if query.trace is not None:
+        programs = load_trace(query.trace)
         gaps_s = tuple(t.gap_s for program in programs for t in program.turns if t.gap_s is not None)
-        return ExpectedLoad(ask.trace.name, tuple(program.context_tokens for program in programs), gaps_s)
-    if ask.context is not None:
-        return ExpectedLoad("as given", (ask.context,))
+        return ExpectedLoad(query.trace.name, tuple(program.context_tokens for program in programs), gaps_s)
+    if query.context is not None:
+        return ExpectedLoad("as given", (query.context,))
     return TABLE1
 
 
@@ -181,11 +181,11 @@ def no_connector() -> Finding:
     )
 
 
-def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> Iterator[Finding]:
+def of_server(server: ServedModel, query: DoctorQuery, plan: DeploymentPlan) -> Iterator[Finding]:
     """Findings from what a running server reports."""
     if server.version is not None and not server.version.startswith(CHECKED_VERSIONS):
-        figure = f"the server runs vLLM {server.version}"
-        yield warning("version", figure, "continuum was checked on 0.30 to 0.33 only")
+        evidence = f"the server runs vLLM {server.version}"
+        yield warning("version", evidence, "continuum was checked on 0.30 to 0.33 only")
     if not server.has_policy:
         yield warning(
             "no-policy",
@@ -204,10 +204,10 @@ def of_server(server: ServedModel, ask: DoctorQuery, plan: DeploymentPlan) -> It
             "the server reports no continuum_loaded_tokens_total: our LMCache connector does not run in it",
             "start it with --kv-transfer-config and the file given here",
         )
-    memory = memory_of(ask, machine(ask.profile, ask.gpu))
+    memory = memory_of(query, machine(query.profile, query.gpu))
     if memory is not None and server.blocks:
         predicted = kv_budget.of_memory(
-            plan.shape, memory, plan.budget.block_tokens, ask.tensor_parallel_size
+            plan.shape, memory, plan.budget.block_tokens, query.tensor_parallel_size
         )
         if abs(predicted.blocks - server.blocks) > BLOCKS_OFF * server.blocks:
             yield note(

@@ -161,7 +161,7 @@ def show_findings(findings: Iterable[Finding], console: Console) -> None:
     """One line for each finding, and one for what to do."""
     for f in findings:
         console.print(Text(f"\n{f.severity.value.upper()} {f.name}", style=STYLES[f.severity]))
-        console.print(Text(f"  found: {f.figure}"), soft_wrap=True)
+        console.print(Text(f"  found: {f.evidence}"), soft_wrap=True)
         console.print(Text(f"  do:    {f.remedy}"), soft_wrap=True)
 
 

@@ -93,8 +93,10 @@ def outer_findings(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
     """Problems outside the settings."""
     kind = config["kv_connector"]
     if unknown := sorted(config.keys() - FIELDS):
-        figure = f"{unknown[0]!r} is no field of vLLM 0.32's KV transfer config"
-        yield warning("unknown-field", figure, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}")
+        evidence = f"{unknown[0]!r} is no field of vLLM 0.32's KV transfer config"
+        yield warning(
+            "unknown-field", evidence, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}"
+        )
     if kind not in (*OURS, *MP):
         known = ", ".join((OURS[0], MP[0]))
         yield warning(
@@ -157,7 +159,7 @@ def lmcache_settings(extra: Mapping[str, Any], worker: WorkerSpec) -> tuple[Mapp
         return known, [error("lmcache-setting", str(problem), CORRECT)]
     as_given = known | user
     if refused := known_problems(as_given, os.environ, worker):
-        return as_given, [error("lmcache-trap", why, CORRECT) for why in refused]
+        return as_given, [error("lmcache-known-issue", why, CORRECT) for why in refused]
     return as_given | defaults(user, worker), []
 
 
@@ -199,8 +201,8 @@ def costly_settings(settings: Mapping[str, Any], worker: WorkerSpec) -> Iterator
             "the scheduler sees DRAM and disk only; a remote hit counts as none",
         )
     if str(settings["cache_policy"]).upper() != "LRU":
-        figure = f"cache_policy is {settings['cache_policy']}"
-        yield note("not-lru", figure, "the chance that a tier still holds a prefix is computed for LRU")
+        evidence = f"cache_policy is {settings['cache_policy']}"
+        yield note("not-lru", evidence, "the chance that a tier still holds a prefix is computed for LRU")
     yield from on_this_machine(settings)
 
 

@@ -18,7 +18,7 @@ class ScrapePair:
     before: MetricsPage
     after: MetricsPage
 
-    def grown(self, name: str) -> float | None:
+    def growth(self, name: str) -> float | None:
         """The growth of a counter. Raises ServerError if it fell."""
         first, last = self.before.total(name), self.after.total(name)
         if last is None:
@@ -29,7 +29,7 @@ class ScrapePair:
             )
         return last - (first or 0.0)
 
-    def grown_by(self, name: str, label: str) -> Mapping[str, float]:
+    def growth_by(self, name: str, label: str) -> Mapping[str, float]:
         """The same by a label."""
         first, last = self.before.by(name, label), self.after.by(name, label)
         return {key: value - first.get(key, 0.0) for key, value in last.items()}
@@ -40,7 +40,7 @@ class ScrapePair:
 
     def average(self, histogram: str) -> float | None:
         """A histogram's mean over the new samples; None if there are none."""
-        total, n = self.grown(f"{histogram}_sum"), self.grown(f"{histogram}_count")
+        total, n = self.growth(f"{histogram}_sum"), self.growth(f"{histogram}_count")
         return total / n if total is not None and n else None
 
     def share_of_blocks(self, name: str) -> float | None:
@@ -54,8 +54,8 @@ class ScrapePair:
         """Measurements of each rate, by the label that distinguishes rates; the least over engines."""
         found: dict[str, float] = {}
         for labels, value in self.after.of(name):
-            told = [v for k, v in sorted(labels.items()) if k not in ("engine", "model_name")]
-            rate = " ".join(told) or "a rate"
+            label_values = [v for k, v in sorted(labels.items()) if k not in ("engine", "model_name")]
+            rate = " ".join(label_values) or "a rate"
             found[rate] = min(value, found.get(rate, value))
         return found
 
@@ -69,13 +69,13 @@ FIELDS: Mapping[str, tuple[str, Read]] = {  # of a window -> its metric, and how
         lambda pair, name: halfway(pair.before.mean(name), pair.after.mean(name)),
     ),
     "pinned_share": ("continuum_pinned_blocks", ScrapePair.share_of_blocks),
-    "finished_turns": ("vllm:request_success_total", ScrapePair.grown),
-    "preemptions": ("vllm:num_preemptions_total", ScrapePair.grown),
+    "finished_turns": ("vllm:request_success_total", ScrapePair.growth),
+    "preemptions": ("vllm:num_preemptions_total", ScrapePair.growth),
     "queue_s": ("vllm:request_queue_time_seconds", ScrapePair.average),
-    "prefill_s": ("vllm:request_prefill_time_seconds_sum", ScrapePair.grown),
+    "prefill_s": ("vllm:request_prefill_time_seconds_sum", ScrapePair.growth),
     "computed_tokens": (
         "continuum_prompt_tokens_total",
-        lambda pair, name: pair.grown_by(name, "tier").get("none"),
+        lambda pair, name: pair.growth_by(name, "tier").get("none"),
     ),
     "programs": ("continuum_programs", lambda pair, name: pair.after.total(name)),
     "context_tokens": ("vllm:request_prompt_tokens", ScrapePair.average),
@@ -84,15 +84,15 @@ FIELDS: Mapping[str, tuple[str, Read]] = {  # of a window -> its metric, and how
         "continuum_tier_capacity_tokens",
         lambda pair, name: pair.after.by(name, "tier"),
     ),
-    "asked_tokens": ("vllm:external_prefix_cache_queries_total", ScrapePair.grown),
-    "loaded_tokens": ("continuum_loaded_tokens_total", lambda pair, name: pair.grown_by(name, "tier")),
-    "load_s": ("continuum_load_seconds_total", lambda pair, name: pair.grown_by(name, "tier")),
-    "store_s": ("continuum_store_seconds_total", ScrapePair.grown),
-    "load_decisions": ("continuum_load_decisions_total", lambda pair, name: pair.grown_by(name, "decision")),
+    "queried_tokens": ("vllm:external_prefix_cache_queries_total", ScrapePair.growth),
+    "loaded_tokens": ("continuum_loaded_tokens_total", lambda pair, name: pair.growth_by(name, "tier")),
+    "load_s": ("continuum_load_seconds_total", lambda pair, name: pair.growth_by(name, "tier")),
+    "store_s": ("continuum_store_seconds_total", ScrapePair.growth),
+    "load_decisions": ("continuum_load_decisions_total", lambda pair, name: pair.growth_by(name, "decision")),
     "rate_samples": ("continuum_rate_samples", ScrapePair.samples),
     "tier_store_up": ("continuum_tier_store_up", lambda pair, name: pair.after.least(name)),
-    "lost_s": ("continuum_lost_prefill_seconds_total", lambda pair, name: pair.grown_by(name, "cause")),
-    "lost_returns": ("continuum_lost_returns_total", lambda pair, name: pair.grown_by(name, "cause")),
+    "lost_s": ("continuum_lost_prefill_seconds_total", lambda pair, name: pair.growth_by(name, "cause")),
+    "lost_returns": ("continuum_lost_returns_total", lambda pair, name: pair.growth_by(name, "cause")),
     "lost_at_token": ("continuum_lost_at_token", lambda pair, name: pair.after.by(name, "cause")),
 }
 METRICS = {field: metric for field, (metric, _) in FIELDS.items()}

@@ -71,7 +71,7 @@ def as_json(seen: ServerWindow, targets: Thresholds) -> dict[str, Any]:
         "ok": not has_problems(found),
         "window": dataclasses.asdict(seen),
         "findings": findings_json(found),
-        "not_told": {
+        "not_checked": {
             rule: [METRICS[name] for name in fields] for rule, fields in not_evaluated(seen).items()
         },
     }

@@ -20,17 +20,17 @@ class Finding:
 
     name: str  # low cardinality: "memory-full"
     severity: Severity
-    figure: str  # the observation, with its numbers and units
+    evidence: str  # the observation, with its numbers and units
     remedy: str  # what to do
 
 
-def error(name: str, figure: str, remedy: str) -> Finding:
-    return Finding(name, Severity.ERROR, figure, remedy)
+def error(name: str, evidence: str, remedy: str) -> Finding:
+    return Finding(name, Severity.ERROR, evidence, remedy)
 
 
-def warning(name: str, figure: str, remedy: str) -> Finding:
-    return Finding(name, Severity.WARNING, figure, remedy)
+def warning(name: str, evidence: str, remedy: str) -> Finding:
+    return Finding(name, Severity.WARNING, evidence, remedy)
 
 
-def note(name: str, figure: str, remedy: str) -> Finding:
-    return Finding(name, Severity.NOTE, figure, remedy)
+def note(name: str, evidence: str, remedy: str) -> Finding:
+    return Finding(name, Severity.NOTE, evidence, remedy)

@@ -32,7 +32,7 @@ class ServerWindow:
     context_tokens: float | None = None  # mean prompt
     working_set_tokens: float | None = None  # of all contexts in the working set
     tier_capacity_tokens: Mapping[str, float] = field(default_factory=dict)
-    asked_tokens: float | None = None  # that the GPU had lost, and that were looked up in the tiers
+    queried_tokens: float | None = None  # that the GPU had lost, and that were looked up in the tiers
     loaded_tokens: Mapping[str, float] = field(default_factory=dict)  # by tier, here and below
     load_s: Mapping[str, float] = field(default_factory=dict)
     store_s: float | None = None  # in which steps waited for stores
@@ -117,15 +117,15 @@ def small_tier(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:  #
 
 def few_hits(seen: ServerWindow, targets: Thresholds) -> Iterator[Finding]:
     """The GPU is full and the tiers return little of what it lost: a tier is too small."""
-    asked, full = seen.asked_tokens, (seen.kv_usage or 0.0) >= targets.memory_full
-    if not full or asked is None or asked < targets.least_tokens:
+    queried, full = seen.queried_tokens, (seen.kv_usage or 0.0) >= targets.memory_full
+    if not full or queried is None or queried < targets.least_tokens:
         return
     loaded = sum(seen.loaded_tokens.values())
-    if loaded / asked < targets.tier_hit_share:
+    if loaded / queried < targets.tier_hit_share:
         yield warning(
             "tier-misses",
-            f"the tiers brought back {loaded:,.0f} of {asked:,.0f} prompt tokens that the GPU did not hold "
-            f"({loaded / asked:.0%}; text that is new can never be there)",
+            f"the tiers brought back {loaded:,.0f} of {queried:,.0f} prompt tokens that the GPU did not hold "
+            f"({loaded / queried:.0%}; text that is new can never be there)",
             "unless most prompts are new, the tiers are smaller than the working set: enlarge "
             "lmcache.max_local_cpu_size or add a disk",
         )
@@ -227,13 +227,13 @@ RULES: dict[str, HealthRule] = {
     "tier smaller than the working set": HealthRule(
         small_tier, ("tier_capacity_tokens", "working_set_tokens")
     ),
-    "tiers bring back what was lost": HealthRule(few_hits, ("kv_usage", "asked_tokens", "loaded_tokens")),
+    "tier hit rate": HealthRule(few_hits, ("kv_usage", "queried_tokens", "loaded_tokens")),
     "reload slower than recompute": HealthRule(
         slow_reload, ("prefill_s", "computed_tokens", "loaded_tokens")
     ),
     "store stalls": HealthRule(store_stalls, ("store_s",)),
     "tier store up": HealthRule(store_down, ("tier_store_up",)),
-    "prompts go on from the turn before": HealthRule(diverging_prompts, ("lost_s",)),
+    "prompts repeat the turn before": HealthRule(diverging_prompts, ("lost_s",)),
     "rates measured": HealthRule(guessed_rates, ("rate_samples",)),
 }
 
