@@ -48,7 +48,7 @@ def session_part(field: str, value: object) -> object:
     return name(field, session) if mark else None
 
 
-def denied(field: str, value: object) -> object:
+def negated(field: str, value: object) -> object:
     """The opposite of a flag."""
     return not flag(field, value)
 
@@ -65,17 +65,17 @@ class FieldPlace:
 
     def value_in(self, sent: SentFields) -> object:
         """The value of this field; None: it names no program. Raises RequestError."""
-        found = self._value(sent, self.field)
-        said = None if found is None else self.read(self.field, found)
-        agent = self._value(sent, self.agent) if self.agent and said is not None else None
-        return said if agent is None else name(self.agent, f"{said}:{name(self.agent, agent)}")
+        raw = self._raw(sent, self.field)
+        value = None if raw is None else self.read(self.field, raw)
+        agent = self._raw(sent, self.agent) if self.agent and value is not None else None
+        return value if agent is None else name(self.agent, f"{value}:{name(self.agent, agent)}")
 
     @property
     def label(self) -> str:
         """The field's name in the counts."""
         return self.field.partition(".")[0]
 
-    def _value(self, sent: SentFields, field: str) -> object:
+    def _raw(self, sent: SentFields, field: str) -> object:
         outer, _, rest = field.partition(".")
         value = getattr(sent, self.part).get(outer)
         if rest and value is not None:
@@ -119,9 +119,9 @@ TABLE: dict[str, tuple[FieldPlace, ...]] = {
     "is_last_step": (
         FieldPlace("body", "is_last_step", read=flag, ours=True),
         FieldPlace("xargs", "is_last_step", read=flag, ours=True),
-        FieldPlace("xargs", "agentic_context.expected_resume", read=denied),
-        FieldPlace("xargs", "agent_hint.expected_resume", read=denied),
-        FieldPlace("body", "agent_hint.expected_resume", read=denied),
+        FieldPlace("xargs", "agentic_context.expected_resume", read=negated),
+        FieldPlace("xargs", "agent_hint.expected_resume", read=negated),
+        FieldPlace("body", "agent_hint.expected_resume", read=negated),
         FieldPlace("headers", "x-dynamo-session-final", read=flag),
     ),
     HINT_FIELD: (
@@ -145,26 +145,26 @@ def program_values(sent: SentFields) -> dict[str, object]:
     for what, places in TABLE.items():
         if what == HINT_FIELD and "job_id" in found:
             break
-        said = first(places, sent, unused)
-        if said is not None and said is not False:
-            found[what] = said
+        value = first_value(places, sent, unused)
+        if value is not None and value is not False:
+            found[what] = value
     if unused:
         found[UNUSED_FIELD] = sorted(set(unused))
     return own | found
 
 
-def first(places: tuple[FieldPlace, ...], sent: SentFields, unused: list[str]) -> object:
+def first_value(places: tuple[FieldPlace, ...], sent: SentFields, unused: list[str]) -> object:
     """The value of the first field that has one; names of fields with bad values are added to `unused`."""
     for place in places:
         try:
-            said = place.value_in(sent)
+            value = place.value_in(sent)
         except RequestError:
             if place.ours:
                 raise
             unused.append(place.label)
             continue
-        if said is not None:
-            return said
+        if value is not None:
+            return value
     return None
 
 

@@ -1,5 +1,5 @@
 """The parts of an HTTP request that `to_sampling_params` does not get: some headers, and Anthropic's fields.
-In the other direction, headers of an answer about its turn.
+Adds headers about the turn to the response.
 
 Seam: Starlette.__call__, the ASGI entry point of vLLM's FastAPI app in all versions. An ASGI request has a
 task of its own, so a context variable set there reaches its callees, and no other request.
@@ -17,7 +17,7 @@ from continuum_lmcache.programs.session_fields import HEADERS
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
 headers: ContextVar[Mapping[str, str]] = ContextVar("continuum_headers", default={})  # noqa: B039 (never changed)
-answer: ContextVar[dict[str, str] | None] = ContextVar("continuum_answer", default=None)
+response_headers: ContextVar[dict[str, str] | None] = ContextVar("continuum_response_headers", default=None)
 body: ContextVar[Mapping[str, Any]] = ContextVar("continuum_body", default={})  # noqa: B039
 
 
@@ -31,13 +31,13 @@ def install() -> None:
     async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> Any:
         if scope["type"] != "http":
             return await stock(self, scope, receive, send)
-        headers.set(chosen(scope["headers"]))
-        said: dict[str, str] = {}
-        answer.set(said)  # the endpoint fills it, whose task may be another
+        headers.set(program_headers(scope["headers"]))
+        added: dict[str, str] = {}
+        response_headers.set(added)  # the endpoint fills it, perhaps from another task
 
         async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start" and said:
-                more = [(name.encode(), value.encode()) for name, value in said.items()]
+            if message["type"] == "http.response.start" and added:
+                more = [(name.encode(), value.encode()) for name, value in added.items()]
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
@@ -46,14 +46,14 @@ def install() -> None:
     Starlette.__call__ = __call__  # type: ignore[method-assign]
 
 
-def answers(name: str, value: str) -> None:
-    """Add this header to the answer to this task's request, if a header can hold the value."""
-    said = answer.get()
-    if said is not None and value.isascii() and value.isprintable():
-        said[name] = value
+def add_response_header(name: str, value: str) -> None:
+    """Add this header to the response to this task's request, if a header can hold the value."""
+    added = response_headers.get()
+    if added is not None and value.isascii() and value.isprintable():
+        added[name] = value
 
 
-def chosen(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:
+def program_headers(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:
     """The headers that may name a request's program, the first of each name: no credentials."""
     found: dict[str, str] = {}
     for name, value in raw:

@@ -72,9 +72,11 @@ def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
         if "job_id" in found and "previous_response_id" in type(self).model_fields:
             responses[self.request_id] = str(found["job_id"])
         if "job_id" in found:
-            http_fields.answers(SESSION_HEADER, str(found["job_id"]))
+            http_fields.add_response_header(SESSION_HEADER, str(found["job_id"]))
         if prometheus.headroom_tokens:
-            http_fields.answers(HEADROOM_HEADER, str(round(max(prometheus.headroom_tokens.values()))))
+            http_fields.add_response_header(
+                HEADROOM_HEADER, str(round(max(prometheus.headroom_tokens.values())))
+            )
         return params
 
     return to_sampling_params
@@ -82,11 +84,11 @@ def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def tool_name(tool: Any) -> str:
     """The name of an offered function, else the kind of the tool."""
-    said = tool if isinstance(tool, Mapping) else vars(tool)
-    function = said.get("function")
+    fields = tool if isinstance(tool, Mapping) else vars(tool)
+    function = fields.get("function")
     if function is not None:
         return tool_name(function)
-    return str(said.get("name") or said.get("type"))
+    return str(fields.get("name") or fields.get("type"))
 
 
 def with_body_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
