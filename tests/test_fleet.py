@@ -10,7 +10,7 @@ import pytest
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, KnownProgram, Refused, Route, RouteReason
-from continuum_lmcache.fleet.homes import hashed
+from continuum_lmcache.fleet.homes import hashed_replica
 from continuum_lmcache.fleet.moves import Limits, Move, MoveCase, ReplicaOption, Stay, decide
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.types import ProgramId, TurnId
@@ -28,23 +28,23 @@ class Host:
         self.now_s = 0.0
         self.numbers = 0
         for name in "abcd"[:replicas]:
-            self.fleet.joined(0.0, report(name))
+            self.fleet.on_replica_join(0.0, report(name))
 
     def news(self, at_s: float, *names: str, **figures: Any) -> None:
         self.now_s = at_s
         for name in names or sorted(self.fleet.placement.replicas):
-            self.fleet.reported(at_s, report(name, at_s, **figures))
+            self.fleet.on_report(at_s, report(name, at_s, **figures))
 
     def sends(self, program: str | None, tokens: int = 100, **says: Any) -> Route | Held | Refused:
         self.numbers += 1
         name = ProgramId(program) if program else None
-        return self.fleet.arrived(self.now_s, TurnId(f"t{self.numbers}"), name, tokens, **says)
+        return self.fleet.on_arrival(self.now_s, TurnId(f"t{self.numbers}"), name, tokens, **says)
 
     def runs(self, program: str, tokens: int = 100) -> Route:
         """A whole turn."""
         route = self.sends(program, tokens)
         assert isinstance(route, Route)
-        self.fleet.paused(self.now_s, route.turn, tokens)
+        self.fleet.on_pause(self.now_s, route.turn, tokens)
         return route
 
 
@@ -85,7 +85,7 @@ def test_a_program_that_fits_nowhere_waits_in_one_line_and_starts_where_room_is_
     assert isinstance(host.sends("p", 8_000), Held) and isinstance(host.sends("q", 8_000), Held)
     assert host.fleet.admit(1.0) == ()
     assert isinstance(big[1], Route)
-    host.fleet.ended(2.0, big[1].turn)
+    host.fleet.on_last_turn_end(2.0, big[1].turn)
     host.news(2.0)
     (started,) = host.fleet.admit(2.0)
     assert (started.turn, started.replica) == ("t3", big[1].replica)
@@ -107,11 +107,13 @@ def test_who_asks_again_for_a_turn_in_the_line_gets_its_route_once_there_is_room
     host = Host(1)
     first = host.sends("big", 8_000)
     assert isinstance(first, Route) and isinstance(host.sends("p", 8_000), Held)
-    assert isinstance(host.fleet.arrived(1.0, TurnId("t2"), ProgramId("p"), 8_000), Held)
-    host.fleet.lost(2.0, first.turn)
+    assert isinstance(host.fleet.on_arrival(1.0, TurnId("t2"), ProgramId("p"), 8_000), Held)
+    host.fleet.on_abort(2.0, first.turn)
     host.news(2.0)
-    route = host.fleet.arrived(2.0, TurnId("t2"), ProgramId("p"), 8_000)
-    assert isinstance(route, Route) and route == host.fleet.arrived(3.0, TurnId("t2"), ProgramId("p"), 8_000)
+    route = host.fleet.on_arrival(2.0, TurnId("t2"), ProgramId("p"), 8_000)
+    assert isinstance(route, Route) and route == host.fleet.on_arrival(
+        3.0, TurnId("t2"), ProgramId("p"), 8_000
+    )
 
 
 def test_the_engines_own_headroom_is_taken_and_what_was_sent_since_comes_off_it() -> None:
@@ -166,7 +168,7 @@ def test_the_figure_of_a_refusal_follows_the_lines_speed() -> None:
         route = host.sends(f"p{at_s}", 9_000)
         assert isinstance(route, Route)
         if at_s < 19:
-            host.fleet.ended(host.now_s + 1, route.turn)
+            host.fleet.on_last_turn_end(host.now_s + 1, route.turn)
     for name in "wxyz":
         host.sends(name, 9_000)
     refused = host.sends("late", 9_000)
@@ -180,7 +182,7 @@ def test_programs_of_a_dead_replica_go_before_new_ones_oldest_first_as_many_as_f
         host.runs(name, 2_000)
     lost = [name for name in "pqrs" if host.fleet.home(ProgramId(name)) == A]
     host.sends("new", 4_000)
-    host.fleet.died(5.0, A)
+    host.fleet.on_replica_death(5.0, A)
     host.now_s = 5.0
     host.news(5.0, "b", requests=1, headroom_tokens=-1.0)
     late, early = host.sends(lost[1], 4_000), host.sends(lost[0], 4_000)
@@ -195,7 +197,7 @@ def test_a_turn_that_died_with_its_replica_is_asked_for_anew_and_its_program_is_
     host = Host()
     route = host.sends("p", 3_000)
     assert isinstance(route, Route)
-    host.fleet.died(1.0, route.replica)
+    host.fleet.on_replica_death(1.0, route.replica)
     host.now_s = 1.0
     again = host.sends("p", 3_000)
     assert isinstance(again, Route) and again.why is RouteReason.REHOMED and again.replica != route.replica
@@ -205,8 +207,8 @@ def test_a_replica_that_drains_gets_no_turn_and_its_turns_may_end() -> None:
     host = Host()
     route = host.sends("p")
     assert isinstance(route, Route)
-    host.fleet.left(route.replica)
-    host.fleet.paused(1.0, route.turn, 100)
+    host.fleet.on_replica_drain(route.replica)
+    host.fleet.on_pause(1.0, route.turn, 100)
     assert host.runs("p").replica != route.replica
     host.fleet.check()
 
@@ -214,7 +216,7 @@ def test_a_replica_that_drains_gets_no_turn_and_its_turns_may_end() -> None:
 def test_a_replica_that_joins_takes_no_program_that_has_a_home() -> None:
     host = Host()
     homes = {f"p{i}": host.runs(f"p{i}").replica for i in range(20)}
-    host.fleet.joined(1.0, report("c", 1.0))
+    host.fleet.on_replica_join(1.0, report("c", 1.0))
     assert {name: host.runs(name).replica for name in homes} == homes
     assert host.runs("new").replica in "abc"
 
@@ -224,7 +226,7 @@ def test_old_reports_stop_moves_then_first_turns_and_never_later_turns() -> None
     host.runs("p")
     assert host.fleet.home(ProgramId("p")) == A
     host.now_s = 31.0
-    host.fleet.reported(31.0, report("b", 31.0, requests=9))
+    host.fleet.on_report(31.0, report("b", 31.0, requests=9))
     assert [host.runs(name).replica for name in ("q", "r")] == [B, B]
     assert host.runs("p").replica == A
 
@@ -235,7 +237,10 @@ def test_without_any_news_first_turns_go_by_the_hash() -> None:
     for name in (f"p{i}" for i in range(20)):
         route = host.sends(name)
         assert isinstance(route, Route)
-        assert (route.replica, route.why) == (hashed(ProgramId(name), [A, B], KEY), RouteReason.HASHED)
+        assert (route.replica, route.why) == (
+            hashed_replica(ProgramId(name), [A, B], KEY),
+            RouteReason.HASHED,
+        )
 
 
 def test_homes_are_the_same_after_a_restart() -> None:
@@ -270,7 +275,7 @@ def test_a_request_of_no_program_never_waits_and_leaves_nothing() -> None:
     host.sends("big", 9_000)
     route = host.sends(None, 9_000)
     assert isinstance(route, Route) and route.why is RouteReason.ALONE
-    host.fleet.paused(1.0, route.turn, 9_000)
+    host.fleet.on_pause(1.0, route.turn, 9_000)
     assert len(host.fleet.programs) == 1
     host.fleet.check()
 
@@ -278,7 +283,7 @@ def test_a_request_of_no_program_never_waits_and_leaves_nothing() -> None:
 def test_without_replicas_a_program_waits_and_a_request_of_none_is_refused() -> None:
     host = Host(0)
     assert isinstance(host.sends("p"), Held) and isinstance(host.sends(None), Refused)
-    host.fleet.joined(1.0, report("a", 1.0))
+    host.fleet.on_replica_join(1.0, report("a", 1.0))
     assert [r.turn for r in host.fleet.admit(1.0)] == ["t1"]
 
 
@@ -295,8 +300,8 @@ def test_the_programs_unheard_of_for_longest_are_forgotten() -> None:
 
 # moves ----------------------------------------------------------------------
 
-HOME = ReplicaOption(A, wait_s=20.0, bring_s=0.0)
-AWAY = ReplicaOption(B, wait_s=1.0, bring_s=3.0)
+HOME = ReplicaOption(A, wait_s=20.0, reload_s=0.0)
+AWAY = ReplicaOption(B, wait_s=1.0, reload_s=3.0)
 CASE = MoveCase(HOME, [AWAY], math.inf)
 
 
@@ -304,13 +309,16 @@ CASE = MoveCase(HOME, [AWAY], math.inf)
     ("case", "said"),
     [
         (CASE, Move(B, 19.0, 3.0)),
-        (replace(CASE, candidates=[replace(AWAY, bring_s=9.0)]), Stay("cost")),  # 19 s saved, 2 x 9 s and 2 s
+        (
+            replace(CASE, candidates=[replace(AWAY, reload_s=9.0)]),
+            Stay("cost"),
+        ),  # 19 s saved, 2 x 9 s and 2 s
         (replace(CASE, candidates=[replace(AWAY, has_room=False)]), Stay("room")),
         (replace(CASE, candidates=[replace(AWAY, is_fresh=False)]), Stay("room")),
         (replace(CASE, home=replace(HOME, is_fresh=False)), Stay("stale")),
         (replace(CASE, since_move_s=29.9), Stay("cooldown")),
         (
-            replace(CASE, candidates=[AWAY, replace(AWAY, replica=ReplicaId("c"), bring_s=0.5)]),
+            replace(CASE, candidates=[AWAY, replace(AWAY, replica=ReplicaId("c"), reload_s=0.5)]),
             Move("c", 19.0, 0.5),
         ),
     ],
@@ -342,7 +350,7 @@ def test_a_program_moves_between_turns_only_and_stays_where_it_went() -> None:
     beside = host.sends("p")
     assert isinstance(beside, Route) and beside.replica == B, "a live turn keeps it there"
     for turn in (route.turn, beside.turn):
-        host.fleet.paused(2.0, turn, 200)
+        host.fleet.on_pause(2.0, turn, 200)
     cooled = host.sends("p")
     assert isinstance(cooled, Route) and cooled.replica == B, "and so does the cooldown"
     assert host.fleet.stays["cooldown"] == 1 and host.fleet.thrash == 0
@@ -355,10 +363,10 @@ def too_many_at_home(**figures: Any) -> Host:
     for program in "pqrstuvwxy":
         route = host.sends(program, 4_000, claimed_turns=3)
         assert isinstance(route, Route)
-        host.fleet.paused(0.0, route.turn, 4_000)
+        host.fleet.on_pause(0.0, route.turn, 4_000)
     for program in "qrstuvwxy":
         host.sends(program, 4_000)
-    host.fleet.joined(0.0, report("b", **figures))
+    host.fleet.on_replica_join(0.0, report("b", **figures))
     return host
 
 
@@ -381,16 +389,16 @@ def test_nothing_moves_by_a_report_that_is_old() -> None:
     host.now_s = 2.6
     route = host.sends("p")
     assert isinstance(route, Route) and route.replica == A
-    assert host.fleet.stays == {"cool": 1}, "a wait that is no news is none"
+    assert host.fleet.stays == {"no-wait": 1}, "a wait that is no news is none"
 
 
 def test_a_pool_under_all_replicas_makes_a_move_cheaper_and_a_slow_link_does_not() -> None:
-    bring_s = {}
+    reload_s = {}
     for substrate, rate in (("none", 1e9), ("shared", 1e9), ("peer", 12.5e9), ("peer", 1e6)):
         fleet = Host(1, substrate=substrate, peer_bytes_per_s=rate).fleet
-        bring_s[substrate, rate] = fleet._transfer_s(report("a").costs, 100_000)
-    assert bring_s["shared", 1e9] < bring_s["peer", 12.5e9] < bring_s["none", 1e9]
-    assert bring_s["peer", 1e6] == bring_s["none", 1e9], "computing it is cheaper"
+        reload_s[substrate, rate] = fleet._transfer_s(report("a").costs, 100_000)
+    assert reload_s["shared", 1e9] < reload_s["peer", 12.5e9] < reload_s["none", 1e9]
+    assert reload_s["peer", 1e6] == reload_s["none", 1e9], "computing it is cheaper"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.fleet.homes import Homes, hashed
+from continuum_lmcache.fleet.homes import Homes, hashed_replica
 from continuum_lmcache.types import ProgramId
 
 KEY = b"of this server"
@@ -35,25 +35,32 @@ def test_of_too_many_programs_those_unheard_of_for_longest_are_forgotten() -> No
 
 
 def test_the_hash_spreads_programs_evenly() -> None:
-    counts = Counter(hashed(name, range(4), KEY) for name in names(4000))
+    counts = Counter(hashed_replica(name, range(4), KEY) for name in names(4000))
     assert set(counts) == {0, 1, 2, 3}
     assert max(counts.values()) < 1.15 * min(counts.values())
 
 
 def test_one_replica_more_moves_only_the_programs_that_it_takes() -> None:
-    moved = [name for name in names(2000) if hashed(name, range(4), KEY) != hashed(name, range(5), KEY)]
-    assert all(hashed(name, range(5), KEY) == 4 for name in moved)
+    moved = [
+        name
+        for name in names(2000)
+        if hashed_replica(name, range(4), KEY) != hashed_replica(name, range(5), KEY)
+    ]
+    assert all(hashed_replica(name, range(5), KEY) == 4 for name in moved)
     assert 300 < len(moved) < 500
 
 
 def test_without_the_key_the_replica_cannot_be_predicted() -> None:
-    agree = [hashed(name, range(4), KEY) == hashed(name, range(4), b"another") for name in names(2000)]
+    agree = [
+        hashed_replica(name, range(4), KEY) == hashed_replica(name, range(4), b"another")
+        for name in names(2000)
+    ]
     assert 0.2 < sum(agree) / len(agree) < 0.3
 
 
 @given(st.text(), st.integers(1, 64))
 def test_any_name_has_a_replica_that_is_there(name: str, replicas: int) -> None:
-    assert 0 <= hashed(ProgramId(name), range(replicas), KEY) < replicas
+    assert 0 <= hashed_replica(ProgramId(name), range(replicas), KEY) < replicas
 
 
 @given(st.lists(st.tuples(st.sampled_from("solf"), st.integers(0, 9), st.integers(0, 3))), st.integers(1, 5))

@@ -56,20 +56,20 @@ class Machine(RuleBasedStateMachine):
         replica = ReplicaId(f"replica-{self._number()}")
         self.memory[replica] = {}
         self.reports[replica] = self._report(replica, figures)
-        self.fleet.joined(self.now_s, self.reports[replica])
+        self.fleet.on_replica_join(self.now_s, self.reports[replica])
 
     @precondition(lambda self: self.reports)
     @rule(data=st.data(), figures=FIGURES, age_s=st.sampled_from([0.0, 0.0, 3.0]))
     def report(self, data: st.DataObject, figures: dict[str, object], age_s: float) -> None:
         replica = data.draw(st.sampled_from(sorted(self.reports)))
         found = self._report(replica, figures, age_s)
-        self.fleet.reported(self.now_s, found)
+        self.fleet.on_report(self.now_s, found)
         if found.at_s >= self.reports[replica].at_s:
             self.reports[replica] = found
 
     @rule(figures=FIGURES)
     def a_stranger_reports(self, figures: dict[str, object]) -> None:
-        self.fleet.reported(self.now_s, self._report(ReplicaId("gone"), figures))
+        self.fleet.on_report(self.now_s, self._report(ReplicaId("gone"), figures))
 
     @precondition(lambda self: self.reports)
     @rule(data=st.data(), really=RARELY)
@@ -78,7 +78,7 @@ class Machine(RuleBasedStateMachine):
             return
         replica = data.draw(st.sampled_from(sorted(self.reports)))
         del self.reports[replica], self.memory[replica]
-        self.fleet.left(replica)
+        self.fleet.on_replica_drain(replica)
 
     @precondition(lambda self: self.reports)
     @rule(data=st.data(), really=RARELY)
@@ -88,7 +88,7 @@ class Machine(RuleBasedStateMachine):
         replica = data.draw(st.sampled_from(sorted(self.reports)))
         del self.reports[replica], self.memory[replica]
         self.sent = {turn: one for turn, one in self.sent.items() if one[1] != replica}
-        self.fleet.died(self.now_s, replica)
+        self.fleet.on_replica_death(self.now_s, replica)
         assert all(entry.home != replica for entry in self.fleet.programs.values())
 
     @rule(really=RARELY)
@@ -99,7 +99,7 @@ class Machine(RuleBasedStateMachine):
         before = {p: self.fleet.home(p) for known in self.memory.values() for p in known}
         self.fleet = Fleet(self.config, KEY)
         for replica, report in self.reports.items():
-            self.fleet.joined(self.now_s, report)
+            self.fleet.on_replica_join(self.now_s, report)
             self.fleet.restore(self.now_s, replica, self.memory[replica].values())
         lost = self.sent.keys() - self.fleet.turns.keys()
         for turn in lost:  # of no program, on a replica that drains, or of a program that two remember
@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
                 assert self.fleet.home(program) == home
         held, self.held = self.held, {}
         for turn, (program, tokens) in held.items():
-            answer = self.fleet.arrived(self.now_s, turn, program, tokens)
+            answer = self.fleet.on_arrival(self.now_s, turn, program, tokens)
             self._take_started(turn)
             self._answered(turn, program, tokens, answer)
 
@@ -125,9 +125,9 @@ class Machine(RuleBasedStateMachine):
         new = program is not None and program not in self.fleet.programs
         if new and program is not None:  # of that name: the fleet has forgotten the other
             self.moved_s.pop(program, None)
-        was_full = self.fleet.placement.new >= CONFIG.max_line
+        was_full = self.fleet.placement.new_programs >= CONFIG.max_line
         live = program is not None and any(p == program for p, *_ in self.sent.values())
-        answer = self.fleet.arrived(self.now_s, turn, program, tokens, said, said * 10.0)
+        answer = self.fleet.on_arrival(self.now_s, turn, program, tokens, said, said * 10.0)
         if isinstance(answer, Refused):
             assert (new and was_full and not said) or (program is None and not self.reports)
             assert 1.0 <= answer.retry_after_s <= CONFIG.max_wait_s
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
             idle = {"headroom_tokens": float(GPU_TOKENS)}
             figures = busy if replica == homes[program] else idle
             self.reports[replica] = self._report(replica, figures)
-            self.fleet.reported(self.now_s, self.reports[replica])
+            self.fleet.on_report(self.now_s, self.reports[replica])
         self.arrive(program, tokens, 0)
 
     @precondition(lambda self: self.held)
@@ -169,7 +169,7 @@ class Machine(RuleBasedStateMachine):
     def ask_again(self, data: st.DataObject) -> None:
         turn = data.draw(st.sampled_from(sorted(self.held)))
         program, tokens = self.held[turn]
-        answer = self.fleet.arrived(self.now_s, turn, program, tokens)
+        answer = self.fleet.on_arrival(self.now_s, turn, program, tokens)
         assert not isinstance(answer, Refused)
         self._take_started(turn)
         self._answered(turn, program, tokens, answer)
@@ -188,11 +188,11 @@ class Machine(RuleBasedStateMachine):
 
     def _goes_on(self, how: str, turn: TurnId) -> None:
         if how == "first_token":
-            self.fleet.first_token(turn)
+            self.fleet.on_first_token(turn)
             return
         program, replica, tokens = self.sent.pop(turn)
         if how == "paused":
-            self.fleet.paused(self.now_s, turn, tokens + 10)
+            self.fleet.on_pause(self.now_s, turn, tokens + 10)
         else:
             getattr(self.fleet, how)(self.now_s, turn)
         self._replica_hears(how, turn, program, replica, tokens)
@@ -202,16 +202,16 @@ class Machine(RuleBasedStateMachine):
     def client_leaves_the_line(self, data: st.DataObject) -> None:
         turn = data.draw(st.sampled_from(sorted(self.held)))
         del self.held[turn]
-        self.fleet.lost(self.now_s, turn)
+        self.fleet.on_abort(self.now_s, turn)
 
     @rule(how=st.sampled_from(["paused", "ended", "lost", "first_token"]))
     def news_of_an_unknown_turn(self, how: str) -> None:
         turn = TurnId("never seen")
         {
-            "paused": lambda: self.fleet.paused(self.now_s, turn, 5),
-            "ended": lambda: self.fleet.ended(self.now_s, turn),
-            "lost": lambda: self.fleet.lost(self.now_s, turn),
-            "first_token": lambda: self.fleet.first_token(turn),
+            "paused": lambda: self.fleet.on_pause(self.now_s, turn, 5),
+            "ended": lambda: self.fleet.on_last_turn_end(self.now_s, turn),
+            "lost": lambda: self.fleet.on_abort(self.now_s, turn),
+            "first_token": lambda: self.fleet.on_first_token(turn),
         }[how]()
 
     @rule(seconds=st.sampled_from([0.01, 0.4, 2.0, 10.0, 40.0, 4000.0]))
@@ -239,12 +239,12 @@ class Machine(RuleBasedStateMachine):
             self.now_s += CONFIG.max_wait_s + 1
             for replica in self.reports:
                 self.reports[replica] = self._report(replica, {"headroom_tokens": -1.0, "requests": 3})
-                self.fleet.reported(self.now_s, self.reports[replica])
+                self.fleet.on_report(self.now_s, self.reports[replica])
             self.admit()  # the first in line has been so from now on, or goes
             self.now_s += CONFIG.max_wait_s + 1
             for replica in self.reports:
                 self.reports[replica] = self._report(replica, {"headroom_tokens": -1.0, "requests": 3})
-                self.fleet.reported(self.now_s, self.reports[replica])
+                self.fleet.on_report(self.now_s, self.reports[replica])
             self.admit()
             self.the_books_balance()
         assert not self.held

@@ -53,7 +53,7 @@ def through(
 
     raw = [(k.encode(), v.encode("latin-1")) for k, v in (headers or {}).items()]
     asyncio.run(NameTurns(app)(POST | scope | {"headers": raw}, receive, None))  # type: ignore[arg-type]
-    return TurnName.read(seen["headers"].pop(HEADER)), seen["body"], seen["headers"]
+    return TurnName.parse(seen["headers"].pop(HEADER)), seen["body"], seen["headers"]
 
 
 def body(**fields: Any) -> bytes:
@@ -131,15 +131,15 @@ def test_a_question_may_be_for_one_replica() -> None:
 )
 def test_what_is_written_into_the_header_is_read_again(turn: TurnName) -> None:
     text = str(turn)
-    assert text.isascii() and TurnName.read(text) == turn
+    assert text.isascii() and TurnName.parse(text) == turn
 
 
 @given(st.text(min_size=1, max_size=50))
 def test_a_session_that_ray_read_itself_is_a_programs_name(text: str) -> None:
-    turn = TurnName.read(text)
+    turn = TurnName.parse(text)
     assert turn == TurnName(program=text) or str(turn) == text
 
 
 def test_a_lone_surrogate_in_a_name_is_carried() -> None:
     turn = turn_name(b'{"job_id": "\\ud800"}', {})
-    assert TurnName.read(str(turn)) == turn and turn.program == "\ud800"
+    assert TurnName.parse(str(turn)) == turn and turn.program == "\ud800"

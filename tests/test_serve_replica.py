@@ -30,19 +30,19 @@ class ReportingReplica:
         self.rank, self._name = 0, "a"
         self._settings = SimpleNamespace(report_s=REPORT_S)
         self._engine = SimpleNamespace(report_prefills=lambda: None, gpu_tokens=1000)
-        self._has_ended = asyncio.Event()
-        self._programs = ReplicaPrograms(10, on_end=self._has_ended.set)
+        self._turn_ended = asyncio.Event()
+        self._programs = ReplicaPrograms(10, on_end=self._turn_ended.set)
 
-    async def _ask(self, method: str, *words: Any) -> str:
+    async def _call(self, method: str, *args: Any) -> str:
         if method == "take_report":
-            ended = [one.turn for one in words[3] if isinstance(one, TurnEnd)]
+            ended = [one.turn for one in args[3] if isinstance(one, TurnEnd)]
             self.heard.append((round(asyncio.get_running_loop().time(), 3), ended))
         return "state"
 
     def ends(self, *turns: str) -> None:
         for turn in turns:
-            self._programs.starts(0.0, TurnId(turn), ProgramId("p"), 0, 0.0)
-            self._programs.stops(TurnId(turn), 10, is_last=False)
+            self._programs.on_start(0.0, TurnId(turn), ProgramId("p"), 0, 0.0)
+            self._programs.on_stop(TurnId(turn), 10, is_last=False)
 
 
 def test_a_replica_reports_each_period_and_soon_after_a_turns_end() -> None:

@@ -104,7 +104,7 @@ def test_a_turn_goes_where_the_state_sends_it_with_its_programs_turns_and_age() 
         made = router(state(goes_to("b", program_turns=3, program_age_s=7.5)), "a", "b")
         pending = turn(program="p")
         assert await sent(made, pending) == "b"
-        told = TurnName.read(pending.metadata.session_id)
+        told = TurnName.parse(pending.metadata.session_id)
         assert (told.turns, told.age_s) == (3, 7.5)
 
     asyncio.run(go())
@@ -117,7 +117,7 @@ def test_the_state_and_the_replica_get_a_keyed_hash_of_the_programs_name() -> No
         made = router(state(goes_to("a")), "a", key=key)
         pending = turn(program="run-42@hash-of-a-credential")
         await sent(made, pending)
-        at_the_replica = TurnName.read(pending.metadata.session_id).program
+        at_the_replica = TurnName.parse(pending.metadata.session_id).program
         await sent(made, pending, is_retry=True)
         return (*(named.program for _, named, *_ in made._state.place_turn.calls), at_the_replica)
 

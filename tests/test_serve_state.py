@@ -13,7 +13,7 @@ from virtual_loop import run_virtually
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import FleetConfig, KnownProgram, Refused, Route, RouteReason
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
-from continuum_lmcache.serve.gauges import costs, report
+from continuum_lmcache.serve.gauges import costs, replica_report
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica_programs import FirstToken, ReplicaPrograms, TurnEnd
 from continuum_lmcache.serve.settings import ServeSettings
@@ -277,12 +277,12 @@ def test_a_turn_is_reported_once_however_many_prompts_it_brought() -> None:
     ends: list[None] = []
     programs = ReplicaPrograms(most=10, on_end=lambda: ends.append(None))
     for _ in range(2):
-        programs.starts(0.0, TurnId("t"), ProgramId("p"), 3, 7.0)
+        programs.on_start(0.0, TurnId("t"), ProgramId("p"), 3, 7.0)
     for tokens in (50, 80):
-        programs.first_token(TurnId("t"), tokens - 10, 400)
-    programs.stops(TurnId("t"), 50, is_last=False)
+        programs.on_first_token(TurnId("t"), tokens - 10, 400)
+    programs.on_stop(TurnId("t"), 50, is_last=False)
     assert programs.known(1.0) == [KnownProgram(ProgramId("p"), 3, 0, 8.0, (TurnId("t"),))] and not ends
-    programs.stops(TurnId("t"), 80, is_last=False)
+    programs.on_stop(TurnId("t"), 80, is_last=False)
     assert programs.events == [FirstToken(TurnId("t"), 40, 400), TurnEnd(TurnId("t"), 80, False)]
     assert programs.known(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0, ())] and len(ends) == 1
 
@@ -290,16 +290,16 @@ def test_a_turn_is_reported_once_however_many_prompts_it_brought() -> None:
 def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() -> None:
     programs = ReplicaPrograms(most=2)
     for name in ("p", "q", "r"):
-        programs.starts(0.0, TurnId(name), ProgramId(name), 0, 0.0)
-        programs.stops(TurnId(name), 10, is_last=name == "r")
+        programs.on_start(0.0, TurnId(name), ProgramId(name), 0, 0.0)
+        programs.on_stop(TurnId(name), 10, is_last=name == "r")
     assert [known.program for known in programs.known(1.0)] == ["q"]
-    programs.starts(2.0, TurnId("gone"), ProgramId("q"), 0, 0.0)
-    programs.stops(TurnId("gone"), 0, is_last=False)  # it came to nothing
+    programs.on_start(2.0, TurnId("gone"), ProgramId("q"), 0, 0.0)
+    programs.on_stop(TurnId("gone"), 0, is_last=False)  # it came to nothing
     assert [(k.program, k.turns, k.context_tokens) for k in programs.known(3.0)] == [("q", 1, 10)]
 
 
 def test_a_report_takes_the_engines_figures_and_what_stock_vllm_does_not_report_is_not_there() -> None:
-    stock = report(
+    stock = replica_report(
         "a", 5000, {("vllm:num_requests_waiting", ""): 2.0, ("vllm:num_requests_running", ""): 3.0}
     )
     assert (stock.requests, stock.gpu_tokens, stock.headroom_tokens) == (5, 5000, None)
@@ -313,7 +313,7 @@ def test_a_report_takes_the_engines_figures_and_what_stock_vllm_does_not_report_
         ("continuum_prefill_seconds_per_token_pair", ""): 0.0,
         ("continuum_kv_bytes_per_token", ""): 8192.0,
     }
-    ours = report("a", 5000, told)
+    ours = replica_report("a", 5000, told)
     assert (ours.gpu_tokens, ours.headroom_tokens, ours.tier_tokens) == (8192, -5.0, 9000.0)
     assert ours.returning_first and costs(told).prefill_s(100) == pytest.approx(1.1)
 

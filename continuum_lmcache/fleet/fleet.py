@@ -3,28 +3,28 @@
 No clock, no I/O, no engine: every event has its time as an argument, every answer is a value. A host (an
 actor of Ray Serve, the simulator) reports events and executes the answers.
 
-    joined(now_s, report)                a replica is there
-    reported(now_s, report)              its latest report; ignored for an unknown replica
-    left(replica)                        it drains: nothing is sent there any more, its turns end there
-    died(now_s, replica)                 it is gone, and its turns with it
+    on_replica_join(now_s, report)       a replica is there
+    on_report(now_s, report)             its latest report; ignored for an unknown replica
+    on_replica_drain(replica)            nothing is sent there any more; its turns end there
+    on_replica_death(now_s, replica)     it is gone, and its turns with it
     restore(now_s, replica, programs)    after a restart of the fleet: the programs that the replica knows
 
-    arrived(now_s, turn, program, prompt_tokens)   -> Route | Held | Refused
-    admit(now_s)                                   -> Routes of turns that were Held
-    first_token(turn)                    its prefill has ended
-    paused(now_s, turn, context_tokens)  it ended in a tool call
-    ended(now_s, turn)                   it was the program's last
-    lost(now_s, turn)                    it failed, or the client left, also out of the line
+    on_arrival(now_s, turn, program, prompt_tokens)   -> Route | Held | Refused
+    admit(now_s)                                      -> Routes of turns that were Held
+    on_first_token(turn)                   its prefill has ended
+    on_pause(now_s, turn, context_tokens)  it ended in a tool call
+    on_last_turn_end(now_s, turn)          it was the program's last
+    on_abort(now_s, turn)                  it failed, or its client left, perhaps while it was in the line
 
 Call `admit` after each event that may have made room, and at each report. A host that cannot be called
-back may call `arrived` again for a turn that is Held: it gets its Route when its program is first in line
+back may call `on_arrival` again for a turn that is Held: it gets its Route when its program is first in line
 and fits. A turn that has its Route gets the same one again.
 
 `program` is identity.program_id(job_id, tenant): ids of two tenants never collide. None: a request without a
-program, which never waits. `prompt_tokens` may be an estimate; `paused` has the real number. `claimed_turns`
-and `claimed_age_s` are the request's claims about a program that is unknown here. Pass only trusted claims:
-with them a program skips the line (docs/settings.md, continuum.honor_program_age). A Route has the same two
-figures for the engine, `program_turns` and `program_age_s`: pass them on with each turn.
+program, which never waits. `prompt_tokens` may be an estimate; `on_pause` has the real number.
+`claimed_turns` and `claimed_age_s` are the request's claims about a program that is unknown here. Pass only
+trusted claims: with them a program skips the line (docs/settings.md, continuum.honor_program_age). A Route
+has the same two values for the engine, `program_turns` and `program_age_s`: pass them on with each turn.
 
 Where a turn goes:
     without a program                  to the replica with the fewest requests
@@ -54,7 +54,7 @@ from typing import Any
 
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError, InvariantError
-from continuum_lmcache.fleet.homes import hashed
+from continuum_lmcache.fleet.homes import hashed_replica
 from continuum_lmcache.fleet.moves import MOVERS, Limits, Move, MoveCase, ReplicaOption, Stay, decide
 from continuum_lmcache.fleet.placement import PendingTurn, Placement, ReplicaState
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
@@ -203,24 +203,24 @@ class Fleet:
 
     # replicas --------------------------------------------------------------
 
-    def joined(self, now_s: float, report: ReplicaReport) -> None:
+    def on_replica_join(self, now_s: float, report: ReplicaReport) -> None:
         """A replica is there. It gets first turns, and no program that has a home. For a known replica this
         is only a report."""
         if report.replica in self.placement.replicas:
-            self.reported(now_s, report)
+            self.on_report(now_s, report)
         else:
             state = self.placement.add_replica(report)
             state.turns |= {t for t, live in self.turns.items() if live.route.replica == report.replica}
 
-    def reported(self, now_s: float, report: ReplicaReport) -> None:
+    def on_report(self, now_s: float, report: ReplicaReport) -> None:
         """A replica's report, unless a newer one is here."""
         state = self.placement.replicas.get(report.replica)
         if state is not None and report.at_s >= state.report.at_s:
-            state.reported(report)
+            state.apply_report(report)
             state.admission.expire_absent(now_s)  # a few at a time, so that no first turn waits for many
         self._forget_idle(now_s)
 
-    def left(self, replica: ReplicaId) -> None:
+    def on_replica_drain(self, replica: ReplicaId) -> None:
         """It drains: its programs have no home any more; its turns may end."""
         if self.placement.replicas.pop(replica, None) is None:
             return
@@ -228,9 +228,9 @@ class Fleet:
             if program.home == replica:
                 program.home = None
 
-    def died(self, now_s: float, replica: ReplicaId) -> None:
+    def on_replica_death(self, now_s: float, replica: ReplicaId) -> None:
         """It is gone with all turns that were sent there. Their programs keep their age."""
-        self.left(replica)
+        self.on_replica_drain(replica)
         for turn in [turn for turn, live in self.turns.items() if live.route.replica == replica]:
             self._end_turn(now_s, turn)
 
@@ -253,12 +253,12 @@ class Fleet:
             for turn in known.live:
                 if turn not in self.turns and turn not in self.waiting:
                     self._send(now_s, entry, turn, known.context_tokens, RouteReason.HOME)
-                    state.first_token(turn)
+                    state.on_first_token(turn)
         self._forget_surplus(self.config.max_programs)
 
     # turns -----------------------------------------------------------------
 
-    def arrived(
+    def on_arrival(
         self,
         now_s: float,
         turn: TurnId,
@@ -281,7 +281,7 @@ class Fleet:
                 return Refused(turn, self.placement.retry_after_s(now_s))
             entry = self._add_program(now_s, program, claimed_age_s, claimed_turns)
             if claimed_turns and self.placement.replicas:
-                entry.home = hashed(program, self.placement.replicas, self._key)
+                entry.home = hashed_replica(program, self.placement.replicas, self._key)
                 return self._send(now_s, entry, turn, prompt_tokens, RouteReason.HASHED)
         self._touch(now_s, entry)
         if entry.home is not None:
@@ -299,12 +299,12 @@ class Fleet:
             found += started
         return tuple(found)
 
-    def first_token(self, turn: TurnId) -> None:
+    def on_first_token(self, turn: TurnId) -> None:
         """The turn's prefill has ended."""
         if (live := self.turns.get(turn)) is not None and (state := self._state_of(live)) is not None:
-            state.first_token(turn)
+            state.on_first_token(turn)
 
-    def paused(self, now_s: float, turn: TurnId, context_tokens: int) -> None:
+    def on_pause(self, now_s: float, turn: TurnId, context_tokens: int) -> None:
         """The turn ended in a tool call, with a context of this many tokens, prompt and output."""
         if (live := self._end_turn(now_s, turn)) is None:
             return
@@ -318,7 +318,7 @@ class Fleet:
         if state is not None and entry.home == live.route.replica:
             state.admission.on_pause(now_s, entry.id, context_tokens, ABSENT_S)
 
-    def ended(self, now_s: float, turn: TurnId) -> None:
+    def on_last_turn_end(self, now_s: float, turn: TurnId) -> None:
         """The turn ended, and was its program's last. A program with other turns continues."""
         if (live := self._end_turn(now_s, turn)) is None:
             return
@@ -333,7 +333,7 @@ class Fleet:
         elif state is not None:
             state.admission.remove_program(live.program)
 
-    def lost(self, now_s: float, turn: TurnId) -> None:
+    def on_abort(self, now_s: float, turn: TurnId) -> None:
         """The turn is gone, unfinished. Its program may continue."""
         if (program := self.waiting.pop(turn, None)) is not None:
             self.placement.remove_from_line(program, turn)
@@ -358,9 +358,9 @@ class Fleet:
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""
         self.placement.check()
-        there = self.placement.replicas
+        replicas = self.placement.replicas
         sent = Counter(live.route.replica for live in self.turns.values())
-        for replica, state in there.items():
+        for replica, state in replicas.items():
             if sent[replica] != len(state.turns) or not state.turns <= self.turns.keys():
                 raise InvariantError(
                     f"turns at {replica!r}({len(state.turns)}) != those sent({sent[replica]})"
@@ -369,7 +369,7 @@ class Fleet:
             if wrong := [p for p in inside if self.programs[p].home != replica]:
                 raise InvariantError(f"programs {wrong!r} count at {replica!r}, which is not their home")
         for entry in self.programs.values():
-            if entry.home is not None and entry.home not in there:
+            if entry.home is not None and entry.home not in replicas:
                 raise InvariantError(
                     f"program {entry.id!r} has the home {entry.home!r}, which is not in the fleet"
                 )
@@ -385,8 +385,8 @@ class Fleet:
         queued = {turn: w.program for w in self.placement.line.values() for turn in w.turns}
         if queued != self.waiting or queued.keys() & self.turns.keys():
             raise InvariantError(f"turns in line({len(queued)}) != turns that wait({len(self.waiting)})")
-        if self.placement.new > self.config.max_line:
-            raise InvariantError(f"line({self.placement.new}) > max_line({self.config.max_line})")
+        if self.placement.new_programs > self.config.max_line:
+            raise InvariantError(f"line({self.placement.new_programs}) > max_line({self.config.max_line})")
         if self.thrash:
             raise InvariantError(f"thrash({self.thrash}) != 0")
 
@@ -394,14 +394,14 @@ class Fleet:
 
     def _is_full(self) -> bool:
         """Whether no new program may join the line."""
-        return self.placement.new >= self.config.max_line
+        return self.placement.new_programs >= self.config.max_line
 
     def _route_anonymous(self, now_s: float, turn: TurnId, prompt_tokens: int) -> Route | Refused:
         """A request without a program."""
         if not self.placement.replicas:
             self.refused += 1
             return Refused(turn, self.placement.retry_after_s(now_s))
-        replica = self.placement.fewest(self.placement.replicas.values())
+        replica = self.placement.least_busy(self.placement.replicas.values())
         alone = ProgramId(f"~{turn}")
         self.placement.replicas[replica].admission.on_arrival(now_s, alone, prompt_tokens, exempt=True)
         return self._sent(turn, alone, Route(turn, replica, RouteReason.ALONE), prompt_tokens, 0)
@@ -419,15 +419,17 @@ class Fleet:
 
     def _decide_move(self, now_s: float, entry: FleetProgram, prompt_tokens: int) -> Move | Stay:
         """Whether the program, which is between turns, should move."""
-        there = self.placement.replicas
+        replicas = self.placement.replicas
         assert entry.home is not None
-        home = self._side(now_s, entry, there[entry.home], prompt_tokens, is_home=True)
+        home = self._option(now_s, entry, replicas[entry.home], prompt_tokens, is_home=True)
         if not home.wait_s:
-            return Stay("cool")
-        sides = [self._side(now_s, entry, p, prompt_tokens) for r, p in there.items() if r != entry.home]
-        return decide(self.config.mover, MoveCase(home, sides, now_s - entry.moved_s), self._limits)
+            return Stay("no-wait")
+        others = [
+            self._option(now_s, entry, p, prompt_tokens) for r, p in replicas.items() if r != entry.home
+        ]
+        return decide(self.config.mover, MoveCase(home, others, now_s - entry.moved_s), self._limits)
 
-    def _side(
+    def _option(
         self,
         now_s: float,
         entry: FleetProgram,
@@ -487,17 +489,17 @@ class Fleet:
     def _start_first(self, now_s: float) -> list[Route] | None:
         """Start the first in line, with all its turns; None: none starts."""
         waiting = self.placement.head()
-        there = self.placement.replicas
-        if waiting is None or not there:
+        replicas = self.placement.replicas
+        if waiting is None or not replicas:
             return None
-        for state in there.values():
+        for state in replicas.values():
             state.admission.expire_absent(now_s)
         choice = self.placement.choose_replica(now_s, waiting)
         why = RouteReason.REHOMED if waiting.finished else RouteReason.FIRST
         if choice is None:
-            if any(p.age_s(now_s) <= self.config.first_turn_age_s for p in there.values()):
+            if any(p.age_s(now_s) <= self.config.first_turn_age_s for p in replicas.values()):
                 return None
-            choice, why = (hashed(waiting.program, there, self._key), False), RouteReason.HASHED
+            choice, why = (hashed_replica(waiting.program, replicas, self._key), False), RouteReason.HASHED
         replica, fits = choice
         if why is RouteReason.FIRST and not fits:
             why = RouteReason.LET_IN

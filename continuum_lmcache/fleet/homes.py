@@ -1,7 +1,7 @@
 """Which replica a program's turns go to, so that they find the KV of its last turn there.
 
 A program's home is the replica of its first turn. The process that places first turns keeps a table (Homes).
-Processes that share only a key, or have lost the table, agree on a home by a hash (hashed).
+Processes that share only a key, or have lost the table, agree on a home by a hash (hashed_replica).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ NAME_BYTES = 16  # of a program in the table
 MOST_PROGRAMS = 100_000  # of one table: as many as an engine knows (continuum.max_programs)
 
 
-def hashed(program: ProgramId, replicas: Iterable[Replica], key: bytes) -> Replica:
+def hashed_replica(program: ProgramId, replicas: Iterable[Replica], key: bytes) -> Replica:
     """The program's replica, of one or more, by rendezvous hashing.
 
-    The same wherever `key` (1 to 64 bytes) is: without it a client cannot choose names for one replica. A new
-    replica takes its share of the programs and moves no other; a lost one gives its own to the others.
+    Processes with the same `key` (1 to 64 bytes) agree. A client that does not know the key cannot choose
+    names for one replica. A new replica takes its share of the programs, and no other program moves. The
+    programs of a lost replica are divided among the others.
     Raises ValueError where there is no replica.
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998.
     """
@@ -43,7 +44,7 @@ def digest(program: ProgramId, key: bytes) -> bytes:
 class Homes(Generic[Replica]):
     """The homes of at most `most` programs; beyond that, those idle longest are dropped.
 
-    `key`: 1 to 64 bytes, as for `hashed`; the table holds no name that a client chose.
+    `key`: 1 to 64 bytes, as for `hashed_replica`; the table holds no name that a client chose.
     """
 
     def __init__(self, most: int, key: bytes) -> None:

@@ -28,7 +28,7 @@ class ReplicaOption:
 
     replica: ReplicaId
     wait_s: float  # before its prompt is computed
-    bring_s: float  # to bring its context's KV there: PrefillReload; at home for the lost part
+    reload_s: float  # PrefillReload of its context there; at home that of the lost part
     has_room: bool = True  # for its forecast, beside all reservations
     is_fresh: bool = True  # whether its report is new enough for a move
 
@@ -55,7 +55,7 @@ class Move:
 class Stay:
     """Send the turn home. Low cardinality: `reason` is a metric label."""
 
-    reason: str  # "never", "stale", "cooldown", "room", "cost", "cool"
+    reason: str  # "never", "stale", "cooldown", "room", "cost", "no-wait"
 
 
 Mover = Callable[[MoveCase, Limits], Move | Stay]
@@ -71,10 +71,10 @@ def by_cost(case: MoveCase, limits: Limits) -> Move | Stay:
     targets = eligible(case)
     if not targets:
         return Stay("room")
-    best = max(targets, key=lambda side: gain_s(case, side, limits))
+    best = max(targets, key=lambda option: gain_s(case, option, limits))
     if gain_s(case, best, limits) <= limits.margin_s:
         return Stay("cost")
-    return moved(case, best)
+    return move_to(case, best)
 
 
 MOVERS: dict[str, Mover] = {"never": never, "cost": by_cost}
@@ -91,15 +91,15 @@ def decide(mover: str, case: MoveCase, limits: Limits) -> Move | Stay:
 
 def eligible(case: MoveCase) -> list[ReplicaOption]:
     """The replicas that a move could go to."""
-    return [side for side in case.candidates if side.has_room and side.is_fresh]
+    return [option for option in case.candidates if option.has_room and option.is_fresh]
 
 
-def gain_s(case: MoveCase, side: ReplicaOption, limits: Limits) -> float:
+def gain_s(case: MoveCase, option: ReplicaOption, limits: Limits) -> float:
     """The wait that a move there saves, minus the weighted cost of its KV."""
-    move = moved(case, side)
+    move = move_to(case, option)
     return move.saved_s - limits.cost_factor * move.extra_s
 
 
-def moved(case: MoveCase, side: ReplicaOption) -> Move:
-    extra_s = max(0.0, side.bring_s - case.home.bring_s)
-    return Move(side.replica, case.home.wait_s - side.wait_s, extra_s)
+def move_to(case: MoveCase, option: ReplicaOption) -> Move:
+    extra_s = max(0.0, option.reload_s - case.home.reload_s)
+    return Move(option.replica, case.home.wait_s - option.wait_s, extra_s)

@@ -2,9 +2,9 @@
 
 A program starts where its forecast fits beside all reservations, on the replica with the fewest requests
 among those. While it fits nowhere, it waits and holds no memory. The arithmetic is the engine's
-own (controller.py), with one account for each replica and one Growth for all: a replica that
-has just joined uses what the others have learned. Where the engine reports its headroom, that replaces
-the account's, since the engine knows shared heads and requests from other ways.
+own (controller.py): one AdmissionController for each replica, and one ContextGrowth for all, so a replica
+that has just joined uses what the others have learned. Where the engine reports its headroom, that value is
+used instead, since the engine knows shared heads and requests that did not come through this fleet.
 
 Started programs that lost their replica are in the same line, before all new ones, oldest first.
 """
@@ -70,7 +70,7 @@ class ReplicaState:
         known_s = sum(pending.seconds for pending in before)
         return max(known_s, self.report.oldest_returning_wait_s if is_fresh else 0.0)
 
-    def reported(self, report: ReplicaReport) -> None:
+    def apply_report(self, report: ReplicaReport) -> None:
         """A newer report."""
         self.report = report
         self.admission.capacity = KVCapacity(report.gpu_tokens, report.tier_tokens)
@@ -110,13 +110,13 @@ class ReplicaState:
         self.turns.add(turn)
         self.pending[turn] = pending
 
-    def first_token(self, turn: TurnId) -> None:
+    def on_first_token(self, turn: TurnId) -> None:
         """Its prefill has ended."""
         self.pending.pop(turn, None)
 
     def remove_turn(self, turn: TurnId) -> None:
         """It has ended."""
-        self.first_token(turn)
+        self.on_first_token(turn)
         self.turns.discard(turn)
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class WaitingProgram:
     arrival_s: float  # of the program
     turns: dict[TurnId, int]  # waiting ones, with the tokens of their prompts
     finished: int = 0  # turns; more than 0: it has started, and lost its replica
-    first_s: float = math.inf  # when it became the first in line
+    head_since_s: float = math.inf  # when it became the first in line
 
     @property
     def prompt_tokens(self) -> int:
@@ -183,7 +183,7 @@ class Placement:
                 del self.line[program]
 
     @property
-    def new(self) -> int:
+    def new_programs(self) -> int:
         """Programs in the line that have no finished turn."""
         return sum(not waiting.finished for waiting in self.line.values())
 
@@ -193,17 +193,17 @@ class Placement:
 
     def choose_replica(self, now_s: float, waiting: WaitingProgram) -> tuple[ReplicaId, bool] | None:
         """Where the first in line may start now, and whether it fits there; None: it waits."""
-        waiting.first_s = min(waiting.first_s, now_s)
+        waiting.head_since_s = min(waiting.head_since_s, now_s)
         tokens, done = waiting.prompt_tokens, waiting.finished
         recent = [p for p in self.replicas.values() if p.age_s(now_s) <= self.first_turn_age_s]
         fitting = [p for p in recent if p.fits(tokens, done)]
         if fitting:
-            return self.fewest(fitting), True
+            return self.least_busy(fitting), True
         if idle := [p for p in recent if not p.requests]:
-            return self.fewest(idle), False
-        over = now_s - waiting.since_s >= self.max_rehome_s if done else False
-        if recent and (over or now_s - waiting.first_s >= self.max_wait_s):
-            return self.fewest(recent), False
+            return self.least_busy(idle), False
+        rehome_is_due = bool(done) and now_s - waiting.since_s >= self.max_rehome_s
+        if recent and (rehome_is_due or now_s - waiting.head_since_s >= self.max_wait_s):
+            return self.least_busy(recent), False
         return None
 
     def start(self, now_s: float, waiting: WaitingProgram, replica: ReplicaId) -> None:
@@ -220,7 +220,7 @@ class Placement:
             pending = PendingProgram(waiting.program, tokens, 0, waiting.since_s, turns=len(waiting.turns))
             state.admission.start_program(pending)
 
-    def fewest(self, states: Iterable[ReplicaState]) -> ReplicaId:
+    def least_busy(self, states: Iterable[ReplicaState]) -> ReplicaId:
         """Of these, one or more, the replica with the fewest requests; of equals the one with most room."""
         best = min(states, key=lambda p: (p.requests, -p.headroom_tokens(), p.report.replica))
         return best.report.replica

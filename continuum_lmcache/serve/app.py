@@ -17,7 +17,7 @@ from ray import serve
 from ray._private import ray_constants
 from ray.serve.config import BackpressureConfig, DeploymentActorConfig, RequestRouterConfig
 
-from continuum_lmcache.serve import substrate
+from continuum_lmcache.serve import lmcache_server
 from continuum_lmcache.serve.names import ENVIRONMENT
 from continuum_lmcache.serve.replica import STATE, Replica
 from continuum_lmcache.serve.settings import ServeSettings
@@ -34,8 +34,8 @@ def build(args: dict[str, Any]) -> serve.Application:
     settings = ServeSettings.of(args)
     if not ray.is_initialized():
         prepare()
-    below = [substrate.deployment(settings).bind(settings)] if settings.lmcache_gb else []
-    return deployment(settings).bind(settings, *below)
+    lmcache = [lmcache_server.deployment(settings).bind(settings)] if settings.lmcache_gb else []
+    return deployment(settings).bind(settings, *lmcache)
 
 
 def prepare() -> None:

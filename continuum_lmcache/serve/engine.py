@@ -32,20 +32,20 @@ class TurnPrompt:
     def of_this_request(cls, programs: ReplicaPrograms) -> TurnPrompt:
         """The prompt of the request whose task this is."""
         context = _get_serve_request_context()
-        return cls(programs, TurnId(context._internal_request_id), TurnName.read(context.session_id))
+        return cls(programs, TurnId(context._internal_request_id), TurnName.parse(context.session_id))
 
-    def starts(self, sampling_params: Any) -> None:
+    def on_start(self, sampling_params: Any) -> None:
         """Pass on to the engine what the program did elsewhere."""
         turn = self.turn
         program = ProgramId(turn.program or f"~{self.key}")
-        self.programs.starts(time.monotonic(), self.key, program, turn.turns, turn.age_s)
+        self.programs.on_start(time.monotonic(), self.key, program, turn.turns, turn.age_s)
         sampling_params.extra_args = with_progress(sampling_params.extra_args, turn)
 
-    def first_token(self, prompt_tokens: int) -> None:
-        self.programs.first_token(self.key, prompt_tokens, self.turn.body_bytes)
+    def on_first_token(self, prompt_tokens: int) -> None:
+        self.programs.on_first_token(self.key, prompt_tokens, self.turn.body_bytes)
 
-    def stops(self, context_tokens: int) -> None:
-        self.programs.stops(self.key, context_tokens, self.turn.is_last or not self.turn.program)
+    def on_stop(self, context_tokens: int) -> None:
+        self.programs.on_stop(self.key, context_tokens, self.turn.is_last or not self.turn.program)
 
 
 def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:

@@ -25,11 +25,11 @@ CURVE = (
 )
 NAMES = (*REQUESTS, CAPACITY, HELD, HEADROOM, WAIT, TIER, TIER_RATE, TIER_FIXED, SAMPLES, KV_BYTES, *CURVE)
 OF_THE_PROCESS = {"engine", "model_name"}  # labels without information: there is one engine
-Figures = Mapping[tuple[str, str], float]
+GaugeValues = Mapping[tuple[str, str], float]
 """By name, and the value of the label that is the metric's own; "" where it has none."""
 
 
-def figures() -> Figures:
+def read_gauges() -> GaugeValues:
     """The gauges of this process; a missing gauge has no entry."""
     found: dict[tuple[str, str], float] = {}
     for family in REGISTRY.restricted_registry(NAMES).collect():
@@ -39,36 +39,36 @@ def figures() -> Figures:
     return found
 
 
-def report(replica: str, gpu_tokens: int, seen: Figures) -> ReplicaReport:
+def replica_report(replica: str, gpu_tokens: int, gauges: GaugeValues) -> ReplicaReport:
     """The replica's report; the state adds the time. `gpu_tokens`: as vLLM found at its start."""
-    is_continuum = (CAPACITY, "") in seen
+    is_continuum = (CAPACITY, "") in gauges
     return ReplicaReport(
         ReplicaId(replica),
         at_s=0.0,
-        gpu_tokens=int(seen.get((CAPACITY, ""), gpu_tokens)),
-        requests=int(sum(seen.get((each, ""), 0.0) for each in REQUESTS)),
-        tier_tokens=max((tokens for (name, _), tokens in seen.items() if name == TIER), default=0.0),
-        headroom_tokens=seen.get((HEADROOM, "")),
-        pending_programs=int(seen.get((HELD, ""), 0.0)),
-        oldest_returning_wait_s=seen.get((WAIT, ""), 0.0),
+        gpu_tokens=int(gauges.get((CAPACITY, ""), gpu_tokens)),
+        requests=int(sum(gauges.get((each, ""), 0.0) for each in REQUESTS)),
+        tier_tokens=max((tokens for (name, _), tokens in gauges.items() if name == TIER), default=0.0),
+        headroom_tokens=gauges.get((HEADROOM, "")),
+        pending_programs=int(gauges.get((HELD, ""), 0.0)),
+        oldest_returning_wait_s=gauges.get((WAIT, ""), 0.0),
         returning_first=is_continuum,
-        costs=costs(seen),
+        costs=costs(gauges),
     )
 
 
-def costs(seen: Figures) -> CostModel:
+def costs(gauges: GaugeValues) -> CostModel:
     """The rates that the engine has measured or assumed; for an engine without rates the assumed ones."""
-    values = [seen.get((name, "")) for name in (*CURVE, KV_BYTES)]
+    values = [gauges.get((name, "")) for name in (*CURVE, KV_BYTES)]
     if any(value is None for value in values):
         return UNMEASURED
     fixed_s, token_s, pair_s, kv_bytes = (value or 0.0 for value in values)
     tiers = {}
     for tier in ("dram", "ssd"):
-        bytes_per_s, once_s = seen.get((TIER_RATE, tier)), seen.get((TIER_FIXED, tier))
-        samples = int(seen.get((SAMPLES, tier), 0))
+        bytes_per_s, once_s = gauges.get((TIER_RATE, tier)), gauges.get((TIER_FIXED, tier))
+        samples = int(gauges.get((SAMPLES, tier), 0))
         assumed = getattr(UNMEASURED, tier)
         tiers[tier] = (
             TransferRate(bytes_per_s, once_s, samples) if bytes_per_s and once_s is not None else assumed
         )
-    curve = PrefillCurve(fixed_s, token_s, pair_s, int(seen.get((SAMPLES, "prefill"), 0)))
+    curve = PrefillCurve(fixed_s, token_s, pair_s, int(gauges.get((SAMPLES, "prefill"), 0)))
     return CostModel(curve, tiers["dram"], tiers["ssd"], int(kv_bytes), UNMEASURED.chunk_tokens)

@@ -56,14 +56,14 @@ class TurnName:
         return f"{name};{self.body_bytes};{int(self.is_last)};{rank};{self.turns};{self.age_s:.3f}"
 
     @classmethod
-    def read(cls, text: str) -> TurnName:
+    def parse(cls, text: str) -> TurnName:
         """The inverse of __str__; other text is a program's own name, as in X-Session-ID."""
         if (written := HEADER_TEXT.fullmatch(text)) is None:
             return cls(program=text)
         name, body_bytes, last, rank, turns, age_s = written.groups()
-        asked = int(rank) if rank else None
         program = unquote(name, errors="surrogatepass")
-        return cls(program, int(body_bytes), last == "1", asked, int(turns), float(age_s))
+        rank_number = int(rank) if rank else None
+        return cls(program, int(body_bytes), last == "1", rank_number, int(turns), float(age_s))
 
 
 def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
@@ -78,9 +78,9 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
     known = {field: fields[field] for field in BODY_FIELDS if fields.get(field) is not None}
     found = {field: value for field, value in headers.items() if field in HEADERS}
     try:
-        said = program_values(SentFields(known, xargs if isinstance(xargs, dict) else {}, found))
-        job = name("job_id", said.get("job_id"))
-        is_last = flag("is_last_step", said.get("is_last_step"))
+        values = program_values(SentFields(known, xargs if isinstance(xargs, dict) else {}, found))
+        job = name("job_id", values.get("job_id"))
+        is_last = flag("is_last_step", values.get("is_last_step"))
     except RequestError:
         return TurnName(body_bytes=len(body))
     if job is None:
@@ -108,29 +108,31 @@ class NameTurns:
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = [(key, value) for key, value in scope["headers"] if plain(key) != plain(HEADER.encode())]
-        said = TurnName()
+        headers = [
+            (key, value) for key, value in scope["headers"] if normalized(key) != normalized(HEADER.encode())
+        ]
+        turn = TurnName()
         if scope["method"] == "POST" and scope["path"].endswith(ENDPOINTS):
             body, receive = await read_body(receive)
             texts = {key.decode("latin-1").lower(): value.decode("latin-1").strip() for key, value in headers}
-            said = turn_name(body, texts) if body is not None else said
-        elif (rank := rank_asked(scope)) is not None:
-            said = TurnName(rank=rank)
-        headers.append((HEADER.encode(), str(said).encode()))
+            turn = turn_name(body, texts) if body is not None else turn
+        elif (rank := requested_rank(scope)) is not None:
+            turn = TurnName(rank=rank)
+        headers.append((HEADER.encode(), str(turn).encode()))
         return await self._app({**scope, "headers": headers}, receive, send)
 
 
-def plain(key: bytes) -> bytes:
+def normalized(key: bytes) -> bytes:
     """A header's name as Ray compares it: proxies on the way may write _ for -."""
     return key.lower().replace(b"_", b"-")
 
 
-def rank_asked(scope: Any) -> int | None:
+def requested_rank(scope: Any) -> int | None:
     """The replica that a GET with `?replica=N` is for; None: any."""
     if scope["method"] != "GET":
         return None
-    asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("replica", [""])[0]
-    return int(asked) if asked.isdecimal() and len(asked) < 9 else None
+    rank = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("replica", [""])[0]
+    return int(rank) if rank.isdecimal() and len(rank) < 9 else None
 
 
 async def read_body(receive: Receive) -> tuple[bytes | None, Receive]:
@@ -145,12 +147,12 @@ async def read_body(receive: Receive) -> tuple[bytes | None, Receive]:
             break
     kept = iter(parts)
 
-    async def again() -> Message:
+    async def receive_again() -> Message:
         replayed = next(kept, None)
         return replayed if replayed is not None else await receive()
 
     whole = parts[-1]["type"] == "http.request" and size <= MOST_BYTES
-    return b"".join(part.get("body", b"") for part in parts) if whole else None, again
+    return b"".join(part.get("body", b"") for part in parts) if whole else None, receive_again
 
 
 def middlewares() -> list[Middleware]:

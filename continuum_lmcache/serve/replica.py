@@ -20,7 +20,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from continuum_lmcache.fleet.homes import MOST_PROGRAMS
-from continuum_lmcache.serve.gauges import figures, report
+from continuum_lmcache.serve.gauges import read_gauges, replica_report
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
@@ -30,7 +30,7 @@ STATE = "fleet"  # the deployment actor's name
 HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
 ANSWER_S = 5.0  # for the state's answer, at most
 NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
-GATHER_S = 0.05  # between a turn's end and its report, which then has further ends
+GATHER_S = 0.05  # from a turn's end to its report, which has all turns that end meanwhile
 
 
 def unavailable(error: BaseException) -> Response:
@@ -45,24 +45,24 @@ class ReplicaHeader:
         self._app, self._header = app, (b"x-continuum-replica", replica.encode())
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def signed(message: Any) -> None:
+        async def send_with_header(message: Any) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), self._header]}
             await send(message)
 
-        await self._app(scope, receive, signed)
+        await self._app(scope, receive, send_with_header)
 
 
 @serve.ingress()
 class Replica:
     """The deployment's class. Ray makes one in each replica's process."""
 
-    def __init__(self, settings: ServeSettings, below: Any = None) -> None:
-        """`below`: a handle of the LMCache servers; None: there are none of ours."""
+    def __init__(self, settings: ServeSettings, lmcache_servers: Any = None) -> None:
+        """`lmcache_servers`: a handle of their deployment; None: this application starts none."""
         listen_on_node_address_only()
-        self._settings, self._below = settings, below
-        self._has_ended = asyncio.Event()  # a turn, since the last report
-        self._programs = ReplicaPrograms(MOST_PROGRAMS, on_end=self._has_ended.set)
+        self._settings, self._lmcache_servers = settings, lmcache_servers
+        self._turn_ended = asyncio.Event()  # since the last report
+        self._programs = ReplicaPrograms(MOST_PROGRAMS, on_end=self._turn_ended.set)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._engine: Any = None
         self._reporting: asyncio.Task[None] | None = None
@@ -73,8 +73,8 @@ class Replica:
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
         os.environ.setdefault(HONOR, "true")  # engine.with_progress has the fleet's figures, for all tenants
-        if self._below is not None:
-            await self._below.ready.remote()
+        if self._lmcache_servers is not None:
+            await self._lmcache_servers.ready.remote()
         watch = partial(TurnPrompt.of_this_request, self._programs)
         self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
@@ -85,14 +85,14 @@ class Replica:
     async def fleet(self) -> Response:
         """GET /fleet: the state as JSON."""
         try:
-            return JSONResponse(await self._ask("snapshot"))
+            return JSONResponse(await self._call("snapshot"))
         except NO_STATE as error:
             return unavailable(error)
 
     async def fleet_metrics(self) -> Response:
         """GET /fleet/metrics: its figures in Prometheus' text format."""
         try:
-            return PlainTextResponse(await self._ask("metrics"))
+            return PlainTextResponse(await self._call("metrics"))
         except NO_STATE as error:
             return unavailable(error)
 
@@ -115,31 +115,32 @@ class Replica:
     def rank(self) -> int:
         return int(serve.get_replica_context().rank.rank)
 
-    async def _ask(self, method: str, *words: object) -> Any:
+    async def _call(self, method: str, *args: object) -> Any:
         """Call the state. Its handle is looked up each time: it may be another actor now."""
         state = serve.get_deployment_actor(STATE)
-        return await asyncio.wait_for(getattr(state, method).remote(*words), ANSWER_S)
+        return await asyncio.wait_for(getattr(state, method).remote(*args), ANSWER_S)
 
     async def _report(self) -> None:
         """Report to the state how full this replica is, each report_s and as soon as a turn has ended."""
-        known_to, programs = "", self._programs
-        about = {"rank": self.rank, "pid": os.getpid(), "addresses": {"Ray": ray.util.get_node_ip_address()}}
+        reported_to, programs = "", self._programs
+        addresses = {"Ray": ray.util.get_node_ip_address()}
+        properties = {"rank": self.rank, "pid": os.getpid(), "addresses": addresses}
         while True:
-            self._has_ended.clear()
+            self._turn_ended.clear()
             self._engine.report_prefills()
             events, programs.events = programs.events, []
             try:
-                says = report(self._name, self._engine.gpu_tokens, figures())
-                answer = await self._ask("take_report", self._name, about, says, events)
-                if answer != known_to:  # a new state, without any programs
-                    await self._ask("restore_programs", self._name, programs.known(time.monotonic()))
-                    known_to = answer
+                report = replica_report(self._name, self._engine.gpu_tokens, read_gauges())
+                state_name = await self._call("take_report", self._name, properties, report, events)
+                if state_name != reported_to:  # a new state, without any programs
+                    await self._call("restore_programs", self._name, programs.known(time.monotonic()))
+                    reported_to = state_name
             except NO_STATE as error:
-                if known_to:  # logged once, not each half second
+                if reported_to:  # logged once, not each half second
                     logger.warning(
                         "The fleet's state does not answer (%s); its successor gets all programs", error
                     )
-                known_to = ""
+                reported_to = ""
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._has_ended.wait(), self._settings.report_s)
+                await asyncio.wait_for(self._turn_ended.wait(), self._settings.report_s)
                 await asyncio.sleep(GATHER_S)

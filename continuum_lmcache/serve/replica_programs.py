@@ -60,7 +60,7 @@ class ReplicaPrograms:
     _programs: OrderedDict[ProgramId, _Program] = field(default_factory=OrderedDict)
     _turns: dict[TurnId, _Turn] = field(default_factory=dict)
 
-    def starts(self, now_s: float, turn: TurnId, program: ProgramId, turns: int, age_s: float) -> None:
+    def on_start(self, now_s: float, turn: TurnId, program: ProgramId, turns: int, age_s: float) -> None:
         """A turn's prompt enters the engine; the program had finished `turns` when it came here."""
         seen = self._programs.get(program)
         if seen is None:
@@ -72,14 +72,14 @@ class ReplicaPrograms:
         live.running += 1
         seen.live.add(turn)
 
-    def first_token(self, turn: TurnId, prompt_tokens: int, body_bytes: int) -> None:
+    def on_first_token(self, turn: TurnId, prompt_tokens: int, body_bytes: int) -> None:
         """The prefill has ended."""
         live = self._turns[turn]
         if not live.has_first_token:
             live.has_first_token = True
             self.events.append(FirstToken(turn, prompt_tokens, body_bytes))
 
-    def stops(self, turn: TurnId, context_tokens: int, is_last: bool) -> None:
+    def on_stop(self, turn: TurnId, context_tokens: int, is_last: bool) -> None:
         """The prompt's generation has ended, with a context of this many tokens; 0: it did not finish."""
         live = self._turns[turn]
         live.running -= 1

@@ -1,8 +1,8 @@
 """Ray's router, in each proxy: it asks the fleet's state where a turn goes, and uses a hash ring if the
 state does not answer.
 
-It replaces the program's name by a keyed hash. That name has a hash of the client's credentials in it
-(names.py): the state and the replicas see no other name. The key is in the application's config, which
+It replaces the program's name, which has a hash of the client's credentials in it (names.py), by a keyed
+hash. The state and the replicas see no other name. The key is in the application's config, which
 Serve's controller keeps: the same in all routers, and for the state's actor after each restart.
 
 A turn is routed in its own coroutine, as Ray's CapacityQueueRouter does. Ray has two routing tasks per
@@ -73,17 +73,17 @@ class ProgramRouter(ConsistentHashRouter):
         self._notify("turn_answered", internal_request_id)
 
     def _routing_key(self, pending_request: PendingRequest | None) -> str | None:
-        """What the ring hashes: the program."""
+        """The text that the ring hashes: the program's name."""
         if pending_request is None:
             return None
-        about = pending_request.metadata
-        return TurnName.read(about.session_id).program or str(about.internal_request_id)
+        metadata = pending_request.metadata
+        return TurnName.parse(metadata.session_id).program or str(metadata.internal_request_id)
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
         """Where the request goes. Raises BackPressureError where the line of new programs is full."""
-        turn = TurnName.read(pending_request.metadata.session_id)
+        turn = TurnName.parse(pending_request.metadata.session_id)
         if turn.program and not is_retry:  # on a retry it was done already
             turn = replace(turn, program=digest(ProgramId(turn.program), self._key).hex())
             pending_request.metadata.session_id = str(turn)
@@ -110,7 +110,7 @@ class ProgramRouter(ConsistentHashRouter):
         return await super()._choose_replica_for_request(pending_request)
 
     async def _ask_state(
-        self, pending_request: PendingRequest, turn: TurnName, again: bool
+        self, pending_request: PendingRequest, turn: TurnName, is_retry: bool
     ) -> RunningReplica | None:
         """The state's choice. None: it does not answer, or names a replica that is unknown here."""
         state = self._state_actor()
@@ -121,7 +121,7 @@ class ProgramRouter(ConsistentHashRouter):
         try:
             answer_s = NO_WAIT_ANSWER_S if never_waits else self._answer_s
             answer = await asyncio.wait_for(
-                state.place_turn.remote(key, turn, again, tuple(self._by_name)), answer_s
+                state.place_turn.remote(key, turn, is_retry, tuple(self._by_name)), answer_s
             )
         except asyncio.CancelledError:
             self._notify("cancel_turn", key)
@@ -130,25 +130,25 @@ class ProgramRouter(ConsistentHashRouter):
             logger.warning(
                 "The fleet's state does not answer (%s): this router places turns by its own table", error
             )
-            self._lost(state)
+            self._on_no_answer(state)
             return None
         if isinstance(answer, Refused) and not turn.program:
             return None  # there is no replica yet: Ray waits for one
         if isinstance(answer, Refused):
             raise BackPressureError(1, 0, status_code=429, retry_after_s=answer.retry_after_s)
-        said = replace(turn, turns=answer.program_turns, age_s=answer.program_age_s)
-        pending_request.metadata.session_id = str(said)
+        turn = replace(turn, turns=answer.program_turns, age_s=answer.program_age_s)
+        pending_request.metadata.session_id = str(turn)
         until_s = asyncio.get_running_loop().time() + REPLICA_LAG_S
         while answer.replica not in self._by_name and asyncio.get_running_loop().time() < until_s:
             await self._backoff(0)
         return self._by_name.get(answer.replica)
 
-    def _notify(self, method: str, *words: object) -> None:
+    def _notify(self, method: str, *args: object) -> None:
         """Send without an answer. A new state gets its programs from the replicas."""
         if self._state is not None:
-            getattr(self._state, method).remote(*words)
+            getattr(self._state, method).remote(*args)
 
-    def _lost(self, state: Any) -> None:
+    def _on_no_answer(self, state: Any) -> None:
         if self._state is state:
             self._state = None
             self._retry_at_s = asyncio.get_running_loop().time() + STATE_RETRY_S

@@ -55,7 +55,7 @@ class FleetState:
         self._sweep_s = sweep_s
         self._start_until_s = self.now_s() + START_WAIT_S
         self._restored: set[str] = set()
-        self._about: dict[ReplicaId, Mapping[str, Any]] = {}
+        self._properties: dict[ReplicaId, Mapping[str, Any]] = {}
         # they may still report while they drain
         self._removed: BoundedDict[ReplicaId, None] = BoundedDict(MAX_REMOVED)
         self._waiting: dict[TurnId, asyncio.Future[Route]] = {}
@@ -65,60 +65,60 @@ class FleetState:
     # called by a router ------------------------------------------------------
 
     async def place_turn(
-        self, key: str, named: TurnName, again: bool, there: Collection[str]
+        self, key: str, name: TurnName, is_retry: bool, visible: Collection[str]
     ) -> Route | Refused:
-        """Where the turn goes. A first turn may wait. `again`: the last answer's replica did not take it.
-        `there`: the replicas that the router sees."""
-        await self._wait_for_reports(there)
+        """Where the turn goes. A first turn may wait. `is_retry`: the last answer's replica did not take it.
+        `visible`: the replicas that the router sees."""
+        await self._wait_for_reports(visible)
         turn, now_s = TurnId(key), self.now_s()
         live = self.fleet.turns.get(turn)
-        if again and live is not None and live.route.replica not in self.fleet.placement.replicas:
-            self.fleet.lost(now_s, turn)
-        program = ProgramId(named.program) if named.program else None
-        answer = self.fleet.arrived(now_s, turn, program, self.tokens_of(named.body_bytes))
+        if is_retry and live is not None and live.route.replica not in self.fleet.placement.replicas:
+            self.fleet.on_abort(now_s, turn)
+        program = ProgramId(name.program) if name.program else None
+        answer = self.fleet.on_arrival(now_s, turn, program, self.tokens_of(name.body_bytes))
         if not isinstance(answer, Held):
             return answer
         self._keep_sweeping()
-        waits = self._waiting[turn] = asyncio.get_running_loop().create_future()
+        placed = self._waiting[turn] = asyncio.get_running_loop().create_future()
         try:
-            route: Route = await waits
+            route: Route = await placed
             return route
         finally:
             self._waiting.pop(turn, None)
 
     async def cancel_turn(self, key: str) -> None:
         """The client left, also while its turn waited in the line."""
-        self._lost(TurnId(key))
+        self._abort(TurnId(key))
 
     async def turn_answered(self, key: str) -> None:
         """The client has the answer. Its replica reports how it ended, unless the replica died."""
         if TurnId(key) in self.fleet.turns:
-            asyncio.get_running_loop().call_later(END_GRACE_S, self._lost, TurnId(key))
+            asyncio.get_running_loop().call_later(END_GRACE_S, self._abort, TurnId(key))
 
     async def remove_replica(self, replica: str, died: bool) -> None:
         """The router knows that the replica is gone (`died`: with all its turns), or that it drains."""
         name, now_s = ReplicaId(replica), self.now_s()
         self._removed[name] = None
-        self._about.pop(name, None)
+        self._properties.pop(name, None)
         if died:
-            self.fleet.died(now_s, name)
+            self.fleet.on_replica_death(now_s, name)
         else:
-            self.fleet.left(name)
+            self.fleet.on_replica_drain(name)
         self._admit()
 
     # called by a replica -----------------------------------------------------
 
     async def take_report(
-        self, replica: str, about: Mapping[str, Any], report: ReplicaReport, events: Iterable[TurnEvent]
+        self, replica: str, properties: Mapping[str, Any], report: ReplicaReport, events: Iterable[TurnEvent]
     ) -> str:
         """A replica's report: its events and how full it is. The answer is this state's name: to a new name
         the replica must report all its programs (`restore_programs`)."""
         name, now_s = ReplicaId(replica), self.now_s()
         if name not in self._removed:
-            self._about[name] = about
-            self.fleet.joined(now_s, replace(report, at_s=now_s))
-        for one in events:
-            self._apply(now_s, one)
+            self._properties[name] = properties
+            self.fleet.on_replica_join(now_s, replace(report, at_s=now_s))
+        for event in events:
+            self._apply(now_s, event)
         self._admit()
         return self.name
 
@@ -140,7 +140,7 @@ class FleetState:
         replicas = [
             {
                 "replica": name,
-                **self._about.get(name, {}),
+                **self._properties.get(name, {}),
                 "report_age_seconds": round(place.age_s(now_s), 3),
                 "programs": at_home.get(name, 0),
                 "turns": len(place.turns),
@@ -168,7 +168,7 @@ class FleetState:
     async def metrics(self) -> str:
         """The same figures in Prometheus' text format (docs/metrics.md)."""
         registry = CollectorRegistry()
-        registry.register(_Figures(await self.snapshot()))
+        registry.register(_FleetCollector(await self.snapshot()))
         return generate_latest(registry).decode()
 
     async def check(self) -> None:
@@ -181,35 +181,35 @@ class FleetState:
         """About how many tokens a request's prompt has, by earlier prompts; 1 or more."""
         return max(1, round(body_bytes * self._tokens / self._body_bytes))
 
-    async def _wait_for_reports(self, there: Collection[str]) -> None:
-        """Wait until those replicas have reported their programs, since a new state would take a started
+    async def _wait_for_reports(self, visible: Collection[str]) -> None:
+        """Wait until these replicas have reported their programs, since a new state would take a started
         program for a new one. Waits at most START_WAIT_S for a replica that does not report."""
-        while self.now_s() < self._start_until_s and not self._restored.issuperset(there):
+        while self.now_s() < self._start_until_s and not self._restored.issuperset(visible):
             await asyncio.sleep(POLL_S)
 
-    def _apply(self, now_s: float, one: TurnEvent) -> None:
-        if isinstance(one, FirstToken):
-            if one.body_bytes:
-                self._body_bytes += one.body_bytes
-                self._tokens += one.prompt_tokens
-            self.fleet.first_token(one.turn)
-        elif not one.context_tokens:
-            self.fleet.lost(now_s, one.turn)
-        elif one.is_last:
-            self.fleet.ended(now_s, one.turn)
+    def _apply(self, now_s: float, event: TurnEvent) -> None:
+        if isinstance(event, FirstToken):
+            if event.body_bytes:
+                self._body_bytes += event.body_bytes
+                self._tokens += event.prompt_tokens
+            self.fleet.on_first_token(event.turn)
+        elif not event.context_tokens:
+            self.fleet.on_abort(now_s, event.turn)
+        elif event.is_last:
+            self.fleet.on_last_turn_end(now_s, event.turn)
         else:
-            self.fleet.paused(now_s, one.turn, one.context_tokens)
+            self.fleet.on_pause(now_s, event.turn, event.context_tokens)
 
-    def _lost(self, turn: TurnId) -> None:
-        self.fleet.lost(self.now_s(), turn)
+    def _abort(self, turn: TurnId) -> None:
+        self.fleet.on_abort(self.now_s(), turn)
         self._admit()
 
     def _admit(self) -> None:
         """Answer the waiting requests for which there is room now."""
         for route in self.fleet.admit(self.now_s()):
-            waits = self._waiting.get(route.turn)
-            if waits is not None and not waits.done():
-                waits.set_result(route)
+            placed = self._waiting.get(route.turn)
+            if placed is not None and not placed.done():
+                placed.set_result(route)
 
     def _keep_sweeping(self) -> None:
         """While a request waits, time alone can admit it."""
@@ -222,7 +222,7 @@ class FleetState:
             await asyncio.sleep(self._sweep_s)
 
 
-class _Figures(Collector):
+class _FleetCollector(Collector):
     """The figures of GET /fleet for Prometheus."""
 
     def __init__(self, snapshot: Mapping[str, Any]) -> None:

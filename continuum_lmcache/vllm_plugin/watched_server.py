@@ -32,13 +32,13 @@ CHECKED_VERSIONS = ("0.32.",)
 class Prompt(Protocol):
     """One prompt, as the watcher sees it."""
 
-    def starts(self, sampling_params: Any) -> None:
+    def on_start(self, sampling_params: Any) -> None:
         """It enters the engine with these parameters, which may be changed."""
 
-    def first_token(self, prompt_tokens: int) -> None:
+    def on_first_token(self, prompt_tokens: int) -> None:
         """Its prefill has ended."""
 
-    def stops(self, context_tokens: int) -> None:
+    def on_stop(self, context_tokens: int) -> None:
         """Its generation has ended, with a context of this many tokens; 0: it did not finish."""
 
 
@@ -53,7 +53,7 @@ class WatchedEngine(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """AsyncLLM.generate, watched."""
         watched = self.watch()
-        watched.starts(sampling_params)
+        watched.on_start(sampling_params)
         self._uncomputed[request_id] = watched
         prompt_tokens = generated_tokens = 0
         finished = False
@@ -62,13 +62,13 @@ class WatchedEngine(AsyncLLM):
                 if not prompt_tokens:
                     prompt_tokens = len(output.prompt_token_ids or ())
                     if self._uncomputed.pop(request_id, None) is not None:
-                        watched.first_token(prompt_tokens)
+                        watched.on_first_token(prompt_tokens)
                 generated_tokens += sum(len(part.token_ids) for part in output.outputs)
                 finished = output.finished
                 yield output
         finally:
             self._uncomputed.pop(request_id, None)
-            watched.stops(prompt_tokens + generated_tokens if finished else 0)
+            watched.on_stop(prompt_tokens + generated_tokens if finished else 0)
 
     def report_prefills(self) -> None:
         """Report prompts whose prefill has ended without an output yet: an answer that is not streamed comes
@@ -77,7 +77,7 @@ class WatchedEngine(AsyncLLM):
             if not state.is_prefilling:
                 watched = self._uncomputed.pop(state.external_req_id, None)
                 if watched is not None:
-                    watched.first_token(state.prompt_len)
+                    watched.on_first_token(state.prompt_len)
 
     @property
     def gpu_tokens(self) -> int:

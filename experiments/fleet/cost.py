@@ -36,13 +36,13 @@ class BusyFleet:
         self.names = [ReplicaId(f"replica-{i}") for i in range(replicas)]
         self.now_s, self._turns = 0.0, 0
         for name in self.names:
-            self.fleet.joined(0.0, self.report(name))
+            self.fleet.on_replica_join(0.0, self.report(name))
         self.programs = [ProgramId(f"program-{i}@0123456789ab") for i in range(programs)]
         for i, program in enumerate(self.programs):
             turn = self.comes(program, claimed_turns=1)
-            self.fleet.first_token(turn)
+            self.fleet.on_first_token(turn)
             if i >= live * replicas:
-                self.fleet.paused(self.now_s, turn, PROMPT_TOKENS)
+                self.fleet.on_pause(self.now_s, turn, PROMPT_TOKENS)
 
     def report(self, name: ReplicaId, waits_s: float = 0.0) -> ReplicaReport:
         room = {"headroom_tokens": float(GPU_TOKENS), "oldest_returning_wait_s": waits_s}
@@ -51,7 +51,7 @@ class BusyFleet:
     def comes(self, program: ProgramId, claimed_turns: int = 0) -> TurnId:
         self._turns += 1
         turn = TurnId(f"turn-{self._turns}")
-        answer = self.fleet.arrived(self.now_s, turn, program, PROMPT_TOKENS + 500, claimed_turns, 60.0)
+        answer = self.fleet.on_arrival(self.now_s, turn, program, PROMPT_TOKENS + 500, claimed_turns, 60.0)
         assert isinstance(answer, Route)
         return turn
 
@@ -59,7 +59,7 @@ class BusyFleet:
         """Reports of all replicas."""
         self.now_s += 0.5
         for name in self.names:
-            self.fleet.reported(self.now_s, self.report(name, waits_s))
+            self.fleet.on_report(self.now_s, self.report(name, waits_s))
 
 
 def samples(busy: BusyFleet, asked: int, seed: int) -> Iterator[tuple[str, float]]:
@@ -74,19 +74,19 @@ def samples(busy: BusyFleet, asked: int, seed: int) -> Iterator[tuple[str, float
             begun_ns = time.thread_time_ns()
             turn = busy.comes(program)
             yield what, (time.thread_time_ns() - begun_ns) / 1e6
-            busy.fleet.paused(busy.now_s, turn, PROMPT_TOKENS)
+            busy.fleet.on_pause(busy.now_s, turn, PROMPT_TOKENS)
     for i in range(asked):
         if i % 10 == 0:
             busy.hear(0.0)
         begun_ns = time.thread_time_ns()
         turn = busy.comes(ProgramId(f"new-{i}"))
         yield "a new program", (time.thread_time_ns() - begun_ns) / 1e6
-        busy.fleet.ended(busy.now_s, turn)
+        busy.fleet.on_last_turn_end(busy.now_s, turn)
     for _ in range(asked):
         busy.now_s += 0.5
         report = busy.report(random_of.choice(busy.names))
         begun_ns = time.thread_time_ns()
-        busy.fleet.reported(busy.now_s, report)
+        busy.fleet.on_report(busy.now_s, report)
         yield "a report", (time.thread_time_ns() - begun_ns) / 1e6
 
 

@@ -25,7 +25,7 @@ class Ours:
 
     def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int | None:
         self._hears(now_s, replicas)
-        said = self.fleet.arrived(now_s, TurnId(turn.id), ProgramId(turn.program), turn.prompt_tokens)
+        said = self.fleet.on_arrival(now_s, TurnId(turn.id), ProgramId(turn.program), turn.prompt_tokens)
         if isinstance(said, Route):
             return int(said.replica)
         if not isinstance(said, Held):
@@ -38,16 +38,16 @@ class Ours:
         return [Opening(self.held.pop(route.turn), int(route.replica)) for route in self.fleet.admit(now_s)]
 
     def first_token(self, _now_s: float, turn: Turn) -> None:
-        self.fleet.first_token(TurnId(turn.id))
+        self.fleet.on_first_token(TurnId(turn.id))
 
     def ended(self, now_s: float, turn: Turn, _replica: int, context_tokens: int) -> None:
         if turn.is_last:
-            self.fleet.ended(now_s, TurnId(turn.id))
+            self.fleet.on_last_turn_end(now_s, TurnId(turn.id))
         else:
-            self.fleet.paused(now_s, TurnId(turn.id), context_tokens)
+            self.fleet.on_pause(now_s, TurnId(turn.id), context_tokens)
 
     def died(self, now_s: float, replica: int) -> None:
-        self.fleet.died(now_s, name_of(replica))
+        self.fleet.on_replica_death(now_s, name_of(replica))
 
     def _hears(self, now_s: float, replicas: Sequence[Replica]) -> None:
         """Replicas report every `report_s`."""
@@ -55,9 +55,9 @@ class Ours:
             return
         for replica in replicas:
             if self.reported_s < 0:
-                self.fleet.joined(now_s, report(now_s, replica))
+                self.fleet.on_replica_join(now_s, report(now_s, replica))
             else:
-                self.fleet.reported(now_s, report(now_s, replica))
+                self.fleet.on_report(now_s, report(now_s, replica))
         self.reported_s = now_s
 
 

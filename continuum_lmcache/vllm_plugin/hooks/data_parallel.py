@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes, hashed
+from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes, hashed_replica
 from continuum_lmcache.programs.identity import ProgramFields, program_id, tenant_of
 from continuum_lmcache.types import ProgramId
 from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
@@ -65,6 +65,6 @@ def program_of(fields: ProgramFields, request: Any) -> ProgramId | None:
 def rank_of(program: ProgramId, homes: Homes[int], ranks: int, api_servers: int) -> int | None:
     """The turn's rank; None: vLLM's choice. A home that is gone (vLLM can scale down) does not count."""
     if api_servers > 1:
-        return hashed(program, range(ranks), api_keys.secret())
+        return hashed_replica(program, range(ranks), api_keys.secret())
     home = homes.of(program)
     return home if home is not None and home < ranks else None

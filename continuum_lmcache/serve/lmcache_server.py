@@ -1,8 +1,7 @@
 """One LMCache MP server a node, kept alive by Ray: a deployment whose replica is that server's parent.
 
-LMCache does the work; docs/mp.md has the options. A server that already answers at the address is used
-as it is: another program's, or one that outlived this actor. It listens on 127.0.0.1, so each node
-needs its own.
+docs/mp.md has the server's options. A server that already answers at the address is used as it is:
+another program started it, or it outlived this actor. It listens on 127.0.0.1, so each node needs its own.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ START_S = 180.0
 
 def command(settings: ServeSettings) -> list[str]:
     """The command line of the server with the settings' address and size."""
-    place = settings.lmcache_port, settings.lmcache_http_port
-    words = options(*place, settings.lmcache_gb, settings.lmcache_disk)
-    return [sys.executable, "-m", "lmcache.cli.main", "server", *words]
+    ports = settings.lmcache_port, settings.lmcache_http_port
+    arguments = options(*ports, settings.lmcache_gb, settings.lmcache_disk)
+    return [sys.executable, "-m", "lmcache.cli.main", "server", *arguments]
 
 
-class Substrate:
+class LMCacheServer:
     """The deployment's class: the parent of one `lmcache server`."""
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -72,7 +71,7 @@ class Substrate:
 def deployment(settings: ServeSettings) -> serve.Deployment:
     """One on each node that has replicas."""
     return serve.deployment(
-        Substrate,
+        LMCacheServer,
         name="lmcache",
         num_replicas=settings.nodes,
         max_replicas_per_node=1,
