@@ -116,7 +116,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         """The sizes of the server's L1 and L2, for all clients together."""
         return self._tiers.capacity_tokens()
 
-    def found(self, request_id: str) -> TierHit | None:
+    def hit_at_lookup(self, request_id: str) -> TierHit | None:
         """Where the request's KV was at its first lookup, before L2's part was read into L1."""
         return self._found.get(request_id)
 

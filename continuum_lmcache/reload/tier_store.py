@@ -45,7 +45,7 @@ class StoreStatus(Protocol):
 class LookupRecord(Protocol):
     """Returns where a request's KV was before its lookup moved it. For stores whose lookups move KV."""
 
-    def found(self, request_id: str) -> TierHit | None:
+    def hit_at_lookup(self, request_id: str) -> TierHit | None:
         """What was held when the request was looked up; None once it has finished."""
 
 
@@ -88,8 +88,8 @@ class SelectiveLoader(Protocol):
 
     async_loads: bool  # false: a step waits for its loads, which delays all its turns
 
-    def set_load_selector(self, rule: LoadSelector) -> None:
-        """Offer vLLM no more tokens than `rule` returns. The scheduler calls this once, at its start.
+    def set_load_selector(self, select: LoadSelector) -> None:
+        """Offer vLLM no more tokens than `select` returns. The scheduler calls this once, at its start.
 
         The connector must release its pins and leases on what is not loaded.
         """

@@ -1,4 +1,4 @@
-"""Builds one engine's parts. Their reads and writes of files go through this module."""
+"""Builds one engine's parts, and has them read and write their files."""
 
 from __future__ import annotations
 
@@ -83,23 +83,23 @@ class FileSaver:
 
     def __init__(self, parts: EngineParts, every_s: float = DURATIONS_EVERY_S) -> None:
         self._parts, self._every_s = parts, every_s
-        self._asked: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may interrupt itself
+        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may interrupt itself
         self._thread = threading.Thread(target=self._run, name="continuum-files", daemon=True)
         self._thread.start()
 
-    def ask(self) -> None:
+    def request_save(self) -> None:
         """Request a save of all files. May be called from a signal handler."""
-        self._asked.put(True)
+        self._requests.put(True)
 
     def close(self) -> None:
         """End the thread, after its running save."""
-        self._asked.put(False)
+        self._requests.put(False)
         self._thread.join(JOIN_S)
 
     def _run(self) -> None:
         while True:
             try:
-                continues = self._asked.get(timeout=self._every_s)
+                continues = self._requests.get(timeout=self._every_s)
             except queue.Empty:
                 self._parts.save_durations()
                 continue
@@ -111,7 +111,9 @@ class FileSaver:
 def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:
     """Build the parts for one scheduler. Raises ConfigError or ProfileError."""
     rank = scheduler.parallel_config.data_parallel_index
-    durations_path = ranked(Path(config.tool_durations_file), rank) if config.tool_durations_file else None
+    durations_path = (
+        path_of_rank(Path(config.tool_durations_file), rank) if config.tool_durations_file else None
+    )
     residency = ResidencyLookup(scheduler.connector)
     advisor = RetentionAdvisor(
         config,
@@ -189,7 +191,7 @@ def save_on_signals(parts: EngineParts, saver: FileSaver) -> None:
 
     vLLM gives an engine its shutdown timeout and then kills it: a busy one may not reach shutdown().
     """
-    signal.signal(signal.SIGUSR1, lambda *_: saver.ask())
+    signal.signal(signal.SIGUSR1, lambda *_: saver.request_save())
     stock = signal.getsignal(signal.SIGTERM)
     if not callable(stock):
         return
@@ -201,6 +203,6 @@ def save_on_signals(parts: EngineParts, saver: FileSaver) -> None:
     signal.signal(signal.SIGTERM, save_then_stop)
 
 
-def ranked(path: Path, rank: int) -> Path:
+def path_of_rank(path: Path, rank: int) -> Path:
     """The file of one data-parallel rank."""
     return path.with_name(f"{path.name}_dp{rank}") if rank else path

@@ -53,7 +53,7 @@ class TurnState:
 
     @property
     def running_rank(self) -> tuple[bool, int, float, float]:
-        """Which turn keeps its memory when memory is short: smallest first. A last step ends soon."""
+        """The order in which turns keep scarce memory. Last steps end soon, so they are first."""
         return (not self.fields.is_last_step, self.priority, self.program_arrival_s, self.arrival_s)
 
 
@@ -72,7 +72,7 @@ class TurnTable(dict[TurnId, TurnState]):
         self.refused_memory.discard(turn_id)
         return self.pop(turn_id, None)
 
-    def waits(self, turn_id: TurnId) -> bool:
+    def is_waiting(self, turn_id: TurnId) -> bool:
         """Whether the turn is in the queue and has not run yet."""
         turn = self.get(turn_id)
         return turn is not None and turn.started_s is None
@@ -122,7 +122,7 @@ def extra_args(request: Request) -> dict[str, Any]:
 
 
 def is_end_of_turn(request: Request) -> bool:
-    """Whether the request ended as a turn does, and not by a failure or a client that left.
+    """Whether the request ended as a turn does: it did not fail, and its client did not leave.
 
     Stop strings are found in the API server, which then aborts the request here: such an abort is
     an end of turn. A disconnect of a request with stop strings looks the same, and costs one TTL.

@@ -20,9 +20,9 @@ Key = tuple[Any, ...]  # the first is True for a held request: it sorts last and
 class ProgramQueue(RequestQueue):
     """Requests in the order of `key(request)`; equal keys in the order of their arrival."""
 
-    def __init__(self, key: Callable[[Request], Key], asked: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, key: Callable[[Request], Key], on_peek: Callable[[], None] = lambda: None) -> None:
         self._key = key
-        self._asked = asked  # called when vLLM asks for the first request
+        self._on_peek = on_peek  # called when vLLM reads the first request
         self._heap: list[tuple[Key, int, str]] = []  # stale entries are skipped when they reach the top
         self._live: dict[str, tuple[int, Request]] = {}  # request id -> its newest entry's number
         self._numbers = itertools.count()
@@ -44,7 +44,7 @@ class ProgramQueue(RequestQueue):
             self.add_request(request)
 
     def peek_request(self) -> Request:
-        self._asked()
+        self._on_peek()
         return self._head()
 
     def _head(self) -> Request:

@@ -35,19 +35,19 @@ def install() -> None:
 
 
 class IdleTimer:
-    """Calls `ring` at a set time. One long-lived thread; setting it again replaces the time."""
+    """Calls `callback` at a set time. One long-lived thread; setting it again replaces the time."""
 
-    def __init__(self, ring: Callable[[], None]) -> None:
-        self._ring = ring
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
         self._at_s: float | None = None
         self._wakes_s = math.inf  # when its thread wakes next
         self._changed = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="continuum-alarm", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="continuum-idle-timer", daemon=True)
         self._thread.start()
 
     def set(self, at_s: float | None) -> None:
-        """Ring at `at_s` on time.monotonic()'s clock; None: not at all.
+        """Call it at `at_s` on time.monotonic()'s clock; None: not at all.
 
         The thread is woken only if it would sleep for too long: each turn's end sets another time, mostly a
         later one.
@@ -70,7 +70,7 @@ class IdleTimer:
                 at_s = self._at_s
                 if at_s is not None and at_s <= time.monotonic():
                     self._at_s = None
-                    self._ring()
+                    self._callback()
                 else:
                     self._wakes_s = math.inf if at_s is None else at_s
                     self._changed.wait(None if at_s is None else max(0.0, at_s - time.monotonic()))

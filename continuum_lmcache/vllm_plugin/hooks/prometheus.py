@@ -1,7 +1,7 @@
-"""Adds the scheduler's figures to vLLM's own /metrics.
+"""Adds the scheduler's metrics to vLLM's own /metrics.
 
-They are sent in SchedulerStats.kv_connector_stats under the key "continuum", the one field that vLLM
-passes on unchanged, and are removed before vLLM's loggers read it. Seam, read on vLLM 0.30
+They are sent under the key "continuum" in SchedulerStats.kv_connector_stats, the one field that vLLM passes
+on unchanged. They are removed before vLLM's loggers read it. Seam, read on vLLM 0.30
 to 0.33: StatLoggerManager.record. vLLM sends a step's stats to one of its API servers. Each message
 has the changes since the last one (metrics_delta.py), so the counts of several servers add up.
 """
@@ -139,13 +139,13 @@ HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
 
 
 def attach(stats: SchedulerStats, payload: MetricsPayload) -> SchedulerStats:
-    """The scheduler's stats with our figures added."""
+    """The scheduler's stats with our metrics added."""
     stats.kv_connector_stats = {**(stats.kv_connector_stats or {}), KEY: payload}
     return stats
 
 
 def detach(stats: SchedulerStats | None) -> MetricsPayload:
-    """Remove our figures and leave the field as vLLM expects it."""
+    """Remove our metrics and leave the field as vLLM expects it."""
     carried = stats.kv_connector_stats if stats is not None else None
     if stats is None or not carried or KEY not in carried:
         return {}
@@ -155,28 +155,29 @@ def detach(stats: SchedulerStats | None) -> MetricsPayload:
 
 
 class MetricsExporter:
-    """Prometheus metrics of this process, updated from each engine's figures."""
+    """Prometheus metrics of this process, updated from each engine's reports."""
 
     def __init__(self) -> None:
-        self._counters = {key: Counter(*declared(*spec)) for key, spec in COUNTERS.items()}
+        self._counters = {key: Counter(*metric_spec(*spec)) for key, spec in COUNTERS.items()}
         self._gauges = {
-            key: Gauge(*declared(*spec), multiprocess_mode="mostrecent") for key, spec in GAUGES.items()
+            key: Gauge(*metric_spec(*spec), multiprocess_mode="mostrecent") for key, spec in GAUGES.items()
         }
         self._histograms = {
-            key: Histogram(*declared(*spec), buckets=buckets) for key, (*spec, buckets) in HISTOGRAMS.items()
+            key: Histogram(*metric_spec(*spec), buckets=buckets)
+            for key, (*spec, buckets) in HISTOGRAMS.items()
         }
-        self._taker = functools.cache(self._taker_of)  # prometheus_client looks labels up under a lock
+        self._updater = functools.cache(self._updater_of)  # prometheus_client looks labels up under a lock
 
     def observe(self, payload: MetricsPayload, engine: int) -> None:
         """Advance the counters, set the gauges, add the samples."""
-        for key, figures in payload.items():
-            for label, figure in figures.items():
-                take = self._taker(key, label, engine)
-                for value in figure if key in HISTOGRAMS else (figure,):
-                    take(value)
+        for key, by_label in payload.items():
+            for label, reported in by_label.items():
+                update = self._updater(key, label, engine)
+                for value in reported if key in HISTOGRAMS else (reported,):
+                    update(value)
 
-    def _taker_of(self, key: str, label: str, engine: int) -> Callable[[float], None]:
-        """The function that takes one figure of one engine."""
+    def _updater_of(self, key: str, label: str, engine: int) -> Callable[[float], None]:
+        """The function that updates one metric of one engine by a value."""
         labels = [*([label] if label else []), str(engine)]
         if key in self._counters:
             return self._counters[key].labels(*labels).inc
@@ -185,7 +186,7 @@ class MetricsExporter:
         return self._histograms[key].labels(*labels).observe
 
 
-def declared(name: str, text: str, label: str) -> tuple[str, str, list[str]]:
+def metric_spec(name: str, text: str, label: str) -> tuple[str, str, list[str]]:
     """Name, help and labels in the order of prometheus_client."""
     return name, text, [*([label] if label else []), "engine"]
 
@@ -197,7 +198,7 @@ def exporter() -> MetricsExporter:
 
 
 def install() -> None:
-    """Make this API server read our figures; a second call changes nothing."""
+    """Make this API server read our metrics; a second call changes nothing."""
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     stock = StatLoggerManager.record

@@ -13,9 +13,9 @@ from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import EngineLoad, Pin, ProgramId
 
-# Without it, a queue that lacks memory in every other step would decide about all pins each time, and a pin
-# that pays for a moment more would wake an idle engine again and again
 EVERY_S = 1.0  # between two decisions about a pin
+"""Without it, memory that is short in every other step would cause a decision about each pin each time, and a
+pin that pays for a moment more would wake an idle engine again and again."""
 DECISIONS_A_STEP = 16  # each takes 0.15 ms where a tool's window is full: so no step waits for more than 3 ms
 
 
@@ -31,19 +31,19 @@ class PinRenewal:
     advisor: RetentionAdvisor
     load: Callable[[float], EngineLoad]
     was_short: bool = False
-    at_s: float = 0.0
-    to_decide: deque[ProgramId] = field(default_factory=deque)  # to decide about again: memory became short
+    next_check_s: float = 0.0  # of the memory
+    to_renew: deque[ProgramId] = field(default_factory=deque)  # TTLs of a time when memory was not short
 
     def renew_due(self, now_s: float) -> None:
         """Before pins expire: decide about due pins, and about all pins if memory has become short.
 
-        At most DECISIONS_A_STEP decisions in a step. Other due pins get EVERY_S more, the rest wait.
+        A step makes at most DECISIONS_A_STEP decisions. Further due pins get EVERY_S more; the others wait.
         """
         pins, decisions_left = self.pins, DECISIONS_A_STEP
-        if now_s >= self.at_s and self._became_short(now_s):
-            self.to_decide = deque(pins.pinned)
+        if now_s >= self.next_check_s and self._became_short(now_s):
+            self.to_renew = deque(pins.pinned)
         elif not self.was_short:
-            self.to_decide.clear()
+            self.to_renew.clear()
         due_s = pins.next_deadline_s()
         if due_s is not None and due_s <= now_s:
             for pin in [pin for pin in pins.pinned.values() if pin.deadline_s <= now_s]:
@@ -53,15 +53,15 @@ class PinRenewal:
                         self._renew(now_s, pin)
                     else:
                         pins.renew(now_s, pin.program, now_s + EVERY_S)
-        while self.to_decide and decisions_left > 0:
-            found = pins.pinned.get(self.to_decide.popleft())
+        while self.to_renew and decisions_left > 0:
+            found = pins.pinned.get(self.to_renew.popleft())
             if found is not None and self._is_renewable(found):
                 decisions_left -= 1
                 self._renew(now_s, found)
 
     def _became_short(self, now_s: float) -> bool:
         before, self.was_short = self.was_short, self.load(0.0).is_memory_short
-        self.at_s = now_s + EVERY_S
+        self.next_check_s = now_s + EVERY_S
         return self.was_short and not before
 
     def _is_renewable(self, pin: Pin) -> bool:

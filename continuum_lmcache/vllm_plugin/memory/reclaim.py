@@ -32,8 +32,8 @@ from continuum_lmcache.vllm_plugin.requests import TurnTable
 Allocate = Callable[..., KVCacheBlocks | None]
 
 
-class Placements(Protocol):
-    """Receives the allocations of waiting requests."""
+class AllocationListener(Protocol):
+    """Called when waiting requests get their blocks."""
 
     def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
         """A request got its blocks; these tokens of its prompt were found on the GPU, these are loaded."""
@@ -58,13 +58,13 @@ class PinReclaimer:
         turns: TurnTable,
         pins: PinTable[KVCacheBlock],
         blocks: GpuBlocks,
-        placements: Placements,
+        listener: AllocationListener,
         clock: Callable[[], float],
         reclaim_after_s: float,
     ) -> None:
         self._scheduler, self._clock, self._reclaim_after_s = scheduler, clock, reclaim_after_s
         self._programs, self._turns, self._pins, self._blocks = programs, turns, pins, blocks
-        self._placements = placements
+        self._listener = listener
         self._manager = scheduler.kv_cache_manager
         self._stock = self._manager.allocate_slots
         self._block_size = scheduler.block_size
@@ -111,7 +111,7 @@ class PinReclaimer:
     def allocate_slots(
         self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
     ) -> KVCacheBlocks | None:
-        """vLLM's own answer; if it is None, pins are released where that is allowed and helps."""
+        """vLLM's own result; if it is None, release pins where that is allowed and helps."""
         blocks = self._stock(request, num_new_tokens, *args, **kwargs)
         if blocks is None and self._pins.pinned:
             blocks = self._reclaim(request, num_new_tokens, args, kwargs)
@@ -127,11 +127,11 @@ class PinReclaimer:
             return
         self._turns.refused_memory.discard(turn_id)
         if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
-            self._placements.on_load_done(request)
+            self._listener.on_load_done(request)
         else:
             hits = kwargs.get("num_new_computed_tokens", 0)
             loads = kwargs.get("num_external_computed_tokens", 0)
-            self._placements.on_allocated(request, hits, loads)
+            self._listener.on_allocated(request, hits, loads)
 
     def _reclaim(
         self, request: Request, num_new_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,7 +212,7 @@ class PinReclaimer:
             for pin in self._pins.victims(turn.program)
             if programs[pin.program].arrival_s > turn.program_arrival_s
         )
-        return [pin for pin in later if any(map(self._turns.waits, programs[pin.program].live))]
+        return [pin for pin in later if any(map(self._turns.is_waiting, programs[pin.program].live))]
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
         """A lower bound of the free blocks that the request needs, without its prefix hits.

@@ -52,8 +52,8 @@ class ResidencyLookup:
 
     def after_eviction(self, request: Request, tokens: int) -> Residency:
         """Where the context's first `tokens` would come from after the GPU evicts them."""
-        held = self._holding(request, tokens)
-        return Residency(0, held.dram_tokens, held.ssd_tokens, tokens)
+        hit = self._tier_hit(request, tokens)
+        return Residency(0, hit.dram_tokens, hit.ssd_tokens, tokens)
 
     def served_from(self, request: Request, turn: TurnState) -> Residency:
         """Where a turn's prompt comes from as it starts. Without a store a load counts as DRAM's."""
@@ -92,20 +92,20 @@ class ResidencyLookup:
         self.prompt_tokens["none"] += served.recompute_tokens
 
     def count_returned(self, served: Residency, context_tokens: int) -> None:
-        """Add one prompt whose first `context_tokens` are those that the program had when it left."""
-        left = context_tokens
+        """Add one prompt whose first `context_tokens` are those of the program's last turn."""
+        left_tokens = context_tokens
         held = {"gpu": served.gpu_tokens, "dram": served.dram_tokens, "ssd": served.ssd_tokens}
         for tier, tokens in held.items():
-            self.returned_tokens[tier] += min(tokens, left)
-            left -= min(tokens, left)
-        self.returned_tokens["none"] += left
+            self.returned_tokens[tier] += min(tokens, left_tokens)
+            left_tokens -= min(tokens, left_tokens)
+        self.returned_tokens["none"] += left_tokens
 
     def _source(self, request: Request, tokens: int) -> TierHit:
         """Where a load came from."""
-        found = None if self._lookup_record is None else self._lookup_record.found(request.request_id)
-        return self._holding(request, tokens) if found is None else found
+        found = None if self._lookup_record is None else self._lookup_record.hit_at_lookup(request.request_id)
+        return self._tier_hit(request, tokens) if found is None else found
 
-    def _holding(self, request: Request, tokens: int) -> TierHit:
+    def _tier_hit(self, request: Request, tokens: int) -> TierHit:
         if self._store is None:
             return NOTHING
         token_ids = request.all_token_ids[:tokens]
