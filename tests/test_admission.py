@@ -11,7 +11,7 @@ from continuum_lmcache.admission.context_growth import PRIOR_TURNS, ContextGrowt
 from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity, kv_capacity
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.admission.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
-from continuum_lmcache.programs.end_claims import LEAST_ENDINGS, EndClaim, EndClaims
+from continuum_lmcache.programs.end_claims import LEAST_CLAIMS, EndClaim, EndClaims
 from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.types import ProgramId, Tier
 
@@ -435,11 +435,11 @@ def test_the_heads_that_were_not_found_for_longest_are_forgotten() -> None:
 
 
 def test_end_claims_are_trusted_until_too_many_ended_programs_come_back() -> None:
-    endings = EndClaims()
-    for i in range(2 * LEAST_ENDINGS):
-        endings.claim(ProgramId(f"p{i}"), EndClaim(float(i), 3))
-    assert endings.withdraw(ProgramId("p7")) == EndClaim(7.0, 3) and endings.withdraw(ProgramId("p7")) is None
-    assert endings.is_trusted
+    claims = EndClaims()
+    for i in range(2 * LEAST_CLAIMS):
+        claims.claim(ProgramId(f"p{i}"), EndClaim(float(i), 3))
+    assert claims.withdraw(ProgramId("p7")) == EndClaim(7.0, 3) and claims.withdraw(ProgramId("p7")) is None
+    assert claims.is_trusted
     for i in range(20, 24):
-        endings.withdraw(ProgramId(f"p{i}"))
-    assert not endings.is_trusted
+        claims.withdraw(ProgramId(f"p{i}"))
+    assert not claims.is_trusted

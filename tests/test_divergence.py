@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from continuum_lmcache.programs import divergence
 from continuum_lmcache.programs.divergence import (
     EMPTY_THOUGHT_TOKENS,
-    SIDE_TOKENS,
+    EXCERPT_TOKENS,
     EndedTurn,
     LossCause,
     LossEvidence,
     PromptEdit,
     TurnKind,
     cause_of,
-    edited,
+    find_edit,
     same_blocks,
 )
 from continuum_lmcache.programs.ended_turns import KEPT_TURNS, MOST_TOKENS, EndedTurns
@@ -57,7 +57,7 @@ def returned(
     departures.add(P, left)
     parted = departures.compare_return(P, "p", now, hashes(now, salt), tools)
     assert parted is not None
-    return departures.count_losses(parted, parted.kept_tokens if found is None else found, False, CURVE)
+    return departures.count_losses(parted, parted.equal_tokens if found is None else found, False, CURVE)
 
 
 # the cause ------------------------------------------------------------------
@@ -81,8 +81,8 @@ def test_a_nonce_is_found_at_its_token_and_costs_all_that_is_behind(at: int, siz
     (loss,) = returned(departure(last, len(last) - len(ANSWER)), now)
     assert (loss.cause, loss.at_token, loss.tokens) == (LossCause.NONCE, at, len(LAST) - at)
     assert (
-        loss.left_side == tuple(last[at : at + SIDE_TOKENS])
-        and loss.now_side[:put] == tuple(now[at : at + put])[:16]
+        loss.last_turn_excerpt == tuple(last[at : at + EXCERPT_TOKENS])
+        and loss.prompt_excerpt[:put] == tuple(now[at : at + put])[:16]
     )
     assert loss.seconds == pytest.approx(CURVE.seconds(len(LAST) - at, at) - CURVE.fixed_s)
 
@@ -185,7 +185,7 @@ def test_halving_finds_as_many_blocks_as_looking_at_each(left: list[int], now: l
     st.lists(st.integers(0, 2), max_size=120), st.lists(st.integers(0, 2), max_size=120), st.integers(0, 120)
 )
 def test_an_edit_is_one(left: list[int], now: list[int], at: int) -> None:
-    edit = edited(left, now, at)
+    edit = find_edit(left, now, at)
     if edit is not None:
         behind, instead = at + edit.taken_tokens, at + edit.put_tokens
         assert left[behind : behind + 8] == now[instead : instead + 8] and len(left[behind : behind + 8]) == 8
@@ -209,7 +209,7 @@ def pass_s(tokens: list[int]) -> float:
 @pytest.mark.parametrize("now", [[1] * 7 + [2], list(range(50)), [0] * 20_000], ids=["near", "far", "same"])
 def test_text_that_repeats_itself_costs_no_more_than_a_few_looks_at_it(now: list[int]) -> None:
     left, other = [9, *[1] * 100_000], [3, *now * (100_000 // len(now))]
-    assert least_s(lambda: edited(left, other, 0)) < 5 * pass_s(left)
+    assert least_s(lambda: find_edit(left, other, 0)) < 5 * pass_s(left)
 
 
 # many programs --------------------------------------------------------------

@@ -130,12 +130,12 @@ def test_two_programs_have_one_name_only_if_they_are_one(a: tuple[str, str], b: 
 def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_elses(bench: Bench) -> None:
     bench.turn("victim", prompt(64, 99))
     bench.turn("liar", prompt(40, 1), is_last_step=True)
-    arrival_s = bench.lifecycle.end_claims._ended[ProgramId("liar")].arrival_s
+    arrival_s = bench.lifecycle.end_claims._by_program[ProgramId("liar")].arrival_s
     for turn in range(2, 30):
         bench.turn("liar", prompt(40 + turn, 1), is_last_step=True)
     lifecycle = bench.lifecycle
     assert list(lifecycle.pins.pinned) == [ProgramId("victim")] == list(lifecycle.programs.records)
-    assert lifecycle.end_claims._ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
+    assert lifecycle.end_claims._by_program[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
     assert not lifecycle.end_claims.is_trusted, "its word is not taken any more, nor is its KV dropped"
     assert set(lifecycle.admission.admitted) == {ProgramId("victim")}
 

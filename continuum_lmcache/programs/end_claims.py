@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.types import ProgramId
 
-REMEMBERED = 4096  # ended programs
-LEAST_ENDINGS = 50  # the share of wrong claims is not computed of fewer
+MAX_CLAIMS = 4096  # remembered ones
+LEAST_CLAIMS = 50  # the share of wrong claims is computed as if there were at least as many
 WRONG_SHARE = 0.02  # above it, claims evict nothing
 
 
@@ -26,20 +26,20 @@ class EndClaims:
 
     claims: int = 0
     wrong: int = 0
-    _ended: BoundedDict[ProgramId, EndClaim] = field(default_factory=lambda: BoundedDict(REMEMBERED))
+    _by_program: BoundedDict[ProgramId, EndClaim] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))
 
-    def claim(self, program: ProgramId, ending: EndClaim) -> None:
+    def claim(self, program: ProgramId, claim: EndClaim) -> None:
         """A client reports the program's end."""
         self.claims += 1
-        self._ended[program] = ending
+        self._by_program[program] = claim
 
     def withdraw(self, program: ProgramId) -> EndClaim | None:
-        """A program arrives. Returns its claim if its end was reported."""
-        ending = self._ended.pop(program, None)
-        self.wrong += ending is not None
-        return ending
+        """A turn of the program arrives, so a claim of its end was wrong. Returns that claim; None: none."""
+        claim = self._by_program.pop(program, None)
+        self.wrong += claim is not None
+        return claim
 
     @property
     def is_trusted(self) -> bool:
-        """Whether so few returned that eviction pays: a wrong claim costs the whole context."""
-        return self.wrong <= WRONG_SHARE * max(self.claims, LEAST_ENDINGS)
+        """Whether so few claims were wrong that eviction pays: a wrong one costs the whole context."""
+        return self.wrong <= WRONG_SHARE * max(self.claims, LEAST_CLAIMS)

@@ -53,15 +53,15 @@ class PrefixReusePredictor:
 
         None if that is not learned, or the turn was shorter than a block.
         """
-        if not self.learns or found.left_tokens < self.block_tokens:
+        if not self.learns or found.last_turn_tokens < self.block_tokens:
             return None
-        prompt_tokens, tokens = found.left_prompt_tokens, found.left_tokens
-        if found.kept_tokens < tokens // self.block_tokens * self.block_tokens:
-            tokens = found.kept_tokens  # the whole blocks before the first difference
+        prompt_tokens, tokens = found.last_prompt_tokens, found.last_turn_tokens
+        if found.equal_tokens < tokens // self.block_tokens * self.block_tokens:
+            tokens = found.equal_tokens  # the whole blocks before the first difference
         seen = self._shares[found.kind] = self._shares.get(found.kind, ReuseShares())
         whole_prompt = tokens >= prompt_tokens // self.block_tokens * self.block_tokens
         seen.prompt.append(1.0 if whole_prompt else tokens / prompt_tokens)
-        output_tokens = found.left_tokens - prompt_tokens
+        output_tokens = found.last_turn_tokens - prompt_tokens
         more_tokens = max(0, tokens - prompt_tokens)
         seen.output.append(more_tokens / output_tokens if output_tokens else 1.0)
         return tokens

@@ -109,7 +109,7 @@ class ProgramEnded:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLost:
-    """A returning program found less than its last turn left. `texts`: both sides, if allowed."""
+    """A returning program found less than its last turn left. `texts`: of the two excerpts, if allowed."""
 
     now_s: float
     program: ProgramId

@@ -118,19 +118,21 @@ class EventRecorder:
         )
 
     def _lost(self, e: happened.PrefixLost) -> None:
-        """Both sides are salted hashes, with their texts only if given."""
-        sides = {"left_side": e.loss.left_side, "now_side": e.loss.now_side} if e.loss.now_side else {}
+        """The excerpts of the last turn and the prompt are salted hashes, with their texts only if given."""
+        loss = e.loss
+        excerpts = {"left_side": loss.last_turn_excerpt, "now_side": loss.prompt_excerpt}
+        excerpts = excerpts if loss.prompt_excerpt else {}
         self._add(
             e,
             "lost_time",
             e.turn,
-            cause=e.loss.cause.value,
-            at_token=e.loss.at_token,
-            left_tokens=e.loss.left_tokens,
-            lost_tokens=e.loss.tokens,
-            prefill_s=plain(e.loss.seconds),
-            **{name: digest(str(tokens), self.salt) for name, tokens in sides.items()},
-            **dict(zip(("left_text", "now_text"), e.texts if sides else (), strict=False)),
+            cause=loss.cause.value,
+            at_token=loss.at_token,
+            left_tokens=loss.last_turn_tokens,
+            lost_tokens=loss.tokens,
+            prefill_s=plain(loss.seconds),
+            **{name: digest(str(tokens), self.salt) for name, tokens in excerpts.items()},
+            **dict(zip(("left_text", "now_text"), e.texts if excerpts else (), strict=False)),
         )
 
     def _pinned(self, e: happened.PinTaken) -> None:

@@ -23,7 +23,7 @@ MOST_CHARS = 80
 
 
 class PrefixLossReporter:
-    """Compares what programs left with what they find, and publishes what they lost."""
+    """Compares each prompt with its program's last turn, and publishes what was lost."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class PrefixLossReporter:
         )
 
     def _texts(self, loss: PrefixLoss) -> tuple[str, ...]:
-        """The texts there, before and now, cut; nothing where texts are private."""
+        """The texts of the two excerpts, cut; nothing where texts are private."""
         if self._tokenizer is None:
             return ()
         try:
             return tuple(
-                str(self._tokenizer.decode(list(side)))[:MOST_CHARS]
-                for side in (loss.left_side, loss.now_side)
+                str(self._tokenizer.decode(list(tokens)))[:MOST_CHARS]
+                for tokens in (loss.last_turn_excerpt, loss.prompt_excerpt)
             )
         except LookupError:  # a token that the tokenizer does not know (requests.tail_text)
             return ()

@@ -26,7 +26,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.admission.shared_prefixes import MOST_HEADS
-from continuum_lmcache.programs.end_claims import REMEMBERED
+from continuum_lmcache.programs.end_claims import MAX_CLAIMS
 from continuum_lmcache.retention.engine_stats import QUEUE_WINDOW
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation
@@ -45,7 +45,7 @@ WARM_S = 2400.0  # idle programs are forgotten, and every CDF window is full
 SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; growth in smaller containers may be noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
-    ".end_claims._ended": REMEMBERED,
+    ".end_claims._by_program": MAX_CLAIMS,
     "._shared_prefixes._heads": MOST_HEADS,
     ".advisor.history._delays_s": QUEUE_WINDOW,
 }
@@ -61,7 +61,7 @@ SHOWN = {
     "admission's line (heap)": ".admission._line",
     "programs in a tool gap (heap)": ".admission._absent",
     "finished turns by hash (prompt linker)": "._prompt_linker._turns",
-    "ended programs remembered": ".end_claims._ended",
+    "ended programs remembered": ".end_claims._by_program",
     "shared heads": "._shared_prefixes._heads",
 }
 SETUP = Setup(
