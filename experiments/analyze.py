@@ -122,10 +122,10 @@ def tool_table(run: Recording) -> Table:
 
 def calibration_table(run: Recording) -> Table:
     """Predicted and realised P(tau)."""
-    heads = ("promised P(tau)", "realised", "promises", "censored")
+    heads = ("predicted P(tau)", "realised", "predictions", "censored")
     table = titled(f"Calibration: {run.name}", *heads)
     for found in calibration(run):
-        table.add_row(*map(shown, (found.promised, found.realised, found.promises, found.censored)))
+        table.add_row(*map(shown, (found.predicted, found.realised, found.predictions, found.censored)))
     return table
 
 

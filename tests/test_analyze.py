@@ -76,7 +76,7 @@ def test_the_prototypes_readers_find_lists_of_events_everywhere(two_programs: Ev
 
 def test_the_report_prints_every_table(tmp_path: Path, two_programs: EventRecorder) -> None:
     text = printed("report", written(tmp_path, two_programs))
-    for word in ("JCT, P99 [s]", "cache hit ratio", "reused", "expired", "pytest", "promised P(tau)"):
+    for word in ("JCT, P99 [s]", "cache hit ratio", "reused", "expired", "pytest", "predicted P(tau)"):
         assert word in text, word
     assert "missing" not in text
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import KEEP, Run, written
 
-from continuum_lmcache.recordings.metrics import ReturnPromise, calibration, realised
+from continuum_lmcache.recordings.metrics import ReturnPrediction, calibration, realised
 from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.telemetry.events import ProgramEnded
 from continuum_lmcache.telemetry.recorder import EventRecorder
@@ -22,21 +22,21 @@ def test_kaplan_meier_by_hand() -> None:
     the censored one it would be 2/3.
     """
     seen = [(1.0, True), (2.0, False), (3.0, True), (9.0, True)]
-    assert realised([ReturnPromise(0.5, 4.0, at_s, back) for at_s, back in seen]) == pytest.approx(0.625)
+    assert realised([ReturnPrediction(0.5, 4.0, at_s, back) for at_s, back in seen]) == pytest.approx(0.625)
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.floats(0.1, 10))
 def test_without_censoring_the_realised_share_is_a_plain_count(gaps_s: list[float], ttl_s: float) -> None:
-    found = realised([ReturnPromise(0.5, ttl_s, gap_s, True) for gap_s in gaps_s])
+    found = realised([ReturnPrediction(0.5, ttl_s, gap_s, True) for gap_s in gaps_s])
     assert found == pytest.approx(sum(gap_s <= ttl_s + 2e-6 for gap_s in gaps_s) / len(gaps_s))
 
 
 def test_only_censored_promises_give_no_estimate() -> None:
-    assert realised([ReturnPromise(0.5, 4.0, 1.0, False)]) is None
+    assert realised([ReturnPrediction(0.5, 4.0, 1.0, False)]) is None
 
 
-def promises(reclaimed_share: float, seed: int = 7, turns: int = 3_000) -> EventRecorder:
-    """Tools of 1 to 11 s, uniform; each TTL drawn, promised truly; some pins reclaimed meanwhile."""
+def predictions(reclaimed_share: float, seed: int = 7, turns: int = 3_000) -> EventRecorder:
+    """Tools of 1 to 11 s, uniform; each TTL drawn, predicted truly; some pins reclaimed meanwhile."""
     draw = random.Random(seed)
     run, now_s = Run(), 0.0
     for number in range(turns):
@@ -56,10 +56,10 @@ def promises(reclaimed_share: float, seed: int = 7, turns: int = 3_000) -> Event
 def test_true_promises_are_found_true_also_where_pins_are_reclaimed(
     tmp_path: Path, reclaimed_share: float
 ) -> None:
-    bins = calibration(load(written(tmp_path, promises(reclaimed_share))))
+    bins = calibration(load(written(tmp_path, predictions(reclaimed_share))))
     assert len(bins) == 10
     for found in bins:
-        assert found.realised == pytest.approx(found.promised, abs=0.1)
+        assert found.realised == pytest.approx(found.predicted, abs=0.1)
     assert (sum(found.censored for found in bins) > 500) == bool(reclaimed_share)
 
 
@@ -68,7 +68,7 @@ def test_a_promise_that_the_recording_did_not_outlive_is_censored_not_broken(tmp
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)  # until 4 s, and the recording ends at 2 s
     run.turn("b", "b1", (0, 0, 2))
     (found,) = calibration(load(written(tmp_path, run.recorder)))
-    assert (found.promises, found.censored, found.realised) == (1, 1, None)
+    assert (found.predictions, found.censored, found.realised) == (1, 1, None)
 
 
 def test_a_program_that_ended_within_its_ttl_is_censored_not_late(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_program_that_ended_within_its_ttl_is_censored_not_late(tmp_path: Path
     run.recorder.record(ProgramEnded(2, ProgramId("a"), 1))
     run.turn("b", "b1", (0, 0, 9))
     (found,) = calibration(load(written(tmp_path, run.recorder)))
-    assert (found.promises, found.censored, found.realised) == (1, 1, None)
+    assert (found.predictions, found.censored, found.realised) == (1, 1, None)
 
 
 def test_a_promise_outlived_without_a_return_is_broken(tmp_path: Path) -> None:
@@ -85,4 +85,4 @@ def test_a_promise_outlived_without_a_return_is_broken(tmp_path: Path) -> None:
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)
     run.turn("b", "b1", (0, 0, 9))
     (found,) = calibration(load(written(tmp_path, run.recorder)))
-    assert (found.promises, found.censored, found.realised) == (1, 0, 0)
+    assert (found.predictions, found.censored, found.realised) == (1, 0, 0)

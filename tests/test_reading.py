@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from recorded import EPOCH_S, KEEP, PROTOTYPE, Run, printed, saved, written
 
 from continuum_lmcache.errors import TraceError
-from continuum_lmcache.recordings.metrics import measure, promises
+from continuum_lmcache.recordings.metrics import measure, predictions
 from continuum_lmcache.recordings.program_history import KINDS
-from continuum_lmcache.recordings.reader import SHAPES, load
+from continuum_lmcache.recordings.reader import FIELD_TYPES, load
 from continuum_lmcache.telemetry.events import TurnArrived, TurnFinished, TurnStarted
 from continuum_lmcache.telemetry.recorder import META, Event, EventRecorder
 from continuum_lmcache.types import ProgramId, Residency, TurnId
@@ -59,7 +59,7 @@ def test_turns_of_one_program_may_overlap_and_finish_out_of_order(tmp_path: Path
     assert (first.tool, first.output_tokens, first.gap_s) == (("first",), 22, 4)
     assert (second.tool, second.output_tokens, second.gap_s) == (("second",), 11, None)
     assert third.departure_s is None and not run.programs[0].complete
-    assert [w.watched_s for w in promises(run)] == [4]
+    assert [w.watched_s for w in predictions(run)] == [4]
 
 
 def test_a_turn_that_arrives_while_another_runs_ends_no_gap(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=4,
 )
-field_names = st.sampled_from(sorted({*KINDS, *SHAPES, "format", "deadline"}))
+field_names = st.sampled_from(sorted({*KINDS, *FIELD_TYPES, "format", "deadline"}))
 events = st.dictionaries(field_names, st.floats(0, 9) | st.integers(0, 9) | json_values, max_size=4)
 
 

@@ -22,7 +22,7 @@ from continuum_lmcache.telemetry.events import PrefixLost
 from continuum_lmcache.types import PinEnd, ProgramId, TurnId
 
 HOSTILE = "</script><script>document.title='taken'</script><b>"
-FIGURES = ("timeline-A", "distributions", "ttl", "gaps", "tiers", "outcomes", "promises")
+FIGURES = ("timeline-A", "distributions", "ttl", "gaps", "tiers", "outcomes", "predictions")
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ ROUNDING_S = 2e-6  # files hold times to the microsecond
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnPromise:
-    """One prediction: back within `ttl_s` with probability `promised`; observed for `watched_s`."""
+class ReturnPrediction:
+    """One prediction: back within `ttl_s` with probability `predicted`; observed for `watched_s`."""
 
-    promised: float
+    predicted: float
     ttl_s: float
     watched_s: float
     returned: bool  # at watched_s; false: not before the observation ended
@@ -45,9 +45,9 @@ class ReturnPromise:
 class CalibrationBin:
     """Predictions with about the same P(tau), and their outcomes."""
 
-    promised: float  # mean
+    predicted: float  # mean
     realised: float | None  # share that returned within their TTL; None: all censored at once
-    promises: int
+    predictions: int
     censored: int
 
 
@@ -163,17 +163,17 @@ def tools(run: Recording) -> dict[str, list[RecordedTurn]]:
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
-def promises(run: Recording) -> list[ReturnPromise]:
+def predictions(run: Recording) -> list[ReturnPrediction]:
     """All predictions P(tau) > 0 of the run."""
     return [
-        promise_of(turn, program, run.end_s)
+        prediction_of(turn, program, run.end_s)
         for program in run.programs
         for turn in program.turns
         if turn.went_idle and turn.retention and turn.retention["ttl_s"] > 0
     ]
 
 
-def promise_of(turn: RecordedTurn, program: RecordedProgram, end_s: float) -> ReturnPromise:
+def prediction_of(turn: RecordedTurn, program: RecordedProgram, end_s: float) -> ReturnPrediction:
     """How long a prediction was observed: to the return, else to the recording's end.
 
     A pin that was reclaimed is censored there, since its KV was not kept until tau. A program that
@@ -186,26 +186,26 @@ def promise_of(turn: RecordedTurn, program: RecordedProgram, end_s: float) -> Re
         watched_s, returned = turn.gap_s, True
     if turn.pin and turn.pin.outcome == "reclaimed" and turn.pin.ended_s is not None:
         watched_s, returned = turn.pin.ended_s - since_s, False
-    return ReturnPromise(retention["probability"], retention["ttl_s"], max(watched_s, 0.0), returned)
+    return ReturnPrediction(retention["probability"], retention["ttl_s"], max(watched_s, 0.0), returned)
 
 
 def calibration(run: Recording, bins: int = BINS) -> list[CalibrationBin]:
     """Predicted against real P(tau), by equal bins of the prediction."""
-    sorted_in = defaultdict(list)
-    for seen in promises(run):
-        sorted_in[min(int(seen.promised * bins), bins - 1)].append(seen)
+    by_bin = defaultdict(list)
+    for seen in predictions(run):
+        by_bin[min(int(seen.predicted * bins), bins - 1)].append(seen)
     return [
         CalibrationBin(
-            promised=fmean(seen.promised for seen in group),
+            predicted=fmean(seen.predicted for seen in group),
             realised=realised(group),
-            promises=len(group),
+            predictions=len(group),
             censored=sum(not seen.known for seen in group),
         )
-        for _, group in sorted(sorted_in.items())
+        for _, group in sorted(by_bin.items())
     ]
 
 
-def realised(group: Sequence[ReturnPromise]) -> float | None:
+def realised(group: Sequence[ReturnPrediction]) -> float | None:
     """Share that returns within its TTL, by Kaplan and Meier's estimate on time as a share of TTL.
 
     Without the censored ones short gaps would count too much, since they have less time to be censored.
@@ -213,13 +213,13 @@ def realised(group: Sequence[ReturnPromise]) -> float | None:
     if not any(seen.known for seen in group):
         return None
     ended = sorted(seen.watched_s / seen.ttl_s for seen in group if seen.in_time)
-    others = sorted(seen.watched_s / seen.ttl_s for seen in group if not seen.in_time)
-    return kaplan_meier(ended, others)[-1] if ended else 0.0
+    censored = sorted(seen.watched_s / seen.ttl_s for seen in group if not seen.in_time)
+    return kaplan_meier(ended, censored)[-1] if ended else 0.0
 
 
 def calibration_error(found: Sequence[CalibrationBin]) -> float | None:
-    """Mean distance of realised from promised, weighted by the number of predictions; 0 is exact."""
-    errors = [(abs(b.realised - b.promised), b.promises) for b in found if b.realised is not None]
+    """Mean distance of realised from predicted, weighted by the number of predictions; 0 is exact."""
+    errors = [(abs(b.realised - b.predicted), b.predictions) for b in found if b.realised is not None]
     total = sum(weight for _, weight in errors)
     return sum(distance * weight for distance, weight in errors) / total if total else None
 

@@ -21,7 +21,7 @@ from continuum_lmcache.telemetry.recorder import FORMAT, META, Event
 FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?")
 TOKENS = ("prompt_length", "hit_length", "gpu_tokens", "dram_tokens", "ssd_tokens", "output_tokens")
 NO_PROGRAM = "null"  # where the prototype puts requests without a job_id
-MISSING = {  # a field that no turn of a recording has -> what is unknown then
+MISSING = {  # a field that no turn of a recording has -> what cannot be computed then
     "prompt_tokens": "prompt_length: no cache hit ratio, no trace",
     "gpu_tokens": "gpu_tokens, dram_tokens, ssd_tokens: hits are not split by tier",
     "queue_delay_s": "queue_delay_s: queue wait is taken as start minus arrival",
@@ -40,12 +40,12 @@ def texts(value: Any) -> bool:
 
 
 def decision(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and all(number(value.get(k)) for k in PROMISE))
+    return value is None or (isinstance(value, dict) and all(number(value.get(k)) for k in PREDICTION))
 
 
-PROMISE = ("ttl_s", "probability")
+PREDICTION = ("ttl_s", "probability")
 ANYTHING = ("anything", lambda _: True)
-SHAPES = {  # fields that are computed with; others may have any value
+FIELD_TYPES = {  # of the fields that this package reads; others may have any value
     **dict.fromkeys((*KINDS, *TOKENS, "blocks", "events_dropped"), ("a number", number)),
     **dict.fromkeys(("foretold_s", "took_s", "load_s", "loaded_tokens"), ("a number", number)),
     **dict.fromkeys(("at_token", "left_tokens", "lost_tokens", "prefill_s"), ("a number", number)),
@@ -55,7 +55,7 @@ SHAPES = {  # fields that are computed with; others may have any value
     "outcome": ("text", lambda value: isinstance(value, str)),
     **dict.fromkeys(("dropped", "lost"), ("an object of counts", lambda value: isinstance(value, dict))),
     "tool": ("a list of names, most specific first", texts),
-    "retention": (f"null or an object with {' and '.join(PROMISE)}", decision),
+    "retention": (f"null or an object with {' and '.join(PREDICTION)}", decision),
 }
 
 
@@ -127,7 +127,7 @@ def checked(event: Any, where: str) -> Event:
     if not isinstance(event, dict):
         raise TraceError(f"{where}: {event!r:.80} is not an event; expected an object")
     for key, value in event.items():
-        expected, holds = SHAPES.get(key, ANYTHING)
+        expected, holds = FIELD_TYPES.get(key, ANYTHING)
         if not holds(value):
             raise TraceError(f"{where}: {key} is {value!r:.80}; it must be {expected}")
     return event
@@ -161,8 +161,10 @@ def program_from(name: str, events: list[Event]) -> RecordedProgram:
 def missing(programs: Sequence[RecordedProgram]) -> list[str]:
     """What the recording lacks, so that it is not read as zero."""
     turns = [turn for program in programs for turn in program.turns]
-    said = [f"missing {what}" for key, what in MISSING.items() if all(getattr(t, key) is None for t in turns)]
+    notes = [
+        f"missing {what}" for key, what in MISSING.items() if all(getattr(t, key) is None for t in turns)
+    ]
     ended = [pin for program in programs for pin in program.pins if pin.ended_s is not None]
     if ended and all(pin.outcome is None for pin in ended):
-        said.append("missing outcome: why pins ended is unknown")
-    return said
+        notes.append("missing outcome: why pins ended is unknown")
+    return notes

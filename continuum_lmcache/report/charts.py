@@ -14,9 +14,9 @@ from continuum_lmcache.report.timeline import STATES, Span, spans
 
 LETTERS = ("A", "B")
 LINES = ("solid", "dash")
-INKS = ("#1b3a5b", "#d9822b")
+COLOURS = ("#1b3a5b", "#d9822b")
 SYMBOLS = ("circle", "diamond-open")
-PAPER = {
+LAYOUT = {
     "template": "plotly_white",
     "font": {"size": 12},
     "margin": {"l": 60, "r": 40, "t": 70, "b": 50},
@@ -24,7 +24,7 @@ PAPER = {
     "showlegend": True,
     "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 1, "xanchor": "right"},
 }
-LOOKS = {  # state -> colour, width of the bar
+STATE_STYLES = {  # state -> colour, width of the bar
     "queued": ("#f0c27b", 0.8),
     "loading": ("#c0392b", 0.8),
     "running": ("#1b3a5b", 0.8),
@@ -57,7 +57,7 @@ def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
     )
     names = [plain(name) for name in shown]
     figure.update_layout(
-        PAPER, title=title, barmode="overlay", height=160 + ROW_PX * len(shown), dragmode="zoom"
+        LAYOUT, title=title, barmode="overlay", height=160 + ROW_PX * len(shown), dragmode="zoom"
     )
     figure.update_xaxes(title="seconds since the first arrival", range=[0, until_s])
     figure.update_yaxes(tickvals=list(range(len(names))), ticktext=names, range=[len(names) - 0.5, -0.5])
@@ -67,7 +67,7 @@ def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
 def bars(state: str, drawn: Iterable[Span], shown: Mapping[str, int]) -> go.Bar:
     """All spans of one state. Loads get an outline, so that one of unknown duration is visible."""
     mine = [span for span in drawn if span.state == state]
-    colour, width = LOOKS[state]
+    colour, width = STATE_STYLES[state]
     return go.Bar(
         name=state,
         orientation="h",
@@ -86,24 +86,24 @@ def bars(state: str, drawn: Iterable[Span], shown: Mapping[str, int]) -> go.Bar:
 
 def distributions(runs: Sequence[Recording]) -> go.Figure:
     """The share of cases within a time: job times, waits, gaps, pins."""
-    asked = {
+    cases = {
         "job time": [[jct_s(p) for p in run.programs if p.complete] for run in runs],
         "wait in the queue": [list(waits_s(run.turns)) for run in runs],
         "tool gap": [[t.gap_s for t in run.turns if t.gap_s is not None] for run in runs],
         "pin held": [[s for held in outcomes(run).values() for s in held] for run in runs],
     }
-    figure = make_subplots(rows=1, cols=len(asked), subplot_titles=list(asked))
-    for column, found in enumerate(asked.values(), 1):
-        for letter, line, ink, values_s in zip(LETTERS, LINES, INKS, found, strict=False):
+    figure = make_subplots(rows=1, cols=len(cases), subplot_titles=list(cases))
+    for column, found in enumerate(cases.values(), 1):
+        for letter, line, colour, values_s in zip(LETTERS, LINES, COLOURS, found, strict=False):
             if values_s:
-                figure.add_trace(shares(letter, line, ink, values_s, column == 1), row=1, col=column)
+                figure.add_trace(shares(letter, line, colour, values_s, column == 1), row=1, col=column)
     figure.update_xaxes(title="seconds", rangemode="tozero")
     figure.update_yaxes(range=[0, 1.02])
-    figure.update_layout(PAPER, title="Share of cases within a time", height=360)
+    figure.update_layout(LAYOUT, title="Share of cases within a time", height=360)
     return figure.update_layout(legend_y=1.12, margin_t=90)
 
 
-def shares(letter: str, line: str, ink: str, values_s: Sequence[float], legend: bool) -> go.Scatter:
+def shares(letter: str, line: str, colour: str, values_s: Sequence[float], legend: bool) -> go.Scatter:
     """An empirical distribution as a staircase."""
     ordered = sorted(values_s)
     return go.Scatter(
@@ -113,14 +113,14 @@ def shares(letter: str, line: str, ink: str, values_s: Sequence[float], legend: 
         legendgroup=letter,
         showlegend=legend,
         mode="lines",
-        line={"shape": "hv", "dash": line, "color": ink},
+        line={"shape": "hv", "dash": line, "color": colour},
     )
 
 
 def gaps_by_tool(runs: Sequence[Recording]) -> go.Figure:
     """How long each of the most frequent commands took."""
     figure = go.Figure()
-    for letter, ink, run in zip(LETTERS, INKS, runs, strict=False):
+    for letter, colour, run in zip(LETTERS, COLOURS, runs, strict=False):
         named = [
             (plain(name), max(t.gap_s, FLOOR_S))
             for name, turns in list(tools(run).items())[:TOOLS_SHOWN]
@@ -133,19 +133,19 @@ def gaps_by_tool(runs: Sequence[Recording]) -> go.Figure:
                 y=[name for name, _ in named],
                 name=letter,
                 orientation="h",
-                marker_color=ink,
+                marker_color=colour,
             )
         )
     figure.update_xaxes(title="seconds", type="log")
     figure.update_yaxes(autorange="reversed")
-    return figure.update_layout(PAPER, title="Tool gaps by command", boxmode="group", height=420)
+    return figure.update_layout(LAYOUT, title="Tool gaps by command", boxmode="group", height=420)
 
 
 def ttl_against_gap(runs: Sequence[Recording]) -> go.Figure:
     """For each decision its TTL, and how long the program was away afterwards."""
     figure = go.Figure()
     largest_s = 1.0
-    for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
+    for letter, colour, symbol, run in zip(LETTERS, COLOURS, SYMBOLS, runs, strict=False):
         seen = [(t.gap_s, t.retention["ttl_s"], t) for t in run.turns if t.gap_s is not None and t.retention]
         largest_s = max([largest_s, *(x for gap_s, ttl_s, _ in seen for x in (gap_s, ttl_s))])
         about = [
@@ -153,21 +153,21 @@ def ttl_against_gap(runs: Sequence[Recording]) -> go.Figure:
             for gap_s, ttl_s, t in seen
         ]
         points = [(max(gap_s, FLOOR_S), max(ttl_s, FLOOR_S)) for gap_s, ttl_s, _ in seen]
-        figure.add_trace(dots(letter, ink, symbol, points, about))
+        figure.add_trace(dots(letter, colour, symbol, points, about))
     figure.add_trace(diagonal("TTL = gap", FLOOR_S, largest_s))
     figure.update_xaxes(title="realised gap, s", type="log")
     figure.update_yaxes(title=f"TTL, s; 0 is drawn at {FLOOR_S:g}", type="log")
     return figure.update_layout(
-        PAPER, title="TTL against the gap that came (above the line: long enough)", height=420
+        LAYOUT, title="TTL against the gap that followed (above the line: long enough)", height=420
     )
 
 
 def dots(
-    letter: str, ink: str, symbol: str, points: Sequence[tuple[float, float | None]], about: Sequence[str]
+    letter: str, colour: str, symbol: str, points: Sequence[tuple[float, float | None]], about: Sequence[str]
 ) -> go.Scatter:
     """One point per case, with a line of text for each."""
     xs, ys = [x for x, _ in points], [y for _, y in points]
-    marker = {"color": ink, "symbol": symbol, "size": 8, "opacity": 0.7}
+    marker = {"color": colour, "symbol": symbol, "size": 8, "opacity": 0.7}
     return go.Scatter(
         x=xs, y=ys, hovertext=about, hoverinfo="text", name=letter, mode="markers", marker=marker
     )
@@ -194,7 +194,7 @@ def stacks(title: str, runs: Sequence[Mapping[str, float]], unit: str) -> go.Fig
         )
     figure.update_xaxes(title=unit)
     figure.update_yaxes(autorange="reversed")
-    return figure.update_layout(PAPER, title=title, barmode="stack", height=160 + 60 * len(runs))
+    return figure.update_layout(LAYOUT, title=title, barmode="stack", height=160 + 60 * len(runs))
 
 
 def tier_split(runs: Sequence[Recording]) -> go.Figure:
@@ -205,13 +205,13 @@ def pin_outcomes(runs: Sequence[Recording]) -> go.Figure:
     return stacks("Pins by outcome", [{k: len(v) for k, v in outcomes(run).items()} for run in runs], "pins")
 
 
-def promises(runs: Sequence[Recording]) -> go.Figure:
-    """Realised over promised P(tau); on the diagonal they are equal."""
+def predictions(runs: Sequence[Recording]) -> go.Figure:
+    """Realised against predicted P(tau); on the diagonal they are equal."""
     figure = go.Figure(diagonal("predicted = realised", 0, 1))
-    for letter, ink, symbol, run in zip(LETTERS, INKS, SYMBOLS, runs, strict=False):
+    for letter, colour, symbol, run in zip(LETTERS, COLOURS, SYMBOLS, runs, strict=False):
         known = [b for b in calibration(run) if b.realised is not None]
-        about = [f"{b.promises} promises, {b.censored} censored" for b in known]
-        figure.add_trace(dots(letter, ink, symbol, [(b.promised, b.realised) for b in known], about))
-    figure.update_xaxes(title="promised P(tau)", range=[0, 1.02])
+        about = [f"{b.predictions} predictions, {b.censored} censored" for b in known]
+        figure.add_trace(dots(letter, colour, symbol, [(b.predicted, b.realised) for b in known], about))
+    figure.update_xaxes(title="predicted P(tau)", range=[0, 1.02])
     figure.update_yaxes(title="realised", range=[0, 1.02])
-    return figure.update_layout(PAPER, title="P(tau): predicted and realised", height=420)
+    return figure.update_layout(LAYOUT, title="P(tau): predicted and realised", height=420)

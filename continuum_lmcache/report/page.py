@@ -63,7 +63,7 @@ def page(runs: Sequence[Recording]) -> str:
             div(charts.distributions(runs), "distributions"),
             pair(div(charts.ttl_against_gap(runs), "ttl"), div(charts.gaps_by_tool(runs), "gaps")),
             pair(div(charts.tier_split(runs), "tiers"), div(charts.pin_outcomes(runs), "outcomes")),
-            div(charts.promises(runs), "promises"),
+            div(charts.predictions(runs), "predictions"),
             *map(lost, runs),
             notes(runs),
         ]
