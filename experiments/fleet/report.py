@@ -98,7 +98,7 @@ def conditions(pairs: Found) -> str:
         f"{'measured' if measured else 'NOT measured: data sheet and assumed shares'}, the last one at "
         f"{values('slow')} of the speed, DRAM {values('dram_gb')} GB each; "
         f"{values('programs')} programs in bursts, seeds {values('seed')}; "
-        "every hint right; decode steps merged"
+        "each request names its program, last turn and tool correctly; decode steps merged"
     )
 
 
