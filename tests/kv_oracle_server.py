@@ -273,9 +273,9 @@ class ServerBench(OracleBench):
         with set_current_vllm_config(config):
             worker = type(connector)(config, KVConnectorRole.WORKER, caches)
             worker.register_kv_caches({"layer": torch.zeros(len(self.slots) // BLOCK, 1, BLOCK, 2)})
-        self._follower = getattr(connector, "_follower", None)
-        if self._follower is not None:
-            connector._leases._clock = self._follower._clock = lambda: self.now_s
+        self._poller = getattr(connector, "_poller", None)
+        if self._poller is not None:
+            connector._leases._clock = self._poller._clock = lambda: self.now_s
             worker._worker._clock = worker._worker.watch._clock = lambda: self.now_s
         self.worker.meanwhile = self.lmcache.work
         return worker
@@ -295,9 +295,9 @@ class ServerBench(OracleBench):
             silent_s = now_s - self._heard_s
         else:
             self._heard_s = now_s
-        if self._follower is not None and now_s >= self._poll_at_s and not 0 < silent_s < ANSWER_S:
+        if self._poller is not None and now_s >= self._poll_at_s and not 0 < silent_s < ANSWER_S:
             self._poll_at_s = now_s + POLL_S
-            self._follower.try_poll()
+            self._poller.try_poll()
         if now_s >= self._ping_at_s and not 0 < silent_s < self.ping_s:
             self._ping_at_s = now_s + self.ping_s
             for heartbeat in self.lmcache.heartbeats:

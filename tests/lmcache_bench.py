@@ -127,7 +127,7 @@ class MpBench(LMCacheBench):
             patched.setattr(mp_connector, "caller", lambda client: patient(caller(client)))
             patched.setattr(mp_connector, "MpWorkerSide", PatientWorker)
             super().__init__(scheduler_cls, model, blocks, **extra)
-        self.scheduler.connector._follower._clock = Clock()  # the mirror is never too old
+        self.scheduler.connector._poller._clock = Clock()  # the mirror is never too old
 
     def close(self) -> None:
         super().close()

@@ -40,8 +40,8 @@ class PatientWorker(MpWorkerSide):
 
     is_patient = True
 
-    def _ready(self) -> float:
-        start_s = super()._ready()
+    def _prepare_submit(self) -> float:
+        start_s = super()._prepare_submit()
         if self.is_patient:
             self._adapter.transfer_ctx.engine_driven_context.mq_timeout = PATIENCE_S
         return start_s

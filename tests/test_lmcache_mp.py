@@ -236,9 +236,9 @@ def test_a_bad_answer_counts_as_silence_and_the_follower_goes_on(
     follower.start()
     answers.append("bad")
     wait_for(lambda: not follower.is_up)
-    heard_s, already = follower._heard_s, len(given)
+    heard_s, already = follower._answered_s, len(given)
     wait_for(lambda: len(given) >= already + 3)
-    assert follower._thread.is_alive() and follower._heard_s == heard_s
+    assert follower._thread.is_alive() and follower._answered_s == heard_s
     assert downs == [1] and len(log.warnings) == 1 and "not answer" in log.warnings[0]
     answers.append("right")
     wait_for(lambda: follower.is_up)
@@ -281,7 +281,7 @@ def load_and_store(rig: MpEngine) -> Moves:
 def test_moves_of_a_silent_server_keep_their_blocks_until_it_may_not_touch_them(mp_rig: Make) -> None:
     rig = mp_rig()
     load_and_store(rig)
-    rig.worker.server_is_down()
+    rig.worker.mark_server_down()
     assert ended(rig, "store") == (set(), set(), set())
     rig.worker._clock.now_s = rig.adapter._mq_timeout - 1
     assert ended(rig) == (set(), set(), set()) and not rig.adapter.is_healthy
@@ -293,7 +293,7 @@ def test_moves_of_a_silent_server_keep_their_blocks_until_it_may_not_touch_them(
 def test_a_load_that_a_silent_server_finishes_has_come(mp_rig: Make) -> None:
     rig = mp_rig()
     moves = load_and_store(rig)
-    rig.worker.server_is_down()
+    rig.worker.mark_server_down()
     assert ended(rig, "store") == (set(), set(), set())
     for future in moves.values():
         future.set_result(True)
@@ -313,7 +313,7 @@ def test_a_slow_load_that_was_reported_between_two_checks_is_not_reported_again(
 def test_a_load_asked_of_a_server_known_to_be_down_fails_at_once(mp_rig: Make) -> None:
     rig = mp_rig()
     never_answered(rig)
-    rig.worker.server_is_down()
+    rig.worker.mark_server_down()
     rig.adapter.submit_retrieve_request("load", op(prompt(1, 2), 0, 2 * CHUNK), None)
     assert ended(rig) == (set(), {"load"}, {0, 1})
 

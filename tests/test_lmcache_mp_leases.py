@@ -58,7 +58,7 @@ def waiting(mp_rig: Make) -> Waiting:
         _role=KVConnectorRole.SCHEDULER,
         _eager_prefetch=False,
         _loading=set(),
-        _left=set(),
+        _ended_while_loading=set(),
         _found={},
         _leases=ReadLeases(rig.scheduler, 300.0, clock),
         _rule=None,
@@ -151,7 +151,7 @@ def test_a_request_that_ends_before_its_load_unlocks_what_was_found(waiting: Wai
 def test_a_request_that_ends_before_its_lookup_leaves_nothing_behind(waiting: Waiting) -> None:
     _, connector, request, _ = waiting
     assert connector.request_finished(request, []) == (True, None)
-    assert connector.request_trackers == connector._found == connector._leases._asked_s == {}
+    assert connector.request_trackers == connector._found == connector._leases._submitted_s == {}
 
 
 def test_a_load_that_would_be_slower_than_computing_is_declined_and_unlocked(waiting: Waiting) -> None:

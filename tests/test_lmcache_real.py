@@ -22,7 +22,7 @@ from waiting import PATIENCE_S, wait_for
 
 from connectors.lmcache.connector import ContinuumLMCacheConnector
 from connectors.lmcache.cpu_copy import BlockCopier
-from connectors.lmcache.startup import settle
+from connectors.lmcache.startup import apply_defaults
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import TierHit
 from experiments.server import CPU_ENV
@@ -263,7 +263,7 @@ def test_a_load_that_fails_is_recomputed_unless_the_user_wants_an_error(engine):
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.recompute_kv_load_failures
     strict = with_extra(engine, **{"continuum.fail_on_load_error": True})
-    settle(strict, None, announce=False)
+    apply_defaults(strict, None, log=False)
     assert strict.kv_transfer_config.kv_load_failure_policy == "fail"
 
 

@@ -65,7 +65,7 @@ def forget_but(bench: InProcessBench, chunks: int) -> None:
 
 def slow_remote(bench: InProcessBench) -> tuple[Clock, list[KVTransfer]]:
     """Time advances only in reads of the remote backend; and the timer's transfers."""
-    clock, told, meter = Clock(), [], bench.worker._worker._meter
+    clock, told, meter = Clock(), [], bench.worker._worker._timer
     get, take, meter._clock = meter._get, meter.take, clock
 
     def taken() -> list[KVTransfer]:

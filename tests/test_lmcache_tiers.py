@@ -54,7 +54,7 @@ def test_a_head_on_disk_hides_a_tail_in_dram_as_it_does_from_lmcache(rig):
     r.step()
     assert r.tiers.locate(tokens) == TierHit(0, 6 * CHUNK)
     r.load(tokens)
-    assert [t.tier for t in r.worker._meter.take() if t.direction == "load"] == [Tier.SSD]
+    assert [t.tier for t in r.worker._timer.take() if t.direction == "load"] == [Tier.SSD]
 
 
 def test_a_disk_write_in_flight_is_not_there_yet(rig):
@@ -77,7 +77,7 @@ def answered_at_start(r) -> None:
 
     def answered() -> bool:
         r.tiers.locate(prompt(9, 1))
-        return not r.tiers._probe._waiting
+        return not r.tiers._snapshot_client._waiting
 
     wait_for(answered)
 
@@ -116,9 +116,9 @@ def test_locate_predicts_what_a_load_then_brings_through_500_random_steps(rig):
                 r.settle()
                 held = r.tiers.locate(tokens)
                 assert r.engine.lookup(tokens) == held.dram_tokens + held.ssd_tokens
-                r.worker._meter.take()
+                r.worker._timer.take()
                 assert r.load(tokens) == held.dram_tokens + held.ssd_tokens
-                by_tier = {t.tier: t.tokens for t in r.worker._meter.take() if t.direction == "load"}
+                by_tier = {t.tier: t.tokens for t in r.worker._timer.take() if t.direction == "load"}
                 assert by_tier.get(Tier.DRAM, 0) == held.dram_tokens
                 assert by_tier.get(Tier.SSD, 0) == held.ssd_tokens
                 hits.append(held)
@@ -234,14 +234,14 @@ def test_a_rank_that_does_not_answer_is_named_once_and_the_others_are_asked_agai
     server = SnapshotServer(here, lambda: Snapshot(0, 1, [], [], 0))
     probe = SnapshotClient([here, elsewhere], clock)
     for _ in range(2):
-        probe.ask()
-        wait_for(lambda: answers.extend(probe.answers()) or answers)
+        probe.request()
+        wait_for(lambda: answers.extend(probe.replies()) or answers)
         assert [answers.pop().rank for _ in range(len(answers))] == [0]
-        probe.ask()
+        probe.request()
         time.sleep(0.05)
-        assert list(probe.answers()) == [], "the question is still on its way to one rank"
+        assert list(probe.replies()) == [], "the question is still on its way to one rank"
         clock.now_s += ANSWER_S + 1
-        assert list(probe.answers()) == []
+        assert list(probe.replies()) == []
         assert len(warnings) == 1 and "rank 1" in warnings[0] and elsewhere in warnings[0]
     probe.close()
     server.close()
@@ -251,14 +251,14 @@ def test_pending_disk_writes_are_asked_after_once_a_second_and_not_at_every_look
     """An answer names every chunk: 7 ms of the scheduler's thread for 100k of them."""
     r, clock, asked = rig(), Clock(), []
     r.tiers.close()
-    r.tiers = LMCacheTiers(r.database, CHUNK, r.tiers._probe._addresses, clock)
+    r.tiers = LMCacheTiers(r.database, CHUNK, r.tiers._snapshot_client._addresses, clock)
     answered_at_start(r)
     r.tiers._mirror._pending[0] = 1
-    r.tiers._probe.ask = lambda: asked.append(clock.now_s)
+    r.tiers._snapshot_client.request = lambda: asked.append(clock.now_s)
     for _ in range(30):
         clock.now_s += 0.1
         r.tiers.locate(prompt(1, 2))
         if asked[-1:] == [clock.now_s]:
-            r.tiers._heard_s = clock.now_s  # its answer
+            r.tiers._last_report_s = clock.now_s  # its answer
     assert len(asked) == 2
     r.tiers._mirror._pending[0] = 0

@@ -59,19 +59,19 @@ def test_a_failed_load_leaves_nothing_for_the_next_ones_time(rig):
     r.store(tokens)
     r.evict_from_dram()
     r.lose_files()
-    r.worker._meter.take()
+    r.worker._timer.take()
     assert r.load(tokens) == 0
-    assert r.worker._meter.take() == []
+    assert r.worker._timer.take() == []
 
 
 def test_a_loads_time_is_from_its_first_look_to_the_end_of_its_copy(rig):
     r = rig()
     r.store(prompt(1, 2))
     r.evict_from_dram()
-    r.worker._meter.take()
+    r.worker._timer.take()
     ticks = iter([0.0, 1.0, 3.0, 6.0])  # retrieve begins, the disk is read, the copy ends
-    r.worker._meter._clock = lambda: next(ticks)
+    r.worker._timer._clock = lambda: next(ticks)
     r.load(prompt(1, 2))
-    assert r.worker._meter.take() == [
+    assert r.worker._timer.take() == [
         KVTransfer(Tier.SSD, "load", 2 * CHUNK, 2 * CHUNK * r.bytes_per_token, 6.0, turn="r")
     ]

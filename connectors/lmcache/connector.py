@@ -50,7 +50,7 @@ from connectors.lmcache.load_check import (
     written_blocks,
 )
 from connectors.lmcache.snapshot_rpc import addresses
-from connectors.lmcache.startup import machine, refuse_degraded, settle
+from connectors.lmcache.startup import apply_defaults, machine, refuse_degraded
 from connectors.lmcache.tier_mirror import LMCacheTiers
 from connectors.lmcache.transfer_timer import TransferMetrics, TransferStats
 from connectors.lmcache.worker import LMCacheWorkerSide, TierReport
@@ -88,7 +88,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         self.check_settings(vllm_config)  # under another policy no other code has checked them
-        settle(vllm_config, kv_cache_config, announce=role == KVConnectorRole.SCHEDULER)
+        apply_defaults(vllm_config, kv_cache_config, log=role == KVConnectorRole.SCHEDULER)
         with cpu_copy_path(self.copier, vllm_config.cache_config.block_size):
             super().__init__(vllm_config, role, kv_cache_config)
         self._impl = cast(Any, self._lmcache_engine)

@@ -18,7 +18,7 @@ import zmq
 from vllm.logger import init_logger
 
 logger = init_logger("vllm.continuum.lmcache")
-ANSWER_S = 30.0  # how long a rank's answer may take; then a later request asks it again
+ANSWER_S = 30.0  # how long a rank's answer may take; then a later request goes to it again
 POLL_MS = 200  # how long the server takes to notice that it should stop
 
 
@@ -40,7 +40,7 @@ class SnapshotServer:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.bind(address)
         self._running = True
-        self._thread = threading.Thread(target=self._serve, name="continuum-tier-probe", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="continuum-tier-snapshots", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -50,13 +50,13 @@ class SnapshotServer:
     def _serve(self) -> None:
         while self._running:
             if self._socket.poll(POLL_MS):
-                asker, _ = self._socket.recv_multipart()
-                self._socket.send_multipart([asker, msgspec.msgpack.encode(self._snapshot())])
+                client, _ = self._socket.recv_multipart()
+                self._socket.send_multipart([client, msgspec.msgpack.encode(self._snapshot())])
         self._socket.close(linger=0)
 
 
 class SnapshotClient:
-    """The scheduler's side: asks all ranks and takes the answers later. Never waits.
+    """The scheduler's side: sends a request to all ranks and takes the replies later. Never waits.
 
     For an unreachable rank (`ipc://` reaches no other node) the scheduler has its reports alone.
     """
@@ -65,32 +65,32 @@ class SnapshotClient:
         self._addresses, self._clock = addresses, clock
         self._waiting: set[int] = set()  # ranks that have not answered the last request
         self._warned: set[int] = set()  # ranks for which a warning was logged
-        self._asked_s = 0.0
+        self._requested_s = 0.0
         self._sockets = []
         for address in addresses:
             socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
             socket.connect(address)
             self._sockets.append(socket)
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Send a request, unless one is open."""
         if not self._waiting:
             for socket in self._sockets:
                 with contextlib.suppress(zmq.Again):  # a thousand requests wait for this rank already
                     socket.send(b"", zmq.NOBLOCK)
-            self._waiting, self._asked_s = set(range(len(self._sockets))), self._clock()
+            self._waiting, self._requested_s = set(range(len(self._sockets))), self._clock()
 
-    def answers(self) -> Iterator[Snapshot]:
-        """The answers since the last call."""
+    def replies(self) -> Iterator[Snapshot]:
+        """The replies since the last call."""
         for rank, socket in enumerate(self._sockets) if self._waiting else ():
             while socket.poll(0):
                 self._waiting.discard(rank)
                 yield msgspec.msgpack.decode(socket.recv(), type=Snapshot)
-        if self._waiting and self._clock() - self._asked_s > ANSWER_S:
+        if self._waiting and self._clock() - self._requested_s > ANSWER_S:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Stop waiting for the ranks that have not answered: the next `ask` asks all again."""
+        """Stop waiting for the ranks that have not answered: the next `request` goes to all again."""
         for rank in sorted(self._waiting - self._warned):
             logger.warning(
                 "LMCache's worker of rank %d has sent no snapshot of its tiers for %g s (%s): only its "

@@ -37,16 +37,16 @@ def machine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = Non
     return WorkerSpec(torch_device_type == "cpu", cache.block_size, size_bytes, model.model)
 
 
-def settle(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, announce: bool) -> None:
+def apply_defaults(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, log: bool) -> None:
     """Put our defaults where LMCache and vLLM read them. Every process does it, with the same result."""
     transfer = transfer_config(vllm_config)
     fits = machine(vllm_config, kv_cache_config)
     extra, ours = with_defaults(transfer.kv_connector_extra_config, os.environ, fits)
     transfer.kv_connector_extra_config = extra
-    wishes_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
-    fails = wishes_error or not recomputes_correctly(vllm_config)
+    fail_on_load_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
+    fails = fail_on_load_error or not recomputes_correctly(vllm_config)
     transfer.kv_load_failure_policy = "fail" if fails else "recompute"
-    if announce:
+    if log:
         listed = ", ".join(f"{name}={value}" for name, value in ours.items())
         logger.info(
             "LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, listed

@@ -115,22 +115,22 @@ class LMCacheTiers:
         self._mirror = TierMirror(len(addresses))
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
         self._step_s: float | None = None
-        self._probe = SnapshotClient(addresses, clock)
-        self._heard_s = clock()  # when a worker last reported
-        self._probe.ask()
+        self._snapshot_client = SnapshotClient(addresses, clock)
+        self._last_report_s = clock()  # when a worker last reported
+        self._snapshot_client.request()
 
     def locate(self, token_ids: Sequence[int]) -> TierHit:
-        for snapshot in self._probe.answers():
+        for snapshot in self._snapshot_client.replies():
             self._mirror.replace(snapshot)
-            self._heard_s = self._clock()
-        if self._mirror.is_behind and self._clock() - self._heard_s > BEHIND_S:
+            self._last_report_s = self._clock()
+        if self._mirror.is_behind and self._clock() - self._last_report_s > BEHIND_S:
             self.request_snapshot()  # no step has reported: the engine was idle
         dram_chunks, ssd_chunks = self._mirror.plan(self._hashes.of(token_ids))
         return TierHit(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 
     def request_snapshot(self) -> None:
-        """Ask the workers for snapshots; a later `locate` applies their answers."""
-        self._probe.ask()
+        """Request snapshots from the workers; a later `locate` applies their replies."""
+        self._snapshot_client.request()
 
     def transfers(self) -> list[KVTransfer]:
         taken = list(self._transfers)
@@ -143,7 +143,7 @@ class LMCacheTiers:
         return taken
 
     def apply_report(self, report: TierReport) -> None:
-        self._heard_s = self._clock()
+        self._last_report_s = self._clock()
         for rank, rank_report in report.ranks.items():
             self._transfers.extend(rank_report.transfers)
             self._step_s = rank_report.step_s if rank == 0 else self._step_s
@@ -151,4 +151,4 @@ class LMCacheTiers:
                 self.request_snapshot()
 
     def close(self) -> None:
-        self._probe.close()
+        self._snapshot_client.close()

@@ -10,7 +10,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from connectors.lmcache.disk.lost_chunks import LostChunks
-from connectors.lmcache.disk.reads import DiskReads, announce
+from connectors.lmcache.disk.reads import DiskReads, check_disk
 from connectors.lmcache.disk.writes import DiskWrites
 from connectors.lmcache.snapshot_rpc import Snapshot, SnapshotServer
 from connectors.lmcache.transfer_timer import TIERS, DeviceStepTimer, TransferStats, TransferTimer
@@ -52,11 +52,11 @@ class ChangeLog:
 class EvictionListener:
     """Replaces a backend's BatchedMessageSender; passes on to the real one, if there is one."""
 
-    def __init__(self, journal: ChangeLog, ssd: bool, stock: Any) -> None:
-        self._journal, self._ssd, self._stock = journal, ssd, stock
+    def __init__(self, change_log: ChangeLog, ssd: bool, stock: Any) -> None:
+        self._change_log, self._ssd, self._stock = change_log, ssd, stock
 
     def add_kv_op(self, op_type: Any, key: int) -> None:
-        self._journal.add(self._ssd, op_type.name == "ADMIT", key)
+        self._change_log.add(self._ssd, op_type.name == "ADMIT", key)
         if self._stock is not None:
             self._stock.add_kv_op(op_type=op_type, key=key)
 
@@ -95,38 +95,38 @@ class LMCacheWorkerSide:
 
     def __init__(self, engine: Any, rank: int, address: str) -> None:
         self._rank = rank
-        self._journal = ChangeLog()
+        self._change_log = ChangeLog()
         self._backends = engine.storage_manager.storage_backends
-        self._meter = TransferTimer(engine)
+        self._timer = TransferTimer(engine)
         self._fresh: list[KVTransfer] = []
         self._reported_pending = 0
         self._reported_number = 0  # of the last report
         self._losses = LostChunks()
-        self._step = DeviceStepTimer(torch.cuda.is_available())
+        self._step_timer = DeviceStepTimer(torch.cuda.is_available())
         self._step_s: float | None = None
         self._listen()
         if disk := self._backends.get("LocalDiskBackend"):
             cpu = self._backends["LocalCPUBackend"]
             DiskReads(disk, DiskWrites(disk, self._losses), self._losses)  # replaces its own
-            announce(disk, cpu.get_full_chunk_size_bytes())
-        self._probe_server = SnapshotServer(address, self.snapshot)
+            check_disk(disk, cpu.get_full_chunk_size_bytes())
+        self._snapshot_server = SnapshotServer(address, self.snapshot)
 
     def on_step_start(self) -> None:
-        self._step.start()
+        self._step_timer.start()
 
     def on_step_end(self) -> None:
         """After the step's stores. Without a store the accelerator may still run; nothing waits for it."""
-        self._step_s = self._step.seconds() if self._meter.has_stored() else None
+        self._step_s = self._step_timer.seconds() if self._timer.has_stored() else None
 
     def stats(self) -> TransferStats:
         """What moved and what was lost since the last call, for the metrics. The next report has it too."""
-        self._fresh = self._meter.take()
+        self._fresh = self._timer.take()
         return TransferStats.of(self._fresh, self._rank, self._losses.take())
 
     def report(self) -> TierReport | None:
         """Changes and transfers since the last report. Called once a step, after `stats`."""
         pending = self._pending_writes()  # before the changes: a write that ends in between is reported twice
-        number, changes = self._journal.take()
+        number, changes = self._change_log.take()
         fresh, self._fresh = self._fresh if self._rank == 0 else [], []
         step_s, self._step_s = self._step_s, None
         if not (changes or fresh or pending != self._reported_pending):
@@ -137,7 +137,7 @@ class LMCacheWorkerSide:
 
     def snapshot(self) -> Snapshot:
         """All that the tiers hold now. Called from any thread."""
-        last = self._journal.last  # read first, so changes during the copy are reported again
+        last = self._change_log.last  # read first, so changes during the copy are reported again
         cpu, disk = self._backends.get("LocalCPUBackend"), self._backends.get("LocalDiskBackend")
         dram = [key.chunk_hash for key in cpu.get_keys()] if cpu is not None else []
         ssd = []
@@ -147,7 +147,7 @@ class LMCacheWorkerSide:
         return Snapshot(self._rank, last, dram, ssd, self._pending_writes())
 
     def close(self) -> None:
-        self._probe_server.close()
+        self._snapshot_server.close()
 
     def _pending_writes(self) -> int:
         disk = self._backends.get("LocalDiskBackend")
@@ -157,4 +157,4 @@ class LMCacheWorkerSide:
         for name, tier in TIERS.items():
             if backend := self._backends.get(name):
                 stock = backend.batched_msg_sender
-                backend.batched_msg_sender = EvictionListener(self._journal, tier is Tier.SSD, stock)
+                backend.batched_msg_sender = EvictionListener(self._change_log, tier is Tier.SSD, stock)

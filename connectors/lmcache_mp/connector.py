@@ -36,7 +36,13 @@ from connectors.lmcache.startup import machine
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.settings import with_defaults
-from connectors.lmcache_mp.startup import caller, first_answer, settle, warn_of_small_l1, warn_of_versions
+from connectors.lmcache_mp.startup import (
+    apply_defaults,
+    caller,
+    first_answer,
+    warn_of_small_l1,
+    warn_of_versions,
+)
 from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
 from connectors.lmcache_mp.wire import ChangesRequest
 from connectors.lmcache_mp.worker import MpWorkerSide
@@ -68,32 +74,34 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         self.check_settings(vllm_config)  # under another policy no other code has checked them
-        settle(vllm_config, announce=role == KVConnectorRole.SCHEDULER)
+        apply_defaults(vllm_config, log=role == KVConnectorRole.SCHEDULER)
         super().__init__(vllm_config, role, kv_cache_config)
         self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
         self._worker: MpWorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            self._follow(vllm_config.model_config.max_model_len)
+            self._start_polling(vllm_config.model_config.max_model_len)
 
-    def _follow(self, max_model_len: int) -> None:
+    def _start_polling(self, max_model_len: int) -> None:
         adapter = self.scheduler_adapter
         (client,) = adapter.req_clients.values()
-        self._follower = TierPoller(
+        self._poller = TierPoller(
             caller(client), ChangesRequest(adapter.model_name, adapter.world_size), self._server_went_down
         )
-        reply = first_answer(self._follower)
+        reply = first_answer(self._poller)
         hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, reply.hash_algorithm)
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size
-        self._tiers = MpTiers(self._follower, reply, hasher, bytes_per_token)
+        self._tiers = MpTiers(self._poller, reply, hasher, bytes_per_token)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._found: dict[str, TierHit] = {}
         self._rule: LoadSelector | None = None  # None: load all that is found
         self._declined: set[str] = set()  # requests that compute what they could load
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
-        self._left: set[str] = set()  # those that ended during their load, until the workers have the message
+        self._ended_while_loading: set[str] = (
+            set()
+        )  # those that ended during their load, until the workers have the message
         warn_of_versions(reply)
         warn_of_small_l1(reply, bytes_per_token, max_model_len)
-        self._follower.start()
+        self._poller.start()
 
     # ---- scheduler: the core's TierStore
 
@@ -130,7 +138,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     @property
     def is_up(self) -> bool:
         """Whether the server answers and LMCache uses it."""
-        return self._follower.is_up and self.scheduler_adapter.is_healthy
+        return self._poller.is_up and self.scheduler_adapter.is_healthy
 
     # ---- scheduler: vLLM's calls
 
@@ -200,9 +208,9 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         meta = super().build_connector_meta(scheduler_output)
-        meta.server_is_up = self._follower.is_up  # otherwise the worker would wait to find out
-        meta.left_loading = self._left & scheduler_output.finished_req_ids
-        self._left -= meta.left_loading
+        meta.server_is_up = self._poller.is_up  # otherwise the worker would wait to find out
+        meta.ended_while_loading = self._ended_while_loading & scheduler_output.finished_req_ids
+        self._ended_while_loading -= meta.ended_while_loading
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -220,7 +228,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._found.pop(request.request_id, None)
         self._declined.discard(request.request_id)
         if request.request_id in self._loading:
-            self._left.add(request.request_id)
+            self._ended_while_loading.add(request.request_id)
         result: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
         return result
 
@@ -234,10 +242,10 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
         adapter = self.worker_adapter
-        ask = ChangesRequest(adapter.model_name, adapter.world_size)
-        asked_s = time.monotonic()
-        reply = first_answer(TierPoller(caller(adapter.req_client), ask))
-        has_one_clock = asked_s <= reply.clock_s <= time.monotonic()
+        request = ChangesRequest(adapter.model_name, adapter.world_size)
+        requested_s = time.monotonic()
+        reply = first_answer(TierPoller(caller(adapter.req_client), request))
+        has_one_clock = requested_s <= reply.clock_s <= time.monotonic()
         rank = self._vllm_config.parallel_config.rank
         self._worker = MpWorkerSide(
             adapter, rank, self._kv_bytes_per_token, reply.read_lease_s, has_one_clock=has_one_clock
@@ -251,7 +259,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None and not cast(Any, connector_metadata).server_is_up:
-            self._worker.server_is_down()
+            self._worker.mark_server_down()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The ended transfers. A request that ended during its load is reported once, after its load.
@@ -264,9 +272,9 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             ended = super().get_finished(finished_req_ids)
         else:
             self._worker.poll()
-            left_loading: set[str] = self._get_connector_metadata().left_loading
+            ended_while_loading: set[str] = self._get_connector_metadata().ended_while_loading
             with self._worker.without_giving_up():
-                stored, loaded = super().get_finished(finished_req_ids - left_loading)
+                stored, loaded = super().get_finished(finished_req_ids - ended_while_loading)
             ended = self._worker.stored(stored or set()), loaded
         return ended
 
@@ -284,7 +292,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.SCHEDULER:
-            self._follower.close()
+            self._poller.close()
         if self._worker is not None:
             self._worker.watch.close()
         super().shutdown()

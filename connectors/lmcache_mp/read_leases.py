@@ -26,20 +26,20 @@ class ReadLeases:
 
     def __init__(self, adapter: Any, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._adapter, self._clock = adapter, clock
-        self._young_s = lease_s * LEASE_SHARE
-        self._asked_s: dict[str, float] = {}
+        self._usable_s = lease_s * LEASE_SHARE
+        self._submitted_s: dict[str, float] = {}  # by request: when its lookup was submitted
         self._returning: dict[str, list[Any]] = {}  # request -> the server's acknowledgements
 
     def on_lookup(self, request_id: str) -> None:
         """The request's lookup was submitted, now or before."""
-        self._asked_s.setdefault(request_id, self._clock())
+        self._submitted_s.setdefault(request_id, self._clock())
 
     def on_admission(self, request_id: str) -> None:
         """The request was admitted: its load ends the lease, or its release does."""
-        self._asked_s.pop(request_id, None)
+        self._submitted_s.pop(request_id, None)
 
     def renew_if_old(self, request_id: str, tracker: Any) -> bool:
-        """Whether the scheduler must ask again later, since an old lease is being returned to the server."""
+        """Return an old lease to the server. True: it is being returned, so the lookup must wait."""
         if request_id not in self._returning and self._is_old(request_id):
             self.release(request_id, tracker)
             return True
@@ -52,8 +52,8 @@ class ReadLeases:
     def release(self, request_id: str, tracker: Any) -> None:
         """Unlock what the request's lookup found, unless it found nothing or was used."""
         hit_tokens = self._adapter._finished_lookup_results.get(request_id, 0)
-        asked = self._asked_s.pop(request_id, None) is not None
-        if not (asked and hit_tokens and self._adapter.is_healthy):
+        had_lookup = self._submitted_s.pop(request_id, None) is not None
+        if not (had_lookup and hit_tokens and self._adapter.is_healthy):
             return
         key = self._adapter._create_key(
             tracker.get_token_ids(),
@@ -69,11 +69,11 @@ class ReadLeases:
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        self._asked_s.pop(request_id, None)
+        self._submitted_s.pop(request_id, None)
         self._returning.pop(request_id, None)
 
     def _is_old(self, request_id: str) -> bool:
         """Whether the lookup has found something and its lease is old. A running lookup is not changed."""
-        asked_s = self._asked_s.get(request_id)
+        submitted_s = self._submitted_s.get(request_id)
         found = self._adapter._finished_lookup_results.get(request_id, 0)
-        return asked_s is not None and found > 0 and self._clock() - asked_s > self._young_s
+        return submitted_s is not None and found > 0 and self._clock() - submitted_s > self._usable_s

@@ -36,14 +36,14 @@ FIRST_ANSWER_S = 30.0
 LMCACHE_VERSION = metadata.version("lmcache")
 
 
-def settle(vllm_config: VllmConfig, announce: bool) -> None:
+def apply_defaults(vllm_config: VllmConfig, log: bool) -> None:
     """Put our defaults where LMCache and vLLM read them. Every process does so, with the same result."""
     transfer = transfer_config(vllm_config)
     extra, ours = with_defaults(transfer.kv_connector_extra_config)
     transfer.kv_connector_extra_config = extra
     fails = ContinuumConfig.load(extra, os.environ).fail_on_load_error
     transfer.kv_load_failure_policy = "fail" if fails else "recompute"
-    if announce:
+    if log:
         listed = ", ".join(f"{name}={value}" for name, value in ours.items())
         policy = transfer.kv_load_failure_policy
         logger.info("LMCache MP defaults: kv_load_failure_policy=%s, %s", policy, listed)
@@ -68,10 +68,10 @@ def caller(client: Any) -> Call:
     return call
 
 
-def first_answer(follower: TierPoller) -> ChangesReply:
+def first_answer(poller: TierPoller) -> ChangesReply:
     """The server's first answer, at the start, where a wait is acceptable. Raises ConfigError."""
     try:
-        return follower.poll(FIRST_ANSWER_S)
+        return poller.poll(FIRST_ANSWER_S)
     except OSError as error:
         raise ConfigError(
             f"LMCache's MP server does not report where KV is ({error}); start it with "

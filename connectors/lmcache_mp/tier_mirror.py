@@ -73,23 +73,25 @@ class TierPoller:
     def __init__(
         self,
         call: Call,
-        ask: ChangesRequest,
+        request: ChangesRequest,
         on_down: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._call, self._ask, self._on_down, self._clock = call, ask, on_down, clock
+        self._call, self._request, self._on_down, self._clock = call, request, on_down, clock
         self.mirror = MpTierMirror()
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
         self.is_up = True
-        self._heard_s = clock()
+        self._answered_s = clock()
         self._polling = threading.Lock()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="continuum-mp-tiers", daemon=True)
+        self._thread = threading.Thread(
+            target=self._poll_until_closed, name="continuum-mp-tiers", daemon=True
+        )
 
     @property
     def is_fresh(self) -> bool:
         """Whether the mirror is recent enough to be used."""
-        return self._clock() - self._heard_s < MAX_AGE_S
+        return self._clock() - self._answered_s < MAX_AGE_S
 
     def start(self) -> None:
         self._thread.start()
@@ -101,15 +103,17 @@ class TierPoller:
     def poll(self, timeout_s: float = ANSWER_S) -> ChangesReply:
         """One request; applies its answer. Blocks: not for the scheduler's thread. Raises OSError."""
         with self._polling:
-            asked_s = self._clock()
-            ask = msgspec.structs.replace(self._ask, epoch=self.mirror.epoch, number=self.mirror.number)
-            reply = decoded(self._call(msgspec.msgpack.encode(ask), timeout_s))
+            requested_s = self._clock()
+            request = msgspec.structs.replace(
+                self._request, epoch=self.mirror.epoch, number=self.mirror.number
+            )
+            reply = decoded(self._call(msgspec.msgpack.encode(request), timeout_s))
             self.mirror.apply_report(reply)
             self.lookups += reply.lookups
-            self._heard_s = asked_s
+            self._answered_s = requested_s
             return reply
 
-    def _follow(self) -> None:
+    def _poll_until_closed(self) -> None:
         while not self._stopping.wait(POLL_S):
             self.try_poll()
 
@@ -149,17 +153,17 @@ def decoded(payload: bytes) -> ChangesReply:
 class MpTiers:
     """The core's TierStore over an MP server: answers from the mirror, and never waits."""
 
-    def __init__(self, follower: TierPoller, first: ChangesReply, hasher: Any, bytes_per_token: int) -> None:
-        self._follower, self._first, self._bytes_per_token = follower, first, bytes_per_token
+    def __init__(self, poller: TierPoller, first: ChangesReply, hasher: Any, bytes_per_token: int) -> None:
+        self._poller, self._first, self._bytes_per_token = poller, first, bytes_per_token
         self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
         self._hashes = ChunkHashes(lambda: hasher.none_hash, hasher.hash_tokens, hasher.chunk_size)
         self._join = LoadLookupJoin()
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
 
     def locate(self, token_ids: Sequence[int], salt: str) -> TierHit:
-        if not self._follower.is_fresh:
+        if not self._poller.is_fresh:
             return TierHit(0, 0)
-        dram_chunks, ssd_chunks = self._follower.mirror.plan(self._names(token_ids, salt))
+        dram_chunks, ssd_chunks = self._poller.mirror.plan(self._names(token_ids, salt))
         return TierHit(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 
     def transfers(self) -> list[KVTransfer]:
@@ -175,7 +179,7 @@ class MpTiers:
 
     def apply_report(self, report: MpReport) -> None:
         """Apply the worker's timed loads and stores, and the server's lookups."""
-        lookups = [self._follower.lookups.popleft() for _ in range(len(self._follower.lookups))]
+        lookups = [self._poller.lookups.popleft() for _ in range(len(self._poller.lookups))]
         self._transfers += report.stores + self._join.join(report.loads, lookups)
 
     def _names(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:

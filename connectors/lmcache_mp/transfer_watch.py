@@ -58,19 +58,19 @@ class TransferWatch:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()  # of the fields below
-        self._moves: list[TransferTiming] = []
+        self._running: list[TransferTiming] = []
         self._link_free_s = 0.0  # when the last transfer ended
         self._is_busy = threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
 
     def add(self, tokens: int, future: WatchedFuture, event: Any, submitted_s: float) -> TransferTiming:
-        """Watch a transfer from now on."""
+        """Poll this transfer from now on."""
         timing = TransferTiming(tokens, future, event, submitted_s if event is None else None)
         with self._lock:
-            self._moves.append(timing)
+            self._running.append(timing)
         if event is not None and self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="continuum-mp-moves", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="continuum-mp-transfers", daemon=True)
             self._thread.start()
         if event is not None:
             self._is_busy.set()
@@ -79,23 +79,25 @@ class TransferWatch:
     def forget(self, timing: TransferTiming) -> None:
         """The transfer was given up."""
         with self._lock:
-            self._moves = [move for move in self._moves if move is not timing]
+            self._running = [running for running in self._running if running is not timing]
 
     def poll(self) -> None:
         """Note which transfers have begun and ended since the last call."""
         with self._lock:
             now_s = self._clock()
-            for move in self._moves:
-                if move.ready_s is None and move.event.query():
-                    move.ready_s = now_s
-            ended = [move for move in self._moves if move.ready_s is not None and move.future.query()]
+            for timing in self._running:
+                if timing.ready_s is None and timing.event.query():
+                    timing.ready_s = now_s
+            ended = [
+                timing for timing in self._running if timing.ready_s is not None and timing.future.query()
+            ]
             if not ended:
                 return
-            self._moves = [move for move in self._moves if move not in ended]
-            began_s = max(self._link_free_s, min(m.ready_s for m in ended if m.ready_s is not None))
-            whole = max(1, sum(move.tokens for move in ended))
-            for move in ended:
-                move.duration_s = (now_s - began_s) * move.tokens / whole
+            self._running = [timing for timing in self._running if timing not in ended]
+            began_s = max(self._link_free_s, min(t.ready_s for t in ended if t.ready_s is not None))
+            whole = max(1, sum(timing.tokens for timing in ended))
+            for timing in ended:
+                timing.duration_s = (now_s - began_s) * timing.tokens / whole
             self._link_free_s = now_s
 
     def close(self) -> None:
@@ -108,6 +110,6 @@ class TransferWatch:
         while self._is_busy.wait() and not self._closing:
             self.poll()
             with self._lock:
-                if not self._moves:
+                if not self._running:
                     self._is_busy.clear()
             time.sleep(POLL_S)

@@ -53,7 +53,7 @@ class PendingTransfer:
     start_s: float
     future: WatchedFuture
     timing: TransferTiming
-    given_up_s: float = math.inf  # from then on it counts as ended
+    give_up_s: float = math.inf  # when it counts as failed
 
 
 class MpWorkerSide:
@@ -72,9 +72,7 @@ class MpWorkerSide:
         self._has_one_clock = has_one_clock  # with the server, which begins no late transfer
         self._kv_bytes_per_token = kv_bytes_per_token
         self._longest_load_s = lease_s * LEASE_SHARE
-        self._connection_lost = (
-            threading.Event()
-        )  # the connection was closed: the server that was asked is gone
+        self._connection_lost = threading.Event()  # so the server that got the requests is gone
         self._running: list[PendingTransfer] = []
         self._storing: set[str] = set()  # requests that LMCache reports as stored while a store still runs
         self.watch = TransferWatch(clock)
@@ -86,11 +84,11 @@ class MpWorkerSide:
 
     def store(self, request_id: str, op: Any, event: Any, *args: Any, **kwargs: Any) -> None:
         """submit_store_request. If the server does not answer, the store is lost, not the engine."""
-        start_s = self._ready()
+        start_s = self._prepare_submit()
         try:
-            self._store(request_id, op, event, *args, **self._in_time(start_s, kwargs))
+            self._store(request_id, op, event, *args, **self._with_deadline(start_s, kwargs))
         except TimeoutError:
-            self.server_is_down()
+            self.mark_server_down()
             return
         if future := self._adapter.store_futures.get(request_id):
             watched = self._adapter.store_futures[request_id] = WatchedFuture(future)
@@ -101,18 +99,19 @@ class MpWorkerSide:
 
         vLLM's own hits are excluded: LMCache does not load them, but would report their shared blocks.
         """
-        start_s = self._ready()
-        self._retrieve(request_id, op, event, *args, **self._in_time(start_s, kwargs))
-        had = op.skip_first_n_tokens * len(op.flat_block_ids) // (op.end - op.start)  # at a chunk's beginning
+        start_s = self._prepare_submit()
+        self._retrieve(request_id, op, event, *args, **self._with_deadline(start_s, kwargs))
+        # of blocks at the beginning of a chunk
+        gpu_blocks = op.skip_first_n_tokens * len(op.flat_block_ids) // (op.end - op.start)
         if running := self._adapter.retrieve_futures.get(request_id):
             watched = WatchedFuture(running[0])
-            self._adapter.retrieve_futures[request_id] = (watched, running[1][had:])
+            self._adapter.retrieve_futures[request_id] = (watched, running[1][gpu_blocks:])
             tokens = op.end - op.start - op.skip_first_n_tokens
             self._track(request_id, True, tokens, start_s, watched, event)
         else:
-            self._adapter.error_block_ids.difference_update(op.flat_block_ids[:had])
+            self._adapter.error_block_ids.difference_update(op.flat_block_ids[:gpu_blocks])
 
-    def server_is_down(self) -> None:
+    def mark_server_down(self) -> None:
         """Submit nothing until LMCache's heartbeat finds the server again and registers with it."""
         self._adapter._health_event.clear()
 
@@ -123,12 +122,12 @@ class MpWorkerSide:
         where LMCache waits that long for each store.
         """
         end_s = self._clock() + self._adapter._mq_timeout
-        for move in [move for move in self._running if not move.is_load]:
-            while not move.future.query():
+        for transfer in [transfer for transfer in self._running if not transfer.is_load]:
+            while not transfer.future.query():
                 if self._connection_lost.is_set() or self._clock() > end_s:
-                    self.server_is_down()  # then the adapter waits for nothing
+                    self.mark_server_down()  # then the adapter waits for nothing
                     return
-                move.future.wait(0.01)
+                transfer.future.wait(0.01)
 
     def connection_closed(self) -> None:
         """LMCache's client lost its connection. Called by a thread of that client."""
@@ -137,9 +136,9 @@ class MpWorkerSide:
 
     def poll(self) -> None:
         """Note which transfers have ended. Called before the adapter's get_finished, which forgets them."""
-        for move in [move for move in self._running if move.future.query()]:
-            self._running.remove(move)
-            self._ended(move)
+        for transfer in [transfer for transfer in self._running if transfer.future.query()]:
+            self._running.remove(transfer)
+            self._ended(transfer)
         self._give_up()
 
     def stored(self, reported: set[str]) -> set[str]:
@@ -149,7 +148,7 @@ class MpWorkerSide:
         has ended (LMCache/LMCache#5062). vLLM would then free blocks that are still read.
         """
         reported |= self._storing
-        self._storing = reported & {move.request_id for move in self._running if not move.is_load}
+        self._storing = reported & {transfer.request_id for transfer in self._running if not transfer.is_load}
         return reported - self._storing
 
     @contextlib.contextmanager
@@ -170,20 +169,20 @@ class MpWorkerSide:
         now_s, connection_lost = self._clock(), self._connection_lost.is_set()
         self._connection_lost.clear()
         if connection_lost:
-            self.server_is_down()  # another server may answer the next ping, and does not know this worker
-        for move in self._running:
+            self.mark_server_down()  # another server may answer the next ping, and does not know this worker
+        for transfer in self._running:
             if not self._adapter.is_healthy:  # it may not answer now, and execute the transfer later
-                move.given_up_s = min(move.given_up_s, now_s + self._adapter._mq_timeout)
-        for move in [move for move in self._running if connection_lost or now_s >= move.given_up_s]:
-            self._running.remove(move)
-            self._fail(move)
+                transfer.give_up_s = min(transfer.give_up_s, now_s + self._adapter._mq_timeout)
+        for transfer in [each for each in self._running if connection_lost or now_s >= each.give_up_s]:
+            self._running.remove(transfer)
+            self._fail(transfer)
 
     def report(self) -> MpReport | None:
         """The transfers that ended since the last report, from rank 0."""
         fresh, self._fresh = self._fresh, MpReport()
         return fresh if self._rank == 0 and (fresh.loads or fresh.stores) else None
 
-    def _ready(self) -> float:
+    def _prepare_submit(self) -> float:
         """Limit the adapter's own wait, and return the time. Each registration makes a new context.
 
         Transfers requested from an earlier server are given up first: the next transfer uses another
@@ -195,7 +194,7 @@ class MpWorkerSide:
             context.engine_driven_context.mq_timeout = STALL_S
         return self._clock()
 
-    def _in_time(self, start_s: float, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _with_deadline(self, start_s: float, kwargs: dict[str, Any]) -> dict[str, Any]:
         """A submit's arguments, with the transfer's deadline."""
         if not self._has_one_clock:
             return kwargs
@@ -207,32 +206,36 @@ class MpWorkerSide:
     ) -> None:
         timing = self.watch.add(tokens, future, event, start_s)
         end_s = start_s + self._adapter._mq_timeout if self._has_one_clock else math.inf
-        move = PendingTransfer(request_id, is_load, tokens, start_s, future, timing, end_s)
-        self._running.append(move)
-        if move.future.query():  # on a CPU it has ended already: take the time now, not at the next poll
+        transfer = PendingTransfer(request_id, is_load, tokens, start_s, future, timing, end_s)
+        self._running.append(transfer)
+        if transfer.future.query():  # on a CPU it has ended already: take the time now, not at the next poll
             self._running.pop()
-            self._ended(move)
+            self._ended(transfer)
 
-    def _ended(self, move: PendingTransfer) -> None:
+    def _ended(self, transfer: PendingTransfer) -> None:
         self.watch.poll()  # its end may not have been seen yet
-        duration_s = move.timing.duration_s
-        if move.is_load and self._clock() - move.start_s > self._longest_load_s:
-            self._fail(move)  # the lease may have ended during the load
-        elif move.future.result(timeout=0) and duration_s:
-            size_bytes = move.tokens * self._kv_bytes_per_token
-            if move.is_load:
-                self._fresh.loads.append(TimedLoad(move.request_id, move.tokens, size_bytes, duration_s))
+        duration_s = transfer.timing.duration_s
+        if transfer.is_load and self._clock() - transfer.start_s > self._longest_load_s:
+            self._fail(transfer)  # the lease may have ended during the load
+        elif transfer.future.result(timeout=0) and duration_s:
+            size_bytes = transfer.tokens * self._kv_bytes_per_token
+            if transfer.is_load:
+                self._fresh.loads.append(
+                    TimedLoad(transfer.request_id, transfer.tokens, size_bytes, duration_s)
+                )
             else:
-                stored = KVTransfer(Tier.DRAM, "store", move.tokens, size_bytes, duration_s, in_step=False)
+                stored = KVTransfer(
+                    Tier.DRAM, "store", transfer.tokens, size_bytes, duration_s, in_step=False
+                )
                 self._fresh.stores.append(stored)
 
-    def _fail(self, move: PendingTransfer) -> None:
+    def _fail(self, transfer: PendingTransfer) -> None:
         """Replace a failed transfer's future by a failed one, which the adapter reports."""
-        self.watch.forget(move.timing)
+        self.watch.forget(transfer.timing)
         failed: MessagingFuture[bool] = MessagingFuture()
         failed.set_result(False)
         stores, loads = self._adapter.store_futures, self._adapter.retrieve_futures
-        if move.is_load and move.request_id in loads:  # else it ended since and was reported
-            loads[move.request_id] = (failed, loads[move.request_id][1])
-        elif stores.get(move.request_id) is move.future:
-            stores[move.request_id] = failed
+        if transfer.is_load and transfer.request_id in loads:  # else it ended since and was reported
+            loads[transfer.request_id] = (failed, loads[transfer.request_id][1])
+        elif stores.get(transfer.request_id) is transfer.future:
+            stores[transfer.request_id] = failed

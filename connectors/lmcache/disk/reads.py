@@ -43,10 +43,10 @@ class DiskReads:
         with disk.disk_lock:
             metas = [disk.dict.get(key) for key in keys]
         staged = self._stage(keys, metas)
-        run = keys[: len(staged)]
-        chunks = list(disk._read_thread_pool.map(self._load, run, metas, staged))
+        staged_keys = keys[: len(staged)]
+        chunks = list(disk._read_thread_pool.map(self._load, staged_keys, metas, staged))
         with disk.disk_lock:
-            for key, chunk in zip(run, chunks, strict=True):
+            for key, chunk in zip(staged_keys, chunks, strict=True):
                 if chunk is not None and key in disk.dict:
                     disk.cache_policy.update_on_hit(key, disk.dict)
         return chunks + [None] * (len(keys) - len(chunks))
@@ -55,8 +55,8 @@ class DiskReads:
         """DRAM for the leading chunks whose files are complete."""
         staged: list[Any] = []
         for key, meta in zip(keys, metas, strict=True):
-            room = self._allocate(meta) if meta is not None else None
-            if room is None:
+            memory = self._allocate(meta) if meta is not None else None
+            if memory is None:
                 cause = "no_room" if meta is not None else "evicted"
                 left = len(keys) - len(staged)
                 self._losses.add(cause, left)
@@ -67,23 +67,25 @@ class DiskReads:
                     CAUSES[cause],
                 )
                 break
-            if not self._has_file(key, meta, room):
+            if not self._has_file(key, meta, memory):
                 break
-            staged.append(room)
+            staged.append(memory)
         return staged
 
-    def _has_file(self, key: Any, meta: Any, room: Any) -> bool:
+    def _has_file(self, key: Any, meta: Any, memory: Any) -> bool:
         """Whether the chunk's file is complete; if not, frees its memory and forgets the chunk."""
-        if is_whole(meta.path, len(room.byte_array)):
+        if is_whole(meta.path, len(memory.byte_array)):
             return True
-        room.ref_count_down()
+        memory.ref_count_down()
         self._forget(key, "missing")
         return False
 
-    def _load(self, key: Any, meta: Any, room: Any) -> Any:
+    def _load(self, key: Any, meta: Any, memory: Any) -> Any:
         """The chunk if its checksum is right; else None, and it is forgotten. Runs in a reader's thread."""
         written = self._sums.get(meta.path)
-        chunk = self._disk._load_chunk_into_memory(key, meta.path, room)  # frees the memory of a failed read
+        chunk = self._disk._load_chunk_into_memory(
+            key, meta.path, memory
+        )  # frees the memory of a failed read
         if chunk is None:
             self._forget(key, "unreadable")
             return None
@@ -97,9 +99,9 @@ class DiskReads:
         """Memory in the DRAM pool, or None. Waits only while writes in flight may free some."""
         pool = self._disk.local_cpu_backend
         for _ in range(STAGING_WAITS):
-            room = pool.allocate(meta.shape, meta.dtype, meta.fmt, busy_loop=False)
-            if room is not None or not self._disk.disk_worker.put_tasks:
-                return room
+            memory = pool.allocate(meta.shape, meta.dtype, meta.fmt, busy_loop=False)
+            if memory is not None or not self._disk.disk_worker.put_tasks:
+                return memory
             time.sleep(STAGING_WAIT_S)
         return None
 
@@ -127,7 +129,7 @@ def is_whole(path: str, size_bytes: int) -> bool:
     return False
 
 
-def announce(disk: Any, chunk_bytes: int) -> None:
+def check_disk(disk: Any, chunk_bytes: int) -> None:
     """At start, log what makes the disk tier's measurements wrong, and change what would break it."""
     if disk.use_odirect and chunk_bytes % disk.os_disk_bs:
         logger.warning(

@@ -62,7 +62,7 @@ class TierChangeLog:
                 pieces = self._pieces[owner, ssd].setdefault(name, set())
                 if piece not in pieces:
                     pieces.add(piece)
-                    if len(pieces) == self._whole(owner):
+                    if len(pieces) == self._pieces_per_chunk(owner):
                         self._note(owner, ssd, True, name)
 
     def drop(self, ssd: bool, keys: list[ObjectKey]) -> None:
@@ -72,7 +72,7 @@ class TierChangeLog:
                 owner, name, piece = self._parts(key)
                 pieces = self._pieces[owner, ssd].get(name, set())
                 if piece in pieces:
-                    if len(pieces) == self._whole(owner):
+                    if len(pieces) == self._pieces_per_chunk(owner):
                         self._note(owner, ssd, False, name)
                     pieces.remove(piece)
                     if not pieces:
@@ -81,16 +81,16 @@ class TierChangeLog:
     def since(self, owner: Owner, number: int) -> list[NumberedChange]:
         """An owner's changes after `number`, oldest first. The caller holds the lock."""
         newer = takewhile(lambda entry: entry[1].number > number, reversed(self._changes))
-        return [change for whose, change in newer if whose == owner][::-1]
+        return [change for of, change in newer if of == owner][::-1]
 
     def snapshot(self, owner: Owner) -> list[NumberedChange]:
         """All complete chunks in an owner's tiers. The caller holds the lock."""
-        whole = self._whole(owner)
+        pieces_per_chunk = self._pieces_per_chunk(owner)
         return [
             NumberedChange(self.number, ssd, True, name)
             for ssd in (False, True)
             for name, pieces in self._pieces[owner, ssd].items()
-            if len(pieces) == whole
+            if len(pieces) == pieces_per_chunk
         ]
 
     def has_all_after(self, number: int) -> bool:
@@ -100,7 +100,7 @@ class TierChangeLog:
     def _note(self, owner: Owner, ssd: bool, admitted: bool, name: bytes) -> None:
         self._changes.append((owner, NumberedChange(self.next_number(), ssd, admitted, name)))
 
-    def _whole(self, owner: Owner) -> int:
+    def _pieces_per_chunk(self, owner: Owner) -> int:
         """How many pieces a chunk of this owner has: ranks times object groups."""
         if owner not in self._groups:
             try:
@@ -183,18 +183,18 @@ class MpTierModule:
 
         Raises msgspec.ValidationError, which LMCache passes on.
         """
-        ask = msgspec.msgpack.decode(payload, type=ChangesRequest)
-        owner, log = (ask.model, ask.world_size), self._log
+        request = msgspec.msgpack.decode(payload, type=ChangesRequest)
+        owner, log = (request.model, request.world_size), self._log
         # sizes first: LMCache takes L1's lock before the log's when it reports a change, so never after it
         dram_bytes, ssd_bytes = self._sizes()
         with log.lock:
-            known = ask.epoch == log.epoch and log.has_all_after(ask.number)
+            known = request.epoch == log.epoch and log.has_all_after(request.number)
             reply = ChangesReply(
                 epoch=log.epoch,
                 number=log.number,
                 is_snapshot=not known,
-                changes=log.since(owner, ask.number) if known else log.snapshot(owner),
-                lookups=self._lookups.since(ask.number) if known else [],
+                changes=log.since(owner, request.number) if known else log.snapshot(owner),
+                lookups=self._lookups.since(request.number) if known else [],
                 dram_bytes=dram_bytes,
                 ssd_bytes=ssd_bytes,
                 dram_spare_share=self._spare_share,
