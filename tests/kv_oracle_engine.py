@@ -162,7 +162,7 @@ class OracleConnector(StockConnector, ContinuumLMCacheConnector):
             close=lambda: None,
         )
         self._impl, self._tiers = self._lmcache_engine, tiers if engine is None else None
-        self._worker, self._rule = None, None
+        self._worker, self._load_selector = None, None
         self._kv_bytes_per_token = 8
         self._expected, self._check = [], LoadCheck(engine, BLOCK) if engine is not None else None
 

@@ -37,7 +37,7 @@ class FakeBench(OracleBench):
 
     def join(self) -> Any:
         scheduler = self.scheduler
-        scheduler.connector.planner.clock = lambda: self.now_s
+        scheduler.connector.scheduler_side.clock = lambda: self.now_s
         worker = type(scheduler.connector)(
             scheduler.vllm_config, KVConnectorRole.WORKER, scheduler.kv_cache_config
         )

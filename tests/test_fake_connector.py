@@ -137,7 +137,7 @@ def held_in_parts() -> FakeSchedulerSide:
     planner = a_planner(ssd_gb=1.0)
     names = chunk_names(range(32), 8)
     planner.store.store(0.0, names)
-    planner.store.settle(0.0)
+    planner.store.finish_writes(0.0)
     for name in names[2:]:
         planner.store.dram.forget(name)
     return planner
@@ -147,7 +147,7 @@ def held_in_parts() -> FakeSchedulerSide:
 def test_a_rule_decides_how_far_a_prompt_is_loaded(in_dram: int, on_disk: int, loaded: int) -> None:
     """The rest is computed, and stored to DRAM if it is not there yet; nothing is lost."""
     planner, request = held_in_parts(), a_request("r", 33)
-    planner.rule = lambda _, where: in_dram * where.dram_tokens + on_disk * where.ssd_tokens
+    planner.load_selector = lambda _, where: in_dram * where.dram_tokens + on_disk * where.ssd_tokens
     assert planner.offered_tokens(request, 0) == loaded
     at = list(range(9))
     planner.on_alloc(request, at, loaded)
@@ -157,12 +157,12 @@ def test_a_rule_decides_how_far_a_prompt_is_loaded(in_dram: int, on_disk: int, l
     assert len(copies) * 8 == loaded
     assert not meta.stores, "every chunk's bytes are kept already"
     planner.store.check()
-    assert planner.store.holding(chunk_names(range(32), 8)).dram_tokens == 32
+    assert planner.store.locate(chunk_names(range(32), 8)).dram_tokens == 32
 
 
 def test_a_rule_is_asked_where_the_offered_tokens_lie() -> None:
     planner, asked = held_in_parts(), []
-    planner.rule = lambda turn, where: asked.append((turn, where)) or 0
+    planner.load_selector = lambda turn, where: asked.append((turn, where)) or 0
     assert planner.offered_tokens(a_request("r", 40), 8) == 0
     assert asked == [("r", Residency(gpu_tokens=8, dram_tokens=8, ssd_tokens=16, total_tokens=40))]
 
@@ -203,9 +203,9 @@ def test_settings_of_others_are_left_alone() -> None:
 
 def test_chunks_must_be_whole_blocks() -> None:
     with pytest.raises(ConfigError, match="chunk_tokens is 256, not a multiple of the engine's blocks of 96"):
-        FakeConfig().shape(bytes_per_token=1, block_tokens=96)
+        FakeConfig().tier_spec(bytes_per_token=1, block_tokens=96)
 
 
 def test_a_rate_of_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="load_gbps of a tier is 0"):
-        FakeConfig(load_gbps=0).shape(1, 256)
+        FakeConfig(load_gbps=0).tier_spec(1, 256)

@@ -61,7 +61,7 @@ def waiting(mp_rig: Make) -> Waiting:
         _ended_while_loading=set(),
         _found={},
         _leases=ReadLeases(rig.scheduler, 300.0, clock),
-        _rule=None,
+        _load_selector=None,
         _declined=set(),
     )
     token_ids = prompt(1, 3)[:-1]

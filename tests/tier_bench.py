@@ -42,7 +42,7 @@ class TierBench(Bench):
         self.failed = 0
         self.idle_steps = 0  # with unfinished requests and nothing scheduled
         super().__init__(scheduler_cls, model, blocks, budget_tokens=64, transfer=transfer)
-        self.scheduler.connector.planner.clock = lambda: self.now_s
+        self.scheduler.connector.scheduler_side.clock = lambda: self.now_s
         self.queues = [q for q in vars(self.scheduler).values() if isinstance(q, RequestQueue)]
 
     def scheduled(self, output: Any) -> None:

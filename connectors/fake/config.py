@@ -44,7 +44,7 @@ class FakeConfig:
             **{KEYS[key].name: _checked(key, value, str(KEYS[key].type)) for key, value in given.items()}
         )
 
-    def shape(self, bytes_per_token: int, block_tokens: int) -> TierSpec:
+    def tier_spec(self, bytes_per_token: int, block_tokens: int) -> TierSpec:
         """The tiers of an engine with this much KV a token. Raises ConfigError."""
         if self.chunk_tokens % block_tokens:
             raise ConfigError(

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-ENDLESS = 1 << 50  # chunks
+UNLIMITED_CHUNKS = 1 << 50
 
 
 @dataclass
@@ -81,7 +81,7 @@ class FakeConnector(KVConnectorBase_V1):
         spec = groups[0].kv_cache_spec
         if role == KVConnectorRole.SCHEDULER:
             bytes_per_token = spec.page_size_bytes * len(groups[0].layer_names) // spec.block_size
-            self.planner = FakeSchedulerSide(
+            self.scheduler_side = FakeSchedulerSide(
                 self.config, bytes_per_token, spec.block_size, time.monotonic, self.namer
             )
         else:
@@ -91,23 +91,23 @@ class FakeConnector(KVConnectorBase_V1):
 
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
         """What a load of this prompt would return now (continuum_lmcache.reload.tier_store.TierStore)."""
-        self.planner.store.settle(self.planner.clock())
-        return self.planner.store.holding(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
+        self.scheduler_side.store.finish_writes(self.scheduler_side.clock())
+        return self.scheduler_side.store.locate(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
 
     @property
     def async_loads(self) -> bool:
         """Whether steps run during a load (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
         return self.config.load_async
 
-    def set_load_selector(self, rule: LoadSelector) -> None:
-        """Load at most what `rule` returns (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
-        self.planner.rule = rule
+    def set_load_selector(self, select: LoadSelector) -> None:
+        """Load at most what `select` returns (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
+        self.scheduler_side.load_selector = select
 
     def transfers(self) -> list[KVTransfer]:
         """The transfers since the last call, oldest first: with `fake.sleep` by the rates, else timed."""
         moved, self._moved = self._moved, []
         if self.config.sleep:
-            moved = self.planner.store.transfers()
+            moved = self.scheduler_side.store.transfers()
         if self.config.load_async:  # only the fake's own copies for a store run within the step
             beside = ("load", "store") if self.config.sleep else ("load",)
             moved = [replace(t, in_step=t.direction not in beside) for t in moved]
@@ -115,9 +115,12 @@ class FakeConnector(KVConnectorBase_V1):
 
     def capacity_tokens(self) -> dict[Tier, int]:
         """The size of each tier."""
-        shelves = {Tier.DRAM: self.planner.store.dram, Tier.SSD: self.planner.store.ssd}
-        sizes = {tier: min(shelf.capacity, ENDLESS) for tier, shelf in shelves.items() if shelf.capacity >= 1}
-        return {tier: int(chunks) * self.config.chunk_tokens for tier, chunks in sizes.items()}
+        store = self.scheduler_side.store
+        tiers = {Tier.DRAM: store.dram, Tier.SSD: store.ssd}
+        sizes = {
+            name: min(tier.capacity, UNLIMITED_CHUNKS) for name, tier in tiers.items() if tier.capacity >= 1
+        }
+        return {name: int(chunks) * self.config.chunk_tokens for name, chunks in sizes.items()}
 
     # the scheduler's side of vLLM's interface
 
@@ -127,27 +130,27 @@ class FakeConnector(KVConnectorBase_V1):
         return False
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
-        tokens = self.planner.offered_tokens(request, num_computed_tokens)
+        tokens = self.scheduler_side.offered_tokens(request, num_computed_tokens)
         return tokens, self.config.load_async and tokens > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self.planner.on_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler_side.on_alloc(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self.planner.step(scheduler_output)
+        return self.scheduler_side.step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if isinstance(connector_output.kv_connector_worker_meta, TransferReport):
             self._moved += connector_output.kv_connector_worker_meta.transfers
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
-        self.planner.finished(request.request_id)
+        self.scheduler_side.finished(request.request_id)
         return False, None  # stores end with their step: the blocks are free at once
 
     def reset_cache(self) -> bool:
-        self.planner.store.clear()
+        self.scheduler_side.store.clear()
         return True
 
     # the worker's side

@@ -74,9 +74,9 @@ class FakeSchedulerSide:
         namer: Namer = chunk_names,
     ) -> None:
         self.config, self.block_tokens, self.clock, self.namer = config, block_tokens, clock, namer
-        self.store = TwoTierCache(config.shape(bytes_per_token, block_tokens))
+        self.store = TwoTierCache(config.tier_spec(bytes_per_token, block_tokens))
         self.tracked: dict[str, TrackedRequest] = {}
-        self.rule: LoadSelector | None = None  # None: load all that is found
+        self.load_selector: LoadSelector | None = None  # None: load all that is found
         self._loads: list[LoadJob] = []
 
     @property
@@ -87,13 +87,13 @@ class FakeSchedulerSide:
         """How many tokens after the first `gpu_tokens` a load would return. Changes no tier."""
         seen = self.tracked.setdefault(request.request_id, TrackedRequest(request))
         seen.offered, seen.gpu_tokens = True, gpu_tokens
-        self.store.settle(self.clock())
-        held = self.store.holding(self._named(seen))
+        self.store.finish_writes(self.clock())
+        held = self.store.locate(self._named(seen))
         # the last token is always computed, since the next one is sampled from it
         found = min(held.dram_tokens + held.ssd_tokens, request.num_tokens - 1)
-        if found <= gpu_tokens or self.rule is None:
+        if found <= gpu_tokens or self.load_selector is None:
             return max(0, found - gpu_tokens)
-        return self.rule(
+        return self.load_selector(
             TurnId(request.request_id),
             residency_of_offer(held, gpu_tokens, found - gpu_tokens, request.num_tokens),
         )

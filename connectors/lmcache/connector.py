@@ -103,7 +103,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._check: LoadCheck | None = None
         self._worker: LMCacheWorkerSide | None = None
         self._tiers: LMCacheTiers | None = None
-        self._rule: LoadSelector | None = None  # None: load all that is found
+        self._load_selector: LoadSelector | None = None  # None: load all that is found
         if role == KVConnectorRole.SCHEDULER:
             database = ChunkedTokenDatabase(self._impl.config, self._impl._manager.lmcache_engine_metadata)
             self._tiers = LMCacheTiers(database, self._impl.config.chunk_size, self._addresses)
@@ -141,9 +141,9 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         }
         return {tier: int(size * GIB / self._kv_bytes_per_token) for tier, size in gib.items() if size}
 
-    def set_load_selector(self, rule: LoadSelector) -> None:
-        """Load at most what `rule` returns (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
-        self._rule = rule
+    def set_load_selector(self, select: LoadSelector) -> None:
+        """Load at most what `select` returns (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
+        self._load_selector = select
 
     def waits(self, metadata: Any) -> bool:
         """Whether the step loads or stores (continuum_lmcache.reload.tier_store.StepTiming)."""
@@ -185,14 +185,14 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             # LMCache rounds a capped load down to chunks, but not the number that it returns to vLLM. It then
             # fails on the difference when vLLM's hit ends inside a chunk (vllm_v1_adapter.py:1597)
             found = min(found, spec.lmcache_cached_tokens - spec.vllm_cached_tokens)
-            if found > 0 and self._rule is not None:
+            if found > 0 and self._load_selector is not None:
                 found = self._chosen(request, spec, found)
         elif spec is not None and request.num_preemptions:  # less than min_retrieve_tokens
             spec.lmcache_cached_tokens = min(spec.lmcache_cached_tokens, spec.vllm_cached_tokens)
         return found, is_async
 
     def _chosen(self, request: Request, spec: Any, found: int) -> int:
-        """How many of the `found` tokens to load, by the rule. LMCache's load spec is reduced to match.
+        """How many of the `found` tokens to load, by the load selector. LMCache's load spec is reduced to match.
 
         The worker always gets the spec with the step, and releases the pins of every lookup there, with
         or without a load (vllm_v1_adapter.py:1122). LMCache does not store again what the spec contains. So
@@ -201,7 +201,11 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         """
         held = self.locate(request.all_token_ids)
         where = residency_of_offer(held, spec.vllm_cached_tokens, found, request.num_tokens)
-        wanted = self._rule(TurnId(request.request_id), where) if self._rule is not None else found
+        wanted = (
+            self._load_selector(TurnId(request.request_id), where)
+            if self._load_selector is not None
+            else found
+        )
         if wanted < found:
             known = where.dram_tokens if self._impl.config.local_cpu else found
             kept = wanted if wanted or request.num_preemptions else known

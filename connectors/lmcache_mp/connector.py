@@ -93,7 +93,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._tiers = MpTiers(self._poller, reply, hasher, bytes_per_token)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._found: dict[str, TierHit] = {}
-        self._rule: LoadSelector | None = None  # None: load all that is found
+        self._load_selector: LoadSelector | None = None  # None: load all that is found
         self._declined: set[str] = set()  # requests that compute what they could load
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._ended_while_loading: set[str] = (
@@ -128,12 +128,12 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         """Where the request's KV was at its first lookup, before L2's part was read into L1."""
         return self._found.get(request_id)
 
-    def set_load_selector(self, rule: LoadSelector) -> None:
-        """Load nothing of a prompt for which `rule` returns 0 (reload/tier_store.py: SelectiveLoader).
+    def set_load_selector(self, select: LoadSelector) -> None:
+        """Load nothing of a prompt for which `select` returns 0 (reload/tier_store.py: SelectiveLoader).
 
         A load is all that was found, or nothing: before it answers, the server has read L2's part into L1.
         """
-        self._rule = rule
+        self._load_selector = select
 
     @property
     def is_up(self) -> bool:
@@ -173,9 +173,9 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found and self._leases.renew_if_old(request.request_id, tracker):
             return None, True  # an eager lookup's answer arrives late
-        if found and self._rule is not None:
+        if found and self._load_selector is not None:
             where = Residency(num_computed_tokens, found, 0, request.num_tokens)
-            if not self._rule(TurnId(request.request_id), where):
+            if not self._load_selector(TurnId(request.request_id), where):
                 self._decline(request.request_id, tracker)
                 return 0, False
         return found, is_async

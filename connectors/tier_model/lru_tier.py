@@ -42,15 +42,15 @@ class LruTier:
 
     def make_room(self, keep: Collection[ChunkName] = ()) -> list[ChunkName] | None:
         """Evict until one more chunk fits, never from `keep`; None if that is impossible."""
-        gone = []
+        evicted = []
         while len(self.names) + self.reserved + 1 > self.capacity:
             victim = next((n for n in self.names if n not in keep), None)
             if victim is None:
                 return None
             del self.names[victim]
             self.count["evicted"] += 1
-            gone.append(victim)
-        return gone
+            evicted.append(victim)
+        return evicted
 
     def admit(self, name: ChunkName) -> None:
         self.names[name] = None

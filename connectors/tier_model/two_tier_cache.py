@@ -56,26 +56,26 @@ class ActiveStore:
 class TwoTierCache:
     """Which chunks are in DRAM and on disk."""
 
-    def __init__(self, shape: TierSpec) -> None:
-        self.shape = shape
-        self.dram = LruTier(shape.chunks(shape.dram_bytes))
-        self.ssd = LruTier(shape.chunks(shape.ssd_bytes))
+    def __init__(self, spec: TierSpec) -> None:
+        self.spec = spec
+        self.dram = LruTier(spec.chunks(spec.dram_bytes))
+        self.ssd = LruTier(spec.chunks(spec.ssd_bytes))
         self.pending: dict[ChunkName, float] = {}  # disk writes by when they end, soonest first
-        self.up, self.down = BandwidthLink(shape.load_gbps), BandwidthLink(shape.store_gbps)
+        self.to_gpu, self.from_gpu = BandwidthLink(spec.load_gbps), BandwidthLink(spec.store_gbps)
         self.disk_read, self.disk_write = (
-            BandwidthLink(shape.ssd_load_gbps),
-            BandwidthLink(shape.ssd_store_gbps),
+            BandwidthLink(spec.ssd_load_gbps),
+            BandwidthLink(spec.ssd_store_gbps),
         )
         self._transfers: deque[KVTransfer] = deque(maxlen=TRANSFERS_KEPT)
-        self._gone: dict[ChunkName, None] = {}
+        self._evicted: dict[ChunkName, None] = {}
 
-    def holding(self, names: Sequence[ChunkName]) -> TierHit:
+    def locate(self, names: Sequence[ChunkName]) -> TierHit:
         """What a load of these chunks would return now; changes nothing. Unfinished writes do not count."""
         found = self.find(names)
-        return TierHit(len(found.dram) * self.shape.chunk_tokens, len(found.ssd) * self.shape.chunk_tokens)
+        return TierHit(len(found.dram) * self.spec.chunk_tokens, len(found.ssd) * self.spec.chunk_tokens)
 
     def find(self, names: Sequence[ChunkName]) -> TierLookup:
-        """The chunks that `holding` counts."""
+        """The chunks that `locate` counts."""
         dram = _leading(names, self.dram.names)
         return TierLookup(names[:dram], names[dram : dram + _leading(names[dram:], self.ssd.names)])
 
@@ -86,37 +86,37 @@ class TwoTierCache:
 
         Touches all that was found. What comes from the disk stays in DRAM as far as there is room.
         """
-        self.settle(now_s)
+        self.finish_writes(now_s)
         found = self.find(names)
         self.touch(found)
-        skip = gpu_tokens // self.shape.chunk_tokens
+        skip = gpu_tokens // self.spec.chunk_tokens
         dram, ssd = found.dram[skip:], found.ssd[max(0, skip - len(found.dram)) :]
         self._promote(ssd, keep={*found.dram, *ssd})
         if not dram and not ssd:
             return ActiveLoad((), (), now_s)
         size_bytes, ssd_bytes = self._size(dram) + self._size(ssd), self._size(ssd)
         read_s = self.disk_read.reserve(now_s, ssd_bytes) if ssd else now_s
-        done_s = self.up.reserve(read_s, size_bytes) + self.shape.load_latency_s
-        self._record(Tier.DRAM, "load", dram, self.up.seconds(self._size(dram)), turn)
+        done_s = self.to_gpu.reserve(read_s, size_bytes) + self.spec.load_latency_s
+        self._record(Tier.DRAM, "load", dram, self.to_gpu.seconds(self._size(dram)), turn)
         self._record(
-            Tier.SSD, "load", ssd, self.disk_read.seconds(ssd_bytes) + self.up.seconds(ssd_bytes), turn
+            Tier.SSD, "load", ssd, self.disk_read.seconds(ssd_bytes) + self.to_gpu.seconds(ssd_bytes), turn
         )
         return ActiveLoad(dram, ssd, done_s)
 
     def store(self, now_s: float, names: Sequence[ChunkName]) -> ActiveStore:
         """Write chunks through: into DRAM now, to the disk after earlier writes. Skips stored chunks."""
-        self.settle(now_s)
+        self.finish_writes(now_s)
         new = [n for n in names if not self.has(n)]
         keep = set(names)  # a prompt larger than DRAM is cut short; it does not evict its own chunks
         into_dram = [n for n in names if n not in self.dram.names and self._admit(n, keep)]
         for name in names:
             self._write(now_s, name)
-        self._record(Tier.DRAM, "store", into_dram, self.down.seconds(self._size(into_dram)))
+        self._record(Tier.DRAM, "store", into_dram, self.from_gpu.seconds(self._size(into_dram)))
         moved = [n for n in new if self.has(n)]
         crossed = {*into_dram, *moved}  # over the link: also chunks that only the disk had
-        return ActiveStore(moved, self.down.reserve(now_s, self._size(crossed)) if crossed else now_s)
+        return ActiveStore(moved, self.from_gpu.reserve(now_s, self._size(crossed)) if crossed else now_s)
 
-    def settle(self, now_s: float) -> None:
+    def finish_writes(self, now_s: float) -> None:
         """Admit the disk writes that have ended by now."""
         due = []
         for name, done_s in self.pending.items():
@@ -142,7 +142,7 @@ class TwoTierCache:
             self.ssd.forget(name)
             if self.pending.pop(name, None) is not None:
                 self.ssd.reserved -= 1
-            self._gone[name] = None
+            self._evicted[name] = None
         return len(known)
 
     def clear(self) -> int:
@@ -161,9 +161,9 @@ class TwoTierCache:
 
     def take_evicted(self) -> list[ChunkName]:
         """Chunks that have left every tier since the last call: their bytes may be deleted."""
-        gone = [n for n in self._gone if not self.has(n)]
-        self._gone.clear()
-        return gone
+        evicted = [n for n in self._evicted if not self.has(n)]
+        self._evicted.clear()
+        return evicted
 
     def check(self) -> None:
         """Raise InvariantError unless the counts balance."""
@@ -175,10 +175,10 @@ class TwoTierCache:
             raise InvariantError(f"{len(both)} chunks are on the disk and on their way to it")
 
     def _admit(self, name: ChunkName, keep: Collection[ChunkName]) -> bool:
-        gone = self.dram.make_room(keep)
-        if gone is None:
+        evicted = self.dram.make_room(keep)
+        if evicted is None:
             return False
-        self._gone.update(dict.fromkeys(gone))
+        self._evicted.update(dict.fromkeys(evicted))
         self.dram.admit(name)
         return True
 
@@ -191,21 +191,21 @@ class TwoTierCache:
         if name in self.ssd.names:
             self.ssd.touch((name,))
         elif name not in self.pending and self.ssd.capacity >= 1:
-            gone = self.ssd.make_room()
-            if gone is None:  # the whole disk is reserved for unfinished writes
+            evicted = self.ssd.make_room()
+            if evicted is None:  # the whole disk is reserved for unfinished writes
                 return
-            self._gone.update(dict.fromkeys(gone))
+            self._evicted.update(dict.fromkeys(evicted))
             self.ssd.reserved += 1
-            self.pending[name] = self.disk_write.reserve(now_s, self.shape.chunk_bytes)
+            self.pending[name] = self.disk_write.reserve(now_s, self.spec.chunk_bytes)
 
     def _size(self, names: Collection[ChunkName]) -> int:
-        return len(names) * self.shape.chunk_bytes
+        return len(names) * self.spec.chunk_bytes
 
     def _record(
         self, tier: Tier, direction: str, names: Sequence[ChunkName], duration_s: float, turn: str = ""
     ) -> None:
         if names:
-            tokens = len(names) * self.shape.chunk_tokens
+            tokens = len(names) * self.spec.chunk_tokens
             self._transfers.append(KVTransfer(tier, direction, tokens, self._size(names), duration_s, turn))
 
 

@@ -71,7 +71,7 @@ def report(now_s: float, replica: Replica) -> ReplicaReport:
     lifecycle = getattr(replica.scheduler, "_lifecycle", None)
     if lifecycle is None:
         store = replica.store
-        chunks = 0.0 if store is None else store.dram.capacity * store.shape.chunk_tokens
+        chunks = 0.0 if store is None else store.dram.capacity * store.spec.chunk_tokens
         return ReplicaReport(
             replica=name_of(replica.index),
             at_s=now_s,

@@ -116,18 +116,18 @@ class Replica:
         if (store := self.store) is None:
             return 0
         names = chunk_names(turn, store)
-        return store.shape.chunk_tokens * _leading(len(names), lambda at: names[at] in store.dram.names)
+        return store.spec.chunk_tokens * _leading(len(names), lambda at: names[at] in store.dram.names)
 
     @property
     def store(self) -> TwoTierCache | None:
         """Its tiers."""
         connector = self.scheduler.connector
-        return connector.planner.store if connector is not None else None
+        return connector.scheduler_side.store if connector is not None else None
 
 
 def chunk_names(turn: Turn, store: TwoTierCache) -> list[Any]:
     """Names of the prompt's whole chunks."""
-    return stream_names(turn.request.prompt_token_ids or (), store.shape.chunk_tokens)
+    return stream_names(turn.request.prompt_token_ids or (), store.spec.chunk_tokens)
 
 
 def _leading(count: int, is_there: Any) -> int:

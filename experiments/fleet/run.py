@@ -199,10 +199,10 @@ class FleetRun(Simulation):
         """All stores share one DRAM tier; each GPU has its own link to it."""
         stores = [replica.store for replica in self.replicas]
         capacity = sum(store.dram.capacity for store in stores if store is not None)
-        shelf = LruTier(capacity)
+        tier = LruTier(capacity)
         for store in stores:
             assert store is not None, "a pool needs DRAM"
-            store.dram = shelf
+            store.dram = tier
 
     def _copies(self, turn: Turn, replica: Replica) -> float | None:
         """Copy what another replica has of the prompt and this one lacks. When it ends; None: no copy.
@@ -215,10 +215,10 @@ class FleetRun(Simulation):
         found_tokens = max((r.hit_tokens(turn) for r in self.alive if r is not replica), default=0)
         if found_tokens <= has_tokens:
             return None
-        shape = replica.store.shape
-        chunks = found_tokens // shape.chunk_tokens - has_tokens // shape.chunk_tokens
+        spec = replica.store.spec
+        chunks = found_tokens // spec.chunk_tokens - has_tokens // spec.chunk_tokens
         now_s = self.clock.now_s
-        ready_s = self.links[replica.index].reserve(now_s, chunks * shape.chunk_bytes)
+        ready_s = self.links[replica.index].reserve(now_s, chunks * spec.chunk_bytes)
         self.found.copies_s.append(ready_s - now_s)
         replica.sent[turn.id].hit_tokens = found_tokens
         return ready_s
@@ -229,7 +229,7 @@ class FleetRun(Simulation):
             return
         store = replica.store
         assert store is not None
-        names = chunk_names(turn, store)[: replica.sent[turn.id].hit_tokens // store.shape.chunk_tokens]
+        names = chunk_names(turn, store)[: replica.sent[turn.id].hit_tokens // store.spec.chunk_tokens]
         keep = set(names)
         for name in names:
             if name not in store.dram.names and store.dram.make_room(keep) is not None:

@@ -229,7 +229,7 @@ class Engine:
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         table, connector = self._pin_table, self.scheduler.connector
         pinned = table.pinned_blocks if table else 0
-        tracked = len(connector.planner.tracked) if connector else 0
+        tracked = len(connector.scheduler_side.tracked) if connector else 0
         for holds, equation in (
             (not self.scheduler.requests, f"requests left({len(self.scheduler.requests)}) != 0"),
             (free == self.setup.blocks, f"free blocks({free}) != blocks({self.setup.blocks})"),
@@ -241,7 +241,7 @@ class Engine:
         if table:
             table.check()
         if connector:
-            connector.planner.store.check()
+            connector.scheduler_side.store.check()
 
     @property
     def pins(self) -> dict[str, int]:

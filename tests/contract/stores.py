@@ -59,7 +59,9 @@ class FakeStore:
             chunk_tokens=self.chunk_tokens,
             **settings,  # type: ignore[arg-type]
         )
-        self.planner = FakeSchedulerSide(config, self.bytes_per_token, self.block_tokens, lambda: self.now_s)
+        self.scheduler_side = FakeSchedulerSide(
+            config, self.bytes_per_token, self.block_tokens, lambda: self.now_s
+        )
         self.worker = FakeWorkerSide(config, self.block_tokens)
         self.kv = {name: torch.zeros(self.blocks, self.block_tokens, dtype=torch.int64) for name in "ab"}
         self.worker.register(self.kv, self.blocks)
@@ -67,12 +69,12 @@ class FakeStore:
 
     def run(self, token_ids: Sequence[int], gpu_tokens: int = 0) -> TierHit:
         request = self._request(token_ids)
-        loads = self.planner.offered_tokens(request, gpu_tokens)
+        loads = self.scheduler_side.offered_tokens(request, gpu_tokens)
         at = list(range(-(-len(token_ids) // self.block_tokens)))
         content = self._content(token_ids)
         self._fill(content, 0, 0)
         self._fill(content, 0, gpu_tokens)
-        self.planner.on_alloc(request, at, loads)
+        self.scheduler_side.on_alloc(request, at, loads)
         request.num_computed_tokens = gpu_tokens + loads
         meta = self._step(request, at, len(token_ids) - request.num_computed_tokens)
         self.worker.load(meta.loads)
@@ -80,31 +82,37 @@ class FakeStore:
         self._fill(content, gpu_tokens + loads, len(token_ids))
         self.worker.store(meta.stores, meta.store_s)
         self.worker.drop(meta.drops)
-        self.planner.finished(request.request_id)
+        self.scheduler_side.finished(request.request_id)
         return brought
 
     def locate(self, token_ids: Sequence[int]) -> TierHit:
-        self.planner.store.settle(self.now_s)
-        return self.planner.store.holding(chunk_names(token_ids, self.chunk_tokens))
+        self.scheduler_side.store.finish_writes(self.now_s)
+        return self.scheduler_side.store.locate(chunk_names(token_ids, self.chunk_tokens))
 
     def settle(self) -> None:
         self.now_s += 1e9
-        self.planner.store.settle(self.now_s)
+        self.scheduler_side.store.finish_writes(self.now_s)
 
     def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
         names = chunk_names(token_ids, self.chunk_tokens)
-        self.planner.store.forget(names[-(-kept_tokens // self.chunk_tokens) :])
+        self.scheduler_side.store.forget(names[-(-kept_tokens // self.chunk_tokens) :])
 
     def transfers(self) -> list[KVTransfer]:
         return self.worker.take_transfers()
 
     def check(self) -> None:
-        self.planner.store.check()
-        held = {*self.planner.store.dram.names, *self.planner.store.ssd.names, *self.planner.store.pending}
+        self.scheduler_side.store.check()
+        held = {
+            *self.scheduler_side.store.dram.names,
+            *self.scheduler_side.store.ssd.names,
+            *self.scheduler_side.store.pending,
+        }
         missing = held - self.worker.chunks.keys()
         assert not missing, f"{len(missing)} chunks are in the index, but their bytes are gone"
         kept = len(self.worker.chunks)
-        assert kept <= len(held) + len(self.planner.store._gone), f"bytes of {kept} chunks for {len(held)}"
+        assert kept <= len(held) + len(self.scheduler_side.store._evicted), (
+            f"bytes of {kept} chunks for {len(held)}"
+        )
 
     def close(self) -> None:
         pass
@@ -129,7 +137,7 @@ class FakeStore:
             scheduled_new_reqs=[new],
             scheduled_cached_reqs=nobody,
         )
-        return self.planner.step(output)
+        return self.scheduler_side.step(output)
 
     @staticmethod
     def _content(token_ids: Sequence[int]) -> list[int]:
