@@ -345,11 +345,11 @@ def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:
 
 def test_a_first_prompt_is_trusted_as_far_as_it_predicted_the_end() -> None:
     telling, silent = ContextGrowth(), ContextGrowth()
-    assert telling.trust == 0.0
+    assert telling.first_prompt_exponent == 0.0
     for i in range(1, 101):
         telling.add_program(5, i * 100, i * 300)
         silent.add_program(5, i * 100, 40_000 + i % 2)
-    assert telling.trust > 0.9 and silent.trust < 0.01
+    assert telling.first_prompt_exponent > 0.9 and silent.first_prompt_exponent < 0.01
 
 
 def test_a_small_first_prompt_goes_first_but_passes_nobody_who_came_long_before() -> None:

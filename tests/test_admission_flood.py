@@ -29,8 +29,10 @@ def learned() -> ContextGrowth:
 
 
 def order(pending: PendingProgram, growth: ContextGrowth) -> float:
-    usual, trust = growth.first_tokens, growth.trust
-    return line_rank(pending.arrival_s, pending.prompt_tokens, usual, 3.0, trust, MAX_WAIT_S, pending.line_s)
+    usual, exponent = growth.first_tokens, growth.first_prompt_exponent
+    return line_rank(
+        pending.arrival_s, pending.prompt_tokens, usual, 3.0, exponent, MAX_WAIT_S, pending.line_s
+    )
 
 
 def victims_wait_s(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.capacity.break_even import break_even_tokens, load_line, pin_worths
+from continuum_lmcache.capacity.break_even import break_even_tokens, linear_load_cost, pin_values
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.retention.ttl_solver import best_ttl
@@ -34,7 +34,7 @@ LOADS = pytest.mark.parametrize("tier", [Tier.DRAM, Tier.SSD])
 def test_beyond_the_break_even_loading_is_never_slower(tier: Tier, costs: CostModel) -> None:
     """And just before it computing is faster."""
     found = break_even_tokens(costs, tier)
-    line = load_line(costs, tier)
+    line = linear_load_cost(costs, tier)
     if math.isinf(found):
         assert line.seconds(1e12) >= costs.prefill.seconds(int(1e12), 0) * (1 - 1e-9)
         return
@@ -49,36 +49,38 @@ def test_beyond_the_break_even_loading_is_never_slower(tier: Tier, costs: CostMo
 def test_a_load_from_disk_takes_what_the_cost_model_predicts() -> None:
     n = 10_000
     costs = replace(UNMEASURED, prefill=replace(UNMEASURED.prefill, fixed_s=NEVER_S))
-    assert load_line(costs, Tier.SSD).seconds(n) == pytest.approx(costs.reload_s(Residency(0, 0, n, n)))
-    assert load_line(costs, Tier.DRAM).seconds(n) == pytest.approx(costs.reload_s(Residency(0, n, 0, n)))
+    assert linear_load_cost(costs, Tier.SSD).seconds(n) == pytest.approx(
+        costs.reload_s(Residency(0, 0, n, n))
+    )
+    assert linear_load_cost(costs, Tier.DRAM).seconds(n) == pytest.approx(
+        costs.reload_s(Residency(0, n, 0, n))
+    )
 
 
 def test_nothing_is_loaded_from_the_gpu() -> None:
     with pytest.raises(ConfigError, match="ask for dram or ssd"):
-        load_line(UNMEASURED, Tier.GPU)
+        linear_load_cost(UNMEASURED, Tier.GPU)
 
 
 @given(gaps_s=st.lists(st.floats(0.001, 200), min_size=1, max_size=20), context=st.integers(100, 200_000))
 def test_a_pin_pays_from_its_least_queueing_delay_on_and_not_before(
     gaps_s: list[float], context: int
 ) -> None:
-    worth = pin_worths(UNMEASURED, context, gaps_s, 300.0)[Tier.DRAM]
+    pin = pin_values(UNMEASURED, context, gaps_s, 300.0)[Tier.DRAM]
     ended = tuple(sorted(gaps_s))
     seen = DurationDistribution("all", ended, kaplan_meier(ended, ()), len(ended))
-    for delay_s in (worth.least_delay_s * 0.999 - 1e-6, worth.least_delay_s * 1.001 + 1e-6):
+    for delay_s in (pin.least_delay_s * 0.999 - 1e-6, pin.least_delay_s * 1.001 + 1e-6):
         if delay_s >= 0:
-            assert (best_ttl(seen, delay_s + worth.reload_s, 300.0).ttl_s > 0) == (
-                delay_s > worth.least_delay_s
-            )
+            assert (best_ttl(seen, delay_s + pin.reload_s, 300.0).ttl_s > 0) == (delay_s > pin.least_delay_s)
 
 
 def test_a_tool_that_never_comes_back_in_time_is_never_worth_a_pin() -> None:
-    worth = pin_worths(UNMEASURED, 50_000, [900.0], 300.0)[Tier.NONE]
-    assert worth.least_delay_s == math.inf
-    assert (worth.best.ttl_s, worth.gain_s) == (0, 0)
+    pin = pin_values(UNMEASURED, 50_000, [900.0], 300.0)[Tier.NONE]
+    assert pin.least_delay_s == math.inf
+    assert (pin.best.ttl_s, pin.gain_s) == (0, 0)
 
 
 def test_without_tool_times_the_papers_cold_start_answers() -> None:
     """Exp(1): a pin pays where the benefit is above 1 s."""
-    worth = pin_worths(UNMEASURED, 50_000, [], 300.0)[Tier.DRAM]
-    assert worth.least_delay_s == pytest.approx(1.0 - worth.reload_s)
+    pin = pin_values(UNMEASURED, 50_000, [], 300.0)[Tier.DRAM]
+    assert pin.least_delay_s == pytest.approx(1.0 - pin.reload_s)

@@ -13,7 +13,7 @@ from continuum_lmcache.retention.engine_stats import PROGRAM_WINDOW, QUEUE_WINDO
 def after(*turn_counts):
     history = EvictionStats()
     for turns in turn_counts:
-        history.turn_count(turns)
+        history.observe_program(turns)
     return history
 
 
@@ -25,23 +25,23 @@ def by_numpy(turn_counts):
 def test_t_is_the_mean_delay_of_evicted_turns_and_0_before_the_first():
     history = EvictionStats()
     assert (history.queue_delay_s, history.queue_delay_samples) == (0.0, 0)
-    history.queue_delay(2.0, evicted=True)
-    history.queue_delay(99.0, evicted=False)
-    history.queue_delay(4.0, evicted=True)
+    history.observe_queue_delay(2.0, evicted=True)
+    history.observe_queue_delay(99.0, evicted=False)
+    history.observe_queue_delay(4.0, evicted=True)
     assert (history.queue_delay_s, history.queue_delay_samples) == (3.0, 2)
 
 
 def test_t_forgets_what_is_older_than_its_window():
     history = EvictionStats()
     for delay_s in [50.0] * QUEUE_WINDOW + [1.0] * QUEUE_WINDOW:
-        history.queue_delay(delay_s, evicted=True)
+        history.observe_queue_delay(delay_s, evicted=True)
     assert (history.queue_delay_s, history.queue_delay_samples) == (1.0, QUEUE_WINDOW)
 
 
 def test_a_delay_that_cannot_be_does_not_count():
     history = EvictionStats()
     for delay_s in (-1.0, math.nan, math.inf):
-        history.queue_delay(delay_s, evicted=True)
+        history.observe_queue_delay(delay_s, evicted=True)
     assert history.queue_delay_samples == 0
 
 

@@ -47,8 +47,8 @@ def test_a_sound_plan_is_not_objected_to() -> None:
         ({"tiers": {Tier.DRAM: 159_999}}, "dram-smaller-than-gpu", Severity.WARNING),
         ({"tiers": {Tier.DRAM: 400_000, Tier.SSD: 399_999}}, "ssd-smaller-than-dram", Severity.WARNING),
         ({"tiers": {Tier.DRAM: 45_000, Tier.SSD: 900_000}}, "dram-smaller-than-a-load", Severity.WARNING),
-        ({"tiers": {}, "at_once": 5}, "no-tier", Severity.WARNING),
-        ({"at_once": 21}, "tiers-smaller-than-programs", Severity.WARNING),
+        ({"tiers": {}, "concurrent_programs": 5}, "no-tier", Severity.WARNING),
+        ({"concurrent_programs": 21}, "tiers-smaller-than-programs", Severity.WARNING),
         ({"costs": replace(COSTS, ssd=SLOW)}, "ssd-slower-than-recompute", Severity.ERROR),
         ({"costs": replace(COSTS, dram=replace(COSTS.dram, fixed_s=4.0))}, "dram-slow", Severity.WARNING),
         ({"max_pinned_share": 0.24}, "no-room-for-pins", Severity.WARNING),
@@ -70,8 +70,8 @@ def test_each_objection_has_a_plan_that_earns_it(change: Any, name: str, severit
         {"budget": kv_budget.of_blocks(SHAPE, 5_000, 16)},
         {"shape": replace(SHAPE, window_tokens=40_000)},
         {"tiers": {Tier.DRAM: 160_000}},
-        {"tiers": {}, "at_once": 4},
-        {"at_once": 20},
+        {"tiers": {}, "concurrent_programs": 4},
+        {"concurrent_programs": 20},
         {"max_pinned_share": 0.25},
     ],
 )
@@ -80,7 +80,7 @@ def test_at_the_limit_nothing_is_wrong(change: Any) -> None:
 
 
 def test_pins_cannot_pay_while_everything_fits() -> None:
-    found = can_pins_pay(replace(PLAN, at_once=4))
+    found = can_pins_pay(replace(PLAN, concurrent_programs=4))
     assert found.answer == "no" and "nothing is evicted" in found.why
 
 
@@ -90,12 +90,12 @@ def test_pins_cannot_pay_where_none_fits() -> None:
 
 def test_what_is_quickly_loaded_is_worth_a_pin_only_once_turns_queue() -> None:
     """40,000 tokens from DRAM: 0.21 s. Half of the tools take 0.5 s: 0.5 / 0.5 - 0.21 = 0.79 s of T."""
-    found = can_pins_pay(replace(PLAN, at_once=8))
+    found = can_pins_pay(replace(PLAN, concurrent_programs=8))
     assert found.answer == "under load" and "0.79 s" in found.why
 
 
 def test_what_would_be_computed_again_is_worth_a_pin_at_once() -> None:
-    found = can_pins_pay(replace(PLAN, at_once=8, tiers={}))
+    found = can_pins_pay(replace(PLAN, concurrent_programs=8, tiers={}))
     assert found.answer == "yes" and "a pin of 1 s gains 3 s a turn" in found.why
 
 
@@ -107,6 +107,6 @@ def test_a_pin_that_gains_next_to_nothing_is_hardly_worth_it() -> None:
 
 
 def test_a_tier_that_holds_the_programs_is_where_they_come_back_from() -> None:
-    assert replace(PLAN, at_once=10).place is Tier.DRAM
-    assert replace(PLAN, at_once=11).place is Tier.SSD
-    assert replace(PLAN, at_once=21).place is Tier.NONE
+    assert replace(PLAN, concurrent_programs=10).reload_tier is Tier.DRAM
+    assert replace(PLAN, concurrent_programs=11).reload_tier is Tier.SSD
+    assert replace(PLAN, concurrent_programs=21).reload_tier is Tier.NONE

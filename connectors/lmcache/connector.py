@@ -192,7 +192,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         return found, is_async
 
     def _chosen(self, request: Request, spec: Any, found: int) -> int:
-        """How many of the `found` tokens to load, by the load selector. LMCache's load spec is reduced to match.
+        """How many of the `found` tokens the load selector wants. LMCache's load spec is reduced to match.
 
         The worker always gets the spec with the step, and releases the pins of every lookup there, with
         or without a load (vllm_v1_adapter.py:1122). LMCache does not store again what the spec contains. So

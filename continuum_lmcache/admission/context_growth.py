@@ -16,7 +16,7 @@ PRIOR_TURNS = 9
 PRIOR_PROGRAMS = 4
 LEAST_FILL = 0.5  # of the cache, however much programs differ
 MARGIN_DEVIATIONS = 3  # standard deviations of the sum of contexts that must fit too
-TRUST_PROGRAMS = 8  # number of known programs at which a first prompt is trusted by half
+EXPONENT_PROGRAMS = 8  # number of known programs at which half of the fitted exponent is used
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class ContextGrowth:
             self._spread_tokens = math.sqrt(sum((tokens - mean) ** 2 for tokens in grown) / len(grown))
 
     @property
-    def trust(self) -> float:
-        """How well a first prompt predicts the whole program: final ~ first ** trust, in [0, 1].
+    def first_prompt_exponent(self) -> float:
+        """How well a first prompt predicts the whole program: final ~ first ** exponent, in [0, 1].
 
         Least squares of the logarithms, shrunk to 0 while few programs are known. In agents' traces it
         is between 0 and 0.6 (experiments/LOG.md), so it cannot be assumed.
@@ -71,7 +71,7 @@ class ContextGrowth:
         spread = sum((x - mean_x) ** 2 for x, _ in logs)
         together = sum((x - mean_x) * (y - mean_y) for x, y in logs)
         slope = together / spread if spread > 0 else 0.0
-        return max(0.0, min(1.0, slope)) * n / (n + TRUST_PROGRAMS)
+        return max(0.0, min(1.0, slope)) * n / (n + EXPONENT_PROGRAMS)
 
     @property
     def turn_tokens(self) -> float:

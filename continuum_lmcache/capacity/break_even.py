@@ -24,7 +24,7 @@ class LinearCost:
         return self.fixed_s + tokens * self.per_token_s
 
 
-def load_line(costs: CostModel, tier: Tier) -> LinearCost:
+def linear_load_cost(costs: CostModel, tier: Tier) -> LinearCost:
     """The cost of a load from `tier`; a load from disk passes through DRAM, as in cost_model.py."""
     dram = LinearCost(costs.dram.fixed_s, costs.kv_bytes_per_token / costs.dram.bytes_per_s)
     if tier is Tier.DRAM:
@@ -42,7 +42,7 @@ def break_even_tokens(costs: CostModel, tier: Tier) -> float:
     always pays, infinite where computing is faster for all long contexts. That LMCache loads only whole
     chunks is left out.
     """
-    load, prefill = load_line(costs, tier), costs.prefill
+    load, prefill = linear_load_cost(costs, tier), costs.prefill
     ahead_s = prefill.fixed_s - load.fixed_s
     slope_s, bend_s = prefill.per_token_s - load.per_token_s, prefill.per_pair_s
     if bend_s == 0:
@@ -60,14 +60,14 @@ class PinValue:
     With no queue, T = 0; beside it the least T from which some pin pays.
     """
 
-    found: Tier
+    tier: Tier
     reload_s: float  # PrefillReload: what the pin saves if the program returns in time
     best: TtlChoice  # the TTL with the largest gain
     gain_s: float  # P(tau) * reload - tau, per turn; 0: no pin pays
     least_delay_s: float  # pins pay where T * eta is above this; <= 0: always
 
 
-def pin_worths(
+def pin_values(
     costs: CostModel, context_tokens: int, gaps_s: Sequence[float], max_ttl_s: float
 ) -> dict[Tier, PinValue]:
     """The worth of a pin for each place of the whole context. Without gaps: cold, Exp(1)."""
@@ -80,10 +80,10 @@ def pin_worths(
         Tier.SSD: Residency(0, 0, context_tokens, context_tokens),
         Tier.NONE: Residency(0, 0, 0, context_tokens),
     }
-    return {tier: pin_worth(tier, costs.reload_s(where), seen, max_ttl_s) for tier, where in places.items()}
+    return {tier: pin_value(tier, costs.reload_s(where), seen, max_ttl_s) for tier, where in places.items()}
 
 
-def pin_worth(found: Tier, reload_s: float, seen: DurationDistribution, max_ttl_s: float) -> PinValue:
+def pin_value(tier: Tier, reload_s: float, seen: DurationDistribution, max_ttl_s: float) -> PinValue:
     """Eq. 2 with T = 0, and the T from which its maximum is above 0.
 
     P(tau) (T + reload) > tau for some recorded tau if T is above the least tau / P(tau), minus the
@@ -92,4 +92,4 @@ def pin_worth(found: Tier, reload_s: float, seen: DurationDistribution, max_ttl_
     best = best_ttl(seen, reload_s, max_ttl_s)
     ratios = [gap / p for gap, p in zip(seen.samples_s, seen.cdf, strict=True) if gap <= max_ttl_s]
     least_s = min(ratios, default=1.0 if seen.level == "cold" else math.inf)
-    return PinValue(found, reload_s, best, best.probability * reload_s - best.ttl_s, least_s - reload_s)
+    return PinValue(tier, reload_s, best, best.probability * reload_s - best.ttl_s, least_s - reload_s)

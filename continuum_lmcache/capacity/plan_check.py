@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from continuum_lmcache.capacity.break_even import PinValue, break_even_tokens, pin_worths
+from continuum_lmcache.capacity.break_even import PinValue, break_even_tokens, pin_values
 from continuum_lmcache.capacity.kv_budget import KVBudget, ModelShape, programs_that_fit
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
 
 LOAD_SHARE = 7 / 8  # of the DRAM pool for one load (connectors/lmcache/known_issues.py)
-WORTH_IT = 0.05  # of the reload that a pin would save; a smaller gain is "hardly"
+CLEAR_GAIN_SHARE = 0.05  # of the reload that a pin would save; with less the answer is "hardly"
 SIZES = {Tier.DRAM: "lmcache.max_local_cpu_size", Tier.SSD: "lmcache.max_local_disk_size"}
 MEASURE = "measure with profiles/measure.py on the machine that will serve"
 
@@ -41,7 +41,7 @@ class DeploymentPlan:
     costs: CostModel  # of this model: its KV bytes are the budget's
     demand: ExpectedLoad
     tiers: Mapping[Tier, int]  # tokens that DRAM and SSD hold
-    at_once: int | None = None  # programs alive at the same time; None: not given
+    concurrent_programs: int | None = None  # programs alive at the same time; None: not given
     max_pinned_share: float = 0.8
     max_ttl_s: float = 300.0
     profiled_bytes_per_token: int | None = None  # of the profile's model; None: no profile
@@ -52,18 +52,18 @@ class DeploymentPlan:
         return programs_that_fit(self.budget.tokens, self.demand.contexts_tokens)
 
     @property
-    def place(self) -> Tier:
+    def reload_tier(self) -> Tier:
         """Where KV that the GPU lost is found: the first tier that holds all programs.
 
-        Without `at_once`, the first that holds more than the GPU does.
+        Without `concurrent_programs`, the first that holds more than the GPU does.
         """
-        needed = (self.at_once or 0) * self.demand.mean_tokens or self.budget.tokens
+        needed = (self.concurrent_programs or 0) * self.demand.mean_tokens or self.budget.tokens
         return next((tier for tier in (Tier.DRAM, Tier.SSD) if self.tiers.get(tier, 0) >= needed), Tier.NONE)
 
 
 def advice(plan: DeploymentPlan) -> list[Finding]:
     """All problems that the numbers show."""
-    rules = (_memory, _contexts, _sizes, _speeds, _pins_fit, _evidence)
+    rules = (_memory, _contexts, _sizes, _speeds, _pins_fit, _sources)
     return [finding for rule in rules for finding in rule(plan)]
 
 
@@ -124,19 +124,20 @@ def _sizes(plan: DeploymentPlan) -> Iterator[Finding]:
             f"once; the longest context has {largest:,}",
             f"the rest is computed again (stock LMCache hangs instead): raise {SIZES[Tier.DRAM]}",
         )
-    working_set = (plan.at_once or 0) * plan.demand.mean_tokens
+    working_set = (plan.concurrent_programs or 0) * plan.demand.mean_tokens
     if plan.tiers and working_set > max(*plan.tiers.values(), plan.budget.tokens):
         yield warning(
             "tiers-smaller-than-programs",
-            f"{plan.at_once} programs hold {working_set:,} tokens, the largest tier "
+            f"{plan.concurrent_programs} programs hold {working_set:,} tokens, the largest tier "
             f"{max(plan.tiers.values()):,}",
             "an LRU below the working set evicts KV before its program returns: raise "
             f"{SIZES[Tier.DRAM]} or {SIZES[Tier.SSD]}",
         )
-    if plan.at_once and plan.at_once > plan.fits and not plan.tiers:
+    if plan.concurrent_programs and plan.concurrent_programs > plan.fits and not plan.tiers:
         yield warning(
             "no-tier",
-            f"{plan.at_once} programs at once and room for {plan.fits}; what is evicted is computed again",
+            f"{plan.concurrent_programs} programs at once and room for {plan.fits}; "
+            "what is evicted is computed again",
             f"give LMCache DRAM ({SIZES[Tier.DRAM]}): it gains more than any pin",
         )
 
@@ -172,7 +173,7 @@ def _pins_fit(plan: DeploymentPlan) -> Iterator[Finding]:
         )
 
 
-def _evidence(plan: DeploymentPlan) -> Iterator[Finding]:
+def _sources(plan: DeploymentPlan) -> Iterator[Finding]:
     if not plan.costs.measured:
         yield note(
             "not-measured",
@@ -201,28 +202,31 @@ class PinVerdict:
 
     answer: str  # "yes", "hardly", "under load", "no"
     why: str
-    worths: Mapping[Tier, PinValue]
+    by_tier: Mapping[Tier, PinValue]
 
 
 def can_pins_pay(plan: DeploymentPlan) -> PinVerdict:
     """Pins pay where something is evicted, a pin fits, and eq. 2 has a maximum above 0."""
-    worths = pin_worths(plan.costs, plan.demand.mean_tokens, plan.demand.gaps_s, plan.max_ttl_s)
-    worth = worths[plan.place]
+    by_tier = pin_values(plan.costs, plan.demand.mean_tokens, plan.demand.gaps_s, plan.max_ttl_s)
+    pin = by_tier[plan.reload_tier]
     if any(_pins_fit(plan)) or plan.budget.blocks == 0:
-        return PinVerdict("no", "a program of the mean context does not fit into the pins' share", worths)
-    if plan.at_once is not None and plan.at_once <= plan.fits:
-        why = f"all {plan.at_once} programs fit into the KV cache (room for {plan.fits}): nothing is evicted"
-        return PinVerdict("no", why, worths)
+        return PinVerdict("no", "a program of the mean context does not fit into the pins' share", by_tier)
+    if plan.concurrent_programs is not None and plan.concurrent_programs <= plan.fits:
+        programs = f"all {plan.concurrent_programs} programs fit into the KV cache (room for {plan.fits})"
+        why = f"{programs}: nothing is evicted"
+        return PinVerdict("no", why, by_tier)
     begins = f"beyond {plan.fits} programs at once, where eviction begins"
-    where = "is computed again" if plan.place is Tier.NONE else f"comes back from {plan.place.value}"
-    saves = f"a context of {plan.demand.mean_tokens:,} tokens that was lost {where} in {worth.reload_s:.3g} s"
-    if worth.least_delay_s <= 0:
-        pays = f"a pin of {worth.best.ttl_s:.3g} s gains {worth.gain_s:.3g} s a turn on average"
-        much = worth.gain_s >= WORTH_IT * worth.reload_s
-        return PinVerdict("yes" if much else "hardly", f"{begins}: {saves}, and {pays}", worths)
-    if math.isinf(worth.least_delay_s):
+    where = (
+        "is computed again" if plan.reload_tier is Tier.NONE else f"comes back from {plan.reload_tier.value}"
+    )
+    saves = f"a context of {plan.demand.mean_tokens:,} tokens that was lost {where} in {pin.reload_s:.3g} s"
+    if pin.least_delay_s <= 0:
+        pays = f"a pin of {pin.best.ttl_s:.3g} s gains {pin.gain_s:.3g} s a turn on average"
+        much = pin.gain_s >= CLEAR_GAIN_SHARE * pin.reload_s
+        return PinVerdict("yes" if much else "hardly", f"{begins}: {saves}, and {pays}", by_tier)
+    if math.isinf(pin.least_delay_s):
         return PinVerdict(
-            "no", f"no tool comes back within continuum.max_ttl_s, {plan.max_ttl_s:g} s", worths
+            "no", f"no tool comes back within continuum.max_ttl_s, {plan.max_ttl_s:g} s", by_tier
         )
-    delay = f"only once turns that lost their KV queue for more than {worth.least_delay_s:.3g} s"
-    return PinVerdict("under load", f"{begins}, and {delay}: {saves}", worths)
+    delay = f"only once turns that lost their KV queue for more than {pin.least_delay_s:.3g} s"
+    return PinVerdict("under load", f"{begins}, and {delay}: {saves}", by_tier)

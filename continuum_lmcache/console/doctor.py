@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from continuum_lmcache.capacity import kv_budget, plan_check
-from continuum_lmcache.capacity.break_even import load_line
+from continuum_lmcache.capacity.break_even import linear_load_cost
 from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget, ModelShape, WorkerSpec
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad, PinVerdict
 from continuum_lmcache.config import ContinuumConfig
@@ -241,5 +241,5 @@ def seconds_at(plan: DeploymentPlan, context_tokens: int) -> dict[str, float]:
     """The seconds of a context: computed, and loaded from each tier."""
     return {
         "recompute": plan.costs.prefill_s(context_tokens),
-        **{t.value: load_line(plan.costs, t).seconds(context_tokens) for t in (Tier.DRAM, Tier.SSD)},
+        **{t.value: linear_load_cost(plan.costs, t).seconds(context_tokens) for t in (Tier.DRAM, Tier.SSD)},
     }

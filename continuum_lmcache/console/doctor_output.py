@@ -71,13 +71,13 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             "why": found.pins.why,
             "by_place": {
                 tier.value: {
-                    "reload_s": worth.reload_s,
-                    "best_ttl_s": worth.best.ttl_s,
-                    "probability": worth.best.probability,
-                    "gain_s": worth.gain_s,
-                    "least_delay_s": finite(worth.least_delay_s),
+                    "reload_s": pin.reload_s,
+                    "best_ttl_s": pin.best.ttl_s,
+                    "probability": pin.best.probability,
+                    "gain_s": pin.gain_s,
+                    "least_delay_s": finite(pin.least_delay_s),
                 }
-                for tier, worth in found.pins.worths.items()
+                for tier, pin in found.pins.by_tier.items()
             },
         },
         "findings": findings_json(found.findings),
@@ -149,10 +149,10 @@ def pins(found: Diagnosis) -> Titled:
     title = f"A pin of {found.plan.demand.mean_tokens:,} tokens with an empty queue (eq. 2, T = 0)"
     heads = ("else in", "PrefillReload", "best TTL", "P(back)", "gain a turn", "pays from T of")
     table = headed(*heads)
-    for tier, worth in found.pins.worths.items():
-        figures = (worth.reload_s, worth.best.ttl_s, worth.best.probability, worth.gain_s)
+    for tier, pin in found.pins.by_tier.items():
+        figures = (pin.reload_s, pin.best.ttl_s, pin.best.probability, pin.gain_s)
         reload_s, ttl_s, chance, gain_s = (f"{x:.3g}" for x in figures)
-        least_s = f"{max(0.0, worth.least_delay_s):.3g} s"
+        least_s = f"{max(0.0, pin.least_delay_s):.3g} s"
         table.add_row(tier.value, f"{reload_s} s", f"{ttl_s} s", chance, f"{gain_s} s", least_s)
     return title, table
 

@@ -84,7 +84,9 @@ class RetentionAdvisor:
         work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
         tokens, usual = pending.prompt_tokens, growth.first_tokens
         wait_s = self.config.admission_max_hold_s
-        return line_rank(pending.arrival_s, tokens, usual, work_s, growth.trust, wait_s, pending.line_s)
+        return line_rank(
+            pending.arrival_s, tokens, usual, work_s, growth.first_prompt_exponent, wait_s, pending.line_s
+        )
 
     def order(self, standing: QueueEntry) -> tuple[float, ...]:
         """A waiting turn's place: smallest first."""
@@ -126,11 +128,11 @@ class RetentionAdvisor:
 
     def _learn_delay(self, event: TurnStarted) -> None:
         if not event.resumed:
-            self.history.queue_delay(event.queue_delay_s, event.evicted)
+            self.history.observe_queue_delay(event.queue_delay_s, event.evicted)
 
     def _learn_length(self, event: ProgramEnded) -> None:
         if event.turns is not None:
-            self.history.turn_count(event.turns)
+            self.history.observe_program(event.turns)
 
     def observe_abandoned(self, tool: ToolKey, waited_s: float) -> None:
         """A program was given up after `waited_s`: its tool took at least that long."""

@@ -55,7 +55,7 @@ class EvictionStats:
     _moments: TurnMoments = field(default_factory=TurnMoments)
     _lengths: dict[int, int] = field(default_factory=dict)  # how many programs of each length
 
-    def queue_delay(self, delay_s: float, evicted: bool) -> None:
+    def observe_queue_delay(self, delay_s: float, evicted: bool) -> None:
         """A turn left the waiting queue after `delay_s`, in seconds.
 
         It counts in T if its program's KV had been `evicted`: it came back without a pin and had to
@@ -65,7 +65,7 @@ class EvictionStats:
         if evicted and 0.0 <= delay_s < math.inf:
             self._delays_s.append(delay_s)
 
-    def turn_count(self, total_turns: int) -> None:
+    def observe_program(self, total_turns: int) -> None:
         """A program ended after `total_turns` turns. Impossible numbers are ignored.
 
         All of k = 1..N are samples, the last turn too: the scheduler also decides at its end,

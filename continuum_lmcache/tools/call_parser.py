@@ -67,7 +67,7 @@ def declared(call: str) -> ToolKey:
 
 
 def without_thinking(text: str) -> str:
-    """The text without its thoughts: behind the last that ended, before the first that did not."""
+    """The text after the last thought that is closed, and before the first that is not."""
     for opening, closing in THOUGHTS:
         text = text.rpartition(closing)[2].partition(opening)[0]
     return text
@@ -80,7 +80,7 @@ def hermes_calls(text: str) -> Iterator[ToolKey]:
         if body.lstrip().startswith(("{", "[")):  # JSON may hold the other formats' tags as text
             yield from json_calls(body)
         elif "<function=" in body:
-            yield from functions(body)
+            yield from function_tag_calls(body)
         elif "<arg_key>" in body:
             name, *pairs = body.split("<arg_key>")
             yield from call(name.strip(), dict(map(argument_pair, pairs)))
@@ -94,7 +94,7 @@ def argument_pair(text: str) -> tuple[str, str]:
     return key.strip(), rest.partition("<arg_value>")[2].partition("</arg_value>")[0]
 
 
-def functions(text: str) -> Iterator[ToolKey]:
+def function_tag_calls(text: str) -> Iterator[ToolKey]:
     """<function=name><parameter=key>value</parameter></function>, or JSON in the place of parameters."""
     for block in text.split("<function=")[1:]:
         name, _, body = block.partition(">")
@@ -103,7 +103,7 @@ def functions(text: str) -> Iterator[ToolKey]:
         yield from call(name.strip(" \"'"), given or body.partition("</function>")[0])
 
 
-def mistral(text: str) -> Iterator[ToolKey]:
+def mistral_calls(text: str) -> Iterator[ToolKey]:
     """[TOOL_CALLS][{...}], and [TOOL_CALLS]name{...} or name[ARGS]{...} once a call."""
     for block in text.split("[TOOL_CALLS]")[1:]:
         if name := NAME.match(block):
@@ -159,7 +159,7 @@ def calls_in(value: dict[str, Any], depth: int = MAX_DEPTH) -> Iterator[ToolKey]
             return
 
 
-def pythonic(text: str) -> Iterator[ToolKey]:
+def pythonic_calls(text: str) -> Iterator[ToolKey]:
     """[f(a=1), g()]: from the last line that begins so."""
     starts = [found.start() for found in CALL_LIST.finditer(text)]
     depth, name, last, given = 0, "", "", dict[str, str]()
@@ -204,10 +204,10 @@ def loaded(text: str) -> Any:
 
 FORMATS: tuple[Callable[[str], Iterator[ToolKey]], ...] = (
     hermes_calls,
-    functions,
-    mistral,
+    function_tag_calls,
+    mistral_calls,
     harmony_calls,
     bash_block_calls,
     json_calls,
-    pythonic,
+    pythonic_calls,
 )
