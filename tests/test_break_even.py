@@ -58,7 +58,7 @@ def test_a_load_from_disk_takes_what_the_cost_model_predicts() -> None:
 
 
 def test_nothing_is_loaded_from_the_gpu() -> None:
-    with pytest.raises(ConfigError, match="ask for dram or ssd"):
+    with pytest.raises(ConfigError, match="choose dram or ssd"):
         linear_load_cost(UNMEASURED, Tier.GPU)
 
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pin_tables import Tables
 
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.telemetry import events as happened
+from continuum_lmcache.telemetry import events as event_types
 from continuum_lmcache.telemetry.events import (
     PinReleased,
     PinTaken,
@@ -215,9 +215,11 @@ def test_any_id_is_safe_in_json_bounded_and_its_own(ids: list[str], hash_ids: bo
 
 def test_a_recorder_gets_every_event() -> None:
     kinds = {
-        n for n, kind in vars(happened).items() if is_dataclass(kind) and kind.__module__ == happened.__name__
+        n
+        for n, kind in vars(event_types).items()
+        if is_dataclass(kind) and kind.__module__ == event_types.__name__
     }
-    bus = happened.EventBus()
+    bus = event_types.EventBus()
     EventRecorder(EPOCH_S).listen(bus)
     assert {kind.__name__ for kind in bus._subscribers} == kinds
     assert {"TurnArrived", "PinReleased", "ProgramEnded"} <= kinds

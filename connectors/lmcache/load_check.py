@@ -1,8 +1,8 @@
 """Reports the blocks that vLLM counts as loaded and LMCache did not load.
 
-LMCache 0.5.6 compares what it loads with what it requested itself (vllm_v1_adapter.py:876). It does not
-report a load that it skips, nor tokens that it was not asked for. vLLM uses its own number, which it passes
-to update_state_after_alloc. This module compares the loads with that number.
+LMCache 0.5.6 compares what it loads with what it requested itself (vllm_v1_adapter.py:876). It
+reports neither a load that it skips nor tokens that it did not request. vLLM uses its own number, which it
+passes to update_state_after_alloc. This module compares the loads with that number.
 
 A step whose load failed computes on missing KV. vLLM discards its tokens and computes them again, but
 LMCache would store what the step wrote under valid keys, and keep it. So nothing is stored of a request

@@ -1,7 +1,7 @@
-"""Decides which new programs may start. They wait in line while the started ones fill the KV cache.
+"""Decides which new programs may start. They wait in a line while the started programs fill the KV cache.
 
-A started program returns for its next turn, and needs its context again. Beyond what the GPU and
-the tiers can hold, one more program makes all of them reload or recompute; in the line it needs no memory
+A started program returns for its next turn and needs its context again. When the GPU and the tiers hold as
+much as they can, one more program makes all of them reload or recompute. In the line it needs no memory
 (admission by working set: P. J. Denning, CACM 11(5), 1968; for agents CONCUR, arXiv 2601.22705).
 
     active    programs with a turn that is queued, loading or running: their KV must be on the GPU

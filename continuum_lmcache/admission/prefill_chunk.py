@@ -1,7 +1,7 @@
 """Chooses a step's token budget. Every decode in a step waits for the prompts' chunk in it.
 
-Agents' turns have short outputs and long prompts, so most of a decode's time is others' prefill. A small
-chunk makes a step short, but its fixed part is paid more often: weights, launches, and the
+Agents' turns have short outputs and long prompts, so decodes mostly wait for other turns' prefill. A small
+chunk makes a step short, but the fixed part of a step's time is paid more often: weights, launches, and the
 linear layers' loss on few tokens. The smallest chunk that pays depends on the machine, so this
 uses measured step times, and without them keeps vLLM's own setting.
 """
@@ -56,8 +56,8 @@ class PrefillChunkTuner:
     def budget_tokens(self, decoding: int, running: int = 0) -> int:
         """For a step with this many decodes: room for these, and for prompts at their arrival rate.
 
-        A share of prompts below their arrival rate would only move the wait from decodes to prompts. So it is
-        computed for all `running`: prompts that pile up leave few decodes, and would get less and less.
+        With a share below their arrival rate, prompts would wait instead of decodes. So the share is computed
+        for all `running`: prompts that pile up leave few decodes, and would get less and less.
         """
         if self.smallest is None or not decoding:
             return self.most_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SETTLING_S = 30.0  # prompts begin and end within seconds: the length of the past that counts
+AVERAGING_S = 30.0  # how much of the past counts: prompts begin and end within seconds
 
 
 @dataclass(slots=True)
@@ -17,9 +17,9 @@ class PrefillShare:
 
     def on_prefill(self, now_s: float, took_s: float) -> None:
         """A step that computed prompts has ended, after `took_s`."""
-        self.share = min(1.0, self.now(now_s) - math.expm1(-took_s / SETTLING_S))
+        self.share = min(1.0, self.now(now_s) - math.expm1(-took_s / AVERAGING_S))
         self.at_s = now_s
 
     def now(self, now_s: float) -> float:
         """The share, with no such step since the last one."""
-        return self.share * math.exp(-max(0.0, now_s - self.at_s) / SETTLING_S)
+        return self.share * math.exp(-max(0.0, now_s - self.at_s) / AVERAGING_S)

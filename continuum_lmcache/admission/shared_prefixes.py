@@ -11,9 +11,9 @@ MOST_HEADS = 1024  # distinct shared heads: system prompts and forks; the longes
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """The first tokens of a prompt, by the hash of their last block."""
+    """The first tokens of a prompt that other programs have too."""
 
-    name: Hashable = None
+    last_hash: Hashable = None  # of its last block
     tokens: int = 0
 
 

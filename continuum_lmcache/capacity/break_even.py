@@ -32,7 +32,7 @@ def linear_load_cost(costs: CostModel, tier: Tier) -> LinearCost:
     if tier is Tier.SSD:
         per_token_s = dram.per_token_s + costs.kv_bytes_per_token / costs.ssd.bytes_per_s
         return LinearCost(dram.fixed_s + costs.ssd.fixed_s, per_token_s)
-    raise ConfigError(f"nothing is loaded from tier {tier.value!r}; ask for dram or ssd")
+    raise ConfigError(f"nothing is loaded from tier {tier.value!r}; choose dram or ssd")
 
 
 def break_even_tokens(costs: CostModel, tier: Tier) -> float:

@@ -118,7 +118,7 @@ def of_bytes(
 
 def of_blocks(shape: ModelShape, blocks: int, block_tokens: int, ranks: int = 1) -> KVBudget:
     """The budget of a server that reports its number of blocks."""
-    line = BudgetLine("blocks", "as the server says", blocks, "blocks")
+    line = BudgetLine("blocks", "as the server reports", blocks, "blocks")
     return _finished(shape, ranks, block_tokens, blocks, (line,))
 
 

@@ -163,7 +163,7 @@ def memory_of(query: DoctorQuery, on: MachineSpec) -> DeviceMemory | None:
 def demand(query: DoctorQuery) -> ExpectedLoad:
     """The programs to serve: a trace's, a given context, or the paper's mean. Raises TraceError."""
     if query.trace is not None and query.context is not None:
-        raise ConfigError("--trace and --context both say how long programs are; drop one")
+        raise ConfigError("--trace and --context both give the length of programs; drop one")
     if query.trace is not None:
         programs = load_trace(query.trace)
         gaps_s = tuple(t.gap_s for program in programs for t in program.turns if t.gap_s is not None)

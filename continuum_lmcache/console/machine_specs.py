@@ -66,5 +66,5 @@ def read(path: Path) -> Mapping[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ProfileError(f"profile {path}: {' '.join(str(error).split())}") from error
     if not isinstance(found, Mapping):
-        raise ProfileError(f"profile {path} holds no mapping; profiles/README.md says what belongs in it")
+        raise ProfileError(f"profile {path} holds no mapping; profiles/README.md describes its format")
     return found

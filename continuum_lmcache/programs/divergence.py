@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from continuum_lmcache.reload.cost_model import PrefillCurve
 
-UNREAD, PLAIN, THOUGHT = "unread", "plain", "thought"  # how a turn ended: not known, without a thought, with one
+UNREAD, PLAIN, THOUGHT = "unread", "plain", "thought"  # a turn's end: not known, no thought, a thought
 FEW_TOKENS = 64  # a client's short new text in each prompt: a hash, a time
 EMPTY_THOUGHT_TOKENS = 8  # what a template puts in place of a thought
 THOUGHT_TOKENS = 16_384  # the longest thought that is searched for

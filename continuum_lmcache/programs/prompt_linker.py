@@ -25,7 +25,7 @@ from continuum_lmcache.types import ProgramId
 
 MAX_TAILS = 64  # of turns that differ only after a common hash, such as a system prompt's
 SUFFIX_TOKENS = 4  # the longest opening of an answer: an empty thought, two tags and two line breaks
-LOST_TOKENS = 64  # of what a known program has added to its history
+UNSTABLE_TOKENS = 64  # at most, at the end of what a turn adds to its history; they may not come back
 MAX_HINTED = 16  # turns of one hint: a session and its subagents
 
 NO_FIELDS = ProgramFields()
@@ -97,9 +97,9 @@ class PromptLinker:
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
         keys = tuple(self._key(request, end, fields.owner) for end in ends)
         context_tokens, hint = len(request.all_token_ids), (fields.hint, fields.owner)
-        ancestor = LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint)
+        turn = LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint)
         if fields.hint and keys:
-            self._hinted.setdefault(hint, deque(maxlen=MAX_HINTED)).append(ancestor)
+            self._hinted.setdefault(hint, deque(maxlen=MAX_HINTED)).append(turn)
             self._hinted.move_to_end(hint)
             if len(self._hinted) > self._max_hashes:
                 self._hinted.popitem(last=False)
@@ -107,7 +107,7 @@ class PromptLinker:
         for at, (block_hash, tail) in enumerate(keys):
             tails = self._turns.setdefault(block_hash, {})
             self._turns.move_to_end(block_hash)
-            tails[tail] = None if at < equal else ancestor
+            tails[tail] = None if at < equal else turn
             if len(tails) > MAX_TAILS:
                 del tails[next(iter(tails))]
         while len(self._turns) > self._max_hashes:
@@ -118,7 +118,8 @@ class PromptLinker:
 
         A turn is continued once: forks begin new programs.
         """
-        found = self._extended(request, fields.owner) or self._of_hint(request, (fields.hint, fields.owner))
+        hint = (fields.hint, fields.owner)
+        found = self._extended(request, fields.owner) or self._turn_of_hint(request, hint)
         if found is None:
             return None
         self._forget(found)
@@ -136,14 +137,14 @@ class PromptLinker:
                     return found
         return None
 
-    def _of_hint(self, request: HashedPrompt, hint: tuple[str, str]) -> LinkableTurn | None:
+    def _turn_of_hint(self, request: HashedPrompt, hint: tuple[str, str]) -> LinkableTurn | None:
         """The hint's turn that this prompt extends furthest; None also if two are equal."""
         tokens, best, reached = request.all_token_ids, None, 0
-        for ancestor in self._hinted.get(hint, ()):
-            keys = zip(ancestor.ends, ancestor.keys, strict=True)
+        for turn in self._hinted.get(hint, ()):
+            keys = zip(turn.ends, turn.keys, strict=True)
             repeats = [end for end, key in keys if self._is_prefix_of(request, end, key)]
-            if repeats and ancestor.prompt_tokens < len(tokens) and repeats[-1] >= reached:
-                best, reached = (ancestor if repeats[-1] > reached else None), repeats[-1]
+            if repeats and turn.prompt_tokens < len(tokens) and repeats[-1] >= reached:
+                best, reached = (turn if repeats[-1] > reached else None), repeats[-1]
         return best
 
     def _is_prefix_of(self, request: HashedPrompt, end: int, key: Key) -> bool:
@@ -171,17 +172,17 @@ class PromptLinker:
         tail = tuple(request.all_token_ids[blocks * self._block_tokens : end])
         return (request.block_hashes[blocks - 1], owner), tail
 
-    def _forget(self, ancestor: LinkableTurn) -> None:
-        for block_hash, tail in ancestor.keys:
+    def _forget(self, turn: LinkableTurn) -> None:
+        for block_hash, tail in turn.keys:
             tails = self._turns.get(block_hash, {})
-            if tails.get(tail) is ancestor:
+            if tails.get(tail) is turn:
                 del tails[tail]
             if not tails:
                 self._turns.pop(block_hash, None)
-        if (hinted := self._hinted.get(ancestor.hint)) and ancestor in hinted:
-            hinted.remove(ancestor)
+        if (hinted := self._hinted.get(turn.hint)) and turn in hinted:
+            hinted.remove(turn)
             if not hinted:
-                del self._hinted[ancestor.hint]
+                del self._hinted[turn.hint]
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -196,7 +197,7 @@ def unstable_suffix(prompt_tokens: int, matched_tokens: int) -> int:
     if not matched_tokens:
         return SUFFIX_TOKENS
     new_tokens = prompt_tokens - matched_tokens
-    return max(min(SUFFIX_TOKENS, new_tokens - 1), min(LOST_TOKENS, new_tokens // 2))
+    return max(min(SUFFIX_TOKENS, new_tokens - 1), min(UNSTABLE_TOKENS, new_tokens // 2))
 
 
 def longest_tail(

@@ -39,7 +39,7 @@ def mean_threshold(
 ) -> Retention:
     """The public prototype: pin for 2 s if the command's mean gap is at most 2 s, or not known yet.
 
-    It keys by the command's first word, so the command level is asked here, without an argument.
+    It keys by the command's first word, so only the command's level is looked up, without arguments.
     """
     seen = gaps.exact(turn.tool[-2:])
     mean_s = seen.mean_s
@@ -53,10 +53,10 @@ def infercept(
 ) -> Retention:
     """InferCept (arXiv 2402.01869): the least waste of preserve, swap and discard, as a TTL.
 
-    Waste is memory x time. Preserving wastes the turn's own memory while the tool runs; discarding,
-    all of the batch's while the context is recomputed; swapping, the batch's while it goes out and
-    comes back. How long the tool will run is not known, so the pin lasts until preserving has
-    wasted as much as the better of the other two would: tau * own = min(discard, 2 swap) * batch.
+    Waste is memory x time. Preserving wastes the turn's own memory while the tool runs. Discarding wastes
+    all of the batch's memory while the context is recomputed, swapping while it goes out and comes back.
+    How long the tool will run is not known. So the pin lasts until preserving has wasted as much as the
+    better of the other two would: tau * own = min(discard, 2 swap) * batch.
     """
     where = turn.residency
     discard_s = costs.prefill_s(where.total_tokens - where.gpu_tokens, where.gpu_tokens)
@@ -71,7 +71,7 @@ def infercept(
 def three_way(
     turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, load: EngineLoad, config: ContinuumConfig
 ) -> Retention:
-    """ContextServe's three ways to know a gap: a rule, a posterior of the key's own, the CDF.
+    """ContextServe's three estimates of a gap: a rule, the posterior of the key's own gaps, the CDF.
 
     A tool known to be FAST is pinned for 2 s and a SLOW one is not. Else eq. 2 is solved: with the
     key's posterior where the key has enough gaps, else with the recorded CDF.

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Any
 
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.telemetry import events as happened
+from continuum_lmcache.telemetry import events as event_types
 from continuum_lmcache.types import Retention, TurnId
 
 Event = dict[str, Any]
@@ -55,7 +55,7 @@ class EventRecorder:
     _histories: OrderedDict[str, ProgramEvents] = field(default_factory=OrderedDict)  # idle longest first
     _held: int = 0
 
-    def listen(self, events: happened.EventBus) -> None:
+    def listen(self, events: event_types.EventBus) -> None:
         """Subscribe to the events that are recorded."""
         for kind in RECORDED:
             events.subscribe(kind, self.record)
@@ -64,11 +64,11 @@ class EventRecorder:
         """Record one event of events.py, under the public prototype's name for it."""
         RECORDED[type(event)](self, event)
 
-    def _arrived(self, e: happened.TurnArrived) -> None:
+    def _arrived(self, e: event_types.TurnArrived) -> None:
         self._histories.setdefault(self._name(e.program), ProgramEvents())
         self._add(e, "Request_arrival_time", e.turn, prompt_length=e.prompt_tokens)
 
-    def _started(self, e: happened.TurnStarted) -> None:
+    def _started(self, e: event_types.TurnStarted) -> None:
         history = self._histories.get(self._name(e.program))
         resumed = history is not None and e.turn in history.preempted
         if history is not None:
@@ -86,11 +86,11 @@ class EventRecorder:
             kv_evicted=e.evicted,
         )
 
-    def _preempted(self, e: happened.TurnPreempted) -> None:
+    def _preempted(self, e: event_types.TurnPreempted) -> None:
         if self._add(e, "Request_evicted_from_running_queue_time", e.turn):
             self._histories[self._name(e.program)].preempted.add(e.turn)
 
-    def _finished(self, e: happened.TurnFinished) -> None:
+    def _finished(self, e: event_types.TurnFinished) -> None:
         """The policy's decision is recorded also if its TTL is 0."""
         if history := self._histories.get(self._name(e.program)):
             history.preempted.discard(e.turn)
@@ -105,7 +105,7 @@ class EventRecorder:
             retention=explained(e.retention) if e.retention else None,
         )
 
-    def _reloaded(self, e: happened.ContextReloaded) -> None:
+    def _reloaded(self, e: event_types.ContextReloaded) -> None:
         self._add(
             e,
             "reloaded_time",
@@ -117,7 +117,7 @@ class EventRecorder:
             computed_tokens=e.outcome.computed_tokens,
         )
 
-    def _lost(self, e: happened.PrefixLost) -> None:
+    def _lost(self, e: event_types.PrefixLost) -> None:
         """The excerpts of the last turn and the prompt are salted hashes, with their texts only if given."""
         loss = e.loss
         excerpts = {"left_side": loss.last_turn_excerpt, "now_side": loss.prompt_excerpt}
@@ -135,17 +135,17 @@ class EventRecorder:
             **dict(zip(("left_text", "now_text"), e.texts if excerpts else (), strict=False)),
         )
 
-    def _pinned(self, e: happened.PinTaken) -> None:
+    def _pinned(self, e: event_types.PinTaken) -> None:
         deadline, ttl_s = plain(self._wall_s(e.pin.deadline_s)), plain(e.pin.retention.ttl_s)
         self._add(e, "pinned_time", deadline=deadline, ttl_s=ttl_s, blocks=e.pin.blocks)
 
-    def _renewed(self, e: happened.PinRenewed) -> None:
+    def _renewed(self, e: event_types.PinRenewed) -> None:
         self._add(e, "renewed_time", deadline=plain(self._wall_s(e.deadline_s)))
 
-    def _unpinned(self, e: happened.PinReleased) -> None:
+    def _unpinned(self, e: event_types.PinReleased) -> None:
         self._add(e, "unpinned_time", outcome=e.why.value)
 
-    def _ended(self, e: happened.ProgramEnded) -> None:
+    def _ended(self, e: event_types.ProgramEnded) -> None:
         if e.turns is not None:
             self._add(e, "ended_time")
 
@@ -212,16 +212,16 @@ class EventRecorder:
 
 
 RECORDED: Mapping[type, Callable[[EventRecorder, Any], None]] = {
-    happened.TurnArrived: EventRecorder._arrived,
-    happened.TurnStarted: EventRecorder._started,
-    happened.TurnPreempted: EventRecorder._preempted,
-    happened.TurnFinished: EventRecorder._finished,
-    happened.PinTaken: EventRecorder._pinned,
-    happened.PinRenewed: EventRecorder._renewed,
-    happened.PinReleased: EventRecorder._unpinned,
-    happened.PrefixLost: EventRecorder._lost,
-    happened.ContextReloaded: EventRecorder._reloaded,
-    happened.ProgramEnded: EventRecorder._ended,
+    event_types.TurnArrived: EventRecorder._arrived,
+    event_types.TurnStarted: EventRecorder._started,
+    event_types.TurnPreempted: EventRecorder._preempted,
+    event_types.TurnFinished: EventRecorder._finished,
+    event_types.PinTaken: EventRecorder._pinned,
+    event_types.PinRenewed: EventRecorder._renewed,
+    event_types.PinReleased: EventRecorder._unpinned,
+    event_types.PrefixLost: EventRecorder._lost,
+    event_types.ContextReloaded: EventRecorder._reloaded,
+    event_types.ProgramEnded: EventRecorder._ended,
 }
 
 
