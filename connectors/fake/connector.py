@@ -109,8 +109,8 @@ class FakeConnector(KVConnectorBase_V1):
         if self.config.sleep:
             moved = self.scheduler_side.store.transfers()
         if self.config.load_async:  # only the fake's own copies for a store run within the step
-            beside = ("load", "store") if self.config.sleep else ("load",)
-            moved = [replace(t, in_step=t.direction not in beside) for t in moved]
+            asynchronous = ("load", "store") if self.config.sleep else ("load",)
+            moved = [replace(t, in_step=t.direction not in asynchronous) for t in moved]
         return moved
 
     def capacity_tokens(self) -> dict[Tier, int]:

@@ -57,7 +57,7 @@ def break_even_tokens(costs: CostModel, tier: Tier) -> float:
 class PinValue:
     """Eq. 2 (arXiv 2511.02230 §4) for one context, by where its KV would be without the pin.
 
-    With no queue, T = 0; beside it the least T from which some pin pays.
+    With no queue, T = 0. `least_delay_s` is the least T from which some pin pays.
     """
 
     tier: Tier

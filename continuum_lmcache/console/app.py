@@ -107,7 +107,7 @@ def status(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(help="a recording: file or directory (docs/recording.md)")],
-    other: Annotated[Path | None, typer.Argument(help="a second one, to stand beside it")] = None,
+    other: Annotated[Path | None, typer.Argument(help="a second one, shown beside it")] = None,
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
 ) -> None:
     """Write one self-contained HTML page on a recorded run, or on two side by side."""

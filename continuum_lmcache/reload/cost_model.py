@@ -97,7 +97,7 @@ class CostModel:
         return self.prefill.seconds(tokens, context_tokens)
 
     def reload(self, where: Residency) -> ReloadCost:
-        """PrefillReload (Continuum, arXiv 2511.02230 §4, eq. 2), for a prompt found as `where` says.
+        """PrefillReload (Continuum, arXiv 2511.02230 §4, eq. 2), for a prompt whose tokens are at `where`.
 
         The cheapest of three: load nothing, load DRAM's part, load both parts.
         """
