@@ -193,8 +193,10 @@ class Machine(RuleBasedStateMachine):
         program, replica, tokens = self.sent.pop(turn)
         if how == "paused":
             self.fleet.on_pause(self.now_s, turn, tokens + 10)
+        elif how == "ended":
+            self.fleet.on_last_turn_end(self.now_s, turn)
         else:
-            getattr(self.fleet, how)(self.now_s, turn)
+            self.fleet.on_abort(self.now_s, turn)
         self._replica_hears(how, turn, program, replica, tokens)
 
     @precondition(lambda self: self.held)
