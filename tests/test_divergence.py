@@ -181,14 +181,20 @@ def test_halving_finds_as_many_blocks_as_looking_at_each(left: list[int], now: l
     assert same_blocks(a, b) == alike
 
 
+TOKENS = st.integers(1, 3)
+
+
 @given(
-    st.lists(st.integers(0, 2), max_size=120), st.lists(st.integers(0, 2), max_size=120), st.integers(0, 120)
+    st.lists(TOKENS, max_size=60), st.lists(TOKENS, max_size=60), st.lists(TOKENS, min_size=8, max_size=60)
 )
-def test_an_edit_is_one(left: list[int], now: list[int], at: int) -> None:
-    edit = find_edit(left, now, at)
-    if edit is not None:
-        behind, instead = at + edit.taken_tokens, at + edit.put_tokens
-        assert left[behind : behind + 8] == now[instead : instead + 8] and len(left[behind : behind + 8]) == 8
+def test_an_edit_ends_where_both_are_equal_again(
+    removed: list[int], inserted: list[int], rest: list[int]
+) -> None:
+    last, prompt = HEAD + removed + rest, HEAD + inserted + rest
+    edit = find_edit(last, prompt, len(HEAD))
+    assert edit is not None
+    old, new = len(HEAD) + edit.removed_tokens, len(HEAD) + edit.inserted_tokens
+    assert last[old : old + 8] == prompt[new : new + 8] and len(last[old : old + 8]) == 8
 
 
 def least_s(work: Callable[[], object]) -> float:
