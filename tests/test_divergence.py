@@ -197,6 +197,14 @@ def test_an_edit_ends_where_both_are_equal_again(
     assert last[old : old + 8] == prompt[new : new + 8] and len(last[old : old + 8]) == 8
 
 
+def test_an_edit_is_found_behind_bytes_that_match_between_two_tokens() -> None:
+    """A token's id with zeros in its bytes can match at the wrong places first."""
+    same_again = [1] * 20
+    last, prompt = [256] * 9 + same_again, same_again
+    edit = find_edit(last, prompt, 0)
+    assert edit is not None and (edit.removed_tokens, edit.inserted_tokens) == (9, 0)
+
+
 def least_s(work: Callable[[], object]) -> float:
     """The CPU time of the quickest of some runs."""
     spent_s = []

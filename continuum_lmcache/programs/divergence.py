@@ -220,7 +220,10 @@ def find_edit_within(
     new = array("i", prompt[at : at + most_inserted + MATCH_TOKENS])
     text, size_bytes = old.tobytes(), old.itemsize
     for inserted in range(len(new) - MATCH_TOKENS + 1):
-        place = text.find(new[inserted : inserted + MATCH_TOKENS].tobytes())
-        if place >= 0 and place % size_bytes == 0:  # else it is not at a token's boundary
+        wanted = new[inserted : inserted + MATCH_TOKENS].tobytes()
+        place = text.find(wanted)
+        while place >= 0 and place % size_bytes:  # between two tokens
+            place = text.find(wanted, place + 1)
+        if place >= 0:
             return PromptEdit(place // size_bytes, inserted)
     return None
