@@ -28,16 +28,12 @@ def install() -> None:
 
     share_secret()
     stock = AuthenticationMiddleware.__call__
-    if wrapping.is_hooked(stock):
-        return
 
-    @wrapping.wraps(stock)
+    @wrapping.hook(AuthenticationMiddleware)
     def __call__(self: Any, scope: Any, receive: Any, send: Any) -> Any:
         if scope["type"] in ("http", "websocket"):
             owner.set(owner_of(Headers(scope=scope).get("Authorization", "")))
         return stock(self, scope, receive, send)
-
-    AuthenticationMiddleware.__call__ = __call__  # type: ignore[method-assign]
 
 
 def share_secret() -> None:

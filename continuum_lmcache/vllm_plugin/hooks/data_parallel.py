@@ -29,10 +29,8 @@ def install(schedulers: str) -> None:
     from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
     stock = DPLBAsyncMPClient.get_core_engine_for_request
-    if wrapping.is_hooked(stock):
-        return
 
-    @wrapping.wraps(stock)
+    @wrapping.hook(DPLBAsyncMPClient)
     def get_core_engine_for_request(self: Any, request: Any) -> Any:
         if not str(self.vllm_config.scheduler_config.scheduler_cls).startswith(schedulers):
             return stock(self, request)
@@ -51,8 +49,6 @@ def install(schedulers: str) -> None:
         else:
             homes.record(program, self.core_engines.index(engine))
         return engine
-
-    DPLBAsyncMPClient.get_core_engine_for_request = get_core_engine_for_request  # type: ignore[method-assign]
 
 
 def program_of(fields: ProgramFields, request: Any) -> ProgramId | None:

@@ -24,10 +24,8 @@ body: ContextVar[Mapping[str, Any]] = ContextVar("continuum_body", default={})  
 def install() -> None:
     """Wrap the application of this API server, once."""
     stock = Starlette.__call__
-    if wrapping.is_hooked(stock):
-        return
 
-    @wrapping.wraps(stock)
+    @wrapping.hook(Starlette)
     async def __call__(self: Any, scope: Any, receive: Any, send: Any) -> Any:
         if scope["type"] != "http":
             return await stock(self, scope, receive, send)
@@ -42,8 +40,6 @@ def install() -> None:
             await send(message)
 
         return await stock(self, scope, receive, with_headers)
-
-    Starlette.__call__ = __call__  # type: ignore[method-assign]
 
 
 def add_response_header(name: str, value: str) -> None:

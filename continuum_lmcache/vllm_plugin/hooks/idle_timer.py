@@ -21,17 +21,13 @@ def install() -> None:
     from vllm.v1.engine.core import EngineCoreProc
 
     stock = EngineCoreProc._process_input_queue
-    if wrapping.is_hooked(stock):
-        return
 
-    @wrapping.wraps(stock)
+    @wrapping.hook(EngineCoreProc)
     def _process_input_queue(self: Any) -> Any:
         before_idle = getattr(self.scheduler, "before_idle", None)
         if before_idle is not None:
             before_idle(lambda: self.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
         return stock(self)
-
-    EngineCoreProc._process_input_queue = _process_input_queue
 
 
 class IdleTimer:

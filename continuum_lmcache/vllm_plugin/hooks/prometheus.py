@@ -202,10 +202,8 @@ def install() -> None:
     from vllm.v1.metrics.loggers import StatLoggerManager
 
     stock = StatLoggerManager.record
-    if wrapping.is_hooked(stock):
-        return
 
-    @wrapping.wraps(stock)
+    @wrapping.hook(StatLoggerManager)
     def record(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
         payload = detach(scheduler_stats)
         if payload:
@@ -214,5 +212,3 @@ def install() -> None:
             if "headroom" in payload:
                 headroom_tokens[engine] = payload["headroom"][""]
         return stock(self, scheduler_stats, *args, **kwargs)
-
-    StatLoggerManager.record = record  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ headers have the program's name and the headroom, for a router in front.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -39,12 +39,8 @@ def install() -> None:
     api_keys.install()
     http_fields.install()
     for module, name in OPENAI.items():
-        request = getattr(import_module(module), name)
-        if not wrapping.is_hooked(request.to_sampling_params):
-            request.to_sampling_params = with_identity(request.to_sampling_params)
-    serving = import_module("vllm.entrypoints.anthropic.serving").AnthropicServingMessages
-    if not wrapping.is_hooked(serving.create_messages):
-        serving.create_messages = with_body_identity(serving.create_messages)
+        add_identity(getattr(import_module(module), name))
+    keep_body(import_module("vllm.entrypoints.anthropic.serving").AnthropicServingMessages)
 
 
 def sent(body: Mapping[str, Any], xargs: Mapping[str, Any] | None) -> SentFields:
@@ -55,10 +51,11 @@ def sent(body: Mapping[str, Any], xargs: Mapping[str, Any] | None) -> SentFields
     return SentFields(found, xargs or {}, http_fields.headers.get())
 
 
-def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """to_sampling_params that adds the program's fields and the owner to extra_args."""
+def add_identity(request: Any) -> None:
+    """Have a request's to_sampling_params add the program's fields and the owner to extra_args."""
+    stock = request.to_sampling_params
 
-    @wrapping.wraps(stock)
+    @wrapping.hook(request)
     def to_sampling_params(self: Any, *args: Any, **kwargs: Any) -> Any:
         own = {name: getattr(self, name, None) for name in BODY_FIELDS}
         found = program_values(sent({**own, **http_fields.body.get()}, self.vllm_xargs))
@@ -79,8 +76,6 @@ def with_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
             )
         return params
 
-    return to_sampling_params
-
 
 def tool_name(tool: Any) -> str:
     """The name of an offered function, else the kind of the tool."""
@@ -91,10 +86,11 @@ def tool_name(tool: Any) -> str:
     return str(fields.get("name") or fields.get("type"))
 
 
-def with_body_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """create_messages that keeps the fields for the chat completion that it makes."""
+def keep_body(serving: Any) -> None:
+    """Have create_messages keep the body's fields for the chat completion that it makes."""
+    stock = serving.create_messages
 
-    @wrapping.wraps(stock)
+    @wrapping.hook(serving)
     async def create_messages(self: Any, request: Any, raw_request: Any = None) -> Any:
         body = await raw_request.json() if raw_request is not None else {}
         found = {name: body[name] for name in BODY_FIELDS if body.get(name) is not None}
@@ -107,5 +103,3 @@ def with_body_identity(stock: Callable[..., Any]) -> Callable[..., Any]:
             return await stock(self, request, raw_request)
         finally:
             http_fields.body.reset(kept)
-
-    return create_messages

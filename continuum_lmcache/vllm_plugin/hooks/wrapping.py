@@ -1,4 +1,4 @@
-"""Marks functions that this package has wrapped: `__wrapped__` may be any other plugin's."""
+"""Puts our functions in place of vLLM's, and marks them: `__wrapped__` may be any other plugin's."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 MARK = "_continuum_hook"
 
 
-def wraps(stock: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """functools.wraps, and the mark. A later functools.wraps by another plugin copies the mark."""
+def hook(owner: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Put the function in place of the owner's function of that name, unless that is ours already.
 
-    def mark(hook: Callable[..., Any]) -> Callable[..., Any]:
-        functools.update_wrapper(hook, stock)
-        setattr(hook, MARK, True)
-        return hook
+    It gets our mark. A later functools.wraps by another plugin copies the mark.
+    """
 
-    return mark
+    def replace(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__
+        stock = getattr(owner, name)
+        if not getattr(stock, MARK, False):
+            functools.update_wrapper(function, stock)
+            setattr(function, MARK, True)
+            setattr(owner, name, function)
+        return function
 
-
-def is_hooked(function: Callable[..., Any]) -> bool:
-    """Whether this function has our hook."""
-    return getattr(function, MARK, False)
+    return replace
