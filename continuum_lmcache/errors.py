@@ -1,14 +1,4 @@
-"""The errors of this package, by their cause.
-
-ContinuumError
-├── ConfigError       a setting is unknown, malformed, or contradicts another
-├── RequestError      one request has a bad field; the others are fine
-├── ProfileError      a measured profile is missing, malformed, or implausible
-├── GapsError         saved tool durations do not have their format
-├── TraceError        a trace file does not have its format
-├── ServerError       a running server does not answer, or not as vLLM does
-└── InvariantError    this package's own tables do not balance: a bug, please report
-"""
+"""The errors of this package, by their cause."""
 
 from __future__ import annotations
 

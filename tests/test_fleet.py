@@ -308,7 +308,7 @@ CASE = MoveCase(HOME, [AWAY], math.inf)
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (CASE, Move(B, 19.0, 3.0)),
+        (CASE, Move(B)),
         (
             replace(CASE, candidates=[replace(AWAY, reload_s=9.0)]),
             Stay("cost"),
@@ -319,7 +319,7 @@ CASE = MoveCase(HOME, [AWAY], math.inf)
         (replace(CASE, since_move_s=29.9), Stay("cooldown")),
         (
             replace(CASE, candidates=[AWAY, replace(AWAY, replica=ReplicaId("c"), reload_s=0.5)]),
-            Move("c", 19.0, 0.5),
+            Move(ReplicaId("c")),
         ),
     ],
 )

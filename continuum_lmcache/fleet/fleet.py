@@ -1,20 +1,8 @@
 """A fleet of replicas: where each turn goes, when a new program starts, what moves. Owns that state.
 
 No clock, no I/O, no engine: every event has its time as an argument, every answer is a value. A host (an
-actor of Ray Serve, the simulator) reports events and executes the answers.
-
-    on_replica_join(now_s, report)       a replica is there
-    on_report(now_s, report)             its latest report; ignored for an unknown replica
-    on_replica_drain(replica)            nothing is sent there any more; its turns end there
-    on_replica_death(now_s, replica)     it is gone, and its turns with it
-    restore(now_s, replica, programs)    after a restart of the fleet: the programs that the replica knows
-
-    on_arrival(now_s, turn, program, prompt_tokens)   -> Route | Held | Refused
-    admit(now_s)                                      -> Routes of turns that were Held
-    on_first_token(turn)                   its prefill has ended
-    on_pause(now_s, turn, context_tokens)  it ended in a tool call
-    on_last_turn_end(now_s, turn)          it was the program's last
-    on_abort(now_s, turn)                  it failed, or its client left, perhaps while it was in the line
+actor of Ray Serve, the simulator) reports events (`on_*`) and executes the answers: `on_arrival` returns a
+Route, Held or Refused, `admit` the Routes of turns that were Held.
 
 Call `admit` after each event that may have made room, and at each report. A host that cannot be called
 back may call `on_arrival` again for a turn that is Held: it gets its Route when its program is first in line
@@ -213,7 +201,7 @@ class Fleet:
             state.turns |= {t for t, live in self.turns.items() if live.route.replica == report.replica}
 
     def on_report(self, now_s: float, report: ReplicaReport) -> None:
-        """A replica's report, unless a newer one is here."""
+        """A replica's report, unless a newer one is here, or the replica is not known."""
         state = self.placement.replicas.get(report.replica)
         if state is not None and report.at_s >= state.report.at_s:
             state.apply_report(report)
@@ -334,7 +322,7 @@ class Fleet:
             state.admission.remove_program(live.program)
 
     def on_abort(self, now_s: float, turn: TurnId) -> None:
-        """The turn is gone, unfinished. Its program may continue."""
+        """The turn is gone, unfinished, perhaps while it was in the line. Its program may continue."""
         if (program := self.waiting.pop(turn, None)) is not None:
             self.placement.remove_from_line(program, turn)
             self._forget_if_unused(program)

@@ -47,8 +47,6 @@ class Move:
     """Send the turn there."""
 
     to: ReplicaId
-    saved_s: float  # of waiting
-    extra_s: float  # for the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +66,15 @@ def never(_case: MoveCase, _limits: Limits) -> Move | Stay:
 
 def by_cost(case: MoveCase, limits: Limits) -> Move | Stay:
     """Where the saved wait most exceeds the KV's cost, if it does by `cost_factor` and `margin_s`."""
-    targets = eligible(case)
-    if not targets:
+    gains_s = {
+        option.replica: gain_s(case, option, limits)
+        for option in case.candidates
+        if option.has_room and option.is_fresh
+    }
+    if not gains_s:
         return Stay("room")
-    best = max(targets, key=lambda option: gain_s(case, option, limits))
-    if gain_s(case, best, limits) <= limits.margin_s:
-        return Stay("cost")
-    return move_to(case, best)
+    best = max(gains_s, key=gains_s.__getitem__)
+    return Move(best) if gains_s[best] > limits.margin_s else Stay("cost")
 
 
 MOVERS: dict[str, Mover] = {"never": never, "cost": by_cost}
@@ -89,17 +89,7 @@ def decide(mover: str, case: MoveCase, limits: Limits) -> Move | Stay:
     return MOVERS[mover](case, limits)
 
 
-def eligible(case: MoveCase) -> list[ReplicaOption]:
-    """The replicas that a move could go to."""
-    return [option for option in case.candidates if option.has_room and option.is_fresh]
-
-
 def gain_s(case: MoveCase, option: ReplicaOption, limits: Limits) -> float:
     """The wait that a move there saves, minus the weighted cost of its KV."""
-    move = move_to(case, option)
-    return move.saved_s - limits.cost_factor * move.extra_s
-
-
-def move_to(case: MoveCase, option: ReplicaOption) -> Move:
     extra_s = max(0.0, option.reload_s - case.home.reload_s)
-    return Move(option.replica, case.home.wait_s - option.wait_s, extra_s)
+    return case.home.wait_s - option.wait_s - limits.cost_factor * extra_s
