@@ -224,9 +224,32 @@ def test_an_lmcache_servers_tiers_are_shown_as_unknown(
 ) -> None:
     path = lmcache_json(tmp_path, {"lmcache.mp.port": 5555}, kv_connector=connector)
     found = command("doctor", *H200, "--lmcache", path, "--json").json
-    assert {"tiers-unknown", "load-failure-policy"} <= names(found)
+    assert "tiers-unknown" in names(found)
     assert "unknown-connector" not in names(found)
     assert found["holds"].keys() == {"gpu"}
+
+
+def test_the_connector_file_for_an_lmcache_server_is_advisable_as_it_stands(command: Command) -> None:
+    """Our connector computes a failed load again, whatever the file has for it."""
+    ran = command("doctor", *H200, "--lmcache", ROOT / "lmcache-mp.json", "--json")
+    assert ran.status == 0, ran.json["findings"]
+
+
+def test_lora_over_an_lmcache_server_is_an_error(command: Command) -> None:
+    found = command("doctor", *H200, "--lmcache", ROOT / "lmcache-mp.json", "--lora", "--json").json
+    assert "lora" in names(found)
+
+
+@pytest.mark.parametrize(
+    "setting", ["lmcache.mp.lazy_offload", "lmcache.mp.hots", "lmcache.mp.server_urls", "lmcache.local_cpu"]
+)
+def test_a_setting_with_which_the_mp_connector_does_not_start_is_an_error(
+    command: Command, tmp_path: Path, setting: str
+) -> None:
+    pytest.importorskip("lmcache")
+    path = lmcache_json(tmp_path, {setting: True}, kv_connector="LMCacheMPConnector")
+    found = command("doctor", *H200, "--lmcache", path, "--json").json
+    assert "lmcache-setting" in names(found)
 
 
 # running servers ----------------------------------------------------------------

@@ -75,4 +75,6 @@ def _refuse_in_process(extra: Mapping[str, Any]) -> None:
 
 def _server_urls(value: Any) -> list[str]:
     urls = value.split(",") if isinstance(value, str) else value
+    if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(f"{MP}server_urls is {value!r:.80}; it must be text, or a list of texts")
     return [url for url in urls if url.strip()]

@@ -83,6 +83,7 @@ def checked(config: Mapping[str, Any], worker: WorkerSpec, lora: bool) -> Connec
         if kind in MP:
             unseen = "the LMCache server's command line has the sizes of DRAM and disk, this file does not"
             findings.append(note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter"))
+            findings += mp_findings(extra)
         return ConnectorSettings(kind, {}, continuum, tuple(findings))
     settings, more = lmcache_settings(extra, worker)
     findings += [*more, *costly_settings(settings, worker)]
@@ -108,16 +109,16 @@ def outer_findings(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
             f"kv_role is {config.get('kv_role')!r}",
             'an engine that stores and loads its own KV needs "kv_role": "kv_both"',
         )
-    if kind not in OURS and config.get("kv_load_failure_policy", "fail") == "fail":
+    if kind not in (*OURS, *MP) and config.get("kv_load_failure_policy", "fail") == "fail":
         yield warning(
             "load-failure-policy",
             'kv_load_failure_policy is "fail", vLLM\'s default: a KV load that fails fails its request',
             'set "kv_load_failure_policy": "recompute"',
         )
-    if lora and kind in OURS:
+    if lora and kind in (*OURS, *MP):
         yield error(
             "lora",
-            "LMCache 0.5.6 in-process does not tell LoRA adapters apart: it would load one's KV for another",
+            "LMCache 0.5.6 does not tell LoRA adapters apart: it would load one's KV for another",
             "drop --enable-lora or the KV connector",
         )
 
@@ -146,8 +147,7 @@ def lmcache_settings(extra: Mapping[str, Any], worker: WorkerSpec) -> tuple[Mapp
         from connectors.lmcache.settings import DEFAULTS as ALL
         from connectors.lmcache.settings import given
     except ModuleNotFoundError as missing:
-        unread = f"{missing.name} is not installed here: lmcache.* keys are taken as they are written"
-        found = [note("lmcache-not-installed", unread, "run doctor where the server runs")]
+        found = [not_installed(missing)]
         try:
             return as_written(extra), found
         except ConfigError as problem:
@@ -161,6 +161,25 @@ def lmcache_settings(extra: Mapping[str, Any], worker: WorkerSpec) -> tuple[Mapp
     if refused := known_problems(as_given, os.environ, worker):
         return as_given, [error("lmcache-known-issue", why, CORRECT) for why in refused]
     return as_given | defaults(user, worker), []
+
+
+def mp_findings(extra: Mapping[str, Any]) -> list[Finding]:
+    """Why our MP connector would refuse its settings."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    try:
+        from connectors.lmcache_mp.settings import with_defaults
+    except ModuleNotFoundError as missing:
+        return [not_installed(missing)]
+    try:
+        with_defaults(extra)
+    except ConfigError as problem:
+        return [error("lmcache-setting", str(problem), CORRECT)]
+    return []
+
+
+def not_installed(missing: ModuleNotFoundError) -> Finding:
+    unread = f"{missing.name} is not installed here: lmcache.* keys are taken as they are written"
+    return note("lmcache-not-installed", unread, "run doctor where the server runs")
 
 
 def as_written(extra: Mapping[str, Any]) -> Mapping[str, Any]:
