@@ -49,16 +49,10 @@ class ContinuumConfig:
     divergence_texts: bool = False  # recordings have the texts where a prompt differs from its last turn
 
     def __post_init__(self) -> None:
-        for name in (
-            "static_ttl_s",
-            "max_ttl_s",
-            "program_idle_s",
-            "admission_max_hold_s",
-            "pin_reclaim_after_s",
-        ):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "a number of seconds >= 0")
-        for name in ("max_pinned_share", "max_tenant_share"):
-            require(0 <= getattr(self, name) <= 1, name, getattr(self, name), "a share in [0, 1]")
+        for name in KEYS:
+            value = getattr(self, name)
+            require(not name.endswith("_s") or value >= 0, name, value, "a number of seconds >= 0")
+            require(not name.endswith("_share") or 0 <= value <= 1, name, value, "a share in [0, 1]")
         require(self.max_programs >= 1, "max_programs", self.max_programs, "at least 1")
 
     @classmethod

@@ -52,9 +52,7 @@ class LoadCheck:
 
     def __init__(self, engine: Any, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._loaded_masks: dict[
-            str, torch.Tensor
-        ] = {}  # in this step, by request: which of its tokens were loaded
+        self._loaded_masks: dict[str, torch.Tensor] = {}  # by request: its tokens that this step loaded
         self._missing: set[int] = set()
         self._invalid_blocks: set[int] = set()  # blocks of failed loads that were not written since
         self._retrieve, engine.retrieve = engine.retrieve, self.retrieve

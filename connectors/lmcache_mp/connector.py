@@ -96,9 +96,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._load_selector: LoadSelector | None = None  # None: load all that is found
         self._declined: set[str] = set()  # requests that compute what they could load
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
-        self._ended_while_loading: set[str] = (
-            set()
-        )  # those that ended during their load, until the workers have the message
+        self._ended_while_loading: set[str] = set()  # of these, until the workers know that they ended
         warn_of_versions(reply)
         warn_of_small_l1(reply, bytes_per_token, max_model_len)
         self._poller.start()
@@ -229,8 +227,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._declined.discard(request.request_id)
         if request.request_id in self._loading:
             self._ended_while_loading.add(request.request_id)
-        result: tuple[bool, dict[str, Any] | None] = super().request_finished(request, block_ids)
-        return result
+        is_storing, parameters = super().request_finished(request, block_ids)
+        return is_storing, parameters
 
     def _server_went_down(self) -> None:
         """Send it no requests until LMCache's heartbeat finds it again."""
@@ -267,16 +265,14 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         LMCache 0.5.6 reports it at once, as stored: vLLM frees blocks that the load still writes, and fails
         on the second report (vllm/v1/core/sched/scheduler.py:3223, 3234).
         """
-        ended: tuple[set[str] | None, set[str] | None]
         if self._worker is None:
-            ended = super().get_finished(finished_req_ids)
-        else:
-            self._worker.poll()
-            ended_while_loading: set[str] = self._get_connector_metadata().ended_while_loading
-            with self._worker.without_giving_up():
-                stored, loaded = super().get_finished(finished_req_ids - ended_while_loading)
-            ended = self._worker.stored(stored or set()), loaded
-        return ended
+            stored, loaded = super().get_finished(finished_req_ids)
+            return stored, loaded
+        self._worker.poll()
+        ended_while_loading: set[str] = self._get_connector_metadata().ended_while_loading
+        with self._worker.without_giving_up():
+            stored, loaded = super().get_finished(finished_req_ids - ended_while_loading)
+        return self._worker.stored(stored or set()), loaded
 
     def wait_for_save(self) -> None:
         """Store what the step computed; nothing if the step fails.

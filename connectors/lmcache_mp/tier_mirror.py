@@ -122,19 +122,12 @@ class TierPoller:
         try:
             self.poll()
         except OSError as error:
-            self._no_answer(error)
-        else:
-            self._answer()
-
-    def _no_answer(self, error: OSError) -> None:
-        if self.is_up and not self._stopping.is_set():
-            self.is_up = False
-            logger.warning(
-                "LMCache's MP server does not answer (%s): prompts are computed until it does", error
-            )
-            self._on_down()
-
-    def _answer(self) -> None:
+            if self.is_up and not self._stopping.is_set():
+                self.is_up = False
+                text = "LMCache's MP server does not answer (%s): prompts are computed until it does"
+                logger.warning(text, error)
+                self._on_down()
+            return
         if not self.is_up:
             self.is_up = True
             logger.info("LMCache's MP server answers again")

@@ -36,10 +36,6 @@ class WatchedFuture:
         with self._lock:
             return bool(self._future.wait(timeout))
 
-    def wait_on_stream(self, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            return self._future.wait_on_stream(*args, **kwargs)
-
 
 @dataclass(eq=False, slots=True)
 class TransferTiming:

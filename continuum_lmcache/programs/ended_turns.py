@@ -21,9 +21,7 @@ from continuum_lmcache.types import ProgramId
 
 MOST_TOKENS = 2_000_000  # of all turns, about 80 MB; beyond it the longest-paused programs' turns are dropped
 CAUSES = [cause.value for cause in LossCause]
-KEPT_TURNS = (
-    2  # of a program: a request in between, such as one for a title, does not replace the turn before it
-)
+KEPT_TURNS = 2  # of a program: a request in between, as for a title, does not replace the turn before it
 
 
 @dataclass(slots=True)

@@ -189,11 +189,11 @@ def prediction_of(turn: RecordedTurn, program: RecordedProgram, end_s: float) ->
     return ReturnPrediction(retention["probability"], retention["ttl_s"], max(watched_s, 0.0), returned)
 
 
-def calibration(run: Recording, bins: int = BINS) -> list[CalibrationBin]:
+def calibration(run: Recording) -> list[CalibrationBin]:
     """Predicted against real P(tau), by equal bins of the prediction."""
     by_bin = defaultdict(list)
     for seen in predictions(run):
-        by_bin[min(int(seen.predicted * bins), bins - 1)].append(seen)
+        by_bin[min(int(seen.predicted * BINS), BINS - 1)].append(seen)
     return [
         CalibrationBin(
             predicted=fmean(seen.predicted for seen in group),

@@ -10,9 +10,7 @@ reserved for its program already.
 
 from __future__ import annotations
 
-IDLE_PRICE = (
-    0.1  # while no turn waits for memory: not 0, or a pin would never end; tuned (LOG.md, 2026-11-22)
-)
+IDLE_PRICE = 0.1  # while no turn waits for it: not 0, or a pin would never end; tuned (LOG.md, 2026-11-22)
 CONTENDED_PRICE = 1.0  # the paper's
 
 

@@ -58,9 +58,7 @@ def least_attained_service(entry: QueueEntry) -> Order:
     )
 
 
-AGEING_RATE = (
-    0.05  # seconds of work that a second of waiting makes up for; tuned in the simulator (LOG.md, 2026-11-22)
-)
+AGEING_RATE = 0.05  # seconds of work that a second of waiting makes up for; tuned (LOG.md, 2026-11-22)
 
 
 def line_rank(

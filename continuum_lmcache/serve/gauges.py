@@ -12,11 +12,8 @@ from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCu
 REQUESTS = ("vllm:num_requests_waiting", "vllm:num_requests_running")
 CAPACITY, HELD = "continuum_gpu_capacity_tokens", "continuum_programs_held"
 HEADROOM, WAIT = "continuum_admission_headroom_tokens", "continuum_oldest_returning_wait_seconds"
-TIER, TIER_RATE, TIER_FIXED = (
-    "continuum_tier_capacity_tokens",
-    "continuum_tier_bytes_per_second",
-    "continuum_tier_fixed_seconds",
-)
+TIER = "continuum_tier_capacity_tokens"
+TIER_RATE, TIER_FIXED = "continuum_tier_bytes_per_second", "continuum_tier_fixed_seconds"
 SAMPLES, KV_BYTES = "continuum_rate_samples", "continuum_kv_bytes_per_token"
 CURVE = (
     "continuum_prefill_fixed_seconds",

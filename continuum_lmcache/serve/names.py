@@ -23,7 +23,7 @@ from starlette.middleware import Middleware
 
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import flag, name, program_id, tenant_of
-from continuum_lmcache.programs.session_fields import BODY_FIELDS, HEADERS, SentFields, program_values
+from continuum_lmcache.programs.session_fields import SentFields, program_values
 
 HEADER = "x-continuum-turn"
 ENVIRONMENT = {  # of Ray's proxies
@@ -75,10 +75,8 @@ def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
     if not isinstance(fields, dict):
         return TurnName()
     xargs = fields.get("vllm_xargs")
-    known = {field: fields[field] for field in BODY_FIELDS if fields.get(field) is not None}
-    found = {field: value for field, value in headers.items() if field in HEADERS}
     try:
-        values = program_values(SentFields(known, xargs if isinstance(xargs, dict) else {}, found))
+        values = program_values(SentFields(fields, xargs if isinstance(xargs, dict) else {}, headers))
         job = name("job_id", values.get("job_id"))
         is_last = flag("is_last_step", values.get("is_last_step"))
     except RequestError:

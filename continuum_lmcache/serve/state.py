@@ -33,6 +33,7 @@ FIRST_BYTES_PER_TOKEN = 4.0  # of a request's body, until prompts have been meas
 END_GRACE_S = 3.0  # how long a turn's end may be missing after its answer has reached the client
 MAX_REMOVED = 1000  # names of removed replicas that are remembered
 START_WAIT_S = 5.0  # at most, for the replicas' first reports: ten of their periods
+SWEEP_S = 0.5  # between two looks whether there is room for a request that waits
 POLL_S = 0.02  # between two looks whether all replicas have reported
 
 
@@ -43,16 +44,11 @@ class FleetState:
     """
 
     def __init__(
-        self,
-        config: Mapping[str, Any],
-        key: str,
-        sweep_s: float = 0.5,
-        now_s: Callable[[], float] = time.monotonic,
+        self, config: Mapping[str, Any], key: str, now_s: Callable[[], float] = time.monotonic
     ) -> None:
         self.now_s = now_s
         self.name = secrets.token_hex(8)  # another one after each restart
         self.fleet = Fleet(FleetConfig.load(config), bytes.fromhex(key))
-        self._sweep_s = sweep_s
         self._start_until_s = self.now_s() + START_WAIT_S
         self._restored: set[str] = set()
         self._properties: dict[ReplicaId, Mapping[str, Any]] = {}
@@ -219,7 +215,7 @@ class FleetState:
     async def _sweep(self) -> None:
         while self.fleet.waiting:
             self._admit()
-            await asyncio.sleep(self._sweep_s)
+            await asyncio.sleep(SWEEP_S)
 
 
 class _FleetCollector(Collector):

@@ -37,9 +37,8 @@ class DurationWindow:
     recent: deque[tuple[float, bool]] = field(default_factory=deque)  # seconds, whether it ended
     ended_s: list[float] = field(default_factory=list)
     censored_s: list[float] = field(default_factory=list)
-    _distribution: DurationDistribution | None = (
-        None  # until the next observation; a turn's end asks three times
-    )
+    # until the next observation: a turn's end asks three times
+    _distribution: DurationDistribution | None = None
 
     def add(self, gap_s: float, ended: bool) -> None:
         if len(self.recent) >= WINDOW:

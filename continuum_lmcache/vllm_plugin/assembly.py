@@ -45,10 +45,6 @@ class EngineParts:
     saver: FileSaver | None = None
     _saving: threading.RLock = field(default_factory=threading.RLock)  # an older save must not end last
 
-    @property
-    def writes_files(self) -> bool:
-        return self.recording is not None or self.durations_path is not None
-
     def totals(self, now_s: float) -> Totals:
         """Counts since the start, for the metrics."""
         lost = self.recording.lost if self.recording is not None else {}
@@ -147,7 +143,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         scheduler.connector.set_load_selector(lifecycle.load_policy.tokens_to_load)
         lifecycle.load_policy.controls_loads = True
     parts = EngineParts(lifecycle, advisor.gaps, durations_path, recording)
-    if parts.writes_files:
+    if recording is not None or durations_path is not None:
         parts.saver = FileSaver(parts)
         if owns_process():
             save_on_signals(parts, parts.saver)

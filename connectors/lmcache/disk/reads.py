@@ -67,26 +67,18 @@ class DiskReads:
                     CAUSES[cause],
                 )
                 break
-            if not self._has_file(key, meta, memory):
+            if not is_whole(meta.path, len(memory.byte_array)):
+                memory.ref_count_down()
+                self._forget(key, "missing")
                 break
             staged.append(memory)
         return staged
 
-    def _has_file(self, key: Any, meta: Any, memory: Any) -> bool:
-        """Whether the chunk's file is complete; if not, frees its memory and forgets the chunk."""
-        if is_whole(meta.path, len(memory.byte_array)):
-            return True
-        memory.ref_count_down()
-        self._forget(key, "missing")
-        return False
-
     def _load(self, key: Any, meta: Any, memory: Any) -> Any:
         """The chunk if its checksum is right; else None, and it is forgotten. Runs in a reader's thread."""
         written = self._sums.get(meta.path)
-        chunk = self._disk._load_chunk_into_memory(
-            key, meta.path, memory
-        )  # frees the memory of a failed read
-        if chunk is None:
+        chunk = self._disk._load_chunk_into_memory(key, meta.path, memory)
+        if chunk is None:  # the failed read has freed its memory
             self._forget(key, "unreadable")
             return None
         if checksum(chunk.byte_array) != written:

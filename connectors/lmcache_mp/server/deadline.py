@@ -15,7 +15,7 @@ MPCacheServerContext.resolve_obj_keys, which store and retrieve of LMCacheDriven
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 UNTIL = "continuum.until_s"
@@ -32,12 +32,12 @@ def is_late(configs: Mapping[str, Any] | None, now_s: float) -> bool:
     return configs is not None and UNTIL in configs and now_s > configs[UNTIL]
 
 
-def refuse_late_transfers(context: Any, clock: Callable[[], float] = time.monotonic) -> None:
+def refuse_late_transfers(context: Any) -> None:
     """In the server: raise TimeoutError for late transfers; the server logs it, and no one waits for it."""
     resolve = context.resolve_obj_keys
 
     def resolve_in_time(key: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_late(key.request_configs, clock()):
+        if is_late(key.request_configs, time.monotonic()):
             raise TimeoutError(
                 f"a load or store of request {key.request_id} came after its deadline and is not executed"
             )

@@ -19,9 +19,8 @@ from continuum_lmcache.vllm_plugin.hooks import wrapping
 
 KEY = "continuum"
 headroom_tokens: dict[int, float] = {}  # by engine, from the latest report to this process
-MetricsPayload = dict[
-    str, Any
-]  # by metric, then label: a count's growth, a gauge's value, a histogram's samples
+MetricsPayload = dict[str, Any]
+"""By metric, then label: a count's growth, a gauge's value, a histogram's samples."""
 TTL_BUCKETS_S = (0.0, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 GAP_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 DELAY_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
