@@ -110,17 +110,13 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
     found = (
         *plan_check.advice(plan),
         *(connector.findings if connector else [no_connector()]),
-        *(of_server(server, query, plan) if server else ()),
+        *(of_server(server, query, on, plan) if server else ()),
         *of_router(query.router, settings),
         *(fleet.findings(report) if query.url and (report := fleet.fleet_at(query.url)) is not None else ()),
         *(fleet.of_config(query.ray) if query.ray is not None else ()),
     )
-    return Diagnosis(plan, on, connector, server, plan_check.can_pins_pay(plan), in_order(found))
-
-
-def in_order(findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
-    """The most serious first."""
-    return tuple(sorted(findings, key=lambda finding: list(Severity).index(finding.severity)))
+    in_order = sorted(found, key=lambda finding: list(Severity).index(finding.severity))
+    return Diagnosis(plan, on, connector, server, plan_check.can_pins_pay(plan), tuple(in_order))
 
 
 def model(query: DoctorQuery, server: ServedModel | None) -> ModelShape:
@@ -181,7 +177,9 @@ def no_connector() -> Finding:
     )
 
 
-def of_server(server: ServedModel, query: DoctorQuery, plan: DeploymentPlan) -> Iterator[Finding]:
+def of_server(
+    server: ServedModel, query: DoctorQuery, on: MachineSpec, plan: DeploymentPlan
+) -> Iterator[Finding]:
     """Findings from what a running server reports."""
     if server.version is not None and not server.version.startswith(CHECKED_VERSIONS):
         evidence = f"the server runs vLLM {server.version}"
@@ -204,7 +202,7 @@ def of_server(server: ServedModel, query: DoctorQuery, plan: DeploymentPlan) -> 
             "the server reports no continuum_loaded_tokens_total: our LMCache connector does not run in it",
             "start it with --kv-transfer-config and the file given here",
         )
-    memory = memory_of(query, machine(query.profile, query.gpu))
+    memory = memory_of(query, on)
     if memory is not None and server.blocks:
         predicted = kv_budget.of_memory(
             plan.shape, memory, plan.budget.block_tokens, query.tensor_parallel_size

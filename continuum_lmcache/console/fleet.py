@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import yaml
 
+from continuum_lmcache.console.metrics_page import TIMEOUT_S, inner
 from continuum_lmcache.errors import ConfigError, ServerError
 from continuum_lmcache.telemetry.findings import Finding, note, warning
 
-TIMEOUT_S = 10.0
 BUILD = "continuum_lmcache.serve.app:build"
 ENVIRONMENT = {  # of Ray's proxies, as in continuum_lmcache.serve.app: a test compares them
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
@@ -38,12 +38,8 @@ def fleet_at(url: str) -> Mapping[str, Any] | None:
     return report if isinstance(report, dict) and isinstance(report.get("replicas"), list) else None
 
 
-def findings(report: Mapping[str, Any]) -> list[Finding]:
+def findings(report: Mapping[str, Any]) -> Iterator[Finding]:
     """Problems of the fleet as a whole."""
-    return list(found(report))
-
-
-def found(report: Mapping[str, Any]) -> Iterator[Finding]:
     limits = report["config"]
     for row in report["replicas"]:
         name, age_s = f"replica {row.get('rank')}", row["report_age_seconds"]
@@ -84,9 +80,9 @@ def of_config(path: Path) -> Iterator[Finding]:
         page = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(why).split())}") from why
-    apps = page.get("applications") if isinstance(page, dict) else None
+    apps = inner(page, "applications")
     listed = apps if isinstance(apps, list) else []
-    ours = [app for app in listed if isinstance(app, dict) and app.get("import_path") == BUILD]
+    ours = [app for app in listed if inner(app, "import_path") == BUILD]
     if not ours:
         raise ConfigError(f"{path} has no application with import_path: {BUILD}")
     host = str(inner(page, "http_options", "host") or LOOPBACK)
@@ -96,9 +92,9 @@ def of_config(path: Path) -> Iterator[Finding]:
             f"http_options.host is {host}: the proxies listen there and require no API key",
             "bind to a private address, or give vLLM --api-key",
         )
-    given = inner(page, "controller_options", "runtime_env", "env_vars") or {}
+    given = inner(page, "controller_options", "runtime_env", "env_vars")
     for name, value in ENVIRONMENT.items():
-        if given.get(name) != value:
+        if inner(given, name) != value:
             yield warning(
                 "fleet-unnamed-turns",
                 f"controller_options' env_vars have no {name}={value}",
@@ -112,13 +108,6 @@ def of_config(path: Path) -> Iterator[Finding]:
                 f"args.vllm has no {CONTINUUM}: {options}",
                 "add it: new programs are admitted by the fleet, but no turn's KV is pinned",
             )
-
-
-def inner(outer: Any, *keys: str) -> Any:
-    """A value inside nested objects; None if it, or an object around it, is missing."""
-    for key in keys:
-        outer = outer.get(key) if isinstance(outer, dict) else None
-    return outer
 
 
 def is_public(address: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -108,9 +109,11 @@ def served(url: str) -> ServedModel:
     page = scrape(url)
     info = page.info("vllm:cache_config_info")
     caching = info.get("enable_prefix_caching")
+    version = inner(body(answer(url, "/version")), "version")
+    window_tokens = inner(body(answer(url, "/v1/models")), "data", 0, "max_model_len")
     return ServedModel(
-        version=member(answer(url, "/version"), "version"),
-        window_tokens=window(answer(url, "/v1/models")),
+        version=version if isinstance(version, str) else None,
+        window_tokens=window_tokens if isinstance(window_tokens, int) else None,
         blocks=whole(info.get("num_gpu_blocks")),
         block_tokens=whole(info.get("block_size")),
         prefix_caching=None if caching is None else caching == "True",
@@ -119,28 +122,22 @@ def served(url: str) -> ServedModel:
     )
 
 
-def window(response: httpx.Response) -> int | None:
-    """The first model's longest context."""
-    found = body(response)
-    models = found.get("data") if isinstance(found, dict) else None
-    first = models[0] if isinstance(models, list) and models else None
-    value = first.get("max_model_len") if isinstance(first, dict) else None
-    return value if isinstance(value, int) else None
-
-
-def member(response: httpx.Response, name: str) -> str | None:
-    found = body(response)
-    value = found.get(name) if isinstance(found, dict) else None
-    return value if isinstance(value, str) else None
-
-
-def body(response: httpx.Response) -> object:
+def body(response: httpx.Response) -> Any:
     """The answer's JSON. Raises ServerError."""
     try:
-        found: object = response.json()
+        return response.json()
     except ValueError as error:
         raise ServerError(f"{response.url} did not answer with JSON: {error}") from error
-    return found
+
+
+def inner(outer: Any, *keys: str | int) -> Any:
+    """A value inside nested objects and lists; None if it, or one around it, is missing."""
+    for key in keys:
+        try:
+            outer = outer[key]
+        except (LookupError, TypeError):
+            return None
+    return outer
 
 
 def whole(text: str | None) -> int | None:

@@ -81,7 +81,7 @@ def joined(
     places: Sequence[Place], servers: Sequence[dict[str, Any]], fleets: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Several servers (as_json), and their fleets, as one JSON object."""
-    found = {url: findings(report) for url, report in fleets.items()}
+    found = {url: list(findings(report)) for url, report in fleets.items()}
     return {
         "schema": 1,
         "ok": all(one["ok"] for one in servers) and not any(has_problems(each) for each in found.values()),
