@@ -7,7 +7,8 @@ here is explained where it is made.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from continuum_lmcache.types import MAX_TURNS
@@ -17,43 +18,17 @@ PROGRAM_WINDOW = 256  # number of finished programs in eta: enough for a stable 
 
 
 @dataclass(slots=True)
-class TurnMoments:
-    """Sums over the pairs (x, y) = (k, N - k), k = 1..N, of some programs of N turns. Exact integers."""
-
-    n: int = 0
-    x: int = 0
-    y: int = 0
-    xx: int = 0
-    yy: int = 0
-    xy: int = 0
-
-    def add(self, turns: int, sign: int) -> None:
-        """Count a program of `turns` turns in (+1) or out (-1), by the closed forms of the sums."""
-        squares = turns * (turns + 1) * (2 * turns + 1) // 6
-        self.n += sign * turns
-        self.x += sign * turns * (turns + 1) // 2
-        self.y += sign * turns * (turns - 1) // 2
-        self.xx += sign * squares
-        self.yy += sign * (squares - turns * turns)
-        self.xy += sign * (turns - 1) * turns * (turns + 1) // 6
-
-    @property
-    def correlation(self) -> float:
-        """Pearson's, in [-1, 1]. Only for pairs that vary in both x and y."""
-        spread_x = self.n * self.xx - self.x * self.x
-        spread_y = self.n * self.yy - self.y * self.y
-        together = self.n * self.xy - self.x * self.y
-        return max(-1.0, min(1.0, together / math.sqrt(spread_x) / math.sqrt(spread_y)))
-
-
-@dataclass(slots=True)
 class EvictionStats:
-    """Queueing delays of evicted turns, and how long programs are. O(1) an event."""
+    """Queueing delays of evicted turns, and how long programs are."""
 
     _delays_s: deque[float] = field(default_factory=lambda: deque(maxlen=QUEUE_WINDOW))
-    _programs: deque[int] = field(default_factory=deque)
-    _moments: TurnMoments = field(default_factory=TurnMoments)
-    _lengths: dict[int, int] = field(default_factory=dict)  # how many programs of each length
+    _programs: deque[int] = field(default_factory=lambda: deque(maxlen=PROGRAM_WINDOW))
+    eta: float = 1.0
+    """-Corr(turns done, turns left), in [-1, 1]: near 1 if a program that went on long is nearly done.
+
+    1 until programs of two different lengths were seen: with one length the correlation is -1
+    by construction, and with none there is no data (the cold start's eta).
+    """
 
     def observe_queue_delay(self, delay_s: float, evicted: bool) -> None:
         """A turn left the waiting queue after `delay_s`, in seconds.
@@ -71,12 +46,10 @@ class EvictionStats:
         All of k = 1..N are samples, the last turn too: the scheduler also decides at its end,
         mostly without knowing that it is the last.
         """
-        if not 1 <= total_turns <= MAX_TURNS:
-            return
-        if len(self._programs) == PROGRAM_WINDOW:
-            self._count(self._programs.popleft(), -1)
-        self._programs.append(total_turns)
-        self._count(total_turns, +1)
+        if 1 <= total_turns <= MAX_TURNS:
+            self._programs.append(total_turns)
+            programs = Counter(self._programs)
+            self.eta = -correlation(programs) if len(programs) > 1 else 1.0
 
     @property
     def queue_delay_s(self) -> float:
@@ -89,21 +62,24 @@ class EvictionStats:
         return len(self._delays_s)
 
     @property
-    def eta(self) -> float:
-        """-Corr(turns done, turns left), in [-1, 1]: near 1 if a program that went on long is nearly done.
-
-        1 until programs of two different lengths were seen: with one length the correlation is -1
-        by construction, and with none there is no data (the cold start's eta).
-        """
-        return -self._moments.correlation if len(self._lengths) > 1 else 1.0
-
-    @property
     def eta_samples(self) -> int:
         """Number of finished programs in eta, at most PROGRAM_WINDOW."""
         return len(self._programs)
 
-    def _count(self, turns: int, sign: int) -> None:
-        self._moments.add(turns, sign)
-        self._lengths[turns] = self._lengths.get(turns, 0) + sign
-        if not self._lengths[turns]:
-            del self._lengths[turns]
+
+def correlation(programs: Mapping[int, int]) -> float:
+    """Pearson's over the pairs (k, N - k), k = 1..N, of programs of N turns, in [-1, 1].
+
+    `programs`: how many there are of each N, of two N at least. The sums' closed forms, exact integers.
+    """
+    n = x = y = xx = yy = xy = 0
+    for turns, many in programs.items():
+        squares = turns * (turns + 1) * (2 * turns + 1) // 6
+        n += many * turns
+        x += many * turns * (turns + 1) // 2
+        y += many * turns * (turns - 1) // 2
+        xx += many * squares
+        yy += many * (squares - turns * turns)
+        xy += many * (turns - 1) * turns * (turns + 1) // 6
+    together = (n * xy - x * y) / math.sqrt(n * xx - x * x) / math.sqrt(n * yy - y * y)
+    return max(-1.0, min(1.0, together))
