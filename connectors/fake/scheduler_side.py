@@ -135,15 +135,13 @@ class FakeSchedulerSide:
     def finished(self, request_id: str) -> None:
         self.tracked.pop(request_id, None)
 
-    def names(self, request: Request, known: list[ChunkName]) -> list[ChunkName]:
-        """Names of the request's whole chunks; `known` are the first of them."""
-        if request.lora_request is not None or request.mm_features:
-            return []  # their KV depends on more than the token ids, so it is not kept
-        return self.namer(request.all_token_ids, self.config.chunk_tokens, request.cache_salt or "", known)
-
     def _named(self, seen: TrackedRequest) -> list[ChunkName]:
-        if seen.request.num_tokens // self.config.chunk_tokens > len(seen.names):
-            seen.names = self.names(seen.request, seen.names)
+        """Names of the request's whole chunks; none where KV depends on more than the token ids."""
+        request, chunk_tokens = seen.request, self.config.chunk_tokens
+        is_text = request.lora_request is None and not request.mm_features
+        if is_text and request.num_tokens // chunk_tokens > len(seen.names):
+            salt = request.cache_salt or ""
+            seen.names = self.namer(request.all_token_ids, chunk_tokens, salt, seen.names)
         return seen.names
 
     def _copies_of(

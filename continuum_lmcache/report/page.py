@@ -124,16 +124,8 @@ def lost(run: Recording) -> str:
         for cause, found in causes.items()
     ]
     single = [
-        (
-            p.id,
-            p.turns.index(turn) + 1,
-            loss.cause,
-            loss.at_token,
-            loss.left_tokens,
-            loss.tokens,
-            loss.prefill_s,
-        )
-        + (" / ".join(loss.sides),)
+        (p.id, p.turns.index(turn) + 1, loss.cause, loss.at_token, loss.left_tokens)
+        + (loss.tokens, loss.prefill_s, " / ".join(loss.sides))
         for p, turn, loss in losses(run)[:MOST_LOSSES]
     ]
     return (

@@ -107,9 +107,7 @@ class ContinuumMixin(Scheduler):
         self._turns.to_rekey.clear()
         decodes_first = self._prompts_last and not self._reclaimer.may_run_short()  # no victims then
         if decodes_first or self._running_changed:  # stock FCFS preempts running[-1]
-            self.running.sort(
-                key=lambda request: (decodes_first and request.is_prefill_chunk, self._running_rank(request))
-            )
+            self.running.sort(key=lambda r: (decodes_first and r.is_prefill_chunk, self._running_rank(r)))
             self._running_changed = decodes_first  # a finished prompt returns to its place
 
     def _choose_chunk(self) -> None:

@@ -75,10 +75,9 @@ class TurnLifecycle:
             config.max_ttl_s,
             self.events.publish,
         )
-        kv_tokens = self.kv_tokens
 
         def contention() -> Contention:
-            return Contention(len(self.turns) - 1, kv_tokens)
+            return Contention(len(self.turns) - 1, self.kv_tokens)
 
         other_turns = contention if residency.async_loads else no_contention
         self.load_policy = LoadPolicy(advisor.rates, other_turns, config.load_or_recompute)
@@ -93,7 +92,7 @@ class TurnLifecycle:
         )
         self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
         self.admission = AdmissionController(
-            kv_capacity(kv_tokens, advisor.cheap_tiers()),
+            kv_capacity(self.kv_tokens, advisor.cheap_tiers()),
             config.admission_max_hold_s,
             advisor.admission_order,
             shared_prefixes=self._shared_prefixes,
@@ -103,14 +102,10 @@ class TurnLifecycle:
         self._prompt_linker = PromptLinker(config.max_programs, hash_block_tokens)
         self._tokenizer = tokenizer
         self._forget_at_s = 0.0
-        self._subscribe()
-
-    def _subscribe(self) -> None:
-        on = self.events.subscribe
-        self.advisor.listen(self.events)
+        advisor.listen(self.events)
         self.samples.listen(self.events)
-        on(PinTaken, lambda event: self._rekey(event.pin.program))
-        on(PinReleased, lambda event: self._rekey(event.program))
+        self.events.subscribe(PinTaken, lambda event: self._rekey(event.pin.program))
+        self.events.subscribe(PinReleased, lambda event: self._rekey(event.program))
 
     # a turn's life ---------------------------------------------------------
 
