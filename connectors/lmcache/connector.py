@@ -2,11 +2,6 @@
 
 It passes every call on to vLLM's LMCacheConnectorV1, and adds:
 
-    a prompt's tokens   [0, computed)   in vLLM's prefix cache
-                        [.., dram)      LMCache, CPU DRAM
-                        [.., ssd)       LMCache, local disk
-                        [.., n)         not stored: computed
-
     settings.py, known_issues.py   refuse settings that fail silently, and set defaults that work
     cpu_copy.py                    the copy path where there is no GPU; unused on a GPU
     disk/                          disk loads that cannot hang or kill the engine

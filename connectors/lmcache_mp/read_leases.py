@@ -68,7 +68,6 @@ class ReadLeases:
         self._adapter.cleanup_lookup_result(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
         self._submitted_s.pop(request_id, None)
         self._returning.pop(request_id, None)
 

@@ -146,7 +146,6 @@ class TwoTierCache:
         return len(known)
 
     def clear(self) -> int:
-        """Drop all chunks."""
         return self.forget([*self.dram.names, *self.ssd.names, *self.pending])
 
     def has(self, name: ChunkName) -> bool:

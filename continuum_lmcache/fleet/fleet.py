@@ -262,7 +262,7 @@ class Fleet:
             return self._route_anonymous(now_s, turn, prompt_tokens)
         entry = self.programs.get(program)
         if entry is None:
-            if not claimed_turns and self._is_full():
+            if not claimed_turns and self.placement.new_programs >= self.config.max_line:
                 self.refused += 1
                 return Refused(turn, self.placement.retry_after_s(now_s))
             entry = self._add_program(now_s, program, claimed_age_s, claimed_turns)
@@ -378,12 +378,7 @@ class Fleet:
 
     # -----------------------------------------------------------------------
 
-    def _is_full(self) -> bool:
-        """Whether no new program may join the line."""
-        return self.placement.new_programs >= self.config.max_line
-
     def _route_anonymous(self, now_s: float, turn: TurnId, prompt_tokens: int) -> Route | Refused:
-        """A request without a program."""
         if not self.placement.replicas:
             self.refused += 1
             return Refused(turn, self.placement.retry_after_s(now_s))
@@ -393,7 +388,6 @@ class Fleet:
         return self._sent(turn, alone, Route(turn, replica, RouteReason.ALONE), prompt_tokens, 0)
 
     def _route_later_turn(self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int) -> Route:
-        """A turn of a program with a home."""
         home = entry.home
         assert home is not None
         if len(self.placement.replicas) > 1 and not entry.live:
@@ -455,7 +449,6 @@ class Fleet:
     def _move(
         self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int, to: ReplicaId
     ) -> Route:
-        """The program moves to another home, with this turn."""
         old = entry.home
         assert old is not None
         self.placement.replicas[old].admission.remove_program(entry.id)
@@ -539,7 +532,6 @@ class Fleet:
         return route
 
     def _end_turn(self, now_s: float, turn: TurnId) -> SentTurn | None:
-        """A turn that was sent has ended."""
         live = self.turns.pop(turn, None)
         if live is None:
             return None
@@ -555,7 +547,6 @@ class Fleet:
         return self.placement.replicas.get(live.route.replica)
 
     def _add_program(self, now_s: float, program: ProgramId, age_s: float, turns: int = 0) -> FleetProgram:
-        """Add a program that is not known."""
         self._forget_surplus(self.config.max_programs - 1)
         entry = self.programs[program] = FleetProgram(program, now_s - age_s, now_s, turns)
         return entry

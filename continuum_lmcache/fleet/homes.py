@@ -65,7 +65,6 @@ class Homes(Generic[Replica]):
         self._replicas[digest(program, self._key)] = replica
 
     def forget(self, program: ProgramId) -> None:
-        """The program has ended."""
         self._replicas.pop(digest(program, self._key), None)
 
     def __len__(self) -> int:

@@ -57,7 +57,6 @@ class ReplicaState:
         return sum(pending.tokens for pending in self.pending.values())
 
     def age_s(self, now_s: float) -> float:
-        """How old the report is."""
         return max(0.0, now_s - self.report.at_s)
 
     def wait_s(self, is_fresh: bool) -> float:
@@ -71,7 +70,6 @@ class ReplicaState:
         return max(known_s, self.report.oldest_returning_wait_s if is_fresh else 0.0)
 
     def apply_report(self, report: ReplicaReport) -> None:
-        """A newer report."""
         self.report = report
         self.admission.capacity = KVCapacity(report.gpu_tokens, report.tier_tokens)
         while self.reserved and self.reserved[0][0] <= report.at_s:
@@ -106,16 +104,13 @@ class ReplicaState:
         return not self.report.pending_programs and need <= self.headroom_tokens()
 
     def add_turn(self, turn: TurnId, pending: PendingTurn) -> None:
-        """A turn goes there."""
         self.turns.add(turn)
         self.pending[turn] = pending
 
     def on_first_token(self, turn: TurnId) -> None:
-        """Its prefill has ended."""
         self.pending.pop(turn, None)
 
     def remove_turn(self, turn: TurnId) -> None:
-        """It has ended."""
         self.on_first_token(turn)
         self.turns.discard(turn)
 
@@ -157,7 +152,6 @@ class Placement:
     _starts: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_STARTS))
 
     def add_replica(self, report: ReplicaReport) -> ReplicaState:
-        """One replica more."""
         capacity = KVCapacity(report.gpu_tokens, report.tier_tokens)
         admission = AdmissionController(capacity, self.max_wait_s, growth=self.growth)
         state = self.replicas[report.replica] = ReplicaState(report, admission)
@@ -176,7 +170,6 @@ class Placement:
             self.growth.add_first_prompt(tokens)
 
     def remove_from_line(self, program: ProgramId, turn: TurnId) -> None:
-        """Remove a turn that waits."""
         if (waiting := self.line.get(program)) is not None:
             waiting.turns.pop(turn, None)
             if not waiting.turns:

@@ -95,7 +95,6 @@ class EndedTurns:
         return losses
 
     def drop(self, program: ProgramId) -> None:
-        """The program ended."""
         for turn in list(self._turns.get(program, ())):
             self._remove(program, turn)
         self._turns.pop(program, None)
@@ -109,7 +108,6 @@ class EndedTurns:
             del self._latest[turn.name]
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """For the metrics."""
         return {
             "lost_returns": dict(self.returns),
             "lost_seconds": dict(self.seconds),

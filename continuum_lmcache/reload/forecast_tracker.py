@@ -88,7 +88,6 @@ class ReloadTracker:
 
     @property
     def is_tracking(self) -> bool:
-        """Whether any reload is running."""
         return bool(self._pending)
 
     def add_forecast(self, program: ProgramId, forecast: ReloadForecast) -> None:
@@ -140,7 +139,6 @@ class ReloadTracker:
             self._ending.add(turn)
 
     def on_program_end(self, program: ProgramId) -> None:
-        """The program ended."""
         self._forecasts.pop(program, None)
 
 

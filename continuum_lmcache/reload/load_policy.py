@@ -55,11 +55,7 @@ class Contention:
 
 
 NO_CONTENTION = Contention(0, 1)
-
-
-def no_contention() -> Contention:
-    """Where a step waits for its loads, the option that is fastest for one turn is the cheapest for all."""
-    return NO_CONTENTION
+"""Where a step waits for its loads, the option that is fastest for one turn is the cheapest for all."""
 
 
 def choose_load(costs: CostModel, where: Residency, contention: Contention = NO_CONTENTION) -> LoadChoice:
@@ -115,7 +111,7 @@ class LoadPolicy:
     def __init__(
         self,
         rates: CalibratedCosts,
-        contention: Callable[[], Contention] = no_contention,
+        contention: Callable[[], Contention] = lambda: NO_CONTENTION,
         compares_costs: bool = True,
     ) -> None:
         self.counts: Counter[str] = Counter()

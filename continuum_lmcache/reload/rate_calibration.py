@@ -61,12 +61,8 @@ class RateDrift:
     def of_curve(self, curve: PrefillCurve) -> PrefillCurve:
         """The profile's prefill curve, corrected in the same way."""
         slower = math.exp(self.log_slower)
-        return PrefillCurve(
-            curve.fixed_s * slower,
-            curve.per_token_s * slower,
-            curve.per_pair_s * slower,
-            curve.samples + self.loads,
-        )
+        fixed_s, token_s, pair_s = (slower * s for s in (curve.fixed_s, curve.per_token_s, curve.per_pair_s))
+        return PrefillCurve(fixed_s, token_s, pair_s, curve.samples + self.loads)
 
 
 class CalibratedCosts:
@@ -97,7 +93,8 @@ class CalibratedCosts:
             return
         if not is_plausible(moved) or moved.tier not in self.drifts:
             return
-        predicted_s = self._rate(moved.tier).seconds(moved.size_bytes)
+        rate = self._profile.dram if moved.tier is Tier.DRAM else self._profile.ssd
+        predicted_s = rate.seconds(moved.size_bytes)
         log_slower = math.log(self._own_s(moved)) - math.log(predicted_s)
         self.drifts[moved.tier] = self.drifts[moved.tier].updated(log_slower)
         self._correct()
@@ -134,9 +131,6 @@ class CalibratedCosts:
             ssd=self.drifts[Tier.SSD].of(of.ssd),
             store=back if self.stall.loads else NO_STALL,
         )
-
-    def _rate(self, tier: Tier) -> TransferRate:
-        return self._profile.dram if tier is Tier.DRAM else self._profile.ssd
 
     def _own_s(self, moved: KVTransfer) -> float:
         """The tier's own seconds: a disk load includes the copy to the GPU, which the cost model adds."""
@@ -218,11 +212,10 @@ class TierSurvival:
 
     def chances(self, prefix_tokens: int, after_s: float, now_s: float) -> dict[Tier, float]:
         """By tier, 0 to 1, for CostModel.reload_s: that the whole prefix is there `after_s` from now."""
-        return {tier: self._chance(tier, prefix_tokens, after_s, now_s) for tier in self.fills}
-
-    def _chance(self, tier: Tier, prefix_tokens: int, after_s: float, now_s: float) -> float:
-        fill = self.fills[tier]
-        return fill.chance(self.capacity_tokens[tier] - prefix_tokens, after_s, now_s)
+        return {
+            tier: fill.chance(self.capacity_tokens[tier] - prefix_tokens, after_s, now_s)
+            for tier, fill in self.fills.items()
+        }
 
 
 def prior(rate: TransferRate | PrefillCurve) -> int:

@@ -117,7 +117,6 @@ class RetentionAdvisor:
         return slowest if self.gaps.exact(slowest).n else tool_key(text)
 
     def listen(self, events: EventBus) -> None:
-        """Subscribe to the events of programs and turns."""
         events.subscribe(TurnArrived, self._learn_gap)
         events.subscribe(TurnStarted, self._learn_delay)
         events.subscribe(ProgramEnded, self._learn_length)

@@ -56,7 +56,6 @@ class EventRecorder:
     _held: int = 0
 
     def listen(self, events: event_types.EventBus) -> None:
-        """Subscribe to the events that are recorded."""
         for kind in RECORDED:
             events.subscribe(kind, self.record)
 

@@ -65,7 +65,6 @@ class MetricSamples:
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
 
     def listen(self, events: EventBus) -> None:
-        """Subscribe to the events that give samples."""
         events.subscribe(TurnArrived, self._arrived)
         events.subscribe(TurnStarted, self._started)
         events.subscribe(TurnFinished, self._finished)

@@ -108,7 +108,7 @@ class ToolDurations:
         a weaker question than how long it takes. Gaps are long-tailed, so the largest mean is
         close to the mean of the largest.
         """
-        return max(calls, key=self._expected_s, default=())
+        return max(calls, key=lambda call: self.most_specific(call).mean_s or 0.0, default=())
 
     def dumps(self) -> str:
         """Everything learned, as versioned JSON in the order of use; loads() reads it.
@@ -159,9 +159,6 @@ class ToolDurations:
         if len(self._windows) > MAX_KEYS:
             self._windows.popitem(last=False)
         return window
-
-    def _expected_s(self, tool: ToolKey) -> float:
-        return self.most_specific(tool).mean_s or 0.0
 
 
 def suffixes(tool: ToolKey) -> list[ToolKey]:

@@ -46,7 +46,6 @@ class EngineParts:
     _saving: threading.RLock = field(default_factory=threading.RLock)  # an older save must not end last
 
     def totals(self, now_s: float) -> Totals:
-        """Counts since the start, for the metrics."""
         lost = self.recording.lost if self.recording is not None else {}
         return {**totals_of(self.lifecycle, now_s), "unrecorded": dict(lost)}
 
@@ -58,7 +57,6 @@ class EngineParts:
             self.save_durations()
 
     def save_durations(self) -> None:
-        """Write the learned durations."""
         if self.durations_path is None:
             return
         with self._saving:

@@ -67,7 +67,6 @@ class StepTimer:
             self._untimed.add(turn.id)
 
     def add_forecast(self, program: ProgramId, context_tokens: int, reload_s: float) -> None:
-        """A turn finished with this forecast of its return."""
         self.reloads.add_forecast(program, ReloadForecast(context_tokens, reload_s))
 
     def on_turn_end(self, turn: TurnId) -> None:
@@ -81,11 +80,9 @@ class StepTimer:
     # a step ------------------------------------------------------------------
 
     def on_schedule(self, now_s: float, output: SchedulerOutput) -> None:
-        """A step was scheduled and is about to run."""
         self._flight[id(output)] = StepLaunch(now_s, self._residency.waits(output), bool(self._flight))
 
     def on_step(self, now_s: float, output: SchedulerOutput) -> None:
-        """The step's output is here."""
         launch = self._flight.pop(id(output), None) or StepLaunch(now_s, False, False)
         took_s, is_own = self._took_s(now_s, launch)
         self._last_s = now_s

@@ -21,7 +21,7 @@ from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.programs.prefix_reuse import PrefixReusePredictor, ending_of
 from continuum_lmcache.programs.prompt_linker import PromptLinker
 from continuum_lmcache.programs.table import Program, ProgramTable
-from continuum_lmcache.reload.load_policy import Contention, LoadPolicy, no_contention
+from continuum_lmcache.reload.load_policy import NO_CONTENTION, Contention, LoadPolicy
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.telemetry.events import (
@@ -77,10 +77,10 @@ class TurnLifecycle:
         )
 
         def contention() -> Contention:
-            return Contention(len(self.turns) - 1, self.kv_tokens)
+            others = Contention(len(self.turns) - 1, self.kv_tokens)
+            return others if residency.async_loads else NO_CONTENTION
 
-        other_turns = contention if residency.async_loads else no_contention
-        self.load_policy = LoadPolicy(advisor.rates, other_turns, config.load_or_recompute)
+        self.load_policy = LoadPolicy(advisor.rates, contention, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end does not count as evicted
         self.step_timer = StepTimer(
             advisor.rates, advisor.observe_transfers, self.events, residency, self._slack_tokens

@@ -55,7 +55,6 @@ class ProgramQueue(RequestQueue):
         return self._live[self._heap[0][2]][1]
 
     def head_key(self) -> Key:
-        """The first request's key."""
         self._head()
         return self._heap[0][0]
 

@@ -55,7 +55,6 @@ class IdleTimer:
                     self._changed.notify()
 
     def close(self) -> None:
-        """End the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
-from continuum_lmcache.retention.engine_stats import EvictionStats
 from continuum_lmcache.telemetry.samples import MetricSamples
 from continuum_lmcache.types import PinEnd
 from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, MetricsPayload
@@ -54,7 +53,7 @@ class MetricsDelta:
 def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
     """All figures of the engine now."""
     pins, residency, advisor = lifecycle.pins, lifecycle.residency, lifecycle.advisor
-    admission, losses = lifecycle.admission, lifecycle.losses
+    admission, losses, history = lifecycle.admission, lifecycle.losses, advisor.history
     ends: dict[str, float] = {name: pins.outcomes[outcome] for outcome, name in OUTCOMES.items()}
     return {
         "pins": {"taken": pins.taken, **ends},
@@ -73,7 +72,9 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
         "tier_capacity": {t.value: n for t, n in residency.capacity_tokens().items()},
         **residency.totals(),
         **rate_totals(advisor.rates),
-        **formula_totals(advisor.history),
+        "delay": {"": history.queue_delay_s},  # this one and the next two: eq. 2
+        "eta": {"": history.eta},
+        "formula_samples": {"delay": history.queue_delay_samples, "eta": history.eta_samples},
         "held": {"": len(admission.pending)},
         "headroom": {"": admission.headroom_tokens},
         "working_set": {"": admission.context_tokens},
@@ -95,13 +96,4 @@ def rate_totals(rates: CalibratedCosts) -> Totals:
         "prefill_pair": {"": curve.per_pair_s},
         "kv_token": {"": float(costs.kv_bytes_per_token)},
         "store_stall": {"": 1.0 / costs.store.bytes_per_s},
-    }
-
-
-def formula_totals(history: EvictionStats) -> Totals:
-    """T and eta of eq. 2, and their numbers of samples."""
-    return {
-        "delay": {"": history.queue_delay_s},
-        "eta": {"": history.eta},
-        "formula_samples": {"delay": history.queue_delay_samples, "eta": history.eta_samples},
     }

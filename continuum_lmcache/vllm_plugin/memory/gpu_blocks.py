@@ -78,5 +78,4 @@ class GpuBlocks:
         return freed >= wanted_blocks
 
     def free_count(self) -> int:
-        """Blocks free now."""
         return int(self._pool.get_num_free_blocks())

@@ -47,7 +47,6 @@ class ResidencyLookup:
 
     @property
     def is_up(self) -> bool:
-        """Whether the store answers."""
         return True if self._store_status is None else self._store_status.is_up
 
     def after_eviction(self, request: Request, tokens: int) -> Residency:
@@ -65,11 +64,9 @@ class ResidencyLookup:
         return Residency(gpu, dram, loaded - dram, total)
 
     def capacity_tokens(self) -> Mapping[Tier, int]:
-        """How many tokens each tier can hold."""
         return self._store.capacity_tokens() if self._store is not None else {}
 
     def transfers(self) -> list[KVTransfer]:
-        """The tiers' transfers since the last call."""
         return self._store.transfers() if self._store is not None else []
 
     def waits(self, output: SchedulerOutput) -> bool:
@@ -85,7 +82,6 @@ class ResidencyLookup:
         return {"prompt_tokens": dict(self.prompt_tokens), "returned_tokens": dict(self.returned_tokens)}
 
     def count(self, served: Residency) -> None:
-        """Add one prompt to the counts."""
         self.prompt_tokens["gpu"] += served.gpu_tokens
         self.prompt_tokens["dram"] += served.dram_tokens
         self.prompt_tokens["ssd"] += served.ssd_tokens
