@@ -49,11 +49,11 @@ class ContinuumConfig:
     divergence_texts: bool = False  # recordings have the texts where a prompt differs from its last turn
 
     def __post_init__(self) -> None:
-        for name in KEYS:
-            value = getattr(self, name)
-            require(not name.endswith("_s") or value >= 0, name, value, "a number of seconds >= 0")
-            require(not name.endswith("_share") or 0 <= value <= 1, name, value, "a share in [0, 1]")
-        require(self.max_programs >= 1, "max_programs", self.max_programs, "at least 1")
+        for key in KEYS:
+            name, value = PREFIX + key, getattr(self, key)
+            require(not key.endswith("_s") or value >= 0, name, value, "a number of seconds >= 0")
+            require(not key.endswith("_share") or 0 <= value <= 1, name, value, "a share in [0, 1]")
+        require(self.max_programs >= 1, f"{PREFIX}max_programs", self.max_programs, "at least 1")
 
     @classmethod
     def load(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> ContinuumConfig:
@@ -64,7 +64,7 @@ class ContinuumConfig:
             if name.startswith(ENV_PREFIX):
                 given[name.removeprefix(ENV_PREFIX).lower()] = value
         refuse_unknown(given, KEYS, ENV_PREFIX, "the environment", str.upper)
-        return cls(**{k: parsed(k, v, KEYS[k]) for k, v in given.items()})
+        return cls(**{k: parsed(PREFIX + k, v, KEYS[k]) for k, v in given.items()})
 
 
 KEYS: dict[str, str] = {f.name: str(f.type) for f in fields(ContinuumConfig)}
@@ -96,7 +96,7 @@ def refuse_unknown(
 
 
 def parsed(name: str, value: Any, kind: str) -> Any:
-    """A setting in its type, from JSON or from an environment variable's text."""
+    """A setting in its type, from JSON or text. `name`: with its prefix, for the error."""
     words = {"true": True, "1": True, "false": False, "0": False}
     if kind == "bool":
         found = value if isinstance(value, bool) else words.get(str(value).lower())
@@ -118,4 +118,4 @@ def parsed(name: str, value: Any, kind: str) -> Any:
 def require(holds: bool, name: str, value: Any, expected: str) -> None:
     """Raise ConfigError unless it holds."""
     if not holds:
-        raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be {expected}")
+        raise ConfigError(f"{name} is {value!r}; it must be {expected}")

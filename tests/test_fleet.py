@@ -406,6 +406,6 @@ def test_a_pool_under_all_replicas_makes_a_move_cheaper_and_a_slow_link_does_not
     [{"moover": "cost"}, {"mover": "best"}, {"substrate": "s3"}, {"max_wait_s": -1}, {"max_line": "x"}],
 )
 def test_a_setting_that_is_wrong_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=rf"\bfleet\.{next(iter(wrong))}\b"):
         FleetConfig.load(wrong)
     assert FleetConfig.load({"mover": "never", "max_line": "7"}).max_line == 7

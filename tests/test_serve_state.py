@@ -336,3 +336,5 @@ def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() ->
     ):
         with pytest.raises(ConfigError):
             ServeSettings.of({"model": "m", **wrong} if wrong and "model" not in wrong else wrong)
+    with pytest.raises(ConfigError, match="^replicas is 'x'; it must be a number$"):
+        ServeSettings.of({"model": "m", "replicas": "x"})

@@ -91,7 +91,7 @@ class FleetConfig:
         """From a mapping of names without a prefix. Raises ConfigError."""
         kinds = {each.name: str(each.type) for each in fields(cls)}
         refuse_unknown(given, kinds, PREFIX, "the fleet's settings")
-        return cls(**{name: parsed(name, value, kinds[name]) for name, value in given.items()})
+        return cls(**{name: parsed(PREFIX + name, value, kinds[name]) for name, value in given.items()})
 
     @property
     def limits(self) -> Limits:
