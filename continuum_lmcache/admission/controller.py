@@ -109,7 +109,10 @@ class AdmissionController:
         `hashes`: of its prompt's whole blocks.
         """
         if (pending := self.pending.get(program)) is not None:
-            self._add_pending_turn(pending, prompt_tokens)
+            longest_tokens = max(pending.prompt_tokens, prompt_tokens)
+            self._context_tokens += longest_tokens - pending.prompt_tokens
+            again = replace(pending, prompt_tokens=longest_tokens, turns=pending.turns + 1)
+            self.pending[program] = again  # its place in the line stays
             return False
         seen = self.admitted.get(program)
         if seen is None and not exempt and not turns:
@@ -249,13 +252,6 @@ class AdmissionController:
                 return pending
             heapq.heappop(self._line)
         return None
-
-    def _add_pending_turn(self, pending: PendingProgram, prompt_tokens: int) -> None:
-        """Adds a turn of a pending program; its place in line stays."""
-        longest_tokens = max(pending.prompt_tokens, prompt_tokens)
-        self._context_tokens += longest_tokens - pending.prompt_tokens
-        again = replace(pending, prompt_tokens=longest_tokens, turns=pending.turns + 1)
-        self.pending[pending.program] = again
 
     def _add_admitted(self, program: ProgramId, turns: int) -> AdmittedProgram:
         seen = self.admitted[program] = AdmittedProgram(0, turns=turns)

@@ -33,11 +33,6 @@ NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where n
 GATHER_S = 0.05  # from a turn's end to its report, which has all turns that end meanwhile
 
 
-def unavailable(error: BaseException) -> Response:
-    """The answer while the state is missing; Ray starts another within seconds."""
-    return PlainTextResponse(f"The fleet's state does not answer: {error}", 503, {"Retry-After": "2"})
-
-
 class ReplicaHeader:
     """ASGI: each answer names the replica that gave it. vLLM's app takes no more middleware."""
 
@@ -84,17 +79,19 @@ class Replica:
 
     async def fleet(self) -> Response:
         """GET /fleet: the state as JSON."""
-        try:
-            return JSONResponse(await self._call("snapshot"))
-        except NO_STATE as error:
-            return unavailable(error)
+        return await self._answer("snapshot", JSONResponse)
 
     async def fleet_metrics(self) -> Response:
         """GET /fleet/metrics: its figures in Prometheus' text format."""
+        return await self._answer("metrics", PlainTextResponse)
+
+    async def _answer(self, method: str, kind: type[Response]) -> Response:
+        """The state's answer. While the state is missing, HTTP 503: Ray starts another within seconds."""
         try:
-            return PlainTextResponse(await self._call("metrics"))
+            return kind(await self._call(method))
         except NO_STATE as error:
-            return unavailable(error)
+            text = f"The fleet's state does not answer: {error}"
+            return PlainTextResponse(text, 503, {"Retry-After": "2"})
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """What routers know of a replica: `?replica=N` selects the one of rank N."""
