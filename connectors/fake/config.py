@@ -40,9 +40,7 @@ class FakeConfig:
         """From a connector's extra config; ignores keys without the prefix. Raises ConfigError."""
         given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
         refuse_unknown(given, KEYS, PREFIX, "kv_connector_extra_config")
-        return cls(
-            **{KEYS[key].name: _checked(key, value, str(KEYS[key].type)) for key, value in given.items()}
-        )
+        return cls(**{KEYS[k].name: _checked(k, value, str(KEYS[k].type)) for k, value in given.items()})
 
     def tier_spec(self, bytes_per_token: int, block_tokens: int) -> TierSpec:
         """The tiers of an engine with this much KV a token. Raises ConfigError."""

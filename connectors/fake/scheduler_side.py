@@ -150,13 +150,10 @@ class FakeSchedulerSide:
         first_chunk, span = gpu_tokens // self.config.chunk_tokens, self.blocks_per_chunk
         tiers = [Tier.DRAM] * len(loading.dram) + [Tier.SSD] * len(loading.ssd)
         copies = []
-        for chunk, (name, tier) in enumerate(
-            zip([*loading.dram, *loading.ssd], tiers, strict=True), first_chunk
-        ):
-            skip = max(0, gpu_tokens // self.block_tokens - chunk * span)
-            copies.append(
-                ChunkCopy(name, tier, skip, tuple(block_ids[chunk * span + skip : (chunk + 1) * span]))
-            )
+        for at, name in enumerate([*loading.dram, *loading.ssd]):
+            start = (first_chunk + at) * span
+            skip = max(0, gpu_tokens // self.block_tokens - start)
+            copies.append(ChunkCopy(name, tiers[at], skip, tuple(block_ids[start + skip : start + span])))
         return tuple(copies)
 
     def _stores_of(

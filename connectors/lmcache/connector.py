@@ -181,13 +181,13 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             # fails on the difference when vLLM's hit ends inside a chunk (vllm_v1_adapter.py:1597)
             found = min(found, spec.lmcache_cached_tokens - spec.vllm_cached_tokens)
             if found > 0 and self._load_selector is not None:
-                found = self._chosen(request, spec, found)
+                found = self._chosen(self._load_selector, request, spec, found)
         elif spec is not None and request.num_preemptions:  # less than min_retrieve_tokens
             spec.lmcache_cached_tokens = min(spec.lmcache_cached_tokens, spec.vllm_cached_tokens)
         return found, is_async
 
-    def _chosen(self, request: Request, spec: Any, found: int) -> int:
-        """How many of the `found` tokens the load selector wants. LMCache's load spec is reduced to match.
+    def _chosen(self, select: LoadSelector, request: Request, spec: Any, found: int) -> int:
+        """How many of the `found` tokens `select` wants. LMCache's load spec is reduced to match.
 
         The worker always gets the spec with the step, and releases the pins of every lookup there, with
         or without a load (vllm_v1_adapter.py:1122). LMCache does not store again what the spec contains. So
@@ -196,11 +196,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         """
         held = self.locate(request.all_token_ids)
         where = residency_of_offer(held, spec.vllm_cached_tokens, found, request.num_tokens)
-        wanted = (
-            self._load_selector(TurnId(request.request_id), where)
-            if self._load_selector is not None
-            else found
-        )
+        wanted = select(TurnId(request.request_id), where)
         if wanted < found:
             known = where.dram_tokens if self._impl.config.local_cpu else found
             kept = wanted if wanted or request.num_preemptions else known

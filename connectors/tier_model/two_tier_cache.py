@@ -62,10 +62,8 @@ class TwoTierCache:
         self.ssd = LruTier(spec.chunks(spec.ssd_bytes))
         self.pending: dict[ChunkName, float] = {}  # disk writes by when they end, soonest first
         self.to_gpu, self.from_gpu = BandwidthLink(spec.load_gbps), BandwidthLink(spec.store_gbps)
-        self.disk_read, self.disk_write = (
-            BandwidthLink(spec.ssd_load_gbps),
-            BandwidthLink(spec.ssd_store_gbps),
-        )
+        self.disk_read = BandwidthLink(spec.ssd_load_gbps)
+        self.disk_write = BandwidthLink(spec.ssd_store_gbps)
         self._transfers: deque[KVTransfer] = deque(maxlen=TRANSFERS_KEPT)
         self._evicted: dict[ChunkName, None] = {}
 
@@ -97,10 +95,9 @@ class TwoTierCache:
         size_bytes, ssd_bytes = self._size(dram) + self._size(ssd), self._size(ssd)
         read_s = self.disk_read.reserve(now_s, ssd_bytes) if ssd else now_s
         done_s = self.to_gpu.reserve(read_s, size_bytes) + self.spec.load_latency_s
+        ssd_s = self.disk_read.seconds(ssd_bytes) + self.to_gpu.seconds(ssd_bytes)
         self._record(Tier.DRAM, "load", dram, self.to_gpu.seconds(self._size(dram)), turn)
-        self._record(
-            Tier.SSD, "load", ssd, self.disk_read.seconds(ssd_bytes) + self.to_gpu.seconds(ssd_bytes), turn
-        )
+        self._record(Tier.SSD, "load", ssd, ssd_s, turn)
         return ActiveLoad(dram, ssd, done_s)
 
     def store(self, now_s: float, names: Sequence[ChunkName]) -> ActiveStore:

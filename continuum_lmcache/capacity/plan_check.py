@@ -208,7 +208,8 @@ class PinVerdict:
 def can_pins_pay(plan: DeploymentPlan) -> PinVerdict:
     """Pins pay where something is evicted, a pin fits, and eq. 2 has a maximum above 0."""
     by_tier = pin_values(plan.costs, plan.demand.mean_tokens, plan.demand.gaps_s, plan.max_ttl_s)
-    pin = by_tier[plan.reload_tier]
+    tier = plan.reload_tier
+    pin = by_tier[tier]
     if any(_pins_fit(plan)) or plan.budget.blocks == 0:
         return PinVerdict("no", "a program of the mean context does not fit into the pins' share", by_tier)
     if plan.concurrent_programs is not None and plan.concurrent_programs <= plan.fits:
@@ -216,17 +217,13 @@ def can_pins_pay(plan: DeploymentPlan) -> PinVerdict:
         why = f"{programs}: nothing is evicted"
         return PinVerdict("no", why, by_tier)
     begins = f"beyond {plan.fits} programs at once, where eviction begins"
-    where = (
-        "is computed again" if plan.reload_tier is Tier.NONE else f"comes back from {plan.reload_tier.value}"
-    )
+    where = "is computed again" if tier is Tier.NONE else f"comes back from {tier.value}"
     saves = f"a context of {plan.demand.mean_tokens:,} tokens that was lost {where} in {pin.reload_s:.3g} s"
     if pin.least_delay_s <= 0:
         pays = f"a pin of {pin.best.ttl_s:.3g} s gains {pin.gain_s:.3g} s a turn on average"
         much = pin.gain_s >= CLEAR_GAIN_SHARE * pin.reload_s
         return PinVerdict("yes" if much else "hardly", f"{begins}: {saves}, and {pays}", by_tier)
     if math.isinf(pin.least_delay_s):
-        return PinVerdict(
-            "no", f"no tool comes back within continuum.max_ttl_s, {plan.max_ttl_s:g} s", by_tier
-        )
+        return PinVerdict("no", f"no tool is back within continuum.max_ttl_s, {plan.max_ttl_s:g} s", by_tier)
     delay = f"only once turns that lost their KV queue for more than {pin.least_delay_s:.3g} s"
     return PinVerdict("under load", f"{begins}, and {delay}: {saves}", by_tier)

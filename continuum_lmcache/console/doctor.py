@@ -122,12 +122,10 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
 def model(query: DoctorQuery, server: ServedModel | None) -> ModelShape:
     """The model's shape, as it is to be served."""
     shape = shape_of(query.model)
-    if query.kv_cache_dtype != "auto":
-        if query.kv_cache_dtype not in KV_BYTES:
-            raise ConfigError(
-                f"--kv-cache-dtype is {query.kv_cache_dtype!r}; known: auto, {', '.join(KV_BYTES)}"
-            )
-        shape = replace(shape, kv_value_bytes=KV_BYTES[query.kv_cache_dtype])
+    if (dtype := query.kv_cache_dtype) != "auto":
+        if dtype not in KV_BYTES:
+            raise ConfigError(f"--kv-cache-dtype is {dtype!r}; known: auto, {', '.join(KV_BYTES)}")
+        shape = replace(shape, kv_value_bytes=KV_BYTES[dtype])
     if query.weights_gib is not None:
         shape = replace(shape, weight_bytes=query.weights_gib * GIB, source="as given")
     if server and server.window_tokens:
@@ -139,15 +137,16 @@ def kv_cache(
     query: DoctorQuery, on: MachineSpec, shape: ModelShape, server: ServedModel | None, block_tokens: int
 ) -> KVBudget:
     """The KV cache: as the server reports it, as given, or computed from the device's memory."""
+    ranks = query.tensor_parallel_size
     if server and server.blocks:
-        return kv_budget.of_blocks(shape, server.blocks, block_tokens, query.tensor_parallel_size)
+        return kv_budget.of_blocks(shape, server.blocks, block_tokens, ranks)
     if query.kv_gib is not None:
-        return kv_budget.of_bytes(shape, query.kv_gib * GIB, block_tokens, query.tensor_parallel_size)
+        return kv_budget.of_bytes(shape, query.kv_gib * GIB, block_tokens, ranks)
     memory = memory_of(query, on)
     if memory is None:
         where = "give --kv-gib (VLLM_CPU_KVCACHE_SPACE)" if on.on_cpu else "give --gpu or --memory-gib"
         raise ConfigError(f"the memory of {on.device!r} is not known; {where}")
-    return kv_budget.of_memory(shape, memory, block_tokens, query.tensor_parallel_size)
+    return kv_budget.of_memory(shape, memory, block_tokens, ranks)
 
 
 def memory_of(query: DoctorQuery, on: MachineSpec) -> DeviceMemory | None:
@@ -204,9 +203,8 @@ def of_server(
         )
     memory = memory_of(query, on)
     if memory is not None and server.blocks:
-        predicted = kv_budget.of_memory(
-            plan.shape, memory, plan.budget.block_tokens, query.tensor_parallel_size
-        )
+        ranks, block_tokens = query.tensor_parallel_size, plan.budget.block_tokens
+        predicted = kv_budget.of_memory(plan.shape, memory, block_tokens, ranks)
         if abs(predicted.blocks - server.blocks) > BLOCKS_OFF * server.blocks:
             yield note(
                 "blocks-differ",

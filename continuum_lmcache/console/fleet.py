@@ -63,9 +63,7 @@ def findings(report: Mapping[str, Any]) -> Iterator[Finding]:
             "add replicas, or raise fleet.max_line if clients wait longer rather than come again",
         )
     if report["thrash"]:
-        yield warning(
-            "fleet-thrash", f"{report['thrash']} moves within the cooldown", "a bug: please report it"
-        )
+        yield warning("fleet-thrash", f"{report['thrash']} moves within the cooldown", "a bug: report it")
     if report["line"]:
         yield note(
             "fleet-line",

@@ -65,9 +65,7 @@ def read(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as problem:
         raise ConfigError(f"{path} cannot be read as JSON: {problem}") from problem
     if not isinstance(found, dict) or not isinstance(found.get("kv_connector"), str):
-        raise ConfigError(
-            f"{path} names no kv_connector; expected the object that --kv-transfer-config takes"
-        )
+        raise ConfigError(f"{path} names no kv_connector; expected what --kv-transfer-config takes")
     if not isinstance(found.get(EXTRA, {}), dict):
         raise ConfigError(f"{path}: {EXTRA} is {found[EXTRA]!r:.80}; it must be an object")
     return found

@@ -68,13 +68,9 @@ def page_of(text: str, url: str) -> MetricsPage:
         families = list(text_string_to_metric_families(text))
     except ValueError as error:
         raise ServerError(f"{url}/metrics is no Prometheus text: {error}") from error
-    page = MetricsPage(
-        tuple((s.name, dict(s.labels), s.value) for family in families for s in family.samples)
-    )
+    page = MetricsPage(tuple((s.name, s.labels, s.value) for family in families for s in family.samples))
     if not any(name.startswith("vllm:") for name, _, _ in page.samples):
-        raise ServerError(
-            f"{url}/metrics has no vllm: metrics; give the base URL of a vLLM server, without /v1"
-        )
+        raise ServerError(f"{url}/metrics has no vllm: metrics; give a vLLM server's base URL, without /v1")
     return page
 
 
@@ -85,9 +81,7 @@ def answer(url: str, path: str) -> httpx.Response:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"{url}{path}: {error}; is the server up, and is this its base URL?") from error
     if response.status_code != httpx.codes.OK:
-        raise ServerError(
-            f"{url}{path} answered HTTP {response.status_code}; is this a vLLM server's base URL?"
-        )
+        raise ServerError(f"{url}{path}: HTTP {response.status_code}; is this a vLLM server's base URL?")
     return response
 
 

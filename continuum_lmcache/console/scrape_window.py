@@ -24,9 +24,7 @@ class ScrapePair:
         if last is None:
             return None
         if last < (first or 0.0):
-            raise ServerError(
-                f"{name} fell from {first:g} to {last:g}: the server restarted meanwhile; try again"
-            )
+            raise ServerError(f"{name} fell from {first:g} to {last:g}: the server restarted; try again")
         return last - (first or 0.0)
 
     def growth_by(self, name: str, label: str) -> Mapping[str, float]:

@@ -111,9 +111,8 @@ def show(url: str, seen: ServerWindow, targets: Thresholds, console: Console) ->
     for rule, fields in not_evaluated(seen).items():
         names = ", ".join(METRICS[name] for name in fields)
         console.print(Text(f"not checked: {rule} (no {names} in these {seen.seconds:.0f} s)", style="dim"))
-    console.print(
-        Text("\nSomething is wrong." if has_problems(found) else "\nNothing is wrong.", style="bold")
-    )
+    what = "Something" if has_problems(found) else "Nothing"
+    console.print(Text(f"\n{what} is wrong.", style="bold"))
 
 
 def lost(seen: ServerWindow, cause: str) -> str:

@@ -348,23 +348,16 @@ class Fleet:
         sent = Counter(live.route.replica for live in self.turns.values())
         for replica, state in replicas.items():
             if sent[replica] != len(state.turns) or not state.turns <= self.turns.keys():
-                raise InvariantError(
-                    f"turns at {replica!r}({len(state.turns)}) != those sent({sent[replica]})"
-                )
+                raise InvariantError(f"turns at {replica!r}({len(state.turns)}) != sent({sent[replica]})")
             inside = {p for p in state.admission.admitted if p in self.programs}
             if wrong := [p for p in inside if self.programs[p].home != replica]:
                 raise InvariantError(f"programs {wrong!r} count at {replica!r}, which is not their home")
         for entry in self.programs.values():
             if entry.home is not None and entry.home not in replicas:
-                raise InvariantError(
-                    f"program {entry.id!r} has the home {entry.home!r}, which is not in the fleet"
-                )
-            if entry.home is None and not (
-                entry.has_started or entry.turns or entry.id in self.placement.line
-            ):
-                raise InvariantError(
-                    f"program {entry.id!r} has no home, has not started and is not in the line"
-                )
+                raise InvariantError(f"program {entry.id!r} has the home {entry.home!r}, which is gone")
+            is_known = entry.home or entry.has_started or entry.turns or entry.id in self.placement.line
+            if not is_known:
+                raise InvariantError(f"program {entry.id!r} has no home, did not start, is in no line")
         live = {turn for entry in self.programs.values() for turn in entry.live}
         if not live <= self.turns.keys():
             raise InvariantError(f"live turns of programs({len(live)}) are not all sent")

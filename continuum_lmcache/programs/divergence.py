@@ -172,22 +172,14 @@ def losses_of(
 ) -> Iterator[PrefixLoss]:
     """What a return lost by its prompt, and what of the rest neither the GPU nor a tier had."""
     if divergence.cause is not None:
-        seconds = curve.seconds(divergence.recomputed_tokens, divergence.at_token) - curve.fixed_s
+        at, tokens = divergence.at_token, divergence.recomputed_tokens
+        seconds = max(0.0, curve.seconds(tokens, at) - curve.fixed_s)
         excerpts = (divergence.last_turn_excerpt, divergence.prompt_excerpt)
-        yield PrefixLoss(
-            divergence.cause,
-            divergence.at_token,
-            divergence.last_turn_tokens,
-            divergence.recomputed_tokens,
-            max(0.0, seconds),
-            *excerpts,
-        )
+        yield PrefixLoss(divergence.cause, at, divergence.last_turn_tokens, tokens, seconds, *excerpts)
     missing_tokens = divergence.equal_tokens - found_tokens
     if missing_tokens > slack_tokens:
-        missed = (
-            not is_declined
-            and min(divergence.tier_tokens, divergence.equal_tokens) - found_tokens > slack_tokens
-        )
+        held_tokens = min(divergence.tier_tokens, divergence.equal_tokens)
+        missed = not is_declined and held_tokens - found_tokens > slack_tokens
         seconds = curve.seconds(missing_tokens, found_tokens) - curve.fixed_s
         cause = LossCause.TIER_MISS if missed else LossCause.EVICTED
         yield PrefixLoss(cause, found_tokens, divergence.last_turn_tokens, missing_tokens, max(0.0, seconds))

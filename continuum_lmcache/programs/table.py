@@ -125,9 +125,7 @@ class ProgramTable:
         """Raise InvariantError unless each record is consistent."""
         for entry in self.records.values():
             if not entry.waiting <= entry.live:
-                raise InvariantError(
-                    f"program {entry.id!r} has waiting turns that are not live: {entry.waiting}"
-                )
+                raise InvariantError(f"program {entry.id!r}: waiting turns are not live: {entry.waiting}")
 
     def _touch(self, now_s: float, entry: Program) -> None:
         entry.seen_s = now_s

@@ -106,9 +106,7 @@ class NameTurns:
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = [
-            (key, value) for key, value in scope["headers"] if normalized(key) != normalized(HEADER.encode())
-        ]
+        headers = [(key, value) for key, value in scope["headers"] if normalized(key) != HEADER.encode()]
         turn = TurnName()
         if scope["method"] == "POST" and scope["path"].endswith(ENDPOINTS):
             body, receive = await read_body(receive)

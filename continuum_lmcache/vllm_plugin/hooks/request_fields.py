@@ -71,9 +71,8 @@ def add_identity(request: Any) -> None:
         if "job_id" in found:
             http_fields.add_response_header(SESSION_HEADER, str(found["job_id"]))
         if prometheus.headroom_tokens:
-            http_fields.add_response_header(
-                HEADROOM_HEADER, str(round(max(prometheus.headroom_tokens.values())))
-            )
+            most_tokens = max(prometheus.headroom_tokens.values())
+            http_fields.add_response_header(HEADROOM_HEADER, str(round(most_tokens)))
         return params
 
 
