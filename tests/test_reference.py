@@ -24,6 +24,10 @@ from experiments import dashboard, reference
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(page for folder in ("docs", "experiments", "profiles") for page in (ROOT / folder).rglob("*.md")),
+]
 ALERTS = dashboard.DASHBOARD.with_name("alerts.yaml")
 
 
@@ -62,12 +66,30 @@ def test_the_page_of_settings_names_every_one_once() -> None:
         assert reference.comments()[field.name], f"config.py says nothing beside {field.name}"
 
 
-def test_links_in_the_readme_and_the_docs_lead_somewhere() -> None:
-    docs = reference.METRICS_PAGE.parent.rglob("*.md")
-    pages = [reference.README, ARCHITECTURE, ROOT / "experiments" / "README.md", *docs]
-    for page in pages:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+def links(page: Path) -> list[tuple[Path, str]]:
+    """The files that a page links to, and the headings in them ("": none)."""
+    found = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text())
+    return [((page.parent / file).resolve() if file else page, heading) for file, heading in found]
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    lines = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
+    for file, heading in links(page):
+        assert file.exists(), file
+        assert not heading or heading in headings(file), f"{file.name}#{heading}"
+
+
+def test_every_page_is_at_most_two_links_away_from_the_readme_or_the_architecture() -> None:
+    first = {reference.README, ARCHITECTURE}
+    second = {file for page in first for file, _ in links(page) if file.suffix == ".md"}
+    third = {file for page in second for file, _ in links(page)}
+    assert set(PAGES) <= first | second | third
 
 
 def test_the_architecture_fits_two_screens_and_names_what_there_is() -> None:
