@@ -234,12 +234,12 @@ class Listed(RoundRobin):
         return super().place(now_s, turn, replicas)
 
 
-@pytest.mark.parametrize(("told", "expected"), [(True, [None, 1, 2]), (False, [None, None, None])])
+@pytest.mark.parametrize(("starts_known", "expected"), [(True, [None, 1, 2]), (False, [None, None, None])])
 def test_an_engine_gets_the_number_of_turns_that_a_program_has_finished(
-    told: bool, expected: list[int | None]
+    starts_known: bool, expected: list[int | None]
 ) -> None:
     router = Listed()
-    run_fleet([a_program("p", turns=3)], replace(TWO, told=told), router)
+    run_fleet([a_program("p", turns=3)], replace(TWO, starts_known=starts_known), router)
     said = [turn.request.sampling_params.extra_args for turn in router.asked]  # type: ignore[union-attr]
     assert [fields.get("program_turns") for fields in said] == expected  # type: ignore[union-attr]
 

@@ -76,6 +76,6 @@ def setup_of(point: FleetPoint) -> FleetSetup:
         speeds=(*(1.0 for _ in range(point.replicas - 1)), point.slow),
         pool=point.pool,
         link_gbps=point.link_gbps,
-        told=point.told,
+        starts_known=point.starts_known,
         dies_at_s=point.dies_at_s,
     )

@@ -82,7 +82,7 @@ def lines(size: Size) -> Points:
 def known_starts(size: Size) -> Points:
     """Routers that send each turn to any replica; engines know, or do not, that a program has started."""
     known = [] if size is Size.QUICK else at(REGIMES[1], size, "least", "hits-load")
-    return [*known, *(replace(point, told=False) for point in known)]
+    return [*known, *(replace(point, starts_known=False) for point in known)]
 
 
 def substrates(size: Size) -> Points:
@@ -150,7 +150,7 @@ SECTIONS = {
         "Engines that know which programs have started",
         known_starts,
         regime_of,
-        lambda p: f"{p.router}, {'known' if p.told else 'not known'}",
+        lambda p: f"{p.router}, {'known' if p.starts_known else 'not known'}",
         "",
     ),
     "substrate": Section(

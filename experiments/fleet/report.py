@@ -191,7 +191,7 @@ def fleet_goals(size: Size) -> list[FleetGoal]:
         for e in (STOCK, OURS)
     }
     unknown, known = (
-        tuple(replace(p, told=is_known) for p in at(warm, size, "hits-load")) for is_known in (False, True)
+        tuple(replace(p, starts_known=is_known) for p in at(warm, size, "hits-load")) for is_known in (False, True)
     )
     found = [
         FleetGoal(

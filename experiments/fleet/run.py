@@ -38,7 +38,7 @@ class FleetSetup:
     speeds: tuple[float, ...]  # of each GPU, relative to the setup's machine
     pool: bool = False  # one DRAM for all; else each has its own
     link_gbps: float = 0.0  # between replicas, by its reader, from GPU or DRAM into DRAM; 0: none
-    told: bool = True  # the router tells an engine that a program is under way
+    starts_known: bool = True  # engines know which programs have started elsewhere
     dies_at_s: float | None = None  # the first replica
 
 
@@ -179,7 +179,7 @@ class FleetRun(Simulation):
         if turn.id in self.lost:
             self.lost.discard(turn.id)
             self.found.rehomed_s = max(self.found.rehomed_s, now_s - self.died_s)
-        if self.fleet.told and self.setup.policy != STOCK and turn.number > 1:
+        if self.fleet.starts_known and self.setup.policy != STOCK and turn.number > 1:
             assert turn.request.sampling_params is not None and turn.request.sampling_params.extra_args
             age_s = now_s - turn.program_arrival_s
             turn.request.sampling_params.extra_args |= {

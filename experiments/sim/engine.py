@@ -93,7 +93,7 @@ class Engine:
         self.resting: SchedulerOutput | None = None  # nothing could run
         self.poked = False  # since it was last asked to schedule
         self.gpu_free_s = 0.0
-        self.loaded: set[str] = set()  # asynchronous loads that are over, not yet told
+        self.loaded: set[str] = set()  # asynchronous loads that are over, not yet reported
         self.ahead: dict[str, int] = {}  # tokens taken in a merged step, still to be scheduled
         self.steps = self.scheduled_tokens = self.preemptions = 0
         self.busy_s = 0.0

@@ -18,7 +18,7 @@ AGENTINFER = "agentinfer"
 PEERS = (*ROUTERS, AGENTINFER)
 MICHI = "michilxy03"  # its rules, in the simulator alone
 ENDLESS = "endless-gpu"  # program order on a GPU whose KV cache never fills
-TRUE_SIZES = "continuum-true-sizes"  # admission is told how long each program's contexts will be
+TRUE_SIZES = "continuum-true-sizes"  # admission knows how long each program's contexts will be
 
 
 class SweepError(ValueError):
@@ -103,7 +103,7 @@ class FleetPoint:
     link_gbps: float = 0.0  # between replicas; 0: none
     kv_share: float = 1.0  # of the machine's KV cache
     skew: float = 1.0  # of the programs' sizes
-    told: bool = True  # engines are told that a program is under way
+    starts_known: bool = True  # engines know which programs have started elsewhere
     hot_tokens: float = 20_000.0  # T_hot: of pending prefill, from which on a turn leaves its home
     cool_s: float = 30.0  # T_cool: between two moves of a program
     report_s: float = 0.5  # how often replicas report to our router
