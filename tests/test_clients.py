@@ -146,7 +146,7 @@ def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None
 
 
 def test_hints_without_end_fill_no_table(bench: Bench) -> None:
-    bench.lifecycle._prompt_linker._max_hashes = 20
+    bench.lifecycle._prompt_linker._hinted.most = 20
     for i in range(100):
         bench.turn(None, [*range(i, i + 40)], **{HINT_FIELD: f"key {i}"})
     assert len(bench.lifecycle._prompt_linker._hinted) <= 20

@@ -84,22 +84,20 @@ class KVBudget:
         return self.blocks * self.block_tokens
 
 
+def line_of_bytes(name: str, how: str, size_bytes: float) -> BudgetLine:
+    return BudgetLine(name, how, size_bytes / GIB, "GiB")
+
+
 def of_memory(shape: ModelShape, memory: DeviceMemory, block_tokens: int, ranks: int = 1) -> KVBudget:
     """The budget that vLLM would compute. A KV cache below one block has 0 blocks."""
     weights = shape.weight_bytes / ranks
     usable = memory.device_bytes * memory.utilisation
     kv_bytes = usable - weights - memory.step_bytes
     steps = (
-        BudgetLine(
-            "usable memory", f"{gib(memory.device_bytes)} x {memory.utilisation:g}", usable / GIB, "GiB"
-        ),
-        BudgetLine(
-            "weights", shape.source + (f", over {ranks} ranks" if ranks > 1 else ""), weights / GIB, "GiB"
-        ),
-        BudgetLine(
-            "a step's needs", "assumed; vLLM measures it at the start", memory.step_bytes / GIB, "GiB"
-        ),
-        BudgetLine("KV cache", "usable memory - weights - a step's needs", kv_bytes / GIB, "GiB"),
+        line_of_bytes("usable memory", f"{gib(memory.device_bytes)} x {memory.utilisation:g}", usable),
+        line_of_bytes("weights", shape.source + (f", over {ranks} ranks" if ranks > 1 else ""), weights),
+        line_of_bytes("a step's needs", "assumed; vLLM measures it at the start", memory.step_bytes),
+        line_of_bytes("KV cache", "usable memory - weights - a step's needs", kv_bytes),
     )
     return of_bytes(shape, kv_bytes, block_tokens, ranks, steps)
 
@@ -108,7 +106,7 @@ def of_bytes(
     shape: ModelShape, kv_bytes: float, block_tokens: int, ranks: int = 1, before: Sequence[BudgetLine] = ()
 ) -> KVBudget:
     """The budget of a KV cache of this many bytes."""
-    given = () if before else (BudgetLine("KV cache", "as given", kv_bytes / GIB, "GiB"),)
+    given = () if before else (line_of_bytes("KV cache", "as given", kv_bytes),)
     block_bytes = block_tokens * shape.bytes_per_token(ranks)
     blocks = max(0, int(kv_bytes // block_bytes))
     how = f"KV cache / ({block_tokens} tokens x {shape.bytes_per_token(ranks):,} B)"

@@ -12,6 +12,7 @@ only in the first differing block, and around it where more than a block at eith
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -187,14 +188,8 @@ def losses_of(
 
 def same_blocks(last: Sequence[Hashable], prompt: Sequence[Hashable]) -> int:
     """How many whole blocks two contexts have in common: each hash covers all blocks up to it."""
-    low, high = 0, min(len(last), len(prompt))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if last[middle - 1] == prompt[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    both = range(min(len(last), len(prompt)))
+    return bisect_left(both, True, key=lambda block: last[block] != prompt[block])
 
 
 def find_edit(last: Sequence[int], prompt: Sequence[int], at: int) -> PromptEdit | None:

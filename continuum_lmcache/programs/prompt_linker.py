@@ -15,11 +15,12 @@ two equal first prompts. It links a prompt that continues exactly one turn of th
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.types import ProgramId
 
@@ -74,10 +75,9 @@ class PromptLinker:
     """Finished turns by hash; the oldest are dropped."""
 
     def __init__(self, max_turns: int, block_tokens: int) -> None:
-        self._max_hashes = max_turns
         self._block_tokens = block_tokens  # covered by one hash
-        self._turns: OrderedDict[Any, dict[tuple[int, ...], LinkableTurn | None]] = OrderedDict()
-        self._hinted: OrderedDict[tuple[str, str], deque[LinkableTurn]] = OrderedDict()  # by hint and owner
+        self._turns: BoundedDict[Any, dict[tuple[int, ...], LinkableTurn | None]] = BoundedDict(max_turns)
+        self._hinted: BoundedDict[tuple[str, str], deque[LinkableTurn]] = BoundedDict(max_turns)  # with owner
 
     def add_turn(
         self,
@@ -99,19 +99,14 @@ class PromptLinker:
         context_tokens, hint = len(request.all_token_ids), (fields.hint, fields.owner)
         turn = LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint)
         if fields.hint and keys:
-            self._hinted.setdefault(hint, deque(maxlen=MAX_HINTED)).append(turn)
-            self._hinted.move_to_end(hint)
-            if len(self._hinted) > self._max_hashes:
-                self._hinted.popitem(last=False)
+            hinted = self._hinted[hint] = self._hinted.get(hint) or deque(maxlen=MAX_HINTED)
+            hinted.append(turn)
         equal = self._mark_ambiguous(keys)
         for at, (block_hash, tail) in enumerate(keys):
-            tails = self._turns.setdefault(block_hash, {})
-            self._turns.move_to_end(block_hash)
+            tails = self._turns[block_hash] = self._turns.get(block_hash, {})
             tails[tail] = None if at < equal else turn
             if len(tails) > MAX_TAILS:
                 del tails[next(iter(tails))]
-        while len(self._turns) > self._max_hashes:
-            self._turns.popitem(last=False)
 
     def find_link(self, request: HashedPrompt, fields: ProgramFields = NO_FIELDS) -> ProgramLink | None:
         """The longest finished turn that this prompt extends; a repeated prompt extends nothing.

@@ -14,6 +14,7 @@ import asyncio
 import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -129,16 +130,13 @@ class FleetState:
     async def snapshot(self) -> dict[str, Any]:
         """The state for GET /fleet, in JSON's types. It has no program's name."""
         now_s, fleet = self.now_s(), self.fleet
-        at_home: dict[ReplicaId, int] = {}
-        for program in fleet.programs.values():
-            if program.home is not None:
-                at_home[program.home] = at_home.get(program.home, 0) + 1
+        at_home = Counter(program.home for program in fleet.programs.values())
         replicas = [
             {
                 "replica": name,
                 **self._properties.get(name, {}),
                 "report_age_seconds": round(place.age_s(now_s), 3),
-                "programs": at_home.get(name, 0),
+                "programs": at_home[name],
                 "turns": len(place.turns),
                 "requests": place.requests,
                 "headroom_tokens": round(place.headroom_tokens()),
