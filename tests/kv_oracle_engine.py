@@ -161,7 +161,7 @@ class OracleConnector(StockConnector, ContinuumLMCacheConnector):
             doubt=lambda: None,
             close=lambda: None,
         )
-        self._impl, self._tiers = self._lmcache_engine, tiers if engine is None else None
+        self._impl, self.tiers = self._lmcache_engine, tiers
         self._worker, self._load_selector = None, None
         self._kv_bytes_per_token = 8
         self._expected, self._check = [], LoadCheck(engine, BLOCK) if engine is not None else None

@@ -97,21 +97,14 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._expected: list[AwaitedLoad] = []  # what vLLM counts as loaded in the next step
         self._check: LoadCheck | None = None
         self._worker: LMCacheWorkerSide | None = None
-        self._tiers: LMCacheTiers | None = None
         self._load_selector: LoadSelector | None = None  # None: load all that is found
         if role == KVConnectorRole.SCHEDULER:
             database = ChunkedTokenDatabase(self._impl.config, self._impl._manager.lmcache_engine_metadata)
-            self._tiers = LMCacheTiers(database, self._impl.config.chunk_size, self._addresses)
+            self.tiers = LMCacheTiers(database, self._impl.config.chunk_size, self._addresses)
 
     # ---- scheduler: the core's TierStore
 
     async_loads = False  # enable_async_loading is refused: each step waits for its loads
-
-    @property
-    def tiers(self) -> LMCacheTiers:
-        """The scheduler's mirror of the tiers. Only in the scheduler's process."""
-        assert self._tiers is not None, "tiers are known to the scheduler's connector only"
-        return self._tiers
 
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:  # noqa: ARG002
         """What LMCache would load of this prompt's head now. Reads only the mirror; never waits.
@@ -266,8 +259,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         return self._worker.report() if self._worker else None
 
     def shutdown(self) -> None:
-        if self._tiers is not None:
-            self._tiers.close()
+        if self.role == KVConnectorRole.SCHEDULER:
+            self.tiers.close()
         if self._worker is not None:
             self._worker.close()
             self._impl.shutdown()  # vLLM's connector does not, and LMCache's threads outlive the worker
