@@ -35,20 +35,12 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object instead of t
 
 @app.command()
 def doctor(
-    model: Annotated[
-        str, typer.Argument(help="config.json, a folder with one, or a name: Llama-3.1-8B, ...")
-    ],
+    model: Annotated[str, typer.Argument(help="config.json, a folder with one, or a name: Llama-3.1-8B")],
     profile: Annotated[Path | None, typer.Option(help="measured profile (YAML, see profiles/)")] = None,
     gpu: Annotated[str, typer.Option(help="a100-80gb, h100, h200 or b200, for its memory")] = "",
-    memory_gib: Annotated[
-        float | None, typer.Option(min=0.1, help="of one device, if not a known GPU")
-    ] = None,
-    kv_gib: Annotated[
-        float | None, typer.Option(min=0, help="KV cache itself (VLLM_CPU_KVCACHE_SPACE)")
-    ] = None,
-    weights_gib: Annotated[
-        float | None, typer.Option(min=0, help="of the weights, if not those of MODEL")
-    ] = None,
+    memory_gib: Annotated[float | None, typer.Option(min=0.1, help="of one device, without --gpu")] = None,
+    kv_gib: Annotated[float | None, typer.Option(min=0, help="KV cache (VLLM_CPU_KVCACHE_SPACE)")] = None,
+    weights_gib: Annotated[float | None, typer.Option(min=0, help="weights, if not MODEL's own")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1, help="vLLM's")] = 0.92,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="ranks")] = 1,
     block_size: Annotated[int | None, typer.Option(min=1, help="tokens; vLLM's default if not given")] = None,
@@ -56,9 +48,7 @@ def doctor(
     lmcache: Annotated[Path | None, typer.Option(help="the file of --kv-transfer-config")] = None,
     lora: Annotated[bool, typer.Option(help="LoRA is to be enabled")] = False,
     trace: Annotated[Path | None, typer.Option(help="programs to serve (JSONL, docs/recording.md)")] = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="tokens of a program, in place of a trace")
-    ] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="tokens of a program, without --trace")] = None,
     programs: Annotated[int | None, typer.Option(min=1, help="alive at the same time")] = None,
     url: Annotated[str, typer.Option(help="base URL of a running server, to check it too")] = "",
     router: Annotated[str, typer.Option(help="in front: vllm-router, production-stack or llm-d")] = "",

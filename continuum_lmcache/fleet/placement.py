@@ -170,10 +170,10 @@ class Placement:
             self.growth.add_first_prompt(tokens)
 
     def remove_from_line(self, program: ProgramId, turn: TurnId) -> None:
-        if (waiting := self.line.get(program)) is not None:
-            waiting.turns.pop(turn, None)
-            if not waiting.turns:
-                del self.line[program]
+        waiting = self.line[program]
+        del waiting.turns[turn]
+        if not waiting.turns:
+            del self.line[program]
 
     @property
     def new_programs(self) -> int:

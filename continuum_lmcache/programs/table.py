@@ -84,9 +84,7 @@ class ProgramTable:
 
     def remove_turn(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
         """A turn ended or was aborted; the program may continue."""
-        entry = self.records.get(program)
-        if entry is None:
-            return
+        entry = self.records[program]
         entry.live.discard(turn)
         entry.waiting.discard(turn)
         self._touch(now_s, entry)
