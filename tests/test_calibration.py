@@ -31,7 +31,7 @@ def test_without_censoring_the_realised_share_is_a_plain_count(gaps_s: list[floa
     assert found == pytest.approx(sum(gap_s <= ttl_s + 2e-6 for gap_s in gaps_s) / len(gaps_s))
 
 
-def test_only_censored_promises_give_no_estimate() -> None:
+def test_only_censored_predictions_give_no_estimate() -> None:
     assert realised([ReturnPrediction(0.5, 4.0, 1.0, False)]) is None
 
 
@@ -53,7 +53,7 @@ def predictions(reclaimed_share: float, seed: int = 7, turns: int = 3_000) -> Ev
 
 
 @pytest.mark.parametrize("reclaimed_share", [0.0, 0.7])
-def test_true_promises_are_found_true_also_where_pins_are_reclaimed(
+def test_true_predictions_are_found_true_also_where_pins_are_reclaimed(
     tmp_path: Path, reclaimed_share: float
 ) -> None:
     bins = calibration(load(written(tmp_path, predictions(reclaimed_share))))
@@ -63,7 +63,7 @@ def test_true_promises_are_found_true_also_where_pins_are_reclaimed(
     assert (sum(found.censored for found in bins) > 500) == bool(reclaimed_share)
 
 
-def test_a_promise_that_the_recording_did_not_outlive_is_censored_not_broken(tmp_path: Path) -> None:
+def test_a_prediction_whose_ttl_outlasts_the_recording_is_censored_not_refuted(tmp_path: Path) -> None:
     run = Run()
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)  # until 4 s, and the recording ends at 2 s
     run.turn("b", "b1", (0, 0, 2))
@@ -80,7 +80,7 @@ def test_a_program_that_ended_within_its_ttl_is_censored_not_late(tmp_path: Path
     assert (found.predictions, found.censored, found.realised) == (1, 1, None)
 
 
-def test_a_promise_outlived_without_a_return_is_broken(tmp_path: Path) -> None:
+def test_a_prediction_without_a_return_within_its_ttl_is_refuted(tmp_path: Path) -> None:
     run = Run()
     run.turn("a", "a1", (0, 0, 1), keep=KEEP)
     run.turn("b", "b1", (0, 0, 9))

@@ -368,7 +368,7 @@ def test_a_turn_is_in_the_closed_loop_if_it_takes_longer_than_the_tool_after_it(
     assert closed_share(turns, [program]) == 0.5
 
 
-def test_a_quick_fleet_leaves_rows_tables_bars_and_figures(tmp_path: Path) -> None:
+def test_a_quick_fleet_writes_rows_tables_goals_and_figures(tmp_path: Path) -> None:
     main(["fleet"], quick=True, jobs=1, out=tmp_path)
     text = (tmp_path / "fleet-quick.md").read_text()
     assert "## Routers by load" in text and "| A2 hash / ours, skew, stock |" in text

