@@ -46,8 +46,8 @@ INTRODUCTION = """\
 Written by `python -m experiments.reference`. All of them are in vLLM's own `/metrics` and carry the label
 `engine`. Those of loads and stores come from this package's LMCache connector, also under another policy
 where it serves ([mp.md](mp.md#which-connector-serves)), with vLLM's labels `model_name` and `engine`. The
-others begin with the engine's first step. Units are base units, in the name. With `--disable-log-stats` none
-is reported.
+others begin with the engine's first step. Units are base units, in the name. With `--disable-log-stats`
+none is reported.
 
 A label `tool` is the program that a shell ran, else the tool's name: at most 20 of them, those seen three
 times first, cut to 40 plain characters. The others are `other`, and a turn without a known call is
