@@ -29,8 +29,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.tools.call_parser import declared
 from continuum_lmcache.tools.durations import WINDOW, ToolDurations
+from continuum_lmcache.tools.shell_key import levels
 from experiments.client import Client, TurnFailed, request_body
 from experiments.server import processes, serve
 from experiments.soak_report import Sample, report
@@ -156,7 +156,7 @@ def weeks_of_gaps() -> str:
     gaps, draw = ToolDurations(), random.Random(1)
     for tool in TOOLS:
         for _ in range(WINDOW):
-            gaps.observe(declared(tool), draw.expovariate(1 / GAP_S))
+            gaps.observe(levels(tool), draw.expovariate(1 / GAP_S))
     return gaps.dumps()
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from continuum_lmcache.tools.call_parser import MAX_CALLS, MAX_CHARS, declared, tool_calls, tool_key
-from continuum_lmcache.tools.shell_key import MAX_KEY_CHARS, command_key
+from continuum_lmcache.tools.call_parser import MAX_CALLS, MAX_CHARS, tool_calls, tool_key
+from continuum_lmcache.tools.shell_key import MAX_KEY_CHARS, command_key, levels
 
 FENCE = "```"
 PYTEST = ("pytest", "bash")
@@ -134,8 +134,8 @@ def test_a_tool_that_is_no_shell_is_keyed_by_its_name():
 
 
 def test_a_clients_own_word_is_cleaned_like_any_key():
-    assert declared("run\x00 tests\n") == ("run tests",)
-    assert declared("\x07") == ()
+    assert levels("run\x00 tests\n") == ("run tests",)
+    assert levels("\x07") == ()
 
 
 @pytest.mark.parametrize(

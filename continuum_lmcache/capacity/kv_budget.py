@@ -30,15 +30,10 @@ class ModelShape:
     window_tokens: int  # the longest context
     source: str  # of these numbers
 
-    def values_per_layer(self, ranks: int) -> int:
-        """K and V values of one token in one layer on one rank; a head is never split."""
-        if self.kv_heads == 0:
-            return self.head_size
-        return 2 * self.head_size * max(1, self.kv_heads // ranks)
-
     def bytes_per_token(self, ranks: int = 1) -> int:
-        """KV of one token on one rank, all layers."""
-        return self.layers * self.values_per_layer(ranks) * self.kv_value_bytes
+        """KV of one token on one rank, all layers; a head is never split."""
+        vectors = 2 * max(1, self.kv_heads // ranks) if self.kv_heads else 1
+        return self.layers * vectors * self.head_size * self.kv_value_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,11 @@ TABLE1 = ExpectedLoad(
 CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")  # as vllm_plugin/hooks/engine_args.py has them
 GATED = "vllm-router"
 ROUTERS = (GATED, "production-stack", "llm-d")
+NO_CONNECTOR = note(
+    "no-connector",
+    "no lmcache.json was given: there is no tier below the GPU, and LMCache's settings were not checked",
+    "give the file of --kv-transfer-config by --lmcache",
+)
 BLOCKS_OFF = 0.1  # share by which a server's KV cache may differ from the computed one
 
 
@@ -109,7 +114,7 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
     )
     found = (
         *plan_check.advice(plan),
-        *(connector.findings if connector else [no_connector()]),
+        *(connector.findings if connector else [NO_CONNECTOR]),
         *(of_server(server, query, on, plan) if server else ()),
         *of_router(query.router, settings),
         *(fleet.findings(report) if query.url and (report := fleet.fleet_at(query.url)) is not None else ()),
@@ -166,14 +171,6 @@ def demand(query: DoctorQuery) -> ExpectedLoad:
     if query.context is not None:
         return ExpectedLoad("as given", (query.context,))
     return TABLE1
-
-
-def no_connector() -> Finding:
-    return note(
-        "no-connector",
-        "no lmcache.json was given: there is no tier below the GPU, and LMCache's settings were not checked",
-        "give the file of --kv-transfer-config by --lmcache",
-    )
 
 
 def of_server(

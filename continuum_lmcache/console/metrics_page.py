@@ -50,11 +50,6 @@ class MetricsPage:
         """The labels of an info metric's first sample."""
         return next((labels for labels, _ in self.of(name)), {})
 
-    @property
-    def has_policy(self) -> bool:
-        """Whether the server runs our scheduler: its metrics begin with the first step."""
-        return any(name.startswith("continuum_programs") for name, _, _ in self.samples)
-
 
 def scrape(url: str, replica: int | None = None) -> MetricsPage:
     """The server's /metrics; `replica`: of one in a fleet (docs/ray.md). Raises ServerError."""
@@ -94,7 +89,7 @@ class ServedModel:
     blocks: int | None  # of the GPU's KV cache, one engine
     block_tokens: int | None
     prefix_caching: bool | None
-    has_policy: bool
+    has_policy: bool  # it runs our scheduler, whose metrics begin with the first step
     has_tiers: bool  # it reports LMCache's loads by tier
 
 
@@ -111,7 +106,7 @@ def served(url: str) -> ServedModel:
         blocks=whole(info.get("num_gpu_blocks")),
         block_tokens=whole(info.get("block_size")),
         prefix_caching=None if caching is None else caching == "True",
-        has_policy=page.has_policy,
+        has_policy=page.total("continuum_programs") is not None,
         has_tiers=page.total("continuum_loaded_tokens_total") is not None,
     )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.tools.call_parser import declared
+from continuum_lmcache.tools.shell_key import levels
 from continuum_lmcache.types import ProgramId, ToolKey
 
 FIELDS = ("job_id", "is_last_step", "this_func_call", "last_func_call", "program_turns", "program_age_s")
@@ -116,9 +116,9 @@ def number(field: str, value: object, most: float, whole: bool = False) -> float
 
 
 def tool(field: str, value: object) -> ToolKey:
-    """A client's own name for a tool, as a key; empty text is none."""
+    """A client's own name for a tool, as a key, which wins over parsing; empty text is none."""
     text = name(field, value if value != "" else None)
-    return () if text is None else declared(text)
+    return () if text is None else levels(text)
 
 
 def kind(value: object) -> str:

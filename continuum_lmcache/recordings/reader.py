@@ -105,7 +105,10 @@ def files(path: Path) -> list[Path]:
 
 def events_in(file: Path, text: str) -> Iterator[tuple[str, Event]]:
     """Events of a snapshot: {program: [event, ...]}."""
-    jobs = parsed(text, str(file))
+    try:
+        jobs = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"{file}: not JSON: {error}; was it cut while being written?") from error
     if not isinstance(jobs, dict):
         raise TraceError(f"{file}: expected an object of event lists by program, not {jobs!r:.80}")
     for name, events in jobs.items():
@@ -113,13 +116,6 @@ def events_in(file: Path, text: str) -> Iterator[tuple[str, Event]]:
             raise TraceError(f"{file}: program {name!r} is not a list of events")
         for number, event in enumerate(events, 1):
             yield name, checked(event, f"{file}: program {name!r}, event {number}")
-
-
-def parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(f"{where}: not JSON: {error}; was it cut while being written?") from error
 
 
 def checked(event: Any, where: str) -> Event:

@@ -61,11 +61,6 @@ def tool_key(text: str) -> ToolKey:
     return max(tool_calls(text), key=lambda key: weight(key[-2:][0]), default=())
 
 
-def declared(call: str) -> ToolKey:
-    """The key of a call that the client names itself (`this_func_call`); it wins over parsing."""
-    return levels(call)
-
-
 def without_thinking(text: str) -> str:
     """The text after the last thought that is closed, and before the first that is not."""
     for opening, closing in THOUGHTS:
