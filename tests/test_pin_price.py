@@ -16,8 +16,7 @@ from test_policy_properties import BENEFITS_S, CEILINGS_S, SLACK, distributions
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.retention.advisor import RetentionAdvisor
-from continuum_lmcache.retention.memory_pressure import IDLE_PRICE
-from continuum_lmcache.retention.ttl_solver import best_ttl
+from continuum_lmcache.retention.ttl_solver import IDLE_PRICE, best_ttl
 from continuum_lmcache.types import Tier, TurnId
 from continuum_lmcache.vllm_plugin.memory.pin_renewal import DECISIONS_A_STEP
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler

@@ -6,9 +6,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
 
-from continuum_lmcache.retention.memory_pressure import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.retention.policies import POLICIES
-from continuum_lmcache.retention.ttl_solver import PART, TtlChoice, best_ttl
+from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE, PART, TtlChoice, best_ttl
 from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
 from continuum_lmcache.tools.durations import SHORTEST_GAP_S
 from continuum_lmcache.types import QueueEntry

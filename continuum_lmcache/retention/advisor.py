@@ -13,9 +13,9 @@ from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.retention.engine_stats import EvictionStats
-from continuum_lmcache.retention.memory_pressure import CONTENDED_PRICE, pin_price
 from continuum_lmcache.retention.policies import effective, policy_named
 from continuum_lmcache.retention.queue_order import line_rank
+from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
 from continuum_lmcache.tools.call_parser import tool_calls, tool_key
 from continuum_lmcache.tools.durations import ToolDurations
@@ -97,13 +97,13 @@ class RetentionAdvisor:
         mean_gap_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
         survival = self.survival.chances(turn.residency.total_tokens, mean_gap_s, now_s)
         reload_s = self.rates.costs.reload_s(turn.residency, survival)
-        priced = self.is_priced(turn.context_tokens, reload_s)
+        is_idle = self.is_priced(turn.context_tokens, reload_s) and not load.is_memory_short
         load = replace(
             load,
             queue_delay_s=self.history.queue_delay_s,
             eta=self.history.eta,
             reload_s=reload_s,
-            price=pin_price(load.is_memory_short) if priced else CONTENDED_PRICE,
+            price=IDLE_PRICE if is_idle else CONTENDED_PRICE,
         )
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)

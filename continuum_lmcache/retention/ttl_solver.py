@@ -3,8 +3,11 @@
     tau* = argmax over tau in {0} and the recorded gaps of f:  P(tau, f) * benefit_s - tau
     benefit_s = T * eta + PrefillReload(r)
 
-A second of pin costs a second: the paper's MemUsage(r) / M is on both sides and cancels. Another
-`price`, in seconds a second, is from memory_pressure.py.
+A second of pin costs a second: the paper's MemUsage(r) / M is on both sides and cancels. That is as if a turn
+always waited for the pin's blocks. With `priced_pins` the `price` of a second depends on whether a turn does,
+or a program that waits to start. So the TTL is computed again when a pin expires and when a turn begins to
+wait, with the gap known to be longer than it already took. This pays because of admission: it admits no more
+than fits the memory, so what a pin holds was mostly reserved for its program already.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.tools.distribution import DurationDistribution
 from continuum_lmcache.types import Retention
 
+IDLE_PRICE = 0.1  # while none waits for memory: not 0, or a pin would never end; tuned (LOG.md, 2026-11-22)
+CONTENDED_PRICE = 1.0  # the paper's
 PART = 32  # gaps, about the square root of a full window
 
 
