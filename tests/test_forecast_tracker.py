@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from continuum_lmcache.reload.cost_model import PrefillCurve
-from continuum_lmcache.reload.forecast_tracker import ReloadForecast, ReloadTracker, StepWork
+from continuum_lmcache.reload.forecast_tracker import ReloadTracker, StepWork
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import ProgramId, Tier, TurnId
 
@@ -15,7 +15,7 @@ P, T, OTHER = ProgramId("p"), TurnId("t"), TurnId("other")
 
 def away(context_tokens: int = 1000, reload_s: float = 0.7) -> ReloadTracker:
     tracker = ReloadTracker()
-    tracker.add_forecast(P, ReloadForecast(context_tokens, reload_s))
+    tracker.add_forecast(P, context_tokens, reload_s)
     return tracker
 
 
@@ -88,7 +88,7 @@ def test_a_forecast_is_compared_once_and_ends_with_its_program():
     tracker.on_step(StepWork(1.0, {T: (1000, 0)}), [], CURVE)
     tracker.on_allocated(OTHER, P, 0, 0, 1000)
     assert not tracker.is_tracking
-    tracker.add_forecast(P, ReloadForecast(1000, 1.0))
+    tracker.add_forecast(P, 1000, 1.0)
     tracker.on_program_end(P)
     tracker.on_allocated(OTHER, P, 0, 0, 1000)
     assert not tracker.is_tracking

@@ -36,14 +36,6 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
-class ReloadForecast:
-    """What a finished turn's return would cost without the GPU's copy."""
-
-    context_tokens: int
-    reload_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class ReloadOutcome:
     """What a return cost, in seconds of the engine's time."""
 
@@ -65,7 +57,7 @@ class PendingReload:
     """A return whose context is being loaded or computed."""
 
     program: ProgramId
-    forecast: ReloadForecast
+    predicted_s: float
     found_tokens: int  # on the GPU
     loaded_tokens: int
     context_tokens: int  # of the prompt
@@ -82,7 +74,7 @@ class ReloadTracker:
 
     def __init__(self, slack_tokens: int = 0) -> None:
         self._slack_tokens = slack_tokens
-        self._forecasts: dict[ProgramId, ReloadForecast] = {}
+        self._forecasts: dict[ProgramId, tuple[int, float]] = {}  # context tokens, PrefillReload
         self._pending: dict[TurnId, PendingReload] = {}
         self._ending: set[TurnId] = set()
 
@@ -90,9 +82,9 @@ class ReloadTracker:
     def is_tracking(self) -> bool:
         return bool(self._pending)
 
-    def add_forecast(self, program: ProgramId, forecast: ReloadForecast) -> None:
-        """A turn finished; the latest one's forecast counts."""
-        self._forecasts[program] = forecast
+    def add_forecast(self, program: ProgramId, context_tokens: int, reload_s: float) -> None:
+        """A turn finished, whose return would cost this without the GPU's copy; the latest one counts."""
+        self._forecasts[program] = (context_tokens, reload_s)
 
     def on_allocated(
         self, turn: TurnId, program: ProgramId, gpu_tokens: int, loaded_tokens: int, prompt_tokens: int
@@ -101,10 +93,11 @@ class ReloadTracker:
         forecast = self._forecasts.pop(program, None)
         if forecast is None:
             return
-        context_tokens = min(forecast.context_tokens, prompt_tokens)
+        known_tokens, predicted_s = forecast
+        context_tokens = min(known_tokens, prompt_tokens)
         if gpu_tokens + self._slack_tokens < context_tokens:
             self._pending[turn] = PendingReload(
-                program, forecast, gpu_tokens, loaded_tokens, context_tokens, prompt_tokens
+                program, predicted_s, gpu_tokens, loaded_tokens, context_tokens, prompt_tokens
             )
 
     def on_step(
@@ -147,7 +140,7 @@ def outcome_of(turn: TurnId, pending: PendingReload) -> ReloadOutcome:
     return ReloadOutcome(
         turn,
         pending.program,
-        pending.forecast.reload_s,
+        pending.predicted_s,
         pending.load_s,
         pending.compute_s,
         pending.loaded_tokens,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from continuum_lmcache.admission.prefill_share import PrefillShare
-from continuum_lmcache.reload.forecast_tracker import ReloadForecast, ReloadTracker, StepWork, step_wait_s
+from continuum_lmcache.reload.forecast_tracker import ReloadTracker, StepWork, step_wait_s
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.telemetry.events import ContextReloaded, EventBus, ProgramEnded
@@ -67,7 +67,7 @@ class StepTimer:
             self._untimed.add(turn.id)
 
     def add_forecast(self, program: ProgramId, context_tokens: int, reload_s: float) -> None:
-        self.reloads.add_forecast(program, ReloadForecast(context_tokens, reload_s))
+        self.reloads.add_forecast(program, context_tokens, reload_s)
 
     def on_turn_end(self, turn: TurnId) -> None:
         """A turn ended or was preempted; its last step may not be reported yet."""
