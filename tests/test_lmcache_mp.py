@@ -30,7 +30,7 @@ from lmcache_rig import Clock, prompt
 from waiting import wait_for
 
 from connectors.lmcache_mp import startup, tier_mirror
-from connectors.lmcache_mp.load_join import LoadLookupJoin, TimedLoad
+from connectors.lmcache_mp.load_join import LoadLookupJoin
 from connectors.lmcache_mp.server.deadline import with_deadline
 from connectors.lmcache_mp.server.module import TierChangeLog
 from connectors.lmcache_mp.settings import with_defaults
@@ -411,7 +411,8 @@ def test_the_server_leaves_out_a_store_that_comes_too_late(
 
 
 def test_a_load_is_reported_by_tier_when_both_sides_have_reported_it() -> None:
-    load, lookup = TimedLoad("r", 400, 4000, 0.4), LookupResult(1, "r", 100, 300, 0.9)
+    load = KVTransfer(Tier.DRAM, "load", 400, 4000, 0.4, "r", in_step=False)
+    lookup = LookupResult(1, "r", 100, 300, 0.9)
     expected = [
         KVTransfer(Tier.DRAM, "load", 100, 1000, 0.1, "r", in_step=False),
         KVTransfer(Tier.SSD, "load", 300, 3000, 1.2, "r", in_step=False),

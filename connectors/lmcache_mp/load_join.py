@@ -7,8 +7,7 @@ and how long that took (lookup_log.py). Both have the request's id, by which thi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
@@ -20,20 +19,14 @@ from continuum_lmcache.types import Tier
 MAX_ENTRIES = 10_000  # beyond it the oldest is dropped: another engine's lookup, or a hit without a load
 
 
-class TimedLoad(NamedTuple):
-    """One load of one request, from L1 to the GPU, as a worker timed it."""
-
-    request_id: str
-    tokens: int
-    size_bytes: int
-    duration_s: float
-
-
 @dataclass
 class MpReport(KVConnectorWorkerMetadata):
-    """What rank 0 moved since its last report. The other ranks move their shares in the same time."""
+    """What rank 0 moved since its last report. The other ranks move their shares in the same time.
 
-    loads: list[TimedLoad] = field(default_factory=list)
+    Loads are those from L1 to the GPU, so all of them are DRAM's.
+    """
+
+    loads: list[KVTransfer] = field(default_factory=list)
     stores: list[KVTransfer] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MpReport:
@@ -45,21 +38,21 @@ class LoadLookupJoin:
     """Loads without their lookup yet, and lookups without their load."""
 
     def __init__(self) -> None:
-        self._loads: BoundedDict[str, TimedLoad] = BoundedDict(MAX_ENTRIES)
+        self._loads: BoundedDict[str, KVTransfer] = BoundedDict(MAX_ENTRIES)
         self._lookups: BoundedDict[str, LookupResult] = BoundedDict(MAX_ENTRIES)
 
-    def join(self, loads: Sequence[TimedLoad], lookups: Sequence[LookupResult]) -> list[KVTransfer]:
+    def join(self, loads: Sequence[KVTransfer], lookups: Sequence[LookupResult]) -> list[KVTransfer]:
         """The transfers of all loads that both sides have reported."""
         for lookup in lookups:
             self._lookups[lookup.request_id] = lookup
         for load in loads:
-            self._loads[load.request_id] = load
+            self._loads[load.turn] = load
         both = [request_id for request_id in self._loads if request_id in self._lookups]
         moved = [by_tier(self._loads.pop(each), self._lookups.pop(each)) for each in both]
         return [transfer for transfers in moved for transfer in transfers]
 
 
-def by_tier(load: TimedLoad, lookup: LookupResult) -> list[KVTransfer]:
+def by_tier(load: KVTransfer, lookup: LookupResult) -> list[KVTransfer]:
     """A load's transfers. The copy to the GPU is divided by bytes; the time to read L2 counts for L2 alone.
 
     A load shorter than the hit lacks the head, which vLLM's own cache had; L1's part is reduced first.
@@ -70,7 +63,6 @@ def by_tier(load: TimedLoad, lookup: LookupResult) -> list[KVTransfer]:
     for tier, tokens in {Tier.DRAM: load.tokens - ssd_tokens, Tier.SSD: ssd_tokens}.items():
         if tokens:
             share = tokens / load.tokens
-            size_bytes, copy_s = round(load.size_bytes * share), load.duration_s * share
-            took_s = read_s[tier] + copy_s
-            moved.append(KVTransfer(tier, "load", tokens, size_bytes, took_s, load.request_id, in_step=False))
+            size_bytes, took_s = round(load.size_bytes * share), read_s[tier] + load.duration_s * share
+            moved.append(replace(load, tier=tier, tokens=tokens, size_bytes=size_bytes, duration_s=took_s))
     return moved

@@ -31,7 +31,7 @@ from typing import Any
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
 
-from connectors.lmcache_mp.load_join import MpReport, TimedLoad
+from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import LEASE_SHARE
 from connectors.lmcache_mp.server.deadline import with_deadline
 from connectors.lmcache_mp.transfer_watch import TransferTiming, TransferWatch, WatchedFuture
@@ -218,16 +218,12 @@ class MpWorkerSide:
         if transfer.is_load and self._clock() - transfer.start_s > self._longest_load_s:
             self._fail(transfer)  # the lease may have ended during the load
         elif transfer.future.result(timeout=0) and duration_s:
-            size_bytes = transfer.tokens * self._kv_bytes_per_token
+            sizes = transfer.tokens, transfer.tokens * self._kv_bytes_per_token
             if transfer.is_load:
-                self._fresh.loads.append(
-                    TimedLoad(transfer.request_id, transfer.tokens, size_bytes, duration_s)
-                )
+                loaded = KVTransfer(Tier.DRAM, "load", *sizes, duration_s, transfer.request_id, in_step=False)
+                self._fresh.loads.append(loaded)
             else:
-                stored = KVTransfer(
-                    Tier.DRAM, "store", transfer.tokens, size_bytes, duration_s, in_step=False
-                )
-                self._fresh.stores.append(stored)
+                self._fresh.stores.append(KVTransfer(Tier.DRAM, "store", *sizes, duration_s, in_step=False))
 
     def _fail(self, transfer: PendingTransfer) -> None:
         """Replace a failed transfer's future by a failed one, which the adapter reports."""
