@@ -117,10 +117,8 @@ class FakeConnector(KVConnectorBase_V1):
         """The size of each tier."""
         store = self.scheduler_side.store
         tiers = {Tier.DRAM: store.dram, Tier.SSD: store.ssd}
-        sizes = {
-            name: min(tier.capacity, UNLIMITED_CHUNKS) for name, tier in tiers.items() if tier.capacity >= 1
-        }
-        return {name: int(chunks) * self.config.chunk_tokens for name, chunks in sizes.items()}
+        chunks = {name: int(min(tier.capacity, UNLIMITED_CHUNKS)) for name, tier in tiers.items()}
+        return {name: n * self.config.chunk_tokens for name, n in chunks.items() if n}
 
     # the scheduler's side of vLLM's interface
 

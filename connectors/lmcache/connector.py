@@ -75,9 +75,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
                 "LMCache 0.5.6 in-process does not tell LoRA adapters apart: it would load one adapter's KV "
                 "for another; drop --enable-lora or the KV connector"
             )
-        with_defaults(
-            transfer_config(vllm_config).kv_connector_extra_config, os.environ, machine(vllm_config)
-        )
+        extra = transfer_config(vllm_config).kv_connector_extra_config
+        with_defaults(extra, os.environ, machine(vllm_config))
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -245,11 +244,10 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)  # LMCache builds its storage here
         refuse_degraded(self._impl)
-        self._check = LoadCheck(self._impl.lmcache_engine, self._impl._block_size)
+        engine = self._impl.lmcache_engine
+        self._check = LoadCheck(engine, self._impl._block_size)
         if self._rank < len(self._addresses):
-            self._worker = LMCacheWorkerSide(
-                self._impl.lmcache_engine, self._rank, self._addresses[self._rank]
-            )
+            self._worker = LMCacheWorkerSide(engine, self._rank, self._addresses[self._rank])
 
     def get_kv_connector_stats(self) -> TransferStats | None:
         stats = self._worker.stats() if self._worker else None

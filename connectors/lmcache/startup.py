@@ -48,9 +48,8 @@ def apply_defaults(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, log:
     transfer.kv_load_failure_policy = "fail" if fails else "recompute"
     if log:
         listed = ", ".join(f"{name}={value}" for name, value in ours.items())
-        logger.info(
-            "LMCache defaults: kv_load_failure_policy=%s, %s", transfer.kv_load_failure_policy, listed
-        )
+        policy = transfer.kv_load_failure_policy
+        logger.info("LMCache defaults: kv_load_failure_policy=%s, %s", policy, listed)
         if names := unread(os.environ):
             logger.warning("LMCache 0.5.6 does not read %s: no effect", ", ".join(names))
 

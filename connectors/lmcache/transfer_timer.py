@@ -143,9 +143,7 @@ def with_copy(
     read_s = sum(read.duration_s for read in reads) + sum(took_s for _, took_s in elsewhere)
     copy_s = max(0.0, total_s - read_s)
     all_bytes = sum(read.size_bytes for read in reads) + sum(size_bytes for size_bytes, _ in elsewhere)
-    return [
-        replace(read, duration_s=read.duration_s + copy_s * read.size_bytes / all_bytes) for read in reads
-    ]
+    return [replace(r, duration_s=r.duration_s + copy_s * r.size_bytes / all_bytes) for r in reads]
 
 
 class TransferStats(KVConnectorStats):

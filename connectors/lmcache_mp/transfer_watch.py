@@ -84,9 +84,7 @@ class TransferWatch:
             for timing in self._running:
                 if timing.ready_s is None and timing.event.query():
                     timing.ready_s = now_s
-            ended = [
-                timing for timing in self._running if timing.ready_s is not None and timing.future.query()
-            ]
+            ended = [t for t in self._running if t.ready_s is not None and t.future.query()]
             if not ended:
                 return
             self._running = [timing for timing in self._running if timing not in ended]

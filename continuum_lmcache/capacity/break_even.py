@@ -72,9 +72,8 @@ def pin_values(
 ) -> dict[Tier, PinValue]:
     """The worth of a pin for each place of the whole context. Without gaps: cold, Exp(1)."""
     ended_s = tuple(sorted(gaps_s))
-    seen = DurationDistribution(
-        "all" if ended_s else "cold", ended_s, kaplan_meier(ended_s, ()), len(ended_s)
-    )
+    level = "all" if ended_s else "cold"
+    seen = DurationDistribution(level, ended_s, kaplan_meier(ended_s, ()), len(ended_s))
     places = {
         Tier.DRAM: Residency(0, context_tokens, 0, context_tokens),
         Tier.SSD: Residency(0, 0, context_tokens, context_tokens),

@@ -99,9 +99,8 @@ def show(found: Diagnosis, console: Console) -> None:
     """The whole answer, from the arithmetic to the verdict."""
     plan = found.plan
     measured = "measured" if plan.costs.measured else "measured: false"
-    console.print(
-        Text(f"{plan.shape.name} on {found.machine.device}; costs from {found.machine.source}, {measured}")
-    )
+    costs = f"costs from {found.machine.source}, {measured}"
+    console.print(Text(f"{plan.shape.name} on {found.machine.device}; {costs}"))
     for title, table in (arithmetic(found), capacities(found), times(found), pins(found)):
         console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
         console.print(table)

@@ -79,10 +79,8 @@ class CalibratedCosts:
     def __init__(self, costs: CostModel) -> None:
         self._profile = costs
         self.costs = costs
-        self.drifts = {
-            Tier.DRAM: RateDrift(prior=prior(costs.dram)),
-            Tier.SSD: RateDrift(prior=prior(costs.ssd)),
-        }
+        rates = {Tier.DRAM: costs.dram, Tier.SSD: costs.ssd}
+        self.drifts = {tier: RateDrift(prior=prior(rate)) for tier, rate in rates.items()}
         self.pace = RateDrift(prior=prior(costs.prefill))
         self.stall = RateDrift(prior=NO_PRIOR)
 

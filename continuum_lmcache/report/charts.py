@@ -52,9 +52,8 @@ def timeline(run: Recording, letter: str, until_s: float) -> go.Figure:
     drawn = [span for span in spans(run) if span.program in shown]
     figure = go.Figure([bars(state, drawn, shown) for state in STATES])
     rest = len(run.programs) - len(shown)
-    title = f"{letter}: what each program was doing" + (
-        f" (the first {len(shown)}, {rest} more)" if rest else ""
-    )
+    more = f" (the first {len(shown)}, {rest} more)" if rest else ""
+    title = f"{letter}: what each program was doing{more}"
     names = [plain(name) for name in shown]
     figure.update_layout(
         LAYOUT, title=title, barmode="overlay", height=160 + ROW_PX * len(shown), dragmode="zoom"

@@ -107,9 +107,8 @@ def table(runs: Sequence[Recording]) -> str:
     for label in measured[0]:
         values = [found[label] for found in measured]
         first, last = values[0], values[-1]
-        lines.append(
-            (label, *values, *([last / first if first and last is not None else None] if both else []))
-        )
+        ratio = [last / first if first and last is not None else None] if both else []
+        lines.append((label, *values, *ratio))
     figures = f"<details><summary>Figures</summary>{rows(heads, lines)}</details>"
     return f"<p>{'<br>'.join(names)}</p>{figures}"
 

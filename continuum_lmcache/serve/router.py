@@ -120,9 +120,8 @@ class ProgramRouter(ConsistentHashRouter):
         never_waits = not turn.program or self._homes.of(ProgramId(turn.program)) is not None
         try:
             answer_s = NO_WAIT_ANSWER_S if never_waits else self._answer_s
-            answer = await asyncio.wait_for(
-                state.place_turn.remote(key, turn, is_retry, tuple(self._by_name)), answer_s
-            )
+            placed = state.place_turn.remote(key, turn, is_retry, tuple(self._by_name))
+            answer = await asyncio.wait_for(placed, answer_s)
         except asyncio.CancelledError:
             self._notify("cancel_turn", key)
             raise

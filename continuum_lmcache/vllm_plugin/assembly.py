@@ -105,9 +105,8 @@ class FileSaver:
 def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:
     """Build the parts for one scheduler. Raises ConfigError or ProfileError."""
     rank = scheduler.parallel_config.data_parallel_index
-    durations_path = (
-        path_of_rank(Path(config.tool_durations_file), rank) if config.tool_durations_file else None
-    )
+    name = config.tool_durations_file
+    durations_path = path_of_rank(Path(name), rank) if name else None
     residency = ResidencyLookup(scheduler.connector)
     advisor = RetentionAdvisor(
         config,

@@ -57,9 +57,8 @@ class StepTimer:
     def on_allocated(self, turn: TurnState, prompt_tokens: int) -> None:
         """A turn got its blocks; its gpu_tokens and loaded_tokens are known."""
         if turn.program is not None:
-            self.reloads.on_allocated(
-                turn.id, turn.program, turn.gpu_tokens, turn.loaded_tokens, prompt_tokens
-            )
+            tokens = (turn.gpu_tokens, turn.loaded_tokens, prompt_tokens)
+            self.reloads.on_allocated(turn.id, turn.program, *tokens)
 
     def on_run(self, turn: TurnState) -> None:
         """The step that was just scheduled has this turn, for the first time or again."""
