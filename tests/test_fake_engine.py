@@ -2,7 +2,7 @@
 
 The reference is vLLM's own prefix hit of the same length, since a cold prefill computes the same tail
 in other chunks and differs in bfloat16. 6 blocks of 128 and 64 tokens more: the longest hit is three
-chunks of 256 for vLLM and for the connector alike (lmcache.md 1.5).
+chunks of 256 for vLLM and for the connector alike.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_a_stored_head_is_evicted_first_and_a_hit_head_last() -> None:
 
 
 def test_the_disk_serves_only_what_follows_the_run_in_dram() -> None:
-    """The head on the disk alone, the tail in DRAM: all of it counts for the disk (lmcache.md 3.2)."""
+    """The head on the disk alone, the tail in DRAM: all of it counts for the disk, as in LMCache 0.5.6."""
     store = a_store(4, 10)
     store.store(0.0, "abcdef"[:4])
     store.store(0.0, "xy")  # pushes a and b out of DRAM
