@@ -29,7 +29,7 @@ class ProfileError(ContinuumError, ValueError):
     """A measured profile is missing, malformed, or implausible."""
 
 
-class GapsError(ContinuumError, ValueError):
+class DurationsError(ContinuumError, ValueError):
     """Saved tool durations do not have their format."""
 
 

@@ -15,7 +15,7 @@ from continuum_lmcache.tools.durations import (
     MAX_KEYS,
     SHORTEST_GAP_S,
     WINDOW,
-    GapsError,
+    DurationsError,
     ToolDurations,
     suffixes,
 )
@@ -209,7 +209,7 @@ def saved(**changes):
     ],
 )
 def test_malformed_saved_gaps_are_refused_by_name_and_place(text, says):
-    with pytest.raises(GapsError, match=says):
+    with pytest.raises(DurationsError, match=says):
         ToolDurations.loads(text)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from continuum_lmcache.errors import GapsError
+from continuum_lmcache.errors import DurationsError
 from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
 from continuum_lmcache.types import ToolKey
 
@@ -129,13 +129,11 @@ class ToolDurations:
 
     @classmethod
     def loads(cls, text: str) -> ToolDurations:
-        """From dumps(). Raises GapsError with the problem and its place."""
+        """From dumps(). Raises DurationsError with the problem and its place."""
         try:
             saved = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise GapsError(
-                f"saved gaps are not JSON: {error}; delete the file to start without them"
-            ) from error
+            raise DurationsError(f"saved tool durations are not JSON: {error}") from error
         gaps = cls()
         for key, observations in parsed(saved):
             window = gaps._window(key)
@@ -167,27 +165,27 @@ def suffixes(tool: ToolKey) -> list[ToolKey]:
 
 
 def parsed(saved: Any) -> list[tuple[ToolKey, list[tuple[float, bool]]]]:
-    """Keys and observations of a saved file; raises GapsError at the first problem."""
+    """Keys and observations of a saved file; raises DurationsError at the first problem."""
     if not isinstance(saved, dict) or saved.get("version") != VERSION:
-        raise GapsError(f"saved gaps have no version {VERSION}; delete the file to start without them")
+        raise DurationsError(f"saved tool durations have no version {VERSION}")
     keys = saved.get("keys")
     if not isinstance(keys, list) or len(keys) > MAX_KEYS:
-        raise GapsError(f"saved gaps: 'keys' must be a list of at most {MAX_KEYS}")
+        raise DurationsError(f"saved tool durations: 'keys' must be a list of at most {MAX_KEYS}")
     return [parsed_key(at, entry) for at, entry in enumerate(keys)]
 
 
 def parsed_key(at: int, entry: Any) -> tuple[ToolKey, list[tuple[float, bool]]]:
-    where = f"saved gaps: keys[{at}]"
+    where = f"saved tool durations: keys[{at}]"
     if not isinstance(entry, dict):
-        raise GapsError(f"{where} must be an object, not {type(entry).__name__}")
+        raise DurationsError(f"{where} must be an object, not {type(entry).__name__}")
     key, gaps_s, unended = entry.get("levels"), entry.get("gaps_s"), entry.get("unended")
     if not isinstance(key, list) or len(key) > MAX_LEVELS or not all(isinstance(name, str) for name in key):
-        raise GapsError(f"{where}.levels must be at most {MAX_LEVELS} names")
+        raise DurationsError(f"{where}.levels must be at most {MAX_LEVELS} names")
     if not isinstance(gaps_s, list) or len(gaps_s) > WINDOW or not all(map(plausible, gaps_s)):
         bounds = f"{SHORTEST_GAP_S:g} to {MAX_GAP_S:g}"
-        raise GapsError(f"{where}.gaps_s must be at most {WINDOW} numbers of seconds, {bounds}")
+        raise DurationsError(f"{where}.gaps_s must be at most {WINDOW} numbers of seconds, {bounds}")
     if not isinstance(unended, list) or not all(isinstance(i, int) for i in unended):
-        raise GapsError(f"{where}.unended must be a list of positions in gaps_s")
+        raise DurationsError(f"{where}.unended must be a list of positions in gaps_s")
     lost = set(unended)
     return tuple(key), [(float(gap_s), i not in lost) for i, gap_s in enumerate(gaps_s)]
 

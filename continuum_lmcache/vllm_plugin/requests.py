@@ -78,7 +78,7 @@ class TurnTable(dict[TurnId, TurnState]):
         return turn is not None and turn.started_s is None
 
 
-def live_turn(now_s: float, request: Request, config: ContinuumConfig) -> tuple[TurnState, list[str]]:
+def turn_state_of(now_s: float, request: Request, config: ContinuumConfig) -> tuple[TurnState, list[str]]:
     """The request as a turn without its program yet, and the names of ignored fields."""
     fields, bad = identity(request)
     ignored = [*([bad] if bad else []), *unused_fields(extra_args(request))]

@@ -40,7 +40,13 @@ from continuum_lmcache.types import EngineLoad, FinishedTurn, PinEnd, ProgramId,
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.prefix_losses import PrefixLossReporter
-from continuum_lmcache.vllm_plugin.requests import TurnState, TurnTable, is_end_of_turn, live_turn, tail_text
+from continuum_lmcache.vllm_plugin.requests import (
+    TurnState,
+    TurnTable,
+    is_end_of_turn,
+    tail_text,
+    turn_state_of,
+)
 from continuum_lmcache.vllm_plugin.step_timer import StepTimer
 
 FORGET_EVERY_S = 10.0
@@ -111,7 +117,7 @@ class TurnLifecycle:
 
     def on_arrival(self, now_s: float, request: Request) -> None:
         """A request joins the queue: find its program, and learn from its tool gap."""
-        turn, ignored = live_turn(now_s, request, self.config)
+        turn, ignored = turn_state_of(now_s, request, self.config)
         for field in ignored:
             self.ignored[field] += 1
         if turn.fields.job_id is not None:

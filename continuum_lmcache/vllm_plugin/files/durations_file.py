@@ -7,7 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from continuum_lmcache.errors import GapsError
+from continuum_lmcache.errors import DurationsError
 from continuum_lmcache.tools.durations import ToolDurations
 
 logger = logging.getLogger(__name__)
@@ -22,11 +22,11 @@ def load_durations(path: Path) -> ToolDurations:
     """
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise GapsError(f"{path} is larger than {MAX_BYTES} bytes")
+            raise DurationsError(f"{path} is larger than {MAX_BYTES} bytes")
         return ToolDurations.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return ToolDurations()
-    except (GapsError, UnicodeDecodeError) as error:
+    except (DurationsError, UnicodeDecodeError) as error:
         set_aside(path, error)
     except OSError as error:
         logger.warning("Cannot read tool durations from %s (%s); starting without them", path, error)
