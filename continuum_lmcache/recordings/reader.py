@@ -157,9 +157,8 @@ def program_from(name: str, events: list[Event]) -> RecordedProgram:
 def missing(programs: Sequence[RecordedProgram]) -> list[str]:
     """What the recording lacks, so that it is not read as zero."""
     turns = [turn for program in programs for turn in program.turns]
-    notes = [
-        f"missing {what}" for key, what in MISSING.items() if all(getattr(t, key) is None for t in turns)
-    ]
+    absent = [what for key, what in MISSING.items() if all(getattr(t, key) is None for t in turns)]
+    notes = [f"missing {what}" for what in absent]
     ended = [pin for program in programs for pin in program.pins if pin.ended_s is not None]
     if ended and all(pin.outcome is None for pin in ended):
         notes.append("missing outcome: why pins ended is unknown")

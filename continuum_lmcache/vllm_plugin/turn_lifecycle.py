@@ -213,9 +213,7 @@ class TurnLifecycle:
             self.step_timer.on_run(turn)
             assert turn.program is not None
             served, delay_s = self.residency.served_from(request, turn), now_s - turn.arrival_s
-            self.events.publish(
-                TurnStarted(now_s, turn.program, turn_id, served, delay_s, evicted=False, resumed=True)
-            )
+            self.events.publish(TurnStarted(now_s, turn.program, turn_id, served, delay_s, resumed=True))
 
     def on_finish(self, now_s: float, request: Request) -> None:
         """A request is about to be freed: keep its KV, if it ended a turn and that pays."""
@@ -226,11 +224,10 @@ class TurnLifecycle:
         self.step_timer.on_turn_end(turn.id)
         ended = is_end_of_turn(request)
         if turn.program is None:
-            self.admission.remove_program(anonymous_program(request))
+            anonymous = anonymous_program(request)
+            self.admission.remove_program(anonymous)
             if ended and self.config.infer_programs and not turn.fields.is_last_step:
-                self._prompt_linker.add_turn(
-                    request, anonymous_program(request), turn.arrival_s, fields=turn.fields
-                )
+                self._prompt_linker.add_turn(request, anonymous, turn.arrival_s, fields=turn.fields)
             return
         computed_tokens = request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
         self.programs.records[turn.program].attained_tokens += computed_tokens
@@ -261,11 +258,8 @@ class TurnLifecycle:
         self.step_timer.add_forecast(program, tokens, keep.reload_s)
         self.admission.on_pause(now_s, program, tokens, self.advisor.expected_s(tool))
         self.losses.on_pause(turn, request, kind, tiers)
-        self.events.publish(
-            TurnFinished(
-                now_s, program, turn.id, tool, request.num_tokens, request.num_output_tokens, False, keep
-            )
-        )
+        lengths = (request.num_tokens, request.num_output_tokens)
+        self.events.publish(TurnFinished(now_s, program, turn.id, tool, *lengths, False, keep))
         self.pins.take(now_s, ended, keep, blocks)
         if turn.fields.job_id is None:
             self._prompt_linker.add_turn(

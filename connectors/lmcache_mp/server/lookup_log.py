@@ -63,9 +63,8 @@ class LookupLog:
         dram_tokens = found["hit_tokens"] - ssd_tokens
         with self._log.lock:
             number = self._log.next_number()
-            self._done.append(
-                LookupResult(number, event.session_id, dram_tokens, ssd_tokens, end_s - start_s)
-            )
+            tokens = (dram_tokens, ssd_tokens)
+            self._done.append(LookupResult(number, event.session_id, *tokens, end_s - start_s))
 
     def since(self, number: int) -> list[LookupResult]:
         """The lookups after `number`, oldest first. The caller holds the log's lock."""

@@ -38,9 +38,7 @@ class InvalidBlocks:
 
     def mark_invalid(self, invalid_block_ids: set[int], request_ids: Iterable[str]) -> None:
         """Drop the hashes of these requests' blocks from the first invalid one on, and aborted ones'."""
-        held = [self._blocks(request_id) for request_id in request_ids] + [
-            blocks for _, blocks in self._aborted
-        ]
+        held = [*map(self._blocks, request_ids), *(blocks for _, blocks in self._aborted)]
         invalid = (itertools.dropwhile(lambda block: block not in invalid_block_ids, each) for each in held)
         self._manager.evict_blocks(set(itertools.chain.from_iterable(invalid)))
 
