@@ -14,7 +14,7 @@ from experiments.demo_servers import CONTINUUM, FCFS, ROOT, records_of
 from experiments.driver import TurnRecord
 from experiments.figures import draw
 from experiments.server import fast_dtype
-from experiments.sweep.conditions import machine, versions
+from experiments.sweep.conditions import machine, versions, when
 from experiments.tables import (
     PINS,
     RATIO,
@@ -98,7 +98,8 @@ def write(runs: Runs, conclusion: str, out: Path, console: Console) -> str:
     console.print(plain(rows, caption(runs)))
     console.print(conclusion.replace("**", ""), soft_wrap=True)
     page = (
-        f"{caption(runs)}\n\n{machine()}; {versions()}; {fast_dtype()}\n\n{markdown(rows)}\n\n{conclusion}\n"
+        f"{caption(runs)}\n\n{machine()}; {versions()}; {fast_dtype()}; {when()}\n\n"
+        f"{markdown(rows)}\n\n{conclusion}\n"
     )
     (out / "comparison.md").write_text(f"{page}\n![figure](comparison.png)\n")
     write_csv(runs, out / "comparison.csv", ROWS)

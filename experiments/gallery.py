@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 
 from experiments.offload_sweep import seeds_of
 from experiments.sweep.cases import Case, Point, SweepError
+from experiments.sweep.conditions import when
 from experiments.sweep.drawing import draw
 from experiments.sweep.grids import Size
 from experiments.sweep.plans import PLANS, Plan
@@ -80,7 +81,7 @@ def page(words: str, plans: dict[str, Found], unfinished: Sequence[str]) -> str:
     parts += [section(name, PLANS[name], pairs) for name, pairs in plans.items()]
     if unfinished:
         parts.append(f"Not run at this size: {', '.join(unfinished)}.")
-    return "\n\n".join([*parts, f"Made from rows of code {code('point')}.\n"])
+    return "\n\n".join([*parts, f"Made from rows of code {code('point')}, {when()}.\n"])
 
 
 def is_simulated(pairs: Found) -> bool:

@@ -42,7 +42,7 @@ from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
 from experiments.sweep import goals, trace_goals
 from experiments.sweep.cases import Case, Point, SweepError
-from experiments.sweep.conditions import MACHINE, conditions
+from experiments.sweep.conditions import MACHINE, conditions, when
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, WORDS, Plan
@@ -187,7 +187,7 @@ def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> 
     where = "on real servers" if is_live else "in the simulator"
     machine = f"{conditions()[MACHINE]}; " if is_live else ""
     made = f"{machine}{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"
-    source = f"{made}, every one: [{name}.csv]({name}.csv). Cells: the median of the seeds and their range."
+    source = f"{made}, {when()}, every one: [{name}.csv]({name}.csv). Cells: the seeds' median and range."
     page = f"# {title}, {where}\n\n    {command}\n\n{source}\n\n![{title}](figures/{name}.png)\n\n{rest}"
     (docs / name).with_suffix(".md").write_text(page)
 

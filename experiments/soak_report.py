@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from experiments.sweep.conditions import when
+
 WARM_UP = 1 / 3  # of the run
 FLAT = 0.02  # growth after the warm-up that counts as none, as a share
 FLAT_FILES = 2  # and in files
 NOTE = """oneDNN, which computes for vLLM on a CPU, keeps compiled code for the last 1,024 prompt lengths;
-here `ONEDNN_PRIMITIVE_CACHE_CAPACITY=32`, or the worker grows for as long as lengths are new (LOG.md)."""
+here `ONEDNN_PRIMITIVE_CACHE_CAPACITY=32`, or the worker grows for as long as lengths are new
+(experiments/log/2026-11-20.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ def report(samples: Sequence[Sample], failed: int, docs: Path) -> None:
         f"failed. Medians over a tenth of the run: after its first third, and at its end."
     )
     table = "\n".join(["| | after warm-up | end | growth |", "|---|---|---|---|", *rows])
-    text = f"# Soak\n\n    python -m experiments.soak\n\n{head}\n\n{table}\n\n{NOTE}\n\n![soak](soak.png)\n"
+    command = f"    python -m experiments.soak      # {when()}"
+    text = f"# Soak\n\n{command}\n\n{head}\n\n{table}\n\n{NOTE}\n\n![soak](soak.png)\n"
     (docs / "soak.md").write_text(text)
     draw(samples, docs / "soak.png")
     print(f"{head}\n\n{table}")

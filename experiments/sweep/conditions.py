@@ -56,6 +56,11 @@ def commit() -> str:
         return ""
 
 
+def when() -> str:
+    """The date, and the checkout's commit: for a page, beside its figures."""
+    return f"{datetime.now(UTC).date()}, commit {commit() or 'unknown'}"
+
+
 def probe_s() -> float:
     """Seconds of a fixed piece of work on one core: products in its cache, and passes through memory.
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
-from experiments.sweep.conditions import commit
+from experiments.sweep.conditions import when
 from experiments.trust.packages import Unreachable, unpacked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,13 +137,8 @@ def unfinished(log: str) -> str:
     return f"{counted}; stopped after {LIMIT_S} s{after}"
 
 
-def row(cell: Cell, result: str, when: str) -> str:
-    return f"| {cell.package} | {cell.version} | {cell.how} | {result} | {when} |"
-
-
-def now() -> str:
-    """The date, and the checkout's commit."""
-    return f"{datetime.now(UTC).date()}, {commit()}"
+def row(cell: Cell, result: str, on: str) -> str:
+    return f"| {cell.package} | {cell.version} | {cell.how} | {result} | {on} |"
 
 
 def known_rows() -> dict[str, str]:
@@ -164,7 +158,7 @@ def write(rows: dict[str, str]) -> None:
         "The scheduler's suite (vLLM): " + ", ".join(f"`{name}`" for name in SCHEDULER_SUITE) + ".",
         "The connector's suite (LMCache): " + ", ".join(f"`{name}`" for name in CONNECTOR_SUITE) + ".",
         "",
-        "| package | version | how it ran | result | when, on which commit |",
+        "| package | version | how it ran | result | when |",
         "|---|---|---|---|---|",
     ]
     known = [rows[name] for cell in CELLS if (name := f"{cell.package}=={cell.version}") in rows]
@@ -180,7 +174,7 @@ def main(
     for cell in CELLS:
         name = f"{cell.package}=={cell.version}"
         if only in ("", name):
-            rows[name] = row(cell, run(cell, steps), now())
+            rows[name] = row(cell, run(cell, steps), when())
             print(rows[name])
             write(rows)
 
