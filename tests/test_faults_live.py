@@ -69,10 +69,27 @@ class Faulty(Server):
     def loaded(self, tier: str) -> float:
         return self.metric("continuum_loaded_tokens_total", tier=tier)
 
+    def whole_files(self) -> set[Path]:
+        return {p for p in self.disk.glob("*.pt") if p.stat().st_size == 2 * HALF_A_CHUNK_BYTES}
+
     def push_out(self) -> None:
-        """More than the GPU's cache holds, and more than LMCache's DRAM."""
+        """More than the GPU's cache holds, and more than LMCache's DRAM.
+
+        A chunk leaves DRAM once the disk has taken or refused it. Until then no other chunk has room there.
+        """
         for _ in range(2):
+            files, unwritten = self.whole_files(), self.lost("unwritten")
             self.complete(ids(12 * BLOCK, next(STORIES)), out=1)
+            wait_for(
+                lambda files=files, unwritten=unwritten: self.took_or_refused(files, unwritten) >= 6,
+                "6 chunks are written or refused",
+                every_s=0.1,
+            )
+
+    def took_or_refused(self, files: set[Path], unwritten: float) -> float:
+        """Chunks that the disk has written or refused since there were these files and this count."""
+        self.complete(ids(4), out=1)  # the count comes with a step
+        return len(self.whole_files() - files) + self.lost("unwritten") - unwritten
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +140,11 @@ def faulty(model: Path, folder: Path) -> Iterator[Faulty]:
 
 def cold_and_stored(server: Faulty) -> tuple[list[int], Answer, list[Path]]:
     """A prompt of three chunks and half a block, its answer, and the files of its chunks."""
-    before = set(server.disk.glob("*.pt"))
+    before = server.whole_files()
     prompt = ids(6 * BLOCK + 64, next(STORIES))
     answer = server.complete(prompt)
-
-    def written() -> list[Path]:
-        fresh = set(server.disk.glob("*.pt")) - before
-        return sorted(path for path in fresh if path.stat().st_size == 2 * HALF_A_CHUNK_BYTES)
-
-    wait_for(lambda: len(written()) >= 3, "3 chunks are written", every_s=0.05)
-    return prompt, answer, written()
+    wait_for(lambda: len(server.whole_files() - before) >= 3, "3 chunks are written", every_s=0.05)
+    return prompt, answer, sorted(server.whole_files() - before)
 
 
 def test_without_a_fault_the_disk_gives_back_what_it_got(server: Faulty) -> None:
