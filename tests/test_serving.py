@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import openai
 import psutil
 import pytest
 from console import Command
-from serving import BLOCK, CHUNK_GIB, DTYPE, OF_VLLM, Server, ids
+from serving import BLOCK, CHUNK_GIB, DTYPE, KV_BYTES, OF_VLLM, Answer, Server, ids
 from serving import serve as serve_forking
 from waiting import PATIENCE_S, wait_for
 
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.real
 
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 BLOCKS = 24  # one of them is vLLM's null block
+CHUNK_BYTES = 2 * BLOCK * KV_BYTES
 TTL_S = 10.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "16")
 
@@ -66,13 +68,30 @@ def continuum(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         Server(url).usage_becomes(0.0)
 
 
+@dataclass(frozen=True)
+class ServerWithDisk(Server):
+    """A server whose disk tier's folder a test can read."""
+
+    disk: Path
+
+    def complete_and_store(self, prompt: list[int], chunks: int, out: int = 8) -> Answer:
+        """`complete`, and return when the disk has this many chunks more."""
+        before = self.chunks_on_disk()
+        answer = self.complete(prompt, out)
+        wait_for(lambda: self.chunks_on_disk() >= before + chunks, f"{chunks} are written", every_s=0.1)
+        return answer
+
+    def chunks_on_disk(self) -> int:
+        return sum(path.stat().st_size == CHUNK_BYTES for path in self.disk.glob("*.pt"))
+
+
 @pytest.fixture(scope="module")
-def small_dram(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def small_dram(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithDisk]:
     """Stock fcfs with our connector; its DRAM tier holds two prompts, its disk all of them."""
     folder = tmp_path_factory.mktemp("fcfs")
     args = ["--kv-transfer-config", str(transfer_config(folder, 20, OURS))]
     with serve_forking(model, [*ARGS, *args], log=folder / "server.log") as url:
-        yield Server(url)
+        yield ServerWithDisk(url, folder / "disk")
 
 
 def fill_the_cache(server: Server, story: int) -> None:
@@ -140,11 +159,10 @@ def test_an_unpinned_prefix_comes_back_from_lmcaches_dram(continuum: Server) -> 
     assert loaded(continuum, "dram") - dram == 6 * BLOCK
 
 
-def test_with_dram_too_small_it_comes_from_the_disk(small_dram: Server) -> None:
-    first = small_dram.complete(ids(6 * BLOCK, 14))
-    for story in range(40, 46):
-        small_dram.complete(ids(12 * BLOCK, story), out=1)
-    time.sleep(1.0)  # LMCache writes its files in the background
+def test_with_dram_too_small_it_comes_from_the_disk(small_dram: ServerWithDisk) -> None:
+    first = small_dram.complete_and_store(ids(6 * BLOCK, 14), 3)
+    for story in range(40, 46):  # a chunk is in DRAM until it is written
+        small_dram.complete_and_store(ids(12 * BLOCK, story), 6, out=1)
     external, ssd = small_dram.metric("vllm:external_prefix_cache_hits_total"), loaded(small_dram, "ssd")
     small_dram.complete(first.tokens + ids(9, 15))
     assert small_dram.metric("vllm:external_prefix_cache_hits_total") - external == 6 * BLOCK
