@@ -101,9 +101,8 @@ def fleet_report(url: str) -> dict[str, Any]:
 
 def stop(process: subprocess.Popen[bytes], patience_s: float = 60.0) -> None:
     """SIGINT, as ^C, which lets Ray end its processes; SIGKILL to those that are left."""
-    ours = psutil.Process(process.pid)
-    with contextlib.suppress(psutil.NoSuchProcess):
-        below = ours.children(recursive=True)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended and was waited for
+        below = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(patience_s)

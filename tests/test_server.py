@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from experiments.server import fast_dtype, reserved_port
+from experiments.ray_server import serve_fleet
+from experiments.server import ServerError, fast_dtype, reserved_port
 
 STOPS = """
 import time
@@ -78,3 +81,9 @@ def test_a_cpu_that_would_emulate_bfloat16_computes_in_float32(tmp_path, monkeyp
 def test_a_system_that_does_not_list_its_cpus_instructions_computes_in_float32(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.server.CPU_FLAGS", tmp_path / "cpuinfo")
     assert fast_dtype() == "float32"
+
+
+def test_a_fleet_that_ends_before_it_is_up_is_a_server_error(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(ServerError, match="serve run exited with 1"), serve_fleet(tmp_path, tmp_path):
+        pass
