@@ -2,8 +2,9 @@
 
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
 _update_after_schedule, update_from_output, _update_waiting_for_remote_kv, _handle_invalid_blocks,
-has_requests, make_stats, reset_prefix_cache, shutdown. Called: _preempt_request. Read:
-Request.is_prefill_chunk, num_spec_tokens, need_mamba_block_aligned_split, resumed_req_ids.
+has_requests, make_stats, reset_prefix_cache, shutdown, _select_waiting_queue_for_scheduling.
+Called: _preempt_request. Read: Request.is_prefill_chunk, num_spec_tokens, need_mamba_block_aligned_split,
+resumed_req_ids.
 Changed: prev_step_scheduled_req_ids, _inflight_prefills.
 Before a step, sorted: running; set: max_num_scheduled_tokens (vLLM's own without a measured profile).
 Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots.
