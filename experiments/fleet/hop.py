@@ -1,9 +1,9 @@
 """Measures what Ray's proxy and router add to a request.    python -m experiments.fleet.hop
 
-One replica of the small model behind Ray Serve (docs/ray.md), and the same server without Ray. Requests go to
-both by turns: later turns of one program, whose prompt is in the KV cache, of one token each, streamed and
-whole. The difference of two requests after each other is the hop. Needs the extra `fleet`, and two cores that
-do nothing else.
+The same server of the small model without Ray, then as the one replica behind Ray Serve (docs/ray.md), then
+again without it: two engines at once would wait for each other's cores. Requests are later turns of one
+program, whose prompt is in the KV cache, of one token each, streamed and whole. Needs the extra `fleet`, and
+two cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -39,33 +39,32 @@ def answer_ms(client: httpx.Client, url: str, stream: bool) -> float:
     return (time.perf_counter() - start_s) * 1e3
 
 
-def pairs(direct: str, behind_ray: str, requests: int, stream: bool) -> list[tuple[float, float]]:
-    """(without Ray, behind Ray) in ms, by request; which of the two is first changes."""
-    found = []
+def taken_ms(url: str, requests: int) -> dict[bool, list[float]]:
+    """Streamed or not, the time of each request."""
     with httpx.Client(timeout=60) as client:
-        for i in range(WARM_UP + requests):
-            urls = (direct, behind_ray) if i % 2 else (behind_ray, direct)
-            taken = {url: answer_ms(client, url, stream) for url in urls}
-            found.append((taken[direct], taken[behind_ray]))
-    return found[WARM_UP:]
+        return {
+            stream: [answer_ms(client, url, stream) for _ in range(WARM_UP + requests)][WARM_UP:]
+            for stream in (False, True)
+        }
 
 
 def main(requests: Annotated[int, typer.Option(min=100)] = 500) -> None:
     """Print a table of milliseconds."""
     with TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "model")
-        bound = {"VLLM_CPU_OMP_THREADS_BIND": ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"]}
-        bound["OMP_NUM_THREADS"] = "1"  # as Ray sets it for a replica of one core or less
-        with (
-            serve(model, OPTIONS, log=Path(folder) / "vllm.log", env=bound) as direct,
-            serve_fleet(model, Path(folder) / "ray", replicas=1, lmcache_gb=0) as behind_ray,
-        ):
-            taken = {stream: pairs(direct, behind_ray, requests, stream) for stream in (False, True)}
-    table = Table("ms", "without Ray: median", "p99", "behind Ray: median", "p99", "the hop: median", "p99")
-    for stream, both in taken.items():
-        columns = ([a for a, _ in both], [b for _, b in both], [b - a for a, b in both])
-        cells = [f"{x:.1f}" for ms in columns for x in (median(ms), quantiles(ms, n=100)[98])]
-        table.add_row("streamed" if stream else "whole", *cells)
+        env = {"VLLM_CPU_OMP_THREADS_BIND": ENVIRONMENT["VLLM_CPU_OMP_THREADS_BIND"]}
+        env["OMP_NUM_THREADS"] = "1"  # as Ray sets it for a replica of one core or less
+        found = {}
+        for name in ("without Ray", "behind Ray", "without Ray, again"):
+            if name == "behind Ray":
+                server = serve_fleet(model, Path(folder) / "ray", replicas=1, lmcache_gb=0)
+            else:
+                server = serve(model, OPTIONS, log=Path(folder) / "vllm.log", env=env)
+            with server as url:
+                found[name] = taken_ms(url, requests)
+    table = Table("ms", "whole: median", "p99", "streamed: median", "p99")
+    for name, ms in found.items():
+        table.add_row(name, *(f"{x:.1f}" for s in ms for x in (median(ms[s]), quantiles(ms[s], n=100)[98])))
     Console().print(table)
     Console().print(f"{requests} requests each, one at a time")
 
