@@ -43,6 +43,23 @@ def test_a_request_beyond_half_of_the_memory_is_served_after_its_whole_load_fail
     assert bench.failed == 1 and again in bench.done
 
 
+@pytest.mark.parametrize("cls", CLASSES[:2])
+def test_a_failed_asynchronous_load_evicts_no_block(
+    cls: Any, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of its blocks is in the prefix cache yet, and vLLM's own tests count the calls."""
+    bench, evicted = make(cls, True), list[set[int]]()
+    tokens = prompt(6 * 16 + 5)
+    bench.turn("a", tokens)
+    bench.scheduler.reset_prefix_cache()
+    bench.failing = 1
+    bench.send("a", tokens)
+    monkeypatch.setattr(bench.scheduler.kv_cache_manager, "evict_blocks", evicted.append)
+    for _ in range(20):
+        bench.step()
+    assert bench.failed == 1 and not evicted
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 def test_loads_that_came_run_before_the_retry_of_one_that_failed(cls: Any, make: Make) -> None:
     """The retry needs the memory that is reserved for them, and they are after it in the queue."""

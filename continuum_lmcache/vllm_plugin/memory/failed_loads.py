@@ -39,8 +39,9 @@ class InvalidBlocks:
     def mark_invalid(self, invalid_block_ids: set[int], request_ids: Iterable[str]) -> None:
         """Drop the hashes of these requests' blocks from the first invalid one on, and aborted ones'."""
         held = [*map(self._blocks, request_ids), *(blocks for _, blocks in self._aborted)]
-        invalid = (itertools.dropwhile(lambda block: block not in invalid_block_ids, each) for each in held)
-        self._manager.evict_blocks(set(itertools.chain.from_iterable(invalid)))
+        after = (itertools.dropwhile(lambda block: block not in invalid_block_ids, each) for each in held)
+        if invalid := set(itertools.chain.from_iterable(after)):
+            self._manager.evict_blocks(invalid)
 
     def _blocks(self, request_id: str) -> list[int]:
         """vLLM reports no failures by block for a model with several KV cache groups."""
