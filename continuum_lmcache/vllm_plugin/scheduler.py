@@ -72,7 +72,16 @@ class ContinuumMixin(Scheduler):
         self._report_due = False  # an idle engine's gauges are out of date
         steps = 1 + self.parallel_config.pipeline_parallel_size
         self._invalid_blocks = InvalidBlocks(self.kv_cache_manager, steps)
-        self._reclaimer = PinReclaimer(self, lifecycle, lambda: self.clock())
+        self._reclaimer = PinReclaimer(
+            self,
+            lifecycle.programs,
+            self._turns,
+            self._pins,
+            lifecycle.blocks,
+            lifecycle,
+            lambda: self.clock(),
+            config.pin_reclaim_after_s,
+        )
         self._queues = {
             n: ProgramQueue(lifecycle.queue_key, self._reclaimer.on_waiting_peeked)
             for n, q in vars(self).items()

@@ -15,17 +15,31 @@ then freed on trial, and taken back if the request does not fit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import Pin, PinEnd, TurnId
-from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
+from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
+from continuum_lmcache.vllm_plugin.requests import TurnTable
 
 Allocate = Callable[..., KVCacheBlocks | None]
+
+
+class AllocationListener(Protocol):
+    """Called when waiting requests get their blocks."""
+
+    def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
+        """A request got its blocks; these tokens of its prompt were found on the GPU, these are loaded."""
+
+    def on_load_done(self, request: Request) -> None:
+        """A request got the rest of its blocks, after an asynchronous load."""
 
 
 class PinReclaimer:
@@ -37,11 +51,20 @@ class PinReclaimer:
     single_type_managers (unchanged from vLLM 0.30 to 0.33; none that keeps all tokens recycles blocks).
     """
 
-    def __init__(self, scheduler: Scheduler, lifecycle: TurnLifecycle, clock: Callable[[], float]) -> None:
-        self._scheduler, self._lifecycle, self._clock = scheduler, lifecycle, clock
-        self._programs, self._turns = lifecycle.programs, lifecycle.turns
-        self._pins, self._blocks = lifecycle.pins, lifecycle.blocks
-        self._reclaim_after_s = lifecycle.config.pin_reclaim_after_s
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        programs: ProgramTable,
+        turns: TurnTable,
+        pins: PinTable[KVCacheBlock],
+        blocks: GpuBlocks,
+        listener: AllocationListener,
+        clock: Callable[[], float],
+        reclaim_after_s: float,
+    ) -> None:
+        self._scheduler, self._clock, self._reclaim_after_s = scheduler, clock, reclaim_after_s
+        self._programs, self._turns, self._pins, self._blocks = programs, turns, pins, blocks
+        self._listener = listener
         self._manager = scheduler.kv_cache_manager
         self._stock = self._manager.allocate_slots
         self._block_size = scheduler.block_size
@@ -104,11 +127,11 @@ class PinReclaimer:
             return
         self._turns.refused_memory.discard(turn_id)
         if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
-            self._lifecycle.on_load_done(request)
+            self._listener.on_load_done(request)
         else:
             hits = kwargs.get("num_new_computed_tokens", 0)
             loads = kwargs.get("num_external_computed_tokens", 0)
-            self._lifecycle.on_allocated(request, hits, loads)
+            self._listener.on_allocated(request, hits, loads)
 
     def _reclaim(
         self, request: Request, num_new_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
