@@ -83,8 +83,9 @@ class TurnLifecycle:
         )
 
         def contention() -> Contention:
-            others = Contention(len(self.turns) - 1, self.kv_tokens)
-            return others if residency.async_loads else NO_CONTENTION
+            if not residency.async_loads:
+                return NO_CONTENTION
+            return Contention(len(self.turns) - 1, self.kv_tokens)
 
         self.load_policy = LoadPolicy(advisor.rates, contention, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end does not count as evicted
