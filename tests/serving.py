@@ -30,7 +30,8 @@ BLOCK = 128  # tokens, vLLM's default on a CPU
 CHUNK = 256  # tokens, LMCache's default
 DTYPE = fast_dtype()
 KV_BYTES = KV_BYTES_PER_TOKEN[DTYPE]
-CHUNK_GIB = CHUNK * KV_BYTES / 2**30
+CHUNK_BYTES = CHUNK * KV_BYTES
+CHUNK_GIB = CHUNK_BYTES / 2**30
 FORKING = [sys.executable, str(Path(forking_vllm.__file__))]
 
 
@@ -41,6 +42,11 @@ def serve(model: Path, args: list[str], **settings: Any) -> Iterator[str]:
         with mock.patch.object(server, "script", lambda *_: FORKING):
             url = running.enter_context(server.serve(model, ["--dtype", DTYPE, *args], **settings))
         yield url
+
+
+def whole_chunks(disk: Path) -> set[Path]:
+    """The files of chunks that LMCache's disk tier has written."""
+    return {path for path in disk.glob("*.pt") if path.stat().st_size == CHUNK_BYTES}
 
 
 def ids(tokens: int, story: int = 0) -> list[int]:

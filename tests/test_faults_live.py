@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import BLOCK, CHUNK_GIB, KV_BYTES, Answer, Server, ids, serve
+from serving import BLOCK, CHUNK_BYTES, CHUNK_GIB, Answer, Server, ids, serve, whole_chunks
 from waiting import PATIENCE_S, wait_for
 
 from continuum_lmcache.report.page import write_report
@@ -33,7 +33,7 @@ CANARY = "zanzibarquokka"  # in prompts, outputs and ids, and in no file
 TTL_S = 1.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", "24", "--scheduling-policy", "continuum")
 DRAIN = ("--shutdown-timeout", "120")  # vLLM's default, 0, kills the engine at once and lets clients hang
-HALF_A_CHUNK_BYTES = BLOCK * KV_BYTES
+HALF_A_CHUNK_BYTES = CHUNK_BYTES // 2
 STORIES = itertools.count(1000)
 MANY = 100
 
@@ -69,16 +69,13 @@ class Faulty(Server):
     def loaded(self, tier: str) -> float:
         return self.metric("continuum_loaded_tokens_total", tier=tier)
 
-    def whole_files(self) -> set[Path]:
-        return {p for p in self.disk.glob("*.pt") if p.stat().st_size == 2 * HALF_A_CHUNK_BYTES}
-
     def push_out(self) -> None:
         """More than the GPU's cache holds, and more than LMCache's DRAM.
 
         A chunk leaves DRAM once the disk has taken or refused it. Until then no other chunk has room there.
         """
         for _ in range(2):
-            files, unwritten = self.whole_files(), self.lost("unwritten")
+            files, unwritten = whole_chunks(self.disk), self.lost("unwritten")
             self.complete(ids(12 * BLOCK, next(STORIES)), out=1)
             wait_for(
                 lambda files=files, unwritten=unwritten: self.took_or_refused(files, unwritten) >= 6,
@@ -89,7 +86,7 @@ class Faulty(Server):
     def took_or_refused(self, files: set[Path], unwritten: float) -> float:
         """Chunks that the disk has written or refused since there were these files and this count."""
         self.complete(ids(4), out=1)  # the count comes with a step
-        return len(self.whole_files() - files) + self.lost("unwritten") - unwritten
+        return len(whole_chunks(self.disk) - files) + self.lost("unwritten") - unwritten
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +137,11 @@ def faulty(model: Path, folder: Path) -> Iterator[Faulty]:
 
 def cold_and_stored(server: Faulty) -> tuple[list[int], Answer, list[Path]]:
     """A prompt of three chunks and half a block, its answer, and the files of its chunks."""
-    before = server.whole_files()
+    before = whole_chunks(server.disk)
     prompt = ids(6 * BLOCK + 64, next(STORIES))
     answer = server.complete(prompt)
-    wait_for(lambda: len(server.whole_files() - before) >= 3, "3 chunks are written", every_s=0.05)
-    return prompt, answer, sorted(server.whole_files() - before)
+    wait_for(lambda: len(whole_chunks(server.disk) - before) >= 3, "3 chunks are written", every_s=0.05)
+    return prompt, answer, sorted(whole_chunks(server.disk) - before)
 
 
 def test_without_a_fault_the_disk_gives_back_what_it_got(server: Faulty) -> None:

@@ -23,7 +23,7 @@ import openai
 import psutil
 import pytest
 from console import Command
-from serving import BLOCK, CHUNK_GIB, DTYPE, KV_BYTES, OF_VLLM, Answer, Server, ids
+from serving import BLOCK, CHUNK_GIB, DTYPE, OF_VLLM, Answer, Server, ids, whole_chunks
 from serving import serve as serve_forking
 from waiting import PATIENCE_S, wait_for
 
@@ -33,7 +33,6 @@ pytestmark = pytest.mark.real
 
 DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 BLOCKS = 24  # one of them is vLLM's null block
-CHUNK_BYTES = 2 * BLOCK * KV_BYTES
 TTL_S = 10.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "16")
 
@@ -76,13 +75,12 @@ class ServerWithDisk(Server):
 
     def complete_and_store(self, prompt: list[int], chunks: int, out: int = 8) -> Answer:
         """`complete`, and return when the disk has this many chunks more."""
-        before = self.chunks_on_disk()
+        before = whole_chunks(self.disk)
         answer = self.complete(prompt, out)
-        wait_for(lambda: self.chunks_on_disk() >= before + chunks, f"{chunks} are written", every_s=0.1)
+        wait_for(
+            lambda: len(whole_chunks(self.disk) - before) >= chunks, f"{chunks} are written", every_s=0.1
+        )
         return answer
-
-    def chunks_on_disk(self) -> int:
-        return sum(path.stat().st_size == CHUNK_BYTES for path in self.disk.glob("*.pt"))
 
 
 @pytest.fixture(scope="module")
