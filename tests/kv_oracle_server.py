@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from connectors.lmcache_mp import connector, transfer_watch
 from connectors.lmcache_mp.server.deadline import is_late
-from connectors.lmcache_mp.tier_mirror import ANSWER_S, IDLE_POLL_S, POLL_S, TierPoller
+from connectors.lmcache_mp.tier_mirror import ANSWER_S, POLL_S, TierPoller
 from connectors.lmcache_mp.wire import ChangesReply
 
 CHUNK = 256  # tokens, LMCache's default and a GPU's
@@ -295,11 +295,8 @@ class ServerBench(OracleBench):
             silent_s = now_s - self._heard_s
         else:
             self._heard_s = now_s
-        if self._poller is not None and self._poller._woken.is_set():
-            self._poll_at_s = min(self._poll_at_s, now_s + POLL_S)
         if self._poller is not None and now_s >= self._poll_at_s and not 0 < silent_s < ANSWER_S:
-            self._poll_at_s = now_s + IDLE_POLL_S
-            self._poller._woken.clear()
+            self._poll_at_s = now_s + POLL_S
             self._poller.try_poll()
         if now_s >= self._ping_at_s and not 0 < silent_s < self.ping_s:
             self._ping_at_s = now_s + self.ping_s

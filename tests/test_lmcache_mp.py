@@ -30,7 +30,7 @@ from lmcache_rig import Clock, prompt
 from waiting import wait_for
 
 from connectors.lmcache_mp import startup, tier_mirror
-from connectors.lmcache_mp.load_join import LoadLookupJoin, MpReport
+from connectors.lmcache_mp.load_join import LoadLookupJoin
 from connectors.lmcache_mp.server.deadline import with_deadline
 from connectors.lmcache_mp.server.module import TierChangeLog
 from connectors.lmcache_mp.settings import with_defaults
@@ -243,29 +243,6 @@ def test_a_bad_answer_counts_as_silence_and_the_follower_goes_on(
     answers.append("right")
     wait_for(lambda: follower.is_up)
     follower.close()
-
-
-def test_the_server_is_asked_soon_after_a_transfer_of_this_engine_and_seldom_otherwise(
-    mp_rig: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig, asked = mp_rig(), []
-
-    def call(payload: bytes, timeout_s: float) -> bytes:
-        asked.append(payload)
-        return rig.follower._call(payload, timeout_s)
-
-    monkeypatch.setattr(tier_mirror, "IDLE_POLL_S", 3600.0)
-    follower = TierPoller(call, ChangesRequest("m", 1))
-    tiers = MpTiers(follower, rig.follower.poll(), rig.tiers._hasher, rig.bytes_per_token)
-    follower.start()
-    wait_for(lambda: len(asked) == 1)
-    tiers.apply_report(MpReport())  # what a step without an ended transfer reports
-    assert not follower._woken.is_set()
-    stored = KVTransfer(Tier.DRAM, "store", CHUNK, CHUNK * rig.bytes_per_token, 0.1, in_step=False)
-    tiers.apply_report(MpReport(stores=[stored]))
-    wait_for(lambda: len(asked) == 2)
-    follower.close()
-    assert not follower._thread.is_alive() and len(asked) == 2
 
 
 # ---- a dead server

@@ -1,7 +1,7 @@
 """LMCache 0.5.6's multi-process mode as vLLM's KV connector, and as the core's TierStore.
 
     vLLM: scheduler            vLLM: worker(s)               lmcache server
-    tier_mirror.py      <---- changes and lookups, polled by a thread --- server/module.py, lookup_log.py
+    tier_mirror.py      <---- changes and lookups, polled every 0.1 s --- server/module.py, lookup_log.py
     read_leases.py      ----- lookups, renewed --------------------------> L1 (DRAM), L2 (disk)
                                worker.py <--------- loads, stores ------ shared memory or CUDA IPC
 
@@ -108,10 +108,9 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
         """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
 
-        The mirror is up to 0.1 s old after a transfer of this engine, else up to 0.5 s. Chunks stored since
-        then are missing in it. While the server does not answer, nothing is found. The answer holds only as
-        long as L1 has room for what a load reads from L2. Prompts with images have other keys, so nothing is
-        found for them.
+        The mirror is up to 0.1 s old, the polling interval. Chunks stored since then are missing in it. While
+        the server does not answer, nothing is found. The answer holds only as long as L1 has room for what
+        a load reads from L2. Prompts with images have other keys, so nothing is found for them.
         """
         return self._tiers.locate(token_ids, salt)
 

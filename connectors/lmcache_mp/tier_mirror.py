@@ -25,8 +25,7 @@ from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 logger = init_logger("vllm.continuum.lmcache")
-POLL_S = 0.1  # between an answer and the next request, after a transfer of this engine
-IDLE_POLL_S = 0.5  # and otherwise: each request takes CPU time of the server and of this process
+POLL_S = 0.1  # between an answer and the next request
 ANSWER_S = 2.0  # how long an answer may take; then the server counts as dead
 MAX_AGE_S = 5.0  # an older mirror is not used
 
@@ -84,7 +83,7 @@ class TierPoller:
         self.is_up = True
         self._answered_s = clock()
         self._polling = threading.Lock()
-        self._stopping, self._woken = threading.Event(), threading.Event()
+        self._stopping = threading.Event()
         self._thread = threading.Thread(
             target=self._poll_until_closed, name="continuum-mp-tiers", daemon=True
         )
@@ -97,13 +96,8 @@ class TierPoller:
     def start(self) -> None:
         self._thread.start()
 
-    def wake(self) -> None:
-        """Poll within POLL_S: a transfer has ended, so the tiers have changed. Any thread."""
-        self._woken.set()
-
     def close(self) -> None:
         self._stopping.set()
-        self.wake()
         self._thread.join(2 * ANSWER_S)
 
     def poll(self, timeout_s: float = ANSWER_S) -> ChangesReply:
@@ -122,8 +116,6 @@ class TierPoller:
     def _poll_until_closed(self) -> None:
         while not self._stopping.wait(POLL_S):
             self.try_poll()
-            self._woken.wait(IDLE_POLL_S - POLL_S)
-            self._woken.clear()
 
     def try_poll(self) -> None:
         """`poll`, and note whether the server answered."""
@@ -180,8 +172,6 @@ class MpTiers:
 
     def apply_report(self, report: MpReport) -> None:
         """Apply the worker's timed loads and stores, and the server's lookups."""
-        if report.loads or report.stores:
-            self._poller.wake()
         lookups = [self._poller.lookups.popleft() for _ in range(len(self._poller.lookups))]
         self._transfers += report.stores + self._join.join(report.loads, lookups)
 
