@@ -55,7 +55,7 @@ ALL = "all"
 GOALS = "goals"
 TRACES = "traces"
 FLEETS = "fleet"
-PEERS = "peers"
+PEERS, AGENTS = "peers", "agents"
 TABLES = (GOALS, TRACES, FLEETS)
 TIERS = ("none", "dram", "disk")  # the slowest that a case has
 WIDTH = 180  # of the goals' table, wherever it is printed
@@ -310,9 +310,10 @@ def main(
     try:
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
-        if regimes and not {*TABLES, PEERS} & {*figures}:
+        with_regimes = (*TABLES, PEERS, AGENTS)
+        if regimes and not {*with_regimes} & {*figures}:
             raise SweepError(
-                f"--regimes chooses among {', '.join([*TABLES, PEERS])}; name one of these, or leave it out"
+                f"--regimes chooses among {', '.join(with_regimes)}; name one of these, or leave it out"
             )
         chosen = seeds_of(seeds) if seeds else None
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT

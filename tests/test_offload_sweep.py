@@ -18,7 +18,7 @@ from continuum_lmcache.types import QueueEntry, Retention
 from experiments.offload_sweep import Engine, at_rate, main, plans_named, seeds_of
 from experiments.server import ServerError
 from experiments.sweep import conditions
-from experiments.sweep.cases import ENDLESS, ORACLE, ROUTER_WARM, STOCK, Live, Point, SweepError
+from experiments.sweep.cases import ENDLESS, ORACLE, PEERS, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live import MACHINES, arguments, connector, selection_of
 from experiments.sweep.live import run as run_live
@@ -267,10 +267,10 @@ def test_a_live_figure_is_drawn_from_finished_rows_without_a_server(tmp_path: Pa
     assert "| 1 programs/s | continuum+LMCache |" in text
 
 
-def test_two_agents_traces_run_live_with_a_disk_and_without_against_order_and_published() -> None:
+def test_two_agents_traces_run_live_with_a_disk_and_without_against_order_published_and_peers() -> None:
     cases = LIVE_PLANS["agents"].cases(Size.DEFAULT, [3])
-    assert len(cases) == 2 * 2 * 5 and len({case.workload for case in cases}) == 2
-    assert {case.contender for case in cases} == {*ABLATION, ROUTER_WARM} - {"static-ttl"}
+    assert len(cases) == 2 * 2 * 7 and len({case.workload for case in cases}) == 2
+    assert {case.contender for case in cases} == {*ABLATION, *PEERS} - {"static-ttl"}
     fitted = [selection_of(replace(case, workload=case.workload.partition(":")[0])) for case in cases]
     assert max(program.context_tokens for program in fitted[0].programs()) <= 4096
 

@@ -8,11 +8,11 @@ minute. The arrival rates make memory short on two cores of an AMD EPYC; a faste
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from experiments.sweep.cases import PEERS, ROUTER_WARM, STOCK, Case, Live
+from experiments.sweep.cases import PEERS, STOCK, Case, Live
 from experiments.sweep.grids import Cases, Size
 from experiments.sweep.live import MACHINES
 from experiments.sweep.plans import LMCACHE, PEER_COLUMNS, UNTUNED, Plan, bare_name, rate, tiers
@@ -56,42 +56,41 @@ def cases_of(contenders: Sequence[str], memory_gb: Sequence[Memory], bare: bool 
 
 
 AGENTS = ("claude-code-swe:report", "mini-swe:report")
-
-
-def of_agents(size: Size, seeds: Sequence[int]) -> list[Case]:
-    """Two agents' traces, under pressure: DRAM of half the KV cache, with a disk of twice it and without."""
-    programs = {Size.QUICK: 6, Size.DEFAULT: 20, Size.FULL: 40}[size]
-    names, contenders = AGENTS[: 1 if size is Size.QUICK else 2], (*ABLATION[:2], ROUTER_WARM, *ABLATION[3:])
-    cases = [
-        Live(STOCK, programs, 1.0, seed, name, dram_gb=SMALL, ssd_gb=ssd_gb)
-        for seed, name, ssd_gb in product(seeds, names, (0.0, 2 * KV_GB))
-    ]
-    return [replace(case, contender=name) for case in cases for name in contenders]
+RIVALS = (STOCK, *PEERS, PUBLISHED, "continuum")
+Setting = tuple[str, str]  # workload and machine
+PAPERS: dict[Size, tuple[Setting, ...]] = {
+    Size.DEFAULT: (("swe", "cpu-tiny"),),
+    **dict.fromkeys((Size.QUICK, Size.FULL), (("swe", "cpu-tiny"), ("swe", "cpu-tiny-mp"))),
+}
+TRACED: dict[Size, tuple[Setting, ...]] = {
+    Size.QUICK: ((AGENTS[0], "cpu-tiny"),),
+    **dict.fromkeys((Size.DEFAULT, Size.FULL), tuple((trace, "cpu-tiny") for trace in AGENTS)),
+}
 
 
 def workload_and_tiers(case: Case) -> str:
     return f"{case.workload}, {tiers(case)}"
 
 
-def in_turns(contenders: Sequence[str], memory_gb: Sequence[Memory]) -> Cases:
-    """Under pressure; FULL: also with LMCache as a separate server, and on two agents' traces. QUICK: each
-    starts once in both modes of LMCache, with the largest memory.
+def in_turns(
+    contenders: Sequence[str],
+    memory_gb: Sequence[Memory],
+    settings: Mapping[Size, Sequence[Setting]],
+    programs: Mapping[Size, int],
+    jps: float,
+) -> Cases:
+    """The contenders in each setting, under pressure. QUICK: six programs, the largest memory.
 
     The first contender changes with the seed.
     """
 
     def cases(size: Size, seeds: Sequence[int]) -> list[Case]:
-        programs, jps = (6, 1.0) if size is Size.QUICK else (40, 2.0)
-        settings = [("swe", "cpu-tiny")]
-        if size is not Size.DEFAULT:
-            settings.append(("swe", "cpu-tiny-mp"))
-        if size is Size.FULL:
-            settings += [(trace, "cpu-tiny") for trace in AGENTS]
+        count, rate = (6, min(jps, 1.0)) if size is Size.QUICK else (programs[size], jps)
         chosen = memory_gb[-1:] if size is Size.QUICK else memory_gb
         found: list[Case] = []
-        for seed, (workload, machine), (dram_gb, ssd_gb) in product(seeds, settings, chosen):
+        for seed, (workload, machine), (dram_gb, ssd_gb) in product(seeds, settings[size], chosen):
             first = seed % len(contenders)
-            base = Live(STOCK, programs, jps, seed, workload, machine, dram_gb, ssd_gb)
+            base = Live(STOCK, count, rate, seed, workload, machine, dram_gb, ssd_gb)
             found += [replace(base, contender=name) for name in (*contenders[first:], *contenders[:first])]
         return found
 
@@ -112,6 +111,7 @@ def paced(plan: Plan, jps: float) -> Plan:
     return replace(plan, cases=cases)
 
 
+HALF_AND_DISK = [(SMALL, 0.0), (SMALL, 2 * KV_GB)]
 DISKS = tuple((SMALL, times * KV_GB) for times in (0, 2, 8))
 LIVE_PLANS: dict[str, Plan] = {
     "fig8": Plan("No offloading", cases_of(CONTENDERS, [(0.0, 0.0)]), rate),
@@ -139,15 +139,18 @@ LIVE_PLANS: dict[str, Plan] = {
     ),
     "agents": Plan(
         "Traces of agents, DRAM half the KV cache, and a disk of twice it or none",
-        of_agents,
+        in_turns((*RIVALS, ABLATION[1]), HALF_AND_DISK, TRACED, {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
         workload_and_tiers,
         bare_name,
-        baseline=PUBLISHED,
-        shows=("job_mean_s", "ttft_p99_s", "end_s"),
+        baseline="continuum",
+        shows=("job_mean_s", "ttft_p99_s", "end_s", "ttft_max_s"),
+        drawn=("job_mean_s", "ttft_max_s"),
+        by_seed=True,
+        seeds=UNTUNED,
     ),
     "peers": Plan(
         "Other projects' schedulers, DRAM half the KV cache, and a disk of twice it or none",
-        in_turns((STOCK, *PEERS, PUBLISHED, "continuum"), [(SMALL, 0.0), (SMALL, 2 * KV_GB)]),
+        in_turns(RIVALS, HALF_AND_DISK, PAPERS, {Size.DEFAULT: 40, Size.FULL: 40}, 2.0),
         everything,
         bare_name,
         baseline="continuum",
