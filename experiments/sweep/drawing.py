@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
@@ -24,6 +25,7 @@ from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, NullFormatter  # noqa: E402
 
 MOST_COLUMNS = 3
+TITLE_CHARACTERS = 16  # an inch of the title
 UNDATED = {".png": {"Software": None}, ".svg": {"Date": None}}
 WIDE = 5.0  # a panel's largest value over its smallest, from which its scale is logarithmic
 
@@ -58,7 +60,9 @@ def draw(plan: Plan, pairs: Found, path: Path) -> list[Path]:
     for axes, (words, panel, labels) in zip(grid.flat, cells, strict=False):
         draw_panel(axes, panel, labels, plan)
         axes.set_xlabel(f"{words}; dot: a seed, bar: median\nx: {plan.baseline} / this", fontsize=7)
-    figure.suptitle(f"{plan.title}. {caption(pairs)}", fontsize=8)
+    title = f"{plan.title}. {caption(pairs)}".splitlines()
+    width = round(TITLE_CHARACTERS * size[0])
+    figure.suptitle("\n".join(textwrap.fill(line, width) for line in title), fontsize=8)
     return save(figure, path)
 
 
