@@ -55,8 +55,8 @@ ALL = "all"
 GOALS = "goals"
 TRACES = "traces"
 FLEETS = "fleet"
-PEERS, AGENTS = "peers", "agents"
 TABLES = (GOALS, TRACES, FLEETS)
+WITH_REGIMES = (*TABLES, "peers", "agents")
 TIERS = ("none", "dram", "disk")  # the slowest that a case has
 WIDTH = 180  # of the goals' table, wherever it is printed
 
@@ -298,7 +298,9 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="processes")] = os.cpu_count() or 1,
     out: Annotated[Path, typer.Option(help="where rows, tables and figures go")] = Path("results"),
     jps: Annotated[float | None, typer.Option(help="--engine live: arrivals a second", min=1e-6)] = None,
-    regimes: Annotated[str, typer.Option(help="of tables: parts of names, between semicolons")] = "",
+    regimes: Annotated[
+        str, typer.Option(help=f"of {', '.join(WITH_REGIMES)}: parts of names, between semicolons")
+    ] = "",
     contenders: Annotated[str, typer.Option(help="of a figure: these, between commas")] = "",
     tiers: Annotated[str, typer.Option(help=f"of a figure: of {', '.join(TIERS)}, between commas")] = "",
     docs: Annotated[Path | None, typer.Option(help="also NAME-simulated or NAME-live in this folder")] = None,
@@ -310,10 +312,9 @@ def main(
     try:
         if quick and full:
             raise SweepError("--quick and --full contradict each other; give one")
-        with_regimes = (*TABLES, PEERS, AGENTS)
-        if regimes and not {*with_regimes} & {*figures}:
+        if regimes and not {*WITH_REGIMES} & {*figures}:
             raise SweepError(
-                f"--regimes chooses among {', '.join(with_regimes)}; name one of these, or leave it out"
+                f"--regimes chooses among {', '.join(WITH_REGIMES)}; name one of these, or leave it out"
             )
         chosen = seeds_of(seeds) if seeds else None
         size = Size.QUICK if quick else Size.FULL if full else Size.DEFAULT

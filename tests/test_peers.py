@@ -100,6 +100,16 @@ def test_who_goes_first_changes_with_the_seed_and_each_case_has_a_folder_of_its_
     assert len({named(case) for case in cases}) == len(cases) == 5 * of_a_seed
 
 
+def test_a_trace_is_chosen_by_a_part_of_its_name(tmp_path: Path) -> None:
+    for case in LIVE_PLANS["agents"].cases(Size.DEFAULT, [3]):
+        figures = dict.fromkeys(("job_mean_s", "ttft_p99_s", "end_s", "ttft_max_s"), 1.0) | {"jobs": 20}
+        Rows(tmp_path / "live_sweep.csv", LIVE).add(case, figures)
+    wants = {"contenders": "continuum", "tiers": "disk", "seeds": "3", "regimes": "claude"}
+    main(["agents"], engine=Engine.LIVE, out=tmp_path, **wants)
+    page = (tmp_path / "agents-live-default.md").read_text()
+    assert "claude-code-swe:report" in page and "mini-swe" not in page
+
+
 def test_tiers_are_chosen_whether_their_sizes_are_in_gb_or_in_gpu_kv_caches() -> None:
     for name in ("fig14", "tiers"):
         cases = PLANS[name].cases(Size.QUICK, [3])

@@ -58,14 +58,10 @@ def cases_of(contenders: Sequence[str], memory_gb: Sequence[Memory], bare: bool 
 AGENTS = ("claude-code-swe:report", "mini-swe:report")
 RIVALS = (STOCK, *PEERS, PUBLISHED, "continuum")
 Setting = tuple[str, str]  # workload and machine
-PAPERS: dict[Size, tuple[Setting, ...]] = {
-    Size.DEFAULT: (("swe", "cpu-tiny"),),
-    **dict.fromkeys((Size.QUICK, Size.FULL), (("swe", "cpu-tiny"), ("swe", "cpu-tiny-mp"))),
-}
-TRACED: dict[Size, tuple[Setting, ...]] = {
-    Size.QUICK: ((AGENTS[0], "cpu-tiny"),),
-    **dict.fromkeys((Size.DEFAULT, Size.FULL), tuple((trace, "cpu-tiny") for trace in AGENTS)),
-}
+BOTH_MODES: tuple[Setting, ...] = (("swe", "cpu-tiny"), ("swe", "cpu-tiny-mp"))  # of LMCache
+BOTH_TRACES: tuple[Setting, ...] = tuple((trace, "cpu-tiny") for trace in AGENTS)
+PAPERS = dict.fromkeys(Size, BOTH_MODES) | {Size.DEFAULT: BOTH_MODES[:1]}
+TRACED = dict.fromkeys(Size, BOTH_TRACES) | {Size.QUICK: BOTH_TRACES[:1]}
 
 
 def workload_and_tiers(case: Case) -> str:
@@ -79,7 +75,8 @@ def in_turns(
     programs: Mapping[Size, int],
     jps: float,
 ) -> Cases:
-    """The contenders in each setting, under pressure. QUICK: six programs, the largest memory.
+    """The contenders in each setting, under pressure. QUICK: six programs, at most one a second,
+    the largest memory.
 
     The first contender changes with the seed.
     """
@@ -111,7 +108,6 @@ def paced(plan: Plan, jps: float) -> Plan:
     return replace(plan, cases=cases)
 
 
-HALF_AND_DISK = [(SMALL, 0.0), (SMALL, 2 * KV_GB)]
 DISKS = tuple((SMALL, times * KV_GB) for times in (0, 2, 8))
 LIVE_PLANS: dict[str, Plan] = {
     "fig8": Plan("No offloading", cases_of(CONTENDERS, [(0.0, 0.0)]), rate),
@@ -139,7 +135,7 @@ LIVE_PLANS: dict[str, Plan] = {
     ),
     "agents": Plan(
         "Traces of agents, DRAM half the KV cache, and a disk of twice it or none",
-        in_turns((*RIVALS, ABLATION[1]), HALF_AND_DISK, TRACED, {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
+        in_turns((*RIVALS, "program-fcfs"), DISKS[:2], TRACED, {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
         workload_and_tiers,
         bare_name,
         baseline="continuum",
@@ -150,7 +146,7 @@ LIVE_PLANS: dict[str, Plan] = {
     ),
     "peers": Plan(
         "Other projects' schedulers, DRAM half the KV cache, and a disk of twice it or none",
-        in_turns(RIVALS, HALF_AND_DISK, PAPERS, {Size.DEFAULT: 40, Size.FULL: 40}, 2.0),
+        in_turns(RIVALS, DISKS[:2], PAPERS, {Size.DEFAULT: 40, Size.FULL: 40}, 2.0),
         everything,
         bare_name,
         baseline="continuum",
