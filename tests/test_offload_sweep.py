@@ -6,7 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from serving import FORKING
@@ -233,10 +235,16 @@ def test_a_server_that_fails_costs_its_own_row_alone(
     assert "exited with 1" in capsys.readouterr().err
 
 
-def test_the_time_of_other_processes_is_not_ours() -> None:
-    others = conditions.OtherLoad()
-    sum(range(10**6))
-    assert others.cores() >= 0.0
+def test_the_time_of_other_processes_and_of_the_hosts_other_machines_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conditions, "others_cpu_s", partial(next, iter((10.0, 14.0))))
+    monkeypatch.setattr(conditions, "stolen_cpu_s", partial(next, iter((1.0, 2.0))))
+    clock = SimpleNamespace(monotonic=partial(next, iter((100.0, 108.0))))
+    monkeypatch.setattr(conditions, "time", clock)
+    assert conditions.OtherLoad().figures() == {"others_cores": 0.5, "stolen_cores": 0.125}
+    monkeypatch.undo()
+    assert conditions.others_cpu_s() > 0 and conditions.stolen_cpu_s() >= 0
 
 
 @pytest.mark.real

@@ -110,10 +110,10 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
         start_s, before_s = time.monotonic() - began_s, probe_s()
         others = OtherLoad()
         summary = replay(Job(f"{url}/v1", case.label, chosen, keep, identify=says, engine_url=engine))
-        others_cores, after_s = others.cores(), probe_s()
+        load, after_s = others.figures(), probe_s()
     if summary["errors"]:
         raise SweepError(f"{case}: {summary['errors']} turns failed; the lines above say why")
-    machine_then = {"start_s": start_s, "others_cores": others_cores, "probe_s": (before_s + after_s) / 2}
+    machine_then = {"start_s": start_s, "probe_s": (before_s + after_s) / 2} | load
     return figures(summary, summary["job_times_s"]) | machine_then
 
 

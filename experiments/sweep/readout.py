@@ -86,7 +86,7 @@ def ahead(plan: Plan, pairs: Found) -> list[list[str]]:
 
 def figures_by_case(plan: Plan, pairs: Found) -> list[list[str]]:
     """Every case, a line each, with the plan's figures and its row's source, for a CSV."""
-    known = ("code", "commit", "measured_on", "ended", "others_cores", "probe_s")
+    known = ("code", "commit", "measured_on", "ended", "others_cores", "stolen_cores", "probe_s")
     columns = [name for name in known if name in pairs[0][1]]
     lines = [["setting", "contender", "seed", *plan.shows, *columns]]
     for case, row in pairs:
