@@ -122,4 +122,5 @@ class QueueEntry:
     priority: int  # the client's, lower first (vLLM's convention); 0 unless honor_priority
     program_arrival_s: float
     turn_arrival_s: float
+    place_s: float  # one of both, by AdmissionController.takes_turns when the turn arrived
     attained_tokens: int  # tokens computed for the program so far

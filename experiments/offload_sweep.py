@@ -56,7 +56,7 @@ GOALS = "goals"
 TRACES = "traces"
 FLEETS = "fleet"
 TABLES = (GOALS, TRACES, FLEETS)
-WITH_REGIMES = (*TABLES, "peers", "agents")
+WITH_REGIMES = (*TABLES, "peers", "agents", "agents-mp")
 TIERS = ("none", "dram", "disk")  # the slowest that a case has
 WIDTH = 180  # of the goals' table, wherever it is printed
 

@@ -206,6 +206,20 @@ def test_the_limits_follow_the_largest_tier() -> None:
     assert kv_capacity(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
 
 
+@pytest.mark.parametrize(
+    ("started_tokens", "favors_started", "starts"),
+    [(300_000, False, 3), (300_000, True, 1), (199_000, False, 1)],
+)
+def test_where_a_tier_has_much_more_room_and_no_program_goes_first_the_tier_alone_limits(
+    started_tokens: float, favors_started: bool, starts: int
+) -> None:
+    at = admission(started_tokens=started_tokens)
+    at.favors_started = lambda: favors_started
+    for program in (A, B, C):
+        at.on_arrival(0.0, program, 60_000)
+    assert len(admitted(at)) == starts
+
+
 def test_an_arriving_program_learns_the_age_of_the_line() -> None:
     at = admission()
     at.on_arrival(0.0, A, 99_000, exempt=True)

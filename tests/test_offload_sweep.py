@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from serving import FORKING
 
+from continuum_lmcache.admission.controller import ROOMY_TIMES
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.retention.baselines import no_retention
 from continuum_lmcache.retention.policies import POLICIES, Policy
@@ -22,7 +23,7 @@ from experiments.server import ServerError
 from experiments.sweep import conditions
 from experiments.sweep.cases import ENDLESS, ORACLE, PEERS, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
-from experiments.sweep.live import MACHINES, arguments, connector, selection_of
+from experiments.sweep.live import MACHINES, arguments, connector, machine_of, selection_of
 from experiments.sweep.live import run as run_live
 from experiments.sweep.live_plans import ABLATION, LIVE_PLANS
 from experiments.sweep.plans import PLANS
@@ -281,6 +282,15 @@ def test_two_agents_traces_run_live_with_a_disk_and_without_against_order_publis
     assert {case.contender for case in cases} == {*ABLATION, *PEERS} - {"static-ttl"}
     fitted = [selection_of(replace(case, workload=case.workload.partition(":")[0])) for case in cases]
     assert max(program.context_tokens for program in fitted[0].programs()) <= 4096
+
+
+def test_agents_traces_run_live_over_lmcaches_server_with_a_dram_that_holds_every_program() -> None:
+    cases = [case for case in LIVE_PLANS["agents-mp"].cases(Size.DEFAULT, [3]) if isinstance(case, Live)]
+    assert len(cases) == 2 * 4 and {case.contender for case in cases} >= {STOCK, "continuum"}
+    machine = machine_of(cases[0])
+    contexts = [program.context_tokens for program in selection_of(cases[0]).programs(lambda _: None)]
+    assert machine.mp and 0.9 * cases[0].dram_gb / machine.kv_gb >= ROOMY_TIMES
+    assert cases[0].dram_gb * 1e9 > sum(contexts) * machine.kv_bytes_per_token
 
 
 def test_a_faster_machine_has_the_same_live_cases_at_its_own_rate() -> None:

@@ -111,6 +111,7 @@ STANDINGS = st.builds(
     priority=st.integers(-3, 3),
     program_arrival_s=st.floats(0, 1e6),
     turn_arrival_s=st.floats(0, 1e6),
+    place_s=st.floats(0, 1e6),
     attained_tokens=st.integers(0, 10**7),
 )
 
@@ -122,5 +123,6 @@ def test_waiting_longer_never_sends_a_turn_back(policy, waiting, earlier_s):
         waiting,
         turn_arrival_s=min(waiting.turn_arrival_s, earlier_s),
         program_arrival_s=min(waiting.program_arrival_s, earlier_s),
+        place_s=min(waiting.place_s, earlier_s),
     )
     assert order(earlier) <= order(waiting)

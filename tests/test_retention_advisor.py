@@ -74,3 +74,18 @@ def test_prefill_reload_is_computed_once_a_decision(monkeypatch: pytest.MonkeyPa
 def test_the_ceiling_holds_whatever_the_policy_says() -> None:
     made = RetentionAdvisor(ContinuumConfig(policy="static-ttl", static_ttl_s=50, max_ttl_s=7))
     assert ttl_s(made, 0.0) == 7
+
+
+def test_older_programs_go_first_until_ended_programs_show_that_they_are_not_nearer_their_end() -> None:
+    made, published = (
+        RetentionAdvisor(ContinuumConfig(policy=policy)) for policy in ("continuum", "continuum-published")
+    )
+    assert made.favors_started(), "nothing is known"
+    for turns in (9, 10, 11, 12):  # as in Table 1
+        made.history.observe_program(turns)
+    assert made.favors_started()
+    for turns in (1, 2, 70, 3, 40, 5):  # as in real agents' traces
+        for each in (made, published):
+            each.history.observe_program(turns)
+    assert not made.favors_started()
+    assert published.favors_started(), "the paper keeps a program's place"

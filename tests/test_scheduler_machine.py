@@ -66,9 +66,16 @@ class Machine(RuleBasedStateMachine):
 
     model: ClassVar[Path]
 
-    @initialize(cls=CLASSES, loads_async=st.booleans(), tier_blocks=st.sampled_from([0, 12, 96]))
-    def start(self, cls: Any, loads_async: bool, tier_blocks: int) -> None:
+    @initialize(
+        cls=CLASSES,
+        loads_async=st.booleans(),
+        tier_blocks=st.sampled_from([0, 12, 96]),
+        favors_started=st.booleans(),
+    )
+    def start(self, cls: Any, loads_async: bool, tier_blocks: int, favors_started: bool) -> None:
+        """Without `favors_started` the programs take turns where the tier has room."""
         self.bench = TierBench(cls, self.model, BLOCKS, tier_blocks, loads_async)
+        self.bench.lifecycle.admission.favors_started = lambda: favors_started
         self.story: dict[Any, list[int]] = {}  # a program's tokens so far
         self.stories = 0
 

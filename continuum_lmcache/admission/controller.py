@@ -7,7 +7,8 @@ much as they can, one more program makes all of them reload or recompute. In the
     active    programs with a turn that is queued, loading or running: their KV must be on the GPU
     started   these, and those in a tool call: theirs must be on the GPU or in a tier
 
-Two limits, one for each. No clock: times are arguments. Nothing here moves a block.
+Two limits, one for each. No clock: times are arguments. Nothing here moves a block. Where programs take
+turns on the GPU (`takes_turns`), the first limit does not apply.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.types import ProgramId, Tier
 
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
+ROOMY_TIMES = 2.0  # the GPU's cache; in a tier of 1.35 turn-taking costs 3 %, in 3.6 it gains (LOG.md)
 TIER_SHARE = 0.9  # of the tier: an LRU that is nearly full drops what is needed next
 
 
@@ -83,6 +85,7 @@ class AdmissionController:
     order: Order = lambda pending, _growth: pending.arrival_s
     growth: ContextGrowth = field(default_factory=ContextGrowth)
     shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
+    favors_started: Callable[[], bool] = lambda: True  # whether programs that began earlier go first
     admitted: dict[ProgramId, AdmittedProgram] = field(default_factory=dict)
     pending: dict[ProgramId, PendingProgram] = field(default_factory=dict)
     _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
@@ -222,8 +225,17 @@ class AdmissionController:
     def headroom_tokens(self) -> float:
         """The largest forecast that fits beside the admitted programs; below 0 where they are too many."""
         fits = self.growth.forecasts_that_fit(self.capacity.gpu_tokens)
-        room = min(fits - self._active_tokens, max(fits, self.capacity.tier_tokens) - self._started_tokens)
+        room = max(fits, self.capacity.tier_tokens) - self._started_tokens
+        if not self.takes_turns:
+            room = min(room, fits - self._active_tokens)
         return room - self._heads.tokens
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether started programs take turns on the GPU: a tier has room for many more of them, so a wait
+        costs no KV, and nothing is gained by ending those first that began first (docs/decisions/0009)."""
+        is_roomy = self.capacity.tier_tokens >= ROOMY_TIMES * self.capacity.gpu_tokens
+        return is_roomy and not self.favors_started()
 
     @property
     def context_tokens(self) -> int:

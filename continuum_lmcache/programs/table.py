@@ -95,7 +95,13 @@ class ProgramTable:
         return None if entry is None or entry.live else self.records.pop(program)
 
     def queue_entry(
-        self, program: ProgramId | None, turn_arrival_s: float, priority: int, preempted: bool, pinned: bool
+        self,
+        program: ProgramId | None,
+        turn_arrival_s: float,
+        place_s: float,
+        priority: int,
+        preempted: bool,
+        pinned: bool,
     ) -> QueueEntry:
         """The values that a turn's place in the waiting queue may depend on."""
         entry = self.records.get(program) if program is not None else None
@@ -105,6 +111,7 @@ class ProgramTable:
             priority=priority,
             program_arrival_s=entry.arrival_s if entry else turn_arrival_s,
             turn_arrival_s=turn_arrival_s,
+            place_s=place_s,
             attained_tokens=entry.attained_tokens if entry else 0,
         )
 

@@ -33,6 +33,7 @@ TYPICAL_TOKENS = 20_000  # at this context, reloading and computing are compared
 CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
 EXPECTED_GAPS = 4.0  # times its mean gap: after that a program is no longer expected back
 LEAST_EXPECTED_S = 10.0
+LEAST_ETA = 0.5  # from here on programs that began earlier are near their end; tuned (LOG.md, 2026-11-24)
 COLD_GAP_S = 1.0  # without a known gap: Exp(1)'s mean, as in the paper's cold start
 
 
@@ -87,6 +88,12 @@ class RetentionAdvisor:
         return line_rank(
             pending.arrival_s, tokens, usual, work_s, growth.first_prompt_exponent, wait_s, pending.line_s
         )
+
+    def favors_started(self) -> bool:
+        """Whether programs that began earlier go first for that alone: those with more turns done have fewer
+        left (eta of eq. 2), as Table 1's have. Of real agents' programs it hardly holds. Without admission
+        they always do."""
+        return not self.config.admission or self.history.eta >= LEAST_ETA
 
     def order(self, standing: QueueEntry) -> tuple[float, ...]:
         """A waiting turn's place: smallest first."""

@@ -26,7 +26,8 @@ def program_fcfs(entry: QueueEntry) -> Order:
 
 
 def pinned_first(entry: QueueEntry) -> Order:
-    """Continuum (arXiv 2511.02230 §4): preempted, then with a pin, then program arrival.
+    """Continuum (arXiv 2511.02230 §4): preempted, then with a pin, then program arrival. Where started
+    programs take turns on the GPU, the turn's own arrival (docs/decisions/0009).
 
     The client's priority comes first if `honor_priority` is set; else it is 0 for all.
     """
@@ -34,7 +35,7 @@ def pinned_first(entry: QueueEntry) -> Order:
         entry.priority,
         not entry.preempted,
         not entry.pinned,
-        entry.program_arrival_s,
+        entry.place_s,
         entry.turn_arrival_s,
     )
 

@@ -40,6 +40,7 @@ class TurnState:
     fields: ProgramFields
     arrival_s: float
     program_arrival_s: float
+    place_s: float  # in the queue: its program's arrival, or its own
     priority: int
     tenant: str = ""
     held: bool = False  # its program waits to start (admission/controller.py)
@@ -92,7 +93,7 @@ def turn_state_of(now_s: float, request: Request, config: ContinuumConfig) -> tu
             "program_turns of tenants is ignored: see continuum.honor_program_age (logged once)"
         )
         ignored, fields = [*ignored, "program_turns"], replace(fields, turns=0, age_s=0.0)
-    return TurnState(TurnId(request.request_id), None, fields, now_s, now_s, priority, tenant), ignored
+    return TurnState(TurnId(request.request_id), None, fields, now_s, now_s, now_s, priority, tenant), ignored
 
 
 def identity(request: Request) -> tuple[ProgramFields, str]:

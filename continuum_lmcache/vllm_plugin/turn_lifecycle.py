@@ -87,6 +87,9 @@ class TurnLifecycle:
                 return NO_CONTENTION
             return Contention(len(self.turns) - 1, self.kv_tokens)
 
+        def favors_started() -> bool:  # where a step waits for its loads, each change of programs stops all
+            return not residency.async_loads or advisor.favors_started()
+
         self.load_policy = LoadPolicy(advisor.rates, contention, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end does not count as evicted
         self.step_timer = StepTimer(
@@ -103,6 +106,7 @@ class TurnLifecycle:
             config.admission_max_hold_s,
             advisor.admission_order,
             shared_prefixes=self._shared_prefixes,
+            favors_started=favors_started,
         )
         self.end_claims = EndClaims()
         self.ignored: Counter[str] = Counter()
@@ -148,6 +152,7 @@ class TurnLifecycle:
         if turn.divergence is not None and entry.context_tokens:  # else that turn was under another salt
             turn.reusable_tokens = self.reuse.on_return(turn.divergence)
         turn.program_arrival_s = entry.arrival_s
+        turn.place_s = now_s if self.admission.takes_turns else entry.arrival_s
         entry.turns = max(before.turns if before else entry.turns, turn.fields.turns)
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
         how = (request.num_prompt_tokens, turn.priority, turns, not self.config.admission)
@@ -366,7 +371,8 @@ class TurnLifecycle:
         turn = self.turns[TurnId(request.request_id)]
         preempted = request.num_preemptions > 0  # its status does not show it while its KV is loaded back
         pinned = turn.program in self.pins.pinned
-        entry = self.programs.queue_entry(turn.program, turn.arrival_s, turn.priority, preempted, pinned)
+        times_s = (turn.arrival_s, turn.place_s)
+        entry = self.programs.queue_entry(turn.program, *times_s, turn.priority, preempted, pinned)
         order = self.advisor.order(entry)
         holds = request.num_computed_tokens > 0 or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         return (turn.held, not holds, *order, turn.arrival_s, turn.id)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
-from experiments.sweep.cases import PEERS, STOCK, Case, Live
+from experiments.sweep.cases import PEERS, ROUTER_WARM, STOCK, Case, Live
 from experiments.sweep.grids import Cases, Size
 from experiments.sweep.live import MACHINES
 from experiments.sweep.plans import LMCACHE, PEER_COLUMNS, UNTUNED, Plan, bare_name, rate, tiers
@@ -60,6 +60,8 @@ RIVALS = (STOCK, *PEERS, PUBLISHED, "continuum")
 Setting = tuple[str, str]  # workload and machine
 BOTH_MODES: tuple[Setting, ...] = (("swe", "cpu-tiny"), ("swe", "cpu-tiny-mp"))  # of LMCache
 BOTH_TRACES: tuple[Setting, ...] = tuple((trace, "cpu-tiny") for trace in AGENTS)
+OVER_MP: tuple[Setting, ...] = tuple((trace, "cpu-tiny-mp") for trace in AGENTS)
+FEW = (STOCK, ROUTER_WARM, PUBLISHED, "continuum")
 PAPERS = dict.fromkeys(Size, BOTH_MODES) | {Size.DEFAULT: BOTH_MODES[:1]}
 TRACED = dict.fromkeys(Size, BOTH_TRACES) | {Size.QUICK: BOTH_TRACES[:1]}
 
@@ -136,6 +138,17 @@ LIVE_PLANS: dict[str, Plan] = {
     "agents": Plan(
         "Traces of agents, DRAM half the KV cache, and a disk of twice it or none",
         in_turns((*RIVALS, "program-fcfs"), DISKS[:2], TRACED, {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
+        workload_and_tiers,
+        bare_name,
+        baseline="continuum",
+        shows=("job_mean_s", "ttft_p99_s", "end_s", "ttft_max_s"),
+        drawn=("job_mean_s", "ttft_max_s"),
+        by_seed=True,
+        seeds=UNTUNED,
+    ),
+    "agents-mp": Plan(
+        "Traces of agents, LMCache's own server with a DRAM of 8x the KV cache",
+        in_turns(FEW, [(LARGE, 0.0)], dict.fromkeys(Size, OVER_MP), {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
         workload_and_tiers,
         bare_name,
         baseline="continuum",

@@ -14,7 +14,7 @@ then freed on trial, and taken back if the request does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -27,7 +27,7 @@ from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import Pin, PinEnd, TurnId
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
-from continuum_lmcache.vllm_plugin.requests import TurnTable
+from continuum_lmcache.vllm_plugin.requests import TurnState, TurnTable
 
 Allocate = Callable[..., KVCacheBlocks | None]
 
@@ -200,19 +200,21 @@ class PinReclaimer:
         return victims + ([own] if own is not None else [])
 
     def _pins_of_later_waiting_programs(self, request: Request) -> list[Pin]:
-        """Of `_victims`, the pins of later programs whose next turn is here and does not run either."""
+        """Of `_victims`, the pins of programs whose next turn is here, does not run either, and has a later
+        place."""
         turn = self._turns.get(TurnId(request.request_id))
         if turn is None:
             return []
         programs = self._programs.records
         if not any(programs[program].live for program in self._pins.pinned):
             return []  # before all pins are sorted, in each step of a blocked queue
-        later = (
-            pin
-            for pin in self._pins.victims(turn.program)
-            if programs[pin.program].arrival_s > turn.program_arrival_s
-        )
-        return [pin for pin in later if any(map(self._turns.is_waiting, programs[pin.program].live))]
+        others = self._pins.victims(turn.program)
+        return [pin for pin in others if self._waits_behind(turn, programs[pin.program].live)]
+
+    def _waits_behind(self, turn: TurnState, others: Iterable[TurnId]) -> bool:
+        """Whether one of these turns waits too, with a later place than `turn`."""
+        waiting = (self._turns[other] for other in others if self._turns.is_waiting(other))
+        return any(other.place_s > turn.place_s for other in waiting)
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
         """A lower bound of the free blocks that the request needs, without its prefix hits.
