@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from continuum_lmcache.config import ContinuumConfig
@@ -74,6 +76,18 @@ def test_prefill_reload_is_computed_once_a_decision(monkeypatch: pytest.MonkeyPa
 def test_the_ceiling_holds_whatever_the_policy_says() -> None:
     made = RetentionAdvisor(ContinuumConfig(policy="static-ttl", static_ttl_s=50, max_ttl_s=7))
     assert ttl_s(made, 0.0) == 7
+
+
+@pytest.mark.parametrize(
+    ("disk_s", "async_loads", "is_room"), [(1.5, True, True), (1.5, False, False), (2.5, True, False)]
+)
+def test_a_tier_counts_as_room_if_it_is_faster_than_computing_and_twice_as_fast_where_steps_wait(
+    disk_s: float, async_loads: bool, is_room: bool
+) -> None:
+    tokens = 20_000  # computed in 2 s
+    disk = TransferRate(tokens * KV_BYTES / disk_s, 0.0, samples=9)
+    made = RetentionAdvisor(ContinuumConfig(), replace(COSTS, ssd=disk), capacity_tokens={Tier.SSD: tokens})
+    assert (Tier.SSD in made.cheap_tiers(async_loads)) == is_room
 
 
 def test_older_programs_go_first_until_ended_programs_show_that_they_are_not_nearer_their_end() -> None:

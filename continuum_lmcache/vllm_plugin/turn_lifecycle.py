@@ -102,7 +102,7 @@ class TurnLifecycle:
         )
         self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
         self.admission = AdmissionController(
-            kv_capacity(self.kv_tokens, advisor.cheap_tiers()),
+            kv_capacity(self.kv_tokens, advisor.cheap_tiers(residency.async_loads)),
             config.admission_max_hold_s,
             advisor.admission_order,
             shared_prefixes=self._shared_prefixes,
