@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from tier_bench import TierBench
 
 from continuum_lmcache.admission.controller import AdmissionController
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
@@ -376,3 +377,20 @@ def test_the_bound_that_knows_every_size_is_the_admission_of_an_engine_built_mea
     with true_sizes_of([]):
         assert isinstance(Bench(ContinuumScheduler, model, blocks=20).lifecycle.admission, TrueSizesAdmission)
     assert type(Bench(ContinuumScheduler, model, blocks=20).lifecycle.admission) is AdmissionController
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("tier_blocks", [96, 24])
+def test_programs_take_turns_only_where_loads_run_beside_the_steps_and_the_tier_is_large(
+    model: Path,
+    settings: Any,  # noqa: F811
+    is_async: bool,
+    tier_blocks: int,
+) -> None:
+    settings(policy="continuum")
+    bench = TierBench(ContinuumScheduler, model, 24, tier_blocks, is_async)
+    assert not bench.lifecycle.admission.takes_turns, "nothing is known of the programs' lengths"
+    for turns in (1, 2, 70, 3, 40, 5):
+        bench.lifecycle.advisor.history.observe_program(turns)
+    assert bench.lifecycle.admission.takes_turns == (is_async and tier_blocks == 96)
+    bench.scheduler.shutdown()

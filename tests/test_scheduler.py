@@ -157,13 +157,19 @@ def test_a_second_reset_does_not_swallow_the_report_of_the_first(make: Make) -> 
 # queue order ----------------------------------------------------------------
 
 
-def test_a_program_keeps_its_place_across_turns(make: Make) -> None:
-    """Programs a, b arrive in this order; b's next turn comes first, a's runs first all the same."""
+def a_and_b_behind_a_prompt(make: Make) -> Bench:
+    """Programs a and b came in this order and are in a tool call; a long prompt runs."""
     bench = make(blocks=20, budget_tokens=64, static_ttl_s=0)
     bench.turn("a", prompt(32, 1))
     bench.turn("b", prompt(32, 2))
     bench.send(None, prompt(160, 3), out=3)
     bench.step()
+    return bench
+
+
+def test_a_program_keeps_its_place_across_turns(make: Make) -> None:
+    """Programs a, b arrive in this order; b's next turn comes first, a's runs first all the same."""
+    bench = a_and_b_behind_a_prompt(make)
     b = bench.send("b", prompt(48, 2), is_last_step=True)
     stranger = bench.send("c", prompt(48, 4), is_last_step=True)
     a = bench.send("a", prompt(48, 1), is_last_step=True)
@@ -172,18 +178,14 @@ def test_a_program_keeps_its_place_across_turns(make: Make) -> None:
 
 
 def takes_turns(bench: Bench) -> None:
-    """A tier has room for more than the GPU, and the ends of programs say nothing for older ones."""
+    """From now on: a tier has room for twice the GPU's cache, and older programs are not nearer their end."""
     admission = bench.lifecycle.admission
     admission.capacity = replace(admission.capacity, tier_tokens=2 * admission.capacity.gpu_tokens)
     admission.favors_started = lambda: False
 
 
 def test_where_started_programs_take_turns_the_turn_that_came_first_goes_first(make: Make) -> None:
-    bench = make(blocks=20, budget_tokens=64, static_ttl_s=0)
-    bench.turn("a", prompt(32, 1))
-    bench.turn("b", prompt(32, 2))
-    bench.send(None, prompt(160, 3), out=3)
-    bench.step()
+    bench = a_and_b_behind_a_prompt(make)
     takes_turns(bench)
     sent = []
     for job, story in (("b", 2), ("c", 4), ("a", 1)):
@@ -194,11 +196,7 @@ def test_where_started_programs_take_turns_the_turn_that_came_first_goes_first(m
 
 
 def test_a_turns_place_is_fixed_when_it_comes(make: Make) -> None:
-    bench = make(blocks=20, budget_tokens=64, static_ttl_s=0)
-    bench.turn("a", prompt(32, 1))
-    bench.turn("b", prompt(32, 2))
-    bench.send(None, prompt(160, 3), out=3)
-    bench.step()
+    bench = a_and_b_behind_a_prompt(make)
     b = bench.send("b", prompt(48, 2), is_last_step=True)
     takes_turns(bench)
     bench.now_s += 0.01
@@ -293,13 +291,18 @@ def test_a_waiting_turn_honours_pins_while_others_run(make: Make) -> None:
     assert "pinned" in bench.lifecycle.pins.pinned, "it fitted once the other was done"
 
 
-def test_a_waiting_turn_takes_the_pin_of_a_later_program_that_waits_behind_it(make: Make) -> None:
-    """Otherwise two returned programs that both need more than is free wait until nothing runs."""
+def two_pins_beside_a_running_turn(make: Make) -> Bench:
     bench = make(blocks=20, static_ttl_s=1000, pin_reclaim_after_s=1000)
     bench.turn("first", prompt(5 * BLOCK, 1))
     bench.turn("second", prompt(5 * BLOCK, 2))
     bench.send("running", prompt(6 * BLOCK, 3), out=20, is_last_step=True)
     bench.step()
+    return bench
+
+
+def test_a_waiting_turn_takes_the_pin_of_a_later_program_that_waits_behind_it(make: Make) -> None:
+    """Otherwise two returned programs that both need more than is free wait until nothing runs."""
+    bench = two_pins_beside_a_running_turn(make)
     second = bench.send("second", prompt(9 * BLOCK, 2), is_last_step=True)
     bench.step()
     assert second not in bench.order, "the first program's tool runs: its pin is honoured"
@@ -312,11 +315,7 @@ def test_a_waiting_turn_takes_the_pin_of_a_later_program_that_waits_behind_it(ma
 
 def test_where_programs_take_turns_the_pin_of_an_older_program_that_waits_behind_is_taken(make: Make) -> None:
     """As above, with the order of the turns in place of the programs'."""
-    bench = make(blocks=20, static_ttl_s=1000, pin_reclaim_after_s=1000)
-    bench.turn("first", prompt(5 * BLOCK, 1))
-    bench.turn("second", prompt(5 * BLOCK, 2))
-    bench.send("running", prompt(6 * BLOCK, 3), out=20, is_last_step=True)
-    bench.step()
+    bench = two_pins_beside_a_running_turn(make)
     takes_turns(bench)
     second = bench.send("second", prompt(9 * BLOCK, 2), is_last_step=True)
     bench.step()

@@ -54,7 +54,7 @@ TURN = st.fixed_dictionaries(
 POLICIES = ("continuum", "static-ttl", "program-fcfs", "continuum", "static-ttl", "plas", "fcfs")
 CLASSES = st.sampled_from([ContinuumScheduler, ContinuumAsyncScheduler])
 
-COMMON = ("failed loads", "preempted", "held by admission") + tuple(
+COMMON = ("failed loads", "preempted", "takes turns", "held by admission") + tuple(
     f"pins {outcome}" for outcome in ("reused", "expired", "reclaimed", "reset")
 )
 
@@ -183,6 +183,7 @@ class Machine(RuleBasedStateMachine):
     def step(self, seconds: float) -> None:
         taken["steps"] += 1
         self.bench.step(seconds)
+        taken["takes turns"] += self.bench.lifecycle.admission.takes_turns
         taken["held by admission"] += bool(self.bench.lifecycle.admission.pending)
         check_books(self.bench)
 

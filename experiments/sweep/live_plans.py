@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 from experiments.sweep.cases import PEERS, ROUTER_WARM, STOCK, Case, Live
@@ -111,6 +112,16 @@ def paced(plan: Plan, jps: float) -> Plan:
 
 
 DISKS = tuple((SMALL, times * KV_GB) for times in (0, 2, 8))
+OF_TRACES = partial(
+    Plan,
+    panel=workload_and_tiers,
+    label=bare_name,
+    baseline="continuum",
+    shows=("job_mean_s", "ttft_p99_s", "end_s", "ttft_max_s"),
+    drawn=("job_mean_s", "ttft_max_s"),
+    by_seed=True,
+    seeds=UNTUNED,
+)
 LIVE_PLANS: dict[str, Plan] = {
     "fig8": Plan("No offloading", cases_of(CONTENDERS, [(0.0, 0.0)]), rate),
     "fig9": Plan("DRAM 8x the KV cache", cases_of(CONTENDERS, [(LARGE, 0.0)], True), rate, baseline=LMCACHE),
@@ -135,27 +146,13 @@ LIVE_PLANS: dict[str, Plan] = {
         bare_name,
         shows=("job_mean_s", "ttft_max_s"),
     ),
-    "agents": Plan(
+    "agents": OF_TRACES(
         "Traces of agents, DRAM half the KV cache, and a disk of twice it or none",
         in_turns((*RIVALS, "program-fcfs"), DISKS[:2], TRACED, {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
-        workload_and_tiers,
-        bare_name,
-        baseline="continuum",
-        shows=("job_mean_s", "ttft_p99_s", "end_s", "ttft_max_s"),
-        drawn=("job_mean_s", "ttft_max_s"),
-        by_seed=True,
-        seeds=UNTUNED,
     ),
-    "agents-mp": Plan(
+    "agents-mp": OF_TRACES(
         "Traces of agents, LMCache's own server with a DRAM of 8x the KV cache",
         in_turns(FEW, [(LARGE, 0.0)], dict.fromkeys(Size, OVER_MP), {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
-        workload_and_tiers,
-        bare_name,
-        baseline="continuum",
-        shows=("job_mean_s", "ttft_p99_s", "end_s", "ttft_max_s"),
-        drawn=("job_mean_s", "ttft_max_s"),
-        by_seed=True,
-        seeds=UNTUNED,
     ),
     "peers": Plan(
         "Other projects' schedulers, DRAM half the KV cache, and a disk of twice it or none",

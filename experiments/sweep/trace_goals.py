@@ -27,7 +27,7 @@ STATIC = "static-ttl"
 CONTENDERS = (ORDER, STATIC, PAPER, OURS, TRUE_SIZES, ENDLESS)
 PROGRAMS = {Size.QUICK: 12, Size.DEFAULT: 40, Size.FULL: 80}
 WAITS = ", steps wait"
-ROWS = TIERS | {"large DRAM": (8.0, 0.0)}
+ROW_TIERS = TIERS | {"large DRAM": (8.0, 0.0)}
 LEAST_GAP = 0.02  # of a rival's time: where a bound is nearer than this, there is nothing to close
 HEADER = (
     *("trace, tiers, load", "best of order and published / ours", "by seed"),
@@ -48,7 +48,7 @@ def points(size: Size, part: str, seeds: Sequence[int], machines: Sequence[str])
         Point(OURS, PROGRAMS[size], 0.0, 0, f"trace:{name}:{part}", card, load=load, kv_contexts=KV_CONTEXTS)
         for card, name, load in product(machines, AGENTS, LOADS if size is not Size.QUICK else (1.0,))
     ]
-    tiered = [replace(p, dram_kv=dram, ssd_kv=ssd) for p in settings for dram, ssd in ROWS.values()]
+    tiered = [replace(p, dram_kv=dram, ssd_kv=ssd) for p in settings for dram, ssd in ROW_TIERS.values()]
     waiting = [replace(p, blocking=True) for p in tiered if p.offloads]
     chat = replace(settings[0], workload=f"trace:{CONTROL}:{part}", programs=4 * PROGRAMS[size], load=1.0)
     every = [*tiered, *waiting, *([] if part == FITTED else [chat])]
@@ -69,7 +69,7 @@ def cases(settings: Iterable[Point]) -> list[Point]:
 
 def name_of(point: Point) -> str:
     """A row's name."""
-    tiers = next(name for name, sizes in ROWS.items() if sizes == (point.dram_kv, point.ssd_kv))
+    tiers = next(name for name, sizes in ROW_TIERS.items() if sizes == (point.dram_kv, point.ssd_kv))
     name = f"{point.machine}, {point.workload.split(':')[1]}, {tiers}, {point.load:g}"
     return name + (WAITS if point.blocking else "")
 

@@ -5,7 +5,7 @@
   for every waiting head costs 15-25 % of job time. It takes them when nothing runs and no other event will
   free memory (the paper's deadlock rule, §4), or `pin_reclaim_after_s` after it was first in the queue and
   refused.
-- It takes the pin of a later program whose next turn waits behind it: that turn cannot run first, so
+- It takes the pin of a program whose next turn waits behind it: that turn cannot run first, so
   no request can use the pin's memory (docs/decisions/0002).
 
 Pins of the latest-arrived programs go first. No pin is released without use: blocks are counted first,
@@ -138,7 +138,7 @@ class PinReclaimer:
     ) -> KVCacheBlocks | None:
         now_s = self._clock()
         any_pin = self._may_reclaim(now_s, request)
-        victims = self._victims(request) if any_pin else self._pins_of_later_waiting_programs(request)
+        victims = self._victims(request) if any_pin else self._pins_of_turns_behind(request)
         if not victims:
             return None
         need = self._missing_blocks(request, num_new_tokens, kwargs)
@@ -199,7 +199,7 @@ class PinReclaimer:
         own = self._pins.pinned.get(mine) if mine is not None else None
         return victims + ([own] if own is not None else [])
 
-    def _pins_of_later_waiting_programs(self, request: Request) -> list[Pin]:
+    def _pins_of_turns_behind(self, request: Request) -> list[Pin]:
         """Of `_victims`, the pins of programs whose next turn is here, does not run either, and has a later
         place."""
         turn = self._turns.get(TurnId(request.request_id))
