@@ -38,7 +38,7 @@ class ContinuumConfig:
     first_prompt_order: bool = True  # in admission's line, small first prompts start earlier
     evict_ended_programs: bool = True  # evict the KV of ended programs first
     priced_pins: bool = True  # charge a pin fully only while a turn or a new program waits, and renew its TTL
-    measured_chunk: bool = True  # decodes before prompts, in chunks sized by the profile's step times
+    measured_chunk: bool = True  # decodes before prompts, in chunks sized by the times of earlier steps
     learn_matches: bool = True  # pin only the part of a turn that the next prompt is expected to repeat
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # a failed KV load fails its request

@@ -5,9 +5,9 @@
     python -m experiments.switches learn_matches --regimes "fig8" --thoughts 4
     python -m experiments.switches                  # each switch in each regime: about an hour of a core
 
-measured_chunk is run with measured step times, infer_programs with clients that name no program. In the
-simulator: an assumed A100 unless the regime has another machine, decode steps merged. The ratio is that of
-mean job times, off / on: above 1 the switch gains. Rows are printed as they end.
+infer_programs is run with clients that name no program. In the simulator: an assumed A100 unless the regime
+has another machine, decode steps merged. The ratio is that of mean job times, off / on: above 1 the switch
+gains. Rows are printed as they end.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def with_switch(point: Point, switch: str, is_on: bool, thoughts: float = 0.0) -
         programs = with_thoughts(programs, thoughts)
     if switch == "infer_programs":
         programs = tuple(replace(program, source="unnamed") for program in programs)
-    setup = replace(setup_of(point, programs), steps_known=switch == "measured_chunk")
+    setup = setup_of(point, programs)
     return simulate(programs, replace(setup, continuum={**setup.continuum, switch: is_on}))
 
 

@@ -51,7 +51,6 @@ def profile_of(measured: Measured, which: Which, force: bool = False) -> dict[st
         "dram_store": down["rate"],
         "ssd_store": write["rate"],
         "kv_tokens": measured.kv_tokens,
-        "steps": step_times(measured.steps, which),
         "provenance": {
             "measured": True,
             "clock": which.value,
@@ -94,13 +93,6 @@ def directed(chunk_bytes: int, timings: Timings, way: str, which: Which) -> dict
         "samples": sum(map(len, mine.values())),
     }
     return {"rate": rate, "fit": fit.provenance() | points(mine, ("chunks",), which)}
-
-
-def step_times(steps: Timings, which: Which) -> dict[int, float]:
-    """Median seconds of a step by its chunk, beside the fewest decodes, at the shortest context."""
-    found = medians(steps, which)
-    alone = [(context, decoding) for chunk, context, decoding in found if not chunk]
-    return {n: rounded(s) for (n, *at), s in sorted(found.items()) if alone and tuple(at) == min(alone)}
 
 
 def step_report(steps: Timings, which: Which) -> dict[str, Any]:

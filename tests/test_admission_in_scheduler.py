@@ -12,7 +12,7 @@ from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 from tier_bench import TierBench
 
 from continuum_lmcache.admission.controller import AdmissionController
-from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
+from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner, StepTimes
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.types import ProgramId
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
@@ -21,7 +21,6 @@ from experiments.sweep.oracle import TrueSizesAdmission, true_sizes_of
 from experiments.trust.soak_scheduler import tables
 
 Make = Callable[..., Bench]
-SMALL_CHUNKS_PAY = {0: 0.014, 512: 0.055, 2048: 0.209}  # seconds of a step
 
 
 @pytest.fixture
@@ -319,7 +318,7 @@ def test_a_program_whose_end_was_claimed_keeps_its_place_when_it_comes_back(make
 # the chunk budget -------------------------------------------------------------
 
 
-def test_the_budget_is_vllms_own_without_measured_step_times(make: Make) -> None:
+def test_the_budget_is_vllms_own_until_steps_were_measured(make: Make) -> None:
     bench = make(blocks=100, budget_tokens=512)
     bench.send("a", prompt(64, 1), out=40)
     for _ in range(3):
@@ -340,9 +339,43 @@ def test_an_inferred_program_is_not_held_while_its_context_counts_as_admitted(ma
 # chosen chunks ----------------------------------------------------------------
 
 
+def measured_times() -> StepTimes:
+    """Steps whose fixed time is small: small chunks pay."""
+    times = StepTimes()
+    for tokens in (128, 512, 2048) * 10:
+        times.on_prompts(0.004 + 1e-4 * tokens, tokens, 1e-4 * tokens)
+        times.on_decodes(0.050, 1.0)
+    return times
+
+
+def test_steps_are_measured_and_then_prompts_are_cut_beside_decodes(make: Make) -> None:
+    """A step takes 4 ms and 0.1 ms a token, and some eight turns decode beside each prompt of 700 tokens."""
+    bench = make(blocks=1000, budget_tokens=512)
+    bench.step_seconds = lambda output: 0.004 + 1e-4 * output.total_num_scheduled_tokens
+    for number in range(40):
+        bench.send(f"p{number}", prompt(700, number), out=160)
+        for _ in range(20):
+            bench.step()
+    assert bench.scheduler._step_timer.step_times.are_known
+    fixed_s, token_s = bench.scheduler._step_timer.step_times.prompt_s()
+    assert fixed_s == pytest.approx(0.004, abs=0.003) and token_s == pytest.approx(1e-4, rel=0.1)
+    bench.send("last", prompt(700, 99), out=2)
+    assert 128 < bench.step() < 512
+
+
+def test_with_measured_chunk_off_the_budget_stays_vllms(make: Make) -> None:
+    bench = make(blocks=400, budget_tokens=512, measured_chunk=False)
+    bench.scheduler._chunks.times = measured_times()
+    bench.send("a", prompt(16, 1), out=60)
+    for _ in range(3):
+        bench.step()
+    bench.send("b", prompt(700, 2))
+    assert bench.step() == 512
+
+
 def test_an_older_programs_prompt_leaves_younger_decodes_their_place_in_a_chosen_chunk(make: Make) -> None:
     bench = make(blocks=200, budget_tokens=512)
-    bench.scheduler._chunks = PrefillChunkTuner(SMALL_CHUNKS_PAY, 512)
+    bench.scheduler._chunks = PrefillChunkTuner(512, measured_times())
     bench.turn("old", prompt(16, 1))
     young = bench.send("young", prompt(16, 2), out=60)
     bench.step()
@@ -359,7 +392,7 @@ def test_an_older_programs_prompt_leaves_younger_decodes_their_place_in_a_chosen
 def test_where_memory_may_run_short_the_newest_program_is_still_the_victim(make: Make, tokens: int) -> None:
     """The older one's prompt is half-way when the younger one's decode takes the last block."""
     bench = make(blocks=34, budget_tokens=128)
-    bench.scheduler._chunks = PrefillChunkTuner(SMALL_CHUNKS_PAY, 128)
+    bench.scheduler._chunks = PrefillChunkTuner(128, measured_times())
     bench.turn("old", prompt(16, 1))
     young = bench.send("young", prompt(16, 2), out=400)
     for _ in range(tokens):

@@ -21,7 +21,7 @@ def test_the_simulator_is_near_what_real_servers_took(contender: str, disk_gb: f
 
 
 def test_without_admission_the_policy_is_another() -> None:
-    """At vLLM's own chunk: a chosen one leaves admission 6 % of these 24 (experiments/LOG.md, 2026-11-22)."""
+    """At vLLM's own chunk: a chosen one leaves admission less of it (experiments/LOG.md, 2026-11-22)."""
     case, own_chunk = Live("continuum", 20, 1.0, 4, dram_gb=SMALL), {"measured_chunk": False}
     with_s, _ = figures(case, own_chunk)
     without_s, _ = figures(case, own_chunk | {"admission": False})

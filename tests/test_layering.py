@@ -173,7 +173,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "next_due_s",
         "_running_rank",
         "_compute_again",
-        "_decoded",
+        "_decoding",
     }
     assert defined - ours == {
         "__init__",

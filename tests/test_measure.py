@@ -197,7 +197,6 @@ def test_a_report_survives_yaml_and_shows_every_point():
     assert len(origin["prefill_fit"]["points"]) == len(origin["prefill_fit"]["relative_residuals"]) == 12
     assert profile["dram_store"]["bytes_per_s"] == pytest.approx(5e8, rel=0.05)
     assert len(origin["steps"]["points"]) == 8
-    assert CostModel.from_mapping(profile).step_s == pytest.approx({0: 0.011, 128: 0.0238}, rel=0.03)
     assert origin["steps"]["decode_fit"]["r2"] > 0.9
 
 

@@ -1,66 +1,112 @@
-"""Chooses a step's token budget. Every decode in a step waits for the prompts' chunk in it.
+"""Chooses a step's token budget: vLLM's own, or a smaller chunk of the prompts beside the decodes.
 
-Agents' turns have short outputs and long prompts, so decodes mostly wait for other turns' prefill. A small
-chunk makes a step short, but the fixed part of a step's time is paid more often: weights, launches, and the
-linear layers' loss on few tokens. The smallest chunk that pays depends on the machine, so this
-uses measured step times, and without them keeps vLLM's own setting.
+Every decode in a step waits for the prompts in it. A prompt that is cut into n steps more ends n * F later,
+and so does each turn that waits behind it. F is the time of a step with a prompt, without the prompt's
+tokens. In these steps each of the R decoding turns gets n tokens: it ends n inter-token times earlier, and
+n * F later. A turn that ends meanwhile does not wait for the rest of the prompt: per step that is half the
+time of the prompt tokens that come per decoded token. So a smaller chunk pays if
+
+    R * (inter-token time + prompt time per decoded token / 2 - F) > (1 + waiting turns) * F
+
+All times are measured in the running server, since they depend on the card, the model, the connector and the
+server's own work. Until enough steps were seen the budget is vLLM's. Figures: experiments/LOG.md, 2026-11-24.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-LARGEST_TOKENS = 2048  # of a chosen chunk: beyond it the fixed part is negligible
-SMALLEST = ((128, 0.40), (256, 0.55), (LARGEST_TOKENS, 0.85))
-"""A chunk of this many tokens pays if its fixed time is below this share of a decode-only step's:
-then the prompt's tokens are added to steps that decodes need anyway. Shares from the simulator."""
-DECAY = 0.99995  # each step: minutes. With a faster decay, a chunk that is too small would confirm itself
+SMALLEST_TOKENS = 128  # of a chosen chunk: below it a card's step takes the time of reading the weights
+LARGEST_TOKENS = 2048  # beyond it the fixed time is negligible
+LEAST_STEPS = 20  # with prompts, and with decodes, before a chunk is chosen
+STEP_DECAY = 0.998  # each step: half of the weight is younger than 350 steps
+PROMPT_DECAY = (
+    0.99995  # each step: minutes. With a faster one, a chunk that is too small would confirm itself
+)
+PRIOR_VARIANCE = 0.05  # of the mean weight squared: how much the curve counts where sizes hardly differ
 
 
-def smallest_chunk(step_s: Mapping[int, float]) -> int | None:
-    """The smallest chunk, in tokens, that pays by these times of a step, by tokens of chunk (0: decodes
-    alone). None if none pays, or if too little was measured: 0 and two sizes at least.
+@dataclass(slots=True)
+class StepTimes:
+    """How long steps take, measured; older ones fade.
 
-    A token's cost is taken from the two largest sizes up to LARGEST_TOKENS. Beyond that, a chunk's attention
-    to itself would raise a token's cost and lower the fixed part.
+    A step's weight is its tokens' seconds by the prefill curve. The seconds of steps with prompts are a line
+    over their weights, by least squares: a fixed part, and what a second of weight takes, 1 at first.
     """
-    sizes = sorted(n for n in step_s if 0 < n <= LARGEST_TOKENS)
-    if 0 not in step_s or len(sizes) < 2:
-        return None
-    slope_s = (step_s[sizes[-1]] - step_s[sizes[-2]]) / (sizes[-1] - sizes[-2])
-    for tokens, share in SMALLEST:
-        if tokens in step_s and step_s[tokens] - tokens * slope_s < share * step_s[0]:
-            return tokens
-    return None
+
+    _n: float = 0.0
+    _weight_s: float = 0.0  # sums over the steps with prompts
+    _took_s: float = 0.0
+    _squares: float = 0.0
+    _products: float = 0.0
+    _tokens: float = 0.0
+    _decodes: float = 0.0
+    _decodes_s: float = 0.0  # sums over the steps with decodes
+    _decoded_tokens: float = 0.0  # of each decoding turn
+
+    def on_prompts(self, took_s: float, tokens: int, weight_s: float) -> None:
+        """A step computed so many tokens of prompts, beside any number of decodes."""
+        self._n = self._n * STEP_DECAY + 1
+        self._weight_s = self._weight_s * STEP_DECAY + weight_s
+        self._took_s = self._took_s * STEP_DECAY + took_s
+        self._squares = self._squares * STEP_DECAY + weight_s * weight_s
+        self._products = self._products * STEP_DECAY + weight_s * took_s
+        self._tokens = self._tokens * STEP_DECAY + tokens
+
+    def on_decodes(self, took_s: float, tokens: float) -> None:
+        """A step has ended in which each decoding turn computed so many tokens: one, and its drafts."""
+        self._decodes = self._decodes * STEP_DECAY + 1
+        self._decodes_s = self._decodes_s * STEP_DECAY + took_s
+        self._decoded_tokens = self._decoded_tokens * STEP_DECAY + tokens
+
+    @property
+    def are_known(self) -> bool:
+        return min(self._n, self._decodes) >= LEAST_STEPS
+
+    @property
+    def inter_token_s(self) -> float:
+        """Seconds between two tokens of a turn, prompts and transfers in between included."""
+        return self._decodes_s / self._decoded_tokens
+
+    def prompt_s(self) -> tuple[float, float]:
+        """Seconds of a step with prompts without their tokens (F above), and of each of these tokens."""
+        weight_s, took_s = self._weight_s / self._n, self._took_s / self._n
+        prior = PRIOR_VARIANCE * weight_s * weight_s
+        variance, together = (
+            self._squares / self._n - weight_s**2,
+            self._products / self._n - weight_s * took_s,
+        )
+        slope = max(0.0, min((together + prior) / (variance + prior), took_s / weight_s))
+        return took_s - slope * weight_s, slope * self._weight_s / self._tokens
 
 
 @dataclass(slots=True)
 class PrefillChunkTuner:
-    """The budget of a step, from measured times and the tokens of earlier prompts and decodes."""
+    """The budget of a step, from the times of earlier ones and the tokens of earlier prompts and decodes."""
 
-    step_s: Mapping[int, float]
     most_tokens: int  # vLLM's own budget: never more
-    smallest: int | None = field(init=False)
+    times: StepTimes = field(default_factory=StepTimes)
     _prompt_tokens: float = 0.0
     _decode_tokens: float = 0.0
 
-    def __post_init__(self) -> None:
-        self.smallest = smallest_chunk(self.step_s)
-
     def record(self, prompt_tokens: int, decode_tokens: int) -> None:
         """A step computed this many tokens of each kind."""
-        self._prompt_tokens = self._prompt_tokens * DECAY + prompt_tokens
-        self._decode_tokens = self._decode_tokens * DECAY + decode_tokens
+        self._prompt_tokens = self._prompt_tokens * PROMPT_DECAY + prompt_tokens
+        self._decode_tokens = self._decode_tokens * PROMPT_DECAY + decode_tokens
 
-    def budget_tokens(self, decoding: int, running: int = 0) -> int:
-        """For a step with this many decodes: room for these, and for prompts at their arrival rate.
+    def budget_tokens(self, decoding: int, running: int, waiting: int, each: int = 1) -> int:
+        """For a step with so many decodes of `each` tokens: room for these, and for prompts as they come.
 
         With a share below their arrival rate, prompts would wait instead of decodes. So the share is computed
-        for all `running`: prompts that pile up leave few decodes, and would get less and less.
+        for all `running` turns: prompts that pile up leave few decodes, and would get less and less.
         """
-        if self.smallest is None or not decoding:
+        if not decoding or not self._decode_tokens or not self.times.are_known:
             return self.most_tokens
-        pace = self._prompt_tokens / self._decode_tokens if self._decode_tokens else LARGEST_TOKENS
-        chunk = max(self.smallest, min(LARGEST_TOKENS, round(pace * max(decoding, running))))
-        return min(self.most_tokens, decoding + chunk)
+        fixed_s, token_s = self.times.prompt_s()
+        pace = self._prompt_tokens / self._decode_tokens  # prompt tokens per decoded one
+        turns = max(decoding, running)
+        gain_s = turns * (each * (self.times.inter_token_s + token_s * pace / 2) - fixed_s)
+        if gain_s <= (1 + waiting) * fixed_s:
+            return self.most_tokens
+        chunk = max(SMALLEST_TOKENS, min(LARGEST_TOKENS, round(pace * turns * each)))
+        return min(self.most_tokens, decoding * each + chunk)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from continuum_lmcache.errors import ProfileError
@@ -85,7 +85,6 @@ class CostModel:
     kv_bytes_per_token: int
     chunk_tokens: int  # LMCache's; a tail below it is in no tier
     store: TransferRate = NO_STALL  # device to host, as far as a step waits for it; always measured
-    step_s: Mapping[int, float] = field(default_factory=dict)  # measured, by tokens of prefill; 0: decodes
 
     @property
     def measured(self) -> bool:
@@ -133,18 +132,16 @@ class CostModel:
     def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> CostModel:
         """From a profile that the caller has read (format: profiles/README.md). Raises ProfileError.
 
-        Sections `prefill`, `dram`, `ssd` have the fields of PrefillCurve and TransferRate. `steps`, optional,
-        has the measured time of a step by the tokens of its chunk. Only the simulator reads SIMULATOR_KEYS.
-        `provenance` is for people. Any other key is refused.
+        Sections `prefill`, `dram`, `ssd` have the fields of PrefillCurve and TransferRate. Only the simulator
+        reads SIMULATOR_KEYS, nobody UNREAD_KEYS. Any other key is refused.
         """
         if not isinstance(profile, Mapping):
             raise ProfileError(f"{where} must be a mapping with the sections {', '.join(SECTIONS)}")
-        refuse_unknown_keys(profile, (*SECTIONS, *COUNTS, *SIMULATOR_KEYS, "steps", "provenance"), where)
+        refuse_unknown_keys(profile, (*SECTIONS, *COUNTS, *SIMULATOR_KEYS, *UNREAD_KEYS), where)
         return cls(
             **{name: section(profile, name, kind, where) for name, kind in SECTIONS.items()},
             kv_bytes_per_token=int(number(profile, "kv_bytes_per_token", where, least=1)),
             chunk_tokens=int(number(profile, "chunk_tokens", where, least=1)),
-            step_s=step_times(profile.get("steps", {}), f"{where}, steps"),
         )
 
     def load_cost(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
@@ -168,6 +165,7 @@ class CostModel:
 SECTIONS: dict[str, Any] = {"prefill": PrefillCurve, "dram": TransferRate, "ssd": TransferRate}
 COUNTS = ("kv_bytes_per_token", "chunk_tokens")
 SIMULATOR_KEYS = ("step", "dram_store", "ssd_store", "kv_tokens")  # no TTL depends on them
+UNREAD_KEYS = ("provenance", "steps")  # for people; steps' times are measured while serving
 
 
 def expected(chance: float, with_it_s: float, without_s: float) -> float:
@@ -186,13 +184,6 @@ def section(profile: Mapping[str, Any], name: str, kind: Any, where: str) -> Any
     if found.get("bytes_per_s") == 0:
         raise ProfileError(f"{where}, {name}: bytes_per_s is 0; it must be above 0")
     return kind(**found | {"samples": int(found["samples"])})
-
-
-def step_times(given: Any, where: str) -> dict[int, float]:
-    """Seconds of a step by its chunk's tokens."""
-    if not isinstance(given, Mapping) or not all(isinstance(n, int) and n >= 0 for n in given):
-        raise ProfileError(f"{where} must map tokens of a chunk, 0 for decodes alone, to seconds")
-    return {n: number(given, n, where) for n in given}
 
 
 def number(given: Mapping[Any, Any], name: Any, where: str, least: float = 0.0) -> float:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
 from continuum_lmcache.admission.controller import PendingProgram
-from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
@@ -53,10 +52,6 @@ class RetentionAdvisor:
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
-
-    def chunks(self, most_tokens: int) -> PrefillChunkTuner:
-        """The budget of a step, where we may choose it and step times were measured."""
-        return PrefillChunkTuner(self.rates.costs.step_s if self.config.measured_chunk else {}, most_tokens)
 
     def is_priced(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier

@@ -6,7 +6,7 @@ has_requests, make_stats, reset_prefix_cache, shutdown, _select_waiting_queue_fo
 Called: _preempt_request. Read: Request.is_prefill_chunk, num_spec_tokens, need_mamba_block_aligned_split,
 resumed_req_ids.
 Changed: prev_step_scheduled_req_ids, _inflight_prefills.
-Before a step, sorted: running; set: max_num_scheduled_tokens (vLLM's own without a measured profile).
+Before a step, sorted: running; set: max_num_scheduled_tokens.
 Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots.
 Replaced after __init__: every RequestQueue attribute.
 """
@@ -27,6 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.assembly import EngineParts, build_parts
@@ -60,10 +61,9 @@ class ContinuumMixin(Scheduler):
         self._step_timer, self._load_policy = lifecycle.step_timer, lifecycle.load_policy
         self._metrics_delta = MetricsDelta(self._parts.totals, lifecycle.samples)
         self._report_at_s = -math.inf
-        self._chunks = advisor.chunks(self.max_num_scheduled_tokens)
-        if not self._may_cut_anywhere():
-            self._chunks.smallest = None
+        self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
         self._decodes_first = advisor.config.measured_chunk
+        self._may_cut = self._decodes_first and self._may_cut_anywhere()
         self._prompts_last = False  # among the running ones, in this step
         self._had_prompts = False  # in the last step; without them the requests need no check
         self._idle_timer: IdleTimer | None = None
@@ -122,14 +122,15 @@ class ContinuumMixin(Scheduler):
 
     def _choose_chunk(self) -> None:
         """Schedule decodes before prompts, else an older program's prompt takes their share of the budget;
-        with measured step times, add as many prompt tokens as pay beside them."""
+        beside them as many prompt tokens as pay, by the times of earlier steps."""
         if not self._decodes_first:
             return
         prompts = sum(request.is_prefill_chunk for request in self.running) if self._had_prompts else 0
         decoding, self._prompts_last = len(self.running) - prompts, prompts > 0
-        guessed = 1 + self.num_spec_tokens
-        budget_tokens = self._chunks.budget_tokens(decoding * guessed, len(self.running) * guessed)
-        self.max_num_scheduled_tokens = budget_tokens
+        if self._may_cut:
+            waiting = sum(len(queue) for queue in self._queues.values())
+            turns = (decoding, len(self.running), waiting, 1 + self.num_spec_tokens)
+            self.max_num_scheduled_tokens = self._chunks.budget_tokens(*turns)
 
     def _may_cut_anywhere(self) -> bool:
         """Whether vLLM may schedule any part of a prompt: a prompt in one piece never fits a small budget."""
@@ -151,18 +152,18 @@ class ContinuumMixin(Scheduler):
             self._lifecycle.on_preemption(now_s, TurnId(turn_id))
         if self._turns.preempted:
             self._lifecycle.on_resume(now_s, scheduler_output.num_scheduled_tokens, self.requests)
-        self._step_timer.on_schedule(now_s, scheduler_output)
         tokens, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
         self._had_prompts = total > len(tokens)
-        if self._chunks.smallest is not None:
-            decodes = self._decoded(tokens) if self._had_prompts else total
-            self._chunks.record(total - decodes, decodes)
+        turns, decodes = self._decoding(tokens) if self._had_prompts else (len(tokens), total)
+        self._step_timer.on_schedule(now_s, scheduler_output, total - decodes, turns)
+        self._chunks.record(total - decodes, decodes)
         super()._update_after_schedule(scheduler_output)
 
-    def _decoded(self, tokens: Mapping[str, int]) -> int:
-        """How many of a step's tokens belong to no prompt."""
+    def _decoding(self, tokens: Mapping[str, int]) -> tuple[int, int]:
+        """How many of a step's turns compute no prompt, and how many of its tokens are theirs."""
         scheduled = ((n, self.requests[i]) for i, n in tokens.items())
-        return sum(n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens)
+        decoded = [n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens]
+        return len(decoded), sum(decoded)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         now_s = self.clock()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from continuum_lmcache.admission.prefill_chunk import StepTimes
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.reload.forecast_tracker import ReloadTracker, StepWork, step_wait_s
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
@@ -31,6 +32,8 @@ class StepLaunch(NamedTuple):
     at_s: float
     waits: bool  # the step waits for its transfers
     is_behind: bool  # another step was in flight at its launch
+    prompt_tokens: int
+    decoded_each: float  # tokens of each decoding turn; 0: none decodes
 
 
 class StepTimer:
@@ -45,6 +48,7 @@ class StepTimer:
         slack_tokens: int,
     ) -> None:
         self.reloads, self.prompt_time = ReloadTracker(slack_tokens), PrefillShare()
+        self.step_times = StepTimes()
         self._rates, self._learn_transfers, self._events = rates, learn_transfers, events
         self._residency = residency
         events.subscribe(ProgramEnded, lambda event: self.reloads.on_program_end(event.program))
@@ -78,18 +82,21 @@ class StepTimer:
 
     # a step ------------------------------------------------------------------
 
-    def on_schedule(self, now_s: float, output: SchedulerOutput) -> None:
-        self._flight[id(output)] = StepLaunch(now_s, self._residency.waits(output), bool(self._flight))
+    def on_schedule(
+        self, now_s: float, output: SchedulerOutput, prompt_tokens: int, decoding_turns: int
+    ) -> None:
+        decoded = output.total_num_scheduled_tokens - prompt_tokens
+        of = (self._residency.waits(output), bool(self._flight), prompt_tokens)
+        self._flight[id(output)] = StepLaunch(now_s, *of, decoded / decoding_turns if decoding_turns else 0.0)
 
     def on_step(self, now_s: float, output: SchedulerOutput) -> None:
-        launch = self._flight.pop(id(output), None) or StepLaunch(now_s, False, False)
+        launch = self._flight.pop(id(output), None) or StepLaunch(now_s, False, False, 0, 0.0)
         took_s, is_own = self._took_s(now_s, launch)
         self._last_s = now_s
-        new_tokens = output.total_num_scheduled_tokens
         moved = self._residency.transfers()
         untimed = self._untimed and self._untimed & output.num_scheduled_tokens.keys()
         self._untimed -= untimed
-        prefills = new_tokens - len(output.num_scheduled_tokens) >= LEAST_PREFILL_TOKENS
+        prefills = launch.prompt_tokens >= LEAST_PREFILL_TOKENS
         if prefills:
             self.prompt_time.on_prefill(now_s, took_s)
         if prefills or self.reloads.is_tracking:
@@ -97,7 +104,9 @@ class StepTimer:
             for outcome in self.reloads.on_step(step, moved, self._rates.costs.prefill):
                 self._events.publish(ContextReloaded(now_s, outcome))
             if prefills and is_own and not untimed:
-                self._learn_prefill(step, moved)
+                self._learn_prefill(step, launch.prompt_tokens, moved)
+        if launch.decoded_each:
+            self.step_times.on_decodes(took_s, launch.decoded_each)
         self._learn_transfers(now_s, moved)
 
     def _took_s(self, now_s: float, launch: StepLaunch) -> tuple[float, bool]:
@@ -114,14 +123,14 @@ class StepTimer:
             return measured_s, True
         return took_s, not (launch.waits or any(later.waits for later in self._flight.values()))
 
-    def _learn_prefill(self, step: StepWork, moved: list[KVTransfer]) -> None:
-        """Correct the prefill curve by this step, if it was prefill for the most part."""
+    def _learn_prefill(self, step: StepWork, prompt_tokens: int, moved: list[KVTransfer]) -> None:
+        """Learn a step's times; correct the prefill curve by it, if it was prefill for the most part."""
         curve = self._rates.costs.prefill
-        in_step_s = step_wait_s(moved)
-        prefill_tokens = sum(new for new, _ in step.work.values() if new > 1)
-        if prefill_tokens >= LEAST_PREFILL_SHARE * step.new_tokens and in_step_s < step.seconds / 2:
-            predicted_s = curve.fixed_s + sum(step.weights(curve).values())
-            self._rates.observe_prefill(step.seconds - in_step_s, predicted_s)
+        in_step_s, weight_s = step_wait_s(moved), sum(step.weights(curve).values())
+        if in_step_s < step.seconds / 2:
+            self.step_times.on_prompts(step.seconds - in_step_s, prompt_tokens, weight_s)
+            if prompt_tokens >= LEAST_PREFILL_SHARE * step.new_tokens:
+                self._rates.observe_prefill(step.seconds - in_step_s, curve.fixed_s + weight_s)
 
 
 def work_of(output: SchedulerOutput) -> dict[TurnId, tuple[int, int]]:

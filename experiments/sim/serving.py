@@ -54,7 +54,6 @@ class Setup:
     async_scheduling: bool = False
     store_stalls: bool = False  # a step waits for its stores, as in-process LMCache does
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
-    steps_known: bool = False  # the policy's profile holds the machine's step times
     wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
     log_stats: bool = False  # as in a server; the simulator does not read them
     merge_steps: int = 1  # decode-only steps taken together, at most; for exploring, not for claims
@@ -139,7 +138,7 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy not in (STOCK, *PEERS):
         chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")
-        data = setup.machine.policy_profile(chunk_tokens, ssd_gbps, setup.steps_known)
+        data = setup.machine.policy_profile(chunk_tokens, ssd_gbps)
         profile = folder / "profile.yaml"
         profile.write_text(yaml.safe_dump(data))
         settings = {"policy": setup.policy, "profile": str(profile), **setup.continuum}

@@ -22,8 +22,6 @@ from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import CostModel, TransferRate, number, section
 from profiles.datasheets import derived
 
-STEP_SIZES = (0, 128, 256, 512, 2048, 8192)  # tokens of a chunk; 0: decodes alone
-
 
 @dataclass(frozen=True, slots=True)
 class StepCurve:
@@ -109,16 +107,9 @@ class Machine:
         step = {**self.profile["step"], "half_rate_tokens": tokens}
         return self.from_profile({**self.profile, "step": step}, self.name, self.kv_tokens)
 
-    def policy_profile(
-        self, chunk_tokens: int, ssd_gbps: float | None, steps_known: bool = False
-    ) -> dict[str, Any]:
-        """The profile for a policy, with the chunk and the disk of one setup.
-
-        With `steps_known` also the times of steps, as if this machine had been measured.
-        """
+    def policy_profile(self, chunk_tokens: int, ssd_gbps: float | None) -> dict[str, Any]:
+        """The profile for a policy, with the chunk and the disk of one setup."""
         found = {**self.profile, "chunk_tokens": chunk_tokens}
-        if steps_known:
-            found["steps"] = {n: self.seconds([(n, 0)] if n else [(1, 0)]) for n in STEP_SIZES}
         if ssd_gbps is not None:
             found["ssd"] = {**self.profile["ssd"], "bytes_per_s": ssd_gbps * 1e9}
         return found

@@ -46,7 +46,7 @@ class Point:
     tool_factor: float = 1.0  # times the tools' duration,
     tool_from_s: float = 0.0  # of the programs that arrive from then on
     chunk_c0: float = 0.0  # tokens at which the machine's linear layers reach half their rate
-    steps_known: bool = False  # the profile has the machine's step times: chunks may be chosen
+    fixed_chunk: bool = False  # a step's budget is vLLM's own
     max_ttl_s: float | None = None  # a setting of the scheduler's; None: its default
     wrong_hints: bool = False  # clients say the wrong tool, and end programs that go on
     merge_steps: int = 8  # decode-only steps taken together, at most

@@ -43,7 +43,7 @@ class Goal:
     @property
     def order(self) -> Point:
         """Program order on the same machine: the reference of the tail."""
-        return replace(self.ours, contender=ORDER, max_ttl_s=None, steps_known=False)
+        return replace(self.ours, contender=ORDER, max_ttl_s=None, fixed_chunk=False)
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -148,16 +148,16 @@ def survey(name: str, jps: float, blocking: bool) -> Goal:
 
 
 def chunks(size: Size, programs: int) -> list[Goal]:
-    """The chunk budget from the machine's step times against the one vLLM was given."""
+    """The chunk budget from measured step times against the one vLLM was given."""
     every_c0 = (0.0, 32.0, 64.0, 128.0, 256.0) if size is Size.FULL else (0.0, 64.0, 256.0)
     fig9, h1 = swe(programs, 0.05), survey("h1", 3.0, blocking=False).ours
     return [chunk(name, setting, c0) for name, setting in (("fig9", fig9), ("h1", h1)) for c0 in every_c0]
 
 
 def chunk(name: str, setting: Point, c0: float) -> Goal:
-    fixed = replace(setting, chunk_c0=c0, merge_steps=1)  # merged steps are none that a budget could cut
+    chosen = replace(setting, chunk_c0=c0, merge_steps=1)  # merged steps are none that a budget could cut
     least, aim = (1.12, 1.16) if c0 == 0.0 else (0.99, 1.16)
-    return Goal(f"{name}, chunk chosen, c0 {c0:g}", replace(fixed, steps_known=True), (fixed,), least, aim)
+    return Goal(f"{name}, chunk chosen, c0 {c0:g}", chosen, (replace(chosen, fixed_chunk=True),), least, aim)
 
 
 def goals(size: Size, parts: str = "") -> list[Goal]:

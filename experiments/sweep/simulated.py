@@ -78,7 +78,6 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         max_seqs=point.max_seqs,
         store_stalls=point.blocking,
         merge_steps=point.merge_steps,
-        steps_known=point.steps_known,
         wrong_hints=point.wrong_hints,
         continuum=continuum_of(point),
     )
@@ -90,7 +89,8 @@ def continuum_of(point: Point) -> dict[str, Any]:
     if point.contender == MICHI:
         bounds = dict.fromkeys(("max_ttl_s", "admission_max_hold_s", "pin_reclaim_after_s"), 1e6)
         return {"max_pinned_share": 1.0, **bounds}  # it bounds none of them
-    return {} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s}
+    given = {} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s}
+    return given | ({"measured_chunk": False} if point.fixed_chunk else {})
 
 
 def traced(point: Point) -> tuple[Program, ...]:
