@@ -95,6 +95,14 @@ def test_the_chunk_follows_what_prompts_need_beside_the_decodes() -> None:
     assert tuner(measured()).budget_tokens(100, 100, 0) == 100 + LARGEST_TOKENS
 
 
+def test_a_chunk_takes_no_less_time_than_its_steps_fixed_part() -> None:
+    times = StepTimes()
+    for tokens in (128, 512, 2048) * 30:
+        times.on_prompts(0.040 + 1e-4 * tokens, tokens, 1e-4 * tokens)
+        times.on_decodes(0.300, 1.0)
+    assert tuner(times, prompt_tokens=10).budget_tokens(4, 4, 0) == pytest.approx(4 + 400, abs=20)
+
+
 def test_prompts_that_pile_up_are_not_starved_by_the_decodes_that_are_left() -> None:
     chunks = tuner(measured(), prompt_tokens=2000)
     few, piled_up = chunks.budget_tokens(2, 2, 0), chunks.budget_tokens(2, 10, 0)

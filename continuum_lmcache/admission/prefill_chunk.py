@@ -14,6 +14,7 @@ server's own work. Until enough steps were seen the budget is vLLM's. Figures: e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 SMALLEST_TOKENS = 128  # of a chosen chunk: below it a card's step takes the time of reading the weights
@@ -98,7 +99,8 @@ class PrefillChunkTuner:
         """For a step with so many decodes of `each` tokens: room for these, and for prompts as they come.
 
         With a share below their arrival rate, prompts would wait instead of decodes. So the share is computed
-        for all `running` turns: prompts that pile up leave few decodes, and would get less and less.
+        for all `running` turns: prompts that pile up leave few decodes, and would get less and less. And a
+        chunk takes no less time than its step's fixed part, so a prompt takes at most twice its time.
         """
         if not decoding or not self._decode_tokens or not self.times.are_known:
             return self.most_tokens
@@ -108,5 +110,5 @@ class PrefillChunkTuner:
         gain_s = turns * (each * (self.times.inter_token_s + token_s * pace / 2) - fixed_s)
         if gain_s <= (1 + waiting) * fixed_s:
             return self.most_tokens
-        chunk = max(SMALLEST_TOKENS, min(LARGEST_TOKENS, round(pace * turns * each)))
-        return min(self.most_tokens, decoding * each + chunk)
+        chunk = max(SMALLEST_TOKENS, round(pace * turns * each), math.ceil(fixed_s / max(token_s, 1e-9)))
+        return min(self.most_tokens, decoding * each + min(LARGEST_TOKENS, chunk))
