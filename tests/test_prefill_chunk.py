@@ -68,6 +68,15 @@ def test_a_curve_that_is_too_slow_leaves_no_negative_fixed_time() -> None:
     assert times.prompt_s() == pytest.approx((0.0, 0.030 / 500))
 
 
+def test_a_profile_in_which_tokens_cost_nothing_leaves_all_to_the_fixed_time() -> None:
+    times = StepTimes()
+    for _ in range(LEAST_STEPS):
+        times.on_prompts(0.030, 500, 0.0)
+        times.on_decodes(0.030, 1.0)
+    assert times.prompt_s() == (pytest.approx(0.030), 0.0)
+    assert tuner(times).budget_tokens(10, 10, 0) == 8192
+
+
 def test_the_time_between_tokens_counts_drafts() -> None:
     times = StepTimes()
     for _ in range(10):

@@ -21,9 +21,7 @@ SMALLEST_TOKENS = 128  # of a chosen chunk: below it a card's step takes the tim
 LARGEST_TOKENS = 2048  # beyond it the fixed time is negligible
 LEAST_STEPS = 20  # with prompts, and with decodes, before a chunk is chosen
 STEP_DECAY = 0.998  # each step: half of the weight is younger than 350 steps
-PROMPT_DECAY = (
-    0.99995  # each step: minutes. With a faster one, a chunk that is too small would confirm itself
-)
+PROMPT_DECAY = 0.99995  # each step: minutes. With a faster one, too small a chunk would confirm itself
 PRIOR_VARIANCE = 0.05  # of the mean weight squared: how much the curve counts where sizes hardly differ
 
 
@@ -72,11 +70,11 @@ class StepTimes:
     def prompt_s(self) -> tuple[float, float]:
         """Seconds of a step with prompts without their tokens (F above), and of each of these tokens."""
         weight_s, took_s = self._weight_s / self._n, self._took_s / self._n
+        if weight_s <= 0:  # by the profile tokens cost nothing
+            return took_s, 0.0
         prior = PRIOR_VARIANCE * weight_s * weight_s
-        variance, together = (
-            self._squares / self._n - weight_s**2,
-            self._products / self._n - weight_s * took_s,
-        )
+        variance = self._squares / self._n - weight_s * weight_s
+        together = self._products / self._n - weight_s * took_s
         slope = max(0.0, min((together + prior) / (variance + prior), took_s / weight_s))
         return took_s - slope * weight_s, slope * self._weight_s / self._tokens
 
