@@ -33,14 +33,14 @@ class StepTimes:
     over their weights, by least squares: a fixed part, and what a second of weight takes, 1 at first.
     """
 
-    _n: float = 0.0
-    _weight_s: float = 0.0  # sums over the steps with prompts
+    _n: float = 0.0  # steps with prompts; the next five are sums over them
+    _weight_s: float = 0.0
     _took_s: float = 0.0
     _squares: float = 0.0
     _products: float = 0.0
     _tokens: float = 0.0
-    _decodes: float = 0.0
-    _decodes_s: float = 0.0  # sums over the steps with decodes
+    _decodes: float = 0.0  # steps with decodes; the next two are sums over them
+    _decodes_s: float = 0.0
     _decoded_tokens: float = 0.0  # of each decoding turn
 
     def on_prompts(self, took_s: float, tokens: int, weight_s: float) -> None:
@@ -95,6 +95,7 @@ class PrefillChunkTuner:
 
     def budget_tokens(self, decoding: int, running: int, waiting: int, each: int = 1) -> int:
         """For a step with so many decodes of `each` tokens: room for these, and for prompts as they come.
+        `waiting`: turns in the queue, and in admission's line.
 
         With a share below their arrival rate, prompts would wait instead of decodes. So the share is computed
         for all `running` turns: prompts that pile up leave few decodes, and would get less and less. And a

@@ -63,7 +63,7 @@ class ContinuumMixin(Scheduler):
         self._report_at_s = -math.inf
         self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
         self._decodes_first = advisor.config.measured_chunk
-        self._may_cut = self._decodes_first and self._may_cut_anywhere()
+        self._may_cut = self._may_cut_anywhere()
         self._prompts_last = False  # among the running ones, in this step
         self._had_prompts = False  # in the last step; without them the requests need no check
         self._idle_timer: IdleTimer | None = None

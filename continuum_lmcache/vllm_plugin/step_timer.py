@@ -85,9 +85,10 @@ class StepTimer:
     def on_schedule(
         self, now_s: float, output: SchedulerOutput, prompt_tokens: int, decoding_turns: int
     ) -> None:
-        decoded = output.total_num_scheduled_tokens - prompt_tokens
-        of = (self._residency.waits(output), bool(self._flight), prompt_tokens)
-        self._flight[id(output)] = StepLaunch(now_s, *of, decoded / decoding_turns if decoding_turns else 0.0)
+        decoded_tokens = output.total_num_scheduled_tokens - prompt_tokens
+        decoded_each = decoded_tokens / decoding_turns if decoding_turns else 0.0
+        waits, is_behind = self._residency.waits(output), bool(self._flight)
+        self._flight[id(output)] = StepLaunch(now_s, waits, is_behind, prompt_tokens, decoded_each)
 
     def on_step(self, now_s: float, output: SchedulerOutput) -> None:
         launch = self._flight.pop(id(output), None) or StepLaunch(now_s, False, False, 0, 0.0)
