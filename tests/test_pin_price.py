@@ -147,6 +147,19 @@ def test_a_pin_worth_a_moment_more_does_not_wake_an_idle_engine_at_every_moment(
     assert bench.scheduler.next_due_s() == pytest.approx(bench.now_s + next_look_s)
 
 
+def test_while_a_turn_waits_a_pin_gets_no_more_than_the_moment_that_it_is_worth(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until 2026-11-24 it got a second, for which the turn waited."""
+    [pin] = bench.lifecycle.pins.pinned.values()
+    moment = replace(pin.retention, ttl_s=0.01)
+    monkeypatch.setattr(bench.lifecycle.advisor, "retain", lambda *_: moment)
+    bench.lifecycle.turns.refused_memory.add(SOMEBODY)
+    bench.now_s = bench.scheduler.next_due_s()
+    bench.step(seconds=0.0)
+    assert bench.scheduler.next_due_s() == pytest.approx(bench.now_s + 0.01)
+
+
 @pytest.mark.parametrize("due", [False, True])
 def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
     model: Path,

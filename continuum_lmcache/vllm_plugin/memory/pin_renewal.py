@@ -13,9 +13,10 @@ from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import EngineLoad, Pin, ProgramId
 
-EVERY_S = 1.0  # between two decisions about a pin
+EVERY_S = 1.0  # between two looks at the memory, and between two decisions about a pin while it is not short
 """Without it, memory that is short in every other step would cause a decision about each pin each time, and a
-pin that pays for a moment more would wake an idle engine again and again."""
+pin that pays for a moment more would wake an idle engine again and again. While a turn waits for memory, a
+pin that pays for a moment gets no more than that."""
 DECISIONS_A_STEP = 16  # each takes 0.15 ms where a tool's window is full: so no step waits for more than 3 ms
 
 
@@ -72,7 +73,9 @@ class PinRenewal:
     def _renew(self, now_s: float, pin: Pin) -> None:
         """Set the deadline as if the pin began now, for a program that has been away this long."""
         away_s = now_s - pin.taken_s
-        keep = self.advisor.retain(now_s, pin.turn, self.load(away_s))
-        ttl_s = max(keep.ttl_s, EVERY_S) if keep.ttl_s > 0 else 0.0
+        load = self.load(away_s)
+        ttl_s = self.advisor.retain(now_s, pin.turn, load).ttl_s
+        if ttl_s > 0 and not load.is_memory_short:
+            ttl_s = max(ttl_s, EVERY_S)
         left_s = max(0.0, min(ttl_s, self.pins.max_ttl_s - away_s))
         self.pins.renew(now_s, pin.program, now_s + left_s)
