@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,18 +76,6 @@ def test_where_a_tier_brings_the_context_back_for_little_it_is_too():
 
 def test_the_published_policy_knows_no_other_price():
     assert ttl_s(short=False, policy="continuum-published") == 4.0
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_without_observed_gaps_a_program_that_has_not_returned_yet_gets_its_ttl_once(number: int) -> None:
-    """Exp(1) has no memory: a renewed TTL would pin a program that never returns up to max_ttl_s."""
-    made = RetentionAdvisor(ContinuumConfig(), A_SECOND_A_TOKEN)
-    ended = replace(turn(16), number=number)
-    first_s = made.retain(0.0, ended, IDLE).ttl_s
-    assert first_s == pytest.approx(math.log(16 / IDLE_PRICE))
-    away_s = (0.5 * first_s, first_s, 10.0 * first_s)
-    left_s = [made.retain(0.0, ended, replace(IDLE, away_s=long_s)).ttl_s for long_s in away_s]
-    assert left_s == pytest.approx([0.5 * first_s, 0.0, 0.0] if number == 1 else [first_s] * 3)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from continuum_lmcache.retention.queue_order import (
     program_fcfs,
     request_fcfs,
 )
-from continuum_lmcache.retention.ttl_solver import TtlChoice, best_ttl, retention_of
+from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention
 
@@ -43,16 +43,12 @@ def continuum(
 
     A return in time saves T * eta of queueing and the reload. A negative eta (long programs
     become longer) lowers the benefit, as in the formula. While cold, eta is 1. For a program
-    that is away already, only the rest of the gap counts. While cold that rest is as long as the gap,
-    so the first turn of a program, which has not shown that it returns, gets its TTL once.
+    that is away already, only the rest of the gap counts.
     """
     seen = gaps.distribution(turn.tool).after(load.away_s)
     cold = seen.level == "cold"
     benefit_s = load.queue_delay_s * (1.0 if cold else load.eta) + load.reload_s
     best = best_ttl(seen, benefit_s, config.max_ttl_s, load.price)
-    if cold and turn.number == 1:
-        left_s = max(0.0, best.ttl_s - load.away_s)
-        best = TtlChoice(left_s, seen.probability(left_s))
     return retention_of(seen, best, benefit_s, "cold-start" if cold else "cdf", config, load.price)
 
 
