@@ -412,16 +412,6 @@ def test_the_forecasts_of_many_programs_may_fill_the_cache_and_those_of_few_leav
     assert 0.95 < unchanging.forecasts_that_fit(1_000_000) / 1_000_000 < 1.02, "they hold what they will"
 
 
-def test_programs_that_grow_unlike_each_other_leave_more_room() -> None:
-    alike, unlike = (
-        programs(ContextGrowth(), range(1000, 1032), 13_000),
-        programs(ContextGrowth(), range(1000, 1016), 2_000),
-    )
-    programs(unlike, range(1016, 1032), 24_000)
-    ratio = unlike.forecasts_that_fit(300_000) / alike.forecasts_that_fit(300_000)
-    assert 0.6 < ratio < 0.9
-
-
 def test_first_prompts_unlike_each_other_cost_no_room() -> None:
     growth = ContextGrowth()
     for first in (10, 100, 1_000, 10_000, 100_000) * 8:  # conversations: most have one turn

@@ -18,7 +18,6 @@ import math
 from dataclasses import dataclass, field
 
 SMALLEST_TOKENS = 128  # of a chosen chunk: below it a card's step takes the time of reading the weights
-LARGEST_TOKENS = 2048  # beyond it the fixed time is negligible
 LEAST_STEPS = 20  # with prompts, and with decodes, before a chunk is chosen
 STEP_DECAY = 0.998  # each step: half of the weight is younger than 350 steps
 PROMPT_DECAY = 0.99995  # each step: minutes. With a faster one, too small a chunk would confirm itself
@@ -110,4 +109,4 @@ class PrefillChunkTuner:
         if gain_s <= (1 + waiting) * fixed_s:
             return self.most_tokens
         chunk = max(SMALLEST_TOKENS, round(pace * turns * each), math.ceil(fixed_s / max(token_s, 1e-9)))
-        return min(self.most_tokens, decoding * each + min(LARGEST_TOKENS, chunk))
+        return min(self.most_tokens, decoding * each + chunk)
