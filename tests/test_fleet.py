@@ -97,7 +97,7 @@ def test_over_a_stock_engine_a_program_in_a_tool_call_counts_for_minutes_and_not
         host.now_s = at_s
         host.runs("p", 9_000)
     host.news(290.0, requests=1)
-    held = host.sends("q", 1_000)
+    held = host.sends("q", 2_000)
     assert isinstance(held, Held)
     host.news(310.0, requests=1)
     assert [r.turn for r in host.fleet.admit(310.0)] == [held.turn]
