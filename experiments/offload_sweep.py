@@ -9,13 +9,14 @@
     python -m experiments.offload_sweep pressure --engine live --jps 3     on a machine where 1 evicts nothing
 
 Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
-fig15 ablation, h1 h2 h3 a published sweep, whatif; --engine live has fig8, fig9, fig10, fig14 and fig15,
-at a small machine's size (sweep/live_plans.py). `goals` is the table of the policy's goals, with
-seeds it was not tuned on (--full: all of them; --regimes: some). `traces` is the table on real agents'
-traces, which are not part of the project (sim/trace_programs.py). `fleet` is several engines behind a router
-(experiments/fleet/): tables, goals, figures, and rows of its own in OUT/fleet.csv. Rows are appended to
-OUT/offload_sweep.csv (of --engine live OUT/live_sweep.csv), and finished ones are skipped: stop it and
-start it again as you like. --seeds, --contenders and --tiers choose among a figure's rows.
+fig15 ablation, h1 h2 h3 a published sweep, whatif, peers; --engine live has fig8, fig9, fig10, fig14,
+fig15, pressure, peers, agents and agents-mp, at a small machine's size (sweep/live_plans.py). `goals` is
+the table of the policy's goals, with seeds it was not tuned on (--full: all of them; --regimes: some).
+`traces` is the table on real agents' traces, which are not part of the project (sim/trace_programs.py).
+`fleet` is several engines behind a router (experiments/fleet/): tables, goals, figures, and rows of its
+own in OUT/fleet.csv. Rows are appended to OUT/offload_sweep.csv (of --engine live OUT/live_sweep.csv), and
+finished ones are skipped: stop it and start it again as you like. --seeds, --contenders and --tiers choose
+among a figure's rows.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ TRACES = "traces"
 FLEETS = "fleet"
 TABLES = (GOALS, TRACES, FLEETS)
 WITH_REGIMES = (*TABLES, "peers", "agents", "agents-mp")
+NAMES = f"sim: {', '.join([*PLANS, *TABLES])}; live: {', '.join(LIVE_PLANS)}; either: {ALL}"
 TIERS = ("none", "dram", "disk")  # the slowest that a case has
 WIDTH = 180  # of the goals' table, wherever it is printed
 
@@ -290,7 +292,7 @@ def draw_fleets(
 
 
 def main(
-    figures: Annotated[list[str], typer.Argument(help=f"{', '.join([*PLANS, *TABLES, ALL])}")],
+    figures: Annotated[list[str], typer.Argument(help=NAMES)],
     engine: Annotated[Engine, typer.Option(help="the simulator, or a real server")] = Engine.SIM,
     quick: Annotated[bool, typer.Option("--quick", help="small: under a minute a figure")] = False,
     full: Annotated[bool, typer.Option("--full", help="large: for claims")] = False,

@@ -75,7 +75,7 @@ class LMCacheBench(Bench):
         worker.start_load_kv(SimpleNamespace(attn_metadata={"layer.0": object()}))
         worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
-        told = KVConnectorOutput(
+        result = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             invalid_block_ids=worker.get_block_ids_with_load_errors(),
@@ -83,7 +83,7 @@ class LMCacheBench(Bench):
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
-        return told
+        return result
 
     def close(self) -> None:
         self.scheduler.shutdown()

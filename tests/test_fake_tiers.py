@@ -85,10 +85,10 @@ def test_a_transfer_says_how_long_the_bytes_took_without_the_queue() -> None:
     store.load(0.0, "ab")
     store.load(0.0, "ab")
     store.finish_writes(2.0)
-    told = [(t.tier, t.direction, t.tokens, t.size_bytes, t.duration_s) for t in store.transfers()]
+    found = [(t.tier, t.direction, t.tokens, t.size_bytes, t.duration_s) for t in store.transfers()]
     two = (2 * CHUNK, 2 * CHUNK * BYTES, 2.0)
     loads = [(Tier.DRAM, "load", *two)] * 2
-    assert told == [(Tier.DRAM, "store", *two), *loads, (Tier.SSD, "store", *two)]
+    assert found == [(Tier.DRAM, "store", *two), *loads, (Tier.SSD, "store", *two)]
 
 
 def test_a_link_is_free_again_after_a_pause() -> None:

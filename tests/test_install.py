@@ -131,7 +131,7 @@ def test_a_torch_that_nothing_offers_is_named_with_what_to_do(clone: Clone) -> N
 
 
 @pytest.mark.parametrize(
-    ("needs", "free_kb", "told"),
+    ("needs", "free_kb", "message"),
     [
         (('setuptools; python_version > "3"', 'cudnn; extra == "cuda"'), 4_900_000, "needs 5 GB"),
         (NEEDS_CUDNN, 9_000_000, "needs 12 GB"),
@@ -139,13 +139,13 @@ def test_a_torch_that_nothing_offers_is_named_with_what_to_do(clone: Clone) -> N
     ids=["CPU", "CUDA"],
 )
 def test_too_little_disk_space_for_what_torchs_own_requirements_ask_is_reported_first(
-    clone: Clone, needs: tuple[str, ...], free_kb: int, told: str
+    clone: Clone, needs: tuple[str, ...], free_kb: int, message: str
 ) -> None:
     """Both builds have the same name here; the CPU build requires nothing beyond the lock."""
     clone.wheel(CUDA, "torch", needs=needs)
     clone.command("df", f"echo header; echo /dev/x 1 1 {free_kb} 1% /")
     said = clone.install()
-    assert said.returncode != 0 and told in said.stderr and str(clone.venv) in said.stderr
+    assert said.returncode != 0 and message in said.stderr and str(clone.venv) in said.stderr
     assert not list(clone.venv.glob("lib/python*/site-packages/torch*"))
 
 

@@ -144,14 +144,14 @@ def test_a_mirror_that_asks_now_and_then_holds_what_lies_whole_in_each_tier(data
             pieces.discard((ssd, chunk, rank))
         elif what == "restart":
             log, pieces = TierChangeLog(registry, max_changes=5), set()
-        mirror.apply_report(told(log, mirror)) if what in ("ask", "restart") else None
-    mirror.apply_report(told(log, mirror))
+        mirror.apply_report(reply_to(log, mirror)) if what in ("ask", "restart") else None
+    mirror.apply_report(reply_to(log, mirror))
     for ssd in (False, True):
         whole = {bytes([c]) for c in range(4) if {(ssd, c, 0), (ssd, c, 1)} <= pieces}
         assert mirror._held[ssd] == whole
 
 
-def told(log: TierChangeLog, mirror: MpTierMirror) -> ChangesReply:
+def reply_to(log: TierChangeLog, mirror: MpTierMirror) -> ChangesReply:
     """The module's answer to a mirror."""
     known = mirror.epoch == log.epoch and log.has_all_after(mirror.number)
     changes = log.since(("m", 2), mirror.number) if known else log.snapshot(("m", 2))
@@ -477,7 +477,7 @@ ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 0.2, 300.0, "blake3")
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("answered", "warnings"),
     [
         ({}, []),
         ({"lmcache": "0.5.5"}, [f"runs lmcache 0.5.5, vLLM {metadata.version('lmcache')}"]),
@@ -486,14 +486,14 @@ ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 0.2, 300.0, "blake3")
     ],
 )
 def test_a_server_of_another_release_is_named_at_the_start(
-    told: dict[str, str], said: list[str], monkeypatch: pytest.MonkeyPatch
+    answered: dict[str, str], warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     same = {"lmcache": metadata.version("lmcache"), "continuum": __version__}
     lines: list[str] = []  # whatever level an earlier test has left the logger at
     monkeypatch.setattr(startup.logger, "warning", lambda text, *args: lines.append(text % args))
-    startup.warn_of_versions(msgspec.structs.replace(ANSWER, **(same | told)))
-    assert len(lines) == len(said)
-    assert all(part in line for part, line in zip(said, lines, strict=True))
+    startup.warn_of_versions(msgspec.structs.replace(ANSWER, **(same | answered)))
+    assert len(lines) == len(warnings)
+    assert all(part in line for part, line in zip(warnings, lines, strict=True))
 
 
 def test_the_server_reports_its_releases_and_an_older_one_is_read_all_the_same() -> None:

@@ -231,13 +231,13 @@ def test_a_killed_server_costs_computing_and_one_warning_and_is_used_again_when_
     runner = threading.Thread(target=run)
     runner.start()
     pair.loads_more(4 * CHUNK)
-    told = len(pair.warnings())
+    warned = len(pair.warnings())
     pair.mp.kill()
     pair.becomes_up(0)
     answered = len(answers)
     while len(answers) < answered + 2 * len(prompts):
         time.sleep(0.1)
-    assert len(pair.warnings()) == told + 1
+    assert len(pair.warnings()) == warned + 1
     assert "does not answer" in pair.warnings()[-1]
     computed = pair.came_from("none")
     pair.mp.start()

@@ -68,11 +68,11 @@ class Gpu:
             if tokens:
                 submit(name, LoadStoreOp([], [[]], 0, tokens), event)
         self.worker.poll()
-        told = self.worker.report()
+        report = self.worker.report()
         while self.clock.now_s < until_s:  # the watching thread looks each millisecond
             self.clock.now_s += 0.001
             self.worker.watch.poll()
-        return [*told.loads, *told.stores] if told is not None else []
+        return [*report.loads, *report.stores] if report is not None else []
 
 
 def seconds(tokens: int) -> float:

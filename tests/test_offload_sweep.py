@@ -18,7 +18,7 @@ from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.retention.baselines import no_retention
 from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.types import QueueEntry, Retention
-from experiments.offload_sweep import Engine, at_rate, main, plans_named, seeds_of
+from experiments.offload_sweep import ALL, NAMES, TABLES, Engine, at_rate, main, plans_named, seeds_of
 from experiments.server import ServerError
 from experiments.sweep import conditions
 from experiments.sweep.cases import ENDLESS, ORACLE, PEERS, STOCK, Live, Point, SweepError
@@ -350,3 +350,9 @@ def test_the_command_lists_its_figures() -> None:
     command = [sys.executable, "-m", "experiments.offload_sweep", "fig99"]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     assert said.returncode == 1 and "figure 'fig99' is not known" in said.stderr
+
+
+def test_the_help_names_every_figure_that_each_engine_takes() -> None:
+    simulated, live, either = (part.split(": ")[1].split(", ") for part in NAMES.split("; "))
+    assert plans_named(live, Engine.LIVE) == LIVE_PLANS and either == [ALL]
+    assert plans_named(simulated) == PLANS and {*TABLES} < {*simulated}
