@@ -14,6 +14,7 @@ model's next token is a function of the key.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,6 +31,8 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+TAKES_BATCH = "input_batch" in inspect.signature(ActiveKVConnector.pre_forward).parameters  # vLLM 0.32 on
 
 VOCABULARY = 3000
 NO_DRAFT = -1  # vLLM's placeholder: the worker has drafted itself, or has nothing to draft from
@@ -151,7 +154,11 @@ class Worker:
         self.replays += bool(is_replay and output.has_sync_kv_loads)
         # a FULL graph is replayed outside of a forward context
         with nullcontext() if is_replay else set_forward_context(metadata, self._vllm_config):
-            active.pre_forward(output, batch, attn_metadata=metadata if is_replay else None)
+            replayed = {"attn_metadata": metadata} if is_replay else {}
+            if TAKES_BATCH:
+                active.pre_forward(output, batch, **replayed)
+            else:
+                active.pre_forward(output, request_ids=batch.req_ids, num_tokens=tokens, **replayed)
             yield moved
         active.finish_forward()
         moved.append(active.post_forward(output.finished_req_ids))

