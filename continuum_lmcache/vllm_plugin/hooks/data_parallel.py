@@ -6,9 +6,9 @@ ones to the same rank. API servers share no tables: where there are several, whi
 N > 1, a program's rank is a keyed hash of its name. Requests without a program go to vLLM's choice, and
 so do requests that name a rank.
 
-Seam, read on vLLM 0.32: DPLBAsyncMPClient.get_core_engine_for_request(request), .core_engines (by rank),
-.client_count, .reqs_in_flight, .vllm_config; EngineCoreRequest.sampling_params, .cache_salt, .session_id,
-.data_parallel_rank.
+Seam, checked on vLLM 0.30 to 0.33: DPLBAsyncMPClient.get_core_engine_for_request(request), .core_engines
+(by rank), .client_count, .reqs_in_flight, .vllm_config; EngineCoreRequest.sampling_params, .cache_salt,
+.session_id, .data_parallel_rank.
 """
 
 from __future__ import annotations
