@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from continuum_lmcache.admission.prefill_chunk import (
     LEAST_STEPS,
+    PROMPT_TOKENS,
     SMALLEST_TOKENS,
     PrefillChunkTuner,
     StepTimes,
@@ -69,7 +70,7 @@ def test_a_curve_that_is_too_slow_leaves_no_negative_fixed_time() -> None:
 
 def test_a_profile_in_which_tokens_cost_nothing_leaves_all_to_the_fixed_time() -> None:
     times = StepTimes()
-    for _ in range(LEAST_STEPS):
+    for _ in range(2 * LEAST_STEPS):
         times.on_prompts(0.030, 500, 0.0)
         times.on_decodes(0.030, 1.0)
     assert times.prompt_s() == (pytest.approx(0.030), 0.0)
@@ -90,11 +91,24 @@ def test_a_machine_that_became_slower_is_noticed_within_some_hundred_steps() -> 
     assert times.prompt_s()[0] > 0.1
 
 
-def test_until_enough_steps_were_seen_or_where_nothing_decodes_the_budget_is_vllms_own() -> None:
-    assert tuner(measured(steps=LEAST_STEPS - 1)).budget_tokens(10, 10, 0) == 8192
-    assert tuner(measured()).budget_tokens(0, 3, 0) == 8192
-    assert PrefillChunkTuner(8192, measured()).budget_tokens(10, 10, 0) == 8192, "nothing was decoded"
-    assert tuner(measured()).budget_tokens(10, 10, 0) < 8192
+def test_until_enough_steps_were_seen_or_where_nothing_decodes_no_prompt_is_cut() -> None:
+    assert tuner(measured(steps=LEAST_STEPS - 1)).budget_tokens(10, 10, 0) == 10 + PROMPT_TOKENS
+    assert tuner(measured()).budget_tokens(0, 3, 0) == PROMPT_TOKENS
+    assert PrefillChunkTuner(8192, measured()).budget_tokens(10, 10, 0) == 10 + PROMPT_TOKENS, "none decoded"
+    assert tuner(measured()).budget_tokens(10, 10, 0) < PROMPT_TOKENS
+
+
+@pytest.mark.parametrize("most_tokens", [512, PROMPT_TOKENS])
+def test_a_budget_of_2048_tokens_or_less_stays_vllms_own(most_tokens: int) -> None:
+    for times in (measured(steps=LEAST_STEPS - 1), measured()):
+        assert tuner(times, most_tokens=most_tokens).budget_tokens(10, 10, waiting=400) == most_tokens
+        assert tuner(times, most_tokens=most_tokens).budget_tokens(0, 3, 0) == most_tokens
+
+
+def test_the_more_turns_wait_the_more_prompts_share_a_step() -> None:
+    """Its fixed part is that of 100 tokens, and a prompt has 2,048: 2 * sqrt(2048 * 100 * (1 + waiting))."""
+    budgets = [tuner(measured()).budget_tokens(0, 3, waiting) for waiting in (0, 20, 200)]
+    assert budgets == [PROMPT_TOKENS, pytest.approx(4147, rel=0.02), 8192]
 
 
 def test_the_chunk_follows_what_prompts_need_beside_the_decodes() -> None:

@@ -8,8 +8,13 @@ time of the prompt tokens that come per decoded token. So a smaller chunk pays i
 
     R * (inter-token time + prompt time per decoded token / 2 - F) > (1 + waiting turns) * F
 
+Where it does not, all prompts that share a step still end with it. In two halves of a step of B tokens,
+B / 2P prompts of P tokens end B / 2 tokens earlier, and all turns that wait end F later. So halves pay beyond
+
+    B = 2 * sqrt(P * (1 + waiting turns) * F / time of a prompt's token)
+
 All times are measured in the running server, since they depend on the card, the model, the connector and the
-server's own work. Until enough steps were seen the budget is vLLM's. Figures: experiments/LOG.md, 2026-11-24.
+server's own work. Until enough steps were seen no prompt is cut. Figures: experiments/LOG.md, 2026-11-25.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import math
 from dataclasses import dataclass, field
 
 SMALLEST_TOKENS = 128  # of a chosen chunk: below it a card's step takes the time of reading the weights
+PROMPT_TOKENS = 2048  # P above, assumed; so many at least in a step whose prompts are not cut
 LEAST_STEPS = 20  # with prompts, and with decodes, before a chunk is chosen
 STEP_DECAY = 0.998  # each step: half of the weight is younger than 350 steps
 PROMPT_DECAY = 0.99995  # each step: minutes. With a faster one, too small a chunk would confirm itself
@@ -82,7 +88,7 @@ class StepTimes:
 class PrefillChunkTuner:
     """The budget of a step, from the times of earlier ones and the tokens of earlier prompts and decodes."""
 
-    most_tokens: int  # vLLM's own budget: never more
+    most_tokens: int  # vLLM's own budget
     times: StepTimes = field(default_factory=StepTimes)
     _prompt_tokens: float = 0.0
     _decode_tokens: float = 0.0
@@ -100,13 +106,18 @@ class PrefillChunkTuner:
         for all `running` turns: prompts that pile up leave few decodes, and would get less and less. And a
         chunk takes no less time than its step's fixed part, so a prompt takes at most twice its time.
         """
-        if not decoding or not self._decode_tokens or not self.times.are_known:
-            return self.most_tokens
+        if not self.times.are_known:
+            return min(self.most_tokens, decoding * each + PROMPT_TOKENS)
         fixed_s, token_s = self.times.prompt_s()
+        fixed_tokens = math.ceil(fixed_s / max(token_s, 1e-9))
+        shared = round(2 * math.sqrt(PROMPT_TOKENS * (1 + waiting) * fixed_tokens))
+        uncut = min(self.most_tokens, decoding * each + max(PROMPT_TOKENS, shared))
+        if not decoding or not self._decode_tokens:
+            return uncut
         pace = self._prompt_tokens / self._decode_tokens  # prompt tokens per decoded one
         turns = max(decoding, running)
         gain_s = turns * (each * (self.times.inter_token_s + token_s * pace / 2) - fixed_s)
         if gain_s <= (1 + waiting) * fixed_s:
-            return self.most_tokens
-        chunk = max(SMALLEST_TOKENS, round(pace * turns * each), math.ceil(fixed_s / max(token_s, 1e-9)))
+            return uncut
+        chunk = max(SMALLEST_TOKENS, round(pace * turns * each), fixed_tokens)
         return min(self.most_tokens, decoding * each + chunk)
