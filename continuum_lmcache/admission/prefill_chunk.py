@@ -10,8 +10,7 @@ time of the prompt tokens that come per decoded token. So a smaller chunk pays i
 
 Where it does not, all prompts that share a step still end with it. In two halves of a step of B tokens,
 B / 2P prompts of P tokens end B / 2 tokens earlier, and all turns that wait end F later. So halves pay beyond
-
-    B = 2 * sqrt(P * (1 + waiting turns) * F / time of a prompt's token)
+B = 2 * sqrt(P * (1 + waiting turns) * F / time of a prompt's token).
 
 All times are measured in the running server, since they depend on the card, the model, the connector and the
 server's own work. Until enough steps were seen no prompt is cut. Figures: experiments/LOG.md, 2026-11-25.
