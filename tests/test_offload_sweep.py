@@ -284,6 +284,7 @@ def test_two_agents_traces_run_live_with_a_disk_and_without_against_order_publis
     assert max(program.context_tokens for program in fitted[0].programs()) <= 4096
 
 
+@pytest.mark.usefixtures("traces")
 def test_agents_traces_run_live_over_lmcaches_server_with_a_dram_that_holds_every_program() -> None:
     cases = [case for case in LIVE_PLANS["agents-mp"].cases(Size.DEFAULT, [3]) if isinstance(case, Live)]
     assert len(cases) == 2 * 4 and {case.contender for case in cases} >= {STOCK, "continuum"}
