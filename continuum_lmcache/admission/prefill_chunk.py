@@ -13,7 +13,7 @@ B / 2P prompts of P tokens end B / 2 tokens earlier, and all turns that wait end
 B = 2 * sqrt(P * (1 + waiting turns) * F / time of a prompt's token).
 
 All times are measured in the running server, since they depend on the card, the model, the connector and the
-server's own work. Until enough steps were seen no prompt is cut. Figures: experiments/LOG.md, 2026-11-25.
+server's own work. Until enough steps were seen a step has P prompt tokens. Figures: experiments/LOG.md.
 """
 
 from __future__ import annotations
