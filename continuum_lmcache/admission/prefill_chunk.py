@@ -87,7 +87,7 @@ class StepTimes:
 class PrefillChunkTuner:
     """The budget of a step, from the times of earlier ones and the tokens of earlier prompts and decodes."""
 
-    most_tokens: int  # vLLM's own budget
+    most_tokens: int  # vLLM's own budget: never more
     times: StepTimes = field(default_factory=StepTimes)
     _prompt_tokens: float = 0.0
     _decode_tokens: float = 0.0
@@ -119,4 +119,4 @@ class PrefillChunkTuner:
         if gain_s <= (1 + waiting) * fixed_s:
             return uncut
         chunk = max(SMALLEST_TOKENS, round(pace * turns * each), fixed_tokens)
-        return min(self.most_tokens, decoding * each + chunk)
+        return min(self.most_tokens, decoding * each + chunk)  # where prompts pile up, above `uncut`
