@@ -182,7 +182,7 @@ class SpanServer:
         self.evict(1)
 
     def _server_module_call(self, _: Any) -> ServerModuleCallResponse:
-        reply = ChangesReply("epoch", 0, False, [], [], 1 << 40, None, 1.0, LEASE_S, "blake3", self.now_s)
+        reply = ChangesReply("epoch", 0, False, [], [], 1 << 40, None, 1 << 40, LEASE_S, "blake3", self.now_s)
         return ServerModuleCallResponse(True, msgspec.msgpack.encode(reply), "")
 
     def _names(self, key: Any, start: int, end: int) -> list[int]:

@@ -174,8 +174,10 @@ class MpEngine:
 class MpRig(MpEngine):
     """One server and one engine."""
 
-    def __init__(self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str) -> None:
-        super().__init__(MpServer(directory, dram_chunks, ssd_chunks, *more))
+    def __init__(
+        self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str, **options: float
+    ) -> None:
+        super().__init__(MpServer(directory, dram_chunks, ssd_chunks, *more, **options))
 
     def close(self) -> None:
         """The server's loops check once a second whether they should end; this does not wait for them."""
@@ -194,8 +196,8 @@ def mp_rigs(directory: Path) -> Iterator[Callable[..., MpRig]]:
     """Makes rigs; each is checked and closed in the end."""
     made: list[MpRig] = []
 
-    def make(dram_chunks: int = 16, ssd_chunks: int = 64, *more: str) -> MpRig:
-        made.append(MpRig(directory / str(len(made)), dram_chunks, ssd_chunks, *more))
+    def make(dram_chunks: int = 16, ssd_chunks: int = 64, *more: str, **options: float) -> MpRig:
+        made.append(MpRig(directory / str(len(made)), dram_chunks, ssd_chunks, *more, **options))
         return made[-1]
 
     yield make

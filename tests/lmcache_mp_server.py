@@ -50,14 +50,17 @@ class PatientWorker(MpWorkerSide):
 class MpServer:
     """The real server, in this process."""
 
-    def __init__(self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str) -> None:
+    def __init__(
+        self, directory: Path, dram_chunks: int, ssd_chunks: int, *more: str, watermark: float = 1.0
+    ) -> None:
+        """`watermark`: the share of both tiers above which LMCache's own loops evict too."""
         self.port, self.dram_chunks, self.ssd_chunks = reserved_port(), dram_chunks, ssd_chunks
         l2 = {
             "type": "fs_native",
             "base_path": str(directory),
             "num_workers": 1,
             "max_capacity_gb": 2 * ssd_chunks * PAGE / GIB,
-            "eviction": {"eviction_policy": "LRU", "trigger_watermark": 1.0},
+            "eviction": {"eviction_policy": "LRU", "trigger_watermark": watermark},
         }
         parser = argparse.ArgumentParser()
         for add in (
@@ -72,7 +75,12 @@ class MpServer:
             [
                 *("--host", "127.0.0.1", "--port", str(self.port), "--chunk-size", str(CHUNK)),
                 *("--l1-size-gb", str(size_gib), "--eviction-policy", "LRU"),
-                *("--eviction-trigger-watermark", "1.0", "--supported-transfer-mode", "engine_driven"),
+                *(
+                    "--eviction-trigger-watermark",
+                    str(watermark),
+                    "--supported-transfer-mode",
+                    "engine_driven",
+                ),
                 *("--shm-name", f"continuum-{os.getpid()}-{self.port}"),
                 *("--l2-adapter", json.dumps(l2), "--l2-prefetch-policy", "retain"),
                 *("--server-module", json.dumps({"module_path": MODULE})),

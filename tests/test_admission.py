@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from continuum_lmcache.admission.context_growth import PRIOR_TURNS, ContextGrowth
-from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity, kv_capacity
+from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.admission.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
 from continuum_lmcache.programs.end_claims import LEAST_CLAIMS, EndClaim, EndClaims
 from continuum_lmcache.retention.queue_order import line_rank
-from continuum_lmcache.types import ProgramId, Tier
+from continuum_lmcache.types import ProgramId
 
 A, B, C = (ProgramId(name) for name in "abc")
 MAX_WAIT_S = 60.0
@@ -26,7 +26,7 @@ class AsTold(ContextGrowth):
         return float(gpu_tokens)
 
 
-def admission(active_tokens: int = 100_000, started_tokens: float = 100_000) -> AdmissionController:
+def admission(active_tokens: int = 100_000, started_tokens: int = 100_000) -> AdmissionController:
     """One that has seen programs of 9 turns, each 1,000 tokens longer than the last."""
     growth = AsTold()
     for _ in range(500):
@@ -201,17 +201,12 @@ def test_a_program_in_line_is_judged_by_its_own_tokens_once_its_head_is_known() 
     assert at.context_tokens == 40_000 + 3 * 4_000, "the first one too, from its next turn on"
 
 
-def test_the_limits_follow_the_largest_tier() -> None:
-    assert kv_capacity(1000, {}) == KVCapacity(1000, 0.0)
-    assert kv_capacity(1000, {Tier.DRAM: 500, Tier.SSD: 4000}).tier_tokens == pytest.approx(3600)
-
-
 @pytest.mark.parametrize(
     ("started_tokens", "favors_started", "starts"),
     [(300_000, False, 3), (300_000, True, 1), (199_000, False, 1)],
 )
 def test_where_a_tier_has_much_more_room_and_no_program_goes_first_the_tier_alone_limits(
-    started_tokens: float, favors_started: bool, starts: int
+    started_tokens: int, favors_started: bool, starts: int
 ) -> None:
     at = admission(started_tokens=started_tokens)
     at.favors_started = lambda: favors_started

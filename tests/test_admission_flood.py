@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
-from continuum_lmcache.admission.controller import AdmissionController, PendingProgram, kv_capacity
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity, PendingProgram
 from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.types import ProgramId
 
@@ -43,7 +43,7 @@ def victims_wait_s(
     Each of these ends after its one turn. The attacker does not report it. Prompts of four tokens take no
     time by themselves: `prompt_share` is that of others.
     """
-    admission = AdmissionController(kv_capacity(72 * 128, {}), MAX_WAIT_S, order, learned())
+    admission = AdmissionController(KVCapacity(72 * 128), MAX_WAIT_S, order, learned())
     came: dict[ProgramId, float] = {}
     waits_s: list[float] = []
     later: list[tuple[float, int, Callable[[float], object]]] = []

@@ -25,7 +25,7 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
 from lmcache_mp_rig import MpEngine, MpRig, op
-from lmcache_mp_server import CHUNK, MpServer, patient
+from lmcache_mp_server import CHUNK, PAGE, MpServer, patient
 from lmcache_rig import Clock, prompt
 from waiting import wait_for
 
@@ -155,7 +155,7 @@ def reply_to(log: TierChangeLog, mirror: MpTierMirror) -> ChangesReply:
     """The module's answer to a mirror."""
     known = mirror.epoch == log.epoch and log.has_all_after(mirror.number)
     changes = log.since(("m", 2), mirror.number) if known else log.snapshot(("m", 2))
-    return ChangesReply(log.epoch, log.number, not known, changes, [], 1, None, 0.2, 300.0, "blake3")
+    return ChangesReply(log.epoch, log.number, not known, changes, [], 1, None, 1, 300.0, "blake3")
 
 
 class Heard:
@@ -438,11 +438,24 @@ def test_reading_l2_is_timed_and_counted_as_the_disks(mp_rig: Make) -> None:
     assert load.tier is Tier.SSD and load.tokens == 2 * CHUNK and load.duration_s > 0
 
 
-def test_capacities_are_the_servers(mp_rig: Make) -> None:
-    rig = mp_rig(8, 16)
-    held = rig.tiers.capacity_tokens()
-    assert held[Tier.DRAM] == (8 + 32) * 4096 // rig.bytes_per_token
-    assert held[Tier.SSD] == 2 * 16 * 4096 // rig.bytes_per_token
+def test_capacities_are_what_the_server_holds_before_it_evicts(mp_rig: Make) -> None:
+    """LMCache's own loops evict above the watermark, once a second; a tier is never full for longer."""
+    rig = mp_rig(8, 4, watermark=0.5)
+    chunk_bytes = {Tier.DRAM: PAGE, Tier.SSD: CHUNK * rig.bytes_per_token}  # that the server counts
+    capacity = {
+        tier: tokens * rig.bytes_per_token // chunk_bytes[tier]
+        for tier, tokens in rig.tiers.capacity_tokens().items()
+    }
+    assert capacity == {Tier.DRAM: (8 + 32) // 2, Tier.SSD: 4 * PAGE // chunk_bytes[Tier.SSD]}
+    for program in range(16):
+        rig.run(prompt(program, 2))
+
+    def held() -> dict[Tier, int]:
+        return dict(zip((Tier.DRAM, Tier.SSD), map(len, rig.server.held()), strict=True))
+
+    assert max(held().values()) > max(capacity.values())
+    wait_for(lambda: all(held()[tier] <= capacity[tier] for tier in capacity))
+    assert all(held()[tier] > capacity[tier] / 2 for tier in capacity)
 
 
 # ---- settings
@@ -473,7 +486,7 @@ def test_defaults_fill_what_the_user_left_open() -> None:
     assert with_defaults(extra) == (extra, {})
 
 
-ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 0.2, 300.0, "blake3")
+ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 1, 300.0, "blake3")
 
 
 @pytest.mark.parametrize(

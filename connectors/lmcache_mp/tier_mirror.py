@@ -166,7 +166,7 @@ class MpTiers:
         return taken
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """For all ranks together: L1 and L2 hold every rank's pieces."""
+        """Before they evict, for all ranks together: L1 and L2 hold every rank's pieces."""
         sizes = {Tier.DRAM: self._first.dram_bytes, Tier.SSD: self._first.ssd_bytes or 0}
         return {tier: size // self._bytes_per_token for tier, size in sizes.items() if size}
 

@@ -44,9 +44,9 @@ class ChangesReply(msgspec.Struct, frozen=True):
     is_snapshot: bool
     changes: list[NumberedChange]
     lookups: list[LookupResult]
-    dram_bytes: int
-    ssd_bytes: int | None  # None: an adapter reports no size, such as `fs`
-    dram_spare_share: float  # of L1, kept free by eviction for reads from L2
+    dram_bytes: int  # that L1 holds before it evicts
+    ssd_bytes: int | None  # the same of L2; None: an adapter reports no size, such as `fs`
+    dram_spare_bytes: int  # of L1, kept free by eviction for reads from L2
     read_lease_s: float  # for how long a lookup locks what it found
     hash_algorithm: str
     clock_s: float = 0.0  # of the server's machine, at the answer

@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
 from continuum_lmcache.admission.shared_prefixes import SharedPrefix, SharedPrefixesInUse, SharedPrefixIndex
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.types import ProgramId, Tier
+from continuum_lmcache.types import ProgramId
 
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
-ROOMY_TIMES = 2.0  # the GPU's cache; in a tier of 1.35 turn-taking costs 3 %, in 3.6 it gains (LOG.md)
-TIER_SHARE = 0.9  # of the tier: an LRU that is nearly full drops what is needed next
+ROOMY_TIMES = 2.0  # the GPU's cache; in a tier of 1.5 turn-taking costs 3 %, in 4 it gains (LOG.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +32,7 @@ class KVCapacity:
     """How many tokens' KV the admitted programs may need."""
 
     gpu_tokens: int  # for the active programs
-    tier_tokens: float = 0.0  # for all started ones, if more than the GPU has
-
-
-def kv_capacity(gpu_tokens: int, tier_tokens: Mapping[Tier, int]) -> KVCapacity:
-    """The capacity of a GPU with these tiers below it. Name only tiers from which a reload is cheap."""
-    return KVCapacity(gpu_tokens, TIER_SHARE * max(tier_tokens.values(), default=0))
+    tier_tokens: int = 0  # for all started ones, if more than the GPU has: the largest cheap tier's
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ class ReplicaReport:
     at_s: float  # time of the figures, on the fleet's clock
     gpu_tokens: int  # that the GPU's KV cache holds: continuum_gpu_capacity_tokens
     requests: int = 0  # vllm:num_requests_waiting and vllm:num_requests_running together
-    tier_tokens: float = 0.0  # the tiers' room for started programs (admission.kv_capacity); 0: none
+    tier_tokens: int = 0  # the largest tier's, for started programs
     headroom_tokens: float | None = None  # continuum_admission_headroom_tokens; stock vLLM has None
     pending_programs: int = 0  # new programs that the replica itself holds: continuum_programs_held
     oldest_returning_wait_s: float = 0.0  # continuum_oldest_returning_wait_seconds; 0: no later turn waits

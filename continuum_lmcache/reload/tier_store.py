@@ -63,7 +63,7 @@ class TierStore(Protocol):
         """The transfers since the last call, oldest first."""
 
     def capacity_tokens(self) -> Mapping[Tier, int]:
-        """How many tokens each tier can hold; a missing tier is not in the mapping."""
+        """How many tokens each tier holds before it evicts; a missing tier is not in the mapping."""
 
 
 @runtime_checkable

@@ -59,14 +59,14 @@ class RetentionAdvisor:
         expensive_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
         return self.config.priced_pins and reload_s >= expensive_s
 
-    def cheap_tiers(self, async_loads: bool) -> dict[Tier, int]:
-        """How many tokens each tier can hold, without tiers from which a reload takes as long as computing;
-        where steps wait for loads, so that each delays all turns, half as long."""
-        whole = {t: n for t, n in self.survival.capacity_tokens.items() if n > 0}
+    def cheap_tier_tokens(self, async_loads: bool) -> int:
+        """How many tokens the largest tier can hold from which a reload takes less time than computing; where
+        steps wait for loads, so that each delays all turns, less than half of that time."""
         where = {Tier.DRAM: Residency(0, TYPICAL_TOKENS, 0, TYPICAL_TOKENS)}
         where[Tier.SSD] = Residency(0, 0, TYPICAL_TOKENS, TYPICAL_TOKENS)
         expensive_s = (1.0 if async_loads else CHEAP_SHARE) * self.rates.costs.prefill_s(TYPICAL_TOKENS)
-        return {t: n for t, n in whole.items() if self.rates.costs.reload_s(where[t]) < expensive_s}
+        tiers = self.survival.capacity_tokens.items()
+        return max((n for t, n in tiers if self.rates.costs.reload_s(where[t]) < expensive_s), default=0)
 
     def expected_s(self, tool: ToolKey) -> float:
         """For how long a program in a call of `tool` is still expected back, by the observed gaps."""

@@ -44,7 +44,7 @@ def replica_report(replica: str, gpu_tokens: int, gauges: GaugeValues) -> Replic
         at_s=0.0,
         gpu_tokens=int(gauges.get((CAPACITY, ""), gpu_tokens)),
         requests=int(sum(gauges.get((each, ""), 0.0) for each in REQUESTS)),
-        tier_tokens=max((tokens for (name, _), tokens in gauges.items() if name == TIER), default=0.0),
+        tier_tokens=int(max((tokens for (name, _), tokens in gauges.items() if name == TIER), default=0)),
         headroom_tokens=gauges.get((HEADROOM, "")),
         pending_programs=int(gauges.get((HELD, ""), 0.0)),
         oldest_returning_wait_s=gauges.get((WAIT, ""), 0.0),

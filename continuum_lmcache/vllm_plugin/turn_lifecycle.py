@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache.admission.controller import AdmissionController, kv_capacity
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
 from continuum_lmcache.admission.shared_prefixes import SharedPrefixIndex
 from continuum_lmcache.programs.divergence import TurnKind
 from continuum_lmcache.programs.end_claims import EndClaim, EndClaims
@@ -102,7 +102,7 @@ class TurnLifecycle:
         )
         self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
         self.admission = AdmissionController(
-            kv_capacity(self.kv_tokens, advisor.cheap_tiers(residency.async_loads)),
+            KVCapacity(self.kv_tokens, advisor.cheap_tier_tokens(residency.async_loads)),
             config.admission_max_hold_s,
             advisor.admission_order,
             shared_prefixes=self._shared_prefixes,

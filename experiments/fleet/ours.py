@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from continuum_lmcache.admission.controller import TIER_SHARE
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.fleet.fleet import Fleet, Held, Route
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
@@ -71,13 +70,13 @@ def report(now_s: float, replica: Replica) -> ReplicaReport:
     lifecycle = getattr(replica.scheduler, "_lifecycle", None)
     if lifecycle is None:
         store = replica.store
-        chunks = 0.0 if store is None else store.dram.capacity * store.spec.chunk_tokens
+        tokens = 0 if store is None else int(store.dram.capacity * store.spec.chunk_tokens)
         return ReplicaReport(
             replica=name_of(replica.index),
             at_s=now_s,
             gpu_tokens=replica.kv_tokens,
             requests=requests,
-            tier_tokens=TIER_SHARE * chunks,
+            tier_tokens=tokens,
             returning_first=False,
             costs=replica.engine.setup.machine.costs,
         )

@@ -170,6 +170,9 @@ class MpTierModule:
         evictions = status["l1_eviction_controllers"].values()
         self._read_lease_s = float(min(l1["read_ttl_seconds"] for l1 in status["l1_managers"].values()))
         self._spare_share = 1.0 - max(float(eviction["trigger_watermark"]) for eviction in evictions)
+        disks = status["l2_eviction_controller"]["adapters"]
+        spare = ((1.0 - disk["trigger_watermark"]) * max(0, disk["total_capacity_bytes"]) for disk in disks)
+        self._ssd_spare_bytes = round(sum(spare))
 
     def report_status(self) -> dict[str, Any]:
         return {"continuum_tiers": {"epoch": self._log.epoch, "number": self._log.number}}
@@ -186,7 +189,7 @@ class MpTierModule:
         request = msgspec.msgpack.decode(payload, type=ChangesRequest)
         owner, log = (request.model, request.world_size), self._log
         # sizes first: LMCache takes L1's lock before the log's when it reports a change, so never after it
-        dram_bytes, ssd_bytes = self._sizes()
+        dram_bytes, dram_spare_bytes, ssd_bytes = self._sizes()
         with log.lock:
             known = request.epoch == log.epoch and log.has_all_after(request.number)
             reply = ChangesReply(
@@ -197,7 +200,7 @@ class MpTierModule:
                 lookups=self._lookups.since(request.number) if known else [],
                 dram_bytes=dram_bytes,
                 ssd_bytes=ssd_bytes,
-                dram_spare_share=self._spare_share,
+                dram_spare_bytes=dram_spare_bytes,
                 read_lease_s=self._read_lease_s,
                 hash_algorithm=self.context.token_hasher.hash_algorithm_name,
                 clock_s=time.monotonic(),
@@ -206,11 +209,15 @@ class MpTierModule:
             )
         return msgspec.msgpack.encode(reply)
 
-    def _sizes(self) -> tuple[int, int | None]:
-        """L1's bytes, and L2's if every adapter has a size."""
+    def _sizes(self) -> tuple[int, int, int | None]:
+        """The bytes that L1 holds before it evicts, the rest of it, and the bytes that L2 holds before it
+        evicts, if every adapter has a size. Above its watermark LMCache evicts within a second."""
         storage = self.context.storage_manager
+        dram_bytes = storage.get_l1_usage()[1]
+        spare_bytes = round(self._spare_share * dram_bytes)
         disks = [adapter.get_usage().total_capacity_bytes for _, adapter in storage.l2_adapters()]
-        return storage.get_l1_usage()[1], sum(disks) if all(disks) else None
+        ssd_bytes = sum(disks) - self._ssd_spare_bytes if all(disks) else None
+        return dram_bytes - spare_bytes, spare_bytes, ssd_bytes
 
 
 def build_server_modules(build: Any) -> MpTierModule:

@@ -77,7 +77,7 @@ GAUGES = {  # the label's name last; "" where there is none
         "Prefill curve: seconds per pair of a new token and a token that it attends to",
         "",
     ),
-    "tier_capacity": ("continuum_tier_capacity_tokens", "Capacity of a tier in tokens", "tier"),
+    "tier_capacity": ("continuum_tier_capacity_tokens", "Tokens that a tier holds before it evicts", "tier"),
     "delay": (
         "continuum_eviction_delay_seconds",
         "T of eq. 2: mean queueing delay of turns whose KV was evicted",
