@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -67,7 +68,9 @@ class MpEngine:
         client.end_session = lambda request_id: self._ends.append(end_session(request_id))
         for adapter in (self.scheduler, self.adapter):
             adapter._ensure_heartbeat_started = lambda: None
-        self.follower = TierPoller(patient(caller(client)), ChangesRequest(MODEL, 1), clock=Clock())
+        self.follower = TierPoller(
+            patient(caller(client)), ChangesRequest(MODEL, 1, scheduler=uuid.uuid4().hex), clock=Clock()
+        )
         reply = first_answer(self.follower)
         self.tiers = MpTiers(
             self.follower, reply, TokenHasher(CHUNK, reply.hash_algorithm), self.bytes_per_token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,20 @@ from tier_bench import TierBench
 from continuum_lmcache.admission.controller import AdmissionController
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner, StepTimes
 from continuum_lmcache.admission.prefill_share import PrefillShare
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.types import ProgramId, Tier
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
+from continuum_lmcache.vllm_plugin.turn_lifecycle import REFRESH_S
 from experiments.sweep.oracle import TrueSizesAdmission, true_sizes_of
 from experiments.trust.soak_scheduler import tables
 
 Make = Callable[..., Bench]
+DRAM = {
+    "kv_connector": "FakeConnector",
+    "kv_connector_module_path": "connectors.fake",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK, "fake.async": True},
+}
 
 
 @pytest.fixture
@@ -28,9 +36,11 @@ def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
     """A bench under this project's own policy; checks at the end that nothing leaked."""
     made: list[Bench] = []
 
-    def build(blocks: int = 20, budget_tokens: int = 2048, **values: Any) -> Bench:
+    def build(
+        blocks: int = 20, budget_tokens: int = 2048, transfer: dict[str, Any] | None = None, **values: Any
+    ) -> Bench:
         settings(policy="continuum", **values)
-        made.append(Bench(ContinuumScheduler, model, blocks, budget_tokens))
+        made.append(Bench(ContinuumScheduler, model, blocks, budget_tokens, transfer))
         return made[-1]
 
     yield build
@@ -49,6 +59,20 @@ def held(bench: Bench) -> list[str]:
 
 def send_programs(bench: Bench, programs: int, tokens: int = 100, out: int = 4) -> list[str]:
     return [bench.send(f"p{i}", prompt(tokens, i), out=out) for i in range(programs)]
+
+
+def test_the_room_in_a_tier_follows_its_size_which_shrinks_as_other_engines_come_to_share_it(
+    make: Make,
+) -> None:
+    bench = make(transfer=DRAM)
+    lifecycle, store = bench.lifecycle, bench.scheduler.connector.scheduler_side.store
+    whole_tokens = lifecycle.admission.capacity.tier_tokens
+    assert whole_tokens == bench.scheduler.connector.capacity_tokens()[Tier.DRAM]
+    store.spec = replace(store.spec, dram_bytes=store.spec.dram_bytes / 4)
+    bench.advance(REFRESH_S)
+    bench.step()
+    assert lifecycle.admission.capacity.tier_tokens == pytest.approx(whole_tokens / 4, abs=BLOCK)
+    assert lifecycle.advisor.survival.capacity_tokens == bench.scheduler.connector.capacity_tokens()
 
 
 def test_programs_beyond_the_room_wait_and_all_of_them_are_served(make: Make) -> None:

@@ -25,12 +25,13 @@ from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
 from lmcache_mp_rig import MpEngine, MpRig, op
-from lmcache_mp_server import CHUNK, PAGE, MpServer, patient
+from lmcache_mp_server import CHUNK, MODEL, PAGE, MpServer, patient
 from lmcache_rig import Clock, prompt
 from waiting import wait_for
 
 from connectors.lmcache_mp import startup, tier_mirror
 from connectors.lmcache_mp.load_join import LoadLookupJoin
+from connectors.lmcache_mp.server import module
 from connectors.lmcache_mp.server.deadline import with_deadline
 from connectors.lmcache_mp.server.module import TierChangeLog
 from connectors.lmcache_mp.settings import with_defaults
@@ -456,6 +457,25 @@ def test_capacities_are_what_the_server_holds_before_it_evicts(mp_rig: Make) -> 
     assert max(held().values()) > max(capacity.values())
     wait_for(lambda: all(held()[tier] <= capacity[tier] for tier in capacity))
     assert all(held()[tier] > capacity[tier] / 2 for tier in capacity)
+
+
+def test_engines_on_one_server_count_each_on_an_equal_part_of_its_tiers(
+    mp_rig: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = mp_rig()
+    alone = rig.tiers.capacity_tokens()
+    other = MpEngine(rig.server)
+    for engine in (rig, other):
+        engine.follower.poll()
+        assert engine.tiers.capacity_tokens() == {tier: tokens // 2 for tier, tokens in alone.items()}
+    (client,) = other.scheduler.req_clients.values()
+    TierPoller(patient(caller(client)), ChangesRequest(MODEL, 1)).poll()  # as a worker does at its start
+    rig.follower.poll()
+    assert rig.follower.schedulers == 2
+    other.close()
+    monkeypatch.setattr(module, "SILENT_S", 0.0)
+    rig.follower.poll()
+    assert rig.tiers.capacity_tokens() == alone
 
 
 # ---- settings

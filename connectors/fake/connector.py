@@ -114,10 +114,10 @@ class FakeConnector(KVConnectorBase_V1):
         return moved
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """The size of each tier."""
-        store = self.scheduler_side.store
-        tiers = {Tier.DRAM: store.dram, Tier.SSD: store.ssd}
-        chunks = {name: int(min(tier.capacity, UNLIMITED_CHUNKS)) for name, tier in tiers.items()}
+        """The size of each tier; of a tier that several schedulers share, this one's part."""
+        spec = self.scheduler_side.store.spec
+        sizes = {Tier.DRAM: spec.dram_bytes, Tier.SSD: spec.ssd_bytes}
+        chunks = {name: int(min(spec.chunks(size), UNLIMITED_CHUNKS)) for name, size in sizes.items()}
         return {name: n * self.config.chunk_tokens for name, n in chunks.items() if n}
 
     # the scheduler's side of vLLM's interface

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -84,9 +85,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def _start_polling(self, max_model_len: int) -> None:
         adapter = self.scheduler_adapter
         (client,) = adapter.req_clients.values()
-        self._poller = TierPoller(
-            caller(client), ChangesRequest(adapter.model_name, adapter.world_size), self._server_went_down
-        )
+        request = ChangesRequest(adapter.model_name, adapter.world_size, scheduler=uuid.uuid4().hex)
+        self._poller = TierPoller(caller(client), request, self._server_went_down)
         reply = first_answer(self._poller)
         hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, reply.hash_algorithm)
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size

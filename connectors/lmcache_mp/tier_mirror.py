@@ -79,6 +79,7 @@ class TierPoller:
     ) -> None:
         self._call, self._request, self._on_down, self._clock = call, request, on_down, clock
         self.mirror = MpTierMirror()
+        self.schedulers = 1  # that use the server, this one included
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
         self.is_up = True
         self._answered_s = clock()
@@ -110,6 +111,10 @@ class TierPoller:
             reply = decoded(self._call(msgspec.msgpack.encode(request), timeout_s))
             self.mirror.apply_report(reply)
             self.lookups += reply.lookups
+            if reply.schedulers != self.schedulers:
+                text = "vLLM schedulers on LMCache's server: %d; each counts on an equal part of its tiers"
+                logger.info(text, reply.schedulers)
+            self.schedulers = reply.schedulers
             self._answered_s = requested_s
             return reply
 
@@ -166,9 +171,10 @@ class MpTiers:
         return taken
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """Before they evict, for all ranks together: L1 and L2 hold every rank's pieces."""
+        """This scheduler's part, for all its ranks together: L1 and L2 hold every rank's pieces."""
         sizes = {Tier.DRAM: self._first.dram_bytes, Tier.SSD: self._first.ssd_bytes or 0}
-        return {tier: size // self._bytes_per_token for tier, size in sizes.items() if size}
+        token_bytes = self._bytes_per_token * self._poller.schedulers
+        return {tier: size // token_bytes for tier, size in sizes.items() if size}
 
     def apply_report(self, report: MpReport) -> None:
         """Apply the worker's timed loads and stores, and the server's lookups."""

@@ -15,6 +15,7 @@ class ChangesRequest(msgspec.Struct, frozen=True):
     world_size: int  # number of pieces of a chunk's KV
     epoch: str | None = None
     number: int = 0
+    scheduler: str = ""  # a name of its own; "": a worker asks
 
 
 class NumberedChange(msgspec.Struct, frozen=True, array_like=True):
@@ -52,6 +53,7 @@ class ChangesReply(msgspec.Struct, frozen=True):
     clock_s: float = 0.0  # of the server's machine, at the answer
     lmcache: str = ""  # LMCache's version in the server; "": a release that does not send it
     continuum: str = ""  # this package's
+    schedulers: int = 1  # that have asked lately: the tiers are theirs together
 
 
 def chunk_name(chunk_hash: bytes, salt: str) -> bytes:

@@ -59,6 +59,12 @@ class RetentionAdvisor:
         expensive_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
         return self.config.priced_pins and reload_s >= expensive_s
 
+    def resize_tiers(self, capacity_tokens: Mapping[Tier, int]) -> bool:
+        """The same tiers hold so many tokens now. Returns whether that is another size."""
+        is_new = capacity_tokens != self.survival.capacity_tokens
+        self.survival.capacity_tokens = dict(capacity_tokens)
+        return is_new
+
     def cheap_tier_tokens(self, async_loads: bool) -> int:
         """How many tokens the largest tier can hold from which a reload takes less time than computing; where
         steps wait for loads, so that each delays all turns, less than half of that time."""

@@ -98,7 +98,7 @@ class ContinuumMixin(Scheduler):
         self._renewal.renew_due(now_s)  # after admit: a program that starts at once waits for no pin
         if self._pins.pinned:
             self._lifecycle.expire(now_s)
-        self._lifecycle.forget_idle(now_s)
+        self._lifecycle.refresh(now_s)
         self._choose_chunk()
         self._reorder()
         self._reclaimer.on_step_start()

@@ -49,7 +49,7 @@ from continuum_lmcache.vllm_plugin.requests import (
 )
 from continuum_lmcache.vllm_plugin.step_timer import StepTimer
 
-FORGET_EVERY_S = 10.0
+REFRESH_S = 10.0
 
 
 class TurnLifecycle:
@@ -102,7 +102,7 @@ class TurnLifecycle:
         )
         self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
         self.admission = AdmissionController(
-            KVCapacity(self.kv_tokens, advisor.cheap_tier_tokens(residency.async_loads)),
+            self._kv_capacity(),
             config.admission_max_hold_s,
             advisor.admission_order,
             shared_prefixes=self._shared_prefixes,
@@ -112,7 +112,7 @@ class TurnLifecycle:
         self.ignored: Counter[str] = Counter()
         self._prompt_linker = PromptLinker(config.max_programs, hash_block_tokens)
         self._tokenizer = tokenizer
-        self._forget_at_s = 0.0
+        self._refresh_at_s = 0.0
         advisor.listen(self.events)
         self.samples.listen(self.events)
         self.events.subscribe(PinTaken, lambda event: self._rekey(event.pin.program))
@@ -308,14 +308,17 @@ class TurnLifecycle:
         self.events.publish(ProgramEnded(now_s, program, entry.turns if entry is not None else None))
         return entry
 
-    def forget_idle(self, now_s: float) -> None:
-        """Every FORGET_EVERY_S: drop programs without a turn for `program_idle_s`.
+    def refresh(self, now_s: float) -> None:
+        """Every REFRESH_S: drop programs without a turn for `program_idle_s`, and resize the tiers.
 
-        The time since such a program's last tool call is a lower bound of that call's duration.
+        The time since such a program's last tool call is a lower bound of that call's duration. Of tiers that
+        several engines share, each has the less, the more of them run.
         """
-        if now_s < self._forget_at_s:
+        if now_s < self._refresh_at_s:
             return
-        self._forget_at_s = now_s + FORGET_EVERY_S
+        self._refresh_at_s = now_s + REFRESH_S
+        if self.advisor.resize_tiers(self.residency.capacity_tokens()):
+            self.admission.capacity = self._kv_capacity()
         for program in self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned):
             entry = self._drop_program(now_s, program)
             if entry is not None and entry.finished_s is not None:
@@ -381,6 +384,9 @@ class TurnLifecycle:
         """Raise InvariantError unless the tables balance."""
         for table in (self.programs, self.pins, self.admission):
             table.check()
+
+    def _kv_capacity(self) -> KVCapacity:
+        return KVCapacity(self.kv_tokens, self.advisor.cheap_tier_tokens(self.residency.async_loads))
 
     def _rekey(self, program: ProgramId) -> None:
         """The place of the program's waiting turns in the queue has changed, preempted ones too."""

@@ -32,6 +32,7 @@ from connectors.lmcache_mp.wire import METHOD, ChangesReply, ChangesRequest, Num
 from continuum_lmcache import __version__
 
 LMCACHE_VERSION = metadata.version("lmcache")
+SILENT_S = 30.0  # a scheduler that has asked nothing for so long has ended; each asks every 0.1 s
 MAX_CHANGES = 200_000  # kept for clients; a client further behind gets a snapshot
 Owner = tuple[str, int]  # a model, and the number of pieces of a chunk's KV
 Piece = tuple[int, int]  # rank and object group
@@ -173,6 +174,7 @@ class MpTierModule:
         disks = status["l2_eviction_controller"]["adapters"]
         spare = ((1.0 - disk["trigger_watermark"]) * max(0, disk["total_capacity_bytes"]) for disk in disks)
         self._ssd_spare_bytes = round(sum(spare))
+        self._asked_s: dict[str, float] = {}  # when each scheduler last asked
 
     def report_status(self) -> dict[str, Any]:
         return {"continuum_tiers": {"epoch": self._log.epoch, "number": self._log.number}}
@@ -188,9 +190,13 @@ class MpTierModule:
         """
         request = msgspec.msgpack.decode(payload, type=ChangesRequest)
         owner, log = (request.model, request.world_size), self._log
+        now_s = time.monotonic()
         # sizes first: LMCache takes L1's lock before the log's when it reports a change, so never after it
         dram_bytes, dram_spare_bytes, ssd_bytes = self._sizes()
         with log.lock:
+            if request.scheduler:
+                self._asked_s[request.scheduler] = now_s
+            self._asked_s = {name: s for name, s in self._asked_s.items() if now_s - s <= SILENT_S}
             known = request.epoch == log.epoch and log.has_all_after(request.number)
             reply = ChangesReply(
                 epoch=log.epoch,
@@ -206,6 +212,7 @@ class MpTierModule:
                 clock_s=time.monotonic(),
                 lmcache=LMCACHE_VERSION,
                 continuum=__version__,
+                schedulers=max(1, len(self._asked_s)),
             )
         return msgspec.msgpack.encode(reply)
 
