@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 pytest.importorskip("ray")
 pytest.importorskip("vllm")
@@ -123,6 +124,21 @@ def test_ray_starts_lmcaches_server_again_and_turns_go_on_meanwhile(url: str) ->
     becomes(lambda: [p for p in running("lmcache.cli.main") if p.pid != server.pid], "another LMCache server")
     up = partial(httpx.get, f"{url}/metrics", params={"replica": "0"}, timeout=PATIENCE_S)
     becomes(lambda: 'continuum_tier_store_up{engine="0"} 1.0' in up().text, "the replica finds it")
+
+
+def test_two_replicas_on_a_node_count_each_on_half_of_its_lmcache_server(url: str) -> None:
+    capacity, size = "continuum_tier_capacity_tokens", "continuum_kv_bytes_per_token"
+
+    def counted_bytes(replica: str) -> float:
+        page = httpx.get(f"{url}/metrics", params={"replica": replica}, timeout=PATIENCE_S).text
+        samples = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples}
+        return samples.get(capacity, 0.0) * samples.get(size, 0.0)
+
+    half_bytes = 0.8 * 2**30 / 2  # LMCache evicts above 0.8 of L1, which has 1 GiB here
+    with ThreadPoolExecutor(8) as pool:  # an engine without a step has no gauges; so many use both
+        list(pool.map(lambda i: one_turn(url, ids(100, story=20 + i), job_id=f"shares-{i}"), range(8)))
+    for replica in ("0", "1"):
+        becomes(lambda r=replica: abs(counted_bytes(r) / half_bytes - 1) < 0.01, f"{replica} counts on half")
 
 
 def test_every_way_to_name_a_program_keeps_its_replica(url: str) -> None:
