@@ -322,9 +322,7 @@ def test_settings_come_from_text_and_an_unknown_or_senseless_one_is_refused() ->
     text = {"model": "m", "replicas": "2", "gpus": "0", "lmcache_gb": "1", "fleet.max_line": "7"}
     settings = ServeSettings.of(text)
     assert (settings.replicas, settings.gpus, settings.fleet.max_line) == (2, 0.0, 7)
-    assert settings.fleet.substrate == "shared", "one node, one LMCache server below all its replicas"
     assert settings.vllm_args[0] == "m" and "--kv-transfer-config" in settings.vllm_args
-    assert ServeSettings.of({"model": "m"}).fleet.substrate == "none"
     for wrong in (
         {"model": ""},
         {},

@@ -46,11 +46,9 @@ from continuum_lmcache.fleet.homes import hashed_replica
 from continuum_lmcache.fleet.moves import MOVERS, Limits, Move, MoveCase, ReplicaOption, Stay, decide
 from continuum_lmcache.fleet.placement import PendingTurn, Placement, ReplicaState
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
-from continuum_lmcache.reload.cost_model import CostModel, TransferRate
-from continuum_lmcache.types import ProgramId, Residency, TurnId
+from continuum_lmcache.types import ProgramId, TurnId
 
 PREFIX = "fleet."
-SUBSTRATES = ("none", "shared", "peer")
 ABSENT_S = 300.0  # how long a program in a tool call counts: of published gaps 99 % end in 738 s
 
 
@@ -62,9 +60,6 @@ class FleetConfig:
     cooldown_s: float = 30.0  # moves.Limits has these three
     cost_factor: float = 2.0
     margin_s: float = 2.0
-    substrate: str = "none"  # how a move's target gets the KV: "none", "shared" (one pool), "peer" (a link)
-    peer_bytes_per_s: float = 1.25e9  # of that link: 10 Gbit/s
-    peer_fixed_s: float = 0.005  # once a transfer
     max_line: int = 1000  # new programs that wait; more are refused
     max_wait_s: float = 120.0  # the longest wait of the first in line while it fits nowhere
     max_rehome_s: float = 5.0  # the same for a program that lost its replica
@@ -74,17 +69,14 @@ class FleetConfig:
     program_idle_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        for name, known in (("mover", MOVERS), ("substrate", SUBSTRATES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be one of {', '.join(known)}")
+        if self.mover not in MOVERS:
+            raise ConfigError(f"{PREFIX}mover is {self.mover!r}; it must be one of {', '.join(MOVERS)}")
         for each in fields(self):
             value = getattr(self, each.name)
             if not isinstance(value, str) and not (0 <= value < math.inf):
                 raise ConfigError(f"{PREFIX}{each.name} is {value!r}; it must be a number >= 0")
-        for name in ("peer_bytes_per_s", "max_programs"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{PREFIX}{name} is {getattr(self, name)!r}; it must be at least 1")
+        if self.max_programs < 1:
+            raise ConfigError(f"{PREFIX}max_programs is {self.max_programs!r}; it must be at least 1")
 
     @classmethod
     def load(cls, given: Mapping[str, Any]) -> FleetConfig:
@@ -410,13 +402,14 @@ class Fleet:
         prompt_tokens: int,
         is_home: bool = False,
     ) -> ReplicaOption:
-        """A replica as the program's next turn would find it."""
+        """A replica as the program's next turn would find it. Away from home it computes the context: a tier
+        that replicas share, or a link, may bring it, but moves that count on that are slower (LOG.md)."""
         is_fresh = state.age_s(now_s) <= self.config.move_age_s
         costs, context_tokens = state.report.costs, entry.context_tokens
         return ReplicaOption(
             state.report.replica,
             state.wait_s(is_fresh),
-            self._recompute_s(state, context_tokens) if is_home else self._transfer_s(costs, context_tokens),
+            self._recompute_s(state, context_tokens) if is_home else costs.prefill_s(context_tokens),
             is_home or (is_fresh and state.fits(prompt_tokens, max(1, entry.turns))),
             is_fresh,
         )
@@ -427,17 +420,6 @@ class Fleet:
         if kept_tokens == context_tokens:
             return 0.0
         return state.report.costs.prefill_s(context_tokens - kept_tokens, kept_tokens)
-
-    def _transfer_s(self, costs: CostModel, context_tokens: int) -> float:
-        """Seconds to bring a context to a replica that never had it."""
-        if self.config.substrate == "none":
-            return costs.prefill_s(context_tokens)
-        if self.config.substrate == "peer":
-            link = self.config.peer_bytes_per_s, self.config.peer_fixed_s
-            into, size_bytes = costs.dram, context_tokens * costs.kv_bytes_per_token
-            over_s = TransferRate(*link, samples=0).seconds(size_bytes) + into.seconds(size_bytes)
-            return min(over_s, costs.prefill_s(context_tokens))
-        return costs.reload_s(Residency(0, context_tokens, 0, context_tokens))
 
     def _move(
         self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int, to: ReplicaId

@@ -61,8 +61,6 @@ class ServeSettings:
         if not own.get("model"):
             raise ConfigError("model is missing; pass model=NAME_OR_PATH")
         given = {name.removeprefix(PREFIX): args[name] for name in args.keys() - own.keys()}
-        if own.get("lmcache_gb") and str(own.get("nodes", 1)) == "1":
-            given.setdefault("substrate", "shared")
         fleet = FleetConfig.load(given)
         return cls(**{name: parsed(name, value, kinds[name]) for name, value in own.items()}, fleet=fleet)
 

@@ -31,14 +31,7 @@ def ours(mover: str, **settings: float) -> Make:
     """The product's, with a mover of fleet/moves.py and settings of FleetConfig."""
 
     def make(point: FleetPoint) -> Router:
-        substrate = "shared" if point.pool else "peer" if point.link_gbps else "none"
-        config = FleetConfig(
-            mover=mover,
-            cooldown_s=point.cool_s,
-            substrate=substrate,
-        )
-        if point.link_gbps:
-            config = replace(config, peer_bytes_per_s=point.link_gbps * 1e9)
+        config = FleetConfig(mover=mover, cooldown_s=point.cool_s)
         return Ours(Fleet(replace(config, **settings), b"lab"), point.report_s)
 
     return make
