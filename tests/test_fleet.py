@@ -13,6 +13,7 @@ from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Held, KnownProgram
 from continuum_lmcache.fleet.homes import hashed_replica
 from continuum_lmcache.fleet.moves import Limits, Move, MoveCase, ReplicaOption, Stay, decide
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.reload.cost_model import UNMEASURED, PrefillCurve
 from continuum_lmcache.types import ProgramId, TurnId
 
 KEY = b"of this fleet"
@@ -390,6 +391,21 @@ def test_nothing_moves_by_a_report_that_is_old() -> None:
     route = host.sends("p")
     assert isinstance(route, Route) and route.replica == A
     assert host.fleet.stays == {"no-wait": 1}, "a wait that is no news is none"
+
+
+@pytest.mark.parametrize(("tokens", "moves"), [(100, True), (900, False)])
+def test_a_move_counts_the_whole_context_as_computed_although_a_tier_is_shared(
+    tokens: int, moves: bool
+) -> None:
+    """The tier may have dropped it by then: 18 s of prefill are too much for 20 s of waiting, 2 s are not."""
+    curve = PrefillCurve(0.0, 0.02, 0.0, samples=9)
+    shares = {"costs": replace(UNMEASURED, prefill=curve), "tier_tokens": 1_000_000}
+    host = Host(2)
+    host.runs("p", tokens)
+    host.news(1.0, "a", requests=4, oldest_returning_wait_s=20.0, **shares)
+    host.news(1.0, "b", **shares)
+    route = host.sends("p", tokens)
+    assert isinstance(route, Route) and (route.replica == B) == moves
 
 
 @pytest.mark.parametrize(

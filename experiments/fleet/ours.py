@@ -70,7 +70,8 @@ def report(now_s: float, replica: Replica) -> ReplicaReport:
     lifecycle = getattr(replica.scheduler, "_lifecycle", None)
     if lifecycle is None:
         store = replica.store
-        tokens = 0 if store is None else int(store.dram.capacity * store.spec.chunk_tokens)
+        spec = None if store is None else store.spec
+        tokens = 0 if spec is None else int(spec.chunks(spec.dram_bytes)) * spec.chunk_tokens
         return ReplicaReport(
             replica=name_of(replica.index),
             at_s=now_s,
