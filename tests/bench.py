@@ -116,7 +116,14 @@ class Bench:
         extra = {**({"job_id": job} if job is not None else {}), **fields}
         stop, priority = extra.pop("stop", None), extra.pop("priority", 0)
         resumable = extra.pop("resumable", False)  # a session whose prompt may go on
-        params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0, extra_args=extra, stop=stop)
+        params = SamplingParams(
+            max_tokens=out,
+            ignore_eos=True,
+            temperature=0,
+            extra_args=extra,
+            stop=stop,
+            skip_reading_prefix_cache=extra.pop("skip_reading_prefix_cache", None),
+        )
         params.update_from_generation_config({})
         request = Request(
             request_id=f"{job}-{self._count}",

@@ -193,6 +193,21 @@ def asked_again(bench: EngineBench, tokens: list[int]) -> None:
     assert bench.lmcache.lost == 1
 
 
+@cases("LMCache fails on a resumed turn whose hit vLLM does not let it read", V2)
+def test_a_resumed_turn_that_may_not_read_the_prefix_cache_is_computed_again(
+    cls: Any, is_v2: bool, make: Make
+) -> None:
+    bench = make(cls, is_v2, blocks=60, budget_tokens=64)
+    tokens = prompt(12 * CHUNK + 5)
+    bench.turn("a", tokens[: 7 * CHUNK])
+    bench.send("d", prompt(5, 9), 60)
+    bench.send("c", tokens, 9, skip_reading_prefix_cache=True)
+    for _ in range(10):
+        bench.step()
+    bench.preempt_all()
+    bench.run_until_idle()
+
+
 POLICIES = pytest.mark.parametrize("failure_policy", ["recompute", "fail"])  # `fail_on_load_error`
 
 
@@ -256,6 +271,20 @@ def test_what_a_failed_mp_load_should_have_brought_is_not_stored_before_it_is_co
     bench.scheduler.reset_prefix_cache()
     bench.turn("e", tokens)
     assert bench.lmcache.loads == 3
+
+
+@cases("LMCache counts its hit as computed where vLLM does not let a turn read it")
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_an_mp_turn_that_may_not_read_the_prefix_cache_stores_nothing_before_it_is_computed(
+    cls: Any, is_v2: bool, is_eager: bool, make_mp: MakeMp
+) -> None:
+    """As with `prompt_logprobs`, where it waits for memory. A step ends in the last block of a chunk."""
+    bench = make_mp(cls, is_v2, blocks=40, budget_tokens=70, settings={"lmcache.mp.eager_prefetch": is_eager})
+    if cls in OURS:
+        bench.scheduler.connector.set_load_selector(lambda *_: 4 * CHUNK)
+    tokens = waits_for_memory(bench)
+    bench.step()  # the others have their lookups' answers
+    bench.turn("c", tokens, skip_reading_prefix_cache=True)
 
 
 @pytest.mark.parametrize("cls", OURS)

@@ -46,10 +46,10 @@ ADAPTERS = {
 MIX = ["MP", "MP", "MP", "in-process", "in-process", "fake"]
 SCHEDULERS = (Scheduler, AsyncScheduler) if IS_STOCK else (ContinuumScheduler, ContinuumAsyncScheduler)
 SMALL, AS_ON_GPUS = (32, 18, 64), (256, 72, 256)  # tokens of a chunk, blocks, tokens of a step
-TURN = st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.integers(1, 20))
 SERVER_TROUBLE = st.sampled_from(["slow", "slow", "silent", "silent", "killed"])
 RARELY = st.sampled_from([False, False, False, True])
 MOST = st.sampled_from([True, True, False])
+TURN = st.tuples(st.sampled_from("abcd"), st.integers(1, 60), st.integers(1, 20), RARELY)
 taken: Counter[str] = Counter()
 
 
@@ -110,19 +110,19 @@ class Machine(RuleBasedStateMachine):
         self.stories = itertools.count()
 
     @rule(turns=st.lists(TURN, min_size=1, max_size=4), steps=st.integers(0, 20))
-    def arrive(self, turns: list[tuple[str, int, int]], steps: int) -> None:
-        """Turns that begin with their programs' last tokens so far."""
-        for job, new, out in turns:
+    def arrive(self, turns: list[tuple[str, int, int, bool]], steps: int) -> None:
+        """Turns that begin with their programs' last tokens so far. Some may not read the prefix cache."""
+        for job, new, out, skips in turns:
             story = next(self.stories)
             tokens = prompt(new * self.chunk // 32 + story % 16, story)
             history = self.bench.tokens_of(self.last[job]) if job in self.last else []
             if len(history) + len(tokens) + out <= self.context_tokens:
                 tokens = history + tokens
-            self.last[job] = self.bench.send(job, tokens, out)
+            self.last[job] = self.bench.send(job, tokens, out, skip_reading_prefix_cache=skips)
         self.run(steps)
 
     @rule(turns=st.lists(TURN, min_size=1, max_size=4), steps=st.integers(0, 20))
-    def arrive_after_others(self, turns: list[tuple[str, int, int]], steps: int) -> None:
+    def arrive_after_others(self, turns: list[tuple[str, int, int, bool]], steps: int) -> None:
         """After the GPU has served others and evicted it."""
         self.run(20)
         self.bench.scheduler.reset_prefix_cache()

@@ -78,6 +78,7 @@ def waiting(mp_rig: Make) -> Waiting:
         sampling_params=None,
         mm_features=[],
         kv_transfer_params=None,
+        skip_reading_prefix_cache=False,
     )
     return rig, connector, request, clock
 

@@ -167,6 +167,8 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if request.skip_reading_prefix_cache:  # vLLM asks, and drops the answer
+            found = 0
         spec = self._impl.load_specs.get(request.request_id)
         if found and spec is not None:
             # LMCache rounds a capped load down to chunks, but not the number that it returns to vLLM. It then
@@ -174,7 +176,9 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
             found = min(found, spec.lmcache_cached_tokens - spec.vllm_cached_tokens)
             if found > 0 and self._load_selector is not None:
                 found = self._chosen(self._load_selector, request, spec, found)
-        elif spec is not None and request.num_preemptions:  # less than min_retrieve_tokens
+        elif spec is not None and request.num_preemptions:
+            # nothing will be loaded, for example of less than min_retrieve_tokens, but LMCache counts it as
+            # loaded where a request was preempted, and fails on the difference (vllm_v1_adapter.py:1795)
             spec.lmcache_cached_tokens = min(spec.lmcache_cached_tokens, spec.vllm_cached_tokens)
         return found, is_async
 

@@ -142,6 +142,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     def on_new_request(self, request: Request) -> None:
         """With eager_prefetch the lookup is submitted here, and its lease's age counts from now."""
+        if request.skip_reading_prefix_cache:
+            return
         if self._eager_prefetch and not request.resumable:
             self._note_lookup(request.request_id, self._get_or_create_request_tracker(request))
         super().on_new_request(request)
@@ -156,6 +158,10 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tracker = self._get_or_create_request_tracker(request)
+        if request.skip_reading_prefix_cache:
+            # vLLM would ask, and drop the answer, while LMCache would count what it found as computed, and
+            # store blocks before they are computed
+            return 0, False
         if request.request_id in self._declined:
             # LMCache counts from what the GPU has when the request is placed, not from when it was declined
             align = self._hit_alignment_tokens
