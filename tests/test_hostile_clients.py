@@ -10,6 +10,7 @@ from bench import Bench, prompt, settings  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
 from pin_tables import Tables
+from vllm.v1.request import RequestStatus
 
 from continuum_lmcache.programs.identity import FIELDS, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
@@ -29,6 +30,46 @@ NASTY = ["\x00\x1b[31m", "../../etc/passwd", 'a"}\n# HELP x', "\ud800", "é" * 2
 def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
     settings(max_programs=50, max_tenant_share=0.5, max_ttl_s=30, run_output_dir=tmp_path / "run")
     return Bench(ContinuumScheduler, model, blocks=40)
+
+
+KV_TRANSFER_PARAMS: list[dict[str, Any]] = [
+    {"lmcache.max_offload_tokens": "many"},
+    {"lmcache.max_offload_tokens": [1]},
+    {"lmcache.max_offload_tokens": -5},
+    {"lmcache.tag.user": [1, {"a": 2}]},
+    {"disagg_spec": {}},
+    {"disagg_spec": 5},
+    {"disagg_spec": {"req_id": "r", "receiver_host": 1, "receiver_init_port": 1, "receiver_alloc_port": 1}},
+    {"cached_token_stats": True},
+    {"do_remote_prefill": True, "remote_block_ids": "x"},
+]
+
+
+@pytest.mark.parametrize("is_mp", [True, False], ids=["MP", "in-process"])
+@pytest.mark.parametrize("params", KV_TRANSFER_PARAMS, ids=str)
+def test_no_kv_transfer_params_end_an_engine_with_lmcache(
+    model: Path,
+    settings: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    is_mp: bool,
+    params: dict[str, Any],
+) -> None:
+    """They come from any client of the API, to LMCache's own adapters. One of the turns leaves at once."""
+    pytest.importorskip("lmcache")
+    from kv_oracle_engine import CHUNK, EngineBench
+    from kv_oracle_server import ServerBench, in_one_process
+
+    settings(policy="continuum")
+    in_one_process(monkeypatch)
+    kind = ServerBench if is_mp else EngineBench
+    bench = kind(ContinuumScheduler, model, False, 80, chunk=CHUNK)
+    for _ in range(2):
+        bench.turn("a", prompt(6 * CHUNK), 9, kv_transfer_params=dict(params))
+        bench.scheduler.reset_prefix_cache()
+    left = bench.send("b", prompt(6 * CHUNK, 2), 9, kv_transfer_params=dict(params))
+    bench.scheduler.finish_requests([left], RequestStatus.FINISHED_ABORTED)
+    bench.run_until_idle()
+    assert bench.lmcache.chunks
 
 
 def test_a_hundred_thousand_ids_leave_a_table_of_its_bound() -> None:

@@ -49,6 +49,7 @@ from connectors.lmcache.startup import apply_defaults, machine, refuse_degraded
 from connectors.lmcache.tier_mirror import LMCacheTiers
 from connectors.lmcache.transfer_timer import TransferMetrics, TransferStats
 from connectors.lmcache.worker import LMCacheWorkerSide, TierReport
+from connectors.request_params import drop_invalid
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.errors import ConfigError
@@ -145,6 +146,10 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         return self.tiers.step_s()
 
     # ---- scheduler: vLLM's calls
+
+    def on_new_request(self, request: Request) -> None:
+        drop_invalid(request)
+        super().on_new_request(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

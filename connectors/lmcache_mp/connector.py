@@ -47,6 +47,7 @@ from connectors.lmcache_mp.startup import (
 from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
 from connectors.lmcache_mp.wire import ChangesRequest
 from connectors.lmcache_mp.worker import MpWorkerSide
+from connectors.request_params import drop_invalid
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
@@ -142,6 +143,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     def on_new_request(self, request: Request) -> None:
         """With eager_prefetch the lookup is submitted here, and its lease's age counts from now."""
+        drop_invalid(request)
         if request.skip_reading_prefix_cache:
             return
         if self._eager_prefetch and not request.resumable:
@@ -233,6 +235,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._declined.discard(request.request_id)
         if request.request_id in self._loading:
             self._ended_while_loading.add(request.request_id)
+        if "cached_token_stats" in (request.kv_transfer_params or {}):
+            self._get_or_create_request_tracker(request)  # LMCache fails without one
         is_storing, parameters = super().request_finished(request, block_ids)
         return is_storing, parameters
 

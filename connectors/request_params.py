@@ -1,0 +1,54 @@
+"""Drops what LMCache would fail on of a request's `kv_transfer_params`.
+
+vLLM passes that field on from any client of its API, and LMCache 0.5.6 reads it unchecked in the scheduler:
+
+    lmcache.max_offload_tokens   compared with numbers
+    disagg_spec                  its fields are read by name; it is for LMCache's prefill and decode instances
+    lmcache.*                    sent to the server, and part of keys
+
+One wrong value would end the engine for everybody. Without it the request is served as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.request import Request
+
+logger = init_logger("vllm.continuum.lmcache")
+
+DISAGG_FIELDS = {
+    "req_id": str,
+    "receiver_host": str,
+    "receiver_init_port": object,
+    "receiver_alloc_port": object,
+}
+
+
+def drop_invalid(request: Request) -> None:
+    """Remove them from the request's own mapping, which is that of its sampling parameters too."""
+    params = request.kv_transfer_params
+    if not params:
+        return
+    for name in [name for name, value in params.items() if not _is_valid(name, value)]:
+        del params[name]
+        logger.warning_once(
+            "LMCache 0.5.6 would end the engine on a client's kv_transfer_params: dropped a value of %s that is "
+            "of another type than it expects; requests with one are served without it",
+            name if name in ("disagg_spec", "lmcache.max_offload_tokens") else "lmcache.*",
+        )
+
+
+def _is_valid(name: object, value: Any) -> bool:
+    if name == "disagg_spec":
+        return isinstance(value, Mapping) and all(
+            isinstance(value.get(field), of) and value[field] is not None
+            for field, of in DISAGG_FIELDS.items()
+        )
+    if name == "lmcache.max_offload_tokens":
+        return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+    if isinstance(name, str) and name.startswith("lmcache."):
+        return value is None or isinstance(value, str | int | float)
+    return True
