@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from continuum_lmcache.programs.table import Program, ProgramReturn, ProgramTable
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Retention, TurnId
@@ -11,13 +13,16 @@ class Blocks:
     """Block handles with their own reference counts."""
 
     def __init__(self) -> None:
-        self.held = 0
+        self.held: Counter[int] = Counter()
+
+    def numbers(self, blocks: list[int]) -> list[int]:
+        return blocks
 
     def hold(self, blocks: list[int]) -> None:
-        self.held += len(blocks)
+        self.held.update(blocks)
 
     def release(self, blocks: list[int]) -> None:
-        self.held -= len(blocks)
+        self.held.subtract(blocks)
 
 
 class Tables:
@@ -31,6 +36,7 @@ class Tables:
         max_ttl_s: float = 300.0,
     ) -> None:
         self.programs, self.blocks = ProgramTable(max_programs), Blocks()
+        self._next_block = 1000
         self.pins: PinTable[int] = PinTable(
             self.programs.records, self.blocks, max_pinned_blocks, max_tenant_blocks, max_ttl_s
         )
@@ -44,9 +50,15 @@ class Tables:
         self.programs.start_turn(turn, program)
         self.pins.turn_stopped_waiting(program)
 
-    def finished(self, now_s: float, turn_id: TurnId, turn: FinishedTurn, keep: Retention) -> Pin | None:
+    def finished(
+        self, now_s: float, turn_id: TurnId, turn: FinishedTurn, keep: Retention, shared_blocks: int = 0
+    ) -> Pin | None:
+        """`shared_blocks`: the first blocks of all programs that have some."""
         self.programs.finish_turn(now_s, turn_id, turn)
-        return self.pins.take(now_s, turn, keep, [0] * turn.blocks)
+        shared = min(shared_blocks, turn.blocks)
+        own = range(self._next_block, self._next_block + turn.blocks - shared)
+        self._next_block = own.stop
+        return self.pins.take(now_s, turn, keep, [*range(shared), *own])
 
     def left(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
         self.programs.remove_turn(now_s, turn, program)
@@ -64,4 +76,4 @@ class Tables:
     def check(self) -> None:
         self.programs.check()
         self.pins.check()
-        assert self.blocks.held == self.pins.pinned_blocks
+        assert sum(n > 0 for n in self.blocks.held.values()) == self.pins.pinned_blocks

@@ -23,11 +23,13 @@ def turn(program: ProgramId, blocks: int = 3, number: int = 1) -> FinishedTurn:
     return FinishedTurn(program, number, ("pytest", "bash"), 100, blocks, Residency(0, 0, 0, 100))
 
 
-def paused(tables: Tables, program: ProgramId, now_s: float, ttl_s: float, blocks: int = 3) -> None:
+def paused(
+    tables: Tables, program: ProgramId, now_s: float, ttl_s: float, blocks: int = 3, shared_blocks: int = 0
+) -> None:
     """One turn of the program, finished at now_s."""
     tables.arrived(now_s, TurnId(f"{program}{now_s}"), program)
     tables.release(program, PinEnd.REUSED)
-    tables.finished(now_s, TurnId(f"{program}{now_s}"), turn(program, blocks), keep(ttl_s))
+    tables.finished(now_s, TurnId(f"{program}{now_s}"), turn(program, blocks), keep(ttl_s), shared_blocks)
 
 
 def test_a_return_says_which_tool_it_was_and_how_long() -> None:
@@ -99,6 +101,17 @@ def test_programs_beyond_the_limit_are_forgettable_longest_idle_first() -> None:
     assert tables.idle(1003.0, idle_s=1000) == ["a", "b", "c", "d"]
 
 
+def test_a_head_that_pins_share_counts_once_until_the_last_of_them_ends() -> None:
+    tables = Tables(max_pinned_blocks=20, max_tenant_blocks=20)
+    for at_s, program in enumerate("abcdef"):
+        paused(tables, ProgramId(program), float(at_s), ttl_s=50.0, blocks=9, shared_blocks=7)
+    assert tables.pins.pinned_blocks == 7 + 6 * 2 and len(tables.pins.pinned) == 6
+    for left, program in reversed(list(enumerate("abcdef"))):
+        tables.release(ProgramId(program), PinEnd.EXPIRED)
+        tables.check()
+        assert tables.pins.pinned_blocks == (7 + left * 2 if left else 0)
+
+
 class Books(RuleBasedStateMachine):
     """Programs arrive, pin, return, leave and are forgotten in any order; the tables always balance."""
 
@@ -123,12 +136,17 @@ class Books(RuleBasedStateMachine):
         self.live[turn_id] = ProgramId(program)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), ttl_s=st.sampled_from([0.0, 0.5, 3.0, 50.0]), blocks=st.integers(0, 9))
-    def a_turn_pauses(self, data: st.DataObject, ttl_s: float, blocks: int) -> None:
+    @rule(
+        data=st.data(),
+        ttl_s=st.sampled_from([0.0, 0.5, 3.0, 50.0]),
+        blocks=st.integers(0, 9),
+        shared_blocks=st.integers(0, 5),
+    )
+    def a_turn_pauses(self, data: st.DataObject, ttl_s: float, blocks: int, shared_blocks: int) -> None:
         turn_id = data.draw(st.sampled_from(sorted(self.live)))
         program = self.live.pop(turn_id)
         self.tables.release(program, PinEnd.SUPERSEDED)
-        self.tables.finished(self.now_s, turn_id, turn(program, blocks), keep(ttl_s))
+        self.tables.finished(self.now_s, turn_id, turn(program, blocks), keep(ttl_s), shared_blocks)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -23,6 +23,9 @@ B = TypeVar("B")
 class BlockHolder(Protocol[B]):
     """Counts references on blocks."""
 
+    def numbers(self, blocks: list[B]) -> list[int]:
+        """By which a block is told that several pins hold."""
+
     def hold(self, blocks: list[B]) -> None:
         """Add a reference to each; they are in use, or were freed in this call."""
 
@@ -30,9 +33,34 @@ class BlockHolder(Protocol[B]):
         """Drop a reference of each, the last block first, so that the prefix is evicted last."""
 
 
+class HeldBlocks:
+    """How many pins hold each block. Pins of programs with one head share its blocks, which count once."""
+
+    def __init__(self) -> None:
+        self._pins: Counter[int] = Counter()  # by block number
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def more(self, numbers: list[int]) -> int:
+        """How many blocks there would be if these were held too."""
+        return len(self._pins) + sum(number not in self._pins for number in numbers)
+
+    def add(self, numbers: list[int]) -> None:
+        self._pins.update(numbers)
+
+    def remove(self, numbers: list[int]) -> None:
+        pins = self._pins
+        for number in numbers:
+            if pins[number] == 1:
+                del pins[number]
+            else:
+                pins[number] -= 1
+
+
 @dataclass(slots=True)
 class PinTable(Generic[B]):
-    """One pin a program at most, within a budget of `max_pinned_blocks`.
+    """One pin a program at most, within a budget of `max_pinned_blocks`. A block that pins share counts once.
 
     A pin stays while its program's next turn waits to run, but never beyond `max_ttl_s`.
     """
@@ -44,13 +72,13 @@ class PinTable(Generic[B]):
     max_ttl_s: float = 300.0
     publish: Callable[[object], None] = lambda _event: None
     pinned: dict[ProgramId, Pin] = field(default_factory=dict)
-    pinned_blocks: int = 0
     outcomes: Counter[PinEnd] = field(default_factory=Counter)
     taken: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     _blocks: dict[ProgramId, list[B]] = field(default_factory=dict)
     _on_trial: set[ProgramId] = field(default_factory=set)  # programs whose blocks are free on trial
-    _by_tenant: Counter[str] = field(default_factory=Counter)
+    _held: HeldBlocks = field(default_factory=HeldBlocks)
+    _by_tenant: dict[str, HeldBlocks] = field(default_factory=dict)
     _deadlines: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap, stale entries skipped
 
     def take(self, now_s: float, turn: FinishedTurn, keep: Retention, blocks: list[B]) -> Pin | None:
@@ -62,15 +90,15 @@ class PinTable(Generic[B]):
             raise InvariantError(f"program {turn.program!r} already holds a pin of {older.blocks} blocks")
         if keep.ttl_s <= 0 or turn.blocks == 0:
             return None
-        tenant = self.programs[turn.program].tenant
-        if reason := self._over_budget(tenant, turn.blocks):
+        tenant, numbers = self.programs[turn.program].tenant, self.holder.numbers(blocks)
+        if reason := self._over_budget(tenant, numbers):
             self.refused[reason] += 1
             return None
         pin = Pin(turn.program, turn.blocks, now_s, now_s + keep.ttl_s, keep, turn)
         self.pinned[turn.program] = pin
         self._blocks[turn.program] = blocks
-        self.pinned_blocks += pin.blocks
-        self._by_tenant[tenant] += pin.blocks
+        self._held.add(numbers)
+        self._by_tenant.setdefault(tenant, HeldBlocks()).add(numbers)
         self.taken += 1
         heapq.heappush(self._deadlines, (min(pin.deadline_s, now_s + self.max_ttl_s), turn.program))
         self.holder.hold(blocks)
@@ -83,12 +111,13 @@ class PinTable(Generic[B]):
         if pin is None:
             return None
         tenant = self.programs[program].tenant
-        self.pinned_blocks -= pin.blocks
-        self._by_tenant[tenant] -= pin.blocks
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]  # else the counter would grow with each new salt
-        self.outcomes[why] += 1
         blocks = self._blocks.pop(program)
+        numbers = self.holder.numbers(blocks)
+        self._held.remove(numbers)
+        self._by_tenant[tenant].remove(numbers)
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]  # else the table would grow with each new salt
+        self.outcomes[why] += 1
         if program in self._on_trial:
             self._on_trial.remove(program)
         else:
@@ -106,6 +135,11 @@ class PinTable(Generic[B]):
         """A turn of the program ran or ended. Its pin may have stayed past its deadline for that turn."""
         if program in self.pinned and not self.programs[program].waiting:
             heapq.heappush(self._deadlines, (self._end_s(self.pinned[program]), program))
+
+    @property
+    def pinned_blocks(self) -> int:
+        """How many blocks pins hold."""
+        return len(self._held)
 
     # reclaiming ------------------------------------------------------------
 
@@ -152,12 +186,18 @@ class PinTable(Generic[B]):
 
     def check(self) -> None:
         """Raise InvariantError unless sums, pins and blocks agree."""
-        total = sum(pin.blocks for pin in self.pinned.values())
-        tenants, ends = sum(self._by_tenant.values()), sum(self.outcomes.values())
+        by_tenant: dict[str, set[int]] = {}
+        for program, blocks in self._blocks.items():
+            by_tenant.setdefault(self.programs[program].tenant, set()).update(self.holder.numbers(blocks))
+        total, ends = len(set().union(*by_tenant.values())), sum(self.outcomes.values())
+        counted = {tenant: len(held) for tenant, held in self._by_tenant.items()}
         unknown = self.pinned.keys() - self.programs.keys()
         for holds, equation in (
-            (self.pinned_blocks == total, f"pinned_blocks {self.pinned_blocks} != sum of pins {total}"),
-            (tenants == total, f"blocks by tenant {tenants} != sum of pins {total}"),
+            (self.pinned_blocks == total, f"pinned_blocks {self.pinned_blocks} != blocks of pins {total}"),
+            (
+                counted == {tenant: len(held) for tenant, held in by_tenant.items()},
+                f"blocks by tenant {counted} != those of their pins",
+            ),
             (not unknown, f"pins of programs that are not in the table: {unknown}"),
             (self._blocks.keys() == self.pinned.keys(), "pins and their blocks are of different programs"),
             (not self._on_trial, f"pins whose blocks are still free on trial: {self._on_trial}"),
@@ -175,9 +215,10 @@ class PinTable(Generic[B]):
         last_s = pin.taken_s + self.max_ttl_s
         return last_s if self.programs[pin.program].waiting else min(pin.deadline_s, last_s)
 
-    def _over_budget(self, tenant: str, blocks: int) -> str:
-        if self.pinned_blocks + blocks > self.max_pinned_blocks:
+    def _over_budget(self, tenant: str, numbers: list[int]) -> str:
+        if self._held.more(numbers) > self.max_pinned_blocks:
             return "budget"
-        if self._by_tenant[tenant] + blocks > self.max_tenant_blocks:
+        mine = self._by_tenant.get(tenant)
+        if (mine.more(numbers) if mine else len(numbers)) > self.max_tenant_blocks:
             return "tenant"
         return ""

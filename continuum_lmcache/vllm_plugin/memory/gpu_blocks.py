@@ -13,14 +13,33 @@ from collections.abc import Iterable
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+DENSITY_DECAY = 0.99  # each finished turn: half of the weight is that of the latest 70
+
 
 class GpuBlocks:
-    """vLLM's block pool, as pins use it. retention/pin_table.py has the blocks of each pin."""
+    """vLLM's block pool, as pins use it. retention/pin_table.py has the blocks of each pin.
+
+    `tokens_per_block`: the block size, if the model has one kind of KV. Else a token has a block's share in
+    each group of layers, and layers with windows free theirs: then it is what finished turns had.
+    """
 
     def __init__(self, kv_cache_manager: KVCacheManager, block_tokens: int) -> None:
         self._manager = kv_cache_manager
         self._pool = kv_cache_manager.block_pool
         self._block_tokens = block_tokens
+        self.tokens_per_block: float = block_tokens
+        self._ended_tokens = self._ended_blocks = 0.0  # of turns that ended, the latest ones most
+
+    def on_turn_end(self, request_id: str, tokens: int) -> None:
+        """A turn is about to free its blocks; they hold the KV of so many tokens."""
+        groups = self._manager.get_blocks(request_id).blocks
+        if len(groups) == 1 or not tokens:
+            return
+        self._ended_tokens = self._ended_tokens * DENSITY_DECAY + tokens
+        self._ended_blocks = self._ended_blocks * DENSITY_DECAY + sum(
+            not b.is_null for g in groups for b in g
+        )
+        self.tokens_per_block = self._ended_tokens / max(self._ended_blocks, 1.0)
 
     def pinnable(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
         """The full, hashed blocks of the request's first `tokens`, head first: what a next turn could hit.
@@ -31,6 +50,10 @@ class GpuBlocks:
         if len(groups) == 1:
             groups = (groups[0][: tokens // self._block_tokens],)
         return [b for group in groups for b in group if b._block_hash is not None and not b.is_null]
+
+    def numbers(self, blocks: list[KVCacheBlock]) -> list[int]:
+        """By which a block is told that several pins hold."""
+        return [block.block_id for block in blocks]
 
     def hold(self, blocks: list[KVCacheBlock]) -> None:
         """Add a reference to each; they are in use, or were freed in this call."""
