@@ -35,8 +35,8 @@ def drop_invalid(request: Request) -> None:
     for name in [name for name, value in params.items() if not _is_valid(name, value)]:
         del params[name]
         logger.warning_once(
-            "LMCache 0.5.6 would end the engine on a client's kv_transfer_params: dropped a value of %s that is "
-            "of another type than it expects; requests with one are served without it",
+            "a request's kv_transfer_params has a value of %s on which LMCache 0.5.6 would end the engine: "
+            "such requests are served without it",
             name if name in ("disagg_spec", "lmcache.max_offload_tokens") else "lmcache.*",
         )
 

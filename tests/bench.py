@@ -82,7 +82,9 @@ class Bench:
                 method="ngram", num_speculative_tokens=drafts, prompt_lookup_max=2, prompt_lookup_min=1
             )
         spec = spec or FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        caches = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        specs = spec if isinstance(spec, list) else [spec]  # one for each group of layers
+        groups = [KVCacheGroupSpec([f"layer {i}" if i else "layer"], each) for i, each in enumerate(specs)]
+        caches = KVCacheConfig(blocks, [], groups)
         self.now_s = 1000.0
         self.sampled = 7  # the answer to every request
         self.scheduler = scheduler_cls(

@@ -67,6 +67,20 @@ def test_an_exempt_request_takes_room_and_does_not_wait() -> None:
     assert admitted(at, 31.0) == [B]
 
 
+def test_a_request_without_a_program_counts_with_its_prompt_alone() -> None:
+    """However much programs grow here: it ends with its turn."""
+    at = admission()
+    grown = at.growth.forecast_tokens(500, 0)
+    for i in range(40):
+        at.add_request(ProgramId(f"~{i}"), 500)
+        at.check()
+    assert grown > 500 and at.headroom_tokens == pytest.approx(admission().headroom_tokens - 40 * 500)
+    for i in range(40):
+        at.remove_program(ProgramId(f"~{i}"))
+    at.check()
+    assert at.headroom_tokens == pytest.approx(admission().headroom_tokens)
+
+
 def test_an_idle_gpu_gets_one_program_whatever_its_size() -> None:
     at = admission()
     at.on_arrival(0.0, A, 900_000)
@@ -276,6 +290,12 @@ class AdmissionMachine(RuleBasedStateMachine):
         hashes = [(head, i) for i in range(tokens // 1000)]
         program = ProgramId(f"p{self.count}")
         self.at.on_arrival(self.now_s, program, tokens, priority, exempt=exempt, hashes=hashes)
+
+    @rule(tokens=st.integers(1, 150_000), head=st.sampled_from("abc"))
+    def a_request_without_a_program_comes(self, tokens: int, head: str) -> None:
+        self.count += 1
+        hashes = [(head, i) for i in range(tokens // 1000)]
+        self.at.add_request(ProgramId(f"~{self.count}"), tokens, hashes)
 
     @precondition(lambda self: self.at.admitted)
     @rule(data=st.data(), blocks=st.integers(0, 30), head=st.sampled_from("abc"))

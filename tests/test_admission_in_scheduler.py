@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 from tier_bench import TierBench
+from vllm.sampling_params import SamplingParams
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.controller import AdmissionController
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner, StepTimes
@@ -107,6 +111,56 @@ def test_a_held_program_starts_once_steps_of_decodes_have_left_time_for_its_prom
     for _ in range(3):
         bench.step(10.0)
     assert len(held(bench)) < waiting
+
+
+def test_many_small_requests_without_a_program_leave_a_program_its_room(make: Make) -> None:
+    bench = make(blocks=4000)
+    bench.turn("seen", prompt(2000, 999), out=2, is_last_step=True)
+    sent = ""
+    for i in range(200):  # at any time 40 of them are here
+        bench.send(None, prompt(160, 1000 + i), out=40)
+        if i == 100:
+            sent = bench.send("p", prompt(2000, 7), out=2)
+        bench.step(0.05)
+    assert sent in bench.done and bench.used_blocks < 1000
+
+
+def test_an_idle_session_does_not_keep_a_program_waiting(make: Make) -> None:
+    """It waits in vLLM's queue for its next input. By forecast the program does not fit."""
+    bench = make(blocks=40)
+    session = bench.send(None, prompt(32, 1), resumable=True)
+    bench.run_until_idle()
+    began_s = bench.now_s
+    bench.turn("p", prompt(560, 2), out=2)
+    assert bench.now_s - began_s < 2.0
+    more = Request(
+        session, prompt(20, 3), SamplingParams(max_tokens=4, ignore_eos=True), None, resumable=True
+    )
+    bench.scheduler.add_request(more)
+    bench.step()
+    assert bench.scheduler.requests[session].status == RequestStatus.RUNNING
+    bench.run_until_idle()
+    bench.scheduler.finish_requests([session], RequestStatus.FINISHED_ABORTED)
+
+
+def test_the_room_on_the_gpu_is_what_turns_of_a_model_with_windows_have_had(
+    model: Path,
+    settings: Any,  # noqa: F811
+) -> None:
+    """A group of layers keeps all tokens, three keep a window of 64: 16 tokens have up to four blocks."""
+    settings(policy="continuum")
+    kinds = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    windows = [SlidingWindowSpec(**kinds, sliding_window=64) for _ in range(3)]
+    bench = Bench(ContinuumScheduler, model, 800, spec=[FullAttentionSpec(**kinds), *windows])
+    capacity = lambda: bench.lifecycle.admission.capacity.gpu_tokens  # noqa: E731
+    assert capacity() == 800 * BLOCK
+    for tokens, few, many in ((48, 3, 5), (1600, 11, 15)):
+        for story in range(200):
+            bench.turn(None, prompt(tokens, story), out=2)
+        bench.advance(REFRESH_S)
+        bench.turn(None, prompt(48), out=2)
+        assert few < capacity() / 800 < many
+    bench.scheduler.shutdown()
 
 
 def test_without_admission_no_new_program_is_held(make: Make) -> None:
@@ -380,7 +434,7 @@ def test_steps_are_measured_and_then_prompts_are_cut_beside_decodes(make: Make) 
         bench.send(f"p{number}", prompt(700, number), out=160)
         for _ in range(20):
             bench.step()
-    assert bench.scheduler._step_timer.step_times.are_known
+    assert bench.scheduler._step_timer.step_times.decodes_are_known
     fixed_s, token_s = bench.scheduler._step_timer.step_times.prompt_s()
     assert fixed_s == pytest.approx(0.004, abs=0.003) and token_s == pytest.approx(1e-4, rel=0.1)
     bench.send("last", prompt(700, 99), out=2)

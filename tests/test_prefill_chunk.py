@@ -77,6 +77,17 @@ def test_a_profile_in_which_tokens_cost_nothing_leaves_all_to_the_fixed_time() -
     assert tuner(times).budget_tokens(10, 10, 0) == 8192
 
 
+def test_where_nothing_ever_decodes_many_waiting_turns_share_a_step() -> None:
+    """Scoring, pooling, or an engine that computes prompts for another one: no step has a decode."""
+    times = StepTimes()
+    chunks = PrefillChunkTuner(8192, times)
+    assert chunks.budget_tokens(0, 0, 400) == PROMPT_TOKENS
+    for _ in range(2 * LEAST_STEPS):
+        times.on_prompts(0.060, 2000, 0.050)
+        chunks.record(2000, 0)
+    assert chunks.budget_tokens(0, 0, 400) == 8192
+
+
 def test_the_time_between_tokens_counts_drafts() -> None:
     times = StepTimes()
     for _ in range(10):

@@ -40,6 +40,7 @@ class AdmittedProgram:
     """A program that may queue its turns."""
 
     context_tokens: int  # with its shared head
+    is_one_turn: bool = False  # a request without a program: it ends with its turn
     head: SharedPrefix = SharedPrefix()
     turns: int = 0  # finished
     live: int = 0  # turns that are queued, loading or running
@@ -125,6 +126,13 @@ class AdmissionController:
         seen.live += 1
         self._update(seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
         return True
+
+    def add_request(self, request: ProgramId, prompt_tokens: int, hashes: Sequence[Hashable] = ()) -> None:
+        """A request without a program has arrived. It never waits in the line, and needs room for its prompt
+        until `remove_program`."""
+        seen = self._add_admitted(request, 0)
+        seen.live, seen.is_one_turn = 1, True
+        self._update(seen, prompt_tokens, self.shared_prefixes.head(hashes))
 
     def on_prefix_hit(self, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
         """The program's first turn found `tokens` of its prompt in the cache: another program's head."""
@@ -275,7 +283,7 @@ class AdmissionController:
             seen.head = head
         self._context_tokens += seen.own_tokens - own_tokens
         # in its first tool gap a program has not shown that it returns: it counts with what it holds
-        grows = seen.live or seen.turns != 1
+        grows = not seen.is_one_turn and (seen.live or seen.turns != 1)
         forecast = self.growth.forecast_tokens(seen.own_tokens, seen.turns) if grows else seen.own_tokens
         active = forecast if seen.live else 0.0
         self._started_tokens += forecast - seen.forecast_tokens

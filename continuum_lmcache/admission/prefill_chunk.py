@@ -13,7 +13,8 @@ B / 2P prompts of P tokens end B / 2 tokens earlier, and all turns that wait end
 B = 2 * sqrt(P * (1 + waiting turns) * F / time of a prompt's token).
 
 All times are measured in the running server, since they depend on the card, the model, the connector and the
-server's own work. Until enough steps were seen a step has P prompt tokens. Figures: experiments/LOG.md.
+server's own work. Until enough steps with prompts were seen a step has P prompt tokens.
+Figures: experiments/LOG.md.
 """
 
 from __future__ import annotations
@@ -63,8 +64,12 @@ class StepTimes:
         self._decoded_tokens = self._decoded_tokens * STEP_DECAY + tokens
 
     @property
-    def are_known(self) -> bool:
-        return min(self._n, self._decodes) >= LEAST_STEPS
+    def prompts_are_known(self) -> bool:
+        return self._n >= LEAST_STEPS
+
+    @property
+    def decodes_are_known(self) -> bool:
+        return self._decodes >= LEAST_STEPS
 
     @property
     def inter_token_s(self) -> float:
@@ -105,13 +110,13 @@ class PrefillChunkTuner:
         for all `running` turns: prompts that pile up leave few decodes, and would get less and less. And a
         chunk takes no less time than its step's fixed part, so a prompt takes at most twice its time.
         """
-        if not self.times.are_known:
+        if not self.times.prompts_are_known:
             return min(self.most_tokens, decoding * each + PROMPT_TOKENS)
         fixed_s, token_s = self.times.prompt_s()
         fixed_tokens = math.ceil(fixed_s / max(token_s, 1e-9))
         shared = round(2 * math.sqrt(PROMPT_TOKENS * (1 + waiting) * fixed_tokens))
         uncut = min(self.most_tokens, decoding * each + max(PROMPT_TOKENS, shared))
-        if not decoding or not self._decode_tokens:
+        if not (decoding and self._decode_tokens and self.times.decodes_are_known):
             return uncut
         pace = self._prompt_tokens / self._decode_tokens  # prompt tokens per decoded one
         turns = max(decoding, running)

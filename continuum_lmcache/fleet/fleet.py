@@ -369,7 +369,7 @@ class Fleet:
             return Refused(turn, self.placement.retry_after_s(now_s))
         replica = self.placement.least_busy(self.placement.replicas.values())
         alone = ProgramId(f"~{turn}")
-        self.placement.replicas[replica].admission.on_arrival(now_s, alone, prompt_tokens, exempt=True)
+        self.placement.replicas[replica].admission.add_request(alone, prompt_tokens)
         return self._sent(turn, alone, Route(turn, replica, RouteReason.ALONE), prompt_tokens, 0)
 
     def _route_later_turn(self, now_s: float, entry: FleetProgram, turn: TurnId, prompt_tokens: int) -> Route:

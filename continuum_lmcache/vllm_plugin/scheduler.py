@@ -4,7 +4,7 @@ Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request,
 _update_after_schedule, update_from_output, _update_waiting_for_remote_kv, _handle_invalid_blocks,
 has_requests, make_stats, reset_prefix_cache, shutdown, _select_waiting_queue_for_scheduling.
 Called: _preempt_request. Read: Request.is_prefill_chunk, num_spec_tokens, need_mamba_block_aligned_split,
-resumed_req_ids.
+resumed_req_ids, num_waiting_for_streaming_input.
 Changed: prev_step_scheduled_req_ids, _inflight_prefills.
 Before a step, sorted: running; set: max_num_scheduled_tokens.
 Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots.
@@ -128,7 +128,7 @@ class ContinuumMixin(Scheduler):
         prompts = sum(request.is_prefill_chunk for request in self.running) if self._had_prompts else 0
         decoding, self._prompts_last = len(self.running) - prompts, prompts > 0
         if self._may_cut:
-            waiting = sum(len(queue) for queue in self._queues.values())
+            waiting = sum(map(len, self._queues.values())) - self.num_waiting_for_streaming_input
             turns = (decoding, len(self.running), waiting, 1 + self.num_spec_tokens)
             self.max_num_scheduled_tokens = self._chunks.budget_tokens(*turns)
 
@@ -178,8 +178,10 @@ class ContinuumMixin(Scheduler):
         now_s = self.clock()
         if not self.requests:  # the first step after an idle time has nothing new to report
             self._report_at_s = now_s + REPORT_EVERY_S
-        if request.request_id not in self.requests:  # else: a further piece of a streamed input
+        if request.request_id not in self.requests:
             self._lifecycle.on_arrival(now_s, request)
+        else:  # a further piece of a streamed input, for which the session's place may have waited
+            self._turns.to_rekey.add(TurnId(request.request_id))
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:

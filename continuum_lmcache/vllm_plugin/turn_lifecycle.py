@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -68,7 +69,6 @@ class TurnLifecycle:
         self.advisor, self.recorder, self.residency = advisor, recorder, residency
         self.config = config = advisor.config
         self.pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
-        self.kv_tokens = self.pool_blocks * block_tokens
         self.events, self.samples = EventBus(), MetricSamples()
         self.turns, self.programs = TurnTable(), ProgramTable(config.max_programs)
         self.blocks = GpuBlocks(kv_cache_manager, block_tokens)
@@ -130,9 +130,9 @@ class TurnLifecycle:
         elif self.config.infer_programs and (link := self._prompt_linker.find_link(request, turn.fields)):
             turn.matched_tokens = link.tokens
             self._bind_program(turn, request, link.program, link.arrival_s)
-        else:  # never held, and needs room
-            sizes = (request.num_prompt_tokens, 0, 0, True)
-            self.admission.on_arrival(now_s, anonymous_program(request), *sizes, hashes=request.block_hashes)
+        else:
+            sizes = (request.num_prompt_tokens, request.block_hashes)
+            self.admission.add_request(anonymous_program(request), *sizes)
         self.turns[turn.id] = turn
 
     def _bind_program(
@@ -226,6 +226,7 @@ class TurnLifecycle:
         turn = self.turns.drop(TurnId(request.request_id))
         if turn is None:
             return
+        self.blocks.on_turn_end(request.request_id, request.num_computed_tokens)
         self.load_policy.on_turn_end(turn.id)
         self.step_timer.on_turn_end(turn.id)
         ended = is_end_of_turn(request)
@@ -317,8 +318,10 @@ class TurnLifecycle:
         if now_s < self._refresh_at_s:
             return
         self._refresh_at_s = now_s + REFRESH_S
+        capacity = self.admission.capacity
         if self.advisor.resize_tiers(self.residency.capacity_tokens()):
-            self.admission.capacity = self._kv_capacity()
+            capacity = self._kv_capacity()
+        self.admission.capacity = replace(capacity, gpu_tokens=self.kv_tokens)
         for program in self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned):
             entry = self._drop_program(now_s, program)
             if entry is not None and entry.finished_s is not None:
@@ -350,6 +353,11 @@ class TurnLifecycle:
 
     # answers ---------------------------------------------------------------
 
+    @property
+    def kv_tokens(self) -> int:
+        """How many tokens' KV the GPU holds."""
+        return int(self.pool_blocks * self.blocks.tokens_per_block)
+
     def engine_load(self, away_s: float = 0.0) -> EngineLoad:
         """How busy the engine is, for a program that has been away this long."""
         free, pinned = self.blocks.free_count(), self.pins.pinned_blocks
@@ -378,7 +386,8 @@ class TurnLifecycle:
         entry = self.programs.queue_entry(turn.program, *times_s, turn.priority, preempted, pinned)
         order = self.advisor.order(entry)
         holds = request.num_computed_tokens > 0 or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-        return (turn.held, not holds, *order, turn.arrival_s, turn.id)
+        unready = turn.held or request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        return (unready, not holds, *order, turn.arrival_s, turn.id)
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
-Key = tuple[Any, ...]  # the first is True for a held request: it sorts last and is not scheduled
+Key = tuple[Any, ...]  # the first is True for a request that is held, or waits for input: it sorts last
 
 
 class ProgramQueue(RequestQueue):
@@ -76,7 +76,7 @@ class ProgramQueue(RequestQueue):
         return request.request_id in self._live
 
     def __bool__(self) -> bool:
-        """Whether a request may be scheduled: only len() counts held requests."""
+        """Whether a request may be scheduled: only len() counts those that are held or wait for input."""
         return bool(self._live) and not self.head_key()[0]
 
     def __len__(self) -> int:
