@@ -72,9 +72,8 @@ class MpEngine:
             patient(caller(client)), ChangesRequest(MODEL, 1, scheduler=uuid.uuid4().hex), clock=Clock()
         )
         reply = first_answer(self.follower)
-        self.tiers = MpTiers(
-            self.follower, reply, TokenHasher(CHUNK, reply.hash_algorithm), self.bytes_per_token
-        )
+        hasher = TokenHasher(CHUNK, reply.hash_algorithm)
+        self.tiers = MpTiers(self.follower, hasher, self.bytes_per_token)
         self.worker = PatientWorker(self.adapter, 0, self.bytes_per_token, reply.read_lease_s)
         self._ids = (f"{id(self):x}-{number}" for number in itertools.count())
         self._transfers: list[KVTransfer] = []

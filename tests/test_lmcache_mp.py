@@ -24,6 +24,7 @@ from lmcache.integration.vllm import vllm_multi_process_adapter as adapters
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache_mp_rig import MpEngine, MpRig, op
 from lmcache_mp_server import CHUNK, MODEL, PAGE, MpServer, patient
 from lmcache_rig import Clock, prompt
@@ -186,7 +187,7 @@ def test_a_silent_server_gets_one_warning_and_its_tiers_count_as_empty(
         return rig.follower._call(payload, timeout_s)
 
     follower = TierPoller(call, ChangesRequest("m", 1), lambda: downs.append(1), clock)
-    tiers = MpTiers(follower, rig.follower.poll(), rig.tiers._hasher, rig.bytes_per_token)
+    tiers = MpTiers(follower, rig.tiers._hasher, rig.bytes_per_token)
     rig.run(prompt(1, 2))
     follower.try_poll()
     assert tiers.locate(prompt(1, 2), "") == TierHit(2 * CHUNK, 0)
@@ -457,6 +458,30 @@ def test_capacities_are_what_the_server_holds_before_it_evicts(mp_rig: Make) -> 
     assert max(held().values()) > max(capacity.values())
     wait_for(lambda: all(held()[tier] <= capacity[tier] for tier in capacity))
     assert all(held()[tier] > capacity[tier] / 2 for tier in capacity)
+
+
+def test_an_l1_that_still_grows_counts_as_what_it_will_be(
+    mp_rig: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --l1-use-lazy, LMCache's default where memory can be pinned, it starts with 20 GB."""
+    rig = mp_rig()
+    grown, (used, total) = rig.tiers.capacity_tokens(), rig.server.storage.get_l1_usage()
+    monkeypatch.setattr(rig.server.l1._memory_manager, "get_memory_usage", lambda: (used, total // 4))
+    assert rig.server.storage.get_l1_usage() == (used, total // 4)
+    rig.follower.poll()
+    assert rig.tiers.capacity_tokens() == grown
+
+
+def test_a_server_that_was_started_again_with_other_tiers_has_their_sizes() -> None:
+    sizes = [(800, 3200), (1600, None), (1600, 800)]
+    replies = [msgspec.structs.replace(ANSWER, dram_bytes=dram, ssd_bytes=ssd) for dram, ssd in sizes]
+    poller = TierPoller(lambda *_: msgspec.msgpack.encode(replies.pop(0)), ChangesRequest("m", 1))
+    tiers = MpTiers(poller, TokenHasher(CHUNK, "blake3"), bytes_per_token=8)
+    found = []
+    for _ in sizes:
+        poller.poll()
+        found.append(tiers.capacity_tokens())
+    assert found == [{Tier.DRAM: 100, Tier.SSD: 400}, {Tier.DRAM: 200}, {Tier.DRAM: 200, Tier.SSD: 100}]
 
 
 def test_engines_on_one_server_count_each_on_an_equal_part_of_its_tiers(

@@ -155,6 +155,25 @@ def test_a_request_that_ends_before_its_lookup_leaves_nothing_behind(waiting: Wa
     assert connector.request_trackers == connector._found == connector._leases._submitted_s == {}
 
 
+def test_a_return_whose_answer_never_comes_holds_its_request_for_no_longer_than_a_message_may_take(
+    waiting: Waiting,
+) -> None:
+    """The server was started again between two of LMCache's pings, and nothing shows that it was away."""
+    rig, connector, request, clock = waiting
+    assert look_up(connector, request) == 2 * CHUNK
+    clock.now_s = 101.0
+    connector.get_num_new_matched_tokens(request, 0)
+    lost = SimpleNamespace(query=lambda: False)
+    returning = connector._leases._returning
+    returning["waits"] = returning["waits"]._replace(replies=[lost])
+    for _ in range(3):
+        assert connector.get_num_new_matched_tokens(request, 0) == (None, True)
+    clock.now_s += rig.scheduler._mq_timeout + 1.0
+    assert look_up(connector, request) == 2 * CHUNK
+    connector.request_finished(request, [])
+    assert not returning
+
+
 def test_a_load_that_would_be_slower_than_computing_is_declined_and_unlocked(waiting: Waiting) -> None:
     rig, connector, request, _ = waiting
     asked: list[Residency] = []

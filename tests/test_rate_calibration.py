@@ -206,6 +206,17 @@ def test_promotions_from_disk_fill_dram_and_dram_hits_fill_nothing():
     assert {tier: fill.n for tier, fill in survival.fills.items()} == {Tier.DRAM: 1, Tier.SSD: 0}
 
 
+def test_a_tier_may_go_and_another_one_come():
+    """LMCache's server was started again with other tiers."""
+    survival = TierSurvival({Tier.DRAM: 1000, Tier.SSD: 1000})
+    survival.observe(store(100), 0.0)
+    assert not survival.resize({Tier.DRAM: 1000, Tier.SSD: 1000}) and survival.resize({Tier.DRAM: 500})
+    survival.observe(store(100), 1.0)
+    assert list(survival.chances(10, 1.0, 2.0)) == [Tier.DRAM] and survival.fills[Tier.DRAM].n == 2
+    assert survival.resize({Tier.DRAM: 500, Tier.SSD: 4000})
+    assert survival.chances(10, 1.0, 2.0)[Tier.SSD] == 1.0
+
+
 TIMES = st.floats(0, 1e6)
 
 

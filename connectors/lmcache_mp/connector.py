@@ -91,7 +91,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         reply = first_answer(self._poller)
         hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, reply.hash_algorithm)
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size
-        self._tiers = MpTiers(self._poller, reply, hasher, bytes_per_token)
+        self._tiers = MpTiers(self._poller, hasher, bytes_per_token)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._found: dict[str, TierHit] = {}
         self._load_selector: LoadSelector | None = None  # None: load all that is found

@@ -80,6 +80,7 @@ class TierPoller:
         self._call, self._request, self._on_down, self._clock = call, request, on_down, clock
         self.mirror = MpTierMirror()
         self.schedulers = 1  # that use the server, this one included
+        self.tier_bytes: dict[Tier, int] = {}  # that the tiers hold before they evict
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
         self.is_up = True
         self._answered_s = clock()
@@ -115,6 +116,8 @@ class TierPoller:
                 text = "vLLM schedulers on LMCache's server: %d; each counts on an equal part of its tiers"
                 logger.info(text, reply.schedulers)
             self.schedulers = reply.schedulers
+            sizes = {Tier.DRAM: reply.dram_bytes, Tier.SSD: reply.ssd_bytes or 0}
+            self.tier_bytes = {tier: size for tier, size in sizes.items() if size}
             self._answered_s = requested_s
             return reply
 
@@ -151,8 +154,8 @@ def decoded(payload: bytes) -> ChangesReply:
 class MpTiers:
     """The core's TierStore over an MP server: answers from the mirror, and never waits."""
 
-    def __init__(self, poller: TierPoller, first: ChangesReply, hasher: Any, bytes_per_token: int) -> None:
-        self._poller, self._first, self._bytes_per_token = poller, first, bytes_per_token
+    def __init__(self, poller: TierPoller, hasher: Any, bytes_per_token: int) -> None:
+        self._poller, self._bytes_per_token = poller, bytes_per_token
         self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
         self._hashes = ChunkHashes(lambda: hasher.none_hash, hasher.hash_tokens, hasher.chunk_size)
         self._join = LoadLookupJoin()
@@ -171,10 +174,12 @@ class MpTiers:
         return taken
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """This scheduler's part, for all its ranks together: L1 and L2 hold every rank's pieces."""
-        sizes = {Tier.DRAM: self._first.dram_bytes, Tier.SSD: self._first.ssd_bytes or 0}
+        """This scheduler's part, for all its ranks together: L1 and L2 hold every rank's pieces.
+
+        As of the latest answer: the server may have been started again with other sizes.
+        """
         token_bytes = self._bytes_per_token * self._poller.schedulers
-        return {tier: size // token_bytes for tier, size in sizes.items() if size}
+        return {tier: size // token_bytes for tier, size in self._poller.tier_bytes.items()}
 
     def apply_report(self, report: MpReport) -> None:
         """Apply the worker's timed loads and stores, and the server's lookups."""

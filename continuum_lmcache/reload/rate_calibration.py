@@ -196,8 +196,16 @@ class TierSurvival:
     """
 
     def __init__(self, capacity_tokens: Mapping[Tier, int]) -> None:
+        self.capacity_tokens: dict[Tier, int] = {}
+        self.fills: dict[Tier, FillRate] = {}
+        self.resize(capacity_tokens)
+
+    def resize(self, capacity_tokens: Mapping[Tier, int]) -> bool:
+        """The tiers hold so many tokens now. One may be new, or gone. Returns whether anything changed."""
+        is_new = capacity_tokens != self.capacity_tokens
         self.capacity_tokens = dict(capacity_tokens)
-        self.fills = dict.fromkeys(self.capacity_tokens, FillRate())
+        self.fills = {tier: self.fills.get(tier, FillRate()) for tier in capacity_tokens}
+        return is_new
 
     def observe(self, moved: KVTransfer, now_s: float) -> None:
         """Learn from one transfer at `now_s`. LMCache writes a store through to every tier, and

@@ -60,10 +60,8 @@ class RetentionAdvisor:
         return self.config.priced_pins and reload_s >= expensive_s
 
     def resize_tiers(self, capacity_tokens: Mapping[Tier, int]) -> bool:
-        """The same tiers hold so many tokens now. Returns whether that is another size."""
-        is_new = capacity_tokens != self.survival.capacity_tokens
-        self.survival.capacity_tokens = dict(capacity_tokens)
-        return is_new
+        """The tiers hold so many tokens now. Returns whether that is another size."""
+        return self.survival.resize(capacity_tokens)
 
     def cheap_tier_tokens(self, async_loads: bool) -> int:
         """How many tokens the largest tier can hold from which a reload takes less time than computing; where

@@ -170,6 +170,8 @@ class MpTierModule:
         status = storage.report_status()
         evictions = status["l1_eviction_controllers"].values()
         self._read_lease_s = float(min(l1["read_ttl_seconds"] for l1 in status["l1_managers"].values()))
+        # as configured: with --l1-use-lazy, LMCache's default on a GPU, it grows to that after its start
+        self._l1_bytes = sum(int(l1["memory_configured_bytes"]) for l1 in status["l1_managers"].values())
         self._spare_share = 1.0 - max(float(eviction["trigger_watermark"]) for eviction in evictions)
         disks = status["l2_eviction_controller"]["adapters"]
         spare = ((1.0 - disk["trigger_watermark"]) * max(0, disk["total_capacity_bytes"]) for disk in disks)
@@ -220,11 +222,10 @@ class MpTierModule:
         """The bytes that L1 holds before it evicts, the rest of it, and the bytes that L2 holds before it
         evicts, if every adapter has a size. Above its watermark LMCache evicts within a second."""
         storage = self.context.storage_manager
-        dram_bytes = storage.get_l1_usage()[1]
-        spare_bytes = round(self._spare_share * dram_bytes)
+        spare_bytes = round(self._spare_share * self._l1_bytes)
         disks = [adapter.get_usage().total_capacity_bytes for _, adapter in storage.l2_adapters()]
         ssd_bytes = sum(disks) - self._ssd_spare_bytes if all(disks) else None
-        return dram_bytes - spare_bytes, spare_bytes, ssd_bytes
+        return self._l1_bytes - spare_bytes, spare_bytes, ssd_bytes
 
 
 def build_server_modules(build: Any) -> MpTierModule:
