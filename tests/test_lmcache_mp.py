@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -31,6 +32,7 @@ from lmcache_rig import Clock, prompt
 from waiting import wait_for
 
 from connectors.lmcache_mp import startup, tier_mirror
+from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp.load_join import LoadLookupJoin
 from connectors.lmcache_mp.server import module
 from connectors.lmcache_mp.server.deadline import with_deadline
@@ -529,6 +531,26 @@ def test_defaults_fill_what_the_user_left_open() -> None:
     assert extra["lmcache.mp.save_decode_cache"] is False and "save_decode_cache" not in ours
     assert ours.keys() == {"heartbeat_interval", "mq_timeout"}
     assert with_defaults(extra) == (extra, {})
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "extra", "reason"),
+    [
+        (True, {"lmcache.mp.use_vmm_api": True}, "drop --enable-sleep-mode or lmcache.mp.use_vmm_api"),
+        (True, {}, ""),
+        (False, {"lmcache.mp.use_vmm_api": True}, ""),
+    ],
+)
+def test_sleep_mode_is_refused_where_the_server_maps_the_workers_memory(
+    sleeps: bool, extra: dict[str, bool], reason: str
+) -> None:
+    config = SimpleNamespace(
+        lora_config=None,
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+    )
+    with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
+        ContinuumLMCacheMPConnector.check_settings(config)
 
 
 ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 1, 300.0, "blake3")

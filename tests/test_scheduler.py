@@ -340,6 +340,20 @@ def test_a_turn_that_waited_too_long_takes_anybodys_pin(make: Make) -> None:
     assert outcomes(bench)["reclaimed"] == 1
 
 
+def test_the_wait_that_entitles_to_a_pin_ends_when_the_turn_gets_its_memory(make: Make) -> None:
+    """Else a turn that is preempted much later would take others' pins at once."""
+    bench = make(blocks=20, static_ttl_s=1000, pin_reclaim_after_s=30)
+    bench.turn("pinned", prompt(8 * BLOCK, 1))
+    running = bench.send("running", prompt(6 * BLOCK, 2), out=30, is_last_step=True)
+    bench.step()
+    waiting = bench.send("waiting", prompt(8 * BLOCK, 3), out=20, is_last_step=True)
+    bench.step(seconds=20)
+    assert bench.lifecycle.turns[waiting].refused_s is not None
+    while waiting not in bench.order:
+        bench.step()
+    assert running in bench.done and bench.lifecycle.turns[waiting].refused_s is None
+
+
 def test_no_pin_is_dropped_in_vain(make: Make) -> None:
     """The waiting turn needs 16 blocks; 19 less the 6 running leave 13, pins or not."""
     bench = make(blocks=20, static_ttl_s=1000, pin_reclaim_after_s=0)

@@ -70,7 +70,12 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
                 "LMCache 0.5.6 does not tell LoRA adapters apart: it would load one adapter's KV for "
                 "another; drop --enable-lora or the KV connector"
             )
-        with_defaults(transfer_config(vllm_config).kv_connector_extra_config)
+        extra, _ = with_defaults(transfer_config(vllm_config).kv_connector_extra_config)
+        if vllm_config.model_config.enable_sleep_mode and extra.get("lmcache.mp.use_vmm_api"):
+            raise ConfigError(
+                "after a sleep the KV cache has other memory, and LMCache 0.5.6's server goes on with the "
+                "old one; drop --enable-sleep-mode or lmcache.mp.use_vmm_api"
+            )
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -126,6 +126,8 @@ class PinReclaimer:
             self._turns.refused_memory.add(turn_id)
             return
         self._turns.refused_memory.discard(turn_id)
+        if turn := self._turns.get(turn_id):
+            turn.refused_s = None  # if it is preempted, its time begins again
         if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
             self._listener.on_load_done(request)
         else:
