@@ -97,6 +97,21 @@ def test_moves_that_queue_at_the_link_are_not_charged_with_each_others_time() ->
         assert each.duration_s == pytest.approx(seconds(each.tokens), abs=0.0021), each
 
 
+def test_a_store_that_lmcache_leaves_out_is_not_taken_for_the_one_before_it() -> None:
+    """It drops stores while the server is unhealthy, and keeps the request's last one."""
+    gpu = Gpu(0.01)
+    launched = Done(gpu.clock, 0.0)
+    gpu.worker.store("r", LoadStoreOp([], [[]], 0, 1024), launched)
+    gpu.worker._store = lambda *_: None
+    gpu.worker.store("r", LoadStoreOp([], [[]], 1024, 3072), launched)
+    for _ in range(20):
+        gpu.worker.watch.poll()
+        gpu.clock.now_s += 0.001
+    gpu.worker.poll()
+    report = gpu.worker.report()
+    assert report is not None and [store.tokens for store in report.stores] == [1024]
+
+
 def test_a_future_is_asked_by_one_thread_at_a_time() -> None:
     """LMCache's imports the server's event when it is first asked, and two askers would both do it."""
     asked: list[bool] = []

@@ -85,12 +85,14 @@ class MpWorkerSide:
     def store(self, request_id: str, op: Any, event: Any, *args: Any, **kwargs: Any) -> None:
         """submit_store_request. If the server does not answer, the store is lost, not the engine."""
         start_s = self._prepare_submit()
+        earlier = self._adapter.store_futures.get(request_id)
         try:
             self._store(request_id, op, event, *args, **self._with_deadline(start_s, kwargs))
         except TimeoutError:
             self.mark_server_down()
             return
-        if future := self._adapter.store_futures.get(request_id):
+        future = self._adapter.store_futures.get(request_id)
+        if future is not None and future is not earlier:  # else LMCache has left the store out
             watched = self._adapter.store_futures[request_id] = WatchedFuture(future)
             self._track(request_id, False, op.end - op.start, start_s, watched, event)
 
