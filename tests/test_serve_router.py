@@ -198,6 +198,18 @@ def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_line() -> None:
     asyncio.run(go())
 
 
+def test_a_state_that_is_too_slow_learns_that_the_turn_went_its_own_way() -> None:
+    async def go() -> None:
+        its = state(away)
+        its.place_turn.remote = lambda *_: asyncio.get_running_loop().create_future()
+        made = router(its, "a")
+        made._answer_s = 0.01
+        assert await sent(made, turn(program="p")) == "a"
+        assert its.cancel_turn.calls == [("t1",)]
+
+    asyncio.run(go())
+
+
 def test_first_turns_that_wait_keep_nobody_elses_turn_from_its_replica() -> None:
     """Ray's own routing tasks would be two a replica."""
 

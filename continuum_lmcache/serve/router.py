@@ -129,6 +129,7 @@ class ProgramRouter(ConsistentHashRouter):
             logger.warning(
                 "The fleet's state does not answer (%s): this router places turns by its own table", error
             )
+            state.cancel_turn.remote(key)  # it may only be slow, and would count the turn for ever
             self._on_no_answer(state)
             return None
         if isinstance(answer, Refused) and not turn.program:

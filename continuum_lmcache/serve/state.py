@@ -33,6 +33,7 @@ from continuum_lmcache.types import ProgramId, TurnId
 FIRST_BYTES_PER_TOKEN = 4.0  # of a request's body, until prompts have been measured
 END_GRACE_S = 3.0  # how long a turn's end may be missing after its answer has reached the client
 MAX_REMOVED = 1000  # names of removed replicas that are remembered
+MAX_LEFT = 1000  # turns whose clients left before they were placed, while a new state waits for reports
 START_WAIT_S = 5.0  # at most, for the replicas' first reports: ten of their periods
 SWEEP_S = 0.5  # between two looks whether there is room for a request that waits
 POLL_S = 0.02  # between two looks whether all replicas have reported
@@ -55,7 +56,8 @@ class FleetState:
         self._properties: dict[ReplicaId, Mapping[str, Any]] = {}
         # they may still report while they drain
         self._removed: BoundedDict[ReplicaId, None] = BoundedDict(MAX_REMOVED)
-        self._waiting: dict[TurnId, asyncio.Future[Route]] = {}
+        self._waiting: dict[TurnId, asyncio.Future[Route | Refused]] = {}
+        self._left: BoundedDict[TurnId, None] = BoundedDict(MAX_LEFT)
         self._body_bytes, self._tokens = FIRST_BYTES_PER_TOKEN, 1.0
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -68,6 +70,9 @@ class FleetState:
         `visible`: the replicas that the router sees."""
         await self._wait_for_reports(visible)
         turn, now_s = TurnId(key), self.now_s()
+        if turn in self._left:
+            del self._left[turn]
+            return Refused(turn, 0.0)  # nobody waits for this answer
         live = self.fleet.turns.get(turn)
         if is_retry and live is not None and live.route.replica not in self.fleet.placement.replicas:
             self.fleet.on_abort(now_s, turn)
@@ -78,14 +83,21 @@ class FleetState:
         self._keep_sweeping()
         placed = self._waiting[turn] = asyncio.get_running_loop().create_future()
         try:
-            route: Route = await placed
-            return route
+            return await placed
         finally:
             self._waiting.pop(turn, None)
 
     async def cancel_turn(self, key: str) -> None:
-        """The client left, also while its turn waited in the line."""
-        self._abort(TurnId(key))
+        """The client left, also while its turn waited in the line.
+
+        Ray lets `place_turn` run on when its caller has gone: it would keep one of the actor's calls.
+        """
+        turn = TurnId(key)
+        if turn not in self.fleet.turns and turn not in self.fleet.waiting:
+            self._left[turn] = None
+        self._abort(turn)
+        if (placed := self._waiting.get(turn)) is not None and not placed.done():
+            placed.set_result(Refused(turn, 0.0))
 
     async def turn_answered(self, key: str) -> None:
         """The client has the answer. Its replica reports how it ended, unless the replica died."""
