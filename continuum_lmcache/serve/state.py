@@ -81,7 +81,8 @@ class FleetState:
         if not isinstance(answer, Held):
             return answer
         self._keep_sweeping()
-        placed = self._waiting[turn] = asyncio.get_running_loop().create_future()
+        placed: asyncio.Future[Route | Refused] = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = placed
         try:
             return await placed
         finally:
