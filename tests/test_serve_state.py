@@ -17,7 +17,7 @@ from continuum_lmcache.serve.gauges import costs, replica_report
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica_programs import FirstToken, ReplicaPrograms, TurnEnd
 from continuum_lmcache.serve.settings import ServeSettings
-from continuum_lmcache.serve.state import END_GRACE_S, START_WAIT_S, FleetState
+from continuum_lmcache.serve.state import END_GRACE_S, MORE_TURNS, START_WAIT_S, FleetState
 from continuum_lmcache.types import ProgramId, TurnId
 
 GPU_TOKENS = 1000
@@ -141,6 +141,24 @@ def test_a_client_that_leaves_the_line_is_not_sent_anywhere_later() -> None:
         told = await host.state.snapshot()
         assert told["line"] == 0 and sum(row["turns"] for row in told["replicas"]) == 1
         await host.state.check()
+
+    run_virtually(go())
+
+
+def test_one_programs_many_turns_leave_the_state_calls_for_reports() -> None:
+    async def go() -> None:
+        host = await started(max_line=3, max_wait_s=1000.0)
+        for name in ("big-0", "big-1"):
+            assert isinstance(await host.sends(name, 900), Route)
+        waiting = [host.sends("flood", 900) for _ in range(3 + MORE_TURNS + 20)]
+        await asyncio.sleep(1)
+        refused = [asked.result() for asked in waiting if asked.done()]
+        assert len(refused) == 20 and all(isinstance(each, Refused) for each in refused)
+        await host.state.check()
+        assert (await host.state.snapshot())["line"] == 1
+        for number in range(3, 3 + len(waiting)):
+            await host.state.cancel_turn(f"t{number}")
+        await asyncio.gather(*waiting)
 
     run_virtually(go())
 

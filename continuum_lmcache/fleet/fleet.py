@@ -328,6 +328,10 @@ class Fleet:
         entry = self.programs.get(program)
         return entry.home if entry is not None else None
 
+    def has_started(self, turn: TurnId) -> bool:
+        """Whether the program of a turn in the line has started: it lost its replica."""
+        return bool(self.placement.line[self.waiting[turn]].finished)
+
     def line_wait_s(self, now_s: float) -> float:
         """How long the first in line has waited; 0: the line is empty."""
         head = self.placement.head()

@@ -34,6 +34,9 @@ FIRST_BYTES_PER_TOKEN = 4.0  # of a request's body, until prompts have been meas
 END_GRACE_S = 3.0  # how long a turn's end may be missing after its answer has reached the client
 MAX_REMOVED = 1000  # names of removed replicas that are remembered
 MAX_LEFT = 1000  # turns whose clients left before they were placed, while a new state waits for reports
+MORE_TURNS = (
+    500  # that may wait beyond one for each program in a full line; the actor has calls for twice that
+)
 START_WAIT_S = 5.0  # at most, for the replicas' first reports: ten of their periods
 SWEEP_S = 0.5  # between two looks whether there is room for a request that waits
 POLL_S = 0.02  # between two looks whether all replicas have reported
@@ -80,6 +83,9 @@ class FleetState:
         answer = self.fleet.on_arrival(now_s, turn, program, self.tokens_of(name.body_bytes))
         if not isinstance(answer, Held):
             return answer
+        if len(self._waiting) >= self.fleet.config.max_line + MORE_TURNS and not self.fleet.has_started(turn):
+            self.fleet.on_abort(now_s, turn)  # of many turns of few programs; reports need calls, too
+            return Refused(turn, self.fleet.placement.retry_after_s(now_s))
         self._keep_sweeping()
         placed: asyncio.Future[Route | Refused] = asyncio.get_running_loop().create_future()
         self._waiting[turn] = placed
