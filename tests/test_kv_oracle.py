@@ -193,7 +193,7 @@ def asked_again(bench: EngineBench, tokens: list[int]) -> None:
     assert bench.lmcache.lost == 1
 
 
-@cases("LMCache fails on a resumed turn whose hit vLLM does not let it read", V2)
+@cases("LMCache fails on a resumed turn whose hit vLLM does not let it read", f"{V2} {NOT_ON_0_30}")
 def test_a_resumed_turn_that_may_not_read_the_prefix_cache_is_computed_again(
     cls: Any, is_v2: bool, make: Make
 ) -> None:
@@ -273,7 +273,7 @@ def test_what_a_failed_mp_load_should_have_brought_is_not_stored_before_it_is_co
     assert bench.lmcache.loads == 3
 
 
-@cases("LMCache counts its hit as computed where vLLM does not let a turn read it")
+@cases("LMCache counts its hit as computed where vLLM does not let a turn read it", NOT_ON_0_30)
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_an_mp_turn_that_may_not_read_the_prefix_cache_stores_nothing_before_it_is_computed(
     cls: Any, is_v2: bool, is_eager: bool, make_mp: MakeMp
