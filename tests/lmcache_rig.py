@@ -77,12 +77,12 @@ class Rig:
 
     # ---- vLLM's calls of the worker
 
-    def store(self, tokens: Sequence[int], skip_chunks: int = 0) -> None:
+    def store(self, tokens: Sequence[int], skip_chunks: int = 0, **more: Any) -> None:
         blocks = len(tokens) // CHUNK
         for layer in self.kv:
             layer[:blocks] = content(tokens)
         mask = torch.arange(len(tokens)) >= skip_chunks * CHUNK
-        self.engine.store(list(tokens), mask=mask, offset=0, req_id="r", **self._where(tokens))
+        self.engine.store(list(tokens), mask=mask, offset=0, req_id="r", **self._where(tokens), **more)
 
     def load(self, tokens: Sequence[int]) -> int:
         """Load the stored chunks into zeroed blocks; return how many tokens came, all of them right."""

@@ -66,6 +66,19 @@ def test_a_chunk_that_the_disk_refuses_stays_in_dram_and_leaves_no_trace_in_the_
     assert lost(r) == {"unwritten": 12}
 
 
+def test_a_chunk_whose_name_no_file_can_have_stays_in_dram_and_leaves_no_trace_in_the_books(rig):
+    r = rig(dram_chunks=4)
+    r.store(prompt(0, 1))
+    r.settle()
+    before = r.disk.current_cache_size, r.disk.usage
+    for tag in range(3 * 4):  # a client's tag is part of the key, and the key is part of the path
+        r.store(prompt(1, 1), request_configs={"lmcache.tag.user": f"a\0{tag}"})
+        r.settle()
+        assert (r.disk.current_cache_size, r.disk.usage) == before
+        assert not r.disk.disk_worker.put_tasks
+    assert lost(r) == {"unwritten": 12}
+
+
 def test_a_disk_that_takes_files_again_is_used_again(rig):
     r = rig()
     shutil.rmtree(r.disk.path)

@@ -53,7 +53,7 @@ class DiskWrites:
         """LMCache's own, from a thread of its pool. If the disk refuses it, the chunk is not kept."""
         try:
             self._save(key, memory_obj, on_complete_callback)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: a path with a NUL, from a tag in the key
             self._undo(key, memory_obj)
             self._refused(error)
         else:
@@ -80,7 +80,7 @@ class DiskWrites:
         """Restore the state before the chunk was submitted."""
         disk, path = self._disk, str(self._disk._key_to_path(key))
         self.sums.pop(path, None)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             Path(path).unlink(missing_ok=True)
         with disk.disk_lock:
             disk.current_cache_size -= memory_obj.get_physical_size()
@@ -89,7 +89,7 @@ class DiskWrites:
         memory_obj.ref_count_down()
         disk.disk_worker.remove_put_task(key)
 
-    def _refused(self, error: OSError) -> None:
+    def _refused(self, error: OSError | ValueError) -> None:
         self._losses.add("unwritten")
         if not self._is_refusing:
             self._is_refusing = True
