@@ -4,7 +4,7 @@ vLLM passes that field on from any client of its API, and LMCache 0.5.6 reads it
 
     lmcache.max_offload_tokens   compared with numbers
     disagg_spec                  its fields are read by name; it is for LMCache's prefill and decode instances
-    lmcache.*                    sent to the server, and part of keys
+    lmcache.*                    sent to the server, part of keys, and of the names of files
 
 One wrong value would end the engine for everybody. Without it the request is served as any other.
 """
@@ -30,7 +30,9 @@ DISAGG_FIELDS = {
 def drop_invalid(request: Request) -> None:
     """Remove them from the request's own mapping, which is that of its sampling parameters too."""
     params = request.kv_transfer_params
-    if not params:
+    if not isinstance(params, dict):
+        # vllm_xargs can make it 0, false or "", which LMCache reads as a mapping
+        request.kv_transfer_params = None
         return
     for name in [name for name, value in params.items() if not _is_valid(name, value)]:
         del params[name]
@@ -50,5 +52,6 @@ def _is_valid(name: object, value: Any) -> bool:
     if name == "lmcache.max_offload_tokens":
         return value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
     if isinstance(name, str) and name.startswith("lmcache."):
-        return value is None or isinstance(value, str | int | float)
+        text = name + value if isinstance(value, str) else name
+        return text.isprintable() and (value is None or isinstance(value, str | int | float))
     return True

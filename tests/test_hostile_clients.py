@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,11 +34,17 @@ def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
     return Bench(ContinuumScheduler, model, blocks=40)
 
 
-KV_TRANSFER_PARAMS: list[dict[str, Any]] = [
+KV_TRANSFER_PARAMS: list[Any] = [  # of these that are no mapping, vLLM passes on the false ones
     {"lmcache.max_offload_tokens": "many"},
     {"lmcache.max_offload_tokens": [1]},
     {"lmcache.max_offload_tokens": -5},
     {"lmcache.tag.user": [1, {"a": 2}]},
+    {"lmcache.tag.user": "a\0b"},
+    {"lmcache.tag.a\ud800": "b"},
+    {"ret_first_tok": True},
+    0,
+    False,
+    "",
     {"disagg_spec": {}},
     {"disagg_spec": 5},
     {"disagg_spec": {"req_id": "r", "receiver_host": 1, "receiver_init_port": 1, "receiver_alloc_port": 1}},
@@ -52,7 +60,7 @@ def test_no_kv_transfer_params_end_an_engine_with_lmcache(
     settings: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     is_mp: bool,
-    params: dict[str, Any],
+    params: Any,
 ) -> None:
     """They come from any client of the API, to LMCache's own adapters. One of the turns leaves at once."""
     pytest.importorskip("lmcache")
@@ -64,12 +72,24 @@ def test_no_kv_transfer_params_end_an_engine_with_lmcache(
     kind = ServerBench if is_mp else EngineBench
     bench = kind(ContinuumScheduler, model, False, 80, chunk=CHUNK)
     for _ in range(2):
-        bench.turn("a", prompt(6 * CHUNK), 9, kv_transfer_params=dict(params))
+        bench.turn("a", prompt(6 * CHUNK), 9, kv_transfer_params=deepcopy(params))
         bench.scheduler.reset_prefix_cache()
-    left = bench.send("b", prompt(6 * CHUNK, 2), 9, kv_transfer_params=dict(params))
+    left = bench.send("b", prompt(6 * CHUNK, 2), 9, kv_transfer_params=deepcopy(params))
     bench.scheduler.finish_requests([left], RequestStatus.FINISHED_ABORTED)
     bench.run_until_idle()
     assert bench.lmcache.chunks
+
+
+def test_tags_that_no_file_name_and_no_message_can_have_are_dropped() -> None:
+    pytest.importorskip("lmcache")
+    from connectors.request_params import drop_invalid
+
+    told = {"lmcache.tag.user": "é b", "other": "\0"}
+    request = SimpleNamespace(
+        kv_transfer_params={**told, "lmcache.tag.a": "a\0b", "lmcache.tag.\ud800": "b", "lmcache.b": "\n"}
+    )
+    drop_invalid(request)
+    assert request.kv_transfer_params == told
 
 
 def test_a_hundred_thousand_ids_leave_a_table_of_its_bound() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -346,13 +347,26 @@ def test_the_shipped_file_names_only_what_lmcache_knows_and_passes():
     assert shipped["kv_connector"] == "LMCacheConnectorV1"
 
 
-def test_lora_is_refused_since_lmcache_would_mix_the_adapters() -> None:
+@pytest.mark.parametrize("connector", ["lmcache", "lmcache_mp"])
+@pytest.mark.parametrize(
+    ("lora", "embeds", "reason"),
+    [
+        (object(), False, "does not tell LoRA adapters apart.*drop --enable-lora"),
+        (None, True, "does not tell prompt embeddings apart.*drop --enable-prompt-embeds"),
+    ],
+)
+def test_prompts_whose_kv_depends_on_more_than_tokens_are_refused(
+    connector: str, lora: object, embeds: bool, reason: str
+) -> None:
     from types import SimpleNamespace
 
-    from connectors.lmcache.connector import ContinuumLMCacheConnector
-
-    with pytest.raises(ConfigError, match="does not tell LoRA adapters apart.*drop --enable-lora"):
-        ContinuumLMCacheConnector.check_settings(SimpleNamespace(lora_config=object()))
+    module = importlib.import_module(f"connectors.{connector}")
+    name = {"lmcache": "ContinuumLMCacheConnector", "lmcache_mp": "ContinuumLMCacheMPConnector"}[connector]
+    config = SimpleNamespace(
+        lora_config=lora, model_config=SimpleNamespace(enable_prompt_embeds=embeds, enable_sleep_mode=False)
+    )
+    with pytest.raises(ConfigError, match=reason):
+        getattr(module, name).check_settings(config)
 
 
 @pytest.mark.parametrize(

@@ -546,7 +546,7 @@ def test_sleep_mode_is_refused_where_the_server_maps_the_workers_memory(
 ) -> None:
     config = SimpleNamespace(
         lora_config=None,
-        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps, enable_prompt_embeds=False),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
     )
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():

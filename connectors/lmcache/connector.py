@@ -50,9 +50,8 @@ from connectors.lmcache.tier_mirror import LMCacheTiers
 from connectors.lmcache.transfer_timer import TransferMetrics, TransferStats
 from connectors.lmcache.worker import LMCacheWorkerSide, TierReport
 from connectors.request_params import drop_invalid
-from connectors.transfer_config import transfer_config
+from connectors.transfer_config import refuse_kv_of_more_than_tokens, transfer_config
 from continuum_lmcache.capacity.kv_budget import GIB
-from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
 from continuum_lmcache.types import Tier, TurnId
@@ -71,11 +70,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
     @classmethod
     def check_settings(cls, vllm_config: VllmConfig) -> None:
         """Raise ConfigError, one line, for LMCache settings that are unknown or known to fail."""
-        if vllm_config.lora_config is not None:
-            raise ConfigError(
-                "LMCache 0.5.6 in-process does not tell LoRA adapters apart: it would load one adapter's KV "
-                "for another; drop --enable-lora or the KV connector"
-            )
+        refuse_kv_of_more_than_tokens(vllm_config)
         extra = transfer_config(vllm_config).kv_connector_extra_config
         with_defaults(extra, os.environ, machine(vllm_config))
 
@@ -214,6 +209,12 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         host_tokens = min(max(held.dram_tokens - computed_tokens, 0), num_external_tokens)
         split = {CacheHitSource.HOST: host_tokens, CacheHitSource.DISK: num_external_tokens - host_tokens}
         return {source: tokens for source, tokens in split.items() if tokens}
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if not request.output_token_ids:
+            # LMCache would read the first token of an aborted request, which has none (vllm_v1_adapter.py)
+            (request.kv_transfer_params or {}).pop("ret_first_tok", None)
+        return super().request_finished(request, block_ids)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)

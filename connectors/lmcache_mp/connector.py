@@ -48,7 +48,7 @@ from connectors.lmcache_mp.tier_mirror import MpTiers, TierPoller
 from connectors.lmcache_mp.wire import ChangesRequest
 from connectors.lmcache_mp.worker import MpWorkerSide
 from connectors.request_params import drop_invalid
-from connectors.transfer_config import transfer_config
+from connectors.transfer_config import refuse_kv_of_more_than_tokens, transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
 from continuum_lmcache.types import Residency, Tier, TurnId
@@ -65,11 +65,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     @classmethod
     def check_settings(cls, vllm_config: VllmConfig) -> None:
         """Raise ConfigError, one line, for settings that are unknown or known to fail."""
-        if vllm_config.lora_config is not None:
-            raise ConfigError(
-                "LMCache 0.5.6 does not tell LoRA adapters apart: it would load one adapter's KV for "
-                "another; drop --enable-lora or the KV connector"
-            )
+        refuse_kv_of_more_than_tokens(vllm_config)
         extra, _ = with_defaults(transfer_config(vllm_config).kv_connector_extra_config)
         if vllm_config.model_config.enable_sleep_mode and extra.get("lmcache.mp.use_vmm_api"):
             raise ConfigError(
