@@ -28,7 +28,9 @@ from lmcache.integration.vllm import vllm_v1_adapter
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import set_forward_context
+from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
@@ -281,6 +283,14 @@ class OracleBench(Bench):
         request_id = super().send(job, tokens, *args, **fields)
         self._right[request_id] = Turn(len(tokens), list(tokens), [])
         return request_id
+
+    def go_on(self, session: str, tokens: list[int], out: int) -> None:
+        """A streaming session's next input, once it waits for it. The last token it sampled is dropped."""
+        request = self.scheduler.requests[session]
+        assert request.status == RequestStatus.WAITING_FOR_STREAMING_REQ, request.status
+        params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0)
+        self.scheduler.add_request(Request(session, list(tokens), params, None, resumable=True))
+        self._right[session] = Turn(request.num_prompt_tokens, list(request.all_token_ids), [])
 
     def step(self, seconds: float | None = None) -> int:
         output = self.scheduler.schedule()

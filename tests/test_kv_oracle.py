@@ -312,6 +312,31 @@ def waits_for_memory(bench: ServerBench) -> list[int]:
     return tokens
 
 
+@cases(
+    "LMCache counts drafts that were rejected as computed, and a session's next input has that many tokens"
+)
+def test_an_mp_session_that_goes_on_stores_nothing_before_it_is_computed(
+    cls: Any, is_v2: bool, make_mp: MakeMp
+) -> None:
+    bench = make_mp(
+        cls,
+        is_v2,
+        blocks=100,
+        budget_tokens=64,
+        drafts=2,
+        settings={"lmcache.mp.save_decode_cache": True},
+    )
+    session = bench.send("a", prompt(50), 9, resumable=True)
+    for number in range(1, 4):
+        bench.run_until_idle()
+        bench.go_on(session, prompt(130, number), 9)
+    bench.run_until_idle()
+    assert bench.lmcache.chunks and bench.worker.rejected
+    bench.scheduler.finish_requests([session], RequestStatus.FINISHED_ABORTED)
+    bench.run_until_idle()
+    assert bench.used_blocks == 0
+
+
 @cases("LMCache tells a turn as stored once any of its stores has ended: LMCache/LMCache#5062")
 def test_a_finished_mp_turn_keeps_its_blocks_until_all_its_stores_have_ended(
     cls: Any, is_v2: bool, make_mp: MakeMp

@@ -28,7 +28,7 @@ from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -214,11 +214,21 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             tracker.num_stored_tokens = computed // chunk * chunk
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
+            self._recount_session(new)
         meta = super().build_connector_meta(scheduler_output)
         meta.server_is_up = self._poller.is_up  # otherwise the worker would wait to find out
         meta.ended_while_loading = self._ended_while_loading & scheduler_output.finished_req_ids
         self._ended_while_loading -= meta.ended_while_loading
         return meta
+
+    def _recount_session(self, new: NewRequestData) -> None:
+        """Count what vLLM has computed of a streaming session that goes on. LMCache 0.5.6 counts rejected
+        drafts as computed. Once the session has more input it would store that much of it too early."""
+        tracker = self.request_trackers[new.req_id]
+        if tracker.num_scheduled_tokens:  # of an earlier input
+            hits = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
+            tracker.num_scheduled_tokens = new.num_computed_tokens - hits
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         super().update_connector_output(connector_output)
