@@ -382,6 +382,36 @@ def test_the_head_that_others_use_outlives_its_first_owner(make: Make) -> None:
     assert cached_tokens(bench, system + prompt(2 * BLOCK, 9)) == 4 * BLOCK
 
 
+def test_programs_one_after_another_find_the_system_prompt_that_they_share(make: Make) -> None:
+    """None shares it with another that is here, so it is not known that it is shared."""
+    bench = make(blocks=400, max_ttl_s=0)
+    system = prompt(100 * BLOCK, 5)
+    for story in range(3):
+        if story:
+            assert cached_tokens(bench, system + prompt(BLOCK, 40 + story)) == 100 * BLOCK
+        bench.turn(f"p{story}", system + prompt(2 * BLOCK, 10 + story), is_last_step=True)
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "inferred"])
+def test_conversations_share_their_system_prompt_whether_or_not_they_have_names(
+    make: Make, is_named: bool
+) -> None:
+    bench = make(blocks=600)
+    system, histories = prompt(64 * BLOCK, 5), {}
+    for step in range(3):
+        for job in range(12):
+            tokens = histories.get(job, system) + prompt(4 * BLOCK, 100 + 40 * step + job)
+            sent = bench.send(f"job-{job}" if is_named else None, tokens, out=4 if step < 2 else 100)
+            if step < 2:
+                bench.run_until_idle()
+                histories[job] = bench.done[sent]
+    for _ in range(6):
+        bench.step()
+    assert bench.lifecycle.admission.context_tokens < 600 * BLOCK / 2
+    assert len(bench.lifecycle._shared_prefixes._heads) == 1
+    bench.run_until_idle()
+
+
 def test_a_program_whose_end_was_claimed_keeps_its_place_when_it_comes_back(make: Make) -> None:
     bench = make(blocks=20, max_ttl_s=0)
     bench.turn("p", prompt(64, 1), is_last_step=True)

@@ -12,9 +12,10 @@ import mistral_common
 import pytest
 import torch
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.telemetry.events import PinReleased
 from continuum_lmcache.telemetry.recorder import META
@@ -325,6 +326,63 @@ def test_where_programs_take_turns_the_pin_of_an_older_program_that_waits_behind
     assert second in bench.order and first not in bench.order
     assert outcomes(bench) == {"reclaimed": 1, "reused": 1}
     bench.run_until_idle()
+
+
+def test_a_preempted_turn_that_goes_first_takes_the_pin_of_an_older_program_behind_it(make: Make) -> None:
+    """It is first in the queue although its program began later. Nobody could use that pin before it runs."""
+    bench = make(blocks=61, static_ttl_s=300)
+    old = bench.send("old", prompt(20 * BLOCK, 1), out=120)
+    bench.now_s += 1
+    bench.send("runs on", prompt(7 * BLOCK, 2), out=320)
+    bench.now_s += 1
+    new = bench.send("new", prompt(26 * BLOCK, 3), out=100)
+    while old not in bench.done:
+        bench.step(0.5)
+    assert set(bench.preempted) == {new} and list(bench.lifecycle.pins.pinned) == ["old"]
+    again = bench.send("old", bench.done[old] + prompt(2 * BLOCK, 5), out=2)
+    while new not in bench.done:
+        bench.step(0.5)
+    assert again not in bench.done and outcomes(bench) == {"reclaimed": 1}
+    assert bench.lifecycle.programs.records, "the running turn has not ended"
+    bench.run_until_idle()
+
+
+def test_an_urgent_turn_takes_the_pin_of_a_less_urgent_program_that_waits_behind_it(make: Make) -> None:
+    bench = make(blocks=61, static_ttl_s=300, honor_priority=True)
+    tokens = bench.turn("low", prompt(27 * BLOCK, 1), out=2, priority=5)
+    bench.now_s += 1
+    bench.send("runs on", prompt(7 * BLOCK, 2), out=320)
+    bench.step(0.5)
+    urgent = bench.send("urgent", prompt(28 * BLOCK, 3), out=20, priority=-5)
+    low = bench.send("low", tokens + prompt(2 * BLOCK, 5), out=2, priority=5)
+    began_s = bench.now_s
+    while urgent not in bench.done:
+        bench.step(0.5)
+    assert bench.now_s - began_s < 15 and low not in bench.done
+    bench.run_until_idle()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_streaming_session_whose_input_ends_ends_like_any_turn(make: Make, is_last: bool) -> None:
+    """vLLM ends it as it ends an aborted request."""
+    bench = make(blocks=60)
+    session = bench.send("p", prompt(64, 1), out=4, resumable=True, is_last_step=is_last)
+    bench.run_until_idle()
+    for tokens, goes_on in ((prompt(40, 3), True), ([1], False)):
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        bench.scheduler.add_request(Request(session, tokens, params, None, resumable=goes_on))
+        bench.run_until_idle()
+    assert bench.lifecycle.pins.taken == (0 if is_last else 1)
+    assert ("p" in bench.lifecycle.programs.records) is not is_last
+
+
+def test_a_turn_that_left_before_it_ran_has_attained_nothing(make: Make) -> None:
+    bench = make(blocks=200, policy="plas")
+    tokens = bench.turn("p", prompt(64, 1), out=2)
+    before = bench.lifecycle.programs.records["p"].attained_tokens
+    left = bench.send("p", tokens + prompt(1500, 2), out=2)
+    bench.scheduler.finish_requests([left], RequestStatus.FINISHED_ABORTED)
+    assert bench.lifecycle.programs.records["p"].attained_tokens == before > 0
 
 
 def test_a_turn_that_waited_too_long_takes_anybodys_pin(make: Make) -> None:

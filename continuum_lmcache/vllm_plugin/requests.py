@@ -43,6 +43,7 @@ class TurnState:
     place_s: float  # in the queue: its program's arrival, or its own
     priority: int
     tenant: str = ""
+    has_all_input: bool = False  # of a streaming session whose client has no more
     held: bool = False  # its program waits to start (admission/controller.py)
     refused_s: float | None = None  # when it was first in the queue and there were no blocks
     started_s: float | None = None

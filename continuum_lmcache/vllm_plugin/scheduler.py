@@ -182,13 +182,17 @@ class ContinuumMixin(Scheduler):
             self._lifecycle.on_arrival(now_s, request)
         else:  # a further piece of a streamed input, for which the session's place may have waited
             self._turns.to_rekey.add(TurnId(request.request_id))
+            if not request.resumable and (turn := self._turns.get(TurnId(request.request_id))) is not None:
+                turn.has_all_input = True  # vLLM ends the session as it ends an aborted request
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         if request.status == RequestStatus.FINISHED_ABORTED and self.connector is not None:
             self._invalid_blocks.on_client_abort(request.request_id)
         self._lifecycle.on_finish(self.clock(), request)
-        return super()._free_request(request, *args, **kwargs)
+        freed = super()._free_request(request, *args, **kwargs)
+        self._lifecycle.on_freed()
+        return freed
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
         """After a load that failed from its first block, keep no memory for its rest and no place before

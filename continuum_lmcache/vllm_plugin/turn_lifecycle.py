@@ -184,13 +184,14 @@ class TurnLifecycle:
         self.step_timer.on_run(turn)
         served = self.residency.served_from(request, turn)
         self.residency.count(served)
+        found_tokens = turn.gpu_tokens + turn.loaded_tokens
         if turn.program is None:
+            self.admission.on_prefix_hit(anonymous_program(request), request.block_hashes, found_tokens)
             return
         program, entry = turn.program, self.programs.records[turn.program]
         self.programs.start_turn(turn.id, program)
         self.pins.turn_stopped_waiting(program)
-        if not entry.turns:
-            found_tokens = turn.gpu_tokens + turn.loaded_tokens
+        if not entry.turns and not turn.matched_tokens:  # else it found what its own last turn left
             self.admission.on_prefix_hit(program, request.block_hashes, found_tokens)
         context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
         if turn.reusable_tokens is not None:  # tokens that are not used again were not lost
@@ -229,15 +230,16 @@ class TurnLifecycle:
         self.blocks.on_turn_end(request.request_id, request.num_computed_tokens)
         self.load_policy.on_turn_end(turn.id)
         self.step_timer.on_turn_end(turn.id)
-        ended = is_end_of_turn(request)
+        ended = is_end_of_turn(request) or turn.has_all_input
         if turn.program is None:
             anonymous = anonymous_program(request)
             self.admission.remove_program(anonymous)
             if ended and self.config.infer_programs and not turn.fields.is_last_step:
                 self._prompt_linker.add_turn(request, anonymous, turn.arrival_s, fields=turn.fields)
             return
-        computed_tokens = request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
-        self.programs.records[turn.program].attained_tokens += computed_tokens
+        if turn.started_s is not None:
+            computed_tokens = request.num_tokens - turn.gpu_tokens - turn.loaded_tokens
+            self.programs.records[turn.program].attained_tokens += computed_tokens
         if turn.fields.is_last_step and ended:
             self._end_program(now_s, turn, request)
         elif ended:
@@ -245,6 +247,10 @@ class TurnLifecycle:
         else:
             self._end_without_pin(now_s, turn, request)
             self.admission.remove_turn(turn.program)
+
+    def on_freed(self) -> None:
+        """The request of the last `on_finish` was freed."""
+        self.blocks.evict_first()
 
     def _end_in_tool_call(self, now_s: float, turn: TurnState, request: Request) -> None:
         """A turn ends in a tool call: decide for how long its KV stays."""
@@ -285,7 +291,7 @@ class TurnLifecycle:
         self.end_claims.claim(entry.id, EndClaim(entry.arrival_s, entry.turns))
         if self.config.evict_ended_programs and self.end_claims.is_trusted:
             shared_tokens = self._shared_prefixes.head(request.block_hashes).tokens
-            self.blocks.evict_private(request.request_id, shared_tokens)
+            self.blocks.note_ended(request.request_id, shared_tokens)
 
     def _end_without_pin(self, now_s: float, turn: TurnState, request: Request) -> None:
         """A turn ended, but not in a tool call."""

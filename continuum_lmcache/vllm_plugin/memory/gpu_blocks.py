@@ -1,8 +1,8 @@
 """A pin is one more reference on each of a finished turn's hashed blocks; vLLM's own code does the rest.
 
 Private members used, unchanged from vLLM 0.30 to 0.33: KVCacheManager.get_blocks and .block_pool,
-BlockPool.touch / free_blocks / evict_blocks / get_num_free_blocks, KVCacheBlock.ref_cnt / is_null /
-_block_hash (`block_hash` is a call for each block of each turn).
+BlockPool.touch / free_blocks / get_num_free_blocks / free_block_queue, its remove / prepend_n,
+KVCacheBlock.ref_cnt / is_null / _block_hash (`block_hash` is a call for each block of each turn).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class GpuBlocks:
         self._block_tokens = block_tokens
         self.tokens_per_block: float = block_tokens
         self._ended_tokens = self._ended_blocks = 0.0  # of turns that ended, the latest ones most
+        self._to_evict_first: list[KVCacheBlock] = []  # of an ended program, once they are free
 
     def on_turn_end(self, request_id: str, tokens: int) -> None:
         """A turn is about to free its blocks; they hold the KV of so many tokens."""
@@ -63,16 +64,27 @@ class GpuBlocks:
         """Remove a reference from each, tail first: the tail is evicted first, the prefix last."""
         self._pool.free_blocks(reversed(blocks))
 
-    def evict_private(self, request_id: str, shared_tokens: int) -> None:
-        """Make the request's own blocks after its first `shared_tokens` the next to be reused.
+    def note_ended(self, request_id: str, shared_tokens: int) -> None:
+        """The request ends its program: its own blocks after its first `shared_tokens` should go first.
 
-        A block without a hash cannot be hit, and vLLM reuses it before all cached ones. Models with
-        more than one kind of KV are excluded: there a block's number does not give its tokens.
+        Models with more than one kind of KV are excluded: there a block's number does not give its tokens.
         """
         groups = self._manager.get_blocks(request_id).blocks
         if len(groups) == 1:
             own = groups[0][-(-shared_tokens // self._block_tokens) :]
-            self._pool.evict_blocks({b.block_id for b in own if b.ref_cnt == 1 and not b.is_null})
+            self._to_evict_first = [b for b in own if b.ref_cnt == 1 and not b.is_null]
+
+    def evict_first(self) -> None:
+        """Make these blocks the next to be reused, tail first, if they are free now.
+
+        They stay in the cache until then, since they may begin with a prompt that other programs will share.
+        Blocks that a connector still stores keep the order in which they are freed.
+        """
+        queue, free = self._pool.free_block_queue, [b for b in self._to_evict_first if b.ref_cnt == 0]
+        self._to_evict_first = []
+        for block in free:
+            queue.remove(block)
+        queue.prepend_n(free[::-1])
 
     def is_used_by(self, request_id: str, held: list[KVCacheBlock]) -> bool:
         """Whether the request uses any of these blocks."""

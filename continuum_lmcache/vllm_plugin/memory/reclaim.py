@@ -27,13 +27,16 @@ from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import Pin, PinEnd, TurnId
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
-from continuum_lmcache.vllm_plugin.requests import TurnState, TurnTable
+from continuum_lmcache.vllm_plugin.requests import TurnTable
 
 Allocate = Callable[..., KVCacheBlocks | None]
 
 
 class AllocationListener(Protocol):
-    """Called when waiting requests get their blocks."""
+    """Called when waiting requests get their blocks, and asked for their order."""
+
+    def queue_key(self, request: Request) -> tuple[Any, ...]:
+        """A waiting request's place in the queue: the smallest is first."""
 
     def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
         """A request got its blocks; these tokens of its prompt were found on the GPU, these are loaded."""
@@ -211,12 +214,13 @@ class PinReclaimer:
         if not any(programs[program].live for program in self._pins.pinned):
             return []  # before all pins are sorted, in each step of a blocked queue
         others = self._pins.victims(turn.program)
-        return [pin for pin in others if self._waits_behind(turn, programs[pin.program].live)]
+        key = self._listener.queue_key(request)
+        return [pin for pin in others if self._waits_behind(key, programs[pin.program].live)]
 
-    def _waits_behind(self, turn: TurnState, others: Iterable[TurnId]) -> bool:
-        """Whether one of these turns waits too, with a later place than `turn`."""
-        waiting = (self._turns[other] for other in others if self._turns.is_waiting(other))
-        return any(other.place_s > turn.place_s for other in waiting)
+    def _waits_behind(self, key: tuple[Any, ...], others: Iterable[TurnId]) -> bool:
+        """Whether one of these turns waits too, later in the queue than that key."""
+        key_of, requests = self._listener.queue_key, self._scheduler.requests
+        return any(key_of(requests[other]) > key for other in others if self._turns.is_waiting(other))
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
         """A lower bound of the free blocks that the request needs, without its prefix hits.
