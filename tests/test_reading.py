@@ -81,6 +81,15 @@ def test_unfinished_and_cut_programs_do_not_count_as_fast_ones(tmp_path: Path) -
     assert (found["programs"], found["programs complete"], found["JCT, mean [s]"]) == (2, 0, None)
 
 
+def test_a_program_whose_beginning_was_discarded_has_no_job_time(tmp_path: Path) -> None:
+    run = Run()
+    run.recorder = EventRecorder(EPOCH_S, max_programs=1)
+    for name, at_s in (("long", 0), ("other", 10), ("long", 600)):
+        run.turn(name, f"{name}-{at_s}", (at_s, at_s, at_s + 1))
+    found = measure(load(written(tmp_path, run.recorder)))
+    assert (found["programs"], found["programs complete"], found["JCT, mean [s]"]) == (1, 0, None)
+
+
 def test_the_prototypes_own_file_is_read_and_what_it_lacks_is_listed(tmp_path: Path) -> None:
     run = load(saved(tmp_path, PROTOTYPE))
     found = measure(run)

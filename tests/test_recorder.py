@@ -145,6 +145,17 @@ def test_events_of_a_discarded_program_do_not_make_half_a_history() -> None:
     assert recorder.dropped["events"] == 3 + 2
 
 
+def test_a_program_that_returns_after_it_was_discarded_does_not_look_complete() -> None:
+    recorder = EventRecorder(EPOCH_S, max_programs=1)
+    run_turn(recorder, A, "t1", 0.0)
+    run_turn(recorder, B, "t1", 10.0)
+    recorder.record(PinReleased(20.0, A, PinEnd.EXPIRED))
+    run_turn(recorder, A, "t2", 30.0)
+    *kept, last = recorder.snapshot()[A]
+    assert [e["turn"] for e in kept] == ["t2"] * 3
+    assert last == {"events_dropped": 4}
+
+
 def test_of_a_program_with_too_many_events_the_first_stay_and_the_file_says_so() -> None:
     recorder = EventRecorder(EPOCH_S, max_events_per_program=4)
     for number in range(3):
@@ -170,7 +181,8 @@ def test_few_programs_with_many_events_are_bounded_too() -> None:
     recorder = EventRecorder(EPOCH_S, max_events=300)
     for number in range(1_000):
         run_turn(recorder, ProgramId(f"job-{number % 50}"), f"t{number}", float(number))
-    assert sum(len(events) for name, events in recorder.snapshot().items() if name != META) <= 300
+    histories = [events for name, events in recorder.snapshot().items() if name != META]
+    assert sum("events_dropped" not in event for events in histories for event in events) <= 300
 
 
 programs = st.sampled_from([ProgramId(name) for name in "abcdef"])
@@ -189,9 +201,10 @@ def test_every_event_is_either_held_or_counted(
             recorder.record(TurnPreempted(now_s, program, TurnId("t")))
         else:
             recorder.record(ProgramEnded(now_s, program, 1))
-    held = [e for n, es in recorder.snapshot().items() if n != META for e in es if "events_dropped" not in e]
+    histories = {n: es for n, es in recorder.snapshot().items() if n != META}
+    held = [e for es in histories.values() for e in es if "events_dropped" not in e]
     assert len(held) + recorder.dropped["events"] == len(taken)
-    assert len(recorder.snapshot()) - 1 <= max_programs
+    assert len(histories) <= max_programs
     assert len(held) <= max(max_events, max_each)
 
 

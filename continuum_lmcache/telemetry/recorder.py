@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from typing import Any
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.telemetry import events as event_types
 from continuum_lmcache.types import Retention, TurnId
@@ -41,8 +42,9 @@ class ProgramEvents:
 class EventRecorder:
     """Events of at most `max_programs` programs and about `max_events` events.
 
-    Beyond that the whole history of the longest-idle program is dropped; of a program with
-    too many events the first are kept. `dropped` counts both.
+    Beyond that the whole history of the longest-idle program is dropped; if it returns, it begins a
+    history that says how many events are missing. Of a program with too many events the first are kept.
+    `dropped` counts both.
     """
 
     epoch_s: float  # wall clock minus engine clock
@@ -53,7 +55,11 @@ class EventRecorder:
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)  # up to 64 bytes
     dropped: Counter[str] = field(default_factory=Counter)  # "programs", "events"
     _histories: OrderedDict[str, ProgramEvents] = field(default_factory=OrderedDict)  # idle longest first
+    _without: BoundedDict[str, int] = field(init=False)  # events of programs that have no history
     _held: int = 0
+
+    def __post_init__(self) -> None:
+        self._without = BoundedDict(self.max_programs)
 
     def listen(self, events: event_types.EventBus) -> None:
         for kind in RECORDED:
@@ -64,7 +70,8 @@ class EventRecorder:
         RECORDED[type(event)](self, event)
 
     def _arrived(self, e: event_types.TurnArrived) -> None:
-        self._histories.setdefault(self._name(e.program), ProgramEvents())
+        if (name := self._name(e.program)) not in self._histories:
+            self._histories[name] = ProgramEvents(dropped=self._without.pop(name, 0))
         self._add(e, "Request_arrival_time", e.turn, prompt_length=e.prompt_tokens)
 
     def _started(self, e: event_types.TurnStarted) -> None:
@@ -171,7 +178,8 @@ class EventRecorder:
             event["turn"] = self._name(turn)
         event |= facts
         history = self._histories.get(name)
-        if history is None:  # it was dropped: a history without its beginning would mislead
+        if history is None:  # it was dropped; another begins with its next turn
+            self._without[name] = self._without.get(name, 0) + 1
             self.dropped["events"] += 1
             return False
         self._histories.move_to_end(name)
@@ -188,7 +196,8 @@ class EventRecorder:
         while len(self._histories) > self.max_programs or (
             self._held > self.max_events and len(self._histories) > 1
         ):
-            _, history = self._histories.popitem(last=False)
+            name, history = self._histories.popitem(last=False)
+            self._without[name] = len(history.events) + history.dropped
             self._held -= len(history.events)
             self.dropped["programs"] += 1
             self.dropped["events"] += len(history.events)
