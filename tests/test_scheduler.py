@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mistral_common
@@ -17,6 +18,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.programs.identity import TOOLS_FIELD
 from continuum_lmcache.telemetry.events import PinReleased
 from continuum_lmcache.telemetry.recorder import META
 from continuum_lmcache.types import PinEnd
@@ -619,6 +621,16 @@ def test_a_bad_field_that_got_here_is_ignored_and_counted(make: Make, fields: di
     bench.turn(None, prompt(32), **fields)
     assert bench.lifecycle.ignored == {next(iter(fields)): 1}
     assert not bench.lifecycle.programs.records and bench.used_blocks == 0
+
+
+@pytest.mark.parametrize(("tools", "tool"), [("", ("python", "bash")), ("a digest", ())])
+def test_a_bash_block_is_a_call_unless_the_request_offers_tools(
+    make: Make, tools: str, tool: tuple[str, ...]
+) -> None:
+    bench = make()
+    bench.lifecycle._tokenizer = SimpleNamespace(decode=lambda *_, **__: "```bash\npython app.py\n```")
+    bench.turn("p", prompt(64), **({TOOLS_FIELD: tools} if tools else {}))
+    assert bench.lifecycle.programs.records["p"].tool == tool
 
 
 # programs without ids -------------------------------------------------------

@@ -100,6 +100,25 @@ def test_a_turn_without_a_call_has_no_key(text):
     assert tool_key(text) == ()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"All tests pass. To start it:\n{FENCE}bash\npython app.py\n{FENCE}\nDo you want more?",
+        f"# Install\n{FENCE}bash\nnpm install\n{FENCE}\n</parameter>\n</function>\n</tool_call>",
+    ],
+    ids=["an answer to a person", "the end of a long file"],
+)
+def test_a_bash_block_of_an_agent_that_offers_tools_is_only_text(text):
+    assert tool_calls(text, offers_tools=True) == ()
+    assert tool_key(text, offers_tools=True) == ()
+
+
+@pytest.mark.parametrize("name", [name for name, text in FORMATS.items() if FENCE not in text])
+def test_calls_of_an_agent_that_offers_tools_are_found_beside_a_bash_block(name):
+    text = f"{FENCE}bash\nls\n{FENCE}\n{FORMATS[name]}"
+    assert tool_calls(text, offers_tools=True) == (PYTEST,)
+
+
 def test_a_call_after_a_thought_counts_even_if_the_thoughts_beginning_was_cut_off():
     text = f"...or\n{FENCE}bash\nls\n{FENCE}</think>\n{FENCE}bash\nmake\n{FENCE}"
     assert tool_key(text) == ("make", "bash")

@@ -114,13 +114,13 @@ class RetentionAdvisor:
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 
-    def tool(self, text: str) -> ToolKey:
+    def tool(self, text: str, offers_tools: bool = False) -> ToolKey:
         """The tool that a turn with this text called: of parallel calls, the slowest by its mean gap."""
-        calls = tool_calls(text)
+        calls = tool_calls(text, offers_tools)
         if len(calls) < 2:
             return calls[0] if calls else ()
         slowest = self.gaps.slowest(calls)
-        return slowest if self.gaps.exact(slowest).n else tool_key(text)
+        return slowest if self.gaps.exact(slowest).n else tool_key(text, offers_tools)
 
     def listen(self, events: EventBus) -> None:
         events.subscribe(TurnArrived, self._learn_gap)

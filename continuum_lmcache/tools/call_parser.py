@@ -36,7 +36,7 @@ COMMAND_ARGUMENTS = ("command", "cmd", "keystrokes")
 SHELL_TOOL = re.compile(r"sh|term|cmd|command|console", re.IGNORECASE)
 
 
-def tool_calls(text: str) -> tuple[ToolKey, ...]:
+def tool_calls(text: str, offers_tools: bool = False) -> tuple[ToolKey, ...]:
     """Every call that the finished turn's text ends with, in its order; () if there is none.
 
     Formats, the first that finds a call wins: Hermes and Qwen `<tool_call>` (JSON, XML, GLM's
@@ -44,21 +44,25 @@ def tool_calls(text: str) -> tuple[ToolKey, ...]:
     last ```bash block as mini-swe-agent has it, JSON (OpenAI `tool_calls`, Llama 3 `parameters`,
     Terminal-Bench `commands`), and Llama's pythonic list. An unclosed block counts: a stop string
     may have swallowed its end. Thoughts (`<think>`, closed or not) are not read.
+
+    `offers_tools`: the request did, so a ```bash block is part of an answer or of a file.
     """
     tail = without_thinking(text[-MAX_CHARS:])
     for read in FORMATS:
+        if offers_tools and read is bash_block_calls:
+            continue
         if calls := tuple(islice(read(tail), MAX_CALLS)):
             return calls
     return ()
 
 
-def tool_key(text: str) -> ToolKey:
+def tool_key(text: str, offers_tools: bool = False) -> ToolKey:
     """The call that decides how long the turn's tools take; () is unknown.
 
     Parallel calls end with their slowest: the first of the program known to be slow, as in a
     compound command. With learned gaps at hand, `ToolDurations.slowest(tool_calls(text))` knows better.
     """
-    return max(tool_calls(text), key=lambda key: weight(key[-2:][0]), default=())
+    return max(tool_calls(text, offers_tools), key=lambda key: weight(key[-2:][0]), default=())
 
 
 def without_thinking(text: str) -> str:

@@ -257,7 +257,7 @@ class TurnLifecycle:
         assert turn.program is not None
         program = turn.program
         text = "" if turn.fields.this_tool else tail_text(request, self._tokenizer, self.ignored)
-        tool = turn.fields.this_tool or self.advisor.tool(text)
+        tool = turn.fields.this_tool or self.advisor.tool(text, offers_tools=bool(turn.fields.tools))
         sizes = (request.num_prompt_tokens, request.num_tokens)
         kind = TurnKind(turn.tenant, ending_of(text))
         tokens = self.reuse.expected_tokens(kind, *sizes)
