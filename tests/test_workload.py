@@ -71,6 +71,15 @@ def test_a_bad_line_is_refused_with_its_file_number_and_field(tmp_path, line, sa
     assert said in str(refused.value)
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_a_line_separator_inside_a_command_ends_no_line(tmp_path, separator):
+    """JSON may hold them unescaped, and shell commands of models have them."""
+    path = tmp_path / "trace.jsonl"
+    line = with_turn(command=f"grep {separator} a.txt")
+    path.write_text(json.dumps(line, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    assert load_trace(path)[0].turns[1].command == f"grep {separator} a.txt"
+
+
 def test_a_program_id_may_not_appear_twice(tmp_path):
     with pytest.raises(TraceError, match=r":2: program_id is 'p'"):
         load_trace(trace(tmp_path, LINE, LINE))

@@ -60,7 +60,7 @@ class TraceProgram:
 def load_trace(path: Path) -> tuple[TraceProgram, ...]:
     """The programs of a trace file, in its order. Raises TraceError with file, line and reason."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines() splits at U+2028 too
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
     programs: dict[str, TraceProgram] = {}
