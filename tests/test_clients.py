@@ -107,7 +107,7 @@ def test_a_parents_pin_outlives_its_subagents_traffic_and_is_reused(bench: Bench
     for number, turn in enumerate(client.turns):
         said, before = sent(turn), bench.lifecycle.residency.prompt_tokens["gpu"]
         big = list(range(1000, 1000 + 25 * BLOCK)) if turn.agent == CHILD else []
-        bench.turn(said.pop("job_id", None), big + tokens(turn), **said)
+        bench.turn(said.pop("job_id", None), big + tokens(turn), 2, **said)
         if number == 2:
             bench.turn(None, list(range(2000, 2000 + 30 * BLOCK)))
         bench.now_s += 0.5
@@ -128,10 +128,10 @@ def test_under_one_name_a_subagent_takes_its_parents_pin(bench: Bench) -> None:
 def test_a_hint_settles_which_of_two_equal_first_prompts_goes_on(bench: Bench) -> None:
     prompt = tokens(codex(PARENT, 1))
     for key in ("a", "b"):
-        bench.turn(None, prompt, **{HINT_FIELD: key})
-    bench.turn(None, [*prompt, *range(3000, 3040)])
+        bench.turn(None, prompt, 2, **{HINT_FIELD: key})
+    bench.turn(None, [*prompt, *range(3000, 3040)], 2)
     assert not bench.lifecycle.programs.records, "without a hint nobody knows whose it is"
-    bench.turn(None, [*prompt, *range(3100, 3140)], **{HINT_FIELD: "b"})
+    bench.turn(None, [*prompt, *range(3100, 3140)], 2, **{HINT_FIELD: "b"})
     assert list(bench.lifecycle.programs.records) == ["~None-2"]
 
 
@@ -139,16 +139,16 @@ def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None
     """Several sessions may share a key: term-llm and pi have done so."""
     head = list(range(500, 660))
     for story in range(4):
-        bench.turn(None, [*head, *[story] * 40], **{HINT_FIELD: "one key for all"})
+        bench.turn(None, [*head, *[story] * 40], 2, **{HINT_FIELD: "one key for all"})
     assert not bench.lifecycle.programs.records
-    bench.turn(None, [*head, *[2] * 40, 7, 9, 9], **{HINT_FIELD: "one key for all"})
+    bench.turn(None, [*head, *[2] * 40, 7, 9, 9], 2, **{HINT_FIELD: "one key for all"})
     assert list(bench.lifecycle.programs.records) == ["~None-3"]
 
 
 def test_hints_without_end_fill_no_table(bench: Bench) -> None:
     bench.lifecycle._prompt_linker._hinted.most = 20
     for i in range(100):
-        bench.turn(None, [*range(i, i + 40)], **{HINT_FIELD: f"key {i}"})
+        bench.turn(None, [*range(i, i + 40)], 2, **{HINT_FIELD: f"key {i}"})
     assert len(bench.lifecycle._prompt_linker._hinted) <= 20
 
 
@@ -172,6 +172,12 @@ def test_nothing_else_of_a_request_changes_and_nothing_but_names_is_added(client
 def test_a_client_cannot_set_the_fields_that_are_the_servers_own() -> None:
     forged = {HINT_FIELD: "stolen", UNUSED_FIELD: ["job_id"]}
     body = {"model": "m", "prompt": "hi", "vllm_xargs": {HINT_FIELD: "stolen"}, **forged}
+    assert send(app([]), "/v1/completions", {}, body)["extra_args"] == {}
+
+
+@pytest.mark.parametrize("tools", [5, "bash", ["bash"], [{"function": 5}], {"a": 1}], ids=str)
+def test_tools_where_the_endpoint_has_no_such_field_are_ignored_as_vllm_does(tools: Any) -> None:
+    body = {"model": "m", "prompt": "hi", "tools": tools}
     assert send(app([]), "/v1/completions", {}, body)["extra_args"] == {}
 
 
@@ -199,6 +205,8 @@ BAD_FIELDS = {
     "a list for a name": ({"vllm_xargs": {"agentic_context": '{"program_id": ["a"]}'}}, "agentic_context"),
     "text for a flag": ({"agent_hint": {"session_id": "s", "expected_resume": "maybe"}}, "agent_hint"),
     "a control character": ({"prompt_cache_key": "a\x00b"}, "prompt_cache_key"),
+    "a lone surrogate": ({"prompt_cache_key": "a\ud800"}, "prompt_cache_key"),
+    "a lone surrogate in JSON": ({"agent_hint": '{"session_id": "\\udfff"}'}, "agent_hint"),
     "a key that is too long": ({"prompt_cache_key": LONG}, "prompt_cache_key"),
     "an object for a key": ({"prompt_cache_key": {"a": 1}}, "prompt_cache_key"),
     "text for metadata": ({"metadata": "user"}, "metadata"),

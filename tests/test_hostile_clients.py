@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pin_tables import Tables
 from vllm.v1.request import RequestStatus
 
-from continuum_lmcache.programs.identity import FIELDS, program_id
+from continuum_lmcache.programs.identity import FIELDS, UNUSED_FIELD, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
 from continuum_lmcache.telemetry.events import TurnArrived
 from continuum_lmcache.telemetry.recorder import EventRecorder
@@ -160,6 +160,13 @@ def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
 def test_a_field_of_a_megabyte_is_ignored_and_counted(bench: Bench, field: str) -> None:
     bench.turn(None, prompt(40), **{field: "x" * 2**20})
     assert bench.lifecycle.ignored == {field: 1} and not bench.lifecycle.programs.records
+
+
+@pytest.mark.parametrize("value", [[[]], [{}], [1, None], {"a": 1}, "job_id"], ids=str)
+def test_a_clients_own_list_of_unused_fields_ends_no_engine(bench: Bench, value: Any) -> None:
+    """Token-in-token-out requests and LLM.generate bring extra_args past the API server's hooks."""
+    bench.turn(None, prompt(40), **{UNUSED_FIELD: value})
+    assert not bench.lifecycle.ignored
 
 
 @pytest.mark.parametrize("name", NASTY)

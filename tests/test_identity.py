@@ -10,7 +10,7 @@ from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import FIELDS, MAX_CHARS, ProgramFields, parse, program_id
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),  # with surrogates
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
@@ -45,6 +45,9 @@ def test_and_so_may_its_absence(value: object) -> None:
         ({"job_id": "x" * 10**6}, "job_id has 1000000 characters"),
         ({"job_id": {"a": 1}}, "job_id must be text, not an object"),
         ({"job_id": True}, "job_id must be text, not true or false"),
+        ({"job_id": "a\nb"}, "job_id has a control character"),
+        ({"job_id": "a\ud800"}, "job_id has a control character or a lone surrogate"),
+        ({"this_func_call": "\udfff"}, "this_func_call has a control character or a lone surrogate"),
         ({"job_id": 10**5000}, "job_id is a number of more than 18 digits"),
         ({"is_last_step": "maybe"}, "is_last_step is 'maybe'; it must be true or false"),
         ({"is_last_step": [1]}, "is_last_step is .1.; it must be true or false"),
@@ -71,6 +74,7 @@ def test_whatever_json_brings_it_is_an_identity_or_a_request_error(fields: dict[
         assert len(str(error)) < 300
     else:
         assert identity.job_id is None or 1 <= len(identity.job_id) <= MAX_CHARS
+        (identity.job_id or "").encode()  # as in every message to the engine
 
 
 def test_ids_under_different_salts_never_meet() -> None:

@@ -26,7 +26,7 @@ SERVER_FIELDS = (OWNER_FIELD, HINT_FIELD, UNUSED_FIELD, TOOLS_FIELD)
 MAX_CHARS = 256
 MOST_TURNS = 10_000  # upper bound of `program_turns`
 MOST_AGE_S = 86_400.0  # upper bound of `program_age_s`
-CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+REFUSED = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # controls; UTF-8 has no lone surrogates
 YES = ("true", "1", "yes")
 NO = ("false", "0", "no", "")
 
@@ -78,7 +78,7 @@ def program_id(job_id: str, tenant: str | None) -> ProgramId:
 
 
 def name(field: str, value: object) -> str | None:
-    """Text of 1 to MAX_CHARS characters without control characters, or a whole number; null is no name."""
+    """Text of 1 to MAX_CHARS characters, none of them REFUSED, or a whole number; null is no name."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -88,8 +88,9 @@ def name(field: str, value: object) -> str | None:
     text = str(value)
     if not 1 <= len(text) <= MAX_CHARS:
         raise RequestError(f"{field} has {len(text)} characters; it must have 1 to {MAX_CHARS}")
-    if CONTROL.search(text):
-        raise RequestError(f"{field} has a control character; send printable text such as 'run-42'")
+    if REFUSED.search(text):
+        problem = "has a control character or a lone surrogate"
+        raise RequestError(f"{field} {problem}; send printable text such as 'run-42'")
     return text
 
 

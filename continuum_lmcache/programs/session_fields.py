@@ -171,4 +171,6 @@ def first_value(places: tuple[FieldPlace, ...], sent: SentFields, unused: list[s
 def unused_fields(fields: Mapping[str, object]) -> list[str]:
     """The fields that the API server could not use, by `program_values`."""
     named = fields.get(UNUSED_FIELD)
-    return [field for field in named if field in LABELS] if isinstance(named, list) else []
+    if not isinstance(named, list):
+        return []
+    return [field for field in named if isinstance(field, str) and field in LABELS]
