@@ -438,10 +438,10 @@ def test_the_budget_is_vllms_own_until_steps_were_measured(make: Make) -> None:
 
 def test_an_inferred_program_is_not_held_while_its_context_counts_as_admitted(make: Make) -> None:
     bench = make(blocks=20, max_ttl_s=0)
-    first = bench.turn(None, prompt(64, 1))
+    first = bench.turn(None, prompt(64, 1), out=2)
     send_programs(bench, 8, out=30)
     bench.step()
-    back = bench.send(None, first + prompt(16, 2))
+    back = bench.send(None, first + prompt(16, 2), out=2)
     assert bench.lifecycle.turns[back].program is not None and back not in held(bench)
 
 

@@ -79,10 +79,10 @@ def test_the_end_that_another_key_claims_frees_nothing(bench: Bench) -> None:
 
 def test_a_prompt_that_goes_on_where_another_keys_turn_ended_is_not_linked_to_it(bench: Bench) -> None:
     ann, bob = ({OWNER_FIELD: name} for name in ("a" * 32, "b" * 32))
-    first = bench.turn(None, prompt(64), **ann)
-    bench.turn(None, [*first, 5, 6], **bob)
+    first = bench.turn(None, prompt(64), out=2, **ann)
+    bench.turn(None, [*first, 5, 6], out=2, **bob)
     assert not bench.lifecycle.programs.records
-    bench.turn(None, [*first, 5, 6], **ann)
+    bench.turn(None, [*first, 5, 6], out=2, **ann)
     assert len(bench.lifecycle.programs.records) == 1
 
 

@@ -661,22 +661,44 @@ def test_requests_without_ids_become_a_program_once_one_extends_the_other(make: 
     bench.now_s += 3
     second = bench.turn(None, first + prompt(20, 5), out=20)
     assert len(bench.lifecycle.pins.pinned) == 1
-    bench.turn(None, second + prompt(20, 6))
+    bench.turn(None, second + prompt(20, 6), out=2)
     assert outcomes(bench) == {"reused": 1}
 
 
 def test_a_fork_of_a_finished_turn_is_a_program_of_its_own(make: Make) -> None:
     bench = make(blocks=40)
     first = bench.turn(None, prompt(64, 1), out=20)
+    bench.turn(None, first + prompt(20, 5), out=2)
+    bench.turn(None, first + prompt(20, 6), out=2)
+    assert len(bench.lifecycle.programs.records) == 1
+
+
+def test_the_beams_of_a_search_are_no_programs_and_teach_no_tool_gaps(make: Make) -> None:
+    """vLLM sends one request of one token for each beam and token."""
+    bench = make(blocks=60)
+    beams: list[list[int]] = [[]]
+    for _ in range(20):
+        for beam in beams:
+            bench.send(None, prompt(64, 1) + beam)
+        bench.run_until_idle()
+        beams = [beams[i % len(beams)] + [200 + i if i else 7] for i in range(4)]
+    assert not bench.lifecycle.programs.records
+    assert bench.lifecycle.advisor.gaps.exact(()).n == 0
+
+
+def test_a_request_of_one_token_does_not_take_a_turn_from_its_program(make: Make) -> None:
+    bench = make(blocks=40)
+    first = bench.turn(None, prompt(64, 1), out=20)
     bench.turn(None, first + prompt(20, 5))
-    bench.turn(None, first + prompt(20, 6))
+    assert not bench.lifecycle.programs.records
+    bench.turn(None, first + prompt(20, 5), out=2)
     assert len(bench.lifecycle.programs.records) == 1
 
 
 def test_inference_never_links_two_tenants(make: Make) -> None:
     bench = make()
     first = bench.turn(None, prompt(64, 1), out=20, salt="a")
-    bench.turn(None, first + prompt(20, 5), salt="b")
+    bench.turn(None, first + prompt(20, 5), out=2, salt="b")
     assert not bench.lifecycle.programs.records
 
 
@@ -695,7 +717,7 @@ def test_the_stats_carry_the_pins_and_lose_them_again_before_vllm_looks(make: Ma
 def test_a_turn_whose_output_comes_back_encoded_otherwise_is_still_linked(make: Make) -> None:
     bench = make(blocks=40)
     bench.turn(None, prompt(64, 1), out=20)
-    bench.turn(None, prompt(64, 1) + prompt(30, 8))
+    bench.turn(None, prompt(64, 1) + prompt(30, 8), out=2)
     assert len(bench.lifecycle.programs.records) == 1
 
 

@@ -127,13 +127,18 @@ class TurnLifecycle:
             self.ignored[field] += 1
         if turn.fields.job_id is not None:
             self._bind_program(turn, request, program_id(turn.fields.job_id, turn.tenant), None)
-        elif self.config.infer_programs and (link := self._prompt_linker.find_link(request, turn.fields)):
+        elif self._may_be_linked(request) and (link := self._prompt_linker.find_link(request, turn.fields)):
             turn.matched_tokens = link.tokens
             self._bind_program(turn, request, link.program, link.arrival_s)
         else:
             sizes = (request.num_prompt_tokens, request.block_hashes)
             self.admission.add_request(anonymous_program(request), *sizes)
         self.turns[turn.id] = turn
+
+    def _may_be_linked(self, request: Request) -> bool:
+        """Whether a request without a name may be a turn of a program. One token calls no tool: it is a beam
+        of a search, or scores a prompt."""
+        return self.config.infer_programs and request.max_tokens > 1
 
     def _bind_program(
         self, turn: TurnState, request: Request, program: ProgramId, since_s: float | None
@@ -234,7 +239,7 @@ class TurnLifecycle:
         if turn.program is None:
             anonymous = anonymous_program(request)
             self.admission.remove_program(anonymous)
-            if ended and self.config.infer_programs and not turn.fields.is_last_step:
+            if ended and self._may_be_linked(request) and not turn.fields.is_last_step:
                 self._prompt_linker.add_turn(request, anonymous, turn.arrival_s, fields=turn.fields)
             return
         if turn.started_s is not None:
