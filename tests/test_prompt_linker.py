@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.programs.prompt_linker import PromptLinker
+from continuum_lmcache.programs.identity import ProgramFields
+from continuum_lmcache.programs.prompt_linker import MAX_TAILS, PromptLinker
 from continuum_lmcache.types import ProgramId
 from experiments.driver import Plan
 from experiments.lineage import BLOCK_TOKENS, Branch, Replay
@@ -17,6 +18,7 @@ from experiments.table1 import generate
 from experiments.workload import Program, TurnSpec, poisson_arrivals, scaled
 
 MARKS = 10
+SYSTEM = tuple(range(1000, 1100))
 PLAN = Plan("", 1, range(300, 30_000))
 NEW = Branch(Program("p", 0.0, ()), "red")
 
@@ -73,6 +75,32 @@ def test_programs_whose_short_first_prompts_share_a_system_prompt_are_not_linked
         assert prompt_linker.find_link(request) is None
         request.append_output_token_ids([7, name])
         prompt_linker.add_turn(request, ProgramId(str(name)), 0.0)
+
+
+def test_a_turn_is_linked_again_after_its_continuation_did_not_end_and_takes_no_more_room() -> None:
+    prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
+    fields = ProgramFields(hint="a session")
+    request = replay.request(NEW, SYSTEM)
+    prompt_linker.add_turn(request, ProgramId("p"), 0.0, fields=fields)
+    next_prompt = replay.request(NEW, (*SYSTEM, *range(500, 540)))
+    for _ in range(3 * MAX_TAILS):
+        link = prompt_linker.find_link(next_prompt, fields)
+        assert link is not None and link.program == "p"
+        assert len(prompt_linker) == 0 and not prompt_linker._hinted
+        assert prompt_linker.find_link(next_prompt, fields) is None, "it is continued once at a time"
+        prompt_linker.put_back(link)
+    assert len(prompt_linker) == 1 and [len(turns) for turns in prompt_linker._hinted.values()] == [1]
+
+
+def test_a_turn_put_back_beside_an_equal_one_is_ambiguous() -> None:
+    prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
+    prompt_linker.add_turn(replay.request(NEW, SYSTEM), ProgramId("p"), 0.0)
+    next_prompt = replay.request(NEW, (*SYSTEM, *range(500, 540)))
+    link = prompt_linker.find_link(next_prompt)
+    assert link is not None
+    prompt_linker.add_turn(replay.request(NEW, SYSTEM), ProgramId("other"), 0.0)
+    prompt_linker.put_back(link)
+    assert prompt_linker.find_link(next_prompt) is None
 
 
 @pytest.mark.parametrize("contexts", [(0, 0), (0, 100), (100, 0)])

@@ -18,7 +18,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache.programs.identity import TOOLS_FIELD
+from continuum_lmcache.programs.identity import HINT_FIELD, TOOLS_FIELD
 from continuum_lmcache.telemetry.events import PinReleased
 from continuum_lmcache.telemetry.recorder import META
 from continuum_lmcache.types import PinEnd
@@ -671,6 +671,25 @@ def test_a_fork_of_a_finished_turn_is_a_program_of_its_own(make: Make) -> None:
     bench.turn(None, first + prompt(20, 5), out=2)
     bench.turn(None, first + prompt(20, 6), out=2)
     assert len(bench.lifecycle.programs.records) == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {HINT_FIELD: "a session"}], ids=["nothing", "a hint"])
+def test_a_turn_sent_again_after_its_client_left_goes_on_with_its_program(
+    make: Make, fields: dict[str, str]
+) -> None:
+    """SDKs send a request again after a timeout or a lost connection."""
+    bench = make(blocks=40)
+    first = bench.turn(None, prompt(64, 1), out=20, **fields)
+    second = bench.turn(None, first + prompt(20, 5), out=20, **fields) + prompt(20, 6)
+    for _ in range(2):
+        left = bench.send(None, second, out=20, **fields)
+        bench.step()
+        bench.scheduler.finish_requests(left, RequestStatus.FINISHED_ABORTED)
+        bench.run_until_idle()
+    third = bench.turn(None, second, out=20, **fields)
+    bench.turn(None, third + prompt(20, 7), out=20, **fields)
+    (program,) = bench.lifecycle.programs.records.values()
+    assert program.turns == 3, "all but the first, of which no later one was known"
 
 
 def test_the_beams_of_a_search_are_no_programs_and_teach_no_tool_gaps(make: Make) -> None:

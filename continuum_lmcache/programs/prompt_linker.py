@@ -69,6 +69,7 @@ class ProgramLink:
     program: ProgramId
     arrival_s: float  # the program's
     tokens: int  # of the prompt that count as that turn's
+    turn: LinkableTurn
 
 
 class PromptLinker:
@@ -97,16 +98,7 @@ class PromptLinker:
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
         keys = tuple(self._key(request, end, fields.owner) for end in ends)
         context_tokens, hint = len(request.all_token_ids), (fields.hint, fields.owner)
-        turn = LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint)
-        if fields.hint and keys:
-            hinted = self._hinted[hint] = self._hinted.get(hint) or deque(maxlen=MAX_HINTED)
-            hinted.append(turn)
-        equal = self._mark_ambiguous(keys)
-        for at, (block_hash, tail) in enumerate(keys):
-            tails = self._turns[block_hash] = self._turns.get(block_hash, {})
-            tails[tail] = None if at < equal else turn
-            if len(tails) > MAX_TAILS:
-                del tails[next(iter(tails))]
+        self._keep(LinkableTurn(program, arrival_s, prompt_tokens, context_tokens, ends, keys, hint))
 
     def find_link(self, request: HashedPrompt, fields: ProgramFields = NO_FIELDS) -> ProgramLink | None:
         """The longest finished turn that this prompt extends; a repeated prompt extends nothing.
@@ -118,7 +110,12 @@ class PromptLinker:
         if found is None:
             return None
         self._forget(found)
-        return ProgramLink(found.program, found.arrival_s, found.repeated_tokens(len(request.all_token_ids)))
+        tokens = found.repeated_tokens(len(request.all_token_ids))
+        return ProgramLink(found.program, found.arrival_s, tokens, found)
+
+    def put_back(self, link: ProgramLink) -> None:
+        """The prompt's turn did not end, so its client may send the prompt again."""
+        self._keep(link.turn)
 
     def _extended(self, request: HashedPrompt, owner: str) -> LinkableTurn | None:
         """The longest turn that this prompt alone identifies."""
@@ -166,6 +163,17 @@ class PromptLinker:
         blocks = min(end // self._block_tokens, len(request.block_hashes))
         tail = tuple(request.all_token_ids[blocks * self._block_tokens : end])
         return (request.block_hashes[blocks - 1], owner), tail
+
+    def _keep(self, turn: LinkableTurn) -> None:
+        if turn.hint[0] and turn.keys:
+            hinted = self._hinted[turn.hint] = self._hinted.get(turn.hint) or deque(maxlen=MAX_HINTED)
+            hinted.append(turn)
+        equal = self._mark_ambiguous(turn.keys)
+        for at, (block_hash, tail) in enumerate(turn.keys):
+            tails = self._turns[block_hash] = self._turns.get(block_hash, {})
+            tails[tail] = None if at < equal else turn
+            if len(tails) > MAX_TAILS:
+                del tails[next(iter(tails))]
 
     def _forget(self, turn: LinkableTurn) -> None:
         for block_hash, tail in turn.keys:

@@ -18,6 +18,7 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.divergence import Divergence
 from continuum_lmcache.programs.identity import ProgramFields, name, parse, tenant_of
+from continuum_lmcache.programs.prompt_linker import ProgramLink
 from continuum_lmcache.programs.session_fields import unused_fields
 from continuum_lmcache.tools.call_parser import TAIL_TOKENS
 from continuum_lmcache.types import ProgramId, TurnId
@@ -50,7 +51,7 @@ class TurnState:
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
     loaded_tokens: int = 0  # of the prompt, loaded by the connector
     reusable_tokens: int | None = None  # of the program's last turn; None: not known
-    matched_tokens: int = 0  # of the prompt, those of the turn that it continues
+    link: ProgramLink | None = None  # to the turn that it continues, if it names no program
     divergence: Divergence | None = None  # how far it repeats its program's last turn; None: not known
 
     @property

@@ -128,7 +128,7 @@ class TurnLifecycle:
         if turn.fields.job_id is not None:
             self._bind_program(turn, request, program_id(turn.fields.job_id, turn.tenant), None)
         elif self._may_be_linked(request) and (link := self._prompt_linker.find_link(request, turn.fields)):
-            turn.matched_tokens = link.tokens
+            turn.link = link
             self._bind_program(turn, request, link.program, link.arrival_s)
         else:
             sizes = (request.num_prompt_tokens, request.block_hashes)
@@ -252,6 +252,8 @@ class TurnLifecycle:
         else:
             self._end_without_pin(now_s, turn, request)
             self.admission.remove_turn(turn.program)
+            if turn.link is not None:
+                self._prompt_linker.put_back(turn.link)
 
     def on_freed(self) -> None:
         """The request of the last `on_finish` was freed."""
@@ -280,8 +282,9 @@ class TurnLifecycle:
         self.events.publish(TurnFinished(now_s, program, turn.id, tool, *lengths, False, keep))
         self.pins.take(now_s, ended, keep, blocks)
         if turn.fields.job_id is None:
+            matched_tokens = turn.link.tokens if turn.link is not None else 0
             self._prompt_linker.add_turn(
-                request, program, turn.program_arrival_s, turn.matched_tokens, turn.fields
+                request, program, turn.program_arrival_s, matched_tokens, turn.fields
             )
 
     def _end_program(self, now_s: float, turn: TurnState, request: Request) -> None:
