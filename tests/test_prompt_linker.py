@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
 pytest.importorskip("vllm")
+
+from vllm.v1.request import Request
 
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS, PromptLinker
@@ -18,6 +22,7 @@ from experiments.table1 import generate
 from experiments.workload import Program, TurnSpec, poisson_arrivals, scaled
 
 MARKS = 10
+CLOSING = (11, 12, 13, 14, 15, 16)  # of a prompt, by a template: a message's end, a role, an opening
 SYSTEM = tuple(range(1000, 1100))
 PLAN = Plan("", 1, range(300, 30_000))
 NEW = Branch(Program("p", 0.0, ()), "red")
@@ -34,6 +39,28 @@ def programs(count: int = 60) -> tuple[Program, ...]:
 def marked(index: int, turn: TurnSpec) -> TurnSpec:
     tokens = turn.input_tokens + (index + 1) * MARKS
     return replace(turn, input_tokens=tokens, new_tokens=turn.new_tokens + MARKS)
+
+
+class TemplateReplay(Replay):
+    """Every prompt ends with CLOSING."""
+
+    def request(self, branch: Branch, prompt: tuple[int, ...]) -> Request:
+        return super().request(branch, (*prompt[: -len(CLOSING)], *CLOSING))
+
+
+def turns() -> Callable[[Sequence[int]], str]:
+    """A function that sends a prompt as a turn, which ends; returns the program that it continues, or ""."""
+    prompt_linker, replay, names = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN), count()
+
+    def turn(tokens: Sequence[int]) -> str:
+        request = replay.request(NEW, tuple(tokens))
+        link = prompt_linker.find_link(request)
+        request.append_output_token_ids([7] * 8)
+        program = link.program if link else ProgramId(f"program {next(names)}")
+        prompt_linker.add_turn(request, program, 0.0, link.tokens if link else 0)
+        return program if link else ""
+
+    return turn
 
 
 def shortened(program: Program, tokens: int) -> Program:
@@ -63,7 +90,7 @@ def test_answers_that_come_back_without_their_thoughts_are_linked_too() -> None:
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_a_first_prompt_whose_last_tokens_no_history_repeats_is_linked(tokens: int) -> None:
     """A template that opens the answer with <think> has it in the prompt, and in no later one."""
-    counts = Replay(PLAN).run([shortened(p, tokens) for p in programs(30)])
+    counts = TemplateReplay(PLAN).run([shortened(p, tokens) for p in programs(30)])
     assert counts["wrong"] == counts["other tenant"] == 0
     assert counts["right"] >= 0.9 * (counts["right"] + counts["unlinked"])
 
@@ -75,6 +102,32 @@ def test_programs_whose_short_first_prompts_share_a_system_prompt_are_not_linked
         assert prompt_linker.find_link(request) is None
         request.append_output_token_ids([7, name])
         prompt_linker.add_turn(request, ProgramId(str(name)), 0.0)
+
+
+@pytest.mark.parametrize("closing", range(1, 7))
+@pytest.mark.parametrize("message", range(1, 4))
+@pytest.mark.parametrize("earlier", ["none", "other", "equal", "other and equal"])
+def test_no_program_goes_on_with_a_stranger_whose_short_prompt_has_its_system_prompt(
+    closing: int, message: int, earlier: str
+) -> None:
+    """The template closes both with the same tokens; the stranger's message may begin as the other does."""
+    end, hi = CLOSING[-closing:], range(300, 300 + message)
+    turn = turns()
+    if "other" in earlier:
+        turn((*SYSTEM, *range(400, 430), *end))
+    for _ in range(2 if "equal" in earlier else 1):
+        turn((*SYSTEM, *hi, *end))
+    assert not turn((*SYSTEM, *range(500, 540), *end))
+    assert not turn((*SYSTEM, *hi, *range(500, 540), *end))
+
+
+def test_a_short_first_prompt_is_continued_by_its_own_next_turn() -> None:
+    turn = turns()
+    for story in range(3):
+        hi = (*SYSTEM, 300 + story, *CLOSING)
+        turn(hi)
+        kept = hi[:-4]  # the opening does not come back
+        assert bool(turn((*kept, *[7] * 8, *range(500, 540), *CLOSING))) == (story > 0)
 
 
 def test_a_turn_is_linked_again_after_its_continuation_did_not_end_and_takes_no_more_room() -> None:
@@ -107,6 +160,8 @@ def test_a_turn_put_back_beside_an_equal_one_is_ambiguous() -> None:
 def test_of_two_draws_for_one_prompt_neither_is_taken_for_the_other(contexts: tuple[int, int]) -> None:
     """Both are kept with keys at the prompt's end and a little before it."""
     prompt_linker, replay = PromptLinker(100, BLOCK_TOKENS), Replay(PLAN)
+    before = replay.request(NEW, (*range(3000, 3200), *range(1190, 1200)))  # the template's closing is known
+    prompt_linker.add_turn(before, ProgramId("before"), 0.0)
     for draw, matched_tokens in enumerate(contexts):
         request = replay.request(NEW, tuple(range(1000, 1200)))
         request.append_output_token_ids([draw] * 9)

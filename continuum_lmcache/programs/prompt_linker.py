@@ -7,7 +7,8 @@ owner, so tenants never share a turn. A finished turn is kept with its output an
 sent back changed, encoded anew or without its thoughts. The prompt before it comes back unchanged,
 except its last tokens: a chat template may open the answer with `<think>`, which no history repeats.
 So a third key ends a few tokens before the prompt does, and never where another program's
-prompt may continue too.
+prompt may continue too. Of a first prompt it ends among the tokens with which the template closes every
+prompt: other recent prompts end with them too.
 
 A hint, a name that a client gives to several of its programs, decides where that is ambiguous, as between
 two equal first prompts. It links a prompt that continues exactly one turn of that hint.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol
 
 from continuum_lmcache.bounded_dict import BoundedDict
@@ -28,6 +30,7 @@ MAX_TAILS = 64  # of turns that differ only after a common hash, such as a syste
 SUFFIX_TOKENS = 4  # the longest opening of an answer: an empty thought, two tags and two line breaks
 UNSTABLE_TOKENS = 64  # at most, at the end of what a turn adds to its history; they may not come back
 MAX_HINTED = 16  # turns of one hint: a session and its subagents
+RECENT_PROMPTS = 16  # whose ends show how the template closes a prompt
 
 NO_FIELDS = ProgramFields()
 
@@ -79,6 +82,7 @@ class PromptLinker:
         self._block_tokens = block_tokens  # covered by one hash
         self._turns: BoundedDict[Any, dict[tuple[int, ...], LinkableTurn | None]] = BoundedDict(max_turns)
         self._hinted: BoundedDict[tuple[str, str], deque[LinkableTurn]] = BoundedDict(max_turns)  # with owner
+        self._endings: BoundedDict[Key, tuple[int, ...]] = BoundedDict(RECENT_PROMPTS)  # of different prompts
 
     def add_turn(
         self,
@@ -93,7 +97,8 @@ class PromptLinker:
         `matched_tokens`: those of its ProgramLink, 0 if there was none.
         """
         prompt_tokens = request.num_prompt_tokens
-        least = prompt_tokens - unstable_suffix(prompt_tokens, matched_tokens)
+        opening_tokens = self._opening_tokens(request, fields.owner)
+        least = prompt_tokens - unstable_suffix(prompt_tokens, matched_tokens, opening_tokens)
         all_ends = sorted({least, prompt_tokens, len(request.all_token_ids)})
         ends = tuple(end for end in all_ends if end >= self._block_tokens)
         keys = tuple(self._key(request, end, fields.owner) for end in ends)
@@ -164,6 +169,21 @@ class PromptLinker:
         tail = tuple(request.all_token_ids[blocks * self._block_tokens : end])
         return (request.block_hashes[blocks - 1], owner), tail
 
+    def _opening_tokens(self, request: HashedPrompt, owner: str) -> int:
+        """How many of the prompt's last tokens may open the answer; 0 if no recent prompt ends alike.
+
+        The fewest tokens that it shares with another prompt's end are the template's, unless all these
+        prompts end with one message. The first of them stays: it closes the message.
+        """
+        prompt_tokens = request.num_prompt_tokens
+        if prompt_tokens < self._block_tokens:
+            return 0
+        prompt = self._key(request, prompt_tokens, owner)
+        ending = tuple(request.all_token_ids[prompt_tokens - SUFFIX_TOKENS - 1 : prompt_tokens])
+        shared = [common_ending(ending, other) for key, other in self._endings.items() if key != prompt]
+        self._endings[prompt] = ending
+        return min(filter(None, shared), default=1) - 1
+
     def _keep(self, turn: LinkableTurn) -> None:
         if turn.hint[0] and turn.keys:
             hinted = self._hinted[turn.hint] = self._hinted.get(turn.hint) or deque(maxlen=MAX_HINTED)
@@ -191,16 +211,22 @@ class PromptLinker:
         return len(self._turns)
 
 
-def unstable_suffix(prompt_tokens: int, matched_tokens: int) -> int:
+def unstable_suffix(prompt_tokens: int, matched_tokens: int, opening_tokens: int) -> int:
     """How many of a prompt's last tokens may not come back.
 
-    Other programs send the same system prompt, and forks the same history. So it is only the last few tokens
-    of a first prompt, and at most half of what a later one adds to the turn before.
+    Other programs send the same system prompt, and forks the same history. So it is only the opening of the
+    answer after a first prompt, and at most half of what a later one adds to the turn before.
     """
     if not matched_tokens:
-        return SUFFIX_TOKENS
+        return opening_tokens
     new_tokens = prompt_tokens - matched_tokens
     return max(min(SUFFIX_TOKENS, new_tokens - 1), min(UNSTABLE_TOKENS, new_tokens // 2))
+
+
+def common_ending(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many last tokens both have."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def longest_tail(
