@@ -15,6 +15,9 @@ from virtual_loop import run_virtually
 pytest.importorskip("ray")
 
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, parse
+from continuum_lmcache.serve.engine import with_progress
+from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica import GATHER_S, Replica
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms, TurnEnd
 from continuum_lmcache.types import ProgramId, TurnId
@@ -61,6 +64,14 @@ def test_a_replica_reports_each_period_and_soon_after_a_turns_end() -> None:
         ]
 
     run_virtually(go())
+
+
+def test_the_engine_takes_the_fields_of_a_program_that_is_very_old() -> None:
+    sent = {"job_id": "p", "continuum_owner": "o", "program_turns": 3}
+    for turns, age_s in ((9, 60.4), (9, 2 * MOST_AGE_S), (2 * MOST_TURNS, 60.0)):
+        fields = parse(with_progress(sent, TurnName("p", 100, turns=turns, age_s=age_s)) or {})
+        assert (fields.job_id, fields.owner) == ("p", "o")
+        assert (fields.turns, fields.age_s) == (min(turns, MOST_TURNS), min(round(age_s), MOST_AGE_S))
 
 
 def test_a_vllm_whose_internals_were_not_read_is_refused() -> None:

@@ -319,6 +319,14 @@ def test_a_turn_is_reported_once_however_many_prompts_it_brought() -> None:
     assert programs.known(2.0) == [KnownProgram(ProgramId("p"), 4, 80, 9.0, ())] and len(ends) == 1
 
 
+def test_a_program_that_comes_back_has_the_turns_that_it_finished_elsewhere() -> None:
+    programs = ReplicaPrograms(most=2)
+    for number, turns in enumerate((0, 6)):
+        programs.on_start(0.0, TurnId(f"t{number}"), ProgramId("p"), turns, 0.0)
+        programs.on_stop(TurnId(f"t{number}"), 10, is_last=False)
+    assert [known.turns for known in programs.known(1.0)] == [7]
+
+
 def test_a_program_is_forgotten_with_its_last_turn_and_of_too_many_the_oldest() -> None:
     programs = ReplicaPrograms(most=2)
     for name in ("p", "q", "r"):

@@ -13,6 +13,7 @@ from typing import Any
 
 from ray.serve.context import _get_serve_request_context
 
+from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.types import ProgramId, TurnId
@@ -49,8 +50,12 @@ class TurnPrompt:
 
 
 def with_progress(extra_args: Mapping[str, Any] | None, turn: TurnName) -> dict[str, Any] | None:
-    """A request's fields with its program's progress, from the fleet and not from the client."""
+    """A request's fields with its program's progress, from the fleet and not from the client.
+
+    An engine refuses all fields of a request if one is above its bound.
+    """
     kept = {name: value for name, value in (extra_args or {}).items() if name not in PROGRESS}
     if turn.turns:
-        kept |= dict(zip(PROGRESS, (turn.turns, round(turn.age_s)), strict=True))
+        progress = min(turn.turns, MOST_TURNS), round(min(turn.age_s, MOST_AGE_S))
+        kept |= dict(zip(PROGRESS, progress, strict=True))
     return kept or None

@@ -67,6 +67,7 @@ class ReplicaPrograms:
             seen = self._programs[program] = _Program(now_s - age_s, turns)
             if len(self._programs) > self.most:
                 self._programs.popitem(last=False)
+        seen.turns = max(seen.turns, turns)  # it may have been elsewhere since
         self._programs.move_to_end(program)
         live = self._turns.setdefault(turn, _Turn(program))
         live.running += 1
