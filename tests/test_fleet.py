@@ -194,6 +194,27 @@ def test_programs_of_a_dead_replica_go_before_new_ones_oldest_first_as_many_as_f
     assert [r.turn for r in host.fleet.admit(10.0)] == [late.turn], "nobody under way waits longer"
 
 
+def test_a_program_that_lost_its_replica_waits_no_longer_though_older_ones_come_before_it() -> None:
+    host = Host(2, max_rehome_s=5.0, max_wait_s=10_000.0)
+    host.news(0.0, "b", requests=9)
+    for at_s, name in enumerate("pqr"):
+        host.now_s = float(at_s)
+        assert host.runs(name).replica == A
+    host.fleet.on_replica_death(3.0, A)
+    asked: dict[str, float] = {}
+    waits: dict[str, float] = {}
+    for at_s in range(4, 20):
+        host.news(float(at_s), "b", requests=9, headroom_tokens=-1.0)
+        if at_s in (4, 8, 12):  # the youngest first
+            name = "rqp"[at_s // 4 - 1]
+            asked[name] = host.now_s
+            host.sends(name)
+        for started in (name for name in asked if host.fleet.home(ProgramId(name)) == B):
+            waits.setdefault(started, host.now_s - asked[started])
+        host.fleet.admit(host.now_s)
+    assert waits.keys() == set("pqr") and max(waits.values()) <= 6.0, "and the second until the next look"
+
+
 def test_a_turn_that_died_with_its_replica_is_asked_for_anew_and_its_program_is_not_new() -> None:
     host = Host()
     route = host.sends("p", 3_000)
@@ -260,6 +281,19 @@ def test_of_two_replicas_that_remember_a_program_the_one_with_more_turns_is_its_
         host.fleet.restore(0.0, replica, [KnownProgram(ProgramId("p"), turns, 100, 5.0)])
     route = host.sends("p")
     assert isinstance(route, Route) and (route.replica, route.program_turns) == (B, 7)
+    host.fleet.check()
+
+
+def test_a_program_in_the_line_goes_to_the_replica_that_turns_out_to_know_it() -> None:
+    host = Host(2)
+    for name in ("big-0", "big-1"):
+        host.sends(name, 9_000)
+    assert isinstance(host.sends("p", 9_000), Held)
+    host.fleet.restore(1.0, B, [KnownProgram(ProgramId("p"), 7, 100, 5.0)])
+    route = host.fleet.on_arrival(1.0, TurnId("t3"), ProgramId("p"), 9_000)
+    assert isinstance(route, Route)
+    assert (route.replica, route.why, route.program_turns) == (B, RouteReason.HOME, 7)
+    assert not host.fleet.waiting and not host.fleet.placement.line
     host.fleet.check()
 
 
@@ -410,7 +444,7 @@ def test_a_move_counts_the_whole_context_as_computed_although_a_tier_is_shared(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"moover": "cost"}, {"mover": "best"}, {"max_wait_s": -1}, {"max_line": "x"}],
+    [{"moover": "cost"}, {"mover": "best"}, {"max_wait_s": -1}, {"max_line": "x"}, {"max_line": 0}],
 )
 def test_a_setting_that_is_wrong_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"\bfleet\.{next(iter(wrong))}\b"):

@@ -91,16 +91,22 @@ class Machine(RuleBasedStateMachine):
         self.fleet.on_replica_death(self.now_s, replica)
         assert all(entry.home != replica for entry in self.fleet.programs.values())
 
-    @rule(really=RARELY)
-    def restart(self, really: bool) -> None:
-        """The fleet's process dies and queries the replicas; clients in the line retry."""
+    @rule(really=RARELY, data=st.data())
+    def restart(self, really: bool, data: st.DataObject) -> None:
+        """The fleet's process dies and queries the replicas, of which one may answer later; clients in the
+        line retry."""
         if not really:
             return
+        late = data.draw(st.sampled_from([None, *sorted(self.reports)]))
+        for turn in [turn for turn, (_, replica, _) in self.sent.items() if replica == late]:
+            self._replica_hears("paused", turn, *self.sent.pop(turn))
         before = {p: self.fleet.home(p) for known in self.memory.values() for p in known}
         self.fleet = Fleet(self.config, KEY)
         for replica, report in self.reports.items():
             self.fleet.on_replica_join(self.now_s, report)
-            self.fleet.restore(self.now_s, replica, self.memory[replica].values())
+            if replica != late:
+                self.fleet.restore(self.now_s, replica, self.memory[replica].values())
+        self.moved_s = {p: at_s for p, at_s in self.moved_s.items() if p in self.fleet.programs}
         lost = self.sent.keys() - self.fleet.turns.keys()
         for turn in lost:  # of no program, on a replica that drains, or of a program that two remember
             program, replica, _ = self.sent.pop(turn)
@@ -108,13 +114,31 @@ class Machine(RuleBasedStateMachine):
             assert program is None or replica not in self.reports or len(remember) > 1
         for program, home in before.items():
             places = [replica for replica, known in self.memory.items() if program in known]
-            if home is not None and len(places) == 1 and len(self.fleet.programs) < CONFIG.max_programs:
+            if (
+                home is not None
+                and len(places) == 1
+                and late not in places
+                and len(self.fleet.programs) < CONFIG.max_programs
+            ):
                 assert self.fleet.home(program) == home
         held, self.held = self.held, {}
         for turn, (program, tokens) in held.items():
             answer = self.fleet.on_arrival(self.now_s, turn, program, tokens)
             self._take_started(turn)
             self._answered(turn, program, tokens, answer)
+        if late is not None and self.memory[late]:
+            self.arrive(data.draw(st.sampled_from(sorted(self.memory[late]))), 3000, 0)
+
+    @precondition(lambda self: self.reports)
+    @rule(data=st.data())
+    def a_table_comes_late(self, data: st.DataObject) -> None:
+        """As after a restart, to which a replica answers when turns have arrived already."""
+        replica = data.draw(st.sampled_from(sorted(self.reports)))
+        self.fleet.restore(self.now_s, replica, self.memory[replica].values())
+        for turn in [turn for turn in self.held if turn in self.fleet.turns]:
+            program, tokens = self.held[turn]
+            assert self.fleet.home(program) == replica
+            self._answered(turn, program, tokens, self.fleet.turns[turn].route)
 
     # turns -----------------------------------------------------------------
 

@@ -75,8 +75,9 @@ class FleetConfig:
             value = getattr(self, each.name)
             if not isinstance(value, str) and not (0 <= value < math.inf):
                 raise ConfigError(f"{PREFIX}{each.name} is {value!r}; it must be a number >= 0")
-        if self.max_programs < 1:
-            raise ConfigError(f"{PREFIX}max_programs is {self.max_programs!r}; it must be at least 1")
+        for name in ("max_line", "max_programs"):  # each new program is in the line, if only for a moment
+            if (value := getattr(self, name)) < 1:
+                raise ConfigError(f"{PREFIX}{name} is {value!r}; it must be at least 1")
 
     @classmethod
     def load(cls, given: Mapping[str, Any]) -> FleetConfig:
@@ -214,7 +215,8 @@ class Fleet:
 
     def restore(self, now_s: float, replica: ReplicaId, programs: Iterable[KnownProgram]) -> None:
         """Add a replica's programs to a fleet that has just started. If two replicas know a program, its
-        home is the one with a turn of it, else the one that knows more turns."""
+        home is the one with a turn of it, else the one that knows more turns. Turns of it that wait in the
+        line go there."""
         state = self.placement.replicas.get(replica)
         if state is None:
             return
@@ -227,11 +229,16 @@ class Fleet:
             if entry is None:
                 entry = self._add_program(now_s, known.program, known.age_s)
             entry.turns, entry.context_tokens, entry.home = known.turns, known.context_tokens, replica
+            entry.arrival_s = min(entry.arrival_s, now_s - known.age_s)
             entry.moved_s = now_s  # it may have moved just before
             for turn in known.live:
                 if turn not in self.turns and turn not in self.waiting:
                     self._send(now_s, entry, turn, known.context_tokens, RouteReason.HOME)
                     state.on_first_token(turn)
+            for turn, prompt_tokens in self.placement.waiting_turns(known.program).items():
+                del self.waiting[turn]
+                self.placement.remove_from_line(known.program, turn)
+                self._send(now_s, entry, turn, prompt_tokens, RouteReason.HOME)
         self._forget_surplus(self.config.max_programs)
 
     # turns -----------------------------------------------------------------
@@ -351,6 +358,8 @@ class Fleet:
         for entry in self.programs.values():
             if entry.home is not None and entry.home not in replicas:
                 raise InvariantError(f"program {entry.id!r} has the home {entry.home!r}, which is gone")
+            if entry.home is not None and entry.id in self.placement.line:
+                raise InvariantError(f"program {entry.id!r} has the home {entry.home!r} and is in the line")
             is_known = entry.home or entry.has_started or entry.turns or entry.id in self.placement.line
             if not is_known:
                 raise InvariantError(f"program {entry.id!r} has no home, did not start, is in no line")

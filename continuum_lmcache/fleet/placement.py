@@ -175,6 +175,10 @@ class Placement:
         if not waiting.turns:
             del self.line[program]
 
+    def waiting_turns(self, program: ProgramId) -> dict[TurnId, int]:
+        """The program's turns in the line, with the tokens of their prompts."""
+        return dict(self.line[program].turns) if program in self.line else {}
+
     @property
     def new_programs(self) -> int:
         """Programs in the line that have no finished turn."""
@@ -194,7 +198,9 @@ class Placement:
             return self.least_busy(fitting), True
         if idle := [p for p in recent if not p.requests]:
             return self.least_busy(idle), False
-        rehome_is_due = bool(done) and now_s - waiting.since_s >= self.max_rehome_s
+        # of the one that waits longest: older ones that came later are before it
+        since_s = min((w.since_s for w in self.line.values() if w.finished), default=math.inf)
+        rehome_is_due = now_s - since_s >= self.max_rehome_s
         if recent and (rehome_is_due or now_s - waiting.head_since_s >= self.max_wait_s):
             return self.least_busy(recent), False
         return None
