@@ -16,6 +16,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
+from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
 from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest
 
@@ -44,7 +45,7 @@ class Remote:
 
 
 def state(place_turn: Callable[..., Any]) -> SimpleNamespace:
-    notified = ("cancel_turn", "turn_answered", "remove_replica")
+    notified = ("cancel_turn", "turn_answered", "add_replica", "remove_replica")
     return SimpleNamespace(
         place_turn=Remote(place_turn), **{name: Remote(lambda *_: None) for name in notified}
     )
@@ -168,6 +169,53 @@ def test_the_state_learns_which_replicas_left_and_which_requests_are_over() -> N
     asyncio.run(go())
 
 
+def test_the_state_learns_of_a_replica_that_is_there_again() -> None:
+    async def go() -> None:
+        made = router(state(goes_to("a")), "a", "b")
+        made._state.add_replica.calls.clear()
+        for there in (["b"], ["a", "b"]):
+            made.update_replicas([replica(name, rank) for rank, name in enumerate(there)])
+        assert made._state.remove_replica.calls == [("a", False)]
+        assert made._state.add_replica.calls == [("a",)]
+
+    asyncio.run(go())
+
+
+def test_a_state_that_was_away_learns_of_the_replicas_that_it_may_have_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def go() -> None:
+        made = router(state(away), "a", "b")
+        del made._state_actor  # the class's own
+        await sent(made, turn(program="p"))
+        found = state(goes_to("b"))
+        named = {"namespace": SERVE_NAMESPACE, "name": SERVE_DEPLOYMENT_ACTOR_PREFIX + "default::vllm::x"}
+        monkeypatch.setattr("ray.util.list_named_actors", lambda **_: [named])
+        monkeypatch.setattr("ray.get_actor", lambda *_, **__: found)
+        made._retry_at_s = 0.0
+        assert await sent(made, turn(2, program="q")) == "b"
+        assert sorted(found.add_replica.calls) == [("a",), ("b",)]
+
+    asyncio.run(go())
+
+
+def test_the_state_learns_where_this_router_sent_a_program_until_its_last_turn() -> None:
+    async def go() -> None:
+        made = router(state(goes_to("b")), "a", "b")
+        homes = []
+        for number, is_last in enumerate((False, False, True, False)):
+            await sent(made, turn(number, program="p", is_last=is_last))
+            *_, home = made._state.place_turn.calls[-1]
+            homes.append(home)
+        assert homes == [None, "b", "b", None]
+        made.on_replica_actor_died(ReplicaID("b", OURS))
+        made._state.place_turn.answer = goes_to("a")
+        await sent(made, turn(9, program="p"))
+        assert made._state.place_turn.calls[-1][-1] is None, "what is gone is no home"
+
+    asyncio.run(go())
+
+
 def test_a_full_line_is_http_429_with_a_time() -> None:
     async def go() -> None:
         made = router(state(lambda key, *_: Refused(TurnId(key), 12.0)), "a")
@@ -194,6 +242,59 @@ def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_line() -> None:
         with pytest.raises(asyncio.CancelledError):
             await waits
         assert its.cancel_turn.calls == [("t1",)]
+
+    asyncio.run(go())
+
+
+def test_a_client_that_leaves_as_the_answer_comes_is_sent_nowhere() -> None:
+    async def go() -> None:
+        its, answer = state(away), asyncio.get_running_loop().create_future()
+        asked = asyncio.Event()
+
+        def asks(*_: object) -> asyncio.Future[Route]:
+            asked.set()
+            return answer
+
+        its.place_turn.remote = asks
+        waits = asyncio.create_task(sent(router(its, "a"), turn(program="p")))
+        await asked.wait()
+        await asyncio.sleep(0)
+        answer.set_result(goes_to("a")("t1"))
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert its.cancel_turn.calls == [("t1",)]
+
+    asyncio.run(go())
+
+
+def test_a_client_that_leaves_before_this_router_sees_its_replica_is_not_counted_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("continuum_lmcache.serve.router.REPLICA_LAG_S", 600.0)
+
+    async def go() -> None:
+        made = router(state(goes_to("new")), "a")
+        waits = asyncio.create_task(sent(made, turn(program="p")))
+        await asyncio.sleep(0.1)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert made._state.cancel_turn.calls == [("t1",)]
+
+    asyncio.run(go())
+
+
+def test_a_client_that_leaves_before_its_turn_is_sent_again_is_not_counted_any_more() -> None:
+    async def go() -> None:
+        made, pending = router(state(goes_to("a")), "a"), turn(program="p")
+        await sent(made, pending)
+        waits = asyncio.create_task(sent(made, pending, is_retry=True))
+        await asyncio.sleep(0)
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert made._state.cancel_turn.calls == [("t1",)]
 
     asyncio.run(go())
 

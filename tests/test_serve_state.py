@@ -17,7 +17,7 @@ from continuum_lmcache.serve.gauges import costs, replica_report
 from continuum_lmcache.serve.names import TurnName
 from continuum_lmcache.serve.replica_programs import FirstToken, ReplicaPrograms, TurnEnd
 from continuum_lmcache.serve.settings import ServeSettings
-from continuum_lmcache.serve.state import END_GRACE_S, MORE_TURNS, START_WAIT_S, FleetState
+from continuum_lmcache.serve.state import END_GRACE_S, GONE_S, MORE_TURNS, START_WAIT_S, FleetState
 from continuum_lmcache.types import ProgramId, TurnId
 
 GPU_TOKENS = 1000
@@ -110,6 +110,24 @@ def test_nobody_waits_longer_in_the_line_than_the_setting_says_though_no_news_co
     run_virtually(go())
 
 
+def test_a_turn_in_the_line_is_answered_when_its_programs_next_turn_starts_it() -> None:
+    """It became due after the last look at the line."""
+
+    async def go() -> None:
+        host = await started(max_wait_s=20.2)
+        for i in range(2):
+            await host.sends(f"big-{i}", 900)
+        first = host.sends("p", 900)
+        await asyncio.sleep(20.3)
+        second = await host.sends("p", 900)
+        assert isinstance(second, Route)
+        await host.state.remove_replica(second.replica, died=True)  # at once: its turns are gone
+        route = await asyncio.wait_for(first, 1)
+        assert isinstance(route, Route) and route.replica == second.replica
+
+    run_virtually(go())
+
+
 def test_a_full_line_refuses_new_programs_with_a_time_and_nobody_elses_turn() -> None:
     async def go() -> None:
         host = await started(max_line=1, max_wait_s=1000.0)
@@ -193,6 +211,50 @@ def test_programs_of_a_dead_replica_go_to_the_others_and_the_engine_learns_that_
     run_virtually(go())
 
 
+def test_a_replica_that_the_routers_see_again_takes_turns_again() -> None:
+    """Ray leaves a replica out of their lists while it changes the replica's settings."""
+
+    async def go() -> None:
+        host = await started("a")
+        await host.state.remove_replica("a", died=False)
+        await host.hears()
+        waits = host.sends("p")
+        await asyncio.sleep(1)
+        assert not waits.done(), "while it drains it only reports"
+        await host.state.add_replica("a")
+        await host.hears()
+        route = await asyncio.wait_for(waits, 1)
+        assert isinstance(route, Route) and route.replica == "a"
+        await host.state.check()
+
+    run_virtually(go())
+
+
+def test_a_replica_of_whose_end_nobody_spoke_is_dropped_when_it_is_silent_and_out_of_sight() -> None:
+    async def go() -> None:
+        host = await started()
+        routes = {p: await host.runs(p) for p in "pq"}
+        lost = next(p for p, route in routes.items() if route.replica == "a")
+
+        async def is_there() -> bool:
+            await host.sends("~")  # any turn, from a router that sees b alone
+            return "a" in [row["replica"] for row in (await host.state.snapshot())["replicas"]]
+
+        host.replicas = ["b"]
+        await asyncio.sleep(GONE_S - 1)
+        await host.hears("b")
+        assert await is_there(), "it may be new to this router"
+        await asyncio.sleep(2)
+        assert not await is_there()
+        assert (await host.runs(lost)).replica == "b"
+        await host.state.check()
+        host.replicas = ["b", "a"]
+        await host.hears("a")
+        assert await is_there(), "it was only slow"
+
+    run_virtually(go())
+
+
 def test_a_turn_whose_replica_died_under_it_is_sent_to_another_when_it_is_asked_again() -> None:
     async def go() -> None:
         host = await started()
@@ -216,6 +278,68 @@ def test_a_turn_whose_end_no_replica_reports_is_not_counted_for_ever() -> None:
         assert route.turn in host.state.fleet.turns, "the replica's news may be on their way"
         await asyncio.sleep(END_GRACE_S + 0.1)
         assert route.turn not in host.state.fleet.turns
+        await host.state.check()
+
+    run_virtually(go())
+
+
+def test_a_full_replicas_refusal_ends_no_turn_that_is_sent_again() -> None:
+    """Ray reports the refused attempt as a request that has ended."""
+
+    async def go() -> None:
+        host = await started()
+        route = await host.sends("p")
+        assert isinstance(route, Route)
+        await host.state.turn_answered(route.turn)
+        await asyncio.sleep(0.2)
+        assert await host.state.place_turn(route.turn, TurnName("p", 400), True, ("a", "b")) == route
+        await asyncio.sleep(2 * END_GRACE_S)
+        assert route.turn in host.state.fleet.turns
+        await host.state.turn_answered(route.turn)
+        await asyncio.sleep(END_GRACE_S + 0.1)
+        assert not host.state.fleet.turns
+        await host.state.check()
+
+    run_virtually(go())
+
+
+def test_a_program_that_only_its_router_knows_goes_on_at_home_and_not_into_the_line() -> None:
+    """The router placed it by its own table while the state was slow."""
+
+    async def go() -> None:
+        host = await started(max_wait_s=1000.0)
+        for i in range(2):
+            await host.sends(f"big-{i}", 900)
+        named, seen = TurnName("p", 400), ("a", "b")
+        waits = host.sends("p")  # from another router, which does not know it
+        await asyncio.sleep(1)
+        assert not waits.done()
+        here = host.state.place_turn("x", named, False, seen, "b")
+        for asked in (here, waits):
+            route = await asyncio.wait_for(asked, 1)
+            assert isinstance(route, Route) and (route.replica, route.why) == ("b", RouteReason.HOME)
+        elsewhere = host.state.place_turn("y", TurnName("q", 400), False, seen, "not reported yet")
+        assert isinstance(await asyncio.wait_for(elsewhere, 1), Route)
+        await host.state.check()
+
+    run_virtually(go())
+
+
+def test_a_turn_in_the_line_goes_home_when_its_replicas_table_comes_late() -> None:
+    async def go() -> None:
+        host = Host(max_wait_s=1000.0)
+        await host.hears("b")
+        await asyncio.sleep(START_WAIT_S + 0.1)
+        await host.sends("big", 900)
+        waits = host.sends("p", 900)
+        await asyncio.sleep(0.1)
+        says = ReplicaReport(ReplicaId("a"), 0.0, GPU_TOKENS, requests=1, headroom_tokens=-1.0)
+        await host.state.take_report("a", {}, says, [])
+        await host.state.restore_programs("a", [KnownProgram(ProgramId("p"), 7, 900, 60.0)])
+        route = await asyncio.wait_for(waits, 1)
+        assert isinstance(route, Route)
+        assert (route.replica, route.why, route.program_turns) == ("a", RouteReason.HOME, 7)
+        assert route.program_age_s == 60.0
         await host.state.check()
 
     run_virtually(go())

@@ -7,7 +7,8 @@ Serve's controller keeps: the same in all routers, and for the state's actor aft
 
 A turn is routed in its own coroutine, as Ray's CapacityQueueRouter does. Ray has two routing tasks per
 replica, and first turns that wait for room would take them from turns that need not. Without the state a
-program continues where this router last sent it, and otherwise where Ray's ring puts it.
+program continues where this router last sent it, and otherwise where Ray's ring puts it. The state learns
+of that home with the program's next turn.
 
 Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
 .update_replicas, .on_replica_actor_died, .on_request_completed, ._replicas, ._backoff;
@@ -60,6 +61,8 @@ class ProgramRouter(ConsistentHashRouter):
         before, self._by_name = self._by_name, {r.replica_id.unique_id: r for r in replicas}
         for name in before.keys() - self._by_name.keys():
             self._notify("remove_replica", name, False)
+        for name in self._by_name.keys() - before.keys():
+            self._notify("add_replica", name)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A request found it dead, before the controller did."""
@@ -91,16 +94,28 @@ class ProgramRouter(ConsistentHashRouter):
             return await self._of_rank(pending_request, turn.rank)
         if not turn.body_bytes and not turn.program:  # not a turn: /health, /v1/models, /fleet
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        if is_retry:
-            await self._backoff(FULL_BACKOFF)
-        chosen = await self._ask_state(pending_request, turn, is_retry)
-        if chosen is None and (home := self._homes.of(ProgramId(turn.program))) is not None:
-            chosen = self._by_name.get(home)
-        if chosen is None:
-            chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        if turn.program:
+        home = self._home(turn)
+        try:
+            if is_retry:
+                await self._backoff(FULL_BACKOFF)
+            chosen = await self._ask_state(pending_request, turn, is_retry, home)
+            if chosen is None and home is not None:
+                chosen = self._by_name.get(home)
+            if chosen is None:
+                chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except asyncio.CancelledError:  # the client left, before or after the state's answer
+            self._notify("cancel_turn", pending_request.metadata.internal_request_id)
+            raise
+        if turn.is_last:
+            self._homes.forget(ProgramId(turn.program))  # the next program of that name is a new one
+        elif turn.program:
             self._homes.record(ProgramId(turn.program), chosen.replica_id.unique_id)
         return chosen
+
+    def _home(self, turn: TurnName) -> str | None:
+        """Where this router last sent the turn's program, if that replica is there."""
+        home = self._homes.of(ProgramId(turn.program)) if turn.program else None
+        return home if home in self._by_name else None
 
     async def _of_rank(self, pending_request: PendingRequest, rank: int) -> RunningReplica:
         """The requested replica; if none has this rank, any: its answer names it."""
@@ -110,21 +125,19 @@ class ProgramRouter(ConsistentHashRouter):
         return await super()._choose_replica_for_request(pending_request)
 
     async def _ask_state(
-        self, pending_request: PendingRequest, turn: TurnName, is_retry: bool
+        self, pending_request: PendingRequest, turn: TurnName, is_retry: bool, home: str | None
     ) -> RunningReplica | None:
         """The state's choice. None: it does not answer, or names a replica that is unknown here."""
         state = self._state_actor()
         if state is None:
             return None
         key = pending_request.metadata.internal_request_id
-        never_waits = not turn.program or self._homes.of(ProgramId(turn.program)) is not None
+        never_waits = not turn.program or home is not None
         try:
             answer_s = NO_WAIT_ANSWER_S if never_waits else self._answer_s
-            placed = state.place_turn.remote(key, turn, is_retry, tuple(self._by_name))
-            answer = await asyncio.wait_for(placed, answer_s)
-        except asyncio.CancelledError:
-            self._notify("cancel_turn", key)
-            raise
+            placed = state.place_turn.remote(key, turn, is_retry, tuple(self._by_name), home)
+            async with asyncio.timeout(answer_s):  # wait_for of Python 3.11 can lose a cancellation
+                answer = await placed
         except (RayError, TimeoutError) as error:
             logger.warning(
                 "The fleet's state does not answer (%s): this router places turns by its own table", error
@@ -163,4 +176,6 @@ class ProgramRouter(ConsistentHashRouter):
             for named in ray.util.list_named_actors(all_namespaces=True):
                 if named["namespace"] == SERVE_NAMESPACE and named["name"].startswith(start):
                     self._state = ray.get_actor(named["name"], namespace=SERVE_NAMESPACE)
+                    for name in self._by_name:  # it may have been too slow, and not told
+                        self._notify("add_replica", name)
         return self._state

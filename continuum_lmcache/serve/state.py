@@ -4,8 +4,8 @@ It decides nothing: continuum_lmcache.fleet does. It has the clock, the callers 
 in the line. If the actor is lost, Ray starts another without any programs; each replica's next report has
 those that it knows.
 
-Callers: a router calls `place_turn`, `cancel_turn`, `turn_answered` and `remove_replica`; a replica calls
-`take_report` and `restore_programs`; users call `snapshot` and `metrics`.
+Callers: a router calls `place_turn`, `cancel_turn`, `turn_answered`, `add_replica` and `remove_replica`; a
+replica calls `take_report` and `restore_programs`; users call `snapshot` and `metrics`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ MORE_TURNS = (
     500  # that may wait beyond one for each program in a full line; the actor has calls for twice that
 )
 START_WAIT_S = 5.0  # at most, for the replicas' first reports: ten of their periods
+GONE_S = 10.0  # a replica that sent no report for so long, and that the router does not see, is gone
 SWEEP_S = 0.5  # between two looks whether there is room for a request that waits
 POLL_S = 0.02  # between two looks whether all replicas have reported
 
@@ -60,6 +61,7 @@ class FleetState:
         # they may still report while they drain
         self._removed: BoundedDict[ReplicaId, None] = BoundedDict(MAX_REMOVED)
         self._waiting: dict[TurnId, asyncio.Future[Route | Refused]] = {}
+        self._answered: dict[TurnId, asyncio.TimerHandle] = {}  # those whose ends may still be reported
         self._left: BoundedDict[TurnId, None] = BoundedDict(MAX_LEFT)
         self._body_bytes, self._tokens = FIRST_BYTES_PER_TOKEN, 1.0
         self._sweeping: asyncio.Task[None] | None = None
@@ -67,12 +69,17 @@ class FleetState:
     # called by a router ------------------------------------------------------
 
     async def place_turn(
-        self, key: str, name: TurnName, is_retry: bool, visible: Collection[str]
+        self, key: str, name: TurnName, is_retry: bool, visible: Collection[str], home: str | None = None
     ) -> Route | Refused:
         """Where the turn goes. A first turn may wait. `is_retry`: the last answer's replica did not take it.
-        `visible`: the replicas that the router sees."""
+        `visible`: the replicas that the router sees; `home`: the one of these that it sent the program's
+        earlier turns to."""
+        turn = TurnId(key)
+        if is_retry and (grace := self._answered.pop(turn, None)) is not None:
+            grace.cancel()  # what had ended was the attempt that its replica refused
         await self._wait_for_reports(visible)
-        turn, now_s = TurnId(key), self.now_s()
+        now_s = self.now_s()
+        self._drop_silent(now_s, visible)
         if turn in self._left:
             del self._left[turn]
             return Refused(turn, 0.0)  # nobody waits for this answer
@@ -80,8 +87,13 @@ class FleetState:
         if is_retry and live is not None and live.route.replica not in self.fleet.placement.replicas:
             self.fleet.on_abort(now_s, turn)
         program = ProgramId(name.program) if name.program else None
-        answer = self.fleet.on_arrival(now_s, turn, program, self.tokens_of(name.body_bytes))
+        if program is not None and home is not None and self.fleet.home(program) is None:
+            # it counts as one that has finished a turn: such a program never waits as a new one
+            self.fleet.restore(now_s, ReplicaId(home), [KnownProgram(program, 1, 0, 0.0)])
+        tokens = self.tokens_of(name.body_bytes)
+        answer = self.fleet.on_arrival(now_s, turn, program, tokens, claimed_turns=int(home is not None))
         if not isinstance(answer, Held):
+            self._answer_sent()  # its program's other turns may have started with it
             return answer
         if len(self._waiting) >= self.fleet.config.max_line + MORE_TURNS and not self.fleet.has_started(turn):
             self.fleet.on_abort(now_s, turn)  # of many turns of few programs; reports need calls, too
@@ -108,8 +120,13 @@ class FleetState:
 
     async def turn_answered(self, key: str) -> None:
         """The client has the answer. Its replica reports how it ended, unless the replica died."""
-        if TurnId(key) in self.fleet.turns:
-            asyncio.get_running_loop().call_later(END_GRACE_S, self._abort, TurnId(key))
+        if (turn := TurnId(key)) in self.fleet.turns:
+            grace = asyncio.get_running_loop().call_later(END_GRACE_S, self._abort, turn)
+            self._answered[turn] = grace
+
+    async def add_replica(self, replica: str) -> None:
+        """The router sees it, perhaps again: Ray hides a replica while it changes its settings."""
+        self._removed.pop(ReplicaId(replica), None)
 
     async def remove_replica(self, replica: str, died: bool) -> None:
         """The router knows that the replica is gone (`died`: with all its turns), or that it drains."""
@@ -143,6 +160,7 @@ class FleetState:
         if ReplicaId(replica) not in self._removed:
             self.fleet.restore(self.now_s(), ReplicaId(replica), held)
             self._restored.add(replica)
+            self._answer_sent()
 
     # called by users ---------------------------------------------------------
 
@@ -200,6 +218,14 @@ class FleetState:
         while self.now_s() < self._start_until_s and not self._restored.issuperset(visible):
             await asyncio.sleep(POLL_S)
 
+    def _drop_silent(self, now_s: float, visible: Collection[str]) -> None:
+        """Drop replicas that have gone without a router's word: it went to an earlier state, or while this
+        one was slow. A later report adds one again."""
+        for name, place in list(self.fleet.placement.replicas.items()):
+            if name not in visible and place.age_s(now_s) > GONE_S:
+                self._properties.pop(name, None)
+                self.fleet.on_replica_death(now_s, name)
+
     def _apply(self, now_s: float, event: TurnEvent) -> None:
         if isinstance(event, FirstToken):
             if event.body_bytes:
@@ -214,15 +240,20 @@ class FleetState:
             self.fleet.on_pause(now_s, event.turn, event.context_tokens)
 
     def _abort(self, turn: TurnId) -> None:
+        self._answered.pop(turn, None)
         self.fleet.on_abort(self.now_s(), turn)
         self._admit()
 
     def _admit(self) -> None:
-        """Answer the waiting requests for which there is room now."""
-        for route in self.fleet.admit(self.now_s()):
-            placed = self._waiting.get(route.turn)
-            if placed is not None and not placed.done():
-                placed.set_result(route)
+        """Start programs of the line for which there is room now."""
+        self.fleet.admit(self.now_s())
+        self._answer_sent()
+
+    def _answer_sent(self) -> None:
+        """Answer the waiting requests whose turns were sent."""
+        for turn, placed in self._waiting.items():
+            if (live := self.fleet.turns.get(turn)) is not None and not placed.done():
+                placed.set_result(live.route)
 
     def _keep_sweeping(self) -> None:
         """While a request waits, time alone can admit it."""
