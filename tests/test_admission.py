@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from continuum_lmcache.admission.context_growth import PRIOR_TURNS, ContextGrowth
+from continuum_lmcache.admission.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
 from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.admission.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
@@ -136,6 +136,47 @@ def test_a_program_that_does_not_come_back_in_time_is_counted_no_longer() -> Non
     assert admitted(at, 10.9) == []
     assert admitted(at, 200.0) == [B]
     assert A not in at.admitted
+
+
+def left_after(turns: int, at: AdmissionController) -> float:
+    """How many turns a new program is expected to have, once many have not come back after so many turns."""
+    for number in range(WINDOW):
+        program, now_s = ProgramId(f"gone-{number}"), 100.0 * number
+        at.on_arrival(now_s, program, 1000, exempt=True)
+        for turn in range(turns):
+            at.on_pause(now_s + turn, program, 1000, expected_s=10.0)
+            at.on_arrival(now_s + turn, program, 1000, turns=turn + 1) if turn + 1 < turns else None
+        at.expire_absent(now_s + 50.0)
+    return at.growth.turns_left(0)
+
+
+def test_programs_that_do_not_come_back_show_how_long_programs_are() -> None:
+    assert left_after(3, admission()) == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_program_that_comes_back_late_had_not_ended() -> None:
+    at = admission()
+    usual = at.growth.turns_left(0)
+    at.on_arrival(0.0, A, 1000, exempt=True)
+    at.on_pause(1.0, A, 1000, expected_s=10.0)
+    assert at.expire_absent(20.0) == [A] and at.growth.turns_left(0) < usual
+    assert at.on_arrival(30.0, A, 1000, turns=1) and at.growth.turns_left(0) == usual
+    at.remove_program(A, finished_turns=1)
+    once = at.growth.turns_left(0)
+    at.remove_program(A)
+    assert at.growth.turns_left(0) == once < usual
+    at.check()
+
+
+def test_where_clients_tell_their_ends_who_is_late_has_not_ended() -> None:
+    at = admission()
+    usual = at.growth.turns_left(0)
+    at.on_arrival(0.0, A, 1000, exempt=True)
+    at.on_pause(1.0, A, 1000, expected_s=10.0)
+    assert at.expire_absent(20.0, ends_told=3) == [] and not at.admitted
+    assert at.growth.turns_left(0) == usual
+    at.remove_program(A, finished_turns=1)  # given up after an hour
+    assert at.growth.turns_left(0) < usual
 
 
 def test_an_urgent_program_is_first_in_line_and_all_under_way_count_for_it() -> None:

@@ -9,8 +9,9 @@ import pytest
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.tier_store import KVTransfer
-from continuum_lmcache.retention.advisor import RetentionAdvisor
-from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, Residency, Tier
+from continuum_lmcache.retention.advisor import LEAST_EXPECTED_S, RetentionAdvisor
+from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived
+from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, Residency, Tier, TurnId
 
 KV_BYTES = 131_072  # Llama-3.1-8B's, a token
 CONTEXT = 20_000
@@ -104,3 +105,31 @@ def test_older_programs_go_first_until_ended_programs_show_that_they_are_not_nea
             each.history.observe_program(turns)
     assert not made.favors_started()
     assert published.favors_started(), "the paper keeps a program's place"
+
+
+def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_more() -> None:
+    made, bash, events = advisor(10_000_000), ("bash",), EventBus()
+    for i in range(100):
+        made.gaps.observe(bash, 20.0 + i % 20)
+    made.listen(events)
+    expected_s = [made.expected_s(bash)]
+    for number in range(150):
+        made.give_up(ProgramId(f"gone-{number}"), bash, 3)
+        made.give_up(ProgramId(f"gone-{number}"), bash, 3)  # an hour later, again
+        if number in (30, 149):
+            expected_s.append(made.expected_s(bash))
+    assert expected_s[0] > expected_s[1] > expected_s[2]
+    for number in range(150):  # all were late
+        events.publish(TurnArrived(1.0, ProgramId(f"gone-{number}"), TurnId("t"), 10))
+    assert made.expected_s(bash) == expected_s[0]
+    assert made.history.eta_samples == 0
+    made.give_up(ProgramId("a"), bash, 3)
+    events.publish(ProgramEnded(2.0, ProgramId("a"), 3))
+    assert made.history.eta_samples == 1 and made.gaps.distribution(bash).lost_share > 0.0
+
+
+def test_a_program_whose_tool_mostly_never_returns_is_expected_for_the_least_time() -> None:
+    made = advisor(10_000_000)
+    for number in range(200):
+        made.give_up(ProgramId(f"gone-{number}"), ("ask_human",), 1)
+    assert made.expected_s(("ask_human",)) == LEAST_EXPECTED_S

@@ -107,6 +107,16 @@ def test_a_tool_that_never_returns_is_never_predicted_to():
     assert (seen.level, seen.n, seen.samples_s, seen.probability(1e5)) == ("tool:1", 101, (), 0.0)
 
 
+def test_a_call_that_was_given_up_too_early_leaves_no_trace():
+    gaps = learned((PYTEST, [1.0] * 200))
+    before = gaps.dumps()
+    gaps.censor(PYTEST, MAX_GAP_S)
+    assert gaps.distribution(PYTEST).lost_share == pytest.approx(1 / 201)
+    gaps.withdraw_censored(PYTEST, MAX_GAP_S)
+    gaps.withdraw_censored(("read",), MAX_GAP_S)  # which has none
+    assert gaps.dumps() == before and gaps.distribution(PYTEST).lost_share == 0.0
+
+
 def test_a_gap_that_cannot_be_is_refused():
     gaps = ToolDurations()
     for gap_s in (-0.001, math.nan, math.inf, -math.inf, MAX_GAP_S * 2):

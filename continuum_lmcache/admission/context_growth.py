@@ -49,6 +49,14 @@ class ContextGrowth:
         if 0 < first_tokens <= final_tokens:
             self._sizes.append((first_tokens, final_tokens))
 
+    def remove_program(self, turns: int, first_tokens: int = 0, final_tokens: int = 0) -> None:
+        """A program of `add_program` goes on after all; nothing if the window has moved past it."""
+        if turns in self._lengths:
+            self._lengths.remove(turns)
+            self._left.clear()
+        if (first_tokens, final_tokens) in self._sizes:
+            self._sizes.remove((first_tokens, final_tokens))
+
     @property
     def first_prompt_exponent(self) -> float:
         """How well a first prompt predicts the whole program: final ~ first ** exponent, in [0, 1].

@@ -18,8 +18,9 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from continuum_lmcache.admission.context_growth import ContextGrowth
+from continuum_lmcache.admission.context_growth import WINDOW, ContextGrowth
 from continuum_lmcache.admission.shared_prefixes import SharedPrefix, SharedPrefixesInUse, SharedPrefixIndex
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.types import ProgramId
 
@@ -91,6 +92,9 @@ class AdmissionController:
     _context_tokens: int = 0  # of all programs, without the heads in use
     _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
     _first_since_s: float = 0.0
+    _given_up: BoundedDict[ProgramId, tuple[int, ...]] = field(  # what `growth` has of them
+        default_factory=lambda: BoundedDict(WINDOW)
+    )
 
     def on_arrival(
         self,
@@ -122,6 +126,8 @@ class AdmissionController:
             self.growth.add_first_prompt(max(0, prompt_tokens - self.shared_prefixes.head(hashes).tokens))
             return False
         if seen is None:
+            if given_up := self._given_up.pop(program, ()):
+                self.growth.remove_program(*given_up)
             seen = self._add_admitted(program, turns)
         seen.live += 1
         self._update(seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
@@ -197,7 +203,7 @@ class AdmissionController:
     def remove_program(self, program: ProgramId, finished_turns: int = 0) -> None:
         """The program ended after `finished_turns`, or is no longer expected back (0)."""
         seen = self.admitted.pop(program, None)
-        if finished_turns:
+        if finished_turns and not self._given_up.pop(program, ()):
             sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
             self.growth.add_program(finished_turns, *sizes)
         if (pending := self.pending.pop(program, None)) is not None:
@@ -208,13 +214,22 @@ class AdmissionController:
             self._started_tokens -= seen.forecast_tokens
             self._active_tokens -= seen.active_tokens
 
-    def expire_absent(self, now_s: float) -> None:
-        """Removes the programs that should have returned by now."""
+    def expire_absent(self, now_s: float, ends_told: int = 0) -> list[ProgramId]:
+        """Removes the programs that should have returned by now, and returns those that count as ended until
+        they return. `ends_told`: how many ends the clients have told. Most clients never do. Where more ends
+        were told than programs are absent, an absent one has not ended.
+        """
+        found = []
         while self._absent and self._absent[0][0] <= now_s:
             _, program, turns = heapq.heappop(self._absent)
             seen = self.admitted.get(program)
             if seen is not None and seen.turns == turns and not seen.live:
-                self.remove_program(program)
+                has_ended = len(self._given_up) >= ends_told
+                self.remove_program(program, turns if has_ended else 0)
+                sizes = (turns, seen.first_tokens, seen.own_tokens)
+                self._given_up[program] = sizes if has_ended else ()
+                found += [program] if has_ended else []
+        return found
 
     def fits(self, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()) -> bool:
         """Whether a program that has finished `turns` fits beside the admitted ones."""

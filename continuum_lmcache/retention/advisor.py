@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
 from continuum_lmcache.admission.controller import PendingProgram
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
@@ -17,10 +19,11 @@ from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
 from continuum_lmcache.tools.call_parser import tool_calls, tool_key
-from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.tools.durations import MAX_GAP_S, WINDOW, ToolDurations
 from continuum_lmcache.types import (
     EngineLoad,
     FinishedTurn,
+    ProgramId,
     QueueEntry,
     Residency,
     Retention,
@@ -52,6 +55,7 @@ class RetentionAdvisor:
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
+        self._given_up: BoundedDict[ProgramId, tuple[ToolKey, int]] = BoundedDict(WINDOW)  # and their turns
 
     def is_priced(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier
@@ -73,9 +77,16 @@ class RetentionAdvisor:
         return max((n for t, n in tiers if self.rates.costs.reload_s(where[t]) < expensive_s), default=0)
 
     def expected_s(self, tool: ToolKey) -> float:
-        """For how long a program in a call of `tool` is still expected back, by the observed gaps."""
-        mean_s = self.gaps.distribution(tool).mean_s or COLD_GAP_S
-        return max(LEAST_EXPECTED_S, EXPECTED_GAPS * mean_s)
+        """For how long a program in a call of `tool` is still expected back, by the observed gaps.
+
+        Of gaps that end after an exponential time or, in a share q of cases, never, one that has lasted
+        ln((1 - q) / q) mean gaps is as likely to end as not.
+        """
+        seen = self.gaps.distribution(tool)
+        lost, gaps = seen.lost_share, EXPECTED_GAPS
+        if lost > 0.0:
+            gaps = min(gaps, math.log((1.0 - lost) / lost)) if lost < 0.5 else 0.0
+        return max(LEAST_EXPECTED_S, gaps * (seen.mean_s or COLD_GAP_S))
 
     def admission_order(self, pending: PendingProgram, growth: ContextGrowth) -> float:
         """A new program's place in admission's line: smallest first."""
@@ -128,6 +139,7 @@ class RetentionAdvisor:
         events.subscribe(ProgramEnded, self._learn_length)
 
     def _learn_gap(self, event: TurnArrived) -> None:
+        self._withdraw(event.program)
         if event.gap_s is not None:
             self.gaps.observe(event.tool, event.gap_s)
 
@@ -136,12 +148,22 @@ class RetentionAdvisor:
             self.history.observe_queue_delay(event.queue_delay_s, event.evicted)
 
     def _learn_length(self, event: ProgramEnded) -> None:
-        if event.turns is not None:
+        if event.turns is not None and self._given_up.pop(event.program, None) is None:
             self.history.observe_program(event.turns)
 
-    def observe_abandoned(self, tool: ToolKey, waited_s: float) -> None:
-        """A program was given up after `waited_s`: its tool took at least that long."""
-        self.gaps.censor(tool, waited_s)
+    def give_up(self, program: ProgramId, tool: ToolKey, turns: int) -> None:
+        """A program in a call of `tool` is not expected back: until it returns, it ended after `turns`."""
+        if program not in self._given_up:
+            self._given_up[program] = (tool, turns)
+            self.gaps.censor(tool, MAX_GAP_S)
+            self.history.observe_program(turns)
+
+    def _withdraw(self, program: ProgramId) -> None:
+        """It is back."""
+        if (given_up := self._given_up.pop(program, None)) is not None:
+            tool, turns = given_up
+            self.gaps.withdraw_censored(tool, MAX_GAP_S)
+            self.history.withdraw_program(turns)
 
     def observe_transfers(self, now_s: float, transfers: Iterable[KVTransfer]) -> None:
         """Learn from the tiers' transfers: their rates, and how fast they fill."""

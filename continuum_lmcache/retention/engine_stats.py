@@ -48,8 +48,17 @@ class EvictionStats:
         """
         if 1 <= total_turns <= MAX_TURNS:
             self._programs.append(total_turns)
-            programs = Counter(self._programs)
-            self.eta = -correlation(programs) if len(programs) > 1 else 1.0
+            self._correlate()
+
+    def withdraw_program(self, total_turns: int) -> None:
+        """A program of `observe_program` goes on after all; nothing if the window has moved past it."""
+        if total_turns in self._programs:
+            self._programs.remove(total_turns)
+            self._correlate()
+
+    def _correlate(self) -> None:
+        programs = Counter(self._programs)
+        self.eta = -correlation(programs) if len(programs) > 1 else 1.0
 
     @property
     def queue_delay_s(self) -> float:

@@ -49,6 +49,13 @@ class DurationWindow:
         self.recent.append((gap_s, ended))
         insort(self.ended_s if ended else self.censored_s, gap_s)
 
+    def withdraw_censored(self, gap_s: float) -> None:
+        """Remove one such observation; nothing if the window has moved past it."""
+        if (gap_s, False) in self.recent:
+            self.recent.remove((gap_s, False))
+            self.censored_s.remove(gap_s)
+            self._distribution = None
+
     def distribution(self, level: str) -> DurationDistribution:
         found = self._distribution
         if found is None or found.level != level:
@@ -75,6 +82,12 @@ class ToolDurations:
         tool that often hangs would look like its short calls that did return.
         """
         return self._add(tool, waited_s, ended=False)
+
+    def withdraw_censored(self, tool: ToolKey, waited_s: float) -> None:
+        """An observation of `censor` was wrong: the program came back."""
+        for key in suffixes(tool):
+            if (window := self._windows.get(key)) is not None:
+                window.withdraw_censored(max(waited_s, SHORTEST_GAP_S))
 
     def distribution(self, tool: ToolKey) -> DurationDistribution:
         """The distribution used for `tool`: its most specific level with more than K observations.

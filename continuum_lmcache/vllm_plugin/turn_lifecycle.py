@@ -196,7 +196,7 @@ class TurnLifecycle:
         program, entry = turn.program, self.programs.records[turn.program]
         self.programs.start_turn(turn.id, program)
         self.pins.turn_stopped_waiting(program)
-        if not entry.turns and not turn.matched_tokens:  # else it found what its own last turn left
+        if not entry.turns and turn.link is None:  # else it found what its own last turn left
             self.admission.on_prefix_hit(program, request.block_hashes, found_tokens)
         context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
         if turn.reusable_tokens is not None:  # tokens that are not used again were not lost
@@ -326,8 +326,7 @@ class TurnLifecycle:
     def refresh(self, now_s: float) -> None:
         """Every REFRESH_S: drop programs without a turn for `program_idle_s`, and resize the tiers.
 
-        The time since such a program's last tool call is a lower bound of that call's duration. Of tiers that
-        several engines share, each has the less, the more of them run.
+        Of tiers that several engines share, each has the less, the more of them run.
         """
         if now_s < self._refresh_at_s:
             return
@@ -337,17 +336,24 @@ class TurnLifecycle:
             capacity = self._kv_capacity()
         self.admission.capacity = replace(capacity, gpu_tokens=self.kv_tokens)
         for program in self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned):
-            entry = self._drop_program(now_s, program)
-            if entry is not None and entry.finished_s is not None:
-                self.advisor.observe_abandoned(entry.tool, now_s - entry.finished_s)
+            self._give_up(program)
+            self._drop_program(now_s, program)
+
+    def _give_up(self, program: ProgramId) -> None:
+        """The program is not expected back from its tool call."""
+        entry = self.programs.records.get(program)
+        if entry is not None and entry.finished_s is not None:
+            self.advisor.give_up(program, entry.tool, entry.turns)
 
     # each step -------------------------------------------------------------
 
     def admit(self, now_s: float, is_running: bool, is_queued: bool) -> None:
         """Start programs for which there is room: their turns take their place in the queue.
         `is_running`: a turn runs. `is_queued`: a turn that is not held waits."""
+        for program in self.admission.expire_absent(now_s, self.end_claims.claims):
+            if self.config.admission:
+                self._give_up(program)
         if not self.admission.pending:
-            self.admission.expire_absent(now_s)
             return
         idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_share(now_s)
         for program in self.admission.admit(now_s, idle, 1.0 if is_queued else prompt_share):
