@@ -25,7 +25,7 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -224,7 +224,14 @@ def reach(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) ->
 
 
 def replay_traces(
-    size: Size, seeds: Sequence[int], half: str, machines: str, parts: str, jobs: int, out: Path
+    size: Size,
+    seeds: Sequence[int],
+    half: str,
+    machines: str,
+    untold_ends: bool,
+    parts: str,
+    jobs: int,
+    out: Path,
 ) -> None:
     """Run missing cases of the traces' rows, or of those with `parts` in their names; then print them."""
     if half not in (*HALVES, FITTED):
@@ -233,6 +240,7 @@ def replay_traces(
         traces_folder()  # raises before anything runs
     rows = Rows(out / "offload_sweep.csv")
     every = trace_goals.points(size, half, seeds, machines.split(","))
+    every = [replace(point, untold_ends=untold_ends) for point in every]
     settings = [point for point in every if goals.is_wanted(trace_goals.name_of(point), parts)]
     if not settings:
         known = "; ".join(dict.fromkeys(map(trace_goals.name_of, every)))
@@ -243,7 +251,7 @@ def replay_traces(
     title = f"Traces, half {half!r}, seeds {', '.join(map(str, seeds))}"
     words = [caption(found(rows, cases)), "", *(f"- {verdict}" for verdict in verdicts)]
     Console(width=WIDTH).print(plain(lines, title), *words, "", sep="\n")
-    path = out / f"traces-{half}-{size.value}{'-some' if parts else ''}"
+    path = out / f"traces-{half}-{size.value}{'-untold' if untold_ends else ''}{'-some' if parts else ''}"
     path.with_suffix(".md").write_text(
         "\n".join([f"{title}. {words[0]}", *words[1:], "", markdown(lines), ""])
     )
@@ -308,6 +316,9 @@ def main(
     docs: Annotated[Path | None, typer.Option(help="also NAME-simulated or NAME-live in this folder")] = None,
     half: Annotated[str, typer.Option(help="traces: report, tune, or fitted (needs no trace)")] = "report",
     machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
+    untold_ends: Annotated[
+        bool, typer.Option("--untold-ends", help="traces: clients do not say which turn is their last")
+    ] = False,
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,
 ) -> None:
     """Draw the figures; run missing cases."""
@@ -328,7 +339,7 @@ def main(
             reach(size, seeds_of(seeds) if seeds else goals.SEEDS[size], regimes, jobs, out)
         if TRACES in figures:
             seed_list = seeds_of(seeds) if seeds else goals.SEEDS[size]
-            replay_traces(size, seed_list, half, machines, regimes, jobs, out)
+            replay_traces(size, seed_list, half, machines, untold_ends, regimes, jobs, out)
         if FLEETS in figures:
             seed_list = seeds_of(seeds) if seeds else fleet_seeds(size)
             serve_fleets(size, seed_list, regimes, jobs, out)

@@ -140,6 +140,13 @@ def test_a_pin_keeps_a_program_on_the_gpu_that_stock_order_lets_go() -> None:
     assert pinned.mean_job_s < stock.mean_job_s
 
 
+@pytest.mark.parametrize("untold", [False, True])
+def test_a_client_that_tells_no_ends_leaves_the_pin_of_its_last_turn(untold: bool) -> None:
+    setup = replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 60.0}, untold_ends=untold)
+    result = simulate([a_program("a", turns=2)], setup)
+    assert result.pins["taken"] == (2 if untold else 1)
+
+
 def test_a_time_to_live_of_nothing_pins_nothing() -> None:
     """A mutation that must show: the TTL is always 0."""
     none = replace(SMALL, policy="static-ttl", continuum={"static_ttl_s": 0.0})

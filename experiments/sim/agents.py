@@ -57,6 +57,7 @@ class Agents:
     ) -> None:
         self.programs, self.clock, self.timetable, self.send = programs, clock, timetable, send
         self.wrong_hints, self.to_a_peer = setup.wrong_hints, setup.policy in PEERS
+        self.untold_ends = setup.untold_ends
         self.hasher = block_hasher(setup.block_tokens)
         self.asked: dict[str, LiveProgram] = {}  # by request at the engine
         self.turns: list[TurnResult] = []
@@ -101,7 +102,7 @@ class Agents:
         manners = live.program.source.split(",")  # never-last, always-last, unnamed, tenant:x (a cache_salt)
         says = {} if "unnamed" in manners else self._says(live, manners)
         if self.to_a_peer:
-            last = live.spec is live.program.turns[-1]
+            last = live.spec is live.program.turns[-1] and not self.untold_ends
             says = {"agentic_context": agentic_context(live.program.program_id, last)}
         params = SamplingParams(
             temperature=0.0, max_tokens=live.spec.output_tokens, ignore_eos=True, extra_args=says
@@ -125,6 +126,7 @@ class Agents:
             drawn = crc32(live.request_id.encode())
             last = not last if drawn % WRONG_ENDS == 0 else last
             tool = f"tool-{drawn % 7}"
+        last = last and not self.untold_ends
         return {"job_id": live.program.program_id, "is_last_step": last, "this_func_call": tool}
 
     def _end_turn(self, live: LiveProgram, first_token_s: float) -> None:

@@ -55,6 +55,7 @@ class Setup:
     store_stalls: bool = False  # a step waits for its stores, as in-process LMCache does
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
     wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
+    untold_ends: bool = False  # clients do not say that a turn is their last
     log_stats: bool = False  # as in a server; the simulator does not read them
     merge_steps: int = 1  # decode-only steps taken together, at most; for exploring, not for claims
 

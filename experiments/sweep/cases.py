@@ -49,6 +49,7 @@ class Point:
     fixed_chunk: bool = False  # a step's budget is vLLM's own
     max_ttl_s: float | None = None  # a setting of the scheduler's; None: its default
     wrong_hints: bool = False  # clients say the wrong tool, and end programs that go on
+    untold_ends: bool = False  # clients do not say that a turn is their last, as most agents do not
     merge_steps: int = 8  # decode-only steps taken together, at most
     load: float = 0.0  # of a trace: the work that arrives a second, in seconds of the machine
     kv_contexts: float = 0.0  # mean final contexts that the GPU's KV cache holds; 0: as the machine has it

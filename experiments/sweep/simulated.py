@@ -79,6 +79,7 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         store_stalls=point.blocking,
         merge_steps=point.merge_steps,
         wrong_hints=point.wrong_hints,
+        untold_ends=point.untold_ends,
         continuum=continuum_of(point),
     )
     return replace(setup, shared_tokens=SHARED_TOKENS.get(point.workload, setup.shared_tokens))

@@ -27,6 +27,7 @@ STATIC = "static-ttl"
 CONTENDERS = (ORDER, STATIC, PAPER, OURS, TRUE_SIZES, ENDLESS)
 PROGRAMS = {Size.QUICK: 12, Size.DEFAULT: 40, Size.FULL: 80}
 WAITS = ", steps wait"
+UNTOLD = ", ends not told"
 ROW_TIERS = TIERS | {"large DRAM": (8.0, 0.0)}
 LEAST_GAP = 0.02  # of a rival's time: where a bound is nearer than this, there is nothing to close
 HEADER = (
@@ -71,7 +72,7 @@ def name_of(point: Point) -> str:
     """A row's name."""
     tiers = next(name for name, sizes in ROW_TIERS.items() if sizes == (point.dram_kv, point.ssd_kv))
     name = f"{point.machine}, {point.workload.split(':')[1]}, {tiers}, {point.load:g}"
-    return name + (WAITS if point.blocking else "")
+    return name + (WAITS if point.blocking else "") + (UNTOLD if point.untold_ends else "")
 
 
 Runs = Mapping[str, Row]  # one seed's, by contender
