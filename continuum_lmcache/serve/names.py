@@ -52,7 +52,7 @@ class TurnName:
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else str(self.rank)
-        name = quote(self.program, safe="", errors="surrogatepass")
+        name = quote(self.program, safe="")
         return f"{name};{self.body_bytes};{int(self.is_last)};{rank};{self.turns};{self.age_s:.3f}"
 
     @classmethod
@@ -61,7 +61,7 @@ class TurnName:
         if (written := HEADER_TEXT.fullmatch(text)) is None:
             return cls(program=text)
         name, body_bytes, last, rank, turns, age_s = written.groups()
-        program = unquote(name, errors="surrogatepass")
+        program = unquote(name)
         rank_number = int(rank) if rank else None
         return cls(program, int(body_bytes), last == "1", rank_number, int(turns), float(age_s))
 
