@@ -170,13 +170,15 @@ def test_a_program_that_comes_back_late_had_not_ended() -> None:
 
 def test_where_clients_tell_their_ends_who_is_late_has_not_ended() -> None:
     at = admission()
-    usual = at.growth.turns_left(0)
     at.on_arrival(0.0, A, 1000, exempt=True)
     at.on_pause(1.0, A, 1000, expected_s=10.0)
-    assert at.expire_absent(20.0, ends_told=3) == [] and not at.admitted
-    assert at.growth.turns_left(0) == usual
-    at.remove_program(A, finished_turns=1)  # given up after an hour
-    assert at.growth.turns_left(0) < usual
+    at.on_arrival(1.0, B, 1000, exempt=True)
+    at.remove_program(B, finished_turns=9)  # told
+    told = at.growth.turns_left(0)
+    assert at.expire_absent(20.0) == [] and not at.admitted
+    assert at.growth.turns_left(0) == told
+    at.remove_program(A, finished_turns=1)  # idle for an hour
+    assert at.growth.turns_left(0) < told
 
 
 def test_an_urgent_program_is_first_in_line_and_all_under_way_count_for_it() -> None:

@@ -18,13 +18,14 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from continuum_lmcache.admission.context_growth import WINDOW, ContextGrowth
+from continuum_lmcache.admission.context_growth import ContextGrowth
 from continuum_lmcache.admission.shared_prefixes import SharedPrefix, SharedPrefixesInUse, SharedPrefixIndex
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.types import ProgramId
 
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
+MOST_ABSENT = 100_000  # programs; an hour of them, as long as they are remembered
 ROOMY_TIMES = 2.0  # the GPU's cache; in a tier of 1.5 turn-taking costs 3 %, in 4 it gains (LOG.md)
 
 
@@ -92,8 +93,10 @@ class AdmissionController:
     _context_tokens: int = 0  # of all programs, without the heads in use
     _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
     _first_since_s: float = 0.0
+    _told_ends: int = 0
+    _untold_ends: int = 0  # absent programs, and those that were absent until they were dropped
     _given_up: BoundedDict[ProgramId, tuple[int, ...]] = field(  # what `growth` has of them
-        default_factory=lambda: BoundedDict(WINDOW)
+        default_factory=lambda: BoundedDict(MOST_ABSENT)
     )
 
     def on_arrival(
@@ -126,8 +129,7 @@ class AdmissionController:
             self.growth.add_first_prompt(max(0, prompt_tokens - self.shared_prefixes.head(hashes).tokens))
             return False
         if seen is None:
-            if given_up := self._given_up.pop(program, ()):
-                self.growth.remove_program(*given_up)
+            self._withdraw(program)
             seen = self._add_admitted(program, turns)
         seen.live += 1
         self._update(seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
@@ -203,9 +205,14 @@ class AdmissionController:
     def remove_program(self, program: ProgramId, finished_turns: int = 0) -> None:
         """The program ended after `finished_turns`, or is no longer expected back (0)."""
         seen = self.admitted.pop(program, None)
-        if finished_turns and not self._given_up.pop(program, ()):
-            sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
-            self.growth.add_program(finished_turns, *sizes)
+        if not finished_turns:
+            self._withdraw(program)
+        else:
+            given_up = self._given_up.pop(program, None)
+            self._told_ends += given_up is None
+            if not given_up:
+                sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
+                self.growth.add_program(finished_turns, *sizes)
         if (pending := self.pending.pop(program, None)) is not None:
             self._context_tokens -= pending.prompt_tokens
         if seen is not None:
@@ -214,21 +221,24 @@ class AdmissionController:
             self._started_tokens -= seen.forecast_tokens
             self._active_tokens -= seen.active_tokens
 
-    def expire_absent(self, now_s: float, ends_told: int = 0) -> list[ProgramId]:
+    def expire_absent(self, now_s: float) -> list[ProgramId]:
         """Removes the programs that should have returned by now, and returns those that count as ended until
-        they return. `ends_told`: how many ends the clients have told. Most clients never do. Where more ends
-        were told than programs are absent, an absent one has not ended.
+        they return. Most clients never tell an end. Where more ends were told than not, an absent program
+        has not ended.
         """
         found = []
         while self._absent and self._absent[0][0] <= now_s:
             _, program, turns = heapq.heappop(self._absent)
             seen = self.admitted.get(program)
             if seen is not None and seen.turns == turns and not seen.live:
-                has_ended = len(self._given_up) >= ends_told
-                self.remove_program(program, turns if has_ended else 0)
-                sizes = (turns, seen.first_tokens, seen.own_tokens)
-                self._given_up[program] = sizes if has_ended else ()
-                found += [program] if has_ended else []
+                has_ended = self._untold_ends >= self._told_ends
+                self.remove_program(program)
+                self._given_up[program] = ()
+                self._untold_ends += 1
+                if has_ended:
+                    self._given_up[program] = counts = (turns, seen.first_tokens, seen.own_tokens)
+                    self.growth.add_program(*counts)
+                    found.append(program)
         return found
 
     def fits(self, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()) -> bool:
@@ -272,6 +282,13 @@ class AdmissionController:
                 raise InvariantError(f"{name} tokens({summed:.1f}) != sum of programs({counted:.1f})")
 
     # -----------------------------------------------------------------------
+
+    def _withdraw(self, program: ProgramId) -> None:
+        """An absent program goes on, here or elsewhere."""
+        if (given_up := self._given_up.pop(program, None)) is not None:
+            self._untold_ends -= 1
+            if given_up:
+                self.growth.remove_program(*given_up)
 
     def _next(self) -> PendingProgram | None:
         """First in line; programs that left are skipped."""

@@ -19,7 +19,7 @@ from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
 from continuum_lmcache.tools.call_parser import tool_calls, tool_key
-from continuum_lmcache.tools.durations import MAX_GAP_S, WINDOW, ToolDurations
+from continuum_lmcache.tools.durations import MAX_GAP_S, ToolDurations
 from continuum_lmcache.types import (
     EngineLoad,
     FinishedTurn,
@@ -55,7 +55,8 @@ class RetentionAdvisor:
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
-        self._given_up: BoundedDict[ProgramId, tuple[ToolKey, int]] = BoundedDict(WINDOW)  # and their turns
+        # what `gaps` and `history` have of programs that may come back: tool and turns
+        self._given_up: BoundedDict[ProgramId, tuple[ToolKey, int]] = BoundedDict(config.max_programs)
 
     def is_priced(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier

@@ -350,7 +350,7 @@ class TurnLifecycle:
     def admit(self, now_s: float, is_running: bool, is_queued: bool) -> None:
         """Start programs for which there is room: their turns take their place in the queue.
         `is_running`: a turn runs. `is_queued`: a turn that is not held waits."""
-        for program in self.admission.expire_absent(now_s, self.end_claims.claims):
+        for program in self.admission.expire_absent(now_s):
             if self.config.admission:
                 self._give_up(program)
         if not self.admission.pending:
