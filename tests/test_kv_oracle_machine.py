@@ -35,7 +35,7 @@ from vllm.v1.request import RequestStatus
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
-STEPS = int(os.environ.get("ORACLE_STEPS", "3000"))
+STEPS = int(os.environ.get("ORACLE_STEPS", "6000"))
 SEED = int(os.environ.get("ORACLE_SEED", "0"))
 IS_STOCK = bool(os.environ.get("ORACLE_STOCK"))
 ADAPTERS = {
