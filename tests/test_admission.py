@@ -144,8 +144,9 @@ def left_after(turns: int, at: AdmissionController) -> float:
         program, now_s = ProgramId(f"gone-{number}"), 100.0 * number
         at.on_arrival(now_s, program, 1000, exempt=True)
         for turn in range(turns):
+            if turn:
+                at.on_arrival(now_s + turn, program, 1000, turns=turn)
             at.on_pause(now_s + turn, program, 1000, expected_s=10.0)
-            at.on_arrival(now_s + turn, program, 1000, turns=turn + 1) if turn + 1 < turns else None
         at.expire_absent(now_s + 50.0)
     return at.growth.turns_left(0)
 

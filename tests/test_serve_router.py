@@ -226,6 +226,13 @@ def test_a_full_line_is_http_429_with_a_time() -> None:
     asyncio.run(go())
 
 
+async def leave(waits: asyncio.Task[Any]) -> None:
+    """The turn's client does."""
+    waits.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waits
+
+
 def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_line() -> None:
     async def go() -> None:
         its, asked = state(away), asyncio.Event()
@@ -238,9 +245,7 @@ def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_line() -> None:
         made = router(its, "a")
         waits = asyncio.create_task(sent(made, turn(program="p")))
         await asked.wait()
-        waits.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waits
+        await leave(waits)
         assert its.cancel_turn.calls == [("t1",)]
 
     asyncio.run(go())
@@ -260,9 +265,7 @@ def test_a_client_that_leaves_as_the_answer_comes_is_sent_nowhere() -> None:
         await asked.wait()
         await asyncio.sleep(0)
         answer.set_result(goes_to("a")("t1"))
-        waits.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waits
+        await leave(waits)
         assert its.cancel_turn.calls == [("t1",)]
 
     asyncio.run(go())
@@ -277,9 +280,7 @@ def test_a_client_that_leaves_before_this_router_sees_its_replica_is_not_counted
         made = router(state(goes_to("new")), "a")
         waits = asyncio.create_task(sent(made, turn(program="p")))
         await asyncio.sleep(0.1)
-        waits.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waits
+        await leave(waits)
         assert made._state.cancel_turn.calls == [("t1",)]
 
     asyncio.run(go())
@@ -291,9 +292,7 @@ def test_a_client_that_leaves_before_its_turn_is_sent_again_is_not_counted_any_m
         await sent(made, pending)
         waits = asyncio.create_task(sent(made, pending, is_retry=True))
         await asyncio.sleep(0)
-        waits.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waits
+        await leave(waits)
         assert made._state.cancel_turn.calls == [("t1",)]
 
     asyncio.run(go())
