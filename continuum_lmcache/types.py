@@ -14,6 +14,8 @@ MAX_TURNS = 100_000  # of one program; more is no agent
 ToolKey = tuple[str, ...]
 """What a turn called, most specific first: ("pytest", "bash"). () is unknown."""
 
+NO_CALL: ToolKey = ("no call",)  # the turn is an answer: its program waits for its user, or has ended
+
 
 class Tier(Enum):
     """Where a prefix is."""

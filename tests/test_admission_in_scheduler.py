@@ -372,6 +372,21 @@ def test_the_kv_of_a_program_that_is_over_goes_first(make: Make, evicts: str, su
     assert (cached_tokens(bench, prompt(6 * BLOCK + 1, 1), "q") > 0) is survives
 
 
+@pytest.mark.parametrize(("evicts", "survives"), [("true", True), ("false", False)])
+def test_the_kv_of_a_program_that_calls_what_ends_programs_goes_first(
+    make: Make, evicts: str, survives: bool
+) -> None:
+    """As above, but no client says that a program ends."""
+    bench = make(blocks=20, evict_ended_programs=evicts, max_ttl_s=0)
+    for number in range(6):
+        bench.lifecycle.advisor.gaps.observe(("bash",), 1.0)
+        bench.lifecycle.advisor.give_up(ProgramId(f"gone-{number}"), ("submit",), 2)
+    bench.turn("q", prompt(6 * BLOCK, 1), this_func_call="bash")
+    bench.turn("p", prompt(10 * BLOCK, 2), this_func_call="submit")
+    bench.turn("r", prompt(9 * BLOCK, 3), this_func_call="bash")
+    assert (cached_tokens(bench, prompt(6 * BLOCK + 1, 1), "q") > 0) is survives
+
+
 def test_the_head_that_others_use_outlives_its_first_owner(make: Make) -> None:
     bench = make(blocks=40, max_ttl_s=0)
     system = prompt(4 * BLOCK, 5)

@@ -11,7 +11,7 @@ from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, Transfe
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.retention.advisor import LEAST_EXPECTED_S, RetentionAdvisor
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived
-from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, Residency, Tier, TurnId
+from continuum_lmcache.types import NO_CALL, EngineLoad, FinishedTurn, ProgramId, Residency, Tier, TurnId
 
 KV_BYTES = 131_072  # Llama-3.1-8B's, a token
 CONTEXT = 20_000
@@ -125,7 +125,7 @@ def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_m
     assert made.history.eta_samples == 0
     made.give_up(ProgramId("a"), bash, 3)
     events.publish(ProgramEnded(2.0, ProgramId("a"), 3))
-    assert made.history.eta_samples == 1 and made.gaps.distribution(bash).lost_share > 0.0
+    assert made.history.eta_samples == 1 and made.gaps.lost_share(bash) > 0.0
 
 
 def test_a_program_whose_tool_mostly_never_returns_is_expected_for_the_least_time() -> None:
@@ -133,3 +133,26 @@ def test_a_program_whose_tool_mostly_never_returns_is_expected_for_the_least_tim
     for number in range(200):
         made.give_up(ProgramId(f"gone-{number}"), ("ask_human",), 1)
     assert made.expected_s(("ask_human",)) == LEAST_EXPECTED_S
+
+
+def test_an_answer_has_a_key_of_its_own_and_what_may_be_a_call_has_none() -> None:
+    made = advisor(10_000_000)
+    assert made.tool("The tests pass.<|im_end|>") == NO_CALL
+    assert made.tool("") == made.tool('the end of a long file"}}\n</tool_call>') == ()
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_a_turn_is_not_pinned_after_what_mostly_ends_programs(evicts: bool) -> None:
+    made = RetentionAdvisor(ContinuumConfig(evict_ended_programs=evicts), COSTS)
+    for i in range(120):
+        made.gaps.observe(("bash",), 0.05 + (i % 20) * 0.05)
+    answer = replace(IN_DRAM, tool=NO_CALL, residency=Residency(0, 0, 0, CONTEXT))
+    assert made.retain(0.0, answer, LOAD).ttl_s > 0.0, "nothing is known of answers"
+    for number in range(6):
+        made.give_up(ProgramId(f"gone-{number}"), NO_CALL, 3)
+    keep = made.retain(0.0, answer, LOAD)
+    assert (keep.ttl_s > 0.0) is not evicts
+    assert keep.reason == ("mostly-ends" if evicts else "cdf")
+    for _ in range(6):  # people answer after all
+        made.gaps.observe(NO_CALL, 0.5)
+    assert made.retain(0.0, answer, LOAD).ttl_s > 0.0

@@ -111,10 +111,23 @@ def test_a_call_that_was_given_up_too_early_leaves_no_trace():
     gaps = learned((PYTEST, [1.0] * 200))
     before = gaps.dumps()
     gaps.censor(PYTEST, MAX_GAP_S)
-    assert gaps.distribution(PYTEST).lost_share == pytest.approx(1 / 201)
+    assert 0.0 < gaps.lost_share(PYTEST) < 0.01
     gaps.withdraw_censored(PYTEST, MAX_GAP_S)
     gaps.withdraw_censored(("read",), MAX_GAP_S)  # which has none
-    assert gaps.dumps() == before and gaps.distribution(PYTEST).lost_share == 0.0
+    assert gaps.dumps() == before and gaps.lost_share(PYTEST) == 0.0
+
+
+def test_a_few_calls_tell_a_tool_that_ends_programs_from_one_that_does_not():
+    gaps = learned((MAKE, [1.0] * 200))
+    assert gaps.lost_share(("submit", "bash")) == 0.0, "nothing is known of it"
+    for _ in range(6):
+        gaps.censor(("submit", "bash"), MAX_GAP_S)
+    assert gaps.lost_share(("submit", "bash")) > 0.5
+    assert gaps.lost_share(MAKE) < 0.05
+    assert gaps.lost_share(("ask_human",)) < 0.05, "as all tools together"
+    for _ in range(6):
+        gaps.observe(("submit", "bash"), 1.0)
+    assert gaps.lost_share(("submit", "bash")) < 0.5
 
 
 def test_a_gap_that_cannot_be_is_refused():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from continuum_lmcache.tools.call_parser import MAX_CALLS, MAX_CHARS, tool_calls, tool_key
+from continuum_lmcache.tools.call_parser import MAX_CALLS, MAX_CHARS, is_answer, tool_calls, tool_key
 from continuum_lmcache.tools.shell_key import MAX_KEY_CHARS, command_key, levels
 
 FENCE = "```"
@@ -103,6 +103,37 @@ def test_a_turn_without_a_call_has_no_key(text):
 @pytest.mark.parametrize(
     "text",
     [
+        "The answer is 42.",
+        "Done.<|im_end|>\n",
+        "<think>ls?</think>Done!</s>",
+        "fertig<end_of_turn>",
+        "x" * 2**17,
+    ],
+)
+def test_a_text_that_ends_in_words_is_an_answer(text):
+    assert is_answer(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "<|im_end|>",
+        "<think>I am done.",
+        'of a long file", "mode": "w"}}\n</tool_call><|im_end|>',
+        "the end of a long file\n</parameter>\n</function>\n</tool_call>",
+        'of a long file"}<|call|>',
+        f"print(1)\n{FENCE}",
+        as_json(analysis="a", commands=[], task_complete=True),
+    ],
+)
+def test_a_text_that_may_be_the_end_of_a_long_call_is_none(text):
+    assert tool_calls(text) == () and not is_answer(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         f"All tests pass. To start it:\n{FENCE}bash\npython app.py\n{FENCE}\nDo you want more?",
         f"# Install\n{FENCE}bash\nnpm install\n{FENCE}\n</parameter>\n</function>\n</tool_call>",
     ],
@@ -184,6 +215,10 @@ def test_a_clients_own_word_is_cleaned_like_any_key():
         ("make 2> log.txt", ("make",)),
         ("./prepare.sh && make all | tee log", ("make",)),
         ("echo 'make && pytest'", ("echo",)),
+        ("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && git add -A && git diff --cached", ("submit",)),
+        ("echo 'COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT' && cat patch.txt", ("submit",)),
+        ("grep -r COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT .", ("grep",)),
+        ("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUTS", ("echo",)),
         ("sudo", ("sudo",)),
         ("A=1", ()),
         ("", ()),

@@ -18,9 +18,10 @@ from continuum_lmcache.retention.policies import effective, policy_named
 from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
-from continuum_lmcache.tools.call_parser import tool_calls, tool_key
+from continuum_lmcache.tools.call_parser import is_answer, tool_calls, tool_key
 from continuum_lmcache.tools.durations import MAX_GAP_S, ToolDurations
 from continuum_lmcache.types import (
+    NO_CALL,
     EngineLoad,
     FinishedTurn,
     ProgramId,
@@ -35,6 +36,7 @@ TYPICAL_TOKENS = 20_000  # at this context, reloading and computing are compared
 CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
 EXPECTED_GAPS = 4.0  # times its mean gap: after that a program is no longer expected back
 LEAST_EXPECTED_S = 10.0
+MOSTLY = 0.5
 LEAST_ETA = 0.5  # from here on programs that began earlier are near their end; tuned (LOG.md, 2026-11-24)
 COLD_GAP_S = 1.0  # without a known gap: Exp(1)'s mean, as in the paper's cold start
 
@@ -83,11 +85,14 @@ class RetentionAdvisor:
         Of gaps that end after an exponential time or, in a share q of cases, never, one that has lasted
         ln((1 - q) / q) mean gaps is as likely to end as not.
         """
-        seen = self.gaps.distribution(tool)
-        lost, gaps = seen.lost_share, EXPECTED_GAPS
+        lost, gaps = self.gaps.lost_share(tool), EXPECTED_GAPS
         if lost > 0.0:
             gaps = min(gaps, math.log((1.0 - lost) / lost)) if lost < 0.5 else 0.0
-        return max(LEAST_EXPECTED_S, gaps * (seen.mean_s or COLD_GAP_S))
+        return max(LEAST_EXPECTED_S, gaps * (self.gaps.distribution(tool).mean_s or COLD_GAP_S))
+
+    def mostly_ends(self, tool: ToolKey) -> bool:
+        """Whether most programs that called `tool` did not return: an answer without a call, `submit`."""
+        return self.config.evict_ended_programs and self.gaps.lost_share(tool) > MOSTLY
 
     def admission_order(self, pending: PendingProgram, growth: ContextGrowth) -> float:
         """A new program's place in admission's line: smallest first."""
@@ -123,14 +128,19 @@ class RetentionAdvisor:
             reload_s=reload_s,
             price=IDLE_PRICE if is_idle else CONTENDED_PRICE,
         )
+        if self.mostly_ends(turn.tool):
+            return Retention(0.0, self.config.policy, "mostly-ends", reload_s=reload_s)
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 
     def tool(self, text: str, offers_tools: bool = False) -> ToolKey:
-        """The tool that a turn with this text called: of parallel calls, the slowest by its mean gap."""
+        """The tool that a turn with this text called: of parallel calls, the slowest by its mean gap. NO_CALL
+        for an answer, () where a call cannot be told from one."""
         calls = tool_calls(text, offers_tools)
-        if len(calls) < 2:
-            return calls[0] if calls else ()
+        if not calls:
+            return NO_CALL if is_answer(text) else ()
+        if len(calls) == 1:
+            return calls[0]
         slowest = self.gaps.slowest(calls)
         return slowest if self.gaps.exact(slowest).n else tool_key(text, offers_tools)
 

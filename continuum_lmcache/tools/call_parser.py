@@ -18,6 +18,7 @@ from continuum_lmcache.types import ToolKey
 
 TAIL_TOKENS = 512  # how many output tokens a caller decodes, special tokens included
 MAX_CHARS = 32_768  # of text; a token is rarely longer than 64 characters
+MAX_END_CHARS = 256  # stop tokens are looked for there: a search from each of them is quadratic
 MAX_CALLS = 16
 MAX_JSON_TRIES = 32  # opening braces that may turn out to be no JSON
 MAX_DEPTH = 3  # a message, its call, the function of it; deeper could exhaust Python's stack
@@ -31,6 +32,7 @@ CALL_LIST = re.compile(r"(?:^|<\|python_start\|>)\[\s*[A-Za-z_][\w.]*\(", re.MUL
 CALL_TOKEN = re.compile(
     r"\"(?:[^\"\\]|\\.)*\"?|'(?:[^'\\]|\\.)*'?|[A-Za-z_][\w.]*|[()\[\]{}=]", re.DOTALL
 )  # a quote that never closes runs to the end: no second attempt, so one pass
+STOP_TOKENS = re.compile(r"(?:\s|<[^<>/\s]{1,32}>|</s>)+\Z")  # <|im_end|>, <end_of_turn>
 DECODER = json.JSONDecoder(strict=False)  # models leave line breaks inside strings
 COMMAND_ARGUMENTS = ("command", "cmd", "keystrokes")
 SHELL_TOOL = re.compile(r"sh|term|cmd|command|console", re.IGNORECASE)
@@ -63,6 +65,14 @@ def tool_key(text: str, offers_tools: bool = False) -> ToolKey:
     compound command. With learned gaps at hand, `ToolDurations.slowest(tool_calls(text))` knows better.
     """
     return max(tool_calls(text, offers_tools), key=lambda key: weight(key[-2:][0]), default=())
+
+
+def is_answer(text: str) -> bool:
+    """Whether a text without a call is one to its user. One that ends as a call does may be a call that is
+    longer than the text, or in a format that is not known.
+    """
+    answer = STOP_TOKENS.sub("", without_thinking(text[-MAX_CHARS:])[-MAX_END_CHARS:])
+    return bool(answer) and not answer.endswith(("}", "]", ")", ">", "`"))
 
 
 def without_thinking(text: str) -> str:

@@ -36,11 +36,6 @@ class DurationDistribution:
         return replace(self, samples_s=left_s, cdf=tuple((p - over) / (1.0 - over) for p in self.cdf[at:]))
 
     @property
-    def lost_share(self) -> float:
-        """The share of gaps that never end, 0 to 1; 0 while cold."""
-        return 1.0 - (self.cdf[-1] if self.cdf else 0.0) if self.level != "cold" else 0.0
-
-    @property
     def mean_s(self) -> float | None:
         """Mean of the gaps that ended; None if none did."""
         return sum(self.samples_s) / len(self.samples_s) if self.samples_s else None

@@ -18,6 +18,7 @@ from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_me
 from continuum_lmcache.types import ToolKey
 
 COLD_SAMPLES = 100  # K of Continuum, arXiv 2511.02230 §4
+PRIOR_SAMPLES = 4  # as many observations of its own weigh as much as the level above
 WINDOW = 1024  # observations a key remembers, the latest
 MAX_KEYS = 512  # beyond this the least recently used are dropped; about 50 MB when all are full
 MAX_LEVELS = 4
@@ -104,6 +105,19 @@ class ToolDurations:
             if window is not None and len(window.recent) > COLD_SAMPLES:
                 return window.distribution(f"tool:{len(key)}" if key else "all")
         return every.distribution("all")
+
+    def lost_share(self, tool: ToolKey) -> float:
+        """The share of gaps of `tool` that never end, 0 to 1; 0 before the first observation.
+
+        Each level's share counts as PRIOR_SAMPLES observations of the level below it: a few calls tell a
+        tool that ends programs from one that does not, long before they tell how long it takes.
+        """
+        share = 0.0
+        for key in reversed(suffixes(tool)):
+            if (window := self._windows.get(key)) is not None:
+                lost = len(window.censored_s) + PRIOR_SAMPLES * share
+                share = lost / (len(window.recent) + PRIOR_SAMPLES)
+        return share
 
     def exact(self, tool: ToolKey) -> DurationDistribution:
         """The observations of exactly this key, however few; level "own"."""

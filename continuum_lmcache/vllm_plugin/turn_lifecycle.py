@@ -281,6 +281,8 @@ class TurnLifecycle:
         lengths = (request.num_tokens, request.num_output_tokens)
         self.events.publish(TurnFinished(now_s, program, turn.id, tool, *lengths, False, keep))
         self.pins.take(now_s, ended, keep, blocks)
+        if self.advisor.mostly_ends(tool):
+            self._evict_first(request)
         if turn.fields.job_id is None:
             matched_tokens = turn.link.tokens if turn.link is not None else 0
             self._prompt_linker.add_turn(
@@ -298,8 +300,12 @@ class TurnLifecycle:
             return
         self.end_claims.claim(entry.id, EndClaim(entry.arrival_s, entry.turns))
         if self.config.evict_ended_programs and self.end_claims.is_trusted:
-            shared_tokens = self._shared_prefixes.head(request.block_hashes).tokens
-            self.blocks.note_ended(request.request_id, shared_tokens)
+            self._evict_first(request)
+
+    def _evict_first(self, request: Request) -> None:
+        """The KV of the turn's own tokens is hardly needed again: it makes room before any other."""
+        shared_tokens = self._shared_prefixes.head(request.block_hashes).tokens
+        self.blocks.note_ended(request.request_id, shared_tokens)
 
     def _end_without_pin(self, now_s: float, turn: TurnState, request: Request) -> None:
         """A turn ended, but not in a tool call."""

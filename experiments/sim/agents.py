@@ -11,6 +11,8 @@ from zlib import crc32
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from continuum_lmcache.tools.shell_key import SUBMIT, SUBMIT_MARKER
+from continuum_lmcache.types import NO_CALL
 from experiments.peers.identity import agentic_context
 from experiments.sim.clock import Timetable, VirtualClock
 from experiments.sim.result import JobResult, TurnResult
@@ -19,6 +21,7 @@ from experiments.sim.streams import History, block_hasher, new_streams
 from experiments.sweep.cases import PEERS
 from experiments.workload import Program, TurnSpec
 
+NOT_TOOLS = ("", "human")  # what traces have where no tool was called
 WRONG_ENDS = 5  # with wrong hints, one turn in so many says the contrary of whether it is the last
 
 
@@ -120,7 +123,7 @@ class Agents:
 
     def _says(self, live: LiveProgram, manners: Sequence[str]) -> dict[str, Any]:
         """The client's fields about the turn, or wrong ones of a client that lies."""
-        last, tool = live.spec is live.program.turns[-1], live.spec.tool
+        last, tool = live.spec is live.program.turns[-1], called(live.spec)
         last = (last or "always-last" in manners) and "never-last" not in manners
         if self.wrong_hints:
             drawn = crc32(live.request_id.encode())
@@ -153,3 +156,10 @@ class Agents:
         else:
             assert spec.gap_s is not None  # simulate() has asked
             self.timetable.at(now_s + spec.gap_s, partial(self._submit, live))
+
+
+def called(turn: TurnSpec) -> str:
+    """What the turn calls, as a server that reads its text finds it."""
+    if turn.tool in NOT_TOOLS:
+        return NO_CALL[0]
+    return SUBMIT if turn.command.startswith(f"echo {SUBMIT_MARKER}") else turn.tool
