@@ -243,10 +243,10 @@ def test_an_age_without_turns_makes_no_program_older(make: Make) -> None:
 
 def test_the_time_a_program_spent_on_another_engine_is_no_tools(make: Make) -> None:
     bench = make(blocks=60)
-    bench.turn("p", prompt(40, 1))
+    bench.turn("p", prompt(40, 1), this_func_call="bash")
     for said, gaps, turns in ((5, 0, 6), (6, 1, 7), (0, 2, 8)):
         bench.advance(30.0)
-        bench.send("p", prompt(60, 1), program_turns=said)
+        bench.send("p", prompt(60, 1), program_turns=said, this_func_call="bash")
         bench.run_until_idle()
         assert bench.lifecycle.advisor.gaps.exact(()).n == gaps
         assert bench.lifecycle.programs.records[ProgramId("p")].turns == turns

@@ -23,6 +23,7 @@ COSTS = CostModel(
     chunk_tokens=256,
 )
 IN_DRAM = FinishedTurn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, CONTEXT, 0, CONTEXT))
+NOWHERE = Residency(0, 0, 0, CONTEXT)
 LOAD = EngineLoad(total_blocks=2000, free_blocks=100, pinned_blocks=0)
 
 
@@ -128,11 +129,27 @@ def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_m
     assert made.history.eta_samples == 1 and made.gaps.lost_share(bash) > 0.0
 
 
-def test_a_program_whose_tool_mostly_never_returns_is_expected_for_the_least_time() -> None:
+def test_a_program_whose_tool_mostly_never_returns_is_not_expected() -> None:
     made = advisor(10_000_000)
     for number in range(200):
         made.give_up(ProgramId(f"gone-{number}"), ("ask_human",), 1)
-    assert made.expected_s(("ask_human",)) == LEAST_EXPECTED_S
+    assert made.expected_s(("ask_human",)) == 0.0
+
+
+def test_room_is_held_for_a_slow_tool_but_not_for_people_who_reply_as_late() -> None:
+    made = advisor(10_000_000)
+    for _ in range(6):
+        made.gaps.observe(("make",), 60.0)
+        made.gaps.observe(NO_CALL, 60.0)
+    assert made.expected_s(("make",)) >= LEAST_EXPECTED_S
+    assert made.expected_s(NO_CALL) == 0.0
+    late, answer = (replace(IN_DRAM, tool=tool, residency=NOWHERE) for tool in (("make",), NO_CALL))
+    assert made.retain(0.0, late, LOAD).ttl_s > 0.0
+    assert made.retain(0.0, answer, LOAD).ttl_s == 0.0
+    for _ in range(20):
+        made.gaps.observe(NO_CALL, 1.0)
+    assert made.expected_s(NO_CALL) >= LEAST_EXPECTED_S
+    assert made.retain(0.0, answer, LOAD).ttl_s > 0.0
 
 
 def test_an_answer_has_a_key_of_its_own_and_what_may_be_a_call_has_none() -> None:
@@ -146,13 +163,13 @@ def test_a_turn_is_not_pinned_after_what_mostly_ends_programs(evicts: bool) -> N
     made = RetentionAdvisor(ContinuumConfig(evict_ended_programs=evicts), COSTS)
     for i in range(120):
         made.gaps.observe(("bash",), 0.05 + (i % 20) * 0.05)
-    answer = replace(IN_DRAM, tool=NO_CALL, residency=Residency(0, 0, 0, CONTEXT))
+    answer = replace(IN_DRAM, tool=NO_CALL, residency=NOWHERE)
     assert made.retain(0.0, answer, LOAD).ttl_s > 0.0, "nothing is known of answers"
     for number in range(6):
         made.give_up(ProgramId(f"gone-{number}"), NO_CALL, 3)
     keep = made.retain(0.0, answer, LOAD)
     assert (keep.ttl_s > 0.0) is not evicts
-    assert keep.reason == ("mostly-ends" if evicts else "cdf")
+    assert keep.reason == ("returns-late" if evicts else "cdf")
     for _ in range(6):  # people answer after all
         made.gaps.observe(NO_CALL, 0.5)
     assert made.retain(0.0, answer, LOAD).ttl_s > 0.0

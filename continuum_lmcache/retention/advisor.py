@@ -85,14 +85,25 @@ class RetentionAdvisor:
         Of gaps that end after an exponential time or, in a share q of cases, never, one that has lasted
         ln((1 - q) / q) mean gaps is as likely to end as not.
         """
+        if self.returns_late(tool):
+            return 0.0
         lost, gaps = self.gaps.lost_share(tool), EXPECTED_GAPS
         if lost > 0.0:
-            gaps = min(gaps, math.log((1.0 - lost) / lost)) if lost < 0.5 else 0.0
+            gaps = min(gaps, math.log((1.0 - lost) / lost))
         return max(LEAST_EXPECTED_S, gaps * (self.gaps.distribution(tool).mean_s or COLD_GAP_S))
 
     def mostly_ends(self, tool: ToolKey) -> bool:
         """Whether most programs that called `tool` did not return: an answer without a call, `submit`."""
         return self.config.evict_ended_programs and self.gaps.lost_share(tool) > MOSTLY
+
+    def returns_late(self, tool: ToolKey) -> bool:
+        """Whether no memory should be kept for a program that called `tool`: most programs end with it, or it
+        is an answer and most people take longer than LEAST_EXPECTED_S to reply.
+
+        A slow tool is no such case: where it returns the program has many turns left (LOG.md, 2026-11-26).
+        """
+        late_s = LEAST_EXPECTED_S if tool == NO_CALL else math.inf
+        return self.config.evict_ended_programs and self.gaps.longer_share(tool, late_s) > MOSTLY
 
     def admission_order(self, pending: PendingProgram, growth: ContextGrowth) -> float:
         """A new program's place in admission's line: smallest first."""
@@ -128,8 +139,8 @@ class RetentionAdvisor:
             reload_s=reload_s,
             price=IDLE_PRICE if is_idle else CONTENDED_PRICE,
         )
-        if self.mostly_ends(turn.tool):
-            return Retention(0.0, self.config.policy, "mostly-ends", reload_s=reload_s)
+        if self.returns_late(turn.tool):
+            return Retention(0.0, self.config.policy, "returns-late", reload_s=reload_s)
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 

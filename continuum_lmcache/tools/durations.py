@@ -7,6 +7,7 @@ A key's levels (types.ToolKey) are kept side by side: an observation of ("pytest
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -107,7 +108,11 @@ class ToolDurations:
         return every.distribution("all")
 
     def lost_share(self, tool: ToolKey) -> float:
-        """The share of gaps of `tool` that never end, 0 to 1; 0 before the first observation.
+        """The share of gaps of `tool` that never end, 0 to 1; 0 before the first observation."""
+        return self.longer_share(tool, math.inf)
+
+    def longer_share(self, tool: ToolKey, gap_s: float) -> float:
+        """The share of gaps of `tool` that last `gap_s` or longer, those that never end included; 0 to 1.
 
         Each level's share counts as PRIOR_SAMPLES observations of the level below it: a few calls tell a
         tool that ends programs from one that does not, long before they tell how long it takes.
@@ -115,8 +120,8 @@ class ToolDurations:
         share = 0.0
         for key in reversed(suffixes(tool)):
             if (window := self._windows.get(key)) is not None:
-                lost = len(window.censored_s) + PRIOR_SAMPLES * share
-                share = lost / (len(window.recent) + PRIOR_SAMPLES)
+                longer = len(window.recent) - bisect_left(window.ended_s, gap_s)
+                share = (longer + PRIOR_SAMPLES * share) / (len(window.recent) + PRIOR_SAMPLES)
         return share
 
     def exact(self, tool: ToolKey) -> DurationDistribution:
