@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+vllm = pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 from bench import BLOCK, prompt
@@ -142,8 +143,8 @@ class Machine(RuleBasedStateMachine):
     @rule(new=st.integers(1, 40), out=st.integers(1, 20), steps=st.integers(0, 20))
     def stream(self, new: int, out: int, steps: int) -> None:
         """The streaming session's next input, if it waits for it; or its first. vLLM itself goes wrong where
-        it ends an input within a step's drafts, which it can only without steps ahead."""
-        if self.drafts and not self.is_async:
+        it ends an input within a step's drafts, which it can only without steps ahead, or on 0.30."""
+        if self.drafts and (not self.is_async or vllm.__version__.startswith("0.30.")):
             return
         request = self.bench.scheduler.requests.get(self.session)
         tokens = prompt(new * self.chunk // 32, next(self.stories))

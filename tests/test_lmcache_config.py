@@ -360,6 +360,8 @@ def test_prompts_whose_kv_depends_on_more_than_tokens_are_refused(
 ) -> None:
     from types import SimpleNamespace
 
+    if connector == "lmcache_mp":  # LMCache 0.5.5 has none
+        pytest.importorskip("lmcache.v1.multiprocess.protocols.server_module")
     module = importlib.import_module(f"connectors.{connector}")
     name = {"lmcache": "ContinuumLMCacheConnector", "lmcache_mp": "ContinuumLMCacheMPConnector"}[connector]
     config = SimpleNamespace(

@@ -54,6 +54,8 @@ NOTES = (
     "failed, and that wait for each other for ever (experiments/LOG.md). `--scheduling-policy continuum` "
     'refuses to start before 0.30: "on vLLM 0.26.0 requests whose loads fail may wait for '
     'ever; continuum supports 0.30 to 0.33". One after 0.33 starts, with a line that it was not checked.',
+    "Streaming sessions with speculative decoding can end an input with a wrong token on vLLM 0.30, in stock "
+    "vLLM too; not on 0.31 and later, with steps ahead. The oracle's machine leaves them out on 0.30.",
     "LMCache 0.5.4 is not supported: storing a chunk again while it lies on the disk can raise "
     "FileNotFoundError in the engine's store (its disk tier keeps no check between looking for a chunk and "
     "writing it; 0.5.5 has one). A test that names a write in flight fails for the want of "
