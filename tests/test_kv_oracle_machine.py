@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-vllm = pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
+import vllm
 from bench import BLOCK, prompt
 from bench import settings as settings_of  # noqa: F401
 from hypothesis import HealthCheck, Phase, seed, settings
