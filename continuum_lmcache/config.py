@@ -36,7 +36,7 @@ class ContinuumConfig:
     honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
     honor_program_age: bool = False  # trust program_turns of tenants' requests; a router must set them
     first_prompt_order: bool = True  # in admission's line, small first prompts start earlier
-    evict_ended_programs: bool = True  # evict their KV first; keep no memory after calls few return from
+    evict_ended_programs: bool = True  # evict ended KV first; hold nothing after calls that few return from
     priced_pins: bool = True  # charge a pin fully only while a turn or a new program waits, and renew its TTL
     measured_chunk: bool = True  # decodes before prompts, in chunks sized by the times of earlier steps
     learn_matches: bool = True  # pin only the part of a turn that the next prompt is expected to repeat

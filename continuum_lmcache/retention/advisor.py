@@ -131,6 +131,8 @@ class RetentionAdvisor:
         mean_gap_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
         survival = self.survival.chances(turn.residency.total_tokens, mean_gap_s, now_s)
         reload_s = self.rates.costs.reload_s(turn.residency, survival)
+        if self.returns_late(turn.tool):
+            return Retention(0.0, self.config.policy, "returns-late", reload_s=reload_s)
         is_idle = self.is_priced(turn.context_tokens, reload_s) and not load.is_memory_short
         load = replace(
             load,
@@ -139,8 +141,6 @@ class RetentionAdvisor:
             reload_s=reload_s,
             price=IDLE_PRICE if is_idle else CONTENDED_PRICE,
         )
-        if self.returns_late(turn.tool):
-            return Retention(0.0, self.config.policy, "returns-late", reload_s=reload_s)
         keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 

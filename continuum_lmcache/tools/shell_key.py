@@ -30,8 +30,8 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-SUBMIT_MARKER = "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-"""mini-swe-agent ends where a command's output begins with it: `echo` of it is a call that submits."""
+SUBMITS = re.compile(r"\s*echo ['\"]?COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\b")
+"""mini-swe-agent ends where a command's output begins with this text."""
 SUBMIT = "submit"
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
@@ -78,7 +78,7 @@ def command_key(command: str, tool: str) -> ToolKey:
     to be slow, then unknown ones, then file tools and filters (`| tail`), then those that end at once
     (`cd`, `echo`). The learned gaps are not used, so a command always has the same key.
     """
-    if re.match(rf"\s*echo ['\"]?{SUBMIT_MARKER}\b", command):
+    if SUBMITS.match(command):
         return levels(SUBMIT, tool)
     return levels(slowest(command[:MAX_COMMAND_CHARS], MAX_NESTED_SHELLS), tool)
 

@@ -11,7 +11,7 @@ from zlib import crc32
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from continuum_lmcache.tools.shell_key import SUBMIT, SUBMIT_MARKER
+from continuum_lmcache.tools.shell_key import SUBMIT, SUBMITS
 from continuum_lmcache.types import NO_CALL
 from experiments.peers.identity import agentic_context
 from experiments.sim.clock import Timetable, VirtualClock
@@ -162,4 +162,4 @@ def called(turn: TurnSpec) -> str:
     """What the turn calls, as a server that reads its text finds it."""
     if turn.tool in NOT_TOOLS:
         return NO_CALL[0]
-    return SUBMIT if turn.command.startswith(f"echo {SUBMIT_MARKER}") else turn.tool
+    return SUBMIT if SUBMITS.match(turn.command) else turn.tool
