@@ -15,6 +15,7 @@ import itertools
 import os
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ FIRST_TOKENS, OUTPUT_TOKENS = 2 * CHUNK + 118, 40  # an output needs a block tha
 WHOLE_TOKENS = 2 * CHUNK
 TURNS = 3
 MOST_AT_TOOLS = 2
+REST_STEPS = 40
 AFTER_PREEMPTION = "loaded after preemption"
 WAYS = ("gpu", "dram", "ssd", "preemptions", AFTER_PREEMPTION)
 RETRIED = 3  # every so many programs, one with a first prompt of whole chunks repeats it exactly
@@ -60,7 +62,12 @@ CPU = Kind(
     {"enforce_eager": True, "distributed_executor_backend": "mp"},
     {**CPU_ENV, "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
 )
-GPU = Kind("cuda", 16, {"gpu_memory_utilization": 0.3}, GPU_ENV)
+GPU = Kind(
+    "cuda",
+    16,
+    {"gpu_memory_utilization": 0.1},
+    {**GPU_ENV, "TRITON_F32_DEFAULT": "ieee"},  # else Triton's attention multiplies float32 as TF32
+)
 KINDS = {kind.device: kind for kind in (CPU, GPU)}
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -97,20 +104,25 @@ def engine(
     from vllm.config import KVTransferConfig
 
     both = {"kv_role": "kv_both"}
+    longest_tokens = 2048
+    kv_bytes = max(kv_tokens, longest_tokens) * KV_BYTES_PER_TOKEN[dtype]
     return LLM(
         str(make_model(ROOT / ".work" / "tiny-model")),
         scheduling_policy="continuum",
         dtype=dtype,
-        max_model_len=2048,
+        max_model_len=longest_tokens,
         num_gpu_blocks_override=kv_tokens // kind.block_tokens,
+        kv_cache_memory_bytes=kv_bytes,  # else vLLM measures what others on this GPU take meanwhile
         disable_log_stats=False,
         kv_transfer_config=None if connector is None else KVTransferConfig(**(both | connector)),
         **kind.options,
     )
 
 
-def play(llm: Any, programs: int, seed: int) -> list[Conversation]:
+def play(llm: Any, programs: int, seed: int, rest_s: float = 0.0) -> list[Conversation]:
     """All programs at once. Of those at a tool, more than MOST_AT_TOOLS or all that are left, any returns.
+
+    After every REST_STEPS steps the engine waits for `rest_s`.
 
     Some are asked their first question again, by a program of its own: their prompt is found whole, and
     one token of it is computed.
@@ -119,7 +131,9 @@ def play(llm: Any, programs: int, seed: int) -> list[Conversation]:
     conversations = {f"{seed}-{i}": Conversation(drawn(draw, first_tokens(i))) for i in range(programs)}
     names = {send(llm, name, conversation): name for name, conversation in conversations.items()}
     at_tool: list[str] = []
+    steps = itertools.count(1)
     while at_tool or llm.llm_engine.has_unfinished_requests():
+        time.sleep(0.0 if next(steps) % REST_STEPS else rest_s)
         for out in llm.llm_engine.step():
             if not out.finished:
                 continue
@@ -138,11 +152,13 @@ def play(llm: Any, programs: int, seed: int) -> list[Conversation]:
     return list(conversations.values())
 
 
-def play_all_ways(llm: Any, programs: int, ways: Collection[str], most_rounds: int = 8) -> list[Conversation]:
+def play_all_ways(
+    llm: Any, programs: int, ways: Collection[str], rest_s: float = 0.0, most_rounds: int = 8
+) -> list[Conversation]:
     """Rounds with other seeds until prompts have come in all `ways` (sources), or `most_rounds` are over."""
     conversations: list[Conversation] = []
     for seed in range(most_rounds):
-        conversations += play(llm, programs, seed)
+        conversations += play(llm, programs, seed, rest_s)
         if all(sources(llm)[way] for way in ways):
             break
     return conversations

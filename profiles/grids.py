@@ -55,3 +55,13 @@ GPU = Grid(
     repetitions=5,
     budget_s=420.0,
 )
+GPU_QUICK = Grid(
+    prefill_tokens=(128, 512, 2048, 8192),
+    prefill_contexts=(0, 4096, 16384),
+    step_chunks=(0, 128, 512, 2048, 8192),
+    step_contexts=(1024, 8192),
+    step_batches=(1, 8, 32),
+    load_chunks=(1, 4, 16, 32),
+    repetitions=3,
+    budget_s=60.0,
+)

@@ -26,7 +26,7 @@ from continuum_lmcache.reload.cost_model import CostModel
 from profiles.copy_timing import CudaMover, mover_for, time_copies, while_computing
 from profiles.disk_timing import answered_by, chunk_files, file_system, time_disk
 from profiles.engine_timing import Engine
-from profiles.grids import CPU, GPU, QUICK, Grid
+from profiles.grids import CPU, GPU, GPU_QUICK, QUICK, Grid
 from profiles.machine import load_average, machine, today
 from profiles.report import Measured, profile_of
 from profiles.timing import Budget, Sample, Timer, Which, in_turns
@@ -97,7 +97,7 @@ def device_here() -> str:
 def main(
     model: Annotated[Path, typer.Option(help="The model's directory.", exists=True)],
     out: Annotated[Path, typer.Option(help="The YAML file to write.")],
-    quick: Annotated[bool, typer.Option(help="A small grid, twice: a first look.")] = False,
+    quick: Annotated[bool, typer.Option(help="A small grid, a minute: a first look.")] = False,
     force: Annotated[bool, typer.Option(help="Write a fit with R2 under 0.98 as well.")] = False,
     clock: Annotated[Which, typer.Option(help="cpu: for a CPU machine that others use too.")] = Which.WALL,
     disk_dir: Annotated[
@@ -113,7 +113,8 @@ def main(
         device = device_here()
         if device == "cuda" and clock is Which.CPU:
             raise ProfileError("--clock cpu does not see what a GPU takes; leave it out")
-        grid = QUICK if quick else CPU if device == "cpu" else GPU
+        full, small = (CPU, QUICK) if device == "cpu" else (GPU, GPU_QUICK)
+        grid = small if quick else full
         grid = replace(grid, budget_s=budget_s or grid.budget_s)
         folder = disk_dir or Path(tempfile.gettempdir())
         timer, batch = Timer(), max(grid.step_batches)

@@ -68,6 +68,10 @@ class Place:
         return self.kv_tokens // self.block_tokens + 1
 
     @property
+    def kv_bytes(self) -> int:
+        return self.gpu_blocks * self.block_tokens * self.kv_bytes_per_token
+
+    @property
     def dram_gib(self) -> float:
         return self.dram_tokens * self.kv_bytes_per_token / 2**30
 
@@ -98,7 +102,7 @@ GPU = Place(
     kv_tokens=6 * 13312,
     kv_bytes_per_token=131072,
     dram_tokens=12 * 13312,
-    ssd_gb=60.0,
+    ssd_gb=20.0,
     weights_gb=16.1,
     programs=24,
     profile="h100-llama-3.1-8b.yaml",

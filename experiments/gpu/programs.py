@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,19 @@ from experiments.sim.step_time import Machine
 from experiments.sim.workloads import seeds_sweep
 from experiments.workload import Program
 
-LOADS = {"below": 0.6, "twice": 2.0}  # arrivals over what the machine could finish, nothing computed twice
-SEED = 3
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Programs' arrivals on a server that served another load before."""
+
+    share: float  # of what the machine could finish a second, nothing computed twice
+    seed: int  # of arrivals and tokens: another than before, else LMCache would hold these prompts
+
+
+LOADS = {"twice": Load(2.0, 3), "below": Load(0.6, 4)}  # the most telling first: time may run out
+PROGRAMS_SEED = 3
 SHARED_GPU = 0.92  # of the card's memory, for all servers that are up
-START_S = 150.0
+START_S = 300.0  # four servers at once on an H200 whose disk was cold: 160 to 185 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Contender:
         return f"{self.order}{'+LMCache' if self.offloading else ''}"
 
 
-CONTENDERS = (  # the most telling first: time may run out
+CONTENDERS = (  # as above: time may run out
     Contender("fcfs", None),
     Contender("continuum", None),
     Contender("fcfs", FCFS),
@@ -74,7 +84,7 @@ class Server:
 
 def programs(place: Place) -> tuple[Program, ...]:
     """The sweep's jobs. Arrivals are drawn later, for a load."""
-    return seeds_sweep(jps=place.programs, seed=SEED, arrive_s=3.0)[: place.programs]
+    return seeds_sweep(jps=place.programs, seed=PROGRAMS_SEED, arrive_s=3.0)[: place.programs]
 
 
 def written(found: Sequence[Program], path: Path) -> Path:
@@ -83,8 +93,8 @@ def written(found: Sequence[Program], path: Path) -> Path:
     return path
 
 
-def selection(trace: Path, place: Place, jps: float) -> Selection:
-    return Selection(SEED, trace=trace, jps=jps, max_context_tokens=place.window_tokens - 256)
+def selection(trace: Path, place: Place, jps: float, seed: int = PROGRAMS_SEED) -> Selection:
+    return Selection(seed, trace=trace, jps=jps, max_context_tokens=place.window_tokens - 256)
 
 
 def capacity_jps(machine: Machine, found: Sequence[Program], batch: int = 8) -> float:
@@ -112,7 +122,7 @@ def measured(
     machine = machine_of(profile, place)
     trace = written(programs(place), out / "programs.jsonl")
     chosen = selection(trace, place, 1.0).programs(lambda _: None)
-    rates = {load: share * capacity_jps(machine, chosen) for load, share in LOADS.items()}
+    rates = {name: load.share * capacity_jps(machine, chosen) for name, load in LOADS.items()}
     rows: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     for group in groups(place):
@@ -121,14 +131,15 @@ def measured(
             left_out |= {who.label: "no time was left" for who in group}
             continue
         with ExitStack() as until:
+            servers = []
             for who, came in started(group, place, model, profile, out, min(START_S, left_s), until):
                 if isinstance(came, ServerError):
                     left_out[who.label] = str(came)
-                    continue
-                for load, jps in rates.items():
-                    row = replayed(Server(who, came), load, jps, trace, place, machine, out, until_s)
-                    rows.append(row)
-                    save({"jps": rates, "programs": place.programs, "rows": rows})
+                else:
+                    servers.append(Server(who, came))
+            for (load, jps), server in product(rates.items(), servers):
+                rows.append(replayed(server, load, jps, trace, place, machine, out, until_s))
+                save({"jps": rates, "programs": place.programs, "rows": rows})
     failures = (row for row in rows if row["errors"])
     failed = [f"{row['label']} at {row['load']}: {row['errors']} turns failed" for row in failures]
     failed += [f"{label} was left out: {why.splitlines()[0]}" for label, why in left_out.items()]
@@ -186,6 +197,8 @@ def up(
     if place.on_gpu:
         total_gb = torch.cuda.get_device_properties(0).total_memory / GB
         args += ["--gpu-memory-utilization", f"{min(0.9, place.server_gb() / total_gb):.3f}"]
+        # The size is given: servers that start together would each count the others' weights as their own.
+        args += ["--kv-cache-memory-bytes", str(place.kv_bytes)]
     env = {"CONTINUUM_PROFILE": str(profile.resolve())}
     if scheduling == "continuum":
         env["CONTINUUM_POLICY"] = who.order
@@ -217,7 +230,7 @@ def replayed(
     until_s: float,
 ) -> dict[str, Any]:
     """One load: the measured figures, and the simulator's."""
-    who, chosen = server.who, selection(trace, place, jps)
+    who, chosen = server.who, selection(trace, place, jps, LOADS[load].seed)
     row: dict[str, Any] = {"label": who.label, "load": load, "jps": jps, "errors": 0}
     limit_s = until_s - time.monotonic()
     if limit_s < 10:

@@ -22,7 +22,6 @@ from typing import Any
 from experiments import exactness
 from experiments.exactness import (
     CHUNK,
-    DRAM_CHUNKS,
     KINDS,
     OUTPUT_TOKENS,
     SETTINGS,
@@ -41,7 +40,12 @@ from experiments.swapped_loads import FLAG, SwappedLoadsConnector
 from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 PROGRAMS = 8  # at once
+MP_DRAM_CHUNKS = 32  # the server keeps a fifth of it free, and what it loads from disk must fit there
 ROOMY_TOKENS = PROGRAMS * 2048
+# LMCache 0.5.6's shutdown aborts the process of its worker (a ZMQ socket is closed while a thread polls it).
+# Where that is this process, its results would be lost: the engine lives until the process exits.
+NEVER_SHUT_DOWN: list[Any] = []
+EVICTED_S = 1.1  # LMCache's server evicts once a second; on a GPU a program is over by then
 EXACT = {"cpu": 1e-3, "cuda": 2e-2}  # in float32, how far a log probability may be off; GPUs round matmuls
 NOTICED = 0.1  # the control's worst token in float32
 ROUNDING = 2.0  # in bfloat16: times the roomy run's worst turn
@@ -68,9 +72,13 @@ def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
         if not mp:
             connector["kv_connector_extra_config"] = in_process(disk, dtype)
         llm = engine(connector, kind, dtype)
-        until.callback(llm.llm_engine.engine_core.shutdown)
+        if (
+            mp or device == "cpu"
+        ):  # elsewhere LMCache's shutdown would abort this process: it is ended instead
+            until.callback(llm.llm_engine.engine_core.shutdown)
+        rest_s = EVICTED_S if mp and device == "cuda" else 0.0
         ways = WAYS if not mp else tuple(way for way in WAYS if way != exactness.AFTER_PREEMPTION)
-        played["pressed"] = play_all_ways(llm, PROGRAMS, ways)
+        played["pressed"] = play_all_ways(llm, PROGRAMS, ways, rest_s)
         found = sources(llm)
         if not mp:
             (disk / FLAG).touch()
@@ -89,7 +97,7 @@ def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
 
 def over_mp(until: ExitStack, disk: Path, dtype: str, folder: Path) -> dict[str, Any]:
     """An LMCache server of the same sizes, and its connector."""
-    gib = DRAM_CHUNKS * CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30
+    gib = MP_DRAM_CHUNKS * CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30
     mp = until.enter_context(serve_mp(gib, disk, folder / "lmcache-tokens.log"))
     ours = {
         "kv_connector": "ContinuumLMCacheMPConnector",
