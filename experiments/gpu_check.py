@@ -15,7 +15,8 @@ Each stage has its own process and a time limit. Its results are in OUT when it 
                beside each the simulator's prediction from that profile
     cost       our scheduler's own time, beside the step's
 
-It also runs on a machine without a GPU, with the small model, to test itself; its times mean nothing there.
+With --only, stages that ran before in OUT stay on the page. It also runs on a machine without a GPU,
+with the small model, to test itself; its times mean nothing there.
 Exit status 1 if a stage failed or did not finish.
 """
 
@@ -141,6 +142,12 @@ STAGES = {
 }
 
 
+def earlier(out: Path, chosen: list[str]) -> dict[str, Mapping[str, Any]]:
+    """The results of earlier runs' stages in OUT, for the page; without those that run again."""
+    files = {name: out / f"{name}.json" for name in STAGES if name not in chosen}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
 def groups(place: Place, chosen: list[str]) -> list[list[str]]:
     """The stages in order; those in one group run at the same time."""
     at_once = groupby(chosen, lambda name: place.on_gpu and not STAGES[name].timed)
@@ -233,7 +240,7 @@ def checked(place: Place, chosen: list[str], limit_s: float, out: Path) -> bool:
 
     console, end_s = Console(), time.monotonic() + limit_s
     make_model(WORK / "tiny-model")  # which stages that run side by side would each write
-    rows: dict[str, Mapping[str, Any]] = {}
+    rows: dict[str, Mapping[str, Any]] = earlier(out, chosen)
     for group in groups(place, chosen):
         with ThreadPoolExecutor(len(group)) as pool:
             rows |= zip(
@@ -242,9 +249,9 @@ def checked(place: Place, chosen: list[str], limit_s: float, out: Path) -> bool:
         for name in group:
             row = rows[name]
             console.print(f"{name}: {row['failed'] or 'ok'} ({row['seconds']:.0f} s)", markup=False)
-        write(rows, settings(place), out)
+        write({name: rows[name] for name in STAGES if name in rows}, settings(place), out)
     console.print(f"{out / 'gpu-check.md'}", markup=False)
-    return any(row["failed"] for row in rows.values())
+    return any(rows[name]["failed"] for name in chosen)
 
 
 if __name__ == "__main__":

@@ -192,6 +192,28 @@ def test_an_urgent_program_is_first_in_line_and_all_under_way_count_for_it() -> 
     assert admitted(at, 200.0) == [C]
 
 
+def test_a_conversation_whose_user_took_long_waits_in_the_line_again() -> None:
+    at = admission()
+    at.on_arrival(0.0, A, 60_000)
+    assert admitted(at) == [A]
+    at.on_pause(1.0, A, 61_000, expected_s=0.0, starts_anew=True)
+    at.on_arrival(2.0, B, 60_000)
+    assert admitted(at, 2.0) == [B], "A is absent, and holds no room"
+    first_tokens = at.growth.first_tokens
+    assert not at.on_arrival(3.0, A, 62_000, turns=1) and admitted(at, 3.0) == []
+    assert at.growth.first_tokens == first_tokens, "a later prompt is no first one"
+    at.remove_program(B, finished_turns=3)
+    assert admitted(at, 4.0) == [A] and at.admitted[A].turns == 1
+
+
+def test_a_conversation_that_is_back_before_it_is_missed_goes_on_at_once() -> None:
+    at = admission()
+    at.on_arrival(0.0, A, 60_000)
+    assert admitted(at) == [A]
+    at.on_pause(1.0, A, 61_000, expected_s=0.0, starts_anew=True)
+    assert at.on_arrival(1.0, A, 62_000, turns=1)
+
+
 def test_who_leaves_before_starting_frees_the_way() -> None:
     at = admission()
     at.on_arrival(0.0, A, 90_000, exempt=True)
@@ -355,10 +377,18 @@ class AdmissionMachine(RuleBasedStateMachine):
         assert not self.at.on_arrival(self.now_s, program, tokens)
 
     @precondition(lambda self: self.at.admitted)
-    @rule(data=st.data(), grown=st.integers(0, 20_000), expected_s=st.floats(0.0, 100.0))
-    def a_turn_ends(self, data: st.DataObject, grown: int, expected_s: float) -> None:
+    @rule(data=st.data(), grown=st.integers(0, 20_000), expected_s=st.floats(0.0, 100.0), anew=st.booleans())
+    def a_turn_ends(self, data: st.DataObject, grown: int, expected_s: float, anew: bool) -> None:
         program = data.draw(st.sampled_from(sorted(self.at.admitted)))
-        self.at.on_pause(self.now_s, program, self.at.admitted[program].context_tokens + grown, expected_s)
+        tokens = self.at.admitted[program].context_tokens + grown
+        self.at.on_pause(self.now_s, program, tokens, expected_s, anew)
+
+    @precondition(lambda self: self.at._given_up)
+    @rule(data=st.data(), turns=st.integers(1, 5))
+    def an_absent_program_returns(self, data: st.DataObject, turns: int) -> None:
+        program = data.draw(st.sampled_from(sorted(self.at._given_up)))
+        waits = self.at._given_up[program].starts_anew
+        assert self.at.on_arrival(self.now_s, program, 1000, 0, turns) != waits
 
     @precondition(lambda self: self.at.admitted)
     @rule(data=st.data(), turns=st.integers(1, 5))

@@ -164,6 +164,25 @@ def test_the_room_on_the_gpu_is_what_turns_of_a_model_with_windows_have_had(
     bench.scheduler.shutdown()
 
 
+@pytest.mark.parametrize(("called", "waits"), [("no call", True), ("bash", False)])
+def test_a_conversation_that_was_away_waits_again_and_an_agents_program_does_not(
+    make: Make, called: str, waits: bool
+) -> None:
+    bench = make(blocks=20, max_ttl_s=0)  # 304 tokens
+    for _ in range(6):
+        bench.lifecycle.advisor.gaps.observe(("no call",), 60.0)
+    bench.turn("p", prompt(40, 1), this_func_call=called)
+    bench.turn("p", prompt(60, 1), this_func_call="no call")
+    bench.advance(60.0)
+    bench.send("q", prompt(200, 2), out=40)
+    for _ in range(20):  # prompts, and nothing else
+        bench.step(0.1)
+        bench.send(None, prompt(15, 99))
+    back = bench.send("p", prompt(150, 1), this_func_call="no call")
+    bench.step(0.1)
+    assert held(bench) == ([back] if waits else [])
+
+
 def test_without_admission_no_new_program_is_held(make: Make) -> None:
     bench = make(blocks=20, admission="false")
     send_programs(bench, 8)

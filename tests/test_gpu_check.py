@@ -138,6 +138,13 @@ def test_what_was_found_is_on_the_page_after_every_stage(tmp_path: Path) -> None
     assert "| versions |" in text and "lmcache" in text
 
 
+def test_a_stage_that_ran_before_stays_on_the_page(tmp_path: Path) -> None:
+    (tmp_path / "cost.json").write_text(json.dumps({"failed": "no cores", "seconds": 3.0}))
+    ran = CliRunner().invoke(app, ["--only", "versions", "--out", str(tmp_path)])
+    assert ran.exit_code == 0, "an earlier failure is not this run's"
+    assert "| cost | 3 | no cores |" in (tmp_path / "gpu-check.md").read_text()
+
+
 def test_an_unknown_stage_is_refused_by_name(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["--only", "exakt", "--out", str(tmp_path)])
     assert ran.exit_code == 2 and "exakt" in ran.output and "rounding" in ran.output

@@ -46,6 +46,7 @@ class AdmittedProgram:
     head: SharedPrefix = SharedPrefix()
     turns: int = 0  # finished
     live: int = 0  # turns that are queued, loading or running
+    starts_anew: bool = False  # when it returns after it counted as absent
     ended_tokens: int = 0  # the last finished turn's context
     first_tokens: int = 0  # the first prompt without the head; 0: not known
     forecast_tokens: float = 0.0  # its part of the started programs' sum
@@ -59,7 +60,7 @@ class AdmittedProgram:
 
 @dataclass(frozen=True, slots=True)
 class PendingProgram:
-    """A program that waits in line to start."""
+    """A program that waits in line to start, or to start anew."""
 
     program: ProgramId
     prompt_tokens: int  # of its longest turn here
@@ -68,6 +69,15 @@ class PendingProgram:
     turns: int = 1  # that wait here; the program leaves with the last of them
     line_s: float = 0.0  # the longest wait in the line when it came
     hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
+    finished: int = 0  # turns before it was absent
+
+
+@dataclass(frozen=True, slots=True)
+class AbsentProgram:
+    """A program that was not back in time."""
+
+    counts: tuple[int, ...] = ()  # what `growth` has of it, if it counts as ended
+    starts_anew: bool = False
 
 
 Order = Callable[[PendingProgram, ContextGrowth], float]
@@ -95,9 +105,7 @@ class AdmissionController:
     _first_since_s: float = 0.0
     _told_ends: int = 0
     _untold_ends: int = 0  # absent programs, and those that were absent until they were dropped
-    _given_up: BoundedDict[ProgramId, tuple[int, ...]] = field(  # what `growth` has of them
-        default_factory=lambda: BoundedDict(MOST_ABSENT)
-    )
+    _given_up: BoundedDict[ProgramId, AbsentProgram] = field(default_factory=lambda: BoundedDict(MOST_ABSENT))
 
     def on_arrival(
         self,
@@ -110,8 +118,8 @@ class AdmissionController:
         hashes: Sequence[Hashable] = (),
     ) -> bool:
         """A turn of `program`, which has finished `turns`, has arrived. Returns whether it may queue now; if
-        not, `admit` returns the program later. A started program never waits, nor does an `exempt` one.
-        `hashes`: of its prompt's whole blocks.
+        not, `admit` returns the program later. A started program never waits but to start anew (`on_pause`),
+        nor does an `exempt` one. `hashes`: of its prompt's whole blocks.
         """
         if (pending := self.pending.get(program)) is not None:
             longest_tokens = max(pending.prompt_tokens, prompt_tokens)
@@ -120,13 +128,22 @@ class AdmissionController:
             self.pending[program] = again  # its place in the line stays
             return False
         seen = self.admitted.get(program)
-        if seen is None and not exempt and not turns:
+        if (
+            seen is None
+            and not exempt
+            and (not turns or self._given_up.get(program, AbsentProgram()).starts_anew)
+        ):
+            self._withdraw(program)
             line_s = now_s - next(iter(self.pending.values())).arrival_s if self.pending else 0.0
-            pending = PendingProgram(program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes)
+            pending = PendingProgram(
+                program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes, finished=turns
+            )
             self.pending[program] = pending
             heapq.heappush(self._line, (priority, self.order(pending, self.growth), now_s, program))
             self._context_tokens += prompt_tokens
-            self.growth.add_first_prompt(max(0, prompt_tokens - self.shared_prefixes.head(hashes).tokens))
+            if not turns:
+                own_tokens = prompt_tokens - self.shared_prefixes.head(hashes).tokens
+                self.growth.add_first_prompt(max(0, own_tokens))
             return False
         if seen is None:
             self._withdraw(program)
@@ -162,7 +179,7 @@ class AdmissionController:
                 self._first, self._first_since_s = first, now_s
             waited_s = now_s - self._first_since_s
             is_let_in = idle or prompt_share < BUSY_SHARE or waited_s >= self.max_wait_s
-            if not (is_let_in or self.fits(pending.prompt_tokens, hashes=pending.hashes)):
+            if not (is_let_in or self.fits(pending.prompt_tokens, pending.finished, pending.hashes)):
                 break
             heapq.heappop(self._line)
             del self.pending[pending.program]
@@ -174,18 +191,28 @@ class AdmissionController:
 
     def start_program(self, pending: PendingProgram) -> None:
         """Admits a program that is not in this line: the fleet's line has let it start."""
-        seen = self._add_admitted(pending.program, 0)
+        seen = self._add_admitted(pending.program, pending.finished)
         head = self.shared_prefixes.head(pending.hashes)
-        seen.live, seen.first_tokens = pending.turns, max(0, pending.prompt_tokens - head.tokens)
+        seen.live = pending.turns
+        if not pending.finished:
+            seen.first_tokens = max(0, pending.prompt_tokens - head.tokens)
         self._update(seen, pending.prompt_tokens, head)
 
-    def on_pause(self, now_s: float, program: ProgramId, context_tokens: int, expected_s: float) -> None:
+    def on_pause(
+        self,
+        now_s: float,
+        program: ProgramId,
+        context_tokens: int,
+        expected_s: float,
+        starts_anew: bool = False,
+    ) -> None:
         """A turn ended in a tool call that should be over within `expected_s`; after that the program
-        is not counted until it comes back."""
+        is not counted until it comes back. `starts_anew`: then it waits in the line as a new one."""
         if (seen := self.admitted.get(program)) is None:
             return
         seen.live = max(0, seen.live - 1)
         seen.turns += 1
+        seen.starts_anew = starts_anew
         if seen.ended_tokens:
             self.growth.add_turn(context_tokens - seen.ended_tokens)
         seen.ended_tokens = context_tokens
@@ -210,7 +237,7 @@ class AdmissionController:
         else:
             given_up = self._given_up.pop(program, None)
             self._told_ends += given_up is None
-            if not given_up:
+            if given_up is None or not given_up.counts:
                 sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
                 self.growth.add_program(finished_turns, *sizes)
         if (pending := self.pending.pop(program, None)) is not None:
@@ -233,10 +260,10 @@ class AdmissionController:
             if seen is not None and seen.turns == turns and not seen.live:
                 has_ended = self._untold_ends >= self._told_ends
                 self.remove_program(program)
-                self._given_up[program] = ()
                 self._untold_ends += 1
+                counts = (turns, seen.first_tokens, seen.own_tokens) if has_ended else ()
+                self._given_up[program] = AbsentProgram(counts, seen.starts_anew)
                 if has_ended:
-                    self._given_up[program] = counts = (turns, seen.first_tokens, seen.own_tokens)
                     self.growth.add_program(*counts)
                     found.append(program)
         return found
@@ -287,8 +314,8 @@ class AdmissionController:
         """An absent program goes on, here or elsewhere."""
         if (given_up := self._given_up.pop(program, None)) is not None:
             self._untold_ends -= 1
-            if given_up:
-                self.growth.remove_program(*given_up)
+            if given_up.counts:
+                self.growth.remove_program(*given_up.counts)
 
     def _next(self) -> PendingProgram | None:
         """First in line; programs that left are skipped."""

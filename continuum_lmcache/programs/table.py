@@ -10,7 +10,7 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.types import FinishedTurn, ProgramId, QueueEntry, ToolKey, TurnId
+from continuum_lmcache.types import NO_CALL, FinishedTurn, ProgramId, QueueEntry, ToolKey, TurnId
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ class Program:
     live: set[TurnId] = field(default_factory=set)
     waiting: set[TurnId] = field(default_factory=set)  # live turns that have not run yet
     tool: ToolKey = ()  # called by the last finished turn
+    is_conversation: bool = True  # none of its turns called a tool
     finished_s: float | None = None  # when that turn finished; None if a later one is here
 
 
@@ -80,6 +81,7 @@ class ProgramTable:
         self.remove_turn(now_s, turn_id, turn.program)
         entry.turns += 1
         entry.tool, entry.finished_s = turn.tool, now_s
+        entry.is_conversation &= turn.tool == NO_CALL
         entry.context_tokens = turn.context_tokens
 
     def remove_turn(self, now_s: float, turn: TurnId, program: ProgramId) -> None:

@@ -162,6 +162,8 @@ class TurnLifecycle:
         turns = entry.turns or int(since_s is not None)  # an inferred program's first had no program
         how = (request.num_prompt_tokens, turn.priority, turns, not self.config.admission)
         turn.held = not self.admission.on_arrival(now_s, program, *how, hashes=request.block_hashes)
+        if turn.held and turns:  # a conversation that starts anew
+            turn.place_s = now_s
         gap = ((turn.fields.last_tool or back.tool), back.gap_s) if back is not None else ((), None)
         self.events.publish(TurnArrived(now_s, program, turn.id, request.num_prompt_tokens, *gap))
 
@@ -276,7 +278,8 @@ class TurnLifecycle:
         self.pins.release(now_s, program, PinEnd.SUPERSEDED)
         self.programs.finish_turn(now_s, turn.id, ended)
         self.step_timer.add_forecast(program, tokens, keep.reload_s)
-        self.admission.on_pause(now_s, program, tokens, self.advisor.expected_s(tool))
+        starts_anew = self.programs.records[program].is_conversation and self.advisor.returns_late(tool)
+        self.admission.on_pause(now_s, program, tokens, self.advisor.expected_s(tool), starts_anew)
         self.losses.on_pause(turn, request, kind, tiers)
         lengths = (request.num_tokens, request.num_output_tokens)
         self.events.publish(TurnFinished(now_s, program, turn.id, tool, *lengths, False, keep))
