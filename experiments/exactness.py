@@ -133,7 +133,8 @@ def play(llm: Any, programs: int, seed: int, rest_s: float = 0.0) -> list[Conver
     at_tool: list[str] = []
     steps = itertools.count(1)
     while at_tool or llm.llm_engine.has_unfinished_requests():
-        time.sleep(0.0 if next(steps) % REST_STEPS else rest_s)
+        if next(steps) % REST_STEPS == 0:
+            time.sleep(rest_s)
         for out in llm.llm_engine.step():
             if not out.finished:
                 continue

@@ -69,7 +69,7 @@ class PendingProgram:
     turns: int = 1  # that wait here; the program leaves with the last of them
     line_s: float = 0.0  # the longest wait in the line when it came
     hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
-    finished: int = 0  # turns before it was absent
+    finished: int = 0  # turns that ended before it was absent
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +128,7 @@ class AdmissionController:
             self.pending[program] = again  # its place in the line stays
             return False
         seen = self.admitted.get(program)
-        if (
-            seen is None
-            and not exempt
-            and (not turns or self._given_up.get(program, AbsentProgram()).starts_anew)
-        ):
+        if seen is None and not exempt and (not turns or self._starts_anew(program)):
             self._withdraw(program)
             line_s = now_s - next(iter(self.pending.values())).arrival_s if self.pending else 0.0
             pending = PendingProgram(
@@ -309,6 +305,10 @@ class AdmissionController:
                 raise InvariantError(f"{name} tokens({summed:.1f}) != sum of programs({counted:.1f})")
 
     # -----------------------------------------------------------------------
+
+    def _starts_anew(self, program: ProgramId) -> bool:
+        given_up = self._given_up.get(program)
+        return given_up is not None and given_up.starts_anew
 
     def _withdraw(self, program: ProgramId) -> None:
         """An absent program goes on, here or elsewhere."""
