@@ -101,9 +101,8 @@ def profile(job: Job) -> dict[str, Any]:
     """Runs profiles.measure by its command line; the result is its file."""
     path = job.out / "profile.yaml"
     command = [sys.executable, "-m", "profiles.measure", "--model", str(model_for(job.place, WORK))]
-    command += ["--out", str(path), "--force", "--budget-s", f"{PROFILE_SHARE * job.limit_s:.0f}"]
+    command += ["--out", str(path), "--quick", "--force", "--budget-s", f"{PROFILE_SHARE * job.limit_s:.0f}"]
     command += ["--load-format", "dummy"] if job.place.dummy_weights else []
-    command += ["--quick"]
     ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     print(ran.stdout)
     lines = ran.stdout.strip().splitlines()

@@ -164,14 +164,21 @@ def test_the_room_on_the_gpu_is_what_turns_of_a_model_with_windows_have_had(
     bench.scheduler.shutdown()
 
 
-@pytest.mark.parametrize(("called", "waits"), [("no call", True), ("bash", False)])
+@pytest.mark.parametrize(
+    ("first", "waits"),
+    [
+        ({"this_func_call": "no call"}, True),
+        ({"this_func_call": "bash"}, False),
+        ({"this_func_call": "no call", "program_turns": 3}, False),  # what it called elsewhere is not known
+    ],
+)
 def test_a_conversation_that_was_away_waits_again_and_an_agents_program_does_not(
-    make: Make, called: str, waits: bool
+    make: Make, first: dict[str, Any], waits: bool
 ) -> None:
     bench = make(blocks=20, max_ttl_s=0)  # 304 tokens
     for _ in range(6):
         bench.lifecycle.advisor.gaps.observe(("no call",), 60.0)
-    bench.turn("p", prompt(40, 1), this_func_call=called)
+    bench.turn("p", prompt(40, 1), **first)
     bench.turn("p", prompt(60, 1), this_func_call="no call")
     bench.advance(60.0)
     bench.send("q", prompt(200, 2), out=40)

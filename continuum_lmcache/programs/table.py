@@ -27,8 +27,13 @@ class Program:
     live: set[TurnId] = field(default_factory=set)
     waiting: set[TurnId] = field(default_factory=set)  # live turns that have not run yet
     tool: ToolKey = ()  # called by the last finished turn
-    is_conversation: bool = True  # none of its turns called a tool
+    answers: int = 0  # of the finished turns, those that called no tool
     finished_s: float | None = None  # when that turn finished; None if a later one is here
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether no turn called a tool. A turn on another engine may have called one."""
+        return self.answers == self.turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +86,7 @@ class ProgramTable:
         self.remove_turn(now_s, turn_id, turn.program)
         entry.turns += 1
         entry.tool, entry.finished_s = turn.tool, now_s
-        entry.is_conversation &= turn.tool == NO_CALL
+        entry.answers += turn.tool == NO_CALL
         entry.context_tokens = turn.context_tokens
 
     def remove_turn(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
