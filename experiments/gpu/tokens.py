@@ -67,15 +67,17 @@ def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
         llm.llm_engine.engine_core.shutdown()
         del llm
     with ExitStack() as until:
-        disk = Path(until.enter_context(TemporaryDirectory(dir=folder, prefix="disk-"))).resolve()
+        # An engine that is not shut down may still write there.
+        folder_of_run = TemporaryDirectory(dir=folder, prefix="disk-", ignore_cleanup_errors=True)
+        disk = Path(until.enter_context(folder_of_run)).resolve()
         connector = over_mp(until, disk, dtype, folder) if mp else dict(SWAPPED_LOADS)
         if not mp:
             connector["kv_connector_extra_config"] = in_process(disk, dtype)
         llm = engine(connector, kind, dtype)
-        if (
-            mp or device == "cpu"
-        ):  # elsewhere LMCache's shutdown would abort this process: it is ended instead
+        if mp or device == "cpu":
             until.callback(llm.llm_engine.engine_core.shutdown)
+        else:
+            NEVER_SHUT_DOWN.append(llm)
         rest_s = EVICTED_S if mp and device == "cuda" else 0.0
         ways = WAYS if not mp else tuple(way for way in WAYS if way != exactness.AFTER_PREEMPTION)
         played["pressed"] = play_all_ways(llm, PROGRAMS, ways, rest_s)
