@@ -264,6 +264,7 @@ def test_the_disk_is_read_past_the_page_cache_by_default():
 @pytest.mark.parametrize(
     ("extra", "reason"),
     [
+        ({"lmcache.use_gpu_connector_v3": True}, "dies at its first store"),
         ({"lmcache.enable_async_loading": True}, "frees it twice"),
         ({"lmcache.local_disk": "/d", "lmcache.max_local_disk_size": 0}, "nothing would be kept"),
         ({"lmcache.max_local_disk_size": 5}, "local_disk is not set"),

@@ -9,6 +9,7 @@ It passes every call on to vLLM's LMCacheConnectorV1, and adds:
     tier_mirror.py                 mirrored in the scheduler's process
     transfer_timer.py              how long loads and stores took
     load_check.py                  whether everything was loaded that vLLM counts as loaded
+    packed_kv.py                   chunks of the right shape for vLLM's packed KV on a GPU
 
 With `--scheduling-policy continuum` it replaces vLLM's own `{"kv_connector": "LMCacheConnectorV1", ...}`.
 With another policy use `"kv_connector": "ContinuumLMCacheConnector",
@@ -44,6 +45,7 @@ from connectors.lmcache.load_check import (
     with_attn_metadata,
     written_blocks,
 )
+from connectors.lmcache.packed_kv import use_packed_chunks
 from connectors.lmcache.snapshot_rpc import addresses
 from connectors.lmcache.startup import apply_defaults, machine, refuse_degraded
 from connectors.lmcache.tier_mirror import LMCacheTiers
@@ -252,9 +254,10 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         return super().get_block_ids_with_load_errors() | missing
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        engine = self._impl.lmcache_engine
+        use_packed_chunks(engine, kv_caches.values())
         super().register_kv_caches(kv_caches)  # LMCache builds its storage here
         refuse_degraded(self._impl)
-        engine = self._impl.lmcache_engine
         self._check = LoadCheck(engine, self._impl._block_size)
         if self._rank < len(self._addresses):
             self._worker = LMCacheWorkerSide(engine, self._rank, self._addresses[self._rank])

@@ -88,6 +88,11 @@ def _modes(settings: Mapping[str, Any]) -> Iterator[str]:
     for name in ("use_layerwise", "enable_blending"):
         if settings[name]:
             yield LAYERWISE.format(PREFIX + name)
+    if settings["use_gpu_connector_v3"]:
+        yield (
+            f"{PREFIX}use_gpu_connector_v3 dies at its first store in LMCache 0.5.6, since vLLM packs K and "
+            "V (LMCache issue 4463); remove it"
+        )
     policy = settings["cache_policy"]
     if policy.upper() not in POLICY_MAPPING:
         known = ", ".join(POLICY_MAPPING)
