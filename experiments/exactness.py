@@ -34,7 +34,7 @@ from experiments.server import CPU_ENV, GPU_ENV
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model
 
 ROOT = Path(__file__).parents[1]
-CHUNK, KV_TOKENS = 256, 28 * 128  # LMCache's chunk; capacity of the GPU's cache
+CHUNK = 256  # LMCache's
 DRAM_CHUNKS = 16
 FIRST_TOKENS, OUTPUT_TOKENS = 2 * CHUNK + 118, 40  # an output needs a block that the prompt did not
 WHOLE_TOKENS = 2 * CHUNK
@@ -52,6 +52,7 @@ class Kind:
 
     device: str  # as torch names it
     block_tokens: int
+    kv_tokens: int  # so few that running turns run out of blocks, and are preempted
     options: Mapping[str, Any]  # of vllm.LLM
     env: Mapping[str, str]
 
@@ -59,14 +60,20 @@ class Kind:
 CPU = Kind(
     "cpu",
     128,
+    28 * 128,
     {"enforce_eager": True, "distributed_executor_backend": "mp"},
     {**CPU_ENV, "VLLM_WORKER_MULTIPROC_METHOD": "fork"},
 )
 GPU = Kind(
     "cuda",
     16,
+    227 * 16,  # four second turns' prompts, and no more than one of their outputs
     {"gpu_memory_utilization": 0.1},
-    {**GPU_ENV, "TRITON_F32_DEFAULT": "ieee"},  # else Triton's attention multiplies float32 as TF32
+    {
+        **GPU_ENV,
+        "TRITON_F32_DEFAULT": "ieee",  # else Triton's attention multiplies float32 as TF32
+        "CONTINUUM_STATIC_TTL_S": "0.1",  # as many steps as SETTINGS' on a CPU
+    },
 )
 KINDS = {kind.device: kind for kind in (CPU, GPU)}
 SETTINGS = {
@@ -97,14 +104,18 @@ def in_process(disk: Path, dtype: str) -> dict[str, Any]:
 
 
 def engine(
-    connector: Mapping[str, Any] | None, kind: Kind = CPU, dtype: str = "float32", kv_tokens: int = KV_TOKENS
+    connector: Mapping[str, Any] | None, kind: Kind = CPU, dtype: str = "float32", kv_tokens: int = 0
 ) -> Any:
-    """An LLM with a KV connector, or none. The environment has SETTINGS and the kind's own."""
+    """An LLM with a KV connector, or none. The environment has SETTINGS and the kind's own.
+
+    `kv_tokens` is the capacity of its cache; the kind's own if it is 0.
+    """
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     both = {"kv_role": "kv_both"}
     longest_tokens = 2048
+    kv_tokens = kv_tokens or kind.kv_tokens
     kv_bytes = max(kv_tokens, longest_tokens) * KV_BYTES_PER_TOKEN[dtype]
     return LLM(
         str(make_model(ROOT / ".work" / "tiny-model")),

@@ -107,7 +107,7 @@ GPU = Place(
     programs=24,
     profile="h100-llama-3.1-8b.yaml",
     step_tokens=8192,
-    max_seqs=256,
+    max_seqs=64,  # each size up to twice this is captured as a graph at the start
     dummy_weights=True,
 )
 PLACES = {place.device: place for place in (CPU, GPU)}
