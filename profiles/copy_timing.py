@@ -1,6 +1,6 @@
 """Host to device and back: how long LMCache's chunks of paged KV take to move.
 
-On a CPU machine that is connectors/lmcache/cpu_copy.py's own copy of whole blocks. On CUDA it is a copy
+On a CPU machine that is connectors/lmcache/copies/on_cpu.py's own copy of whole blocks. On CUDA it is a copy
 between pinned memory and a staging buffer, and the scatter into scattered blocks beside it, as
 LMCache's own connector does; there it is also timed while the GPU computes something else.
 """
@@ -41,10 +41,10 @@ class Mover(Protocol):
 
 
 class CpuMover:
-    """The copy path of connectors/lmcache/cpu_copy.py, over pages in vLLM's CPU layout."""
+    """The copy path of connectors/lmcache/copies/on_cpu.py, over pages in vLLM's CPU layout."""
 
     def __init__(self, shape: KvShape, chunk_tokens: int) -> None:
-        from connectors.lmcache.cpu_copy import BlockCopier
+        from connectors.lmcache.copies.on_cpu import BlockCopier
 
         values = 2 * shape.heads * shape.head_size * shape.layers
         self.chunks = max(4, POOL_BYTES // (chunk_tokens * shape.bytes_per_token))

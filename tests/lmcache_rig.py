@@ -19,7 +19,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.token_database import ChunkedTokenDatabase
 from waiting import wait_for
 
-from connectors.lmcache.cpu_copy import BlockCopier
+from connectors.lmcache.copies.on_cpu import BlockCopier
 from connectors.lmcache.snapshot_rpc import addresses
 from connectors.lmcache.tier_mirror import LMCacheTiers
 from connectors.lmcache.worker import LMCacheWorkerSide

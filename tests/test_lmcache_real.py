@@ -21,7 +21,7 @@ from serving import CHUNK, CHUNK_GIB, DTYPE, KV_BYTES
 from waiting import PATIENCE_S, wait_for
 
 from connectors.lmcache.connector import ContinuumLMCacheConnector
-from connectors.lmcache.cpu_copy import BlockCopier
+from connectors.lmcache.copies.on_cpu import BlockCopier
 from connectors.lmcache.startup import apply_defaults
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import TierHit

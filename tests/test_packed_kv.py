@@ -15,21 +15,61 @@ import torch
 from lmcache.v1.gpu_connector.gpu_connectors import VLLMPagedMemGPUConnectorV2
 from lmcache.v1.metadata import LMCacheMetadata
 
-from connectors.lmcache.packed_kv import use_packed_chunks
+from connectors.lmcache.copies.check import refuse_wrong_copies
+from connectors.lmcache.copies.packed_kv import use_packed_chunks
 from continuum_lmcache.errors import ConfigError
 
 LAYERS, BLOCKS, BLOCK, HEADS, HEAD, CHUNK = 2, 6, 4, 2, 8, 8
-SLOTS = [17, 18, 19, 16, 4, 5, 6, 7]  # of a chunk's tokens: blocks 4 and 1
+SLOTS = torch.tensor([17, 18, 19, 16, 4, 5, 6, 7])  # of a chunk's tokens: blocks 4 and 1
+
+
+class KernelOnCpu(VLLMPagedMemGPUConnectorV2):
+    """LMCache's GPU connector as it copies: a chunk on its way from the GPU passes a buffer there."""
+
+    def __init__(self, layout: str) -> None:  # LMCache's needs CUDA
+        self.layout_hints = {"kv_layout": layout}
+        self.gpu_buffer = torch.zeros(2, LAYERS, CHUNK, HEADS * HEAD)
+
+    def batched_from_gpu(self, chunks, _starts, _ends, slot_mapping, kvcaches):
+        copied(self.gpu_buffer, kvcaches, slot_mapping, load=False)
+        chunks[0].tensor.copy_(self.gpu_buffer)
+
+    def batched_to_gpu(self, chunks, _starts, _ends, slot_mapping, kvcaches):
+        copied(chunks[0].tensor, kvcaches, slot_mapping, load=True)
+
+
+def copied(chunk: torch.Tensor, caches: list[torch.Tensor], slots: torch.Tensor, load: bool) -> None:
+    """load_and_reshape_multi_layer_kernel for NL_X_NB_BS_NH_CS (LMCache 0.5.6, mem_kernels.cu:310, 486)."""
+    row = chunk.shape[3]
+    for layer, cache in enumerate(caches):
+        blocks = cache.permute(0, 2, 1, 3).view(-1)
+        for token, slot in enumerate(slots.tolist()):
+            at = slot // BLOCK * cache.stride(0) + slot % BLOCK * row
+            if load:
+                blocks[at : at + row] = chunk[0, layer, token]
+            else:
+                chunk[0, layer, token] = blocks[at : at + row]
+
+
+class Pool:
+    """LMCache's DRAM pool, for one chunk."""
+
+    def allocate(self, shapes, _dtypes, **_):
+        return SimpleNamespace(tensor=torch.zeros(shapes[0]), ref_count_down=lambda: None)
 
 
 def engine(layout: str = "NHD", **config: object) -> SimpleNamespace:
-    """What use_packed_chunks reads of a worker's LMCacheEngine on a GPU."""
-    gpu = object.__new__(VLLMPagedMemGPUConnectorV2)  # its constructor needs CUDA
-    gpu.layout_hints, gpu.gpu_buffer = {"kv_layout": layout}, None
+    """What is read of a worker's LMCacheEngine on a GPU."""
     shape = (LAYERS, 2, CHUNK, HEADS, HEAD)
     metadata = LMCacheMetadata("m", 1, 1, 0, 0, torch.float32, shape, role="worker", chunk_size=CHUNK)
-    settings = {"remote_url": None, "remote_serde": "naive"} | config
-    return SimpleNamespace(gpu_connector=gpu, metadata=metadata, config=SimpleNamespace(**settings))
+    settings = {"remote_url": None, "remote_serde": "naive", "chunk_size": CHUNK} | config
+    return SimpleNamespace(
+        gpu_connector=KernelOnCpu(layout),
+        metadata=metadata,
+        config=SimpleNamespace(**settings),
+        storage_manager=Pool(),
+        fmt=None,
+    )
 
 
 def kv_caches() -> list[torch.Tensor]:
@@ -38,25 +78,12 @@ def kv_caches() -> list[torch.Tensor]:
     return [torch.rand(shape).permute(0, 2, 1, 3) for _ in range(LAYERS)]
 
 
-def copied(chunk: torch.Tensor, caches: list[torch.Tensor], load: bool) -> None:
-    """load_and_reshape_multi_layer_kernel for NL_X_NB_BS_NH_CS (LMCache 0.5.6, mem_kernels.cu:310, 486)."""
-    row = chunk.shape[3]
-    for layer, cache in enumerate(caches):
-        blocks = cache.permute(0, 2, 1, 3).view(-1)
-        for token, slot in enumerate(SLOTS):
-            at = slot // BLOCK * cache.stride(0) + slot % BLOCK * row
-            if load:
-                blocks[at : at + row] = chunk[0, layer, token]
-            else:
-                chunk[0, layer, token] = blocks[at : at + row]
-
-
 def round_trip(shape: torch.Size) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The KV of SLOTS' blocks before a store, and after a load into caches of zeros."""
     caches, chunk = kv_caches(), torch.zeros(shape)
-    copied(chunk, caches, load=False)
+    copied(chunk, caches, SLOTS, load=False)
     loaded = [torch.zeros_like(cache) for cache in caches]
-    copied(chunk, loaded, load=True)
+    copied(chunk, loaded, SLOTS, load=True)
     return [cache[[4, 1]] for cache in caches], [cache[[4, 1]] for cache in loaded]
 
 
@@ -101,8 +128,10 @@ def test_a_compression_that_splits_k_from_v_is_refused():
         use_packed_chunks(engine(remote_url="lm://host:1", remote_serde="cachegen"), kv_caches())
 
 
-def test_an_intermediate_gpu_buffer_is_refused():
-    staged = engine()
-    staged.gpu_connector.gpu_buffer = torch.zeros(1)
-    with pytest.raises(ConfigError, match="intermediate GPU buffer"):
-        use_packed_chunks(staged, kv_caches())
+def test_the_check_at_the_start_refuses_lmcaches_own_shape_and_accepts_ours():
+    caches = {f"layer.{n}": layer for n, layer in enumerate(kv_caches())}
+    stock, mended = engine(), engine()
+    use_packed_chunks(mended, caches.values())
+    refuse_wrong_copies(mended, caches, BLOCK, BLOCKS)
+    with pytest.raises(ConfigError, match=f"{LAYERS} of {LAYERS} layers differ"):
+        refuse_wrong_copies(stock, caches, BLOCK, BLOCKS)

@@ -3,13 +3,13 @@
 It passes every call on to vLLM's LMCacheConnectorV1, and adds:
 
     settings.py, known_issues.py   refuse settings that fail silently, and set defaults that work
-    cpu_copy.py                    the copy path where there is no GPU; unused on a GPU
+    copies/                        a copy path where there is no GPU; on one, chunks of the right shape;
+                                   and a check at the start that what is stored comes back
     disk/                          disk loads that cannot hang or kill the engine
     worker.py, snapshot_rpc.py     which chunks LMCache's tiers admit and evict,
     tier_mirror.py                 mirrored in the scheduler's process
     transfer_timer.py              how long loads and stores took
     load_check.py                  whether everything was loaded that vLLM counts as loaded
-    packed_kv.py                   chunks of the right shape for vLLM's packed KV on a GPU
 
 With `--scheduling-policy continuum` it replaces vLLM's own `{"kv_connector": "LMCacheConnectorV1", ...}`.
 With another policy use `"kv_connector": "ContinuumLMCacheConnector",
@@ -36,7 +36,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from connectors.lmcache.cpu_copy import BlockCopier, cpu_copy_path
+from connectors.lmcache.copies.check import refuse_wrong_copies
+from connectors.lmcache.copies.on_cpu import BlockCopier, cpu_copy_path
+from connectors.lmcache.copies.packed_kv import use_packed_chunks
 from connectors.lmcache.known_issues import with_defaults
 from connectors.lmcache.load_check import (
     AwaitedLoad,
@@ -45,7 +47,6 @@ from connectors.lmcache.load_check import (
     with_attn_metadata,
     written_blocks,
 )
-from connectors.lmcache.packed_kv import use_packed_chunks
 from connectors.lmcache.snapshot_rpc import addresses
 from connectors.lmcache.startup import apply_defaults, machine, refuse_degraded
 from connectors.lmcache.tier_mirror import LMCacheTiers
@@ -91,6 +92,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         self._addresses = addresses(str(transfer.engine_id), ranks)
         self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
         self._rank = vllm_config.parallel_config.rank
+        self._gpu_blocks = kv_cache_config.num_blocks
         self._expected: list[AwaitedLoad] = []  # what vLLM counts as loaded in the next step
         self._check: LoadCheck | None = None
         self._worker: LMCacheWorkerSide | None = None
@@ -258,6 +260,7 @@ class ContinuumLMCacheConnector(LMCacheConnectorV1):
         use_packed_chunks(engine, kv_caches.values())
         super().register_kv_caches(kv_caches)  # LMCache builds its storage here
         refuse_degraded(self._impl)
+        refuse_wrong_copies(engine, kv_caches, self._impl._block_size, self._gpu_blocks)
         self._check = LoadCheck(engine, self._impl._block_size)
         if self._rank < len(self._addresses):
             self._worker = LMCacheWorkerSide(engine, self._rank, self._addresses[self._rank])

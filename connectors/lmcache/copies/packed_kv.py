@@ -30,10 +30,6 @@ LAYOUT = (
 SERDE = (
     "lmcache.remote_serde is {!r}, which splits K from V, and vLLM keeps them side by side: set it to 'naive'"
 )
-BUFFER = (
-    "LMCache's intermediate GPU buffer (enable_pd, nixl) is for split K and V, and vLLM keeps them side by "
-    "side: use LMCache's own server (docs/mp.md)"
-)
 
 
 def use_packed_chunks(engine: Any, kv_caches: Iterable[torch.Tensor]) -> None:
@@ -51,12 +47,13 @@ def use_packed_chunks(engine: Any, kv_caches: Iterable[torch.Tensor]) -> None:
         raise ConfigError(LAYOUT)
     if kv_format != PACKED:
         return
-    if gpu.gpu_buffer is not None:
-        raise ConfigError(BUFFER)
     config = engine.config
     if config.remote_url and config.remote_serde not in (None, "naive"):
         raise ConfigError(SERDE.format(config.remote_serde))
     engine.metadata.kv_shape = packed(engine.metadata.kv_shape)
+    if gpu.gpu_buffer is not None:  # a chunk passes it on its way from the GPU
+        _, layers, tokens, _ = gpu.gpu_buffer.shape
+        gpu.gpu_buffer = gpu.gpu_buffer.view(1, layers, tokens, -1)
 
 
 def packed(kv_shape: tuple[int, int, int, int, int]) -> tuple[int, int, int, int, int]:

@@ -1,0 +1,1 @@
+"""Copies of KV between vLLM's blocks and LMCache's chunks, in-process."""
