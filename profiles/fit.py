@@ -6,7 +6,7 @@ gains time with size has been measured wrongly and `CostModel` refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,11 @@ class Fit:
     terms: dict[str, float]
     r2: float  # of the seconds, 1 is perfect
     residuals: tuple[float, ...]  # fitted / measured - 1, a number per point
+
+    @property
+    def error(self) -> float:
+        """The sum of the squared relative errors."""
+        return sum(residual * residual for residual in self.residuals)
 
     def provenance(self) -> dict[str, Any]:
         return {
@@ -61,9 +66,17 @@ def fitted(names: Sequence[str], rows: Sequence[Sequence[float]], seconds: Seque
 
 
 def fit_prefill(seconds: Mapping[tuple[int, int], float]) -> Fit:
-    """PrefillCurve's coefficients from {(tokens, context tokens): seconds}."""
-    rows = [(1.0, n, n * c + n * n / 2) for n, c in seconds]
-    return fitted(("fixed_s", "per_token_s", "per_pair_s"), rows, list(seconds.values()))
+    """PrefillCurve's coefficients from {(tokens, context tokens): seconds}.
+
+    On a GPU a short prefill takes as long as one of some hundred tokens (768 on an H200: 17 ms). The curve
+    does not say so, but these points must not bend it.
+    """
+
+    def at(floor: int) -> Fit:
+        rows = [(1.0, max(floor, n), n * c + n * n / 2) for n, c in seconds]
+        return fitted(("fixed_s", "per_token_s", "per_pair_s"), rows, list(seconds.values()))
+
+    return best(at, max((n for n, _ in seconds), default=0))[1]
 
 
 def fit_load(seconds: Mapping[int, float]) -> Fit:
@@ -83,16 +96,28 @@ def fit_decode(seconds: Mapping[tuple[int, int], float]) -> Fit:
 def fit_step(seconds: Mapping[tuple[int, int, int], float]) -> Fit:
     """StepCurve's coefficients (experiments/sim/step_time.py) from {(chunk, context, decoding): seconds}.
 
-    A chunk of 0 decodes only. The linear layers take as long as for `floor` tokens while there are
-    fewer: k * max(floor, n) is linear in k, so each floor is tried and the best one kept.
+    A chunk of 0 decodes only.
     """
-    fits = {floor: fitted(STEP_TERMS, step_rows(seconds, floor), list(seconds.values())) for floor in FLOORS}
-    floor, best = min(fits.items(), key=lambda pair: sum(r * r for r in pair[1].residuals))
-    terms = best.terms | {"least_linear_s": floor * best.terms["per_token_s"], "half_rate_tokens": 0.0}
-    return Fit(terms, best.r2, best.residuals)
+
+    def at(floor: int) -> Fit:
+        return fitted(STEP_TERMS, step_rows(seconds, floor), list(seconds.values()))
+
+    floor, fit = best(at, max((n + batch for n, _, batch in seconds), default=0))
+    terms = fit.terms | {"least_linear_s": floor * fit.terms["per_token_s"], "half_rate_tokens": 0.0}
+    return Fit(terms, fit.r2, fit.residuals)
 
 
-FLOORS = (0, 32, 64, 128, 256, 512)
+def best(fit_at: Callable[[int], Fit], most_tokens: int) -> tuple[int, Fit]:
+    """Of FLOORS up to half of `most_tokens` the one with the least relative error, and its fit.
+
+    Linear layers take as long as for `floor` tokens while there are fewer. k * max(floor, n) is linear in k,
+    so each floor is tried.
+    """
+    floors = [floor for floor in FLOORS if 2 * floor <= most_tokens]
+    return min(((floor, fit_at(floor)) for floor in floors), key=lambda found: found[1].error)
+
+
+FLOORS = (0, 32, 64, 128, 256, 512, 640, 768, 1024)
 STEP_TERMS = ("fixed_s", "per_sequence_s", "per_token_s", "per_pair_s", "per_cached_token_s")
 
 

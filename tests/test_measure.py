@@ -55,6 +55,29 @@ def measured(noise=0.0, rate=1e9):
     return Measured(SHAPE, 256, {p: samples(prefill_s(*p)) for p in GRID}, steps, moves, moves, 4096)
 
 
+H200_PREFILLS = {  # measured, Llama 3.1 8B's shape: {(tokens, context tokens): seconds}
+    (128, 0): 0.018479,
+    (128, 4096): 0.019389,
+    (128, 16384): 0.020228,
+    (512, 0): 0.016972,
+    (512, 4096): 0.016732,
+    (512, 16384): 0.022512,
+    (2048, 0): 0.045196,
+    (2048, 4096): 0.056945,
+    (2048, 16384): 0.080334,
+    (8192, 0): 0.2091,
+    (8192, 4096): 0.23634,
+    (8192, 16384): 0.33414,
+}
+
+
+def test_a_gpus_short_prefills_which_all_take_alike_do_not_bend_the_curve():
+    fit = fit_prefill(H200_PREFILLS)
+    assert fit.r2 > 0.998
+    longer = [off for (n, _), off in zip(H200_PREFILLS, fit.residuals, strict=True) if n >= 2048]
+    assert max(map(abs, longer)) < 0.15
+
+
 @given(st.floats(0, 1), st.floats(1e-6, 1e-2), st.floats(0, 1e-6))
 def test_a_prefill_fit_finds_the_curve_behind_its_timings(fixed_s, per_token_s, per_pair_s):
     curve = {p: prefill_s(*p, fixed_s, per_token_s, per_pair_s) for p in GRID}
