@@ -104,18 +104,21 @@ def in_process(disk: Path, dtype: str) -> dict[str, Any]:
 
 
 def engine(
-    connector: Mapping[str, Any] | None, kind: Kind = CPU, dtype: str = "float32", kv_tokens: int = 0
+    connector: Mapping[str, Any] | None,
+    kind: Kind = CPU,
+    dtype: str = "float32",
+    kv_tokens: int | None = None,
 ) -> Any:
     """An LLM with a KV connector, or none. The environment has SETTINGS and the kind's own.
 
-    `kv_tokens` is the capacity of its cache; the kind's own if it is 0.
+    `kv_tokens` is the capacity of its cache, by default the kind's.
     """
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
     both = {"kv_role": "kv_both"}
     longest_tokens = 2048
-    kv_tokens = kv_tokens or kind.kv_tokens
+    kv_tokens = kind.kv_tokens if kv_tokens is None else kv_tokens
     kv_bytes = max(kv_tokens, longest_tokens) * KV_BYTES_PER_TOKEN[dtype]
     return LLM(
         str(make_model(ROOT / ".work" / "tiny-model")),

@@ -18,7 +18,11 @@ WRONG = (
     "LMCache does not bring back the KV that it stored ({} of {} layers differ): answers would be wrong. "
     "Use LMCache's own server (docs/mp.md), or serve without --kv-transfer-config"
 )
-NO_ROOM = "LMCache's DRAM pool has no room for a chunk of {} tokens; give max_local_cpu_size more"
+NO_ROOM = "LMCache's DRAM pool has no room for a chunk of {} tokens; set lmcache.max_local_cpu_size higher"
+
+Blocks = list[
+    tuple[torch.Tensor, torch.Tensor]
+]  # by layer: its bytes, and the indices of some blocks in them
 
 
 def refuse_wrong_copies(
@@ -29,26 +33,27 @@ def refuse_wrong_copies(
     `kv_caches` have a layer's blocks in their first axis; all are left as they were. Raises ConfigError if
     a layer gets back other bytes than it had.
     """
-    blocks = engine.config.chunk_size // block_tokens
-    if engine.storage_manager is None or not 0 < blocks < gpu_blocks:
+    count = engine.config.chunk_size // block_tokens
+    if engine.storage_manager is None or not 0 < count < gpu_blocks:
         return  # with MLA most ranks store nothing; and block 0 is vLLM's own
     layers = list({layer.data_ptr(): layer for layer in kv_caches.values()}.values())
     device = layers[0].device
-    numbers = torch.arange(blocks, 0, -1, device=device)
+    numbers = torch.arange(count, 0, -1, device=device)
     slots = (numbers[:, None] * block_tokens + torch.arange(block_tokens, device=device)).flatten()
+    blocks = [(layer.view(torch.uint8), parts(layer, numbers, gpu_blocks)) for layer in layers]
     chunk = allocated(engine, len(slots))
-    before = [rows_of(layer, numbers, gpu_blocks) for layer in layers]
+    before = read(blocks)
     written = [torch.randint_like(rows, 256) for rows in before]
     moved = ([chunk], [0], [len(slots)])
     copies = {"slot_mapping": slots, "kvcaches": list(kv_caches.values())}
     try:
-        write(layers, numbers, gpu_blocks, written)
+        write(blocks, written)
         engine.gpu_connector.batched_from_gpu(*moved, **copies)
-        write(layers, numbers, gpu_blocks, [torch.zeros_like(rows) for rows in written])
+        write(blocks, [torch.zeros_like(rows) for rows in written])
         engine.gpu_connector.batched_to_gpu(*moved, **copies)
-        loaded = [rows_of(layer, numbers, gpu_blocks) for layer in layers]
+        loaded = read(blocks)
     finally:
-        write(layers, numbers, gpu_blocks, before)
+        write(blocks, before)
         chunk.ref_count_down()
     wrong = sum(not torch.equal(was, now) for was, now in zip(written, loaded, strict=True))
     if wrong:
@@ -65,22 +70,20 @@ def allocated(engine: Any, tokens: int) -> Any:
     return chunk
 
 
-def rows_of(layer: torch.Tensor, blocks: torch.Tensor, gpu_blocks: int) -> torch.Tensor:
-    """A copy of the bytes of these blocks. An attention kernel's block may be a part of vLLM's."""
-    return layer.view(torch.uint8)[parts(layer, blocks, gpu_blocks)]
+def read(blocks: Blocks) -> list[torch.Tensor]:
+    """A copy of the bytes of these blocks, by layer."""
+    return [layer[indices] for layer, indices in blocks]
 
 
-def write(
-    layers: list[torch.Tensor], blocks: torch.Tensor, gpu_blocks: int, rows: list[torch.Tensor]
-) -> None:
+def write(blocks: Blocks, rows: list[torch.Tensor]) -> None:
     """Write bytes into these blocks, and wait: LMCache copies on streams of its own."""
-    for layer, of_layer in zip(layers, rows, strict=True):
-        layer.view(torch.uint8)[parts(layer, blocks, gpu_blocks)] = of_layer
-    if layers[0].is_cuda:
+    for (layer, indices), of_layer in zip(blocks, rows, strict=True):
+        layer[indices] = of_layer
+    if blocks[0][0].is_cuda:
         torch.cuda.synchronize()
 
 
-def parts(layer: torch.Tensor, blocks: torch.Tensor, gpu_blocks: int) -> torch.Tensor:
-    """The indices of these blocks in the layer's first axis."""
+def parts(layer: torch.Tensor, numbers: torch.Tensor, gpu_blocks: int) -> torch.Tensor:
+    """The indices of vLLM's blocks in the layer's first axis: an attention kernel's may be a part of one."""
     each = layer.shape[0] // gpu_blocks
-    return (blocks[:, None] * each + torch.arange(each, device=blocks.device)).flatten()
+    return (numbers[:, None] * each + torch.arange(each, device=numbers.device)).flatten()
