@@ -34,7 +34,7 @@ from experiments.replay import Job, replay
 from experiments.selection import Selection
 from experiments.server import ServerError, fast_dtype, serve, tail
 from experiments.summary import figures
-from experiments.tiny_model import PROFILES
+from experiments.tiny_model import profile_here
 
 ROOT = Path(__file__).parents[1]
 LMCACHES_OWN = {  # vLLM's own name and module: no plugin replaces a connector whose module is given
@@ -92,7 +92,7 @@ CONTINUUM = Contender(
     "continuum + LMCache",
     "continuum",
     OURS,
-    {"continuum.profile": str(ROOT / "profiles" / PROFILES[fast_dtype()])},
+    {"continuum.profile": str(ROOT / "profiles" / profile_here())},
 )
 
 

@@ -21,7 +21,7 @@ BLOCK_TOKENS = 128  # vLLM's default on a CPU
 GPU_BLOCKS = 120
 CHUNK_TOKENS = 128  # LMCache's; the default of 256 is coarse beside contexts of 2,000 tokens
 DTYPE = fast_dtype()
-PROFILE = tiny_model.PROFILES[DTYPE]
+PROFILE = tiny_model.profile_here()
 KV_BYTES_PER_TOKEN = tiny_model.KV_BYTES_PER_TOKEN[DTYPE]
 TIME_SCALE = 0.125  # 2 to 3 s of work a program where the paper's takes 22.7 s
 

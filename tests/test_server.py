@@ -13,6 +13,7 @@ import pytest
 
 from experiments.ray_server import serve_fleet
 from experiments.server import ServerError, fast_dtype, reserved_port
+from experiments.tiny_model import profile_here
 
 STOPS = """
 import time
@@ -76,6 +77,21 @@ def test_a_cpu_that_would_emulate_bfloat16_computes_in_float32(tmp_path, monkeyp
     (tmp_path / "cpuinfo").write_text(flags + "\n")
     monkeypatch.setattr("experiments.server.CPU_FLAGS", tmp_path / "cpuinfo")
     assert fast_dtype() == dtype
+
+
+@pytest.mark.parametrize(
+    ("flags", "profile"),
+    [
+        ("flags : avx512_bf16 amx_bf16 amx_tile", "cpu-tiny-amx.yaml"),
+        ("flags : avx512_bf16", "cpu-tiny.yaml"),
+        ("flags : avx512f", "cpu-tiny-float32.yaml"),
+    ],
+)
+def test_a_timed_server_reads_the_profile_of_a_cpu_of_its_kind(tmp_path, monkeypatch, flags, profile):
+    (tmp_path / "cpuinfo").write_text(flags + "\n")
+    monkeypatch.setattr("experiments.server.CPU_FLAGS", tmp_path / "cpuinfo")
+    assert profile_here() == profile
+    assert (Path(__file__).parents[1] / "profiles" / profile).exists()
 
 
 def test_a_system_that_does_not_list_its_cpus_instructions_computes_in_float32(tmp_path, monkeypatch):

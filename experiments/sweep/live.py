@@ -26,7 +26,7 @@ from experiments.sim.trace_programs import SOURCES
 from experiments.sweep.cases import PEERS, ROUTERS, STOCK, Live, SweepError
 from experiments.sweep.conditions import OtherLoad, probe_s
 from experiments.table1 import GENERATORS
-from experiments.tiny_model import KV_BYTES_PER_TOKEN, PROFILES, make_model
+from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model, profile_here
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +76,7 @@ MACHINES = {
         window_tokens=4096,
         chunk_tokens=128,
         time_scale=0.125,
-        profile=PROFILES[fast_dtype()],
+        profile=profile_here(),
         dtype=fast_dtype(),
     )
 }
