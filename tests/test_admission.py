@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -315,20 +317,21 @@ def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is
 
 def test_the_share_of_time_for_prompts_follows_half_a_minute_of_steps() -> None:
     prompts = PrefillShare()
-    for second in range(1000, 1060):
-        if second % 2:
-            prompts.on_prefill(float(second), took_s=0.9)
-    assert prompts.now(1059.0) == pytest.approx(0.45, abs=0.1)
-    assert prompts.now(1089.0) == pytest.approx(0.45 / 2.718, abs=0.05), "an engine that rests"
+    for number in range(200):
+        prompts.on_step(1.0, prefills=bool(number % 2))
+    assert prompts.share == pytest.approx(0.5, abs=0.02)
+    for _ in range(30):
+        prompts.on_step(1.0, prefills=False)
+    assert prompts.share == pytest.approx(0.5 / math.e, abs=0.02)
 
 
-def test_an_engine_that_computes_prompts_all_the_time_is_busy_and_one_that_wakes_up_is_not() -> None:
+def test_an_engine_whose_first_steps_compute_prompts_has_no_time_to_spare() -> None:
     prompts = PrefillShare()
-    prompts.on_prefill(5000.0, took_s=1.0)
-    assert prompts.now(5000.0) < 0.05
-    for second in range(5001, 5100):
-        prompts.on_prefill(float(second), took_s=1.0)
-    assert prompts.now(5099.0) > 0.95
+    assert prompts.share == 0.0
+    for number in range(8):
+        prompts.on_step(0.01, prefills=number % 4 != 3)
+        assert prompts.share > BUSY_SHARE
+    assert prompts.share == pytest.approx(0.75, abs=0.01)
 
 
 class AdmissionMachine(RuleBasedStateMachine):

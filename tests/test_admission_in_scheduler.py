@@ -89,6 +89,17 @@ def test_programs_beyond_the_room_wait_and_all_of_them_are_served(make: Make) ->
     assert sorted(bench.done) == sorted(sent)
 
 
+def test_a_burst_on_an_engine_that_has_just_started_is_not_let_in_beyond_the_room(make: Make) -> None:
+    bench = make(blocks=60)
+    bench.step_seconds = lambda output: 0.004 + 1e-4 * output.total_num_scheduled_tokens
+    send_programs(bench, 12, tokens=400, out=20)
+    bench.step()
+    held_first = held(bench)
+    for _ in range(8):  # most of the time so far went into prompts
+        bench.step()
+    assert held(bench) == held_first != []
+
+
 def test_a_common_head_counts_once_and_programs_that_fit_are_not_held(make: Make) -> None:
     bench = make(blocks=200)  # 199 of them: 3,184 tokens
     for i in range(2):  # the second one hits the KV of the first one, which is in its tool call
@@ -224,9 +235,8 @@ def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(ma
     bench.step()
     waiting = held(bench)
     urgent = bench.send("urgent", prompt(100, 78), priority=-1)
-    bench.lifecycle.step_timer.prompt_time = PrefillShare(
-        1.0, bench.now_s
-    )  # prompts leave no time for another
+    prompts = bench.lifecycle.step_timer.prompt_time = PrefillShare()
+    prompts.on_step(30.0, prefills=True)  # prompts leave no time for another
     bench.step()
     assert waiting and urgent in held(bench)
     bench.run_until_idle()
@@ -500,7 +510,7 @@ def measured_times() -> StepTimes:
 
 def test_steps_are_measured_and_then_prompts_are_cut_beside_decodes(make: Make) -> None:
     """A step takes 4 ms and 0.1 ms a token, and some eight turns decode beside each prompt of 700 tokens."""
-    bench = make(blocks=1000, budget_tokens=512)
+    bench = make(blocks=4000, budget_tokens=512)
     bench.step_seconds = lambda output: 0.004 + 1e-4 * output.total_num_scheduled_tokens
     for number in range(40):
         bench.send(f"p{number}", prompt(700, number), out=160)

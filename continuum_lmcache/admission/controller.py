@@ -164,8 +164,8 @@ class AdmissionController:
     def admit(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
         """Admits the programs that may start now, first in line first. `idle`: the GPU has no other work.
 
-        `prompt_share`: the share of the latest time that prompts took. While it is small, one program a
-        step starts without room: what it evicts is computed again in time that no other turn needs.
+        `prompt_share`: the share of the latest steps' time that prompts took. While it is small, one program
+        a step starts without room: what it evicts is computed again in time that no other turn needs.
         """
         self.expire_absent(now_s)
         found: list[ProgramId] = []

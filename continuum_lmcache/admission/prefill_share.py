@@ -10,16 +10,22 @@ AVERAGING_S = 30.0  # how much of the past counts: prompts begin and end within 
 
 @dataclass(slots=True)
 class PrefillShare:
-    """Which share of the latest half minute went into steps that compute prompts."""
+    """Which share of the latest half minute of steps went into those that compute prompts.
 
-    share: float = 0.0  # at at_s
-    at_s: float = 0.0
+    Idle time does not count, nor does the time before the first step: an engine that starts or wakes up
+    would seem to have time, and would admit more programs than it can serve (LOG.md, 2026-11-26).
+    """
 
-    def on_prefill(self, now_s: float, took_s: float) -> None:
-        """A step that computed prompts has ended, after `took_s`."""
-        self.share = min(1.0, self.now(now_s) - math.expm1(-took_s / AVERAGING_S))
-        self.at_s = now_s
+    _prompts: float = 0.0  # as if the steps before the first one had computed none
+    _steps: float = 0.0  # how much of the half minute is known, 0 to 1
 
-    def now(self, now_s: float) -> float:
-        """The share, with no such step since the last one."""
-        return self.share * math.exp(-max(0.0, now_s - self.at_s) / AVERAGING_S)
+    def on_step(self, took_s: float, prefills: bool) -> None:
+        """A step has ended, after `took_s`. `prefills`: it computed prompts."""
+        weight = -math.expm1(-took_s / AVERAGING_S)
+        self._prompts += weight * (prefills - self._prompts)
+        self._steps += weight * (1.0 - self._steps)
+
+    @property
+    def share(self) -> float:
+        """0 to 1; 0 before the first step."""
+        return self._prompts / self._steps if self._steps else 0.0

@@ -76,9 +76,10 @@ class StepTimer:
         """A turn ended or was preempted; its last step may not be reported yet."""
         self.reloads.on_turn_end(turn)
 
-    def prompt_share(self, now_s: float) -> float:
-        """The share of the latest time in which prompts were computed, 0 to 1."""
-        return self.prompt_time.now(now_s)
+    @property
+    def prompt_share(self) -> float:
+        """The share of the latest steps' time in which prompts were computed, 0 to 1."""
+        return self.prompt_time.share
 
     # a step ------------------------------------------------------------------
 
@@ -98,8 +99,7 @@ class StepTimer:
         untimed = self._untimed and self._untimed & output.num_scheduled_tokens.keys()
         self._untimed -= untimed
         prefills = launch.prompt_tokens >= LEAST_PREFILL_TOKENS
-        if prefills:
-            self.prompt_time.on_prefill(now_s, took_s)
+        self.prompt_time.on_step(took_s, prefills)
         if prefills or self.reloads.is_tracking:
             step = StepWork(took_s, work_of(output))
             for outcome in self.reloads.on_step(step, moved, self._rates.costs.prefill):

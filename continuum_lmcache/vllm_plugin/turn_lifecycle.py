@@ -364,7 +364,7 @@ class TurnLifecycle:
                 self._give_up(program)
         if not self.admission.pending:
             return
-        idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_share(now_s)
+        idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_share
         for program in self.admission.admit(now_s, idle, 1.0 if is_queued else prompt_share):
             for turn_id in self.programs.records[program].live:
                 self.turns[turn_id].held = False
