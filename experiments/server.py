@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+ROOT = Path(__file__).parents[1]
 CPU_FLAGS = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # the last is ARM's
 CPU_ENV = {
@@ -100,13 +101,16 @@ def serve(
     command = [*script("vllm", "vllm.entrypoints.cli.main"), "serve", str(model), "--served-model-name", name]
     command += ["--host", "127.0.0.1", "--port", str(port), *always, *args]
     inherited = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}  # not ours to add to
+    given = inherited | settings | dict(env or {})
+    # the plugin of this checkout, not of the one that is installed: figures name the checkout's commit
+    given["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), given.get("PYTHONPATH")]))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
         process = subprocess.Popen(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**inherited, **settings, **(env or {})},
+            env=given,
             start_new_session=True,  # its workers die with it, by process group
         )
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from experiments.ray_server import serve_fleet
-from experiments.server import ServerError, fast_dtype, reserved_port
+from experiments.server import ServerError, fast_dtype, reserved_port, serve
 from experiments.tiny_model import profile_here
 
 STOPS = """
@@ -97,6 +97,18 @@ def test_a_timed_server_reads_the_profile_of_a_cpu_of_its_kind(tmp_path, monkeyp
 def test_a_system_that_does_not_list_its_cpus_instructions_computes_in_float32(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.server.CPU_FLAGS", tmp_path / "cpuinfo")
     assert fast_dtype() == "float32"
+
+
+def test_a_server_runs_the_plugin_of_this_checkout_whatever_is_installed(monkeypatch, tmp_path: Path):
+    says = "import continuum_lmcache, os; print(continuum_lmcache.__file__, os.environ['PYTHONPATH'])"
+    monkeypatch.setattr("experiments.server.script", lambda *names: [sys.executable, "-c", says])
+    with (
+        pytest.raises(ServerError) as error,
+        serve(tmp_path, log=tmp_path / "log", env={"PYTHONPATH": "/given"}),
+    ):
+        pass
+    ours = Path(__file__).parents[1]
+    assert f"{ours / 'continuum_lmcache' / '__init__.py'} {ours}:/given" in str(error.value)
 
 
 def test_a_fleet_that_ends_before_it_is_up_is_a_server_error(monkeypatch, tmp_path: Path):
