@@ -101,7 +101,7 @@ def test_a_system_that_does_not_list_its_cpus_instructions_computes_in_float32(t
 
 def test_a_server_runs_the_plugin_of_this_checkout_whatever_is_installed(monkeypatch, tmp_path: Path):
     says = "import continuum_lmcache, os; print(continuum_lmcache.__file__, os.environ['PYTHONPATH'])"
-    monkeypatch.setattr("experiments.server.script", lambda *names: [sys.executable, "-c", says])
+    monkeypatch.setattr("experiments.server.script", lambda *_names: [sys.executable, "-c", says])
     with (
         pytest.raises(ServerError) as error,
         serve(tmp_path, log=tmp_path / "log", env={"PYTHONPATH": "/given"}),
