@@ -20,9 +20,8 @@ WRONG = (
 )
 NO_ROOM = "LMCache's DRAM pool has no room for a chunk of {} tokens; set lmcache.max_local_cpu_size higher"
 
-Blocks = list[
-    tuple[torch.Tensor, torch.Tensor]
-]  # by layer: its bytes, and the indices of some blocks in them
+# by layer: its bytes, and the indices of some blocks in them
+Blocks = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def refuse_wrong_copies(
