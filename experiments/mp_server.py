@@ -19,9 +19,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from connectors.lmcache_mp.server.command_line import leftover_pool, options
-from experiments.server import CPU_ENV, ServerError, reserved_port, script, stop, tail
+from experiments.server import CPU_ENV, ServerError, reserved_port, script, stop, tail, with_checkout
 
-ROOT = Path(__file__).resolve().parent.parent
 HITS = {"lmcache_mp_lookup_hit_l1_tokens_total": "dram", "lmcache_mp_lookup_hit_l2_tokens_total": "ssd"}
 
 
@@ -70,13 +69,12 @@ class MpProcess:
     def begin(self) -> None:
         """Starts the process."""
         self.disk.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         with self.log.open("a") as out:
             self.process = subprocess.Popen(
                 self.command(),
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **CPU_ENV, "PYTHONPATH": path},
+                env=with_checkout({**os.environ, **CPU_ENV}),
                 start_new_session=True,
             )
 

@@ -19,7 +19,7 @@ import httpx
 import psutil
 import yaml
 
-from experiments.server import CPU_ENV, ServerError, reserved_port, tail, unwind_on_sigterm
+from experiments.server import CPU_ENV, ServerError, reserved_port, tail, unwind_on_sigterm, with_checkout
 
 ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {
@@ -56,8 +56,7 @@ def serve_fleet(model: Path, folder: Path, start_s: float = 600.0, **args: Any) 
     port, path, log = reserved_port(), folder / "ray.yaml", folder / "ray.log"
     page = config(model, port, args)
     path.write_text(yaml.safe_dump(page))
-    environment = {**os.environ, **ENVIRONMENT}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = with_checkout({**os.environ, **ENVIRONMENT})
     environment.pop("RAY_ADDRESS", None)
     with log.open("w") as out:
         process = subprocess.Popen(

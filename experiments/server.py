@@ -101,16 +101,13 @@ def serve(
     command = [*script("vllm", "vllm.entrypoints.cli.main"), "serve", str(model), "--served-model-name", name]
     command += ["--host", "127.0.0.1", "--port", str(port), *always, *args]
     inherited = {k: v for k, v in os.environ.items() if k != "PROMETHEUS_MULTIPROC_DIR"}  # not ours to add to
-    given = inherited | settings | dict(env or {})
-    # the plugin of this checkout, not of the one that is installed: figures name the checkout's commit
-    given["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), given.get("PYTHONPATH")]))
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
         process = subprocess.Popen(
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env=given,
+            env=with_checkout({**inherited, **settings, **(env or {})}),
             start_new_session=True,  # its workers die with it, by process group
         )
     try:
@@ -119,6 +116,13 @@ def serve(
         yield url
     finally:
         stop(process)
+
+
+def with_checkout(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment with this checkout first on Python's path: figures name its commit, so the servers run
+    its plugin and not the one that is installed."""
+    path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def script(name: str, module: str) -> list[str]:

@@ -66,31 +66,20 @@ def test_sigterm_stops_what_was_started():
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype"),
+    ("flags", "dtype", "profile"),
     [
-        ("flags : fma avx512f avx512_bf16", "bfloat16"),
-        ("Features : asimd bf16", "bfloat16"),
-        ("flags : avx512f", "float32"),
+        ("flags : avx512_bf16 amx_bf16 amx_tile", "bfloat16", "cpu-tiny-amx.yaml"),
+        ("flags : fma avx512f avx512_bf16", "bfloat16", "cpu-tiny.yaml"),
+        ("Features : asimd bf16", "bfloat16", "cpu-tiny.yaml"),
+        ("flags : avx512f", "float32", "cpu-tiny-float32.yaml"),
     ],
 )
-def test_a_cpu_that_would_emulate_bfloat16_computes_in_float32(tmp_path, monkeypatch, flags, dtype):
+def test_a_cpu_that_would_emulate_bfloat16_computes_in_float32_and_each_kind_has_its_profile(
+    tmp_path, monkeypatch, flags, dtype, profile
+):
     (tmp_path / "cpuinfo").write_text(flags + "\n")
     monkeypatch.setattr("experiments.server.CPU_FLAGS", tmp_path / "cpuinfo")
-    assert fast_dtype() == dtype
-
-
-@pytest.mark.parametrize(
-    ("flags", "profile"),
-    [
-        ("flags : avx512_bf16 amx_bf16 amx_tile", "cpu-tiny-amx.yaml"),
-        ("flags : avx512_bf16", "cpu-tiny.yaml"),
-        ("flags : avx512f", "cpu-tiny-float32.yaml"),
-    ],
-)
-def test_a_timed_server_reads_the_profile_of_a_cpu_of_its_kind(tmp_path, monkeypatch, flags, profile):
-    (tmp_path / "cpuinfo").write_text(flags + "\n")
-    monkeypatch.setattr("experiments.server.CPU_FLAGS", tmp_path / "cpuinfo")
-    assert profile_here() == profile
+    assert fast_dtype() == dtype and profile_here() == profile
     assert (Path(__file__).parents[1] / "profiles" / profile).exists()
 
 
