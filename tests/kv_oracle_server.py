@@ -26,6 +26,7 @@ from kv_oracle import OracleBench, keys
 from lmcache.integration.vllm import vllm_multi_process_adapter as adapters
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
+from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache.v1.multiprocess.transfer_context import worker_transfer
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -33,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from connectors.lmcache_mp import connector, transfer_watch
 from connectors.lmcache_mp.server.deadline import is_late
 from connectors.lmcache_mp.tier_mirror import ANSWER_S, POLL_S, TierPoller
-from connectors.lmcache_mp.wire import ChangesReply
+from connectors.lmcache_mp.wire import ChangesReply, NumberedChange, chunk_name
 
 CHUNK = 256  # tokens, LMCache's default and a GPU's
 LEASE_S = 300.0
@@ -89,6 +90,9 @@ class SpanServer:
         self.chunk, self.now_s = chunk, 1000.0
         self.slots: list[int] = []
         self.chunks: dict[int, list[int]] = {}  # keys in its slots, by the key of its last token
+        self.reported: dict[int, bytes] = {}  # the names of chunks in the tier module's answers, by the same
+        self.knows_all = False  # whether it says that it reports all chunks
+        self._hasher = TokenHasher(chunk, "blake3")
         self.spoilt: list[str] = []
         self.clients: list[Client] = []
         self.heartbeats: list[Any] = []
@@ -182,7 +186,11 @@ class SpanServer:
         self.evict(1)
 
     def _server_module_call(self, _: Any) -> ServerModuleCallResponse:
-        reply = ChangesReply("epoch", 0, False, [], [], 1 << 40, None, 1 << 40, LEASE_S, "blake3", self.now_s)
+        held = [NumberedChange(self._tick, False, True, self.reported[last]) for last in self.chunks]
+        reply = ChangesReply(
+            *("epoch", self._tick, True, held, [], 1 << 40, None, 1 << 40, LEASE_S, "blake3", self.now_s),
+            knows_all=self.knows_all,
+        )
         return ServerModuleCallResponse(True, msgspec.msgpack.encode(reply), "")
 
     def _names(self, key: Any, start: int, end: int) -> list[int]:
@@ -226,6 +234,11 @@ class SpanServer:
             return False
         (group,) = blocks
         all_names = keys(list(key.token_ids[: key.end]))
+        hashed = self._hasher.none_hash
+        for start in range(0, key.end, self.chunk):
+            hashed = self._hasher.hash_tokens(list(key.token_ids[start : start + self.chunk]), hashed)
+            name = chunk_name(self._hasher.hash_to_bytes(hashed), key.cache_salt)
+            self.reported[all_names[start + self.chunk - 1]] = name
         for start in range(key.start, key.end, self.chunk):
             held = []
             for block in group[(start - key.start) // BLOCK :][: self.chunk // BLOCK]:

@@ -71,6 +71,7 @@ class Machine(RuleBasedStateMachine):
         cap=st.sampled_from([0, 0, 2]),
         least=st.sampled_from([0, 0, 40]),
         lag=st.sampled_from([0, 4, 16, 60]),
+        knows_all=st.booleans(),
     )
     def start(
         self,
@@ -85,8 +86,10 @@ class Machine(RuleBasedStateMachine):
         cap: int,
         least: int,
         lag: int,
+        knows_all: bool,
     ) -> None:
-        """`cap`: chunks of a load at most; `least`: tokens of one at least; `lag`: ticks of the server."""
+        """`cap`: chunks of a load at most; `least`: tokens of one at least; `lag`: ticks of the server, which
+        says that it `knows_all` that its tiers hold."""
         self.chunk, blocks, budget_tokens = sizes
         self.is_async, self.drafts, self.session = is_async, drafts, ""
         self.context_tokens = blocks * BLOCK * 3 // 4  # of one turn, at most
@@ -107,7 +110,7 @@ class Machine(RuleBasedStateMachine):
                 "fake": {"fake.async": is_eager},
             }[adapter],
         )
-        self.bench.lmcache.lag = lag
+        self.bench.lmcache.lag, self.bench.lmcache.knows_all = lag, knows_all
         self.last: dict[str, str] = {}  # a program's last request
         self.stories = itertools.count()
 

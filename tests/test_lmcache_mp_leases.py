@@ -1,4 +1,5 @@
-"""Leases of lookups that wait too long: renewed, released, or a failed load; never wrong KV.
+"""Which prompts are looked up, and leases of lookups that wait too long: renewed, released, or a failed
+load; never wrong KV.
 
 The server is the real one, in this process; the clock is ours, but for the server's own lock.
 """
@@ -22,6 +23,8 @@ from waiting import wait_for
 
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp.read_leases import ReadLeases
+from connectors.lmcache_mp.tier_mirror import MAX_AGE_S
+from continuum_lmcache.reload.tier_store import TierHit
 from continuum_lmcache.types import Residency
 
 Make = Callable[..., MpRig]
@@ -41,10 +44,10 @@ def look_up(connector: ContinuumLMCacheMPConnector, request: SimpleNamespace) ->
     return found[0]
 
 
-@pytest.fixture
-def waiting(mp_rig: Make) -> Waiting:
-    """A request whose prompt is in L1, and a connector's scheduler side, as vLLM would hold it."""
-    rig, clock = mp_rig(), Clock()
+def waiting_request(
+    rig: MpRig, token_ids: list[int], clock: Clock
+) -> tuple[ContinuumLMCacheMPConnector, SimpleNamespace]:
+    """A request with this prompt, and a connector's scheduler side, as vLLM would hold it."""
     connector = object.__new__(ContinuumLMCacheMPConnector)
     vars(connector).update(
         scheduler_adapter=rig.scheduler,
@@ -63,16 +66,19 @@ def waiting(mp_rig: Make) -> Waiting:
         _leases=ReadLeases(rig.scheduler, 300.0, clock),
         _load_selector=None,
         _declined=set(),
+        _selected=set(),
+        _no_lookup={},
+        _end_session=rig.scheduler.end_session,
+        _unknown_session="",
     )
-    token_ids = prompt(1, 3)[:-1]
-    rig.run(token_ids)
-    rig.settle()
+    rig.scheduler.end_session = connector._end_known_session
     request = SimpleNamespace(
         request_id="waits",
         all_token_ids=token_ids,
         num_prompt_tokens=len(token_ids),
         num_tokens=len(token_ids),
         num_computed_tokens=0,
+        num_preemptions=0,
         cache_salt=None,
         status=None,
         sampling_params=None,
@@ -80,7 +86,16 @@ def waiting(mp_rig: Make) -> Waiting:
         kv_transfer_params=None,
         skip_reading_prefix_cache=False,
     )
-    return rig, connector, request, clock
+    return connector, request
+
+
+@pytest.fixture
+def waiting(mp_rig: Make) -> Waiting:
+    """A request whose prompt is in L1."""
+    rig, clock, token_ids = mp_rig(), Clock(), prompt(1, 3)[:-1]
+    rig.run(token_ids)
+    rig.settle()
+    return rig, *waiting_request(rig, token_ids, clock), clock
 
 
 def locked(rig: MpRig) -> int:
@@ -174,18 +189,127 @@ def test_a_return_whose_answer_never_comes_holds_its_request_for_no_longer_than_
     assert not returning
 
 
-def test_a_load_that_would_be_slower_than_computing_is_declined_and_unlocked(waiting: Waiting) -> None:
+def has_asked(connector: Any) -> bool:
+    return bool(connector.scheduler_adapter._pending_lookups)
+
+
+def test_a_turn_whose_kv_is_on_the_gpu_starts_without_a_lookup_and_stores_nothing_again(
+    waiting: Waiting,
+) -> None:
+    rig, connector, request, _ = waiting
+    assert connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (0, False)
+    assert not has_asked(connector) and not locked(rig)
+    tracker = connector.request_trackers["waits"]
+    assert (tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens) == (2 * CHUNK, 0)
+    assert tracker.num_stored_tokens == 2 * CHUNK
+    connector.request_finished(request, [])
+
+
+def test_a_turn_that_loses_its_kv_on_the_gpu_while_it_waits_is_looked_up(waiting: Waiting) -> None:
+    rig, connector, request, _ = waiting
+    for _ in range(3):
+        assert connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (0, False)
+    assert look_up(connector, request) == 2 * CHUNK and locked(rig) == 2
+    tracker = connector.request_trackers["waits"]
+    assert (tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens) == (0, 2 * CHUNK)
+    connector.request_finished(request, [])
+    wait_for(lambda: not locked(rig))
+
+
+def test_a_turn_that_waits_sees_what_is_stored_meanwhile(waiting: Waiting) -> None:
+    rig, connector, request, _ = waiting
+    rig.forget(request.all_token_ids, CHUNK)
+    rig.follower.knows_all = True
+    assert connector.get_num_new_matched_tokens(request, CHUNK) == (0, False)
+    rig.run(request.all_token_ids)
+    rig.settle()
+    assert connector.get_num_new_matched_tokens(request, CHUNK) == (None, True)
+    wait_for(lambda: connector.get_num_new_matched_tokens(request, CHUNK) == (CHUNK, True))
+    connector.request_finished(request, [])
+
+
+@pytest.mark.parametrize(
+    ("knows_all", "on_gpu", "is_asked"), [(False, 0, True), (False, 2, False), (True, 0, False)]
+)
+def test_files_of_an_earlier_server_are_found_unless_the_gpu_has_half_of_the_prompt(
+    waiting: Waiting, knows_all: bool, on_gpu: int, is_asked: bool
+) -> None:
+    rig, connector, request, _ = waiting
+    rig.forget(request.all_token_ids)
+    assert not rig.follower.knows_all, "it has a disk"
+    rig.follower.knows_all = knows_all
+    found = connector.get_num_new_matched_tokens(request, on_gpu * CHUNK)
+    assert (found == (None, True)) == has_asked(connector) == is_asked
+    if is_asked:
+        assert look_up(connector, request) == 0
+    connector.request_finished(request, [])
+
+
+def test_a_server_that_does_not_report_its_tiers_is_asked_for_every_prompt(waiting: Waiting) -> None:
+    rig, connector, request, _ = waiting
+    rig.follower._clock.now_s += 2 * MAX_AGE_S
+    assert connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (None, True)
+    wait_for(lambda: connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (0, False))
+    connector.request_finished(request, [])
+
+
+def test_a_server_hears_of_the_end_of_those_sessions_that_it_knows(waiting: Waiting) -> None:
+    """Of others it would log a warning each."""
+    _, connector, request, _ = waiting
+    ended: list[str] = []
+    connector._end_session = ended.append
+    for stored_chunks, preemptions, ends in ((0, 0, False), (1, 0, True), (0, 1, True)):
+        connector.get_num_new_matched_tokens(request, 2 * CHUNK)
+        connector.request_trackers["waits"].num_stored_tokens += stored_chunks * CHUNK
+        request.num_preemptions = preemptions
+        connector.request_finished(request, [])
+        assert ended == ["waits"] * ends
+        ended.clear()
+    assert not connector._no_lookup
+
+
+def test_a_load_that_would_be_slower_than_computing_is_not_looked_up(waiting: Waiting) -> None:
     rig, connector, request, _ = waiting
     asked: list[Residency] = []
     connector.set_load_selector(lambda _, where: asked.append(where) or 0)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert asked == [Residency(0, 2 * CHUNK, 0, request.num_tokens)]
+    assert not has_asked(connector) and not locked(rig)
+    assert connector.request_trackers["waits"].num_lmcache_hit_tokens == 0, "they are not computed"
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False), "and not priced at every step"
+    assert len(asked) == 1
+    connector.request_finished(request, [])
+    assert not connector._declined and not connector._selected
+
+
+def test_where_only_drams_part_pays_the_disks_is_not_read(mp_rig: Make) -> None:
+    rig, token_ids = mp_rig(3, 12), prompt(1, 4)[:-1]
+    rig.run(token_ids)
+    rig.settle()
+    rig.run(prompt(2, 1))
+    rig.settle()
+    connector, request = waiting_request(rig, token_ids, Clock())
+    asked: list[Residency] = []
+    connector.set_load_selector(lambda _, where: asked.append(where) or where.dram_tokens)
+    assert look_up(connector, request) == 2 * CHUNK
+    assert asked == [Residency(0, 2 * CHUNK, CHUNK, request.num_tokens)]
+    rig.follower.poll()
+    assert rig.locate(token_ids) == TierHit(2 * CHUNK, CHUNK), "the third chunk is on the disk alone"
+    connector.request_finished(request, [])
+
+
+def test_what_a_lookup_finds_beyond_the_mirror_is_declined_and_unlocked_where_computing_is_faster(
+    waiting: Waiting,
+) -> None:
+    rig, connector, request, _ = waiting
+    asked: list[Residency] = []
+    connector.set_load_selector(lambda _, where: asked.append(where) or 0)
+    rig.follower._clock.now_s += 2 * MAX_AGE_S
     assert look_up(connector, request) == 0
     assert asked == [Residency(0, 2 * CHUNK, 0, request.num_tokens)]
     wait_for(lambda: not locked(rig))
-    assert connector.request_trackers["waits"].num_lmcache_hit_tokens == 0, "they are not computed"
-    assert connector.get_num_new_matched_tokens(request, 0) == (0, False), "and not looked up at every step"
-    assert len(asked) == 1
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     connector.request_finished(request, [])
-    assert not connector._declined
 
 
 def test_a_lease_that_ended_gives_a_failed_load_and_never_another_prompts_kv(mp_rig: Make) -> None:

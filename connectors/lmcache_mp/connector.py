@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
@@ -50,8 +50,17 @@ from connectors.lmcache_mp.worker import MpWorkerSide
 from connectors.request_params import drop_invalid
 from connectors.transfer_config import refuse_kv_of_more_than_tokens, transfer_config
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
 from continuum_lmcache.types import Residency, Tier, TurnId
+
+
+class NoLookup(NamedTuple):
+    """A waiting request that was not looked up."""
+
+    computed_tokens: int  # that the GPU had of it
+    mirror_number: int  # of the mirror by which this was decided
+    stored_tokens: int  # that the tiers held of it
 
 
 class ContinuumLMCacheMPConnector(LMCacheMPConnector):
@@ -97,6 +106,10 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._found: dict[str, TierHit] = {}
         self._load_selector: LoadSelector | None = None  # None: load all that is found
         self._declined: set[str] = set()  # requests that compute what they could load
+        self._selected: set[str] = set()  # waiting requests for which the selector chose before the lookup
+        self._no_lookup: dict[str, NoLookup] = {}  # by request
+        self._end_session, adapter.end_session = adapter.end_session, self._end_known_session
+        self._unknown_session = ""  # a request that ends, of which the server has never heard
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._ended_while_loading: set[str] = set()  # of these, until the workers know that they ended
         warn_of_versions(reply)
@@ -129,9 +142,10 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         return self._found.get(request_id)
 
     def set_load_selector(self, select: LoadSelector) -> None:
-        """Load nothing of a prompt for which `select` returns 0 (reload/tier_store.py: SelectiveLoader).
+        """Look up no more of a prompt than `select` returns (reload/tier_store.py: SelectiveLoader).
 
-        A load is all that was found, or nothing: before it answers, the server has read L2's part into L1.
+        `select` is called before the lookup, by the mirror: before it answers one, the server has read L2's
+        part into L1. What a lookup finds that the mirror did not know is loaded as a whole or not at all.
         """
         self._load_selector = select
 
@@ -172,6 +186,12 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             return 0, False
         if self._leases.renew_if_old(request.request_id, tracker):
             return None, True
+        has_asked = tracker.state != LMCacheMPRequestState.PREFETCHING or self._leases.has_lookup(
+            request.request_id
+        )
+        if not has_asked and not self._needs_lookup(request, tracker, num_computed_tokens):
+            return 0, False
+        self._no_lookup.pop(request.request_id, None)
         self._note_lookup(request.request_id, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
             # an earlier lookup's hits: LMCache keeps them when a later lookup finds nothing, counts that many
@@ -180,12 +200,59 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found and self._leases.renew_if_old(request.request_id, tracker):
             return None, True  # an eager lookup's answer arrives late
-        if found and self._load_selector is not None:
+        if found and self._load_selector is not None and request.request_id not in self._selected:
             where = Residency(num_computed_tokens, found, 0, request.num_tokens)
             if not self._load_selector(TurnId(request.request_id), where):
                 self._decline(request.request_id, tracker)
                 return 0, False
         return found, is_async
+
+    def _needs_lookup(self, request: Request, tracker: Any, computed_tokens: int) -> bool:
+        """Whether the tiers hold more of the prompt than the GPU, and to load it pays. Of a part that pays
+        the lookup is submitted here.
+
+        An answer takes two messages, each of which waits for a step, and the reads of L2. A turn whose KV
+        was pinned need not wait for that. Where L2 may have files that the mirror does not know, a prompt is
+        looked up unless the GPU has half of it.
+        """
+        request_id, number = request.request_id, self._tiers.mirror_number
+        if number is None:
+            return True
+        known = self._no_lookup.get(request_id)
+        if known is not None and known[:2] == (computed_tokens, number):
+            return False
+        token_ids = tracker.get_token_ids()
+        held = self.locate(token_ids, tracker.cache_salt)
+        held_tokens = held.dram_tokens + held.ssd_tokens
+        found = held_tokens - computed_tokens
+        if found <= 0:
+            if not self._tiers.knows_all and 2 * computed_tokens < request.num_tokens:
+                return True
+        elif self._load_selector is None:
+            return True
+        else:
+            where = residency_of_offer(held, computed_tokens, found, request.num_tokens)
+            chosen = self._load_selector(TurnId(request_id), where)
+            self._selected.add(request_id)
+            if chosen:
+                if chosen < found:
+                    self._look_up(request_id, tracker, token_ids[: computed_tokens + chosen])
+                return True
+            self._declined.add(request_id)
+        align = self._hit_alignment_tokens
+        tracker.num_vllm_hit_tokens = computed_tokens // align * align
+        tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, held_tokens  # not stored again
+        self._no_lookup[request_id] = NoLookup(computed_tokens, number, held_tokens)
+        return False
+
+    def _look_up(self, request_id: str, tracker: Any, token_ids: list[int]) -> None:
+        self.scheduler_adapter.maybe_submit_lookup_request(
+            request_id,
+            token_ids=token_ids,
+            cache_salt=tracker.cache_salt,
+            request_configs=tracker.request_configs,
+            reserve_last_token=self._reserve_last_token_for_lookup,
+        )
 
     def _decline(self, request_id: str, tracker: Any) -> None:
         """Unlock what was found. It stays stored, so LMCache need not store it again once it is computed."""
@@ -198,6 +265,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     ) -> None:
         self._leases.on_admission(request.request_id)
         self._declined.discard(request.request_id)
+        self._selected.discard(request.request_id)
         if num_external_tokens:
             self._loading.add(request.request_id)
         else:
@@ -239,17 +307,28 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # without this, a request that ends before its load keeps its chunks locked until the lease ends;
         # a request that was never first in the queue has no tracker, and no lookup
+        no_lookup = self._no_lookup.pop(request.request_id, None)
         if tracker := self.request_trackers.get(request.request_id):
             self._leases.release(request.request_id, tracker)
+            if no_lookup is not None and not request.num_preemptions:
+                has_stored = tracker.num_stored_tokens > no_lookup.stored_tokens
+                self._unknown_session = "" if has_stored else request.request_id
         self._leases.forget(request.request_id)
         self._found.pop(request.request_id, None)
         self._declined.discard(request.request_id)
+        self._selected.discard(request.request_id)
         if request.request_id in self._loading:
             self._ended_while_loading.add(request.request_id)
         if "cached_token_stats" in (request.kv_transfer_params or {}):
             self._get_or_create_request_tracker(request)  # LMCache fails without one
         is_storing, parameters = super().request_finished(request, block_ids)
         return is_storing, parameters
+
+    def _end_known_session(self, request_id: str) -> None:
+        """LMCache's end_session. Of a session that neither a lookup nor a store has begun the server would
+        warn."""
+        if request_id != self._unknown_session:
+            self._end_session(request_id)
 
     def _server_went_down(self) -> None:
         """Send it no requests until LMCache's heartbeat finds it again."""

@@ -39,6 +39,10 @@ class ReadLeases:
         """The request's lookup was submitted, now or before."""
         self._submitted_s.setdefault(request_id, self._clock())
 
+    def has_lookup(self, request_id: str) -> bool:
+        """Whether the request's lookup was submitted, and its lease is neither used nor returned."""
+        return request_id in self._submitted_s
+
     def on_admission(self, request_id: str) -> None:
         """The request was admitted: its load ends the lease, or its release does."""
         self._submitted_s.pop(request_id, None)

@@ -79,6 +79,7 @@ class TierPoller:
     ) -> None:
         self._call, self._request, self._on_down, self._clock = call, request, on_down, clock
         self.mirror = MpTierMirror()
+        self.knows_all = False  # whether the mirror knows every chunk of the tiers
         self.schedulers = 1  # that use the server, this one included
         self.tier_bytes: dict[Tier, int] = {}  # that the tiers hold before they evict
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
@@ -115,7 +116,7 @@ class TierPoller:
             if reply.schedulers != self.schedulers:
                 text = "vLLM schedulers on LMCache's server: %d; each counts on an equal part of its tiers"
                 logger.info(text, reply.schedulers)
-            self.schedulers = reply.schedulers
+            self.schedulers, self.knows_all = reply.schedulers, reply.knows_all
             sizes = {Tier.DRAM: reply.dram_bytes, Tier.SSD: reply.ssd_bytes or 0}
             self.tier_bytes = {tier: size for tier, size in sizes.items() if size}
             self._answered_s = requested_s
@@ -160,6 +161,16 @@ class MpTiers:
         self._hashes = ChunkHashes(lambda: hasher.none_hash, hasher.hash_tokens, hasher.chunk_size)
         self._join = LoadLookupJoin()
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
+
+    @property
+    def mirror_number(self) -> int | None:
+        """The number of the newest change that `locate` knows; None while the server does not answer."""
+        return self._poller.mirror.number if self._poller.is_fresh else None
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether the tiers hold only what `locate` finds; false: an earlier server may have left files."""
+        return self._poller.knows_all
 
     def locate(self, token_ids: Sequence[int], salt: str) -> TierHit:
         if not self._poller.is_fresh:

@@ -54,6 +54,7 @@ class ChangesReply(msgspec.Struct, frozen=True):
     lmcache: str = ""  # LMCache's version in the server; "": a release that does not send it
     continuum: str = ""  # this package's
     schedulers: int = 1  # that have asked lately: the tiers are theirs together
+    knows_all: bool = False  # nothing is in the tiers that was not reported: there is no L2
 
 
 def chunk_name(chunk_hash: bytes, salt: str) -> bytes:
