@@ -486,6 +486,18 @@ def test_a_server_that_was_started_again_with_other_tiers_has_their_sizes() -> N
     assert found == [{Tier.DRAM: 100, Tier.SSD: 400}, {Tier.DRAM: 200}, {Tier.DRAM: 200, Tier.SSD: 100}]
 
 
+def test_l2_counts_only_where_l1_keeps_room_for_the_longest_prompt() -> None:
+    """LMCache evicts nothing for what it reads from L2, so such a load fails."""
+    sizes = {"dram_bytes": 800, "ssd_bytes": 3200}
+    replies = [msgspec.structs.replace(ANSWER, dram_spare_bytes=spare, **sizes) for spare in (399, 400)]
+    poller = TierPoller(lambda *_: msgspec.msgpack.encode(replies.pop(0)), ChangesRequest("m", 1))
+    tiers = MpTiers(poller, TokenHasher(CHUNK, "blake3"), bytes_per_token=8, longest_prompt_tokens=50)
+    poller.poll()
+    assert tiers.capacity_tokens() == {Tier.DRAM: 100}
+    poller.poll()
+    assert tiers.capacity_tokens() == {Tier.DRAM: 100, Tier.SSD: 400}
+
+
 def test_engines_on_one_server_count_each_on_an_equal_part_of_its_tiers(
     mp_rig: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         reply = first_answer(self._poller)
         hasher = TokenHasher(adapter.lmcache_tokens_per_chunk, reply.hash_algorithm)
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size
-        self._tiers = MpTiers(self._poller, hasher, bytes_per_token)
+        self._tiers = MpTiers(self._poller, hasher, bytes_per_token, max_model_len)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
         self._found: dict[str, TierHit] = {}
         self._load_selector: LoadSelector | None = None  # None: load all that is found
@@ -134,7 +134,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         return self._tiers.transfers()
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        """The sizes of the server's L1 and L2, for all clients together."""
+        """This engine's part of the server's L1, and of L2 where L1 has room for its loads."""
         return self._tiers.capacity_tokens()
 
     def hit_at_lookup(self, request_id: str) -> TierHit | None:

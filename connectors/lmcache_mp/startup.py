@@ -101,7 +101,8 @@ def warn_of_small_l1(reply: ChangesReply, bytes_per_token: int, max_model_len: i
     if spare_tokens < max_model_len:
         logger.warning(
             "LMCache's L1 keeps %d tokens free, and a prompt may have %d: longer prompts may not load from "
-            "L2; give the server more --l1-size-gb or a lower --eviction-trigger-watermark",
+            "L2, so L2 does not count as room for programs; give the server more --l1-size-gb or a lower "
+            "--eviction-trigger-watermark",
             spare_tokens,
             max_model_len,
         )

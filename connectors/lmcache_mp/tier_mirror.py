@@ -82,6 +82,7 @@ class TierPoller:
         self.knows_all = False  # whether the mirror knows every chunk of the tiers
         self.schedulers = 1  # that use the server, this one included
         self.tier_bytes: dict[Tier, int] = {}  # that the tiers hold before they evict
+        self.spare_bytes = 0  # of L1, for what is read from L2
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
         self.is_up = True
         self._answered_s = clock()
@@ -119,6 +120,7 @@ class TierPoller:
             self.schedulers, self.knows_all = reply.schedulers, reply.knows_all
             sizes = {Tier.DRAM: reply.dram_bytes, Tier.SSD: reply.ssd_bytes or 0}
             self.tier_bytes = {tier: size for tier, size in sizes.items() if size}
+            self.spare_bytes = reply.dram_spare_bytes
             self._answered_s = requested_s
             return reply
 
@@ -155,8 +157,11 @@ def decoded(payload: bytes) -> ChangesReply:
 class MpTiers:
     """The core's TierStore over an MP server: answers from the mirror, and never waits."""
 
-    def __init__(self, poller: TierPoller, hasher: Any, bytes_per_token: int) -> None:
+    def __init__(
+        self, poller: TierPoller, hasher: Any, bytes_per_token: int, longest_prompt_tokens: int = 0
+    ) -> None:
         self._poller, self._bytes_per_token = poller, bytes_per_token
+        self._longest_prompt_bytes = longest_prompt_tokens * bytes_per_token
         self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
         self._hashes = ChunkHashes(lambda: hasher.none_hash, hasher.hash_tokens, hasher.chunk_size)
         self._join = LoadLookupJoin()
@@ -187,10 +192,14 @@ class MpTiers:
     def capacity_tokens(self) -> dict[Tier, int]:
         """This scheduler's part, for all its ranks together: L1 and L2 hold every rank's pieces.
 
-        As of the latest answer: the server may have been started again with other sizes.
+        As of the latest answer: the server may have been started again with other sizes. L2 counts only if
+        L1 keeps room for the longest prompt: else its loads fail (docs/mp.md), and the programs are computed.
         """
         token_bytes = self._bytes_per_token * self._poller.schedulers
-        return {tier: size // token_bytes for tier, size in self._poller.tier_bytes.items()}
+        found = {tier: size // token_bytes for tier, size in self._poller.tier_bytes.items()}
+        if self._poller.spare_bytes < self._longest_prompt_bytes:
+            found.pop(Tier.SSD, None)
+        return found
 
     def apply_report(self, report: MpReport) -> None:
         """Apply the worker's timed loads and stores, and the server's lookups."""
