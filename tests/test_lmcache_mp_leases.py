@@ -268,6 +268,28 @@ def test_a_server_hears_of_the_end_of_those_sessions_that_it_knows(waiting: Wait
     assert not connector._no_lookup
 
 
+def test_a_turn_that_was_looked_up_once_ends_its_session_though_the_gpu_has_its_kv_later(
+    waiting: Waiting,
+) -> None:
+    """The rig waits in the end until the server has no session."""
+    _, connector, request, clock = waiting
+    assert look_up(connector, request) == 2 * CHUNK
+    clock.now_s = 101.0
+    wait_for(lambda: connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (0, False))
+    assert connector._no_lookup
+    connector.request_finished(request, [])
+
+
+def test_a_preempted_turn_is_counted_anew(waiting: Waiting) -> None:
+    _, connector, request, _ = waiting
+    assert connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (0, False)
+    del connector.request_trackers["waits"]  # as LMCache does when it returns
+    assert connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (0, False)
+    tracker = connector.request_trackers["waits"]
+    assert (tracker.num_vllm_hit_tokens, tracker.num_stored_tokens) == (2 * CHUNK, 2 * CHUNK)
+    connector.request_finished(request, [])
+
+
 def test_a_load_that_would_be_slower_than_computing_is_not_looked_up(waiting: Waiting) -> None:
     rig, connector, request, _ = waiting
     asked: list[Residency] = []

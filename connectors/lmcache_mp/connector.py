@@ -58,6 +58,7 @@ from continuum_lmcache.types import Residency, Tier, TurnId
 class NoLookup(NamedTuple):
     """A waiting request that was not looked up."""
 
+    tracker: Any  # LMCache's, in which this was noted: a preempted request gets another
     computed_tokens: int  # that the GPU had of it
     mirror_number: int  # of the mirror by which this was decided
     stored_tokens: int  # that the tiers held of it
@@ -219,7 +220,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         if number is None:
             return True
         known = self._no_lookup.get(request_id)
-        if known is not None and known[:2] == (computed_tokens, number):
+        if known is not None and known.tracker is tracker and known[1:3] == (computed_tokens, number):
             return False
         token_ids = tracker.get_token_ids()
         held = self.locate(token_ids, tracker.cache_salt)
@@ -242,7 +243,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         align = self._hit_alignment_tokens
         tracker.num_vllm_hit_tokens = computed_tokens // align * align
         tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, held_tokens  # not stored again
-        self._no_lookup[request_id] = NoLookup(computed_tokens, number, held_tokens)
+        self._no_lookup[request_id] = NoLookup(tracker, computed_tokens, number, held_tokens)
         return False
 
     def _look_up(self, request_id: str, tracker: Any, token_ids: list[int]) -> None:
@@ -307,12 +308,10 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         # without this, a request that ends before its load keeps its chunks locked until the lease ends;
         # a request that was never first in the queue has no tracker, and no lookup
-        no_lookup = self._no_lookup.pop(request.request_id, None)
         if tracker := self.request_trackers.get(request.request_id):
             self._leases.release(request.request_id, tracker)
-            if no_lookup is not None and not request.num_preemptions:
-                has_stored = tracker.num_stored_tokens > no_lookup.stored_tokens
-                self._unknown_session = "" if has_stored else request.request_id
+        self._unknown_session = "" if self._has_session(request) else request.request_id
+        self._no_lookup.pop(request.request_id, None)
         self._leases.forget(request.request_id)
         self._found.pop(request.request_id, None)
         self._declined.discard(request.request_id)
@@ -323,6 +322,14 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             self._get_or_create_request_tracker(request)  # LMCache fails without one
         is_storing, parameters = super().request_finished(request, block_ids)
         return is_storing, parameters
+
+    def _has_session(self, request: Request) -> bool:
+        """Whether the server may know the request: a lookup or a store has begun its session."""
+        request_id = request.request_id
+        no_lookup = self._no_lookup.get(request_id)
+        if no_lookup is None or request_id in self._found or request.num_preemptions:
+            return True
+        return bool(no_lookup.tracker.num_stored_tokens > no_lookup.stored_tokens)
 
     def _end_known_session(self, request_id: str) -> None:
         """LMCache's end_session. Of a session that neither a lookup nor a store has begun the server would
