@@ -114,7 +114,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
         self._ended_while_loading: set[str] = set()  # of these, until the workers know that they ended
         warn_of_versions(reply)
-        warn_of_small_l1(reply, bytes_per_token, max_model_len)
+        warn_of_small_l1(self._tiers.spare_tokens, max_model_len)
         self._poller.start()
 
     # ---- scheduler: the core's TierStore
@@ -236,8 +236,14 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             chosen = self._load_selector(TurnId(request_id), where)
             self._selected.add(request_id)
             if chosen:
-                if chosen < found:
-                    self._look_up(request_id, tracker, token_ids[: computed_tokens + chosen])
+                if chosen < found:  # of a lookup that was submitted LMCache submits no other
+                    self.scheduler_adapter.maybe_submit_lookup_request(
+                        request_id,
+                        token_ids=token_ids[: computed_tokens + chosen],
+                        cache_salt=tracker.cache_salt,
+                        request_configs=tracker.request_configs,
+                        reserve_last_token=self._reserve_last_token_for_lookup,
+                    )
                 return True
             self._declined.add(request_id)
         align = self._hit_alignment_tokens
@@ -245,15 +251,6 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, held_tokens  # not stored again
         self._no_lookup[request_id] = NoLookup(tracker, computed_tokens, number, held_tokens)
         return False
-
-    def _look_up(self, request_id: str, tracker: Any, token_ids: list[int]) -> None:
-        self.scheduler_adapter.maybe_submit_lookup_request(
-            request_id,
-            token_ids=token_ids,
-            cache_salt=tracker.cache_salt,
-            request_configs=tracker.request_configs,
-            reserve_last_token=self._reserve_last_token_for_lookup,
-        )
 
     def _decline(self, request_id: str, tracker: Any) -> None:
         """Unlock what was found. It stays stored, so LMCache need not store it again once it is computed."""

@@ -95,9 +95,8 @@ def warn_of_versions(reply: ChangesReply) -> None:
             )
 
 
-def warn_of_small_l1(reply: ChangesReply, bytes_per_token: int, max_model_len: int) -> None:
+def warn_of_small_l1(spare_tokens: int, max_model_len: int) -> None:
     """A load from L2 needs free L1 for all of it at once; LMCache evicts nothing for it."""
-    spare_tokens = reply.dram_spare_bytes // bytes_per_token
     if spare_tokens < max_model_len:
         logger.warning(
             "LMCache's L1 keeps %d tokens free, and a prompt may have %d: longer prompts may not load from "

@@ -117,7 +117,7 @@ class TierPoller:
             if reply.schedulers != self.schedulers:
                 text = "vLLM schedulers on LMCache's server: %d; each counts on an equal part of its tiers"
                 logger.info(text, reply.schedulers)
-            self.schedulers, self.knows_all = reply.schedulers, reply.knows_all
+            self.schedulers, self.knows_all = reply.schedulers, reply.ssd_bytes == 0
             sizes = {Tier.DRAM: reply.dram_bytes, Tier.SSD: reply.ssd_bytes or 0}
             self.tier_bytes = {tier: size for tier, size in sizes.items() if size}
             self.spare_bytes = reply.dram_spare_bytes
@@ -161,7 +161,7 @@ class MpTiers:
         self, poller: TierPoller, hasher: Any, bytes_per_token: int, longest_prompt_tokens: int = 0
     ) -> None:
         self._poller, self._bytes_per_token = poller, bytes_per_token
-        self._longest_prompt_bytes = longest_prompt_tokens * bytes_per_token
+        self._longest_prompt_tokens = longest_prompt_tokens
         self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
         self._hashes = ChunkHashes(lambda: hasher.none_hash, hasher.hash_tokens, hasher.chunk_size)
         self._join = LoadLookupJoin()
@@ -176,6 +176,11 @@ class MpTiers:
     def knows_all(self) -> bool:
         """Whether the tiers hold only what `locate` finds; false: an earlier server may have left files."""
         return self._poller.knows_all
+
+    @property
+    def spare_tokens(self) -> int:
+        """How many tokens L1 keeps free: a longer load from L2 fails."""
+        return self._poller.spare_bytes // self._bytes_per_token
 
     def locate(self, token_ids: Sequence[int], salt: str) -> TierHit:
         if not self._poller.is_fresh:
@@ -197,7 +202,7 @@ class MpTiers:
         """
         token_bytes = self._bytes_per_token * self._poller.schedulers
         found = {tier: size // token_bytes for tier, size in self._poller.tier_bytes.items()}
-        if self._poller.spare_bytes < self._longest_prompt_bytes:
+        if self.spare_tokens < self._longest_prompt_tokens:
             found.pop(Tier.SSD, None)
         return found
 

@@ -46,7 +46,7 @@ class ChangesReply(msgspec.Struct, frozen=True):
     changes: list[NumberedChange]
     lookups: list[LookupResult]
     dram_bytes: int  # that L1 holds before it evicts
-    ssd_bytes: int | None  # the same of L2; None: an adapter reports no size, such as `fs`
+    ssd_bytes: int | None  # the same of L2; 0: there is none; None: an adapter has no size, such as `fs`
     dram_spare_bytes: int  # of L1, kept free by eviction for reads from L2
     read_lease_s: float  # for how long a lookup locks what it found
     hash_algorithm: str
@@ -54,7 +54,6 @@ class ChangesReply(msgspec.Struct, frozen=True):
     lmcache: str = ""  # LMCache's version in the server; "": a release that does not send it
     continuum: str = ""  # this package's
     schedulers: int = 1  # that have asked lately: the tiers are theirs together
-    knows_all: bool = False  # nothing is in the tiers that was not reported: there is no L2
 
 
 def chunk_name(chunk_hash: bytes, salt: str) -> bytes:

@@ -215,7 +215,6 @@ class MpTierModule:
                 lmcache=LMCACHE_VERSION,
                 continuum=__version__,
                 schedulers=max(1, len(self._asked_s)),
-                knows_all=ssd_bytes == 0,
             )
         return msgspec.msgpack.encode(reply)
 
