@@ -29,6 +29,7 @@ from experiments.table1 import GENERATORS
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model, profile_here
 
 ROOT = Path(__file__).parents[2]
+FREE_WINDOWS = 2  # of L1, beside its DRAM
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,11 @@ class Machine:
     def kv_gb(self) -> float:
         """The GPU's KV cache, in GB."""
         return self.gpu_blocks * self.block_tokens * self.kv_bytes_per_token / 1e9
+
+    @property
+    def window_gb(self) -> float:
+        """The longest context's KV, in GB."""
+        return self.window_tokens * self.kv_bytes_per_token / 1e9
 
     def served_gb(self, gb: float) -> float:
         """The bytes of a tier of that size in the server's dtype."""
@@ -192,13 +198,21 @@ def connector(case: Live, machine: Machine, disk: Path) -> dict[str, Any]:
 
 @contextmanager
 def mp_tiers(case: Live, machine: Machine, folder: Path, keep: Path) -> Iterator[list[str]]:
-    """An `lmcache server` with the case's tiers, where the machine has one; vLLM's arguments for it."""
+    """An `lmcache server` with the case's tiers, where the machine has one; vLLM's arguments for it.
+
+    With a disk L1 has free room beside the case's DRAM: for a prompt that is read from L2, and for what is
+    stored between two evictions (docs/mp.md).
+    """
     if not machine.mp or not case.dram_gb:
         yield []
         return
-    chunks = ("--chunk-size", str(machine.chunk_tokens))
+    more = ["--chunk-size", str(machine.chunk_tokens)]
+    l1_gb = case.dram_gb
+    if case.ssd_gb:
+        l1_gb += FREE_WINDOWS * machine.window_gb
+        more += ["--eviction-trigger-watermark", f"{case.dram_gb / l1_gb:.3f}"]
     log, disk, disk_gb = keep / "lmcache.log", folder / "disk", machine.served_gb(case.ssd_gb)
-    with serve_mp(machine.gib(case.dram_gb), disk, log, *chunks, disk_gb=disk_gb) as mp:
+    with serve_mp(machine.gib(l1_gb), disk, log, *more, disk_gb=disk_gb) as mp:
         yield ["--kv-transfer-config", json.dumps(mp.transfer_config | OURS_MP)]
 
 

@@ -64,11 +64,7 @@ BOTH_TRACES: tuple[Setting, ...] = tuple((trace, "cpu-tiny") for trace in AGENTS
 OVER_MP: tuple[Setting, ...] = tuple((trace, "cpu-tiny-mp") for trace in AGENTS)
 FEW = (STOCK, ROUTER_WARM, PUBLISHED, "continuum")
 PAPERS = dict.fromkeys(Size, BOTH_MODES) | {Size.DEFAULT: BOTH_MODES[:1]}
-TRACED = dict.fromkeys(Size, BOTH_TRACES) | {Size.QUICK: BOTH_TRACES[:1]}
-
-
-def workload_and_tiers(case: Case) -> str:
-    return f"{case.workload}, {tiers(case)}"
+TRACED = {Size.QUICK: BOTH_TRACES[:1], Size.DEFAULT: BOTH_TRACES, Size.FULL: (*BOTH_TRACES, *OVER_MP)}
 
 
 def in_turns(
@@ -114,7 +110,7 @@ def paced(plan: Plan, jps: float) -> Plan:
 DISKS = tuple((SMALL, times * KV_GB) for times in (0, 2, 8))
 OF_TRACES = partial(
     Plan,
-    panel=workload_and_tiers,
+    panel=everything,
     label=bare_name,
     baseline="continuum",
     shows=("job_mean_s", "ttft_p99_s", "end_s", "ttft_max_s"),
@@ -148,7 +144,7 @@ LIVE_PLANS: dict[str, Plan] = {
     ),
     "agents": OF_TRACES(
         "Traces of agents, DRAM half the KV cache, and a disk of twice it or none",
-        in_turns((*RIVALS, "program-fcfs"), DISKS[:2], TRACED, {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
+        in_turns((*RIVALS, "program-fcfs"), DISKS[:2], TRACED, dict.fromkeys(Size, 20), 1.0),
     ),
     "agents-mp": OF_TRACES(
         "Traces of agents, LMCache's own server with a DRAM of 8x the KV cache",
