@@ -23,7 +23,7 @@ from experiments.server import ServerError
 from experiments.sweep import conditions
 from experiments.sweep.cases import ENDLESS, ORACLE, PEERS, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
-from experiments.sweep.live import MACHINES, arguments, connector, machine_of, selection_of
+from experiments.sweep.live import MACHINES, WATERMARK, arguments, connector, l1_of, machine_of, selection_of
 from experiments.sweep.live import run as run_live
 from experiments.sweep.live_plans import ABLATION, LIVE_PLANS
 from experiments.sweep.plans import PLANS
@@ -36,7 +36,6 @@ SMALL = Point(STOCK, programs=12, jps=0.1, seed=1)
 BARE = replace(SMALL, contender="continuum")
 PUBLISHED = replace(SMALL, contender="continuum-published")
 DISK = replace(SMALL, contender="program-fcfs", dram_gb=20.0, ssd_gb=200.0, blocking=True)
-WATERMARK = 0.8  # of its DRAM, above which LMCache's server evicts
 FREE = replace(DISK, link_gbps=1e9, ssd_gbps=1e9)
 
 
@@ -293,6 +292,19 @@ def test_agents_traces_run_live_over_lmcaches_server_with_a_dram_that_holds_ever
     contexts = [program.context_tokens for program in selection_of(cases[0]).programs(lambda _: None)]
     assert machine.mp and WATERMARK * cases[0].dram_gb >= ROOMY_TIMES * machine.kv_gb
     assert cases[0].dram_gb * 1e9 > sum(contexts) * machine.kv_bytes_per_token
+
+
+def test_over_lmcaches_server_a_disk_s_loads_have_room_in_l1_beside_the_case_s_dram() -> None:
+    cases = [case for case in LIVE_PLANS["agents"].cases(Size.FULL, [3]) if isinstance(case, Live)]
+    disks = [case for case in cases if case.ssd_gb and machine_of(case).mp]
+    assert {case.workload for case in disks} == {case.workload for case in cases}
+    for case in disks:
+        machine = machine_of(case)
+        l1_gb, watermark = l1_of(case, machine)
+        kept_gb = watermark * l1_gb
+        assert kept_gb == pytest.approx(case.dram_gb)
+        assert l1_gb - kept_gb > machine.window_tokens * machine.kv_bytes_per_token / 1e9
+        assert l1_of(replace(case, ssd_gb=0.0), machine) == (case.dram_gb, WATERMARK)
 
 
 def test_a_faster_machine_has_the_same_live_cases_at_its_own_rate() -> None:

@@ -29,7 +29,8 @@ from experiments.table1 import GENERATORS
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model, profile_here
 
 ROOT = Path(__file__).parents[2]
-FREE_WINDOWS = 2  # of L1, beside its DRAM
+WATERMARK = 0.8  # LMCache's default: the share of L1 above which it evicts
+FREE_WINDOWS = 2  # of L1, beside the case's DRAM, where there is a disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,22 +199,27 @@ def connector(case: Live, machine: Machine, disk: Path) -> dict[str, Any]:
 
 @contextmanager
 def mp_tiers(case: Live, machine: Machine, folder: Path, keep: Path) -> Iterator[list[str]]:
-    """An `lmcache server` with the case's tiers, where the machine has one; vLLM's arguments for it.
-
-    With a disk L1 has free room beside the case's DRAM: for a prompt that is read from L2, and for what is
-    stored between two evictions (docs/mp.md).
-    """
+    """An `lmcache server` with the case's tiers, where the machine has one; vLLM's arguments for it."""
     if not machine.mp or not case.dram_gb:
         yield []
         return
-    more = ["--chunk-size", str(machine.chunk_tokens)]
-    l1_gb = case.dram_gb
-    if case.ssd_gb:
-        l1_gb += FREE_WINDOWS * machine.window_gb
-        more += ["--eviction-trigger-watermark", f"{case.dram_gb / l1_gb:.3f}"]
+    l1_gb, watermark = l1_of(case, machine)
+    more = ["--chunk-size", str(machine.chunk_tokens), "--eviction-trigger-watermark", f"{watermark:.3f}"]
     log, disk, disk_gb = keep / "lmcache.log", folder / "disk", machine.served_gb(case.ssd_gb)
     with serve_mp(machine.gib(l1_gb), disk, log, *more, disk_gb=disk_gb) as mp:
         yield ["--kv-transfer-config", json.dumps(mp.transfer_config | OURS_MP)]
+
+
+def l1_of(case: Live, machine: Machine) -> tuple[float, float]:
+    """L1's size in GB, and the share above which LMCache evicts from it.
+
+    With a disk L1 has free room beside the case's DRAM, for a prompt that is read from L2 and for what is
+    stored between two evictions (docs/mp.md): without that room LMCache loads nothing from L2.
+    """
+    if not case.ssd_gb:
+        return case.dram_gb, WATERMARK
+    l1_gb = case.dram_gb + FREE_WINDOWS * machine.window_gb
+    return l1_gb, case.dram_gb / l1_gb
 
 
 def figures(summary: Mapping[str, Any], job_times_s: list[float]) -> dict[str, Any]:
