@@ -15,6 +15,7 @@ import torch
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
@@ -376,6 +377,25 @@ def test_a_streaming_session_whose_input_ends_ends_like_any_turn(make: Make, is_
         bench.run_until_idle()
     assert bench.lifecycle.pins.taken == (0 if is_last else 1)
     assert ("p" in bench.lifecycle.programs.records) is not is_last
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AssertionError, reason="vllm#49439: vLLM preempts no session that waits"
+)
+@pytest.mark.parametrize("cls", [Scheduler, ContinuumScheduler])
+def test_streaming_sessions_that_do_not_fit_together_go_on_one_after_the_other(
+    model: Path,
+    settings: Any,  # noqa: F811
+    cls: Any,
+) -> None:
+    settings()
+    bench = Bench(cls, model, blocks=21)
+    sessions = [bench.send(None, prompt(8 * BLOCK, story), resumable=True) for story in (1, 2)]
+    bench.run_until_idle()
+    for session in sessions:
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        bench.scheduler.add_request(Request(session, prompt(5 * BLOCK, 3), params, None, resumable=True))
+    bench.run_until_idle(100)
 
 
 def test_a_turn_that_left_before_it_ran_has_attained_nothing(make: Make) -> None:
