@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
+from continuum_lmcache.types import Tier
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation, simulate
 from experiments.sim.result import Result
@@ -148,6 +149,20 @@ def test_a_preempted_request_is_brought_back_the_cheaper_way(
 def test_stores_that_hold_no_step_up_teach_no_stall(tmp_path: Path, beside: bool) -> None:
     lifecycle = lifecycle_after(engine({**DISK_ONLY, "dram_gb": 200.0, "async": beside}, a_profile(tmp_path)))
     assert (lifecycle.advisor.rates.samples["store"] == 0) is beside
+
+
+@pytest.mark.parametrize(("contexts", "least", "most"), [(3, 0.0, 0.1), (8, 0.9, 1.0)])
+def test_what_a_dram_has_kept_for_returns_says_what_it_will_keep(
+    tmp_path: Path, contexts: int, least: float, most: float
+) -> None:
+    tiers = {"dram_gb": contexts * 7000 * A100.kv_bytes_per_token / 2**30}
+    survival = lifecycle_after(engine(tiers, a_profile(tmp_path))).advisor.survival
+    assert least <= survival.chances()[Tier.DRAM] <= most
+
+
+def test_a_tier_that_holds_what_is_not_loaded_has_not_lost_it(tmp_path: Path) -> None:
+    survival = lifecycle_after(engine(DISK_ONLY, a_profile(tmp_path))).advisor.survival
+    assert survival.chances() == {Tier.SSD: 1.0}
 
 
 def counts(setup: Setup, programs: Sequence[Program] = ()) -> Counter[str]:

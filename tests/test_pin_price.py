@@ -58,7 +58,7 @@ def ttl_s(short: bool, tokens: int = 16, dram_tokens: int = 0, **values: Any) ->
     config = ContinuumConfig(**{"priced_pins": True, **values})
     made = RetentionAdvisor(config, A_SECOND_A_TOKEN, learned(), {Tier.DRAM: 10**9})
     load = replace(IDLE, is_memory_short=short)
-    return made.retain(0.0, turn(tokens, dram_tokens=dram_tokens), load).ttl_s
+    return made.retain(turn(tokens, dram_tokens=dram_tokens), load).ttl_s
 
 
 def test_while_nobody_waits_for_memory_a_pin_waits_for_the_slowest_return():
@@ -163,7 +163,7 @@ def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
     bench.step()
     seen: list[int] = []
     retain = advisor.retain
-    monkeypatch.setattr(advisor, "retain", lambda *a: seen.append(a[1].program) or retain(*a))
+    monkeypatch.setattr(advisor, "retain", lambda *a: seen.append(a[0].program) or retain(*a))
     if due:
         bench.now_s = max(pin.deadline_s for pin in bench.lifecycle.pins.pinned.values())
     else:

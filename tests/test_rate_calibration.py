@@ -154,86 +154,79 @@ def test_a_slower_dram_makes_the_ttl_longer_and_a_faster_one_shorter_within_fift
     assert ttl_s(after(*[load(10.0)] * 50).costs) > before_s > ttl_s(after(*[load(0.1)] * 50).costs)
 
 
-def store(tokens):
-    return KVTransfer(Tier.DRAM, "store", tokens, tokens * 1000, 0.01)
+CONTEXT = 1000
+IN_BOTH = Residency(0, 600, 400, CONTEXT)  # DRAM has the head, the disk all
 
 
-def filled(tokens_per_s, for_s=600, capacity=None, step_s=1):
-    survival = TierSurvival(capacity or {Tier.DRAM: 100_000, Tier.SSD: 1_000_000})
-    for now_s in range(0, for_s, step_s):
-        survival.observe(store(int(tokens_per_s * step_s)), float(now_s))
-    return survival
+def survival(capacity=None):
+    return TierSurvival(capacity or {Tier.DRAM: 10_000, Tier.SSD: 100_000})
 
 
-def test_a_prefix_survives_a_short_gap_and_not_a_long_one():
-    """1000 tokens a second into 100,000: a prefix of 20,000 has 80 s."""
-    survival = filled(1000)
-    assert survival.chances(20_000, 40.0, 600.0)[Tier.DRAM] > 0.99
-    assert survival.chances(20_000, 80.0, 600.0)[Tier.DRAM] == pytest.approx(0.5, abs=0.1)
-    assert survival.chances(20_000, 160.0, 600.0)[Tier.DRAM] < 0.01
-    assert survival.chances(20_000, 160.0, 600.0)[Tier.SSD] > 0.99
+def test_a_tier_is_trusted_until_a_return_shows_otherwise():
+    assert survival().chances() == {Tier.DRAM: 1.0, Tier.SSD: 1.0}
 
 
-def test_nothing_is_lost_while_nothing_comes_in():
-    survival = TierSurvival({Tier.DRAM: 1000})
-    assert survival.chances(1000, 1e9, 5.0) == {Tier.DRAM: 1.0}
+def test_a_tier_that_has_lost_what_the_gpu_lost_is_soon_not_trusted():
+    """Three returns: a quarter of the trust is left. The disk has kept all."""
+    seen = survival()
+    for _ in range(3):
+        seen.on_return(IN_BOTH, Residency(0, 0, CONTEXT, CONTEXT), CONTEXT)
+    assert seen.chances()[Tier.DRAM] == pytest.approx(0.25, abs=0.02)
+    assert seen.chances()[Tier.SSD] == 1.0
 
 
-def test_a_prefix_that_a_tier_cannot_hold_is_not_there():
-    assert TierSurvival({Tier.DRAM: 1000}).chances(1001, 0.0, 0.0) == {Tier.DRAM: 0.0}
+def test_only_what_the_gpu_lost_and_the_tier_held_counts():
+    """The GPU still has 200 tokens, and the prompt repeats 500 of the 1000: of 300 DRAM still has 150."""
+    seen = survival()
+    seen.on_return(IN_BOTH, Residency(200, 150, 0, 900), 500)
+    assert seen.chances()[Tier.DRAM] == pytest.approx((0.98 + 0.5) / (0.98 + 1.0))
 
 
-def test_a_quiet_hour_is_noticed():
-    """A rate of 1,000 tokens a second that ended an hour ago has no weight any more."""
-    survival = filled(1000)
-    assert survival.chances(20_000, 160.0, 600.0)[Tier.DRAM] < 0.01
-    assert survival.chances(20_000, 160.0, 4200.0)[Tier.DRAM] > 0.99
+@pytest.mark.parametrize(
+    ("left", "found"),
+    [
+        (Residency(0, 0, 0, CONTEXT), Residency(0, 0, 0, CONTEXT)),  # was in no tier
+        (Residency(0, 400, 0, CONTEXT), Residency(500, 0, 0, CONTEXT)),  # the GPU has all of DRAM's part
+    ],
+)
+def test_a_return_that_needs_nothing_of_a_tier_teaches_nothing(left, found):
+    seen = survival()
+    seen.on_return(left, found, CONTEXT)
+    assert seen.chances() == {Tier.DRAM: 1.0, Tier.SSD: 1.0}
 
 
-def test_a_burst_at_the_start_is_no_rate():
-    """Two stores at once: 10,000 tokens in 30 s at most, so 80 s of grace and more."""
-    survival = TierSurvival({Tier.DRAM: 100_000})
-    for _ in range(2):
-        survival.observe(store(5000), 0.0)
-    assert survival.chances(20_000, 60.0, 0.0)[Tier.DRAM] > 0.99
+def test_trust_comes_back_with_the_returns():
+    seen = survival()
+    for found in [Residency(0, 0, 0, CONTEXT)] * 20 + [IN_BOTH] * 200:
+        seen.on_return(IN_BOTH, found, CONTEXT)
+    assert seen.chances()[Tier.DRAM] > 0.9
 
 
-def test_promotions_from_disk_fill_dram_and_dram_hits_fill_nothing():
-    survival = TierSurvival({Tier.DRAM: 1000, Tier.SSD: 1000})
-    survival.observe(KVTransfer(Tier.SSD, "load", 100, 1, 1.0), 0.0)
-    survival.observe(KVTransfer(Tier.DRAM, "load", 100, 1, 1.0), 0.0)
-    survival.observe(KVTransfer(Tier.SSD, "store", 100, 1, 1.0), 0.0)
-    assert {tier: fill.n for tier, fill in survival.fills.items()} == {Tier.DRAM: 1, Tier.SSD: 0}
-
-
-def test_a_tier_may_go_and_another_one_come():
+def test_a_tier_of_another_size_is_another_tier():
     """LMCache's server was started again with other tiers."""
-    survival = TierSurvival({Tier.DRAM: 1000, Tier.SSD: 1000})
-    survival.observe(store(100), 0.0)
-    assert not survival.resize({Tier.DRAM: 1000, Tier.SSD: 1000}) and survival.resize({Tier.DRAM: 500})
-    survival.observe(store(100), 1.0)
-    assert list(survival.chances(10, 1.0, 2.0)) == [Tier.DRAM] and survival.fills[Tier.DRAM].n == 2
-    assert survival.resize({Tier.DRAM: 500, Tier.SSD: 4000})
-    assert survival.chances(10, 1.0, 2.0)[Tier.SSD] == 1.0
+    seen = survival({Tier.DRAM: 1000, Tier.SSD: 1000})
+    seen.on_return(IN_BOTH, Residency(0, 0, 0, CONTEXT), CONTEXT)
+    assert not seen.resize({Tier.DRAM: 1000, Tier.SSD: 1000}) and seen.chances()[Tier.DRAM] < 1.0
+    assert seen.resize({Tier.DRAM: 5000}) and seen.chances() == {Tier.DRAM: 1.0}
+    seen.on_return(IN_BOTH, Residency(0, 0, 0, CONTEXT), CONTEXT)
+    assert seen.resize({Tier.DRAM: 5000, Tier.SSD: 4000})
+    assert seen.chances()[Tier.DRAM] < 1.0 and seen.chances()[Tier.SSD] == 1.0
 
 
-TIMES = st.floats(0, 1e6)
+TOKENS = st.integers(0, 10**6)
+RESIDENCIES = st.builds(lambda *parts: Residency(*parts, sum(parts)), TOKENS, TOKENS, TOKENS)
 
 
-@given(st.lists(st.tuples(LOADS, TIMES)), st.integers(0, 10**7), TIMES, TIMES)
-def test_a_chance_is_one_and_falls_with_time(told, prefix_tokens, after_s, more_s):
-    survival = TierSurvival({Tier.DRAM: 10**5, Tier.SSD: 10**6})
-    for moved, now_s in told:
-        survival.observe(moved, now_s)
-    sooner = survival.chances(prefix_tokens, after_s, 1e6)
-    later = survival.chances(prefix_tokens, after_s + more_s, 1e6)
-    for tier in sooner:
-        assert 0 <= later[tier] <= sooner[tier] + 1e-9 <= 1 + 2e-9
+@given(st.lists(st.tuples(RESIDENCIES, RESIDENCIES, TOKENS)))
+def test_a_chance_is_a_probability(returns):
+    seen = survival()
+    for each in returns:
+        seen.on_return(*each)
+    assert all(0.0 <= chance <= 1.0 for chance in seen.chances().values())
 
 
 def test_costs_take_the_chances_as_they_are():
     where = Residency(0, 1000, 0, 1000)
-    survival = filled(1000)
-    weighed_s = PROFILE.reload_s(where, survival.chances(1000, 300.0, 600.0))
+    weighed_s = PROFILE.reload_s(where, {Tier.DRAM: 0.0})
     assert weighed_s == pytest.approx(replace(PROFILE).prefill_s(1000), rel=0.01)
     assert PROFILE.reload_s(where) == pytest.approx(1.0)

@@ -35,49 +35,46 @@ def advisor(capacity_tokens: int) -> RetentionAdvisor:
     return made
 
 
-def ttl_s(made: RetentionAdvisor, now_s: float) -> float:
-    return made.retain(now_s, IN_DRAM, LOAD).ttl_s
-
-
-def stored(tokens: int) -> KVTransfer:
-    return KVTransfer(Tier.DRAM, "store", tokens, tokens * KV_BYTES, 0.01)
+def ttl_s(made: RetentionAdvisor) -> float:
+    return made.retain(IN_DRAM, LOAD).ttl_s
 
 
 def test_a_dram_that_turns_over_before_the_return_lengthens_the_ttl() -> None:
-    roomy, tight = advisor(10_000_000), advisor(30_000)
-    for second in range(60):
-        for made in (roomy, tight):
-            made.observe_transfers(float(second), [stored(40_000)])
-    assert ttl_s(tight, 60.0) > ttl_s(roomy, 60.0)
+    kept, turned_over = advisor(30_000), advisor(30_000)
+    for _ in range(10):
+        kept.survival.on_return(IN_DRAM.residency, IN_DRAM.residency, CONTEXT)
+        turned_over.survival.on_return(IN_DRAM.residency, NOWHERE, CONTEXT)
+    assert ttl_s(turned_over) > ttl_s(kept)
 
 
 def test_loads_at_a_tenth_of_the_rate_lengthen_the_ttl_within_fifty() -> None:
     made = advisor(10_000_000)
-    before_s = ttl_s(made, 0.0)
+    before_s = ttl_s(made)
     size_bytes = CONTEXT * KV_BYTES
     slow = KVTransfer(Tier.DRAM, "load", CONTEXT, size_bytes, size_bytes / 2.5e9)
-    made.observe_transfers(1.0, [slow] * 50)
-    assert ttl_s(made, 1.0) > before_s
+    for _ in range(50):
+        made.rates.observe(slow)
+    assert ttl_s(made) > before_s
 
 
 def test_a_store_that_holds_it_surely_and_brings_it_fast_needs_no_long_pin() -> None:
     nowhere = FinishedTurn(ProgramId("p"), 3, ("bash",), CONTEXT, 1250, Residency(0, 0, 0, CONTEXT))
     made = advisor(10_000_000)
-    assert ttl_s(made, 0.0) < made.retain(0.0, nowhere, LOAD).ttl_s
+    assert ttl_s(made) < made.retain(nowhere, LOAD).ttl_s
 
 
 def test_prefill_reload_is_computed_once_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Residency] = []
     stock = CostModel.reload_s
     monkeypatch.setattr(CostModel, "reload_s", lambda *args: asked.append(args[1]) or stock(*args))
-    keep = advisor(10_000_000).retain(0.0, IN_DRAM, LOAD)
+    keep = advisor(10_000_000).retain(IN_DRAM, LOAD)
     assert asked == [IN_DRAM.residency]
     assert keep.benefit_s == pytest.approx(keep.reload_s), "T is 0: the reload is all that a pin saves"
 
 
 def test_the_ceiling_holds_whatever_the_policy_says() -> None:
     made = RetentionAdvisor(ContinuumConfig(policy="static-ttl", static_ttl_s=50, max_ttl_s=7))
-    assert ttl_s(made, 0.0) == 7
+    assert ttl_s(made) == 7
 
 
 @pytest.mark.parametrize(
@@ -144,12 +141,12 @@ def test_room_is_held_for_a_slow_tool_but_not_for_people_who_reply_as_late() -> 
     assert made.expected_s(("make",)) >= LEAST_EXPECTED_S
     assert made.expected_s(NO_CALL) == 0.0
     late, answer = (replace(IN_DRAM, tool=tool, residency=NOWHERE) for tool in (("make",), NO_CALL))
-    assert made.retain(0.0, late, LOAD).ttl_s > 0.0
-    assert made.retain(0.0, answer, LOAD).ttl_s == 0.0
+    assert made.retain(late, LOAD).ttl_s > 0.0
+    assert made.retain(answer, LOAD).ttl_s == 0.0
     for _ in range(20):
         made.gaps.observe(NO_CALL, 1.0)
     assert made.expected_s(NO_CALL) >= LEAST_EXPECTED_S
-    assert made.retain(0.0, answer, LOAD).ttl_s > 0.0
+    assert made.retain(answer, LOAD).ttl_s > 0.0
 
 
 def test_an_answer_has_a_key_of_its_own_and_what_may_be_a_call_has_none() -> None:
@@ -164,12 +161,12 @@ def test_a_turn_is_not_pinned_after_what_mostly_ends_programs(evicts: bool) -> N
     for i in range(120):
         made.gaps.observe(("bash",), 0.05 + (i % 20) * 0.05)
     answer = replace(IN_DRAM, tool=NO_CALL, residency=NOWHERE)
-    assert made.retain(0.0, answer, LOAD).ttl_s > 0.0, "nothing is known of answers"
+    assert made.retain(answer, LOAD).ttl_s > 0.0, "nothing is known of answers"
     for number in range(6):
         made.give_up(ProgramId(f"gone-{number}"), NO_CALL, 3)
-    keep = made.retain(0.0, answer, LOAD)
+    keep = made.retain(answer, LOAD)
     assert (keep.ttl_s > 0.0) is not evicts
     assert keep.reason == ("returns-late" if evicts else "cdf")
     for _ in range(6):  # people answer after all
         made.gaps.observe(NO_CALL, 0.5)
-    assert made.retain(0.0, answer, LOAD).ttl_s > 0.0
+    assert made.retain(answer, LOAD).ttl_s > 0.0

@@ -10,7 +10,9 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.types import NO_CALL, FinishedTurn, ProgramId, QueueEntry, ToolKey, TurnId
+from continuum_lmcache.types import NO_CALL, FinishedTurn, ProgramId, QueueEntry, Residency, ToolKey, TurnId
+
+NOWHERE = Residency(0, 0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -24,6 +26,7 @@ class Program:
     turns: int = 0  # finished
     attained_tokens: int = 0  # computed for it so far
     context_tokens: int = 0  # of the last finished turn
+    residency: Residency = NOWHERE  # of these, below the GPU, when that turn ended
     live: set[TurnId] = field(default_factory=set)
     waiting: set[TurnId] = field(default_factory=set)  # live turns that have not run yet
     tool: ToolKey = ()  # called by the last finished turn
@@ -87,7 +90,7 @@ class ProgramTable:
         entry.turns += 1
         entry.tool, entry.finished_s = turn.tool, now_s
         entry.answers += turn.tool == NO_CALL
-        entry.context_tokens = turn.context_tokens
+        entry.context_tokens, entry.residency = turn.context_tokens, turn.residency
 
     def remove_turn(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
         """A turn ended or was aborted; the program may continue."""

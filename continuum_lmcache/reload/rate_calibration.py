@@ -1,6 +1,6 @@
 """What real loads show about the tiers: how fast they are now, and how long they keep KV.
 
-Both classes observe every KVTransfer, and report their number of samples. Times are arguments.
+CalibratedCosts observes every KVTransfer, TierSurvival every return to KV that the GPU has lost.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 
 from continuum_lmcache.reload.cost_model import NO_STALL, CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.tier_store import KVTransfer
-from continuum_lmcache.types import Tier
+from continuum_lmcache.types import Residency, Tier
 
 LEAST_GAIN = 0.1  # a lasting change is learned within 2 % (of its logarithm) after 40 loads
 PRIOR_LOADS = 5  # the initial weight of a measured rate: the first load moves it by 1/5 of its error
@@ -22,8 +22,7 @@ AGREEING, FAR_OFF = 3, 2.0  # consecutive loads, and a factor: a change, not noi
 MOST_DRIFT = 1e6  # a factor; no tier is further from its profile
 MOST_OFF = 10.0  # a factor; a load further off counts as one that is this far off
 LEAST_READ_SHARE = 0.1  # of a disk load's seconds, since the copy cannot have taken all of them
-SETTLING_S = 300.0  # half of a fill rate's weight is younger than ln 2 times this
-LEAST_SEEN_S = 30.0  # a shorter burst is spread over this time: it does not predict the next minute
+KEPT_DECAY = 0.98  # each return: half of the weight is that of the latest 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,89 +138,57 @@ class CalibratedCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class FillRate:
-    """Tokens stored into a tier, weighted with exp(-age / SETTLING_S)."""
+class KeptShare:
+    """How much a tier has kept of what it held, weighted: KEPT_DECAY less with each return."""
 
-    tokens: float = 0.0  # weighted sum
-    squares: float = 0.0  # of the sizes, so squares / tokens is the typical store of a token
-    first_s: float = math.inf
-    last_s: float = -math.inf
-    n: int = 0
+    kept: float = 1.0  # as if one return had found all
+    returns: float = 1.0
 
-    def after(self, tokens: int, now_s: float) -> FillRate:
-        """With one more store."""
-        left = math.exp(-max(0.0, now_s - self.last_s) / SETTLING_S)
-        return FillRate(
-            self.tokens * left + tokens,
-            self.squares * left + tokens * tokens,
-            min(self.first_s, now_s),
-            max(self.last_s, now_s),
-            self.n + 1,
-        )
+    @property
+    def share(self) -> float:
+        return self.kept / self.returns
 
-    def tokens_per_s(self, now_s: float) -> float:
-        """The weighted sum over the weighted time since the first store; 0 before that."""
-        left = math.exp(-max(0.0, now_s - self.last_s) / SETTLING_S)
-        seen_s = max(LEAST_SEEN_S, now_s - self.first_s)
-        return self.tokens * left / (-math.expm1(-seen_s / SETTLING_S) * SETTLING_S)
-
-    def chance(self, room_tokens: float, after_s: float, now_s: float) -> float:
-        """The probability that at most `room_tokens` are stored within `after_s`."""
-        coming = self.tokens_per_s(now_s) * max(0.0, after_s)
-        if room_tokens < 0:
-            return 0.0
-        if coming <= 0:
-            return 1.0
-        spread = math.sqrt(coming * self.squares / self.tokens)
-        return 0.5 * math.erfc((coming - room_tokens) / (spread * math.sqrt(2.0)))
-
-
-TIERS_WRITTEN = {  # the tiers that a transfer writes
-    (Tier.DRAM, "store"): (Tier.DRAM, Tier.SSD),
-    (Tier.SSD, "load"): (Tier.DRAM,),
-}
+    def after(self, share: float) -> KeptShare:
+        """With one more return."""
+        return KeptShare(self.kept * KEPT_DECAY + share, self.returns * KEPT_DECAY + 1.0)
 
 
 class TierSurvival:
-    """The probability that a tier still holds a whole prefix some seconds from now.
+    """The probability that a tier still holds a context when the GPU has lost it.
 
-    An LRU drops a prefix after as many newer tokens as the tier holds: Che's characteristic
-    time, capacity / fill rate (Che, Tung & Wang, IEEE JSAC 20(7), 2002). Stores are modelled as a
-    Poisson stream of the observed sizes, so the stored tokens within tau have mean r * tau and variance
-    r * tau * size. The probability is that of a normal variable below capacity - prefix.
-
-    Limits: hits that move other chunks ahead of this prefix are not counted, nor is the prefix's age
-    (it counts as just stored, like a finished turn's), so the estimate is slightly high. It is low where
-    only the tail is lost. It models LRU only. Without recent stores it is 1.
+    It is the share that was still there, on average, when programs came back whose KV the GPU had lost. A
+    model of an LRU by the rate of its stores has a chance of nearly 1 for a DRAM that is smaller than the
+    GPU's cache, which keeps what was used last, as the GPU does (LOG.md, 2026-11-27).
     """
 
     def __init__(self, capacity_tokens: Mapping[Tier, int]) -> None:
         self.capacity_tokens: dict[Tier, int] = {}
-        self.fills: dict[Tier, FillRate] = {}
+        self._kept: dict[Tier, KeptShare] = {}
         self.resize(capacity_tokens)
 
     def resize(self, capacity_tokens: Mapping[Tier, int]) -> bool:
         """The tiers hold so many tokens now. One may be new, or gone. Returns whether anything changed."""
-        is_new = capacity_tokens != self.capacity_tokens
-        self.capacity_tokens = dict(capacity_tokens)
-        self.fills = {tier: self.fills.get(tier, FillRate()) for tier in capacity_tokens}
-        return is_new
+        before, self.capacity_tokens = self.capacity_tokens, dict(capacity_tokens)
+        same = {tier for tier, tokens in capacity_tokens.items() if before.get(tier) == tokens}
+        self._kept = {tier: self._kept[tier] if tier in same else KeptShare() for tier in capacity_tokens}
+        return capacity_tokens != before
 
-    def observe(self, moved: KVTransfer, now_s: float) -> None:
-        """Learn from one transfer at `now_s`. LMCache writes a store through to every tier, and
-        promotes what it loads from disk into DRAM."""
-        if not is_plausible(moved) or moved.tokens <= 0:
-            return
-        for tier in TIERS_WRITTEN.get((moved.tier, moved.direction), ()):
-            if tier in self.fills:
-                self.fills[tier] = self.fills[tier].after(moved.tokens, now_s)
+    def on_return(self, left: Residency, found: Residency, context_tokens: int) -> None:
+        """A program is back, and the GPU has lost a part of its context of `context_tokens`.
 
-    def chances(self, prefix_tokens: int, after_s: float, now_s: float) -> dict[Tier, float]:
-        """By tier, 0 to 1, for CostModel.reload_s: that the whole prefix is there `after_s` from now."""
-        return {
-            tier: fill.chance(self.capacity_tokens[tier] - prefix_tokens, after_s, now_s)
-            for tier, fill in self.fills.items()
-        }
+        `left`: where the context was below the GPU when its last turn ended. `found`: where its prompt
+        comes from now. What is in DRAM is on the disk too, so a disk has kept what DRAM has.
+        """
+        parts = {Tier.DRAM: (left.dram_tokens, found.dram_tokens)}
+        parts[Tier.SSD] = (left.dram_tokens + left.ssd_tokens, found.dram_tokens + found.ssd_tokens)
+        for tier, (left_tokens, found_tokens) in parts.items():
+            lost_tokens = min(left_tokens, context_tokens) - found.gpu_tokens
+            if tier in self._kept and lost_tokens > 0:
+                self._kept[tier] = self._kept[tier].after(min(1.0, found_tokens / lost_tokens))
+
+    def chances(self) -> dict[Tier, float]:
+        """By tier, 0 to 1, for CostModel.reload_s."""
+        return {tier: kept.share for tier, kept in self._kept.items()}
 
 
 def prior(rate: TransferRate | PrefillCurve) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
@@ -12,7 +12,6 @@ from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
-from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.retention.engine_stats import EvictionStats
 from continuum_lmcache.retention.policies import effective, policy_named
 from continuum_lmcache.retention.queue_order import line_rank
@@ -126,11 +125,9 @@ class RetentionAdvisor:
         """A waiting turn's place: smallest first."""
         return self._policy.order(standing)
 
-    def retain(self, now_s: float, turn: FinishedTurn, load: EngineLoad) -> Retention:
+    def retain(self, turn: FinishedTurn, load: EngineLoad) -> Retention:
         """For how long this turn's KV should stay, never beyond max_ttl_s."""
-        mean_gap_s = self.gaps.distribution(turn.tool).mean_s or COLD_GAP_S
-        survival = self.survival.chances(turn.residency.total_tokens, mean_gap_s, now_s)
-        reload_s = self.rates.costs.reload_s(turn.residency, survival)
+        reload_s = self.rates.costs.reload_s(turn.residency, self.survival.chances())
         if self.returns_late(turn.tool):
             return Retention(0.0, self.config.policy, "returns-late", reload_s=reload_s)
         is_idle = self.is_priced(turn.context_tokens, reload_s) and not load.is_memory_short
@@ -187,8 +184,6 @@ class RetentionAdvisor:
             self.gaps.withdraw_censored(tool, MAX_GAP_S)
             self.history.withdraw_program(turns)
 
-    def observe_transfers(self, now_s: float, transfers: Iterable[KVTransfer]) -> None:
-        """Learn from the tiers' transfers: their rates, and how fast they fill."""
-        for transfer in transfers:
-            self.rates.observe(transfer)
-            self.survival.observe(transfer, now_s)
+    def observe_return(self, left: Residency, found: Residency, context_tokens: int) -> None:
+        """A program is back whose context the GPU has lost: learn what the tiers have kept of it."""
+        self.survival.on_return(left, found, context_tokens)

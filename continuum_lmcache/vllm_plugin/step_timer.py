@@ -7,7 +7,6 @@ schedules ahead. Reads, on vLLM 0.30 to 0.33: SchedulerOutput.num_scheduled_toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -42,15 +41,13 @@ class StepTimer:
     def __init__(
         self,
         rates: CalibratedCosts,
-        learn_transfers: Callable[[float, list[KVTransfer]], None],
         events: EventBus,
         residency: ResidencyLookup,
         slack_tokens: int,
     ) -> None:
         self.reloads, self.prompt_time = ReloadTracker(slack_tokens), PrefillShare()
         self.step_times = StepTimes()
-        self._rates, self._learn_transfers, self._events = rates, learn_transfers, events
-        self._residency = residency
+        self._rates, self._events, self._residency = rates, events, residency
         events.subscribe(ProgramEnded, lambda event: self.reloads.on_program_end(event.program))
         self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
         self._last_s = 0.0
@@ -108,7 +105,8 @@ class StepTimer:
                 self._learn_prefill(step, launch.prompt_tokens, moved)
         if launch.decoded_each:
             self.step_times.on_decodes(took_s, launch.decoded_each)
-        self._learn_transfers(now_s, moved)
+        for transfer in moved:
+            self._rates.observe(transfer)
 
     def _took_s(self, now_s: float, launch: StepLaunch) -> tuple[float, bool]:
         """A step's seconds, and whether they are its own alone.

@@ -92,9 +92,7 @@ class TurnLifecycle:
 
         self.load_policy = LoadPolicy(advisor.rates, contention, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end does not count as evicted
-        self.step_timer = StepTimer(
-            advisor.rates, advisor.observe_transfers, self.events, residency, self._slack_tokens
-        )
+        self.step_timer = StepTimer(advisor.rates, self.events, residency, self._slack_tokens)
         self.reuse = PrefixReusePredictor(hash_block_tokens, config.learn_matches)
         texts_of = tokenizer if config.divergence_texts else None
         self.losses = PrefixLossReporter(
@@ -205,6 +203,8 @@ class TurnLifecycle:
             context_tokens = min(context_tokens, turn.reusable_tokens)
         self.residency.count_returned(served, context_tokens)
         evicted = context_tokens - turn.gpu_tokens > self._slack_tokens
+        if evicted and not self.load_policy.has_declined(turn.id):  # else less was loaded than was held
+            self.advisor.observe_return(entry.residency, served, context_tokens)
         self.events.publish(TurnStarted(now_s, program, turn.id, served, now_s - turn.arrival_s, evicted))
         self.losses.on_first_run(now_s, turn)
         if program in self.pins.pinned:
@@ -274,7 +274,7 @@ class TurnLifecycle:
         number = self.programs.records[program].turns + 1
         tiers = self.residency.after_eviction(request, tokens)
         ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers)
-        keep = self.advisor.retain(now_s, ended, self.engine_load())
+        keep = self.advisor.retain(ended, self.engine_load())
         self.pins.release(now_s, program, PinEnd.SUPERSEDED)
         self.programs.finish_turn(now_s, turn.id, ended)
         self.step_timer.add_forecast(program, tokens, keep.reload_s)

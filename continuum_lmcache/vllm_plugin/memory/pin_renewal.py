@@ -74,7 +74,7 @@ class PinRenewal:
         """Set the deadline as if the pin began now, for a program that has been away this long."""
         away_s = now_s - pin.taken_s
         load = self.load(away_s)
-        ttl_s = self.advisor.retain(now_s, pin.turn, load).ttl_s
+        ttl_s = self.advisor.retain(pin.turn, load).ttl_s
         if ttl_s > 0 and not load.is_memory_short:
             ttl_s = max(ttl_s, EVERY_S)
         left_s = max(0.0, min(ttl_s, self.pins.max_ttl_s - away_s))
