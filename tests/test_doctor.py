@@ -164,7 +164,6 @@ def test_a_setting_with_which_no_server_starts_is_an_error(
             },
             "page-cache",
         ),
-        ({"lmcache.cache_policy": "FIFO"}, "not-lru"),
         ({"lmcache.remote_url": "redis://h:1"}, "remote"),
         ({"lmcache.max_local_cpu_size": 5.0}, "dram-smaller-than-gpu"),
     ],

@@ -31,7 +31,6 @@ DEFAULTS: Mapping[str, Any] = {  # LMCache 0.5.6, v1/config.py; used where LMCac
     "max_local_cpu_size": 5.0,
     "local_disk": None,
     "max_local_disk_size": 0.0,
-    "cache_policy": "LRU",
     "remote_url": None,
     "save_decode_cache": True,
     "extra_config": None,
@@ -217,9 +216,6 @@ def costly_settings(settings: Mapping[str, Any], worker: WorkerSpec) -> Iterator
             "remote_url is set",
             "the scheduler sees DRAM and disk only; a remote hit counts as none",
         )
-    if str(settings["cache_policy"]).upper() != "LRU":
-        evidence = f"cache_policy is {settings['cache_policy']}"
-        yield note("not-lru", evidence, "the chance that a tier still holds a prefix is computed for LRU")
     yield from on_this_machine(settings)
 
 
