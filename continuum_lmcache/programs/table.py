@@ -25,13 +25,17 @@ class Program:
     seen_s: float
     turns: int = 0  # finished
     attained_tokens: int = 0  # computed for it so far
-    context_tokens: int = 0  # of the last finished turn
-    residency: Residency = NOWHERE  # of these, below the GPU, when that turn ended
+    residency: Residency = NOWHERE  # of the last finished turn's context, below the GPU, when it ended
     live: set[TurnId] = field(default_factory=set)
     waiting: set[TurnId] = field(default_factory=set)  # live turns that have not run yet
     tool: ToolKey = ()  # called by the last finished turn
     answers: int = 0  # of the finished turns, those that called no tool
     finished_s: float | None = None  # when that turn finished; None if a later one is here
+
+    @property
+    def context_tokens(self) -> int:
+        """Of the last finished turn."""
+        return self.residency.total_tokens
 
     @property
     def is_conversation(self) -> bool:
@@ -90,7 +94,7 @@ class ProgramTable:
         entry.turns += 1
         entry.tool, entry.finished_s = turn.tool, now_s
         entry.answers += turn.tool == NO_CALL
-        entry.context_tokens, entry.residency = turn.context_tokens, turn.residency
+        entry.residency = turn.residency
 
     def remove_turn(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
         """A turn ended or was aborted; the program may continue."""

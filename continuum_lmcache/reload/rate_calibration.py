@@ -1,4 +1,4 @@
-"""What real loads show about the tiers: how fast they are now, and how long they keep KV.
+"""What real loads and returns show about the tiers: how fast they are now, and how much KV they keep.
 
 CalibratedCosts observes every KVTransfer, TierSurvival every return to KV that the GPU has lost.
 """
@@ -139,7 +139,7 @@ class CalibratedCosts:
 
 @dataclass(frozen=True, slots=True)
 class KeptShare:
-    """How much a tier has kept of what it held, weighted: KEPT_DECAY less with each return."""
+    """The share that a tier has kept of what it held. Each return weighs KEPT_DECAY of the next one."""
 
     kept: float = 1.0  # as if one return had found all
     returns: float = 1.0
