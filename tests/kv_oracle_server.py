@@ -188,8 +188,8 @@ class SpanServer:
     def _server_module_call(self, _: Any) -> ServerModuleCallResponse:
         held = [NumberedChange(self._tick, False, True, self.reported[last]) for last in self.chunks]
         reply = ChangesReply(
-            *("epoch", self._tick, True, held, [], 1 << 40, 0 if self.knows_all else None, 1 << 40),
-            *(LEASE_S, "blake3", self.now_s),
+            *("epoch", self._tick, True, held, [], 1 << 40, 0, 1 << 40, LEASE_S, "blake3", self.now_s),
+            knows_all=self.knows_all,
         )
         return ServerModuleCallResponse(True, msgspec.msgpack.encode(reply), "")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,6 +25,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lmcache.integration.vllm import vllm_multi_process_adapter as adapters
 from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
+from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import _object_key_to_filename
+from lmcache.v1.distributed.storage_controllers.utils import L2AdapterDescriptor
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
@@ -36,7 +41,7 @@ from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp.load_join import LoadLookupJoin
 from connectors.lmcache_mp.server import module
 from connectors.lmcache_mp.server.deadline import with_deadline
-from connectors.lmcache_mp.server.module import TierChangeLog
+from connectors.lmcache_mp.server.module import TierChangeLog, stored_before
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.startup import caller
 from connectors.lmcache_mp.tier_mirror import (
@@ -56,6 +61,39 @@ Make = Callable[..., MpRig]
 
 
 # ---- residency
+
+
+def test_what_an_earlier_server_left_in_l2_is_known_at_the_start(tmp_path: Path) -> None:
+    """So a prompt that nobody stored is not looked up: L2 answers that after the writes in its queue."""
+    directory = tmp_path / "kept"
+    first = MpServer(directory, 16, 64)
+    engine = MpEngine(first)
+    engine.run(prompt(1, 3))
+    engine.settle()
+    engine.close()
+    first.close()
+    (directory / "notes.txt").touch()  # no file of LMCache's
+    rig = MpRig(directory, 16, 64)
+    assert rig.follower.knows_all
+    assert rig.locate(prompt(1, 3)) == TierHit(0, 3 * CHUNK)
+    assert rig.locate(prompt(2, 3)) == TierHit(0, 0)
+    assert rig.run(prompt(1, 3)) == TierHit(0, 3 * CHUNK)
+    rig.close()
+
+
+def test_of_an_l2_that_others_may_write_nothing_is_known_at_the_start(tmp_path: Path) -> None:
+    def known(kind: str, **given: object) -> list[ObjectKey] | None:
+        arguments = Namespace(l2_adapter=[json.dumps({"type": kind, **given})])
+        (config,) = parse_args_to_l2_adapters_config(arguments).adapters
+        return stored_before(L2AdapterDescriptor(0, config))
+
+    key = ObjectKey(b"hash", MODEL, ObjectKey.ComputeKVRank(1, 0, 1, 0))
+    (tmp_path / _object_key_to_filename(key)).touch()
+    place = {"base_path": str(tmp_path)}
+    assert known("fs_native", **place) == known("fs", **place) == [key]
+    assert known("fs_native", **place, shared=True) is None
+    assert known("fs", base_path=str(tmp_path / "gone")) is None
+    assert known("mock", max_size_gb=1, mock_bandwidth_gb=1) is None
 
 
 def test_what_the_server_has_not_reported_yet_counts_as_not_there(mp_rig: Make) -> None:

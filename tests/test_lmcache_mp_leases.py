@@ -219,7 +219,6 @@ def test_a_turn_that_loses_its_kv_on_the_gpu_while_it_waits_is_looked_up(waiting
 def test_a_turn_that_waits_sees_what_is_stored_meanwhile(waiting: Waiting) -> None:
     rig, connector, request, _ = waiting
     rig.forget(request.all_token_ids, CHUNK)
-    rig.follower.knows_all = True
     assert connector.get_num_new_matched_tokens(request, CHUNK) == (0, False)
     rig.run(request.all_token_ids)
     rig.settle()
@@ -231,12 +230,12 @@ def test_a_turn_that_waits_sees_what_is_stored_meanwhile(waiting: Waiting) -> No
 @pytest.mark.parametrize(
     ("knows_all", "on_gpu", "is_asked"), [(False, 0, True), (False, 2, False), (True, 0, False)]
 )
-def test_files_of_an_earlier_server_are_found_unless_the_gpu_has_half_of_the_prompt(
+def test_what_others_store_in_l2_is_found_unless_the_gpu_has_half_of_the_prompt(
     waiting: Waiting, knows_all: bool, on_gpu: int, is_asked: bool
 ) -> None:
     rig, connector, request, _ = waiting
     rig.forget(request.all_token_ids)
-    assert not rig.follower.knows_all, "it has a disk"
+    assert rig.follower.knows_all, "its disk is its own"
     rig.follower.knows_all = knows_all
     found = connector.get_num_new_matched_tokens(request, on_gpu * CHUNK)
     assert (found == (None, True)) == has_asked(connector) == is_asked

@@ -213,7 +213,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         the lookup is submitted here.
 
         An answer takes two messages, each of which waits for a step, and the reads of L2. A turn whose KV
-        was pinned need not wait for that. Where L2 may have files that the mirror does not know, a prompt is
+        was pinned need not wait for that. Where L2 may hold what the mirror does not know, a prompt is
         looked up unless the GPU has half of it.
         """
         request_id, number = request.request_id, self._tiers.mirror_number

@@ -117,7 +117,7 @@ class TierPoller:
             if reply.schedulers != self.schedulers:
                 text = "vLLM schedulers on LMCache's server: %d; each counts on an equal part of its tiers"
                 logger.info(text, reply.schedulers)
-            self.schedulers, self.knows_all = reply.schedulers, reply.ssd_bytes == 0
+            self.schedulers, self.knows_all = reply.schedulers, reply.knows_all
             sizes = {Tier.DRAM: reply.dram_bytes, Tier.SSD: reply.ssd_bytes or 0}
             self.tier_bytes = {tier: size for tier, size in sizes.items() if size}
             self.spare_bytes = reply.dram_spare_bytes
@@ -174,7 +174,7 @@ class MpTiers:
 
     @property
     def knows_all(self) -> bool:
-        """Whether the tiers hold only what `locate` finds; false: an earlier server may have left files."""
+        """Whether the tiers hold only what `locate` finds; false: L2 may hold what others stored there."""
         return self._poller.knows_all
 
     @property

@@ -54,6 +54,7 @@ class ChangesReply(msgspec.Struct, frozen=True):
     lmcache: str = ""  # LMCache's version in the server; "": a release that does not send it
     continuum: str = ""  # this package's
     schedulers: int = 1  # that have asked lately: the tiers are theirs together
+    knows_all: bool = False  # whether the changes tell all that the tiers hold
 
 
 def chunk_name(chunk_hash: bytes, salt: str) -> bytes:

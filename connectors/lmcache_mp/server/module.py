@@ -7,8 +7,9 @@ listens to both tiers' managers, numbers every change, and answers with the chan
 request. An answer takes none of LMCache's locks and changes nothing.
 
 Used members, as of LMCache 0.5.6: `--server-module` (ext_server_module.py), L1ManagerListener and
-L2AdapterListener (distributed/internal_api.py), the event bus, and a private one:
-StorageManager._l1_managers_by_id, since only L2 has a public way to register a listener.
+L2AdapterListener (distributed/internal_api.py), the event bus, and two private ones:
+StorageManager._l1_managers_by_id, since only L2 has a public way to register a listener, and
+_filename_to_object_key, since no adapter of files lists its keys.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import uuid
 from collections import defaultdict, deque
 from importlib import metadata
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.distributed.internal_api import L1ManagerListener, L2AdapterListener
+from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import _filename_to_object_key
 from lmcache.v1.multiprocess.ext_server_module import server_module_handler
 
 from connectors.lmcache_mp.server.deadline import refuse_late_transfers
@@ -34,6 +37,7 @@ from continuum_lmcache import __version__
 LMCACHE_VERSION = metadata.version("lmcache")
 SILENT_S = 30.0  # a scheduler that has asked nothing for so long has ended; each asks every 0.1 s
 MAX_CHANGES = 200_000  # kept for clients; a client further behind gets a snapshot
+OF_FILES = ("fs", "fs_native")  # L2 adapters with a file for each piece, all in one directory
 Owner = tuple[str, int]  # a model, and the number of pieces of a chunk's KV
 Piece = tuple[int, int]  # rank and object group
 
@@ -140,7 +144,7 @@ class DramListener(L1ManagerListener):
 
 
 class DiskListener(L2AdapterListener):
-    """Notes L2's changes. A chunk that was read is there: so files of an earlier server become known."""
+    """Notes L2's changes. A chunk that was read is there: so those that others stored become known."""
 
     def __init__(self, log: TierChangeLog) -> None:
         self._log = log
@@ -155,6 +159,18 @@ class DiskListener(L2AdapterListener):
         self._log.drop(True, keys)
 
 
+def stored_before(adapter: Any) -> list[ObjectKey] | None:
+    """What an L2 adapter (an L2AdapterDescriptor) held before this server stored anything; None: unknown,
+    or others may store there at any time."""
+    if adapter.type_name not in OF_FILES or adapter.config.shared:
+        return None
+    try:
+        keys = [_filename_to_object_key(file.name) for file in Path(adapter.config.base_path).iterdir()]
+    except OSError:
+        return None
+    return [key for key in keys if key is not None]
+
+
 class MpTierModule:
     """An LMCache engine module: the server calls its context, report_status and close."""
 
@@ -165,6 +181,11 @@ class MpTierModule:
         for manager in storage._l1_managers_by_id.values():
             manager.register_listener(DramListener(self._log))
         storage.register_l2_listener(DiskListener(self._log))
+        self._known_l2: set[int] = set()  # adapters of which the log has every chunk
+        for adapter, _ in storage.l2_adapters():
+            if (keys := stored_before(adapter)) is not None:
+                self._known_l2.add(adapter.index)
+                self._log.admit(True, keys)
         refuse_late_transfers(context)
         self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size)
         status = storage.report_status()
@@ -195,6 +216,7 @@ class MpTierModule:
         now_s = time.monotonic()
         # sizes first: LMCache takes L1's lock before the log's when it reports a change, so never after it
         dram_bytes, dram_spare_bytes, ssd_bytes = self._sizes()
+        adapters = [adapter.index for adapter, _ in self.context.storage_manager.l2_adapters()]
         with log.lock:
             if request.scheduler:
                 self._asked_s[request.scheduler] = now_s
@@ -215,6 +237,7 @@ class MpTierModule:
                 lmcache=LMCACHE_VERSION,
                 continuum=__version__,
                 schedulers=max(1, len(self._asked_s)),
+                knows_all=self._known_l2.issuperset(adapters),
             )
         return msgspec.msgpack.encode(reply)
 
