@@ -47,7 +47,7 @@ from experiments.tiny_model import make_model
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".work"
 LEAST_S = 10.0  # a stage that has less is not begun
-LAST_RUN_S = 25.0  # of `programs`: probing, predicting and stopping, after the last replay
+LAST_RUN_S = 25.0  # of `programs`: predicting and stopping, after the last replay
 PROFILE_SHARE = 0.3  # of the profile's limit: the rest is the engine's start
 
 

@@ -129,6 +129,10 @@ class MpBench(LMCacheBench):
             super().__init__(scheduler_cls, model, blocks, **extra)
         self.scheduler.connector._poller._clock = Clock()  # the mirror is never too old
 
+    def run_until_idle(self) -> None:
+        super().run_until_idle()
+        self.scheduler.connector._poller.poll()  # what was stored is known now, not 0.1 s later
+
     def close(self) -> None:
         super().close()
         self.server.close()

@@ -81,6 +81,32 @@ def test_what_an_earlier_server_left_in_l2_is_known_at_the_start(tmp_path: Path)
     rig.close()
 
 
+def test_l2_is_asked_only_for_what_it_has_and_l1_lacks(mp_rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache asks it for every key, and it answers after the writes in its queue."""
+    rig, asked = mp_rig(), []
+    adapter = rig.server._l2.adapter
+    ask = adapter.submit_lookup_and_lock_task
+    monkeypatch.setattr(
+        adapter,
+        "submit_lookup_and_lock_task",
+        lambda keys, *more: asked.append(len(keys)) or ask(keys, *more),
+    )
+    rig.run(prompt(1, 2))
+    rig.settle()
+    assert rig.run(prompt(1, 3)) == TierHit(2 * CHUNK, 0)  # its end is nowhere
+    rig.settle()
+    assert rig.run(prompt(1, 3)) == TierHit(3 * CHUNK, 0)
+    assert asked == []
+    rig.settle()
+    rig.server.storage.delete_l1_keys(rig.server.held()[0])
+    assert rig.run(prompt(1, 3)) == TierHit(0, 3 * CHUNK)
+    assert asked == [3]
+    monkeypatch.setattr(module.MpTierModule, "_knows_all", lambda _: False)  # others store there too
+    rig.settle()
+    assert rig.run(prompt(1, 3)) == TierHit(3 * CHUNK, 0)
+    assert asked == [3, 3]
+
+
 def test_of_an_l2_that_others_may_write_nothing_is_known_at_the_start(tmp_path: Path) -> None:
     def known(kind: str, **given: object) -> list[ObjectKey] | None:
         arguments = Namespace(l2_adapter=[json.dumps({"type": kind, **given})])
@@ -478,6 +504,23 @@ def test_reading_l2_is_timed_and_counted_as_the_disks(mp_rig: Make) -> None:
     assert rig.run(prompt(1, 2)) == TierHit(0, 2 * CHUNK)
     (load,) = [t for t in rig.transfers() if t.direction == "load"]
     assert load.tier is Tier.SSD and load.tokens == 2 * CHUNK and load.duration_s > 0
+
+
+def test_the_time_until_l2_reads_counts_as_the_disks_too(
+    mp_rig: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question what it has stands in one queue with its writes."""
+    rig, wait_s = mp_rig(2, 12), 0.2
+    adapter = rig.server._l2.adapter
+    load = adapter.submit_load_task
+    monkeypatch.setattr(adapter, "submit_load_task", lambda *given: time.sleep(wait_s) or load(*given))
+    for program in (1, 2):
+        rig.run(prompt(program, 2))
+        rig.settle()
+    rig.transfers()
+    assert rig.run(prompt(1, 2)) == TierHit(0, 2 * CHUNK)
+    (read,) = [t for t in rig.transfers() if t.direction == "load"]
+    assert read.duration_s > wait_s
 
 
 def test_capacities_are_what_the_server_holds_before_it_evicts(mp_rig: Make) -> None:

@@ -34,7 +34,7 @@ class LookupResult(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     dram_tokens: int
     ssd_tokens: int  # tokens whose KV was read from L2
-    ssd_read_s: float  # from the first read's start to the last one's end
+    ssd_read_s: float  # from asking L2 to the end of the last read
 
 
 class ChangesReply(msgspec.Struct, frozen=True):

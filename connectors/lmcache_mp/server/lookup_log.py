@@ -1,19 +1,24 @@
-"""In the LMCache MP server: which tier each lookup's KV came from, and how long reading L2 took.
+"""In the LMCache MP server: which tier each lookup's KV came from, and how long L2 took for it.
 
-    LOOKUP ----- submit_prefetch_task ----> reads of L2, one task per adapter
-       |            (names the request)        |  L2_LOAD_TASK_SUBMITTED .. COMPLETED
+    LOOKUP ----- submit_prefetch_task ----> L2 is asked, and read, one task per adapter
+       |            (names the request)        |  L2_PREFETCH_LOOKUP_SUBMITTED .. L2_LOAD_TASK_COMPLETED
        '-- MP_LOOKUP_PREFETCH_END: keys found in L1, keys read from L2
 
 LMCache sends the engine only the sum. Its events have the parts, each under another id.
 StorageManager.submit_prefetch_task has both ids, so it is wrapped (on the instance; LMCache 0.5.6).
+
+It asks L2 for every key, also for those that L1 has, and L2 answers after the writes in its queue: seconds,
+where the GPU computes more than the disk can take. So L2 is not asked where it cannot add anything.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import Any
 
+from lmcache.v1.distributed.api import ObjectKey
 from lmcache.v1.mp_observability.event import Event, EventType
 
 from connectors.lmcache_mp.wire import LookupResult
@@ -23,23 +28,34 @@ MAX_LOOKUPS = 10_000  # also of those without an end
 
 
 class LookupLog:
-    """Finished lookups with a hit, numbered in the tier log's own count."""
+    """Finished lookups with a hit, numbered in the tier log's own count.
 
-    def __init__(self, log: Any, storage: Any, event_bus: Any, chunk_tokens: int) -> None:
-        self._log = log
+    `needs_l2` tells of the keys of a lookup whether L2 may have one that L1 lacks.
+    """
+
+    def __init__(
+        self,
+        log: Any,
+        storage: Any,
+        event_bus: Any,
+        chunk_tokens: int,
+        needs_l2: Callable[[Iterable[ObjectKey]], bool],
+    ) -> None:
+        self._log, self._needs_l2 = log, needs_l2
         self._chunk_tokens = chunk_tokens
         self._done: deque[LookupResult] = deque(maxlen=MAX_LOOKUPS)
         self._tasks: BoundedDict[str, int] = BoundedDict(MAX_LOOKUPS)  # request -> the id of its prefetch
         # that id -> start, end
         self._reads: BoundedDict[int, tuple[float, float]] = BoundedDict(MAX_LOOKUPS)
         self._submit, storage.submit_prefetch_task = storage.submit_prefetch_task, self.submit
-        event_bus.subscribe(EventType.L2_LOAD_TASK_SUBMITTED, self.on_read_start)
+        event_bus.subscribe(EventType.L2_PREFETCH_LOOKUP_SUBMITTED, self.on_read_start)
         event_bus.subscribe(EventType.L2_LOAD_TASK_COMPLETED, self.on_read_end)
         event_bus.subscribe(EventType.MP_LOOKUP_PREFETCH_END, self.on_lookup_end)
 
-    def submit(self, spec: Any, external_request_id: str = "", *args: Any, **kwargs: Any) -> Any:
+    def submit(self, spec: Any, external_request_id: str = "", skip_l2: bool = False) -> Any:
         """StorageManager.submit_prefetch_task, from which we take both ids."""
-        handle = self._submit(spec, external_request_id, *args, **kwargs)
+        skip_l2 = skip_l2 or not self._needs_l2(key for row in spec.key_groups for key in row.keys)
+        handle = self._submit(spec, external_request_id, skip_l2)
         self._tasks[external_request_id] = handle.prefetch_request_id
         return handle
 

@@ -18,6 +18,7 @@ import threading
 import time
 import uuid
 from collections import defaultdict, deque
+from collections.abc import Iterable, Set
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
@@ -98,9 +99,22 @@ class TierChangeLog:
             if len(pieces) == pieces_per_chunk
         ]
 
+    def disk_alone_has(self, keys: Iterable[ObjectKey]) -> bool:
+        """Whether L2 has one of these pieces, and L1 lacks it."""
+        with self.lock:
+            parts = [self._parts(key) for key in keys]
+            return any(
+                piece in self._held(owner, True, name) and piece not in self._held(owner, False, name)
+                for owner, name, piece in parts
+            )
+
     def has_all_after(self, number: int) -> bool:
         """Whether the log still has every change after `number`. The caller holds the lock."""
         return len(self._changes) < self._max_changes or self._changes[0][1].number <= number + 1
+
+    def _held(self, owner: Owner, ssd: bool, name: bytes) -> Set[Piece]:
+        """The readable pieces of a chunk in a tier."""
+        return self._pieces[owner, ssd].get(name, frozenset())
 
     def _note(self, owner: Owner, ssd: bool, admitted: bool, name: bytes) -> None:
         self._changes.append((owner, NumberedChange(self.next_number(), ssd, admitted, name)))
@@ -187,7 +201,7 @@ class MpTierModule:
                 self._known_l2.add(adapter.index)
                 self._log.admit(True, keys)
         refuse_late_transfers(context)
-        self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size)
+        self._lookups = LookupLog(self._log, storage, context.event_bus, context.chunk_size, self._needs_l2)
         status = storage.report_status()
         evictions = status["l1_eviction_controllers"].values()
         self._read_lease_s = float(min(l1["read_ttl_seconds"] for l1 in status["l1_managers"].values()))
@@ -216,7 +230,7 @@ class MpTierModule:
         now_s = time.monotonic()
         # sizes first: LMCache takes L1's lock before the log's when it reports a change, so never after it
         dram_bytes, dram_spare_bytes, ssd_bytes = self._sizes()
-        adapters = [adapter.index for adapter, _ in self.context.storage_manager.l2_adapters()]
+        knows_all = self._knows_all()
         with log.lock:
             if request.scheduler:
                 self._asked_s[request.scheduler] = now_s
@@ -237,9 +251,18 @@ class MpTierModule:
                 lmcache=LMCACHE_VERSION,
                 continuum=__version__,
                 schedulers=max(1, len(self._asked_s)),
-                knows_all=self._known_l2.issuperset(adapters),
+                knows_all=knows_all,
             )
         return msgspec.msgpack.encode(reply)
+
+    def _knows_all(self) -> bool:
+        """Whether the log has every chunk of every tier."""
+        adapters = self.context.storage_manager.l2_adapters()
+        return all(adapter.index in self._known_l2 for adapter, _ in adapters)
+
+    def _needs_l2(self, keys: Iterable[ObjectKey]) -> bool:
+        """Whether L2 may have one of these keys, and L1 lacks it."""
+        return not self._knows_all() or self._log.disk_alone_has(keys)
 
     def _sizes(self) -> tuple[int, int, int | None]:
         """The bytes that L1 holds before it evicts, the rest of it, and the bytes that L2 holds before it
