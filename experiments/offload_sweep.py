@@ -147,13 +147,18 @@ def sweep(
     output, for readers.
     """
     rows = Rows(out / "live_sweep.csv", LIVE) if is_live else Rows(out / "offload_sweep.csv")
-    wanted = {name: cases_of(plan, size, seeds, wants) for name, plan in plans.items()}
+    of_each = {name: cases_of(plan, size, seeds, wants) for name, plan in plans.items()}
+    wanted = {name: cases for name, cases in of_each.items() if cases}
+    if not wanted:
+        raise SweepError(
+            f"{', '.join(plans)}: no row is left by --regimes, --contenders and --tiers together"
+        )
     complete(rows, [case for cases in wanted.values() for case in cases], jobs)
     from experiments.sweep.drawing import draw  # matplotlib takes a second to import
 
     console = Console()
-    for name, plan in plans.items():
-        pairs = found(rows, wanted[name])
+    for name, cases in wanted.items():
+        plan, pairs = plans[name], found(rows, cases)
         lines, path = table(plan, pairs), out / f"{name}-{suffix}"
         console.print(plain(lines, f"{name}. {plan.title}"), caption(pairs), "", sep="\n")
         text = f"{plan.title}. {caption(pairs)}\n\n{markdown(lines)}\n"
