@@ -312,10 +312,13 @@ def test_a_faster_machine_has_the_same_live_cases_at_its_own_rate() -> None:
     given, mine = (p.cases(Size.FULL, [3]) for p in (plan, at_rate({"p": plan}, Engine.LIVE, 4.0)["p"]))
     assert {case.jps for case in given} == {0.5, 1.0} and {case.jps for case in mine} == {4.0}
     assert [replace(case, jps=4.0) for case in given if case.jps == 1.0] == mine
-    with pytest.raises(SystemExit, match="no row is left by --regimes, --contenders and --tiers"):
-        main(["agents-mp"], engine=Engine.LIVE, tiers="disk")
     with pytest.raises(SystemExit, match="--jps is for --engine live"):
         main(["fig8"], quick=True, jps=2.0)
+
+
+def test_options_that_leave_no_row_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no row is left by --regimes, --contenders and --tiers"):
+        main(["agents-mp"], engine=Engine.LIVE, tiers="disk", out=tmp_path)
 
 
 def test_the_live_engine_refuses_what_it_cannot_run(tmp_path: Path) -> None:

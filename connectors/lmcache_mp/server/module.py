@@ -102,10 +102,9 @@ class TierChangeLog:
     def disk_alone_has(self, keys: Iterable[ObjectKey]) -> bool:
         """Whether L2 has one of these pieces, and L1 lacks it."""
         with self.lock:
-            parts = [self._parts(key) for key in keys]
             return any(
                 piece in self._held(owner, True, name) and piece not in self._held(owner, False, name)
-                for owner, name, piece in parts
+                for owner, name, piece in map(self._parts, keys)
             )
 
     def has_all_after(self, number: int) -> bool:
