@@ -22,7 +22,6 @@ class ContextGrowth:
     """Contexts by age. Priors replace missing observations."""
 
     _growths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _grown_tokens: int = 0
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first_tokens: float = 0.0  # the usual first prompt; 0 before the first
@@ -36,10 +35,7 @@ class ContextGrowth:
 
     def add_turn(self, tokens: int) -> None:
         """A turn ended with `tokens` more than the program's last one. A context that shrank counts as 0."""
-        if len(self._growths) == WINDOW:
-            self._grown_tokens -= self._growths[0]
         self._growths.append(max(0, tokens))
-        self._grown_tokens += max(0, tokens)
 
     def add_program(self, turns: int, first_tokens: int = 0, final_tokens: int = 0) -> None:
         """A program ended after this many turns; with its first prompt and last context, if known."""
@@ -72,8 +68,8 @@ class ContextGrowth:
     @property
     def turn_tokens(self) -> float:
         """How much a context grows from one turn's end to the next one's, in tokens."""
-        seen = len(self._growths)
-        return self._grown_tokens / seen if seen else PRIOR_GROWTH_SHARE * self.first_tokens
+        seen = self._growths
+        return sum(seen) / len(seen) if seen else PRIOR_GROWTH_SHARE * self.first_tokens
 
     def turns_left(self, done: int) -> float:
         """E[N - done | N > done], at least 1, since the program has a turn here."""

@@ -46,7 +46,8 @@ class AdmittedProgram:
     head: SharedPrefix = SharedPrefix()
     turns: int = 0  # finished
     live: int = 0  # turns that are queued, loading or running
-    starts_anew: bool = False  # when it returns after it counted as absent
+    starts_anew: bool = False  # when it returns after it was absent
+    counts_as_ended: bool = False  # while it is absent: `growth` has its sizes
     ended_tokens: int = 0  # the last finished turn's context
     first_tokens: int = 0  # the first prompt without the head; 0: not known
     forecast_tokens: float = 0.0  # its part of the started programs' sum
@@ -56,6 +57,11 @@ class AdmittedProgram:
     def own_tokens(self) -> int:
         """Its context without the shared head."""
         return max(0, self.context_tokens - self.head.tokens)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """What `growth` keeps of an ended program."""
+        return self.turns, self.first_tokens, self.own_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +76,6 @@ class PendingProgram:
     line_s: float = 0.0  # the longest wait in the line when it came
     hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
     finished: int = 0  # turns that ended before it was absent
-
-
-@dataclass(frozen=True, slots=True)
-class AbsentProgram:
-    """A program that was not back in time."""
-
-    counts: tuple[int, ...] = ()  # what `growth` has of it, if it counts as ended
-    starts_anew: bool = False
 
 
 Order = Callable[[PendingProgram, ContextGrowth], float]
@@ -105,7 +103,9 @@ class AdmissionController:
     _first_since_s: float = 0.0
     _told_ends: int = 0
     _untold_ends: int = 0  # absent programs, and those that were absent until they were dropped
-    _given_up: BoundedDict[ProgramId, AbsentProgram] = field(default_factory=lambda: BoundedDict(MOST_ABSENT))
+    _given_up: BoundedDict[ProgramId, AdmittedProgram] = field(
+        default_factory=lambda: BoundedDict(MOST_ABSENT)
+    )
 
     def on_arrival(
         self,
@@ -128,8 +128,8 @@ class AdmissionController:
             self.pending[program] = again  # its place in the line stays
             return False
         seen = self.admitted.get(program)
-        if seen is None and not exempt and (not turns or self._starts_anew(program)):
-            self._withdraw(program)
+        starts_anew = seen is None and (self._withdraw(program) or not turns)
+        if starts_anew and not exempt:
             line_s = now_s - next(iter(self.pending.values())).arrival_s if self.pending else 0.0
             pending = PendingProgram(
                 program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes, finished=turns
@@ -142,7 +142,6 @@ class AdmissionController:
                 self.growth.add_first_prompt(max(0, own_tokens))
             return False
         if seen is None:
-            self._withdraw(program)
             seen = self._add_admitted(program, turns)
         seen.live += 1
         self._update(seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
@@ -233,7 +232,7 @@ class AdmissionController:
         else:
             given_up = self._given_up.pop(program, None)
             self._told_ends += given_up is None
-            if given_up is None or not given_up.counts:
+            if given_up is None or not given_up.counts_as_ended:
                 sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
                 self.growth.add_program(finished_turns, *sizes)
         if (pending := self.pending.pop(program, None)) is not None:
@@ -254,13 +253,12 @@ class AdmissionController:
             _, program, turns = heapq.heappop(self._absent)
             seen = self.admitted.get(program)
             if seen is not None and seen.turns == turns and not seen.live:
-                has_ended = self._untold_ends >= self._told_ends
+                seen.counts_as_ended = self._untold_ends >= self._told_ends
                 self.remove_program(program)
                 self._untold_ends += 1
-                counts = (turns, seen.first_tokens, seen.own_tokens) if has_ended else ()
-                self._given_up[program] = AbsentProgram(counts, seen.starts_anew)
-                if has_ended:
-                    self.growth.add_program(*counts)
+                self._given_up[program] = seen
+                if seen.counts_as_ended:
+                    self.growth.add_program(*seen.sizes)
                     found.append(program)
         return found
 
@@ -306,16 +304,14 @@ class AdmissionController:
 
     # -----------------------------------------------------------------------
 
-    def _starts_anew(self, program: ProgramId) -> bool:
-        given_up = self._given_up.get(program)
-        return given_up is not None and given_up.starts_anew
-
-    def _withdraw(self, program: ProgramId) -> None:
-        """An absent program goes on, here or elsewhere."""
-        if (given_up := self._given_up.pop(program, None)) is not None:
-            self._untold_ends -= 1
-            if given_up.counts:
-                self.growth.remove_program(*given_up.counts)
+    def _withdraw(self, program: ProgramId) -> bool:
+        """An absent program goes on, here or elsewhere. Returns whether it starts anew."""
+        if (given_up := self._given_up.pop(program, None)) is None:
+            return False
+        self._untold_ends -= 1
+        if given_up.counts_as_ended:
+            self.growth.remove_program(*given_up.sizes)
+        return given_up.starts_anew
 
     def _next(self) -> PendingProgram | None:
         """First in line; programs that left are skipped."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+
+from continuum_lmcache.bounded_dict import BoundedDict
 
 MOST_HEADS = 1024  # distinct shared heads: system prompts and forks; the longest unused are dropped first
 
@@ -25,28 +27,17 @@ class SharedPrefixIndex:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens  # covered by one hash
-        self._heads: OrderedDict[Hashable, int] = OrderedDict()  # blocks
-        self._depths: Counter[int] = Counter()  # number of heads with this many blocks
+        self._heads: BoundedDict[Hashable, int] = BoundedDict(MOST_HEADS)  # blocks
 
     def record_hit(self, hashes: Sequence[Hashable], tokens: int) -> None:
         """A program's first turn found the KV of its first `tokens`."""
         blocks = tokens // self._block_tokens
-        if not 0 < blocks <= len(hashes):
-            return
-        name = hashes[blocks - 1]
-        if name not in self._heads:
-            self._depths[blocks] += 1
-        self._heads[name] = blocks
-        self._heads.move_to_end(name)
-        if len(self._heads) > MOST_HEADS:
-            _, lost = self._heads.popitem(last=False)
-            self._depths[lost] -= 1
-            if not self._depths[lost]:
-                del self._depths[lost]
+        if 0 < blocks <= len(hashes):
+            self._heads[hashes[blocks - 1]] = blocks
 
     def head(self, hashes: Sequence[Hashable]) -> SharedPrefix:
         """The longest head that another program has found; without tokens if there is none."""
-        within = (depth for depth in self._depths if depth <= len(hashes))
+        within = (depth for depth in set(self._heads.values()) if depth <= len(hashes))
         blocks = max((depth for depth in within if hashes[depth - 1] in self._heads), default=0)
         return SharedPrefix(hashes[blocks - 1], blocks * self._block_tokens) if blocks else SharedPrefix()
 
