@@ -128,8 +128,8 @@ class AdmissionController:
             self.pending[program] = again  # its place in the line stays
             return False
         seen = self.admitted.get(program)
-        starts_anew = seen is None and (self._withdraw(program) or not turns)
-        if starts_anew and not exempt:
+        starts = seen is None and (self._withdraw(program) or not turns)
+        if starts and not exempt:
             line_s = now_s - next(iter(self.pending.values())).arrival_s if self.pending else 0.0
             pending = PendingProgram(
                 program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes, finished=turns
