@@ -1,5 +1,5 @@
 # make demo    install, make a small model, measure this machine, serve three policies under pressure, compare;
-#              README=1 also puts the result into README.md and docs/demo, TRACE=FILE replays a trace
+#              README=1 also puts the result into README.md and experiments/records/demo, TRACE=FILE replays a trace
 # make test    install and run all tests; what they draw is the same each time
 # make fuzz    the property tests alone, drawing anew, for ROUNDS=20; a failure prints the SEED=... that repeats it
 # make test-network    what asks a package index: that '.[gpu]' resolves (3 minutes)

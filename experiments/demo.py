@@ -162,7 +162,8 @@ def main(
         bool, typer.Option("--no-pressure", help="A low rate and room for all: what continuum costs then.")
     ] = False,
     readme: Annotated[
-        bool, typer.Option("--readme", help="Also put the result into README.md and docs/demo.")
+        bool,
+        typer.Option("--readme", help="Also put the result into README.md and experiments/records/demo."),
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("demo-results"),
 ) -> None:

@@ -53,7 +53,7 @@ ROWS: Rows = {
     **{f"pins {name}": at("pins", name) for name in PINS},
 }
 CUT = "programs cut off by the time limit"
-IN_README = (  # rows; docs/demo has all of them
+IN_README = (  # rows; experiments/records/demo has all of them
     "job time mean, s",
     RATIO,
     "first token of a first turn, longest, s",
@@ -190,9 +190,9 @@ def job_times(records: Sequence[TurnRecord]) -> dict[str, float]:
 
 
 def publish(page: str, out: Path) -> None:
-    """The page's chief rows into README.md between its marks, and everything into docs/demo."""
-    folder = ROOT / "docs" / "demo"
-    for kind in ("md", "csv", "png", "svg"):
+    """The page's chief rows into README.md between its marks, and everything into the records."""
+    folder = ROOT / "experiments" / "records" / "demo"
+    for kind in ("md", "csv", "png"):
         name = f"comparison.{kind}"
         (folder / name).write_bytes((out / name).read_bytes())
     readme = ROOT / "README.md"
@@ -210,7 +210,9 @@ def excerpt(page: str) -> str:
     after = "\n".join(lines[rows[-1] + 1 :]).strip()
     if held:
         cut_note = f"{CUT_NOTE} " * (CUT_NOTE in after)
-        words = f"{conditions} {cut_note}The pressure held. All rows: [docs/demo](docs/demo/comparison.md)."
+        words = (
+            f"{conditions} {cut_note}The pressure held. [All rows](experiments/records/demo/comparison.md)."
+        )
     else:
         words = f"{conditions}\n\n{after}"
     return "\n".join([*kept, "", words]) + "\n"

@@ -32,7 +32,7 @@ MOST_TOOLS = 8  # of a trace; the rest is one more
 LEAST_S = 1e-3  # of a tool
 SHOWN = (0.1, 0.5, 0.9, 0.99)
 DRAWN, SEED = 2000, 1
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "fitted-programs.md"
+DOCS = Path(__file__).resolve().parent / "records" / "fitted-programs.md"
 WHERE = {
     "claude-code-swe": "yunwei37/agentcgroup (Claude Code on SWE-rebench)",
     "claude-code": "callanjfox/kv-cache-tester, weka (Claude Code)",

@@ -91,7 +91,7 @@ def is_simulated(pairs: Found) -> bool:
 
 def main(
     results: Annotated[Path, typer.Option(help="The sweep's --out.")] = Path("results"),
-    out: Annotated[Path, typer.Option(help="Where figures.md goes.")] = Path("docs"),
+    out: Annotated[Path, typer.Option(help="Where figures.md goes.")] = Path("experiments/records"),
     seeds: Annotated[str, typer.Option(help="As in the sweep.")] = "1..5",
     full: Annotated[bool, typer.Option("--full", help="Of the sweep's --full.")] = False,
 ) -> None:

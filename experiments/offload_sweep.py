@@ -186,11 +186,11 @@ def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> 
     """Copy the page, the CSV and the figure at `path`."""
     name = f"{figure}-{'live' if is_live else 'simulated'}"
     (docs / "figures").mkdir(parents=True, exist_ok=True)
-    for suffix in (".png", ".svg"):
-        shutil.copyfile(path.with_suffix(suffix), (docs / "figures" / name).with_suffix(suffix))
+    shutil.copyfile(path.with_suffix(".png"), (docs / "figures" / name).with_suffix(".png"))
     shutil.copyfile(path.with_suffix(".csv"), (docs / name).with_suffix(".csv"))
     title, _, rest = text.partition(". ")
-    command = f"python -m experiments.offload_sweep {figure}{' --engine live' if is_live else ''} --docs docs"
+    options = f"{'--engine live ' if is_live else ''}--docs experiments/records"
+    command = f"python -m experiments.offload_sweep {figure} {options}"
     where = "on real servers" if is_live else "in the simulator"
     machine = f"{conditions()[MACHINE]}; " if is_live else ""
     made = f"{machine}{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"

@@ -163,7 +163,9 @@ def weeks_of_gaps() -> str:
 def main(
     minutes: Annotated[float, typer.Option(help="of load")] = 6.0,
     out: Annotated[Path, typer.Option(help="folder of the server's files and log")] = Path(".work/soak"),
-    docs: Annotated[Path, typer.Option(help="folder of soak.md and soak.png")] = ROOT / "docs",
+    docs: Annotated[Path, typer.Option(help="folder of soak.md and soak.png")] = ROOT
+    / "experiments"
+    / "records",
 ) -> None:
     """Run and report."""
     out.mkdir(parents=True, exist_ok=True)

@@ -268,7 +268,7 @@ def test_the_readme_takes_the_page_between_its_marks_and_keeps_the_rest():
 
 def test_the_readme_shows_the_chief_rows_of_the_demos_page_unedited():
     root = Path(__file__).parents[1]
-    page = (root / "docs" / "demo" / "comparison.md").read_text().partition("\n![figure]")[0]
+    page = (root / "experiments/records/demo/comparison.md").read_text().partition("\n![figure]")[0]
     readme = (root / "README.md").read_text()
     assert demo_report.filled(readme, demo_report.excerpt(page)) == readme
 

@@ -11,7 +11,7 @@ from experiments.sweep.cases import ENDLESS, STOCK, Live, SweepError
 from experiments.sweep.live_plans import KV_GB, SMALL
 
 MEASURED = {("fcfs", 0.0): 35.6, ("fcfs", 2 * KV_GB): 14.9, ("continuum-published", 2 * KV_GB): 16.6}
-"""Mean job times on real servers, seed 4 (experiments/LOG.md, 2026-11-21)."""
+"""Mean job times on real servers, seed 4 (experiments/records/LOG.md, 2026-11-21)."""
 
 
 @pytest.mark.parametrize(("contender", "disk_gb"), MEASURED)
@@ -21,7 +21,7 @@ def test_the_simulator_is_near_what_real_servers_took(contender: str, disk_gb: f
 
 
 def test_without_admission_the_policy_is_another() -> None:
-    """At vLLM's own chunk: a chosen one leaves admission less of it (experiments/LOG.md, 2026-11-22)."""
+    """At vLLM's own chunk: a chosen one leaves admission less of it (log, 2026-11-22)."""
     case, own_chunk = Live("continuum", 20, 1.0, 4, dram_gb=SMALL), {"measured_chunk": False}
     with_s, _ = figures(case, own_chunk)
     without_s, _ = figures(case, own_chunk | {"admission": False})

@@ -28,6 +28,7 @@ PAGES = [
     *ROOT.glob("*.md"),
     *(page for folder in ("docs", "experiments", "profiles") for page in (ROOT / folder).rglob("*.md")),
 ]
+RECORDS = ROOT / "experiments" / "records"  # pages as they were: what they link to elsewhere may have gone
 ALERTS = dashboard.DASHBOARD.with_name("alerts.yaml")
 
 
@@ -80,9 +81,22 @@ def headings(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_links_of_a_page_lead_to_files_and_headings(page: Path) -> None:
+    is_record = page.is_relative_to(RECORDS) and page.name != "README.md"
     for file, heading in links(page):
+        if is_record and not file.is_relative_to(RECORDS):
+            continue
         assert file.exists(), file
         assert not heading or heading in headings(file), f"{file.name}#{heading}"
+
+
+def test_the_index_of_the_records_has_a_line_for_each_file() -> None:
+    named = {file for file, _ in links(RECORDS / "README.md")}
+    pictures = RECORDS / "figures"
+    assert {file for file in RECORDS.rglob("*.*") if pictures not in file.parents} <= named | {
+        RECORDS / "README.md",
+        *RECORDS.glob("demo/*.png"),
+        RECORDS / "soak.png",
+    }
 
 
 def test_every_page_is_at_most_two_links_away_from_the_readme_or_the_architecture() -> None:

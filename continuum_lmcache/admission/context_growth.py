@@ -58,7 +58,7 @@ class ContextGrowth:
         """How well a first prompt predicts the whole program: final ~ first ** exponent, in [0, 1].
 
         Least squares of the logarithms; 0 until two first prompts differ. In agents' traces it is between 0
-        and 0.6 (experiments/LOG.md), so it cannot be assumed.
+        and 0.6 (experiments/records/LOG.md), so it cannot be assumed.
         """
         firsts = [math.log(first) for first, _ in self._sizes]
         finals = [math.log(final) for _, final in self._sizes]

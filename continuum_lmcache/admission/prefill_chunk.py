@@ -14,7 +14,7 @@ B = 2 * sqrt(P * (1 + waiting turns) * F / time of a prompt's token).
 
 All times are measured in the running server, since they depend on the card, the model, the connector and the
 server's own work. Until enough steps with prompts were seen a step has P prompt tokens.
-Figures: experiments/LOG.md.
+Figures: experiments/records/LOG.md.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ def survived(most: float) -> Callable[..., tuple[str, bool]]:
 
 
 def fleet_goals(size: Size) -> list[FleetGoal]:
-    """Goals A1 to A9 of docs/fleet-figures.md, which virtual time can judge."""
+    """Goals A1 to A9 of records/fleet-figures.md, which virtual time can judge."""
 
     def pair(regime: tuple[str, float], *routers: str, engine: str = OURS) -> tuple[FleetPoint, ...]:
         return tuple(at(regime, size, *routers, engine=engine))

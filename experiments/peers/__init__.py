@@ -1,1 +1,1 @@
-"""Other projects' schedulers for programs, as contenders of the sweep: docs/peers.md."""
+"""Other projects' schedulers for programs, as contenders of the sweep: experiments/records/peers.md."""

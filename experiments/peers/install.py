@@ -1,4 +1,4 @@
-"""Installs the peers that docs/peers.md compares with, in their own environments beside the project's.
+"""Installs the peers that records/peers.md compares with, in their own environments beside the project's.
 
     python -m experiments.peers.install        # 120 MB in .peers, half a minute
 

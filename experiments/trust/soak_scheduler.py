@@ -37,7 +37,7 @@ from experiments.workload import Program, TurnSpec
 matplotlib.use("Agg")  # no display
 from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
 
-FIGURE = Path(__file__).resolve().parents[2] / "docs" / "soak-scheduler.png"
+FIGURE = Path(__file__).resolve().parents[1] / "records" / "soak-scheduler.png"
 SAMPLE_S = 60.0
 IDLE_S = 600.0  # continuum.program_idle_s and max_programs of the run are small, so that the
 MAX_PROGRAMS = 400  # warm-up reaches them; an hour and 100,000 are the defaults

@@ -51,7 +51,7 @@ CONNECTOR_SUITE = (
 )
 NOTES = (
     "vLLM 0.26 is not supported: the state machine finds requests there that hold blocks, whose loads "
-    "failed, and that wait for each other for ever (experiments/LOG.md). `--scheduling-policy continuum` "
+    "failed, and that wait for each other for ever (experiments' log). `--scheduling-policy continuum` "
     'refuses to start before 0.30: "on vLLM 0.26.0 requests whose loads fail may wait for '
     'ever; continuum supports 0.30 to 0.33". One after 0.33 starts, with a line that it was not checked.',
     "Streaming sessions with speculative decoding can end an input with a wrong token on vLLM 0.30, in stock "
