@@ -35,11 +35,9 @@ class ContinuumConfig:
     admission: bool = True  # new programs wait while the started ones fill the KV cache
     honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
     honor_program_age: bool = False  # trust program_turns of tenants' requests; a router must set them
-    first_prompt_order: bool = True  # in admission's line, small first prompts start earlier
     evict_ended_programs: bool = True  # evict ended KV first; hold nothing after calls that few return from
     priced_pins: bool = True  # charge a pin fully only while a turn or a new program waits, and renew its TTL
     measured_chunk: bool = True  # decodes before prompts, in chunks sized by the times of earlier steps
-    learn_matches: bool = True  # pin only the part of a turn that the next prompt is expected to repeat
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
     fail_on_load_error: bool = False  # a failed KV load fails its request
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
@@ -70,6 +68,8 @@ class ContinuumConfig:
 KEYS: dict[str, str] = {f.name: str(f.type) for f in fields(ContinuumConfig)}
 NO_EFFECT = "does nothing any more; delete it"
 REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about them
+    "first_prompt_order": NO_EFFECT,
+    "learn_matches": NO_EFFECT,
     "no_loss_guard": NO_EFFECT,
     "prefetch": NO_EFFECT,
     "stream_recording": "is written when the server stops, and on SIGUSR1 to the engine",

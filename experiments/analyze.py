@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.recordings.metrics import calibration, measure, outcomes, percentile, tools
 from continuum_lmcache.recordings.reader import Recording, load
-from experiments.recorded_runs import forecast_errors, to_trace
+from experiments.recorded_runs import to_trace
 
 TOOLS_SHOWN = 15
 
@@ -78,10 +78,10 @@ def refusal(error: Exception) -> typer.Exit:
 
 
 def tables(runs: Sequence[Recording]) -> list[Table]:
-    """The comparison, then each run's pins, tools, calibration and reloads."""
+    """The comparison, then each run's pins, tools and calibration."""
     found = [comparison(runs)]
     for run in runs:
-        made = (pin_table(run), tool_table(run), calibration_table(run), reload_table(run))
+        made = (pin_table(run), tool_table(run), calibration_table(run))
         found += [table for table in made if table.rows]
     return found
 
@@ -126,16 +126,6 @@ def calibration_table(run: Recording) -> Table:
     table = titled(f"Calibration: {run.name}", *heads)
     for found in calibration(run):
         table.add_row(*map(shown, (found.predicted, found.realised, found.predictions, found.censored)))
-    return table
-
-
-def reload_table(run: Recording) -> Table:
-    """Predicted and measured PrefillReload."""
-    heads = ("context back on the GPU", "returns", "predicted, median [s]", "took, median [s]")
-    table = titled(f"Reload: {run.name}", *heads, "error, median", "error, P90")
-    for name, found in forecast_errors(run).items():
-        errors = [f"{error:.0%}" if error is not None else "-" for error in (found.median, found.p90)]
-        table.add_row(name, shown(found.reloads), shown(found.predicted_s), shown(found.took_s), *errors)
     return table
 
 

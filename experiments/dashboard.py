@@ -38,10 +38,6 @@ def quantile(q: float, histogram: str, by: str = "") -> str:
     return f"histogram_quantile({q}, {rate(f'{histogram}_bucket', f'le, {by}' if by else 'le')})"
 
 
-def mean(histogram: str) -> str:
-    return f"{rate(f'{histogram}_sum')} / {rate(f'{histogram}_count')}"
-
-
 STATS = (
     Panel("programs known", "short", {"": "sum(continuum_programs)"}),
     Panel("wait to start", "short", {"": "sum(continuum_programs_held)"}, "programs in admission's line"),
@@ -104,11 +100,6 @@ PANELS = (
             "P95, context {{context}}": quantile(0.95, "continuum_queue_delay_seconds", "context"),
             "T of eq. 2": "avg(continuum_eviction_delay_seconds)",
         },
-    ),
-    Panel(
-        "Reload of a lost context, mean",
-        "s",
-        {"predicted": mean("continuum_reload_predicted_seconds"), "took": mean("continuum_reload_seconds")},
     ),
     Panel(
         "Reasons of decisions",

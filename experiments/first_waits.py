@@ -45,7 +45,6 @@ DISKS_GB = {"DRAM alone": 0.0, "and a disk": 2 * KV_GB}
 OURS = "continuum"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {  # ours, where the name is no contender's
     **{contender: {} for contender in (STOCK, "continuum-published", ENDLESS, OURS)},
-    "... first_prompt_order=false": {"first_prompt_order": False},
     "... both bounds 10 s": {"admission_max_hold_s": 10.0, "pin_reclaim_after_s": 10.0},
     "... both bounds 3 s": {"admission_max_hold_s": 3.0, "pin_reclaim_after_s": 3.0},
     "... admission=false": {"admission": False},

@@ -1,17 +1,13 @@
-"""Converts a recording into a trace to replay, and computes the errors of its PrefillReload forecasts."""
+"""Converts a recording into a trace to replay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from continuum_lmcache.errors import TraceError
-from continuum_lmcache.recordings.metrics import percentile
-from continuum_lmcache.recordings.program_history import RecordedProgram, RecordedReload, RecordedTurn
+from continuum_lmcache.recordings.program_history import RecordedProgram
 from continuum_lmcache.recordings.reader import Recording
-
-LEARNED_AFTER = 50  # loads: a forecast made before them rests on the profile
 
 
 def to_trace(run: Recording) -> list[dict[str, Any]]:
@@ -62,43 +58,3 @@ def new_tokens(prompt_tokens: int, before_tokens: int, answer_tokens: int) -> in
     if growth < 0:
         return prompt_tokens
     return growth - answer_tokens if growth >= answer_tokens else growth
-
-
-@dataclass(frozen=True, slots=True)
-class ForecastError:
-    """Errors of PrefillReload forecasts, as shares of the measured reload."""
-
-    reloads: int
-    median: float | None
-    p90: float | None
-    predicted_s: float | None  # median
-    took_s: float | None  # median
-
-
-def forecast_errors(run: Recording) -> dict[str, ForecastError]:
-    """For all returns whose context had left the GPU, for those that loaded, and after the 50th load."""
-    found = [turn.reload for turn in sorted(run.turns, key=started)]
-    reloads = [reload for reload in found if reload is not None and reload.took_s > 0]
-    loads = [reload for reload in reloads if reload.loaded_tokens]
-    groups = {
-        "all": reloads,
-        "computed only": [reload for reload in reloads if not reload.loaded_tokens],
-        "loaded": loads,
-        f"loaded, after {LEARNED_AFTER} loads": loads[LEARNED_AFTER:],
-    }
-    return {name: forecast_error(group) for name, group in groups.items() if group}
-
-
-def started(turn: RecordedTurn) -> float:
-    return turn.started_s or turn.arrival_s
-
-
-def forecast_error(reloads: Sequence[RecordedReload]) -> ForecastError:
-    errors = [abs(reload.predicted_s - reload.took_s) / reload.took_s for reload in reloads]
-    return ForecastError(
-        len(reloads),
-        percentile(errors, 50),
-        percentile(errors, 90),
-        percentile([reload.predicted_s for reload in reloads], 50),
-        percentile([reload.took_s for reload in reloads], 50),
-    )

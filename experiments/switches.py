@@ -2,7 +2,6 @@
 
     python -m experiments.switches priced_pins --regimes "no offloading; DRAM 20 GB alone"
     python -m experiments.switches load_or_recompute --regimes "slow disk" --ssd-gbps 0.2
-    python -m experiments.switches learn_matches --regimes "fig8" --thoughts 4
     python -m experiments.switches                  # each switch in each regime: about an hour of a core
 
 infer_programs is run with clients that name no program. In the simulator: an assumed A100 unless the regime
@@ -29,14 +28,13 @@ from continuum_lmcache.config import ContinuumConfig
 from experiments.offload_sweep import seeds_of
 from experiments.sim.engine import simulate
 from experiments.sim.result import Result
-from experiments.sim.workloads import with_thoughts
 from experiments.sweep.cases import Point
 from experiments.sweep.goals import is_wanted, papers, swe
 from experiments.sweep.simulated import programs_of, setup_of
 
 SWITCHES = (
-    *("admission", "first_prompt_order", "evict_ended_programs", "priced_pins"),
-    *("learn_matches", "load_or_recompute", "measured_chunk", "infer_programs"),
+    *("admission", "evict_ended_programs", "priced_pins"),
+    *("load_or_recompute", "measured_chunk", "infer_programs"),
 )
 
 
@@ -57,20 +55,18 @@ class Pair:
         return self.on.job_percentile_s(99) / self.off.job_percentile_s(99)
 
 
-def with_switch(point: Point, switch: str, is_on: bool, thoughts: float = 0.0) -> Result:
-    """One run of the point with one switch set; `thoughts` tokens are stripped per token of each answer."""
+def with_switch(point: Point, switch: str, is_on: bool) -> Result:
+    """One run of the point with one switch set."""
     programs = programs_of(point)
-    if thoughts:
-        programs = with_thoughts(programs, thoughts)
     if switch == "infer_programs":
         programs = tuple(replace(program, source="unnamed") for program in programs)
     setup = setup_of(point, programs)
     return simulate(programs, replace(setup, continuum={**setup.continuum, switch: is_on}))
 
 
-def pair(point: Point, switch: str, thoughts: float, seed: int) -> Pair:
+def pair(point: Point, switch: str, seed: int) -> Pair:
     point = replace(point, seed=seed)
-    off, on = (with_switch(point, switch, is_on, thoughts) for is_on in (False, True))
+    off, on = (with_switch(point, switch, is_on) for is_on in (False, True))
     return Pair(off, on)
 
 
@@ -119,7 +115,6 @@ def main(
     regimes: Annotated[str, typer.Option(help="parts of their names, between semicolons")] = "",
     seeds: Annotated[str, typer.Option(help="3..7, or 1,2")] = "3..7",
     programs: Annotated[int, typer.Option(min=1)] = 60,
-    thoughts: Annotated[float, typer.Option(help="stripped tokens a token of each answer", min=0)] = 0.0,
     ssd_gbps: Annotated[float | None, typer.Option(help="of the regimes with a disk")] = None,
     blocking: Annotated[bool, typer.Option(help="steps wait for loads and stores, as in-process")] = False,
     workers: Annotated[int, typer.Option(min=1)] = 2,
@@ -130,7 +125,7 @@ def main(
     with ProcessPoolExecutor(workers) as pool:
         for name, regime, point in jobs(chosen(switch), regimes, programs, ssd_gbps):
             point = replace(point, blocking=point.blocking or blocking)
-            pairs = list(pool.map(partial(pair, point, name, thoughts), seeds_of(seeds)))
+            pairs = list(pool.map(partial(pair, point, name), seeds_of(seeds)))
             typer.echo(line(f"{name}, {regime}", pairs))
 
 

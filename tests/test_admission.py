@@ -14,7 +14,6 @@ from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionControll
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.admission.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
 from continuum_lmcache.programs.end_claims import LEAST_CLAIMS, EndClaim, EndClaims
-from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.types import ProgramId
 
 A, B, C = (ProgramId(name) for name in "abc")
@@ -297,14 +296,6 @@ def test_where_a_tier_has_much_more_room_and_no_program_goes_first_the_tier_alon
     assert len(admitted(at)) == starts
 
 
-def test_an_arriving_program_learns_the_age_of_the_line() -> None:
-    at = admission()
-    at.on_arrival(0.0, A, 99_000, exempt=True)
-    at.on_arrival(1.0, B, 90_000)
-    at.on_arrival(31.0, C, 90_000)
-    assert [at.pending[program].line_s for program in (B, C)] == [0.0, 30.0]
-
-
 def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is_no_room() -> None:
     at = admission()
     at.on_arrival(0.0, A, 90_000, exempt=True)
@@ -449,44 +440,13 @@ def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:
     assert growth.forecast_tokens(10_000, 0) == pytest.approx(10_000 + 2 * 500, rel=0.1)
 
 
-def test_a_first_prompt_is_trusted_as_far_as_it_predicted_the_end() -> None:
-    telling, silent, alike = ContextGrowth(), ContextGrowth(), ContextGrowth()
-    assert telling.first_prompt_exponent == 0.0
-    for i in range(1, 101):
-        telling.add_program(5, i * 100, i * 300)
-        silent.add_program(5, i * 100, 40_000 + i % 2)
-        alike.add_program(5, 100, i * 300)
-    assert alike.first_prompt_exponent == 0.0, "equal first prompts have no slope"
-    assert telling.first_prompt_exponent > 0.9 and silent.first_prompt_exponent < 0.01
-
-
-def test_a_small_first_prompt_goes_first_but_passes_nobody_who_came_long_before() -> None:
-    small, large = (line_rank(100.0, tokens, 10_000, 20.0, 0.4, 120.0) for tokens in (1_000, 60_000))
-    assert 70.0 <= small < 100.0 < large <= 130.0
-    assert line_rank(100.0, 10_000, 10_000, 20.0, 0.4, 120.0) == 100.0
-    assert line_rank(100.0, 1, 0.0, 20.0, 0.4, 120.0) == 100.0, "nothing is known of the usual one"
-    slowest, quickest = (line_rank(s, n, 10_000, 20.0, 1.0, 120.0) for s, n in ((0, 10**9), (60, 1)))
-    assert slowest <= quickest
-    assert line_rank(100.0, 1, 10_000, 20.0, 0.0, 120.0) == 100.0, "a first prompt that tells nothing"
-
-
-def test_where_the_line_has_waited_long_a_first_prompt_moves_a_program_further() -> None:
-    small, large = (line_rank(0.0, tokens, 10_000, 60.0, 1.0, 120.0, line_s=400.0) for tokens in (1, 60_000))
-    assert (small, large) == (-200.0, 200.0)
-    slowest, quickest = (line_rank(s, n, 10_000, 60.0, 1.0, 120.0, s) for s, n in ((400, 10**9), (801, 1)))
-    assert slowest == 400.0 + 200.0 and quickest == pytest.approx(801 - 400.5, abs=0.1)
-    assert quickest < slowest, "half of what it had stood for when either came"
-    later = line_rank(801.0, 1, 10_000, 60.0, 1.0, 120.0, line_s=400.0)
-    assert later > slowest, "a line of one length: none is passed by what comes later than that"
-
-
 def programs(growth: ContextGrowth, firsts: range, final_tokens: int, turns: int = 10) -> ContextGrowth:
     """One that has seen such programs, each growing in equal steps."""
     for first in firsts:
         growth.add_first_prompt(first)
         for _ in range(turns):
             growth.add_turn((final_tokens - first) // turns)
-        growth.add_program(turns, first, final_tokens)
+        growth.add_program(turns)
     return growth
 
 
@@ -510,7 +470,7 @@ def test_first_prompts_unlike_each_other_cost_no_room() -> None:
     growth = ContextGrowth()
     for first in (10, 100, 1_000, 10_000, 100_000) * 8:  # conversations: most have one turn
         growth.add_first_prompt(first)
-        growth.add_program(1, first, first)
+        growth.add_program(1)
     assert 0.9 < growth.forecasts_that_fit(126_000) / 126_000 < 1.05
 
 

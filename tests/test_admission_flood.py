@@ -8,8 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
-from continuum_lmcache.admission.controller import AdmissionController, KVCapacity, PendingProgram
-from continuum_lmcache.retention.queue_order import line_rank
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
 from continuum_lmcache.types import ProgramId
 
 MAX_WAIT_S = 120.0
@@ -24,15 +23,8 @@ def learned() -> ContextGrowth:
     for _ in range(30):
         growth.add_first_prompt(300)
         growth.add_turn(72)
-        growth.add_program(6, 300, 660)
+        growth.add_program(6)
     return growth
-
-
-def order(pending: PendingProgram, growth: ContextGrowth) -> float:
-    usual, exponent = growth.first_tokens, growth.first_prompt_exponent
-    return line_rank(
-        pending.arrival_s, pending.prompt_tokens, usual, 3.0, exponent, MAX_WAIT_S, pending.line_s
-    )
 
 
 def victims_wait_s(
@@ -43,7 +35,7 @@ def victims_wait_s(
     Each of these ends after its one turn. The attacker does not report it. Prompts of four tokens take no
     time by themselves: `prompt_share` is that of others.
     """
-    admission = AdmissionController(KVCapacity(72 * 128), MAX_WAIT_S, order, learned())
+    admission = AdmissionController(KVCapacity(72 * 128), MAX_WAIT_S, growth=learned())
     came: dict[ProgramId, float] = {}
     waits_s: list[float] = []
     later: list[tuple[float, int, Callable[[float], object]]] = []

@@ -7,11 +7,8 @@ from recorded import KEEP, PROTOTYPE, Run, printed, saved, written
 
 from continuum_lmcache.recordings.metrics import measure, outcomes
 from continuum_lmcache.recordings.reader import load
-from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
-from continuum_lmcache.telemetry.events import ContextReloaded
 from continuum_lmcache.telemetry.recorder import META, EventRecorder
-from continuum_lmcache.types import PinEnd, ProgramId, TurnId
-from experiments.recorded_runs import forecast_errors
+from continuum_lmcache.types import PinEnd
 
 
 @pytest.fixture
@@ -101,24 +98,3 @@ def test_a_name_cannot_command_the_terminal(tmp_path: Path) -> None:
 def test_one_recording_or_two_must_be_named(tmp_path: Path) -> None:
     assert "two with --compare" in printed("report", status=2)
     assert "two with --compare" in printed("report", tmp_path, "--compare", tmp_path, tmp_path, status=2)
-
-
-def test_forecasts_of_the_reload_stand_beside_what_it_took(tmp_path: Path) -> None:
-    """60 loads of 1 s: the first 50 predicted as 2 s, off by 100 %, the rest as 1.1 s; and one computed."""
-    run = Run()
-    for number in range(61):
-        run.turn("a", f"a{number}", (number, number, number + 0.5))
-        foretold_s, loaded = (2.0 if number < 50 else 1.1), (0 if number == 60 else 300)
-        found = ReloadOutcome(TurnId(f"a{number}"), ProgramId("a"), foretold_s, 0.75, 0.25, loaded, 40)
-        run.recorder.record(ContextReloaded(number + 0.5, found))
-    path = written(tmp_path, run.recorder)
-    errors = forecast_errors(load(path))
-    assert {name: e.reloads for name, e in errors.items()} == {
-        "all": 61,
-        "computed only": 1,
-        "loaded": 60,
-        "loaded, after 50 loads": 10,
-    }
-    assert (errors["loaded"].median, errors["loaded"].p90) == pytest.approx((1.0, 1.0))
-    assert errors["loaded, after 50 loads"].median == pytest.approx(0.1)
-    assert "Reload:" in printed("report", path)

@@ -73,25 +73,10 @@ def test_a_programs_states_are_the_recordings_own_times(tmp_path: Path) -> None:
         ("running", 1, 4),
         ("tool", 4, 6),
         ("queued", 6, 6.5),
-        ("loading", 6.5, 6.5),  # 50 tokens, for how long is not recorded
+        ("loading", 6.5, 6.5),  # 50 tokens
         ("running", 6.5, 10),
         ("pinned", 4, 6),
     ]
-
-
-def test_a_load_is_as_long_as_was_recorded(tmp_path: Path) -> None:
-    events = [
-        {"Request_arrival_time": 0.0, "turn": "t"},
-        {"waiting_to_running": 1.0, "turn": "t", "prompt_length": 90, "hit_length": 50, "gpu_tokens": 0}
-        | {"dram_tokens": 50, "ssd_tokens": 0},
-        {"reloaded_time": 3.0, "turn": "t", "foretold_s": 1.0, "took_s": 1.5, "load_s": 0.75}
-        | {"loaded_tokens": 50, "computed_tokens": 40},
-        {"Request_departure_time": 4.0, "turn": "t"},
-    ]
-    run = load(saved(tmp_path, {"p": events}))
-    (loading,) = [s for s in spans(run) if s.state == "loading"]
-    assert (loading.start_s, loading.end_s) == (1.0, 1.75)
-    assert "50 tokens from DRAM, 0 from disk: 0.75 s" in loading.about
 
 
 def test_what_was_going_on_at_the_end_lasts_until_then(tmp_path: Path) -> None:

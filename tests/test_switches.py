@@ -28,7 +28,7 @@ def test_a_regime_is_named_by_a_part_and_a_disk_rate_goes_to_those_that_have_a_d
 
 def test_both_runs_of_a_pair_are_of_one_seed_and_differ_in_the_switch_alone() -> None:
     point = Point("continuum", 30, 0.1, 0)
-    same, admission = pair(point, "load_or_recompute", 0.0, 3), pair(point, "admission", 0.0, 3)
+    same, admission = pair(point, "load_or_recompute", 3), pair(point, "admission", 3)
     assert same.ratio == same.tail == 1.0, "without a tier nothing is loaded"
     assert admission.on == same.on, "everything but the switch stays"
     assert admission.ratio != 1.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import linear_regression
 
 from continuum_lmcache.types import MAX_TURNS
 
@@ -25,7 +24,6 @@ class ContextGrowth:
     _lengths: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _firsts: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
     first_tokens: float = 0.0  # the usual first prompt; 0 before the first
-    _sizes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _left: dict[int, float] = field(default_factory=dict)  # by turns done, until a program ends
 
     def add_first_prompt(self, tokens: int) -> None:
@@ -37,33 +35,17 @@ class ContextGrowth:
         """A turn ended with `tokens` more than the program's last one. A context that shrank counts as 0."""
         self._growths.append(max(0, tokens))
 
-    def add_program(self, turns: int, first_tokens: int = 0, final_tokens: int = 0) -> None:
-        """A program ended after this many turns; with its first prompt and last context, if known."""
+    def add_program(self, turns: int) -> None:
+        """A program ended after this many turns."""
         if 1 <= turns <= MAX_TURNS:
             self._lengths.append(turns)
             self._left.clear()
-        if 0 < first_tokens <= final_tokens:
-            self._sizes.append((first_tokens, final_tokens))
 
-    def remove_program(self, turns: int, first_tokens: int = 0, final_tokens: int = 0) -> None:
+    def remove_program(self, turns: int) -> None:
         """A program of `add_program` goes on after all; nothing if the window has moved past it."""
         if turns in self._lengths:
             self._lengths.remove(turns)
             self._left.clear()
-        if (first_tokens, final_tokens) in self._sizes:
-            self._sizes.remove((first_tokens, final_tokens))
-
-    @property
-    def first_prompt_exponent(self) -> float:
-        """How well a first prompt predicts the whole program: final ~ first ** exponent, in [0, 1].
-
-        Least squares of the logarithms; 0 until two first prompts differ. In agents' traces it is between 0
-        and 0.6 (experiments/records/LOG.md), so it cannot be assumed.
-        """
-        firsts = [math.log(first) for first, _ in self._sizes]
-        finals = [math.log(final) for _, final in self._sizes]
-        slope = linear_regression(firsts, finals).slope if len(set(firsts)) > 1 else 0.0
-        return max(0.0, min(1.0, slope))
 
     @property
     def turn_tokens(self) -> float:

@@ -47,9 +47,8 @@ class AdmittedProgram:
     turns: int = 0  # finished
     live: int = 0  # turns that are queued, loading or running
     starts_anew: bool = False  # when it returns after it was absent
-    counts_as_ended: bool = False  # while it is absent: `growth` has its sizes
+    counts_as_ended: bool = False  # while it is absent: `growth` has its turns
     ended_tokens: int = 0  # the last finished turn's context
-    first_tokens: int = 0  # the first prompt without the head; 0: not known
     forecast_tokens: float = 0.0  # its part of the started programs' sum
     active_tokens: float = 0.0  # its part of the active programs' sum
 
@@ -57,11 +56,6 @@ class AdmittedProgram:
     def own_tokens(self) -> int:
         """Its context without the shared head."""
         return max(0, self.context_tokens - self.head.tokens)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """What `growth` keeps of an ended program."""
-        return self.turns, self.first_tokens, self.own_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +67,22 @@ class PendingProgram:
     priority: int
     arrival_s: float
     turns: int = 1  # that wait here; the program leaves with the last of them
-    line_s: float = 0.0  # the longest wait in the line when it came
     hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
     finished: int = 0  # turns that ended before it was absent
 
 
-Order = Callable[[PendingProgram, ContextGrowth], float]
-
-
 @dataclass(slots=True)
 class AdmissionController:
-    """The admitted programs and the line of pending ones. `order`: the order among equal priorities."""
+    """The admitted programs and the line of pending ones, by priority and then by arrival."""
 
     capacity: KVCapacity
     max_wait_s: float
-    order: Order = lambda pending, _growth: pending.arrival_s
     growth: ContextGrowth = field(default_factory=ContextGrowth)
     shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
     favors_started: Callable[[], bool] = lambda: True  # whether programs that began earlier go first
     admitted: dict[ProgramId, AdmittedProgram] = field(default_factory=dict)
     pending: dict[ProgramId, PendingProgram] = field(default_factory=dict)
-    _line: list[tuple[int, float, float, ProgramId]] = field(default_factory=list)  # heap
+    _line: list[tuple[int, float, ProgramId]] = field(default_factory=list)  # heap: priority, arrival
     _absent: list[tuple[float, ProgramId, int]] = field(default_factory=list)  # heap: no longer expected
     _started_tokens: float = 0.0  # forecasts of all admitted programs, without the heads they share
     _active_tokens: float = 0.0
@@ -130,12 +119,9 @@ class AdmissionController:
         seen = self.admitted.get(program)
         starts = seen is None and (self._withdraw(program) or not turns)
         if starts and not exempt:
-            line_s = now_s - next(iter(self.pending.values())).arrival_s if self.pending else 0.0
-            pending = PendingProgram(
-                program, prompt_tokens, priority, now_s, line_s=line_s, hashes=hashes, finished=turns
-            )
+            pending = PendingProgram(program, prompt_tokens, priority, now_s, hashes=hashes, finished=turns)
             self.pending[program] = pending
-            heapq.heappush(self._line, (priority, self.order(pending, self.growth), now_s, program))
+            heapq.heappush(self._line, (priority, now_s, program))
             self._context_tokens += prompt_tokens
             if not turns:
                 own_tokens = prompt_tokens - self.shared_prefixes.head(hashes).tokens
@@ -187,11 +173,8 @@ class AdmissionController:
     def start_program(self, pending: PendingProgram) -> None:
         """Admits a program that is not in this line: the fleet's line has let it start."""
         seen = self._add_admitted(pending.program, pending.finished)
-        head = self.shared_prefixes.head(pending.hashes)
         seen.live = pending.turns
-        if not pending.finished:
-            seen.first_tokens = max(0, pending.prompt_tokens - head.tokens)
-        self._update(seen, pending.prompt_tokens, head)
+        self._update(seen, pending.prompt_tokens, self.shared_prefixes.head(pending.hashes))
 
     def on_pause(
         self,
@@ -233,8 +216,7 @@ class AdmissionController:
             given_up = self._given_up.pop(program, None)
             self._told_ends += given_up is None
             if given_up is None or not given_up.counts_as_ended:
-                sizes = (seen.first_tokens, seen.own_tokens) if seen else ()
-                self.growth.add_program(finished_turns, *sizes)
+                self.growth.add_program(finished_turns)
         if (pending := self.pending.pop(program, None)) is not None:
             self._context_tokens -= pending.prompt_tokens
         if seen is not None:
@@ -258,7 +240,7 @@ class AdmissionController:
                 self._untold_ends += 1
                 self._given_up[program] = seen
                 if seen.counts_as_ended:
-                    self.growth.add_program(*seen.sizes)
+                    self.growth.add_program(seen.turns)
                     found.append(program)
         return found
 
@@ -310,14 +292,15 @@ class AdmissionController:
             return False
         self._untold_ends -= 1
         if given_up.counts_as_ended:
-            self.growth.remove_program(*given_up.sizes)
+            self.growth.remove_program(given_up.turns)
         return given_up.starts_anew
 
     def _next(self) -> PendingProgram | None:
         """First in line; programs that left are skipped."""
         while self._line:
-            pending = self.pending.get(self._line[0][3])
-            if pending is not None and pending.arrival_s == self._line[0][2]:
+            _, arrival_s, program = self._line[0]
+            pending = self.pending.get(program)
+            if pending is not None and pending.arrival_s == arrival_s:
                 return pending
             heapq.heappop(self._line)
         return None

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from continuum_lmcache.reload.cost_model import PrefillCurve
+from continuum_lmcache.tools.call_parser import without_thinking
 
 UNREAD, PLAIN, THOUGHT = "unread", "plain", "thought"  # a turn's end: not known, no thought, a thought
 FEW_TOKENS = 64  # a client's short new text in each prompt: a hash, a time
@@ -184,6 +185,13 @@ def losses_of(
         seconds = curve.seconds(missing_tokens, found_tokens) - curve.fixed_s
         cause = LossCause.TIER_MISS if missed else LossCause.EVICTED
         yield PrefixLoss(cause, found_tokens, divergence.last_turn_tokens, missing_tokens, max(0.0, seconds))
+
+
+def ending_of(text: str) -> str:
+    """How a turn with this text ended: templates drop thoughts, and keep plain answers."""
+    if not text:
+        return UNREAD
+    return PLAIN if without_thinking(text) == text else THOUGHT
 
 
 def same_blocks(last: Sequence[Hashable], prompt: Sequence[Hashable]) -> int:

@@ -24,16 +24,6 @@ class RecordedPin:
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedReload:
-    """The cost of returning a turn's context, and its forecast when the turn before ended."""
-
-    predicted_s: float
-    took_s: float
-    loaded_tokens: int
-    load_s: float | None = None  # the loads' part of took_s
-
-
-@dataclass(frozen=True, slots=True)
 class RecordedLoss:
     """KV that its program had left and a turn computed again, and why (divergence.py)."""
 
@@ -62,7 +52,6 @@ class RecordedTurn:
     tool: tuple[str, ...] | None = None
     retention: Mapping[str, Any] | None = None
     preemptions: int = 0
-    reload: RecordedReload | None = None  # its context had left the GPU
     losses: list[RecordedLoss] = field(default_factory=list)
     pin: RecordedPin | None = None
     went_idle: bool = False  # the program had no other turn when this one departed
@@ -128,12 +117,6 @@ class RecordedProgram:
         turn.retention, turn.went_idle = event.get("retention"), not self._live
         self._last = turn
 
-    def reloaded(self, event: Event, time_s: float) -> None:  # noqa: ARG002
-        turn = self._by_id.get(event.get("turn", ""))
-        numbers = [event.get(key) for key in ("foretold_s", "took_s", "loaded_tokens")]
-        if turn is not None and None not in numbers:
-            turn.reload = RecordedReload(*numbers, event.get("load_s"))  # type: ignore[arg-type, call-arg]
-
     def lost(self, event: Event, time_s: float) -> None:  # noqa: ARG002
         turn = self._by_id.get(event.get("turn", ""))
         numbers = [event.get(key) for key in ("at_token", "left_tokens", "lost_tokens", "prefill_s")]
@@ -175,7 +158,6 @@ KINDS = {
     "Request_evicted_from_running_queue_time": RecordedProgram.preempted,
     "evicted_to_running": RecordedProgram.resumed,
     "Request_departure_time": RecordedProgram.departed,
-    "reloaded_time": RecordedProgram.reloaded,
     "lost_time": RecordedProgram.lost,
     "pinned_time": RecordedProgram.pinned,
     "unpinned_time": RecordedProgram.unpinned,

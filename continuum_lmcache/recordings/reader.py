@@ -47,7 +47,6 @@ PREDICTION = ("ttl_s", "probability")
 ANYTHING = ("anything", lambda _: True)
 FIELD_TYPES = {  # of the fields that this package reads; others may have any value
     **dict.fromkeys((*KINDS, *TOKENS, "blocks", "events_dropped"), ("a number", number)),
-    **dict.fromkeys(("foretold_s", "took_s", "load_s", "loaded_tokens"), ("a number", number)),
     **dict.fromkeys(("at_token", "left_tokens", "lost_tokens", "prefill_s"), ("a number", number)),
     "cause": ("text", lambda value: isinstance(value, str)),
     "queue_delay_s": ("a number of seconds or null", lambda value: value is None or number(value)),

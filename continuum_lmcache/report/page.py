@@ -83,7 +83,7 @@ def timelines(runs: Sequence[Recording]) -> Iterator[str]:
         yield div(charts.timeline(run, letter, until_s), f"timeline-{letter}")
     yield (
         "<p class='small'>Drag to zoom, scroll over an axis, double click to see all. A pin is the thin bar "
-        "over the tool's time. A load without a recorded duration is a mark.</p>"
+        "over the tool's time. A load is a mark.</p>"
     )
 
 

@@ -4,8 +4,7 @@
        | queued   | loading running | tool            |
                                     | pinned    |
 
-A pin overlaps the tool's time. A load has its recorded duration; where the recording has none (older
-ones, the public prototype's), it has duration 0.
+A pin overlaps the tool's time. A recording has no duration of a load: it is a mark at the start.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ def states_of(program: RecordedProgram, end_s: float) -> Iterator[tuple[str, flo
         gone_s = end_s if turn.departure_s is None else turn.departure_s
         yield "queued", turn.arrival_s, min(started_s, gone_s), f"turn {number} waits"
         if turn.started_s is not None:
-            running_s = started_s
             if loaded(turn):
-                running_s = min(gone_s, started_s + (load_s(turn) or 0.0))
-                yield "loading", started_s, running_s, load_text(number, turn)
-            yield "running", running_s, gone_s, run_text(number, turn)
+                yield "loading", started_s, started_s, load_text(number, turn)
+            yield "running", started_s, gone_s, run_text(number, turn)
         if turn.gap_s is not None and turn.departure_s is not None:
             yield "tool", gone_s, gone_s + turn.gap_s, tool_text(turn)
     for pin in program.pins:
@@ -62,16 +59,9 @@ def loaded(turn: RecordedTurn) -> int:
     return (turn.dram_tokens or 0) + (turn.ssd_tokens or 0)
 
 
-def load_s(turn: RecordedTurn) -> float | None:
-    """How long that took; None: not recorded."""
-    return turn.reload.load_s if turn.reload is not None else None
-
-
 def load_text(number: int, turn: RecordedTurn) -> str:
-    took_s = load_s(turn)
-    how = "for how long is not recorded" if took_s is None else f"{took_s:.3g} s"
     in_dram, on_disk = turn.dram_tokens or 0, turn.ssd_tokens or 0
-    return f"turn {number} loads {in_dram:,} tokens from DRAM, {on_disk:,} from disk: {how}"
+    return f"turn {number} loads {in_dram:,} tokens from DRAM, {on_disk:,} from disk"
 
 
 def run_text(number: int, turn: RecordedTurn) -> str:

@@ -6,15 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from continuum_lmcache.admission.context_growth import ContextGrowth
-from continuum_lmcache.admission.controller import PendingProgram
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
 from continuum_lmcache.retention.engine_stats import EvictionStats
 from continuum_lmcache.retention.policies import effective, policy_named
-from continuum_lmcache.retention.queue_order import line_rank
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
 from continuum_lmcache.tools.call_parser import is_answer, tool_calls, tool_key
@@ -103,17 +100,6 @@ class RetentionAdvisor:
         """
         late_s = LEAST_EXPECTED_S if tool == NO_CALL else math.inf
         return self.config.evict_ended_programs and self.gaps.longer_share(tool, late_s) > MOSTLY
-
-    def admission_order(self, pending: PendingProgram, growth: ContextGrowth) -> float:
-        """A new program's place in admission's line: smallest first."""
-        if not self.config.first_prompt_order:
-            return pending.arrival_s
-        work_s = self.rates.costs.prefill_s(round(growth.final_tokens))
-        tokens, usual = pending.prompt_tokens, growth.first_tokens
-        wait_s = self.config.admission_max_hold_s
-        return line_rank(
-            pending.arrival_s, tokens, usual, work_s, growth.first_prompt_exponent, wait_s, pending.line_s
-        )
 
     def favors_started(self) -> bool:
         """Whether programs that began earlier go first for that alone: those with more turns done have fewer

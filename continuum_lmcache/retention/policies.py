@@ -75,7 +75,6 @@ def effective(config: ContinuumConfig) -> ContinuumConfig:
         evict_ended_programs=False,
         priced_pins=False,
         measured_chunk=False,
-        learn_matches=False,
     )
 
 

@@ -57,31 +57,3 @@ def least_attained_service(entry: QueueEntry) -> Order:
         entry.turn_arrival_s + queue * PLAS_AGEING_S,
         entry.program_arrival_s,
     )
-
-
-AGEING_RATE = 0.05  # seconds of work that a second of waiting makes up for; tuned (LOG.md, 2026-11-22)
-
-
-def line_rank(
-    arrival_s: float,
-    prompt_tokens: int,
-    usual_tokens: float,
-    usual_work_s: float,
-    exponent: float,
-    max_wait_s: float,
-    line_s: float = 0.0,
-) -> float:
-    """A new program's place in the line: its arrival, shifted by the work that its first prompt predicts.
-
-    Shortest first, with ageing: work * (prompt / usual) ** exponent - AGEING_RATE * waited. With an
-    `exponent` of 1 the work is proportional to the first prompt; with 0 the order is that of arrivals.
-    Differences of these values do not depend on the moment, so the place can be an arrival time. The shift
-    is within max_wait_s / 4 either way. If half of `line_s`, the longest wait in the line when the program
-    came, is longer, the shift is within that. So no program overtakes one that arrived earlier by more than
-    the sum of their two bounds: max_wait_s / 2, or the line's own wait.
-    """
-    if usual_tokens <= 0:
-        return arrival_s
-    shift_s = usual_work_s / AGEING_RATE * ((prompt_tokens / usual_tokens) ** exponent - 1.0)
-    most_s = max(max_wait_s / 4, line_s / 2)
-    return arrival_s + max(-most_s, min(most_s, float(shift_s)))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from continuum_lmcache.programs.divergence import PrefixLoss
-from continuum_lmcache.reload.forecast_tracker import ReloadOutcome
 from continuum_lmcache.types import Pin, PinEnd, ProgramId, Residency, Retention, ToolKey, TurnId
 
 
@@ -116,18 +115,6 @@ class PrefixLost:
     turn: TurnId
     loss: PrefixLoss
     texts: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ContextReloaded:
-    """A context that the GPU had lost is on the GPU again."""
-
-    now_s: float
-    outcome: ReloadOutcome
-
-    @property
-    def program(self) -> ProgramId:
-        return self.outcome.program
 
 
 E = TypeVar("E")

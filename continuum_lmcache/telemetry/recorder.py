@@ -111,18 +111,6 @@ class EventRecorder:
             retention=explained(e.retention) if e.retention else None,
         )
 
-    def _reloaded(self, e: event_types.ContextReloaded) -> None:
-        self._add(
-            e,
-            "reloaded_time",
-            e.outcome.turn,
-            foretold_s=plain(e.outcome.predicted_s),
-            took_s=plain(e.outcome.took_s),
-            load_s=plain(e.outcome.load_s),
-            loaded_tokens=e.outcome.loaded_tokens,
-            computed_tokens=e.outcome.computed_tokens,
-        )
-
     def _lost(self, e: event_types.PrefixLost) -> None:
         """The excerpts of the last turn and the prompt are salted hashes, with their texts only if given."""
         loss = e.loss
@@ -228,7 +216,6 @@ RECORDED: Mapping[type, Callable[[EventRecorder, Any], None]] = {
     event_types.PinRenewed: EventRecorder._renewed,
     event_types.PinReleased: EventRecorder._unpinned,
     event_types.PrefixLost: EventRecorder._lost,
-    event_types.ContextReloaded: EventRecorder._reloaded,
     event_types.ProgramEnded: EventRecorder._ended,
 }
 

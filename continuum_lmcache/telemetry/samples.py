@@ -9,13 +9,7 @@ import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from continuum_lmcache.telemetry.events import (
-    ContextReloaded,
-    EventBus,
-    TurnArrived,
-    TurnFinished,
-    TurnStarted,
-)
+from continuum_lmcache.telemetry.events import EventBus, TurnArrived, TurnFinished, TurnStarted
 from continuum_lmcache.types import ToolKey
 
 MOST_SAMPLES = 2_000  # kept until the next report; a step ends far fewer turns
@@ -68,7 +62,6 @@ class MetricSamples:
         events.subscribe(TurnArrived, self._arrived)
         events.subscribe(TurnStarted, self._started)
         events.subscribe(TurnFinished, self._finished)
-        events.subscribe(ContextReloaded, self._reloaded)
 
     def _arrived(self, event: TurnArrived) -> None:
         if event.gap_s is not None:
@@ -82,10 +75,6 @@ class MetricSamples:
         if (keep := event.retention) is not None:
             self._add("ttl", self.tools.of(event.tool), keep.ttl_s)
             self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
-
-    def _reloaded(self, event: ContextReloaded) -> None:
-        self._add("reload_predicted", "", event.outcome.predicted_s)
-        self._add("reload", "", event.outcome.took_s)
 
     def take_samples(self) -> dict[str, Samples]:
         """The samples since the last call, by metric and label."""

@@ -50,7 +50,6 @@ class TurnState:
     started_s: float | None = None
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
     loaded_tokens: int = 0  # of the prompt, loaded by the connector
-    reusable_tokens: int | None = None  # of the program's last turn; None: not known
     link: ProgramLink | None = None  # to the turn that it continues, if it names no program
     divergence: Divergence | None = None  # how far it repeats its program's last turn; None: not known
 

@@ -1,4 +1,4 @@
-"""Measures what steps and returns cost, for the rates and the forecasts.
+"""Measures what steps cost, for the rates.
 
 A step lasts from the end of schedule() to its output, or from the output before it where vLLM
 schedules ahead. Reads, on vLLM 0.30 to 0.33: SchedulerOutput.num_scheduled_tokens,
@@ -13,11 +13,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from continuum_lmcache.admission.prefill_chunk import StepTimes
 from continuum_lmcache.admission.prefill_share import PrefillShare
-from continuum_lmcache.reload.forecast_tracker import ReloadTracker, StepWork, step_wait_s
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.reload.tier_store import KVTransfer
-from continuum_lmcache.telemetry.events import ContextReloaded, EventBus, ProgramEnded
-from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.requests import TurnState
 
@@ -36,49 +34,24 @@ class StepLaunch(NamedTuple):
 
 
 class StepTimer:
-    """Times steps, learns from their transfers, and completes forecasts of reloads."""
+    """Times steps, and learns from them and their transfers."""
 
-    def __init__(
-        self,
-        rates: CalibratedCosts,
-        events: EventBus,
-        residency: ResidencyLookup,
-        slack_tokens: int,
-    ) -> None:
-        self.reloads, self.prompt_time = ReloadTracker(slack_tokens), PrefillShare()
-        self.step_times = StepTimes()
-        self._rates, self._events, self._residency = rates, events, residency
-        events.subscribe(ProgramEnded, lambda event: self.reloads.on_program_end(event.program))
+    def __init__(self, rates: CalibratedCosts, residency: ResidencyLookup) -> None:
+        self.prompt_time, self.step_times = PrefillShare(), StepTimes()
+        self._rates, self._residency = rates, residency
         self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
         self._last_s = 0.0
         self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for an untimed load
-
-    # a turn ------------------------------------------------------------------
-
-    def on_allocated(self, turn: TurnState, prompt_tokens: int) -> None:
-        """A turn got its blocks; its gpu_tokens and loaded_tokens are known."""
-        if turn.program is not None:
-            tokens = (turn.gpu_tokens, turn.loaded_tokens, prompt_tokens)
-            self.reloads.on_allocated(turn.id, turn.program, *tokens)
 
     def on_run(self, turn: TurnState) -> None:
         """The step that was just scheduled has this turn, for the first time or again."""
         if turn.loaded_tokens and not self._residency.times_loads:
             self._untimed.add(turn.id)
 
-    def add_forecast(self, program: ProgramId, context_tokens: int, reload_s: float) -> None:
-        self.reloads.add_forecast(program, context_tokens, reload_s)
-
-    def on_turn_end(self, turn: TurnId) -> None:
-        """A turn ended or was preempted; its last step may not be reported yet."""
-        self.reloads.on_turn_end(turn)
-
     @property
     def prompt_share(self) -> float:
         """The share of the latest steps' time in which prompts were computed, 0 to 1."""
         return self.prompt_time.share
-
-    # a step ------------------------------------------------------------------
 
     def on_schedule(
         self, now_s: float, output: SchedulerOutput, prompt_tokens: int, decoding_turns: int
@@ -97,12 +70,8 @@ class StepTimer:
         self._untimed -= untimed
         prefills = launch.prompt_tokens >= LEAST_PREFILL_TOKENS
         self.prompt_time.on_step(took_s, prefills)
-        if prefills or self.reloads.is_tracking:
-            step = StepWork(took_s, work_of(output))
-            for outcome in self.reloads.on_step(step, moved, self._rates.costs.prefill):
-                self._events.publish(ContextReloaded(now_s, outcome))
-            if prefills and is_own and not untimed:
-                self._learn_prefill(step, launch.prompt_tokens, moved)
+        if prefills and is_own and not untimed:
+            self._learn_prefill(took_s, output, launch.prompt_tokens, moved)
         if launch.decoded_each:
             self.step_times.on_decodes(took_s, launch.decoded_each)
         for transfer in moved:
@@ -122,19 +91,22 @@ class StepTimer:
             return measured_s, True
         return took_s, not (launch.waits or any(later.waits for later in self._flight.values()))
 
-    def _learn_prefill(self, step: StepWork, prompt_tokens: int, moved: list[KVTransfer]) -> None:
+    def _learn_prefill(
+        self, took_s: float, output: SchedulerOutput, prompt_tokens: int, moved: list[KVTransfer]
+    ) -> None:
         """Learn a step's times; correct the prefill curve by it, if it was prefill for the most part."""
         curve = self._rates.costs.prefill
-        in_step_s, weight_s = step_wait_s(moved), sum(step.weights(curve).values())
-        if in_step_s < step.seconds / 2:
-            self.step_times.on_prompts(step.seconds - in_step_s, prompt_tokens, weight_s)
-            if prompt_tokens >= LEAST_PREFILL_SHARE * step.new_tokens:
-                self._rates.observe_prefill(step.seconds - in_step_s, curve.fixed_s + weight_s)
+        in_step_s = sum(transfer.duration_s for transfer in moved if transfer.in_step)
+        weight_s = sum(curve.seconds(*tokens) - curve.fixed_s for tokens in work_of(output))
+        if in_step_s < took_s / 2:
+            self.step_times.on_prompts(took_s - in_step_s, prompt_tokens, weight_s)
+            if prompt_tokens >= LEAST_PREFILL_SHARE * output.total_num_scheduled_tokens:
+                self._rates.observe_prefill(took_s - in_step_s, curve.fixed_s + weight_s)
 
 
-def work_of(output: SchedulerOutput) -> dict[TurnId, tuple[int, int]]:
-    """A step's tokens by turn: new ones, and those before them."""
+def work_of(output: SchedulerOutput) -> list[tuple[int, int]]:
+    """Each turn's tokens in a step: new ones, and those before them."""
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    return {TurnId(turn): (new, before[turn]) for turn, new in output.num_scheduled_tokens.items()}
+    return [(new, before[turn]) for turn, new in output.num_scheduled_tokens.items()]

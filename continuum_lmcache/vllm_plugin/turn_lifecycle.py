@@ -16,10 +16,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
 from continuum_lmcache.admission.shared_prefixes import SharedPrefixIndex
-from continuum_lmcache.programs.divergence import TurnKind
+from continuum_lmcache.programs.divergence import TurnKind, ending_of
 from continuum_lmcache.programs.end_claims import EndClaim, EndClaims
 from continuum_lmcache.programs.identity import program_id
-from continuum_lmcache.programs.prefix_reuse import PrefixReusePredictor, ending_of
 from continuum_lmcache.programs.prompt_linker import PromptLinker
 from continuum_lmcache.programs.table import Program, ProgramTable
 from continuum_lmcache.reload.load_policy import NO_CONTENTION, Contention, LoadPolicy
@@ -92,8 +91,7 @@ class TurnLifecycle:
 
         self.load_policy = LoadPolicy(advisor.rates, contention, config.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end does not count as evicted
-        self.step_timer = StepTimer(advisor.rates, self.events, residency, self._slack_tokens)
-        self.reuse = PrefixReusePredictor(hash_block_tokens, config.learn_matches)
+        self.step_timer = StepTimer(advisor.rates, residency)
         texts_of = tokenizer if config.divergence_texts else None
         self.losses = PrefixLossReporter(
             self.events, self.load_policy, advisor.rates, hash_block_tokens, texts_of
@@ -102,7 +100,6 @@ class TurnLifecycle:
         self.admission = AdmissionController(
             self._kv_capacity(),
             config.admission_max_hold_s,
-            advisor.admission_order,
             shared_prefixes=self._shared_prefixes,
             favors_started=favors_started,
         )
@@ -152,8 +149,6 @@ class TurnLifecycle:
             back = None
         turn.program, entry = program, self.programs.records[program]
         self.losses.on_arrival(turn, request)
-        if turn.divergence is not None and entry.context_tokens:  # else that turn was under another salt
-            turn.reusable_tokens = self.reuse.on_return(turn.divergence)
         turn.program_arrival_s = entry.arrival_s
         turn.place_s = now_s if self.admission.takes_turns else entry.arrival_s
         entry.turns = max(before.turns if before else entry.turns, turn.fields.turns)
@@ -171,7 +166,6 @@ class TurnLifecycle:
         if turn is not None:
             turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
             self.load_policy.on_allocated(turn.id)
-            self.step_timer.on_allocated(turn, request.num_prompt_tokens)
 
     def on_load_done(self, request: Request) -> None:
         """An asynchronous load has ended; the tokens that now count as computed were loaded."""
@@ -199,8 +193,6 @@ class TurnLifecycle:
         if not entry.turns and turn.link is None:  # else it found what its own last turn left
             self.admission.on_prefix_hit(program, request.block_hashes, found_tokens)
         context_tokens = min(entry.context_tokens, request.num_prompt_tokens)
-        if turn.reusable_tokens is not None:  # tokens that are not used again were not lost
-            context_tokens = min(context_tokens, turn.reusable_tokens)
         self.residency.count_returned(served, context_tokens)
         evicted = context_tokens - turn.gpu_tokens > self._slack_tokens
         if evicted and not self.load_policy.has_declined(turn.id):  # else less was loaded than was held
@@ -216,7 +208,6 @@ class TurnLifecycle:
         turn = self.turns.get(turn_id)
         if turn is not None and turn.program is not None:
             self.turns.preempted.add(turn_id)
-            self.step_timer.on_turn_end(turn_id)
             self.events.publish(TurnPreempted(now_s, turn.program, turn_id))
 
     def on_resume(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
@@ -236,7 +227,6 @@ class TurnLifecycle:
             return
         self.blocks.on_turn_end(request.request_id, request.num_computed_tokens)
         self.load_policy.on_turn_end(turn.id)
-        self.step_timer.on_turn_end(turn.id)
         ended = is_end_of_turn(request) or turn.has_all_input
         if turn.program is None:
             anonymous = anonymous_program(request)
@@ -267,9 +257,7 @@ class TurnLifecycle:
         program = turn.program
         text = "" if turn.fields.this_tool else tail_text(request, self._tokenizer, self.ignored)
         tool = turn.fields.this_tool or self.advisor.tool(text, offers_tools=bool(turn.fields.tools))
-        sizes = (request.num_prompt_tokens, request.num_tokens)
-        kind = TurnKind(turn.tenant, ending_of(text))
-        tokens = self.reuse.expected_tokens(kind, *sizes)
+        kind, tokens = TurnKind(turn.tenant, ending_of(text)), request.num_tokens
         blocks = self.blocks.pinnable(request.request_id, tokens)
         number = self.programs.records[program].turns + 1
         tiers = self.residency.after_eviction(request, tokens)
@@ -277,7 +265,6 @@ class TurnLifecycle:
         keep = self.advisor.retain(ended, self.engine_load())
         self.pins.release(now_s, program, PinEnd.SUPERSEDED)
         self.programs.finish_turn(now_s, turn.id, ended)
-        self.step_timer.add_forecast(program, tokens, keep.reload_s)
         starts_anew = self.programs.records[program].is_conversation and self.advisor.returns_late(tool)
         self.admission.on_pause(now_s, program, tokens, self.advisor.expected_s(tool), starts_anew)
         self.losses.on_pause(turn, request, kind, tiers)

@@ -24,7 +24,6 @@ MetricsPayload = dict[str, Any]
 TTL_BUCKETS_S = (0.0, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 GAP_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 DELAY_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-RELOAD_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 COUNTERS = {  # by key of the report: name, help, label
     "pins": ("continuum_pins", "Pins by outcome; `taken` counts all", "outcome"),
@@ -127,13 +126,6 @@ HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
         "context",
         DELAY_BUCKETS_S,
     ),
-    "reload_predicted": (
-        "continuum_reload_predicted_seconds",
-        "Predicted cost of returns whose context the GPU had lost",
-        "",
-        RELOAD_BUCKETS_S,
-    ),
-    "reload": ("continuum_reload_seconds", "Measured cost of the same returns", "", RELOAD_BUCKETS_S),
 }
 
 
