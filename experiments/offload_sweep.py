@@ -41,7 +41,7 @@ from experiments.fleet.plans import cases as fleet_cases
 from experiments.fleet.plans import seeds_of as fleet_seeds
 from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
-from experiments.sweep import goals, trace_goals
+from experiments.sweep import closed_loop, goals, trace_goals
 from experiments.sweep.cases import Case, Point, SweepError
 from experiments.sweep.conditions import MACHINE, conditions, when
 from experiments.sweep.grids import Size
@@ -56,8 +56,9 @@ ALL = "all"
 GOALS = "goals"
 TRACES = "traces"
 FLEETS = "fleet"
-TABLES = (GOALS, TRACES, FLEETS)
-WITH_REGIMES = (*TABLES, "peers", "agents", "agents-mp")
+SESSIONS = "sessions"
+TABLES = (GOALS, TRACES, FLEETS, SESSIONS)
+WITH_REGIMES = (GOALS, TRACES, FLEETS, "peers", "agents", "agents-mp")
 NAMES = f"sim: {', '.join([*PLANS, *TABLES])}; live: {', '.join(LIVE_PLANS)}; either: {ALL}"
 TIERS = ("none", "dram", "disk")  # the slowest that a case has
 WIDTH = 180  # of the goals' table, wherever it is printed
@@ -325,6 +326,11 @@ def main(
         bool, typer.Option("--untold-ends", help="traces: clients do not say which turn is their last")
     ] = False,
     p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,
+    sessions: Annotated[str, typer.Option(help="sessions: how many are live, as 12,24")] = "",
+    programs: Annotated[
+        int, typer.Option(min=0, help="sessions: a batch of so many, by --sessions workers")
+    ] = 0,
+    trace: Annotated[str, typer.Option(help="sessions: the trace")] = "claude-code",
 ) -> None:
     """Draw the figures; run missing cases."""
     try:
@@ -348,6 +354,9 @@ def main(
         if FLEETS in figures:
             seed_list = seeds_of(seeds) if seeds else fleet_seeds(size)
             serve_fleets(size, seed_list, regimes, jobs, out)
+        if SESSIONS in figures:
+            loops = closed_loop.points(size, sessions, programs, f"{trace}:{half}", tiers, contenders, chosen)
+            closed_loop.tabulate(loops, jobs, out)
         if plans:
             wants, is_live = wanted(regimes, contenders, tiers), engine is Engine.LIVE
             sweep(plans, size, chosen, wants, jobs, out, suffix, p95_s, is_live, docs)

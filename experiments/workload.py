@@ -16,7 +16,7 @@ from continuum_lmcache.recordings.trace import TraceProgram as Program
 from continuum_lmcache.recordings.trace import TraceTurn as TurnSpec
 from continuum_lmcache.recordings.trace import load_trace as load_trace
 
-ARRIVALS, GAPS, SHAPES, SAMPLE = range(4)  # which stream of a seed: draws must not share numbers
+ARRIVALS, GAPS, SHAPES, SAMPLE, SESSIONS = range(5)  # which stream of a seed: draws must not share numbers
 
 
 def scaled(programs: Sequence[Program], max_context_tokens: int) -> tuple[Program, ...]:

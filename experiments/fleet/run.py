@@ -19,6 +19,7 @@ from connectors.tier_model.lru_tier import LruTier
 from continuum_lmcache.errors import InvariantError
 from experiments.fleet.replica import Replica, Sent, Turn, chunk_names
 from experiments.fleet.routers import Router
+from experiments.sim.agents import Agents
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation, longest_of
 from experiments.sim.result import Result
@@ -97,7 +98,7 @@ class FleetRun(Simulation):
         router: Router,
     ) -> None:
         self.held: dict[str, tuple[float, Turn]] = {}  # at the router, since when
-        super().__init__(programs, setup.engine, schedulers, clock, setup.speeds)
+        super().__init__(partial(Agents, programs), setup.engine, schedulers, clock, setup.speeds)
         self.fleet, self.router = setup, router
         self.replicas = [Replica(at, engine) for at, engine in enumerate(self.engines)]
         self.links = [BandwidthLink(setup.link_gbps) for _ in self.replicas]

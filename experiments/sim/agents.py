@@ -31,6 +31,7 @@ class LiveProgram:
 
     program: Program
     history: History
+    started_s: float = 0.0
     turn: int = 0  # index
     arrival_s: float = 0.0
     first_token_s: float | None = None
@@ -65,14 +66,20 @@ class Agents:
         self.asked: dict[str, LiveProgram] = {}  # by request at the engine
         self.turns: list[TurnResult] = []
         self.jobs: dict[str, JobResult] = {}
-        streams = new_streams()
+        self.streams = new_streams()
         for program in programs:
-            live = LiveProgram(program, History(streams, setup.shared_tokens))
+            history = History(self.streams, setup.shared_tokens)
+            live = LiveProgram(program, history, started_s=program.arrival_s)
             timetable.at(program.arrival_s, partial(self._submit, live))
 
     @property
     def done(self) -> bool:
         return len(self.jobs) == len(self.programs)
+
+    @property
+    def ended(self) -> list[JobResult]:
+        """The ended programs, in the order of the input."""
+        return [self.jobs[program.program_id] for program in self.programs]
 
     def answer(self, request_id: str, tokens: int) -> list[int]:
         """Add the model's next output to a request; ignored for one that has ended."""
@@ -152,7 +159,7 @@ class Agents:
         live.history.said(spec.output_tokens)
         live.turn += 1
         if live.turn == len(program.turns):
-            self.jobs[program.program_id] = JobResult(program.program_id, program.arrival_s, now_s)
+            self.jobs[program.program_id] = JobResult(program.program_id, live.started_s, now_s)
         else:
             assert spec.gap_s is not None  # simulate() has asked
             self.timetable.at(now_s + spec.gap_s, partial(self._submit, live))

@@ -45,7 +45,7 @@ def simulate(programs: Sequence[Program], setup: Setup) -> Result:
     with ExitStack() as until, virtual_time(clock, timed_modules(setup.policy)):
         scheduler = build_scheduler(setup, clock, longest + 1, until)
         until.callback(scheduler.shutdown)
-        return Simulation(programs, setup, [scheduler], clock).run()
+        return Simulation(partial(Agents, programs), setup, [scheduler], clock).run()
 
 
 def longest_of(programs: Sequence[Program], setup: Setup) -> int:
@@ -256,7 +256,7 @@ class Simulation:
 
     def __init__(
         self,
-        programs: Sequence[Program],
+        agents_of: Callable[..., Agents],
         setup: Setup,
         schedulers: Sequence[Any],
         clock: VirtualClock,
@@ -264,7 +264,7 @@ class Simulation:
     ) -> None:
         self.setup, self.clock = setup, clock
         self.timetable = Timetable()
-        self.agents = Agents(programs, setup, clock, self.timetable, self.send)
+        self.agents = agents_of(setup, clock, self.timetable, self.send)
         self.engines = [
             Engine(setup, scheduler, clock, self.timetable, self.agents, partial(self.hear, at), speed)
             for at, (scheduler, speed) in enumerate(zip(schedulers, speeds, strict=True))
@@ -279,11 +279,20 @@ class Simulation:
         self.agents.hear(said)
 
     def run(self) -> Result:
-        while not self.agents.done:
+        self.advance_while(lambda: not self.agents.done)
+        self.drain()
+        return self.result()
+
+    def advance_while(self, goes_on: Callable[[], bool]) -> None:
+        """Let the engines act and time pass, event by event."""
+        while goes_on():
             self.timetable.run_due(self.clock.now_s)
             for engine in self.engines:
                 engine.go_on()
             self._pass_time()
+
+    def drain(self) -> None:
+        """End what is under way. Raises InvariantError unless the engines are empty then."""
         for engine in self.engines:  # scheduled ahead of the last token
             while engine.under_way:
                 self.clock.advance_to(max(engine.under_way[0].done_s, self.clock.now_s))
@@ -291,7 +300,6 @@ class Simulation:
         for engine in self.engines:
             engine.expire()
             engine.check()
-        return self._result()
 
     def _pass_time(self) -> None:
         """Advance to the next time at which an engine can act. While all compute, arrivals wait for one."""
@@ -307,12 +315,12 @@ class Simulation:
             if engine.wakes_s <= self.clock.now_s:
                 engine.wake()
 
-    def _result(self) -> Result:
+    def result(self) -> Result:
         pins: Counter[str] = Counter()
         for engine in self.engines:
             pins.update(engine.pins)
         return Result(
-            jobs=[self.agents.jobs[p.program_id] for p in self.agents.programs],
+            jobs=self.agents.ended,
             turns=self.agents.turns,
             steps=sum(engine.steps for engine in self.engines),
             scheduled_tokens=sum(engine.scheduled_tokens for engine in self.engines),

@@ -71,8 +71,8 @@ def half_of(program_id: str) -> str:
 
 
 @cache
-def half(name: str, part: str) -> tuple[Program, ...]:
-    """One half of a trace's programs, each within WINDOW_TOKENS, every gap known. Raises TraceError.
+def half(name: str, part: str, window_tokens: int = WINDOW_TOKENS) -> tuple[Program, ...]:
+    """One half of a trace's programs, each within the window, every gap known. Raises TraceError.
 
     For FITTED those of sim/fitted_programs.py, which need no trace.
     """
@@ -85,8 +85,8 @@ def half(name: str, part: str) -> tuple[Program, ...]:
         return pool(name)
     wanted = [p for p in _chosen(name) if half_of(p.program_id) == part]
     # one factor shrinks all: what is twice too long for the window is left out, or the rest would be tiny
-    fitting = [p for p in wanted if p.context_tokens <= 2 * WINDOW_TOKENS]
-    return scaled(tuple(map(_answered, _with_gaps(fitting, name))), WINDOW_TOKENS)
+    fitting = [p for p in wanted if p.context_tokens <= 2 * window_tokens]
+    return scaled(tuple(map(_answered, _with_gaps(fitting, name))), window_tokens)
 
 
 def _chosen(name: str) -> tuple[Program, ...]:

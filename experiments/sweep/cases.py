@@ -117,7 +117,30 @@ class FleetPoint:
         return f"{self.router}, {self.engine}"
 
 
-Case = Point | Live | FleetPoint
+@dataclass(frozen=True, slots=True)
+class SessionPoint:
+    """One run of the simulator in a closed loop: N live sessions, or N workers with a batch of programs."""
+
+    contender: str  # as a Point's
+    sessions: int  # or workers
+    seed: int
+    workload: str = "trace:claude-code:report"  # as a Point's
+    machine: str = "2xh100-qwen3-coder-30b"  # a key of step_time.MACHINES
+    programs: int = 0  # of the batch; 0: sessions without end
+    dram_kv: float = 0.0  # DRAM in sizes of the GPU's KV cache
+    kv_contexts: float = 0.0  # as a Point's
+    warm_up_s: float = 1800.0  # before it counts: the first full prompt of every session
+    counted_s: float = 3600.0
+    step_tokens: int = 8192
+    merge_steps: int = 8
+
+    @property
+    def label(self) -> str:
+        """Its name in figures."""
+        return self.contender
+
+
+Case = Point | Live | FleetPoint | SessionPoint
 
 
 def inputs(case: Case) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from experiments.sweep.cases import Case, FleetPoint, Live, Point, SweepError, inputs
+from experiments.sweep.cases import Case, FleetPoint, Live, Point, SessionPoint, SweepError, inputs
 from experiments.sweep.conditions import CONDITIONS, MACHINE, conditions, machine, versions
 
 SCHEMA = 3  # raise it when a column changes its meaning
@@ -47,8 +47,14 @@ SERVERS = (
     *(f"experiments/{name}.py" for name in ("driver", "client", "summary")),
     *(f"experiments/sweep/{name}.py" for name in ("cases", "conditions", "live")),
 )
+CLOSED_LOOPS = (*SIMULATOR, "experiments/sessions.py", "experiments/sweep/closed_loop.py")
 FLEETS = (*SIMULATOR, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
-CODE = {"point": SIMULATOR, "live": SERVERS, "fleetpoint": FLEETS}  # all that a row's figures depend on
+CODE = {
+    "point": SIMULATOR,
+    "live": SERVERS,
+    "fleetpoint": FLEETS,
+    "sessionpoint": CLOSED_LOOPS,
+}  # all that a row's figures depend on
 FIGURES = (
     *("job_mean_s", "job_mean_cold_s", "job_mean_warm_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
     *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),
@@ -73,6 +79,19 @@ FLEET_FIGURES = (
     *("held", "held_mean_s", "lost_turns", "rehomed_s", "rehomed", "preemptions", "steps"),
     "measured",
 )
+SESSION_FIGURES = (
+    *("tokens_per_s", "goodput_10", "goodput_30", "goodput_60", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s"),
+    *("ttft_max_s", "turns", "in_time_share", "sessions_in_time_share", "starved_sessions", "tpot_s"),
+    *(
+        "programs",
+        "programs_in_time_share",
+        "job_p95_s",
+        "end_s",
+        "twice_tokens",
+        "cold_sessions",
+        "measured",
+    ),
+)
 Row = Mapping[str, str]
 
 
@@ -91,6 +110,7 @@ class Sheet:
 
 
 SWEEP, FLEET = Sheet((Point,), FIGURES), Sheet((FleetPoint,), FLEET_FIGURES)
+SESSIONS = Sheet((SessionPoint,), SESSION_FIGURES)
 LIVE = Sheet((Live,), LIVE_FIGURES, CONDITIONS)
 COLUMNS = SWEEP.columns
 

@@ -16,7 +16,7 @@ from continuum_lmcache.config import ENV_PREFIX
 from continuum_lmcache.errors import ContinuumError
 from experiments.client import ServerUnusable
 from experiments.server import ServerError
-from experiments.sweep.cases import Case, Live, Point, SweepError
+from experiments.sweep.cases import Case, Live, Point, SessionPoint, SweepError
 from experiments.sweep.rows import Rows
 
 
@@ -73,11 +73,13 @@ def measure(case: Case, keep: Path) -> dict[str, Any]:
     server does not start or answer.
     """
     from experiments.fleet import measure as fleet
-    from experiments.sweep import live, simulated
+    from experiments.sweep import closed_loop, live, simulated
 
     try:
         if isinstance(case, Point):
             return simulated.run(case)
+        if isinstance(case, SessionPoint):
+            return closed_loop.run(case)
         return live.run(case, keep / named(case)) if isinstance(case, Live) else fleet.run(case)
     except (ContinuumError, ServerError, ServerUnusable) as error:
         raise SweepError(f"{case}: {error}") from error

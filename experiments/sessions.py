@@ -1,0 +1,145 @@
+"""The closed loop: N sessions are always live, and what counts is what each of them gets.
+
+A session plays one program turn by turn. When the program ends, the session draws another. The first program
+of each session starts at a random turn. No two programs share more than a head. The rules are those of
+InferenceX's AgentX and ai-dynamo/aiperf (docs/tutorials/agentx-mvp.md).
+
+A batch is the other closed loop: N workers, M programs, until the last one ends.
+
+Nothing here knows a clock or a server: sim/sessions.py and replay.py play sessions and fill in the turns.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any
+
+import numpy as np
+
+from experiments.workload import SESSIONS, Program, TurnSpec
+
+GAP_CAP_S = 10.0  # AgentX: a longer pause is an absent user's
+LIMITS_S = (10, 30, 60)  # for first tokens
+STARVED_S = 600.0  # a session without a token for so long, while its turn waits, starves
+IN_TIME_SHARE = 0.9  # of a session's turns
+LIMIT_S = 30  # the limit of `in_time_share`, as in AgentX
+DEADLINE_S = 900.0  # for a whole program, as in the paper's run of real agents
+
+
+@dataclass(slots=True)
+class SessionTurn:
+    """One turn, so far. Times in seconds since the run's start."""
+
+    session: int  # from 0
+    program: str
+    number: int  # in its program, from 1
+    arrival_s: float
+    first_s: float | None = None  # the first token; None: it still waits
+    last_s: float | None = None  # the latest token
+    tokens: int = 0  # of output
+    ended_program: bool = False  # it was the program's last, and is over
+
+    def heard(self, now_s: float, tokens: int) -> None:
+        """So many output tokens came."""
+        if tokens:
+            self.first_s = now_s if self.first_s is None else self.first_s
+            self.last_s, self.tokens = now_s, self.tokens + tokens
+
+    def wait_s(self, now_s: float) -> float:
+        """Until the first token, or until now."""
+        return (now_s if self.first_s is None else self.first_s) - self.arrival_s
+
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds a token after the first."""
+        if self.tokens < 2 or self.first_s is None or self.last_s is None:
+            return None
+        return (self.last_s - self.first_s) / (self.tokens - 1)
+
+    def tokens_between(self, start_s: float, end_s: float) -> float:
+        """Output tokens in that time; they are taken as evenly spread between the first and the last."""
+        if self.first_s is None or self.last_s is None:
+            return 0.0
+        if self.last_s <= self.first_s:
+            return float(self.tokens) if start_s < self.first_s <= end_s else 0.0
+        inside_s = min(end_s, self.last_s) - max(start_s, self.first_s)
+        return self.tokens * max(0.0, inside_s) / (self.last_s - self.first_s)
+
+
+def capped(programs: Iterable[Program], gap_s: float = GAP_CAP_S) -> tuple[Program, ...]:
+    """The programs with no tool gap longer than `gap_s`."""
+
+    def cut(turn: TurnSpec) -> TurnSpec:
+        return turn if turn.gap_s is None else replace(turn, gap_s=min(turn.gap_s, gap_s))
+
+    return tuple(replace(p, turns=tuple(map(cut, p.turns))) for p in programs)
+
+
+def played(pool: Sequence[Program], session: int, seed: int) -> Iterator[tuple[Program, int]]:
+    """The programs that a session plays, without end, and the index of the turn at which each starts.
+
+    Drawn with replacement; each has a name, and so a text, of its own.
+    """
+    rng = np.random.default_rng([seed, SESSIONS, session])
+    for count in range(1 << 31):
+        program = pool[rng.integers(len(pool))]
+        start = int(rng.integers(len(program.turns))) if count == 0 else 0
+        yield replace(program, program_id=f"{program.program_id}#{session}.{count}", source=""), start
+
+
+def figures(turns: Iterable[SessionTurn], sessions: int, start_s: float, end_s: float) -> dict[str, Any]:
+    """What the sessions got between two moments. A turn counts whose first token came then, or that waits.
+
+    Tokens a second, seconds and shares. `goodput_T` counts only the tokens of turns whose first token came
+    within T seconds. A turn that waits at the end counts with the time that it has waited.
+    """
+    turns = list(turns)
+    counted = [t for t in turns if t.first_s is None or start_s < t.first_s <= end_s]
+    waits_s = np.array([t.wait_s(end_s) for t in counted] or [0.0])
+    of_session: dict[int, list[float]] = defaultdict(list)
+    for turn, wait_s in zip(counted, waits_s.tolist(), strict=False):
+        of_session[turn.session].append(wait_s)
+    longest = [max(of_session[s], default=end_s - start_s) for s in range(sessions)]
+    served = [bool(of_session[s]) and np.mean(np.array(of_session[s]) <= LIMIT_S) for s in range(sessions)]
+    rate = 1 / (end_s - start_s)
+    output = [(t, t.tokens_between(start_s, end_s)) for t in turns]
+    first = dict(zip(("p50", "p90", "p99"), np.percentile(waits_s, (50, 90, 99)).tolist(), strict=True))
+    paces_s = [
+        (t.last_s - t.first_s) / (t.tokens - 1) for t in counted if t.tokens > 1 and t.first_s and t.last_s
+    ]
+    ended, late = programs_in_time(turns, start_s, end_s)
+    return {
+        "tokens_per_s": rate * sum(tokens for _, tokens in output),
+        **{
+            f"goodput_{limit}": rate * sum(tokens for t, tokens in output if t.wait_s(end_s) <= limit)
+            for limit in LIMITS_S
+        },
+        **{f"ttft_{name}_s": value for name, value in first.items()},
+        "ttft_max_s": float(waits_s.max()),
+        "turns": len(counted),
+        "in_time_share": float(np.mean(waits_s <= LIMIT_S)),
+        "sessions_in_time_share": float(np.mean([share >= IN_TIME_SHARE for share in served])),
+        "starved_sessions": sum(wait_s > STARVED_S for wait_s in longest),
+        "tpot_s": mean(paces_s) if paces_s else None,
+        "programs": ended + late,
+        "programs_in_time_share": ended / (ended + late) if ended + late else None,
+    }
+
+
+def programs_in_time(turns: Iterable[SessionTurn], start_s: float, end_s: float) -> tuple[int, int]:
+    """Of the programs that began at least DEADLINE_S before the end: how many ended within it, and not."""
+    by_program: dict[str, list[SessionTurn]] = defaultdict(list)
+    for turn in turns:
+        by_program[turn.program].append(turn)
+    in_time = late = 0
+    for of in by_program.values():
+        began_s = min(t.arrival_s for t in of)
+        if not (min(t.number for t in of) == 1 and start_s <= began_s <= end_s - DEADLINE_S):
+            continue
+        done_s = next((t.last_s for t in of if t.ended_program), None)
+        is_in_time = done_s is not None and done_s - began_s <= DEADLINE_S
+        in_time, late = in_time + is_in_time, late + (not is_in_time)
+    return in_time, late

@@ -1,0 +1,176 @@
+"""Agents at a limit: N live sessions in the simulator, and batches; their figures and table.
+
+A run lasts `warm_up_s` and then `counted_s`; only the second part counts. Sessions without an answer in the
+first are `cold_sessions`: a policy that starves them never pays for their first full prompt. Ends are
+not told.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.console import Console
+
+from experiments.peers.install import missing
+from experiments.sessions import GAP_CAP_S, capped, figures
+from experiments.sweep.cases import ROUTER_WARM, STOCK, Point, SessionPoint, SweepError
+from experiments.sweep.goals import SEEDS
+from experiments.sweep.grids import KV_CONTEXTS, Size
+from experiments.sweep.rows import SESSIONS, Row, Rows
+from experiments.sweep.runner import complete
+from experiments.tables import markdown, plain
+
+CONTENDERS = (STOCK, "continuum-published", ROUTER_WARM, "continuum")
+TRACE = "trace:"
+WINDOW_TOKENS = 262_144  # Qwen3-Coder's
+SESSIONS_OF = {"none": (12, 16, 20, 24, 32), "dram": (32, 64, 96, 128, 192)}  # the public figures' N
+DRAM_KV = 3.9  # their tier, in sizes of the KV cache
+SHOWN = {
+    "tokens_per_s": ("tok/s", 0),
+    "goodput_30": ("goodput 30 s", 0),
+    "ttft_p50_s": ("first token P50, s", 1),
+    "ttft_p90_s": ("P90", 1),
+    "ttft_p99_s": ("P99", 0),
+    "ttft_max_s": ("longest", 0),
+    "in_time_share": ("turns in 30 s", 2),
+    "sessions_in_time_share": ("sessions with 90 % in 30 s", 2),
+    "starved_sessions": ("starved", 1),
+    "cold_sessions": ("no answer in warm-up", 1),
+    "programs_in_time_share": ("programs in 15 min", 2),
+    "tpot_s": ("s a token", 3),
+}
+SHOWN_OF_BATCHES = {
+    "end_s": ("end, s", 0),
+    "job_p95_s": ("P95 of job times, s", 0),
+    "twice_tokens": ("tokens computed twice", 0),
+    "ttft_p90_s": ("first token P90, s", 1),
+    "ttft_max_s": ("longest", 0),
+}
+
+
+def points(
+    size: Size,
+    sessions: str = "",
+    programs: int = 0,
+    trace: str = "claude-code:report",
+    tiers: str = "",
+    contenders: str = "",
+    seeds: Sequence[int] | None = None,
+) -> list[SessionPoint]:
+    """The runs, from the command line's words; an empty one stands for all. Raises SweepError.
+
+    `programs` above 0 is a batch, on an A100 with KV for KV_CONTEXTS contexts.
+    """
+    try:
+        counts = tuple(int(part) for part in sessions.split(",") if part)
+    except ValueError:
+        counts = (0,)
+    if any(count < 1 for count in counts):
+        raise SweepError(f"--sessions {sessions!r} is no list of numbers above 0, as 12,24")
+    base = SessionPoint(STOCK, 0, 0, TRACE + trace, programs=programs)
+    if programs:
+        base = replace(base, machine="a100", kv_contexts=KV_CONTEXTS, step_tokens=2048)
+    if size is Size.QUICK:
+        base = replace(base, warm_up_s=60.0, counted_s=240.0)
+    found = []
+    for tier, seed in product(named(tiers, SESSIONS_OF, "--tiers"), seeds or SEEDS[size]):
+        dram_kv = DRAM_KV if tier == "dram" else 0.0
+        of_tier = counts or SESSIONS_OF[tier][: 1 if size is Size.QUICK else None]
+        for count, name in product(of_tier, named(contenders, CONTENDERS, "--contenders")):
+            found.append(replace(base, contender=name, sessions=count, seed=seed, dram_kv=dram_kv))
+    return found
+
+
+def named(text: str, known: Iterable[str], option: str) -> Sequence[str]:
+    """The names in an option, or all. Raises SweepError."""
+    names = tuple(filter(None, text.split(",")))
+    if unknown := set(names) - set(known):
+        raise SweepError(
+            f"{option} {', '.join(sorted(unknown))} is not known to sessions; known: {', '.join(known)}"
+        )
+    return names or tuple(known)
+
+
+def tabulate(cases: Sequence[SessionPoint], jobs: int, out: Path) -> None:
+    """Run the missing cases, then print their table. A contender that is not installed is left out."""
+    reasons = {case.contender: missing(case.contender, simulated=True) for case in cases}
+    for reason in filter(None, reasons.values()):
+        print(f"sessions: left out: {reason}", file=sys.stderr)
+    cases = [case for case in cases if not reasons[case.contender]]
+    rows = Rows(out / "sessions.csv", SESSIONS)
+    complete(rows, cases, jobs)
+    lines = table(rows, cases)
+    kind = "batch" if cases[0].programs else "sessions"
+    seeds = ", ".join(dict.fromkeys(str(case.seed) for case in cases))
+    title = f"{cases[0].workload}, {kind} on {cases[0].machine}, seeds {seeds}; simulated"
+    Console(width=180).print(plain(lines, title), "", sep="\n")
+    path = out / f"{kind}-{cases[0].workload.replace(':', '-')}.md"
+    path.write_text(f"{title}\n\n{markdown(lines)}\n")
+
+
+def run(point: SessionPoint) -> dict[str, Any]:
+    """Simulate the point and return its figures (rows.SESSION_FIGURES)."""
+    from experiments.sim.sessions import play, play_batch  # these import vLLM
+    from experiments.sim.trace_programs import drawn, half
+    from experiments.sweep.simulated import setup_of
+
+    name, _, part = point.workload.removeprefix(TRACE).partition(":")
+    pool = half(name, part, WINDOW_TOKENS)
+    engine = Point(
+        *(point.contender, 1, 0.0, point.seed, point.workload, point.machine),
+        dram_kv=point.dram_kv,
+        kv_contexts=point.kv_contexts,
+        untold_ends=True,
+        step_tokens=point.step_tokens,
+        merge_steps=point.merge_steps,
+    )
+    programs = drawn(pool, point.programs, point.seed) if point.programs else capped(pool, GAP_CAP_S)
+    setup = setup_of(engine, programs)
+    if point.programs:
+        ran = play_batch(programs, setup, point.sessions)
+        start_s, end_s = 0.0, ran.end_s
+    else:
+        start_s, end_s = point.warm_up_s, point.warm_up_s + point.counted_s
+        ran = play(programs, setup, point.sessions, point.seed, end_s)
+    answered = {turn.session for turn in ran.turns if turn.first_s is not None and turn.first_s <= start_s}
+    new_tokens = {(p.program_id, n): t.new_tokens for p in programs for n, t in enumerate(p.turns, 1)}
+    twice = [
+        max(0, turn.computed_tokens - new_tokens[turn.program_id, turn.number])
+        for turn in ran.result.turns
+        if point.programs
+    ]
+    return {
+        **figures(ran.turns, point.sessions, start_s, end_s),
+        "job_p95_s": ran.result.job_percentile_s(95) if ran.result.jobs else None,
+        "end_s": end_s,
+        "twice_tokens": sum(twice) if twice else None,
+        "cold_sessions": point.sessions - len(answered) if not point.programs else None,
+        "measured": ran.result.measured,
+    }
+
+
+def table(rows: Rows, cases: Sequence[SessionPoint]) -> list[list[str]]:
+    """A header, then a line for each tier, number of sessions and contender: means over the seeds."""
+    batch = any(case.programs for case in cases)
+    shown = SHOWN_OF_BATCHES if batch else SHOWN
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for case in cases:
+        tier = f"DRAM, {case.dram_kv:g} x KV" if case.dram_kv else "none"
+        found.setdefault((tier, str(case.sessions), case.contender), []).extend(rows.of([case]))
+    head = ["tier", "workers" if batch else "sessions", "contender", *(words for words, _ in shown.values())]
+    return [head, *([*key, *cells(of, shown)] for key, of in found.items() if of)]
+
+
+def cells(rows: Sequence[Row], shown: dict[str, tuple[str, int]]) -> list[str]:
+    """Each figure's mean over the rows that have it."""
+    found = []
+    for name, (_, digits) in shown.items():
+        values = [float(row[name]) for row in rows if row[name] != ""]
+        found.append(f"{mean(values):.{digits}f}" if values else "-")
+    return found

@@ -1,0 +1,89 @@
+"""The closed loop: what its figures count, and that the simulator plays it whole."""
+
+from dataclasses import replace
+from itertools import islice
+
+import pytest
+
+from experiments.sessions import SessionTurn, capped, figures, played
+from experiments.sim.serving import Setup
+from experiments.sim.sessions import play, play_batch
+from experiments.sim.step_time import MACHINES
+from experiments.workload import Program, TurnSpec
+
+TURNS = (TurnSpec(4_000, 4_000, 50, "bash", "", 60.0), TurnSpec(5_000, 950, 50, "bash", "", None))
+POOL = tuple(Program(f"p{n}", 0.0, TURNS, "") for n in range(3))
+
+
+def turn(session: int, arrival_s: float, first_s: float | None, tokens: int = 0, **how: bool) -> SessionTurn:
+    last_s = None if first_s is None else first_s + tokens
+    return SessionTurn(session, "p", 1, arrival_s, first_s, last_s, tokens, **how)
+
+
+def test_a_turn_that_still_waits_counts_with_the_time_it_has_waited():
+    found = figures([turn(0, 0.0, 1.0, 10), turn(1, 0.0, None)], 2, 0.0, 700.0)
+    assert found["ttft_max_s"] == 700.0
+    assert found["starved_sessions"] == 1
+    assert found["sessions_in_time_share"] == 0.5
+
+
+def test_a_session_without_any_turn_in_the_time_is_starved_and_not_in_time():
+    found = figures([turn(0, 0.0, 1.0, 10)], 2, 0.0, 700.0)
+    assert found["starved_sessions"] == 1
+    assert found["sessions_in_time_share"] == 0.5
+
+
+def test_goodput_counts_the_tokens_of_turns_whose_first_token_came_in_time():
+    found = figures([turn(0, 0.0, 5.0, 20), turn(1, 0.0, 50.0, 40)], 2, 0.0, 100.0)
+    assert found["tokens_per_s"] == pytest.approx(0.6)
+    assert found["goodput_10"] == found["goodput_30"] == pytest.approx(0.2)
+    assert found["goodput_60"] == pytest.approx(0.6)
+
+
+def test_only_tokens_and_first_tokens_within_the_time_count():
+    found = figures([turn(0, 0.0, 90.0, 20), turn(1, 0.0, 99.0, 10)], 2, 100.0, 200.0)
+    assert found["turns"] == 0
+    assert found["tokens_per_s"] == pytest.approx((10 + 9) / 100)
+
+
+def test_a_program_is_in_time_if_it_ended_within_a_quarter_of_an_hour():
+    soon = turn(0, 0.0, 100.0, 10, ended_program=True)
+    late = replace(turn(1, 0.0, 1_000.0, 10, ended_program=True), program="q")
+    found = figures([soon, late], 2, 0.0, 3_600.0)
+    assert (found["programs"], found["programs_in_time_share"]) == (2, 0.5)
+
+
+def test_no_gap_is_longer_than_the_cap():
+    assert capped(POOL, 10.0)[0].turns[0].gap_s == 10.0
+
+
+def test_a_session_begins_within_a_program_and_no_two_programs_have_one_name():
+    names, starts = set(), set()
+    for session in range(8):
+        for count, (program, start) in enumerate(islice(played(POOL, session, seed=1), 5)):
+            names.add(program.program_id)
+            starts.add((count == 0, start))
+    assert len(names) == 40
+    assert starts == {(True, 0), (True, 1), (False, 0)}
+
+
+@pytest.fixture
+def setup() -> Setup:
+    machine = replace(MACHINES["a100"], kv_tokens=12_800)
+    return Setup("continuum", machine=machine, tiers={"dram_gb": 5.0, "async": True}, untold_ends=True)
+
+
+def test_all_sessions_are_live_until_the_end_and_then_nothing_is_left(setup):
+    """`play` checks blocks, pins and requests when the clients have left."""
+    ran = play(capped(POOL, 2.0), setup, sessions=6, seed=1, end_s=60.0)
+    assert {turn.session for turn in ran.turns} == set(range(6))
+    last = {turn.session: turn for turn in ran.turns}
+    assert all((turn.last_s or 0.0) > 40.0 or turn.first_s is None for turn in last.values())
+    assert play(capped(POOL, 2.0), setup, sessions=6, seed=1, end_s=60.0).turns == ran.turns
+
+
+def test_a_batch_ends_when_every_program_has(setup):
+    ran = play_batch(POOL, setup, workers=2)
+    assert sorted(job.program_id for job in ran.result.jobs) == ["p0", "p1", "p2"]
+    assert sum(turn.ended_program for turn in ran.turns) == 3
+    assert ran.end_s == pytest.approx(max(job.finished_s for job in ran.result.jobs))
