@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 
 LONGEST_LINE_BYTES = 1 << 26  # the first event repeats the prompt: about 6 bytes a token
+
+
+Heard = Callable[[float, int], None]  # when some output tokens came, on the loop's clock, and how many
+
+
+def unheard(_now_s: float, _tokens: int) -> None:
+    """Nobody listens while an answer comes."""
 
 
 class ServerUnusable(Exception):
@@ -77,13 +84,13 @@ class Client:
         except (aiohttp.ClientError, TimeoutError):
             return ""
 
-    async def complete(self, body: Mapping[str, Any]) -> Answer:
-        """POST /completions and read its stream to the end. Raises TurnFailed."""
+    async def complete(self, body: Mapping[str, Any], heard: Heard = unheard) -> Answer:
+        """POST /completions and read its stream to the end; `heard` gets what comes. Raises TurnFailed."""
         try:
             async with self._session.post(f"{self.base_url}/completions", json=body) as response:
                 if response.status != 200:
                     raise TurnFailed(f"HTTP {response.status}: {(await response.text())[:300]}")
-                return await _read(_events(response.content))
+                return await _read(_events(response.content), heard)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise TurnFailed(described(error)) from error
 
@@ -128,7 +135,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]
         raise TurnFailed("the stream ended before [DONE]")
 
 
-async def _read(events: AsyncIterator[dict[str, Any]]) -> Answer:
+async def _read(events: AsyncIterator[dict[str, Any]], heard: Heard) -> Answer:
     loop = asyncio.get_running_loop()
     arrivals_s: list[float] = []
     done_s = 0.0  # the last event, not the stream's end: when a server closes is not its answer's time
@@ -142,6 +149,7 @@ async def _read(events: AsyncIterator[dict[str, Any]]) -> Answer:
             if choice["token_ids"]:
                 arrivals_s.append(done_s)
                 token_ids += choice["token_ids"]
+                heard(done_s, len(choice["token_ids"]))
         usage = event.get("usage") or usage
     if not token_ids or "prompt_tokens" not in usage:
         raise TurnFailed("the stream held no token or no usage")

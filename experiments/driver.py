@@ -12,17 +12,20 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from experiments.client import Answer, TurnFailed, request_body
+from experiments.client import Answer, Heard, TurnFailed, request_body
+from experiments.sessions import SessionTurn, played
 from experiments.workload import Program, TurnSpec
 
 Complete = Callable[[Mapping[str, Any]], Awaitable[Answer]]
+Streamed = Callable[[Mapping[str, Any], Heard], Awaitable[Answer]]
 Identify = Callable[[Program, int], Mapping[str, Any]]  # turn n's program fields in the body
 SHARED, OWN = range(2)  # which stream of a seed the tokens come from
+PAUSE_S = 1.0  # of a session after a failed turn
 LONGEST_NAME = 256  # characters that the wire format allows in a tool's name
 
 
@@ -31,6 +34,11 @@ def identity(program: Program, number: int) -> dict[str, Any]:
     fields = {"job_id": program.program_id, "is_last_step": number == len(program.turns)}
     tool = tool_name(program.turns[number - 1])
     return fields | ({"this_func_call": tool} if tool else {})
+
+
+def untold(program: Program, number: int) -> dict[str, Any]:
+    """The same of a client that does not say which turn is its last, as most agents do not."""
+    return {name: value for name, value in identity(program, number).items() if name != "is_last_step"}
 
 
 def tool_name(turn: TurnSpec) -> str:
@@ -80,18 +88,64 @@ async def run(
 ) -> None:
     """Run all programs to their end, or to their first failure; every turn is recorded as it ends."""
     start_s = asyncio.get_running_loop().time()
+
+    def send(_number: int, body: Mapping[str, Any]) -> Awaitable[Answer]:
+        return complete(body)
+
     async with asyncio.TaskGroup() as tasks:
         for program in programs:
-            tasks.create_task(_run_program(program, plan, complete, record, start_s))
+            tasks.create_task(_run_program(program, plan, send, record, start_s))
+
+
+async def run_sessions(
+    pool: Sequence[Program],
+    plan: Plan,
+    complete: Streamed,
+    record: Callable[[TurnRecord], None],
+    sessions: int,
+    turns: list[SessionTurn],
+) -> None:
+    """Keep so many sessions live until cancelled. `turns` gets each turn when it is sent.
+
+    A turn that fails is recorded, and ends its program: after PAUSE_S the session draws another.
+    """
+    loop = asyncio.get_running_loop()
+    start_s = loop.time()
+
+    def turn_of(session: int, program: Program, number: int) -> SessionTurn:
+        asked, now_s = program.turns[number - 1].output_tokens, loop.time() - start_s
+        turns.append(SessionTurn(session, program.program_id, number, len(program.turns), asked, now_s))
+        return turns[-1]
+
+    async def run_session(session: int) -> None:
+        for program, first in played(pool, session, plan.seed):
+
+            def send(number: int, body: Mapping[str, Any], program: Program = program) -> Awaitable[Answer]:
+                turn = turn_of(session, program, number)
+                return complete(body, lambda at_s, tokens: turn.heard(at_s - start_s, tokens))
+
+            now = replace(program, arrival_s=loop.time() - start_s)
+            if not await _run_program(now, plan, send, record, start_s, first):
+                await asyncio.sleep(PAUSE_S)
+
+    async with asyncio.TaskGroup() as tasks:
+        for session in range(sessions):
+            tasks.create_task(run_session(session))
 
 
 async def _run_program(
-    program: Program, plan: Plan, complete: Complete, record: Callable[[TurnRecord], None], start_s: float
-) -> None:
+    program: Program,
+    plan: Plan,
+    send: Callable[[int, Mapping[str, Any]], Awaitable[Answer]],
+    record: Callable[[TurnRecord], None],
+    start_s: float,
+    first: int = 0,
+) -> bool:
+    """Whether all turns from that index on were answered."""
     loop = asyncio.get_running_loop()
     history: tuple[int, ...] = ()
     due_s = start_s + program.arrival_s
-    for number, turn in enumerate(program.turns, 1):
+    for number, turn in enumerate(program.turns[first:], first + 1):
         prompt = next_prompt(history, program, number, plan)
         body = request_body(plan.model, prompt, turn.output_tokens)
         body |= plan.identify(program, number)
@@ -100,21 +154,22 @@ async def _run_program(
         gap_s = (turn.gap_s or 0.0) * plan.time_scale
         times = (program.program_id, number, len(program.turns), due_s - start_s, sent_s - start_s)
         try:
-            answer = await complete(body)
+            answer = await send(number, body)
         except TurnFailed as error:
             record(TurnRecord(*times, None, None, len(prompt), 0, None, gap_s, str(error)))
-            return
+            return False
         ends = (answer.first_s - start_s, answer.done_s - start_s)
         counts = (answer.prompt_tokens, len(answer.token_ids))
         record(TurnRecord(*times, *ends, *counts, answer.cached_tokens, gap_s, None))
         history = (*prompt, *answer.token_ids)
         due_s = answer.done_s + gap_s
+    return True
 
 
 def next_prompt(history: Sequence[int], program: Program, number: int, plan: Plan) -> tuple[int, ...]:
     """The prompt of turn `number`: exactly its input_tokens long."""
     turn = program.turns[number - 1]
-    if number == 1:
+    if not history:  # the first turn that was sent
         kept = tuple(random_tokens(plan, (SHARED,), min(plan.shared_prefix_tokens, turn.input_tokens)))
     else:
         kept = tuple(history[: turn.kept_tokens])

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 
 from continuum_lmcache.errors import TraceError
 from experiments.client import Client, ServerUnusable
-from experiments.driver import Identify, Plan, TurnRecord, anonymous, identity, run
+from experiments.driver import Identify, Plan, TurnRecord, anonymous, identity, run, run_sessions, untold
 from experiments.selection import Selection
+from experiments.sessions import SessionTurn, capped, figures
 from experiments.summary import over_the_run, summarise
 from experiments.workload import Program
 
@@ -76,6 +77,38 @@ def replay(job: Job, limit_s: float | None = None) -> dict[str, Any]:
     run time of the programs that the limit cut off.
     """
     return asyncio.run(_replay(job, job.selection.programs(warn), limit_s))
+
+
+def replay_sessions(job: Job, sessions: int, counted_s: float, warm_up_s: float) -> dict[str, Any]:
+    """Keep so many sessions live with the job's programs, and return what they got (sessions.figures).
+
+    Gaps are capped, then scaled. Only the time after `warm_up_s` counts. A run with failed turns is no
+    measurement: `errors` has their number. Raises TraceError or ServerUnusable before anything is sent.
+    """
+    return asyncio.run(_replay_sessions(job, sessions, counted_s, warm_up_s))
+
+
+async def _replay_sessions(job: Job, sessions: int, counted_s: float, warm_up_s: float) -> dict[str, Any]:
+    pool = capped(job.selection.programs(warn))
+    async with Client(job.base_url, job.timeout_s) as client:
+        model = usable_model(await client.models(), job, pool)
+        job.out.mkdir(parents=True, exist_ok=True)
+        turns: list[SessionTurn] = []
+        with job.path.open("w", buffering=1) as lines:
+            sink = Sink(lines, job.label, 0)
+            loop = run_sessions(pool, job.plan(model), client.complete, sink.record, sessions, turns)
+            running = asyncio.create_task(loop)
+            done, _ = await asyncio.wait({running}, timeout=warm_up_s + counted_s)
+            if done:
+                await running  # re-raises its exception
+            found = figures(turns, sessions, warm_up_s, warm_up_s + counted_s)
+            running.cancel()
+            await asyncio.wait({running})
+            sink.bar.close()
+    found["errors"] = sum(record.error is not None for record in sink.records)
+    how = {"sessions": sessions, "counted_s": counted_s, "warm_up_s": warm_up_s, "model": model}
+    job.path.with_suffix(".json").write_text(json.dumps(job.as_json() | how | found, indent=1) + "\n")
+    return found
 
 
 async def _replay(job: Job, programs: tuple[Program, ...], limit_s: float | None = None) -> dict[str, Any]:
@@ -182,14 +215,22 @@ def main(
     ids: Annotated[bool, typer.Option(help="Send job_id, is_last_step and this_func_call.")] = True,
     timeout_s: Annotated[float, typer.Option(min=1, help="Longest silence within a response.")] = 600.0,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("results"),
+    sessions: Annotated[int, typer.Option(min=0, help="So many live sessions, in place of arrivals.")] = 0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Of live sessions, that count.")] = 60.0,
+    warm_up: Annotated[float, typer.Option(min=0, help="Minutes before these.")] = 30.0,
 ) -> None:
     """Replay agent programs against an OpenAI-compatible server."""
     if "/" in policy_label:
         raise typer.BadParameter(f"{policy_label!r} names files; it must not contain '/'")
     drawn_from, said = vocabulary(vocab), identity if ids else anonymous
+    said = untold if ids and sessions else said
     chosen = Selection(seed, trace, generator, programs, jps, source, reading, max_context, time_scale)
     job = Job(base_url, policy_label, chosen, out, model, drawn_from, shared_prefix, said, timeout_s)
     try:
+        if sessions:
+            found = replay_sessions(job, sessions, 60 * minutes, 60 * warm_up)
+            print(json.dumps(found, indent=1))
+            raise SystemExit(1 if found["errors"] else 0)
         summary = replay(job)
     except (TraceError, ServerUnusable) as error:
         raise SystemExit(f"replay: {error}") from error

@@ -36,11 +36,17 @@ class SessionTurn:
     session: int  # from 0
     program: str
     number: int  # in its program, from 1
+    of_turns: int
+    asked_tokens: int  # of output
     arrival_s: float
     first_s: float | None = None  # the first token; None: it still waits
     last_s: float | None = None  # the latest token
-    tokens: int = 0  # of output
-    ended_program: bool = False  # it was the program's last, and is over
+    tokens: int = 0  # of output, so far
+
+    @property
+    def ended_program(self) -> bool:
+        """Whether it was its program's last, and is over."""
+        return self.number == self.of_turns and self.tokens >= self.asked_tokens
 
     def heard(self, now_s: float, tokens: int) -> None:
         """So many output tokens came."""

@@ -1,10 +1,14 @@
 """The closed loop: what its figures count, and that the simulator plays it whole."""
 
+import asyncio
 from dataclasses import replace
 from itertools import islice
 
 import pytest
+from virtual_loop import run_virtually
 
+from experiments.client import Answer, TurnFailed
+from experiments.driver import Plan, run_sessions, untold
 from experiments.sessions import SessionTurn, capped, figures, played
 from experiments.sim.serving import Setup
 from experiments.sim.sessions import play, play_batch
@@ -15,9 +19,10 @@ TURNS = (TurnSpec(4_000, 4_000, 50, "bash", "", 60.0), TurnSpec(5_000, 950, 50, 
 POOL = tuple(Program(f"p{n}", 0.0, TURNS, "") for n in range(3))
 
 
-def turn(session: int, arrival_s: float, first_s: float | None, tokens: int = 0, **how: bool) -> SessionTurn:
+def turn(session: int, arrival_s: float, first_s: float | None, tokens: int = 0) -> SessionTurn:
+    """A program's only turn; it gets a token a second."""
     last_s = None if first_s is None else first_s + tokens
-    return SessionTurn(session, "p", 1, arrival_s, first_s, last_s, tokens, **how)
+    return SessionTurn(session, f"p{session}", 1, 1, 10, arrival_s, first_s, last_s, tokens)
 
 
 def test_a_turn_that_still_waits_counts_with_the_time_it_has_waited():
@@ -47,10 +52,9 @@ def test_only_tokens_and_first_tokens_within_the_time_count():
 
 
 def test_a_program_is_in_time_if_it_ended_within_a_quarter_of_an_hour():
-    soon = turn(0, 0.0, 100.0, 10, ended_program=True)
-    late = replace(turn(1, 0.0, 1_000.0, 10, ended_program=True), program="q")
-    found = figures([soon, late], 2, 0.0, 3_600.0)
-    assert (found["programs"], found["programs_in_time_share"]) == (2, 0.5)
+    soon, late, unfinished = turn(0, 0.0, 100.0, 10), turn(1, 0.0, 1_000.0, 10), turn(2, 0.0, 100.0, 9)
+    found = figures([soon, late, unfinished], 3, 0.0, 3_600.0)
+    assert (found["programs"], found["programs_in_time_share"]) == (3, pytest.approx(1 / 3))
 
 
 def test_no_gap_is_longer_than_the_cap():
@@ -65,6 +69,52 @@ def test_a_session_begins_within_a_program_and_no_two_programs_have_one_name():
             starts.add((count == 0, start))
     assert len(names) == 40
     assert starts == {(True, 0), (True, 1), (False, 0)}
+
+
+async def streamed(body, heard):
+    """A server that answers a token every half second."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    for _ in range(body["max_tokens"]):
+        await asyncio.sleep(0.5)
+        heard(loop.time(), 1)
+    return Answer(began_s + 0.5, loop.time(), (7,) * body["max_tokens"], len(body["prompt"]), None)
+
+
+async def broken(_body, _heard):
+    raise TurnFailed("no server")
+
+
+def live(complete, limit_s: float):
+    """Three live sessions on virtual time until the limit: their turns, and what was recorded."""
+    turns, records = [], []
+    plan = Plan("fake", 1, range(300, 4000), identify=untold)
+
+    async def until_limit() -> None:
+        running = asyncio.create_task(run_sessions(POOL, plan, complete, records.append, 3, turns))
+        await asyncio.wait({running}, timeout=limit_s)
+        running.cancel()
+        await asyncio.wait({running})
+
+    run_virtually(until_limit())
+    return turns, records
+
+
+def test_a_live_session_plays_the_turns_of_one_program_after_another():
+    turns, records = live(streamed, 600.0)
+    assert {turn.session for turn in turns} == {0, 1, 2}
+    mine = [turn for turn in turns if turn.session == 0]
+    assert [turn.number for turn in mine[-4:]] in ([1, 2, 1, 2], [2, 1, 2, 1])
+    assert len({turn.program for turn in mine}) > 5
+    assert all(turn.tokens == 50 for turn in mine[:-1])
+    assert all(record.error is None for record in records)
+    assert figures(turns, 3, 100.0, 600.0)["ttft_max_s"] == pytest.approx(0.5)
+
+
+def test_a_failed_turn_is_recorded_and_its_session_goes_on_with_another_program():
+    turns, records = live(broken, 5.5)
+    assert len(records) == len(turns) == 3 * 6
+    assert {record.error for record in records} == {"no server"}
 
 
 @pytest.fixture

@@ -57,7 +57,6 @@ class SessionAgents(Agents):
         if said.finish_reason is not None:
             del self.live[said.request_id]
             if live.turn == len(live.program.turns):
-                turn.ended_program = True
                 self._next_program(self.session_of.pop(live.program.program_id))
 
     @property
@@ -82,7 +81,8 @@ class SessionAgents(Agents):
         if self.are_gone:
             return
         name, session = live.program.program_id, self.session_of[live.program.program_id]
-        turn = SessionTurn(session, name, live.turn + 1, self.clock.now_s)
+        of_turns, asked = len(live.program.turns), live.spec.output_tokens
+        turn = SessionTurn(session, name, live.turn + 1, of_turns, asked, self.clock.now_s)
         self.live[live.request_id] = turn
         self.played.append(turn)
         super()._submit(live)

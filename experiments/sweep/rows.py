@@ -49,12 +49,12 @@ SERVERS = (
 )
 CLOSED_LOOPS = (*SIMULATOR, "experiments/sessions.py", "experiments/sweep/closed_loop.py")
 FLEETS = (*SIMULATOR, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
-CODE = {
+CODE = {  # by a case's kind: all that a row's figures depend on
     "point": SIMULATOR,
     "live": SERVERS,
     "fleetpoint": FLEETS,
     "sessionpoint": CLOSED_LOOPS,
-}  # all that a row's figures depend on
+}
 FIGURES = (
     *("job_mean_s", "job_mean_cold_s", "job_mean_warm_s", "job_p50_s", "job_p90_s", "job_p95_s", "job_p99_s"),
     *("ttft_mean_s", "ttft_p99_s", "ttft_max_s", "end_s", "jobs", "jobs_per_s", "busy_share"),
