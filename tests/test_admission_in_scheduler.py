@@ -16,14 +16,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache.admission.controller import AdmissionController
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner, StepTimes
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.types import ProgramId, Tier
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from continuum_lmcache.vllm_plugin.turn_lifecycle import REFRESH_S
-from experiments.sweep.oracle import TrueSizesAdmission, true_sizes_of
 from experiments.trust.soak_scheduler import tables
 
 Make = Callable[..., Bench]
@@ -560,16 +558,6 @@ def test_where_memory_may_run_short_the_newest_program_is_still_the_victim(make:
     old = bench.send("old", prompt(400, 1), out=100)
     bench.run_until_idle()
     assert set(bench.preempted) == {young}, f"{old} came first"
-
-
-def test_the_bound_that_knows_every_size_is_the_admission_of_an_engine_built_meanwhile(
-    model: Path,
-    settings: Any,  # noqa: F811
-) -> None:
-    settings(policy="continuum")
-    with true_sizes_of([]):
-        assert isinstance(Bench(ContinuumScheduler, model, blocks=20).lifecycle.admission, TrueSizesAdmission)
-    assert type(Bench(ContinuumScheduler, model, blocks=20).lifecycle.admission) is AdmissionController
 
 
 @pytest.mark.parametrize("is_async", [True, False])

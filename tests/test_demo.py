@@ -10,10 +10,9 @@ from rich.console import Console
 from test_tables import summary
 
 from continuum_lmcache.errors import TraceError
-from experiments import demo, demo_report, demo_servers, small_tiers
+from experiments import demo, demo_report, demo_servers
 from experiments.demo_scenario import (
     ARRIVALS,
-    BLOCK_TOKENS,
     START_FACTOR,
     Measured,
     Work,
@@ -27,7 +26,7 @@ from experiments.demo_servers import CONTINUUM, FCFS, ORDER, check_room, refuse_
 from experiments.driver import TurnRecord
 from experiments.mp_server import MpProcess
 from experiments.replay import Job, cut_s, new_tokens
-from experiments.server import ServerError, fast_dtype
+from experiments.server import ServerError
 from experiments.sweep import conditions
 from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
@@ -119,8 +118,6 @@ def test_without_pressure_all_programs_fit_the_gpu_and_come_slowly(machine):
 
 
 def test_the_scenarios_sizes_are_those_of_the_small_model():
-    assert BLOCK_TOKENS == small_tiers.BLOCK_TOKENS
-    assert KV_BYTES_PER_TOKEN[fast_dtype()] == small_tiers.KV_BYTES_PER_TOKEN
     assert KV_BYTES_PER_TOKEN["float32"] == 2 * KV_BYTES_PER_TOKEN["bfloat16"]
 
 

@@ -260,7 +260,7 @@ def test_control_characters_in_ids_harm_neither_metrics_nor_files(server: Faulty
 
 
 def test_ids_and_tools_of_the_clients_own_leave_no_metric_of_their_own(server: Faulty) -> None:
-    """10^5 ids go to the scheduler itself elsewhere, thousands to a server in experiments.hostile."""
+    """10^5 ids go to the scheduler itself elsewhere."""
 
     def samples() -> int:
         text = httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).text

@@ -25,16 +25,8 @@ def test_every_goal_has_its_own_name_and_no_seed_is_one_that_was_tuned_on(size: 
 def test_some_goals_are_chosen_by_parts_of_their_names() -> None:
     some = [goal.regime for goal in goals(Size.FULL, "fig9, DRAM; SSD")]
     assert some == ["fig9, DRAM 100 GB, 0.05", "fig9, DRAM 100 GB, 0.1", "fig14, + SSD 200 GB"]
-    with pytest.raises(SweepError, match="no goal has 'h4' in its name; at this size there are: a100"):
+    with pytest.raises(SweepError, match="no goal has 'h4' in its name; at this size there are: fig9"):
         goals(Size.FULL, "h4")
-
-
-def test_agents_programs_come_on_two_cards_behind_three_tiers_at_three_loads() -> None:
-    of_agents = [goal for goal in goals(Size.FULL, "fitted") if "claude-code-swe" in goal.regime]
-    assert len(of_agents) == 2 * 3 * 3 and {goal.ours.machine for goal in of_agents} == {"a100", "h200"}
-    light, *pressed = [goal for goal in of_agents if "a100" in goal.regime and "none" in goal.regime]
-    assert (light.least, light.aim) == (0.99, 1.00) and light.ours.load < 1
-    assert all((goal.least, goal.aim) == (0.98, 1.08) and goal.ours.load >= 1 for goal in pressed)
 
 
 def test_regimes_without_goals_are_refused() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,10 @@ from continuum_lmcache.tools.durations import MAX_KEYS, MAX_LEVELS, WINDOW, Tool
 from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
-from experiments.trust.hostile import ATTACKS, verdict
+from experiments.sim.engine import simulate
+from experiments.sim.serving import Setup
+from experiments.sim.step_time import MACHINES
+from experiments.workload import Program, TurnSpec
 
 LABELS = {*FIELDS, "session_id"}
 NASTY = ["\x00\x1b[31m", "../../etc/passwd", 'a"}\n# HELP x', "\ud800", "é" * 200, "\u202e\u0000", "🦊" * 256]
@@ -208,8 +213,33 @@ def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_els
     assert set(lifecycle.admission.admitted) == {ProgramId("victim")}
 
 
+def agent(name: str, arrival_s: float, source: str) -> Program:
+    """Six turns; each prompt is the last one, its answer, and 600 tokens more."""
+    turns: list[TurnSpec] = []
+    for _ in range(6):
+        kept = turns[-1].context_tokens if turns else 0
+        new = 600 if turns else 3000
+        turns.append(TurnSpec(kept + new, new, 40, "bash", "", 2.0))
+    return Program(name, arrival_s, (*turns[:-1], replace(turns[-1], gap_s=None)), source)
+
+
+def victims_p95_s(attackers_say: str) -> float:
+    """Of the victims' job times, beside a tenant whose programs lie about their ends (a short simulation)."""
+    setup = Setup(
+        policy="continuum",
+        machine=replace(MACHINES["a100"], kv_tokens=40_960),
+        shared_tokens=0,
+        continuum={"max_tenant_share": 0.5, "program_idle_s": 300},
+        tiers={"dram_gb": 8.0, "async": True},
+    )
+    victims = [agent(f"v{i}", i * 1.5, "tenant:victims") for i in range(10)]
+    others = [agent(f"x{i}", i * 3.0, f"tenant:attacker{attackers_say}") for i in range(6)]
+    result = simulate([*victims, *others], setup)
+    times_s = sorted(job.job_s for job in result.jobs if job.program_id.startswith("v"))
+    return times_s[math.ceil(0.95 * len(times_s)) - 1]
+
+
 @pytest.mark.parametrize("lie", ["never-last", "always-last"])
 def test_lying_about_turns_costs_victims_less_than_a_fifth(lie: str) -> None:
-    """Their P95 of job time, against the same load with true fields (a short simulation)."""
-    result = verdict(ATTACKS[lie], programs=10, attackers=6)
-    assert result.ratio < 1.2, result
+    """Their P95 of job time, against the same load with true fields."""
+    assert victims_p95_s(f",{lie}") < 1.2 * victims_p95_s("")

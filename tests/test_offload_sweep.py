@@ -21,7 +21,7 @@ from continuum_lmcache.types import QueueEntry, Retention
 from experiments.offload_sweep import ALL, NAMES, TABLES, Engine, at_rate, main, plans_named, seeds_of
 from experiments.server import ServerError
 from experiments.sweep import conditions
-from experiments.sweep.cases import ENDLESS, ORACLE, PEERS, STOCK, Live, Point, SweepError
+from experiments.sweep.cases import ENDLESS, PEERS, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
 from experiments.sweep.live import MACHINES, WATERMARK, arguments, connector, l1_of, machine_of, selection_of
 from experiments.sweep.live import run as run_live
@@ -104,13 +104,12 @@ def test_a_free_reload_shows_in_the_figure(rows: Rows) -> None:
     assert job_s[DISK] > 1.1 * job_s[FREE]
 
 
-def test_knowing_the_tools_and_endless_memory_recompute_least(rows: Rows) -> None:
-    known, endless = (replace(SMALL, contender=name) for name in (ORACLE, ENDLESS))
-    cases = [SMALL, PUBLISHED, known, endless]
+def test_endless_memory_recomputes_least(rows: Rows) -> None:
+    endless = replace(SMALL, contender=ENDLESS)
+    cases = [SMALL, PUBLISHED, endless]
     finished(rows, *cases)
     computed = {case: int(row["computed_tokens"]) for case, row in found(rows, cases)}
-    assert computed[endless] < computed[known] <= computed[PUBLISHED] < computed[SMALL]
-    assert ORACLE not in POLICIES  # it is a policy while its run lasts, and no longer
+    assert computed[endless] < computed[PUBLISHED] < computed[SMALL]
 
 
 def test_finished_rows_are_kept_and_not_run_again(rows: Rows) -> None:
@@ -323,7 +322,7 @@ def test_options_that_leave_no_row_are_refused(tmp_path: Path) -> None:
 
 def test_the_live_engine_refuses_what_it_cannot_run(tmp_path: Path) -> None:
     for case, expected in (
-        (Live(ORACLE, 3, 1.0, 1), "contender is 'oracle'; known to --engine live: fcfs"),
+        (Live(ENDLESS, 3, 1.0, 1), "contender is 'endless-gpu'; known to --engine live: fcfs"),
         (Live(STOCK, 3, 1.0, 1, machine="h200"), "machine is 'h200'; known to --engine live: cpu-tiny"),
         (Live(STOCK, 3, 1.0, 1, ssd_gb=1.0), "needs a DRAM tier in front of it"),
         (Live(STOCK, 3, 1.0, 1, workload="chat"), "workload is 'chat'"),

@@ -10,13 +10,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from unnamed_programs import BLOCK_TOKENS, Branch, Replay
 from vllm.v1.request import Request
 
 from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS, PromptLinker
 from continuum_lmcache.types import ProgramId
 from experiments.driver import Plan
-from experiments.lineage import BLOCK_TOKENS, Branch, Replay
 from experiments.sim.workloads import with_thoughts
 from experiments.table1 import generate
 from experiments.workload import Program, TurnSpec, poisson_arrivals, scaled

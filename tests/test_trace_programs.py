@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from continuum_lmcache.errors import TraceError
-from continuum_lmcache.types import ProgramId
 from experiments.offload_sweep import main
 from experiments.sim import trace_programs
 from experiments.sim.step_time import MACHINES
@@ -27,7 +26,6 @@ from experiments.sim.trace_programs import (
 from experiments.sweep.cases import ENDLESS
 from experiments.sweep.drawing import draw_traces
 from experiments.sweep.grids import Size
-from experiments.sweep.oracle import Sizes
 from experiments.sweep.rows import Rows
 from experiments.sweep.simulated import run
 from experiments.sweep.trace_goals import CONTENDERS, by_name, cases, name_of, points, table, verdicts
@@ -139,25 +137,12 @@ def test_a_row_has_ours_beside_the_rivals_and_the_bounds(tmp_path: Path) -> None
     [runs] = by_name(rows, chosen)[bare[0]]
     times_s = {name: float(row["job_mean_s"]) for name, row in runs.items()}
     assert times_s[ENDLESS] <= min(times_s.values()) * 1.01 and set(times_s) == set(CONTENDERS)
-    assert float(runs["continuum"]["job_mean_cold_s"]) > 0
-    pressed, bound, tails = verdicts(rows, chosen)
-    assert "Pressed rows (2)" in pressed and bare[1].split()[0] and "asked 1.08" in pressed
+    [pressed] = verdicts(rows, chosen)
+    assert "Pressed rows (2)" in pressed and bare[1].split()[0]
     assert {path.suffix for path in draw_traces(by_name(rows, chosen), "x", tmp_path / "t")} == {
         ".png",
         ".svg",
     }
-
-
-@pytest.mark.usefixtures("small")
-def test_an_admission_that_knows_the_sizes_forecasts_the_mean_of_what_is_to_come() -> None:
-    program = half("claude-code", "tune")[0]
-    sizes = Sizes({program.program_id: program})
-    sizes.asked = ProgramId(program.program_id)
-    contexts = [turn.context_tokens for turn in program.turns]
-    first = program.turns[0].input_tokens
-    assert sizes.forecast_tokens(first, 0) == pytest.approx(sum(contexts) / 3)
-    assert sizes.forecast_tokens(contexts[0] - 500, 1) == pytest.approx(sum(contexts[1:]) / 2 - 500)
-    assert sizes.forecast_tokens(contexts[2], 3) == contexts[2]
 
 
 @pytest.mark.usefixtures("traces")

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.calibrated_simulator import lmcache_tiers
 from experiments.client import ServerUnusable
 from experiments.demo_servers import CONTINUUM, FCFS, ORDER, with_tiers
 from experiments.demo_servers import Contender as Offloading
@@ -255,7 +254,13 @@ def predicted(who: Contender, chosen: Selection, place: Place, machine: Machine)
     predicted no better, and with LMCache three times too slow: it was still writing to its disk."""
     tiers = None
     if who.offloading is not None:
-        tiers = lmcache_tiers(place.dram_gib, place.ssd_gb * GB / 2**30, 256) | {"async": True}
+        tiers = {
+            "dram_gb": place.dram_gib,
+            "ssd_gb": place.ssd_gb * GB / 2**30,
+            "chunk_tokens": 256,
+            "save_decode_cache": True,
+            "async": True,
+        }
     setup = Setup(
         policy=STOCK if who.order == "fcfs" else who.order,
         tiers=tiers,

@@ -1,7 +1,7 @@
 """Programs that look like real agents', drawn from what their traces were fitted to.
 
-The traces themselves cannot ship. experiments/fit_traces.py fits the half of each that is for tuning, and
-writes fitted_programs.yaml: quantiles, shares and one correlation, no program. A program is drawn so:
+The traces themselves cannot ship. fitted_programs.yaml has quantiles, shares and one correlation of the half
+of each that is for tuning, and no program (records/fitted-programs.md compares them). A program is drawn so:
 
     turns            by their quantiles
     first prompt     by its quantiles
@@ -40,11 +40,6 @@ class Quantiles:
     """A positive quantity by its values at LEVELS, rising."""
 
     values: tuple[float, ...]
-
-    @classmethod
-    def of(cls, found: Sequence[float], least: float) -> Quantiles:
-        """Those of a sample; nothing below `least` > 0."""
-        return cls(tuple(float(f"{max(least, v):.4g}") for v in np.quantile(found, LEVELS)))
 
     def at(self, level: float) -> float:
         """The value at a level in [0, 1]."""

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 STOCK = "fcfs"  # vLLM's own scheduler, without this package
-ORACLE = "oracle"  # eq. 2 with the true duration of every tool
 ON_DEMAND = "continuum-pinning"  # our scheduler with a TTL that pins as often as a timing asks
 ROUTER = "vllm-router"  # with the settings that its documentation shows; the peers are in records/peers.md
 ROUTER_WARM = "vllm-router-warm"  # its statistics fill within a run
@@ -18,7 +17,6 @@ AGENTINFER = "agentinfer"
 PEERS = (*ROUTERS, AGENTINFER)
 MICHI = "michilxy03"  # its rules, in the simulator alone
 ENDLESS = "endless-gpu"  # program order on a GPU whose KV cache never fills
-TRUE_SIZES = "continuum-true-sizes"  # admission knows how long each program's contexts will be
 
 
 class SweepError(ValueError):
@@ -29,7 +27,7 @@ class SweepError(ValueError):
 class Point:
     """One run of the simulator: a contender with these programs, at this rate, on this machine."""
 
-    contender: str  # STOCK, ORACLE, ENDLESS, a peer, or a name in policies.POLICIES
+    contender: str  # STOCK, ENDLESS, a peer, or a name in policies.POLICIES
     programs: int
     jps: float  # arrivals, programs a second; a trace's are set by `load`
     seed: int

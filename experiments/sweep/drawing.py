@@ -10,7 +10,7 @@ from statistics import mean, median
 import matplotlib
 
 from experiments.sweep import trace_goals
-from experiments.sweep.cases import ENDLESS, TRUE_SIZES
+from experiments.sweep.cases import ENDLESS
 from experiments.sweep.goals import ORDER, PAPER
 from experiments.sweep.plans import WORDS, Plan
 from experiments.sweep.readout import BySeed, Found, caption, panels, ratios
@@ -100,7 +100,6 @@ MARKS = {
     "program order": (ORDER, "s"),
     "published": (PAPER, "o"),
     "static TTL": (trace_goals.STATIC, "^"),
-    "true sizes": (TRUE_SIZES, "|"),
     "no eviction": (ENDLESS, "x"),
 }
 

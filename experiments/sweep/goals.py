@@ -9,22 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from math import sqrt
 from statistics import mean, stdev
 
-from experiments.sim.trace_programs import FITTED
 from experiments.sweep.cases import STOCK, Point, SweepError
-from experiments.sweep.grids import CODING, DRAM_GB, KV_CONTEXTS, SLOW_DRAM_GB, TIERS, Size
+from experiments.sweep.grids import DRAM_GB, SLOW_DRAM_GB, Size
 from experiments.sweep.rows import Row, Rows
 from experiments.tables import spread
 
 OURS, PAPER, ORDER = "continuum", "continuum-published", "program-fcfs"
 SEEDS = {Size.QUICK: (3,), Size.DEFAULT: (3, 4), Size.FULL: (3, 4, 5, 6, 7)}
 PROGRAMS = {Size.QUICK: 12, Size.DEFAULT: 60, Size.FULL: 80}
-AGENTS = (CODING, "mini-swe", "claude-code", "bfcl")  # shapes of sim/fitted_programs.py
-CARDS = ("a100", "h200")  # a slow one and a fast one
-LOADS = (0.6, 1.0, 1.5)  # seconds of work a second
 MOST_P99 = 1.05  # times program-fcfs's P99 of job times, on the mean of the seeds
 
 
@@ -68,25 +63,6 @@ def against(
 
 def swe(programs: int, jps: float, dram_gb: float = DRAM_GB, ssd_gb: float = 0.0) -> Point:
     return Point(OURS, programs, jps, 0, dram_gb=dram_gb, ssd_gb=ssd_gb)
-
-
-def agents(size: Size) -> list[Goal]:
-    """Programs like real agents' (sim/fitted_programs.py): below saturation, at it and beyond."""
-    names = AGENTS if size is Size.FULL else AGENTS[:2] if size is Size.DEFAULT else AGENTS[:1]
-    loads = LOADS if size is Size.FULL else LOADS[1:2]
-    return [
-        agent(Point(OURS, PROGRAMS[size], 0.0, 0, f"trace:{name}:{FITTED}", card, load=load), tiers)
-        for card, name, load, tiers in product(CARDS, names, loads, TIERS)
-    ]
-
-
-def agent(setting: Point, tiers: str) -> Goal:
-    """Slower than none by more than noise; much faster where GPU memory is short and no tier helps."""
-    dram_kv, ssd_kv = TIERS[tiers]
-    least, aim = (0.99, 1.00) if setting.load < 1 else (0.98, 1.08)
-    regime = f"{setting.machine}, {setting.workload.split(':')[1]} fitted, {tiers}, load {setting.load:g}"
-    setting = replace(setting, kv_contexts=KV_CONTEXTS, dram_kv=dram_kv, ssd_kv=ssd_kv)
-    return against(regime, setting, (ORDER, PAPER), least, aim)
 
 
 def papers(programs: int) -> list[Goal]:
@@ -164,7 +140,7 @@ def goals(size: Size, parts: str = "") -> list[Goal]:
     """Smallest for `quick`, all rates and machines for `full`. `parts` of names, between semicolons, choose
     some of them. Raises SweepError where none has such a name."""
     programs = PROGRAMS[size]
-    every = [*agents(size), *papers(programs), *harmless(programs), *surveys(size), *chunks(size, programs)]
+    every = [*papers(programs), *harmless(programs), *surveys(size), *chunks(size, programs)]
     chosen = [goal for goal in every if is_wanted(goal.regime, parts)]
     if not chosen:
         known = "; ".join(goal.regime for goal in every)

@@ -13,7 +13,7 @@ from enum import Enum
 from itertools import product
 
 from experiments.sim.trace_programs import FITTED
-from experiments.sweep.cases import AGENTINFER, ENDLESS, MICHI, ORACLE, ROUTERS, STOCK, Case, Point
+from experiments.sweep.cases import AGENTINFER, ENDLESS, MICHI, ROUTERS, STOCK, Case, Point
 
 
 class Size(Enum):
@@ -27,7 +27,7 @@ class Size(Enum):
 CONTENDERS = (
     *(STOCK, "program-fcfs", "plas", "infercept", "mean-threshold", "static-ttl", "three-way"),
     *("continuum-published", "continuum"),
-    *(ORACLE, ENDLESS),
+    ENDLESS,
 )
 PEER_CONTENDERS = (STOCK, MICHI, AGENTINFER, *ROUTERS, "continuum-published", "continuum")
 FEW = (STOCK, "program-fcfs", "infercept", "continuum-published", "continuum")
@@ -125,7 +125,7 @@ def published(machine: str, dram_gb: float) -> Cases:
 
     def cases(size: Size, _seeds: Sequence[int]) -> list[Case]:
         rates = {Size.QUICK: (1.0,), Size.DEFAULT: (1.0, 3.0, 6.0)}.get(size, (1.0, 3.0, 6.0, 10.0, 15.0))
-        names = CONTENDERS if size is Size.FULL else (*FEW, "mean-threshold", ORACLE)
+        names = CONTENDERS if size is Size.FULL else (*FEW, "mean-threshold")
         one = Point(STOCK, 1, 0.0, PUBLISHED_SEED, "seeds-sweep", machine, step_tokens=8192, max_seqs=1024)
         bare = [replace(one, jps=jps, merge_steps=1) for jps in rates]
         tiered = [replace(point, dram_gb=dram_gb) for point in bare]

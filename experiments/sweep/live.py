@@ -35,7 +35,8 @@ FREE_WINDOWS = 2  # of L1, beside the case's DRAM, where there is a disk
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A model on a machine, with the proportions of the paper's experiment (experiments/small_tiers.py).
+    """A model on a machine, with the proportions of the paper's offload experiment: GPU KV for about seven
+    mean final contexts, and tool times of a third of the work (Continuum, arXiv 2511.02230, Fig. 9).
 
     Sizes in GB, here and in a case, are those of KV in bfloat16. In float32 a server gets twice the bytes.
     """

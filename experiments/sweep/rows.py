@@ -28,7 +28,7 @@ SIMULATOR = (
     # all but LMCache's adapters, which the simulator does not run
     *(f"connectors/{part}*.py" for part in ("", "fake/", "tier_model/")),
     "experiments/sim/*.py",
-    *(f"experiments/sweep/{name}.py" for name in ("cases", "oracle", "simulated")),
+    *(f"experiments/sweep/{name}.py" for name in ("cases", "simulated")),
 )
 FLEET_MODULES = (
     *("figures", "measure", "named", "ours", "program_scheduling", "replica", "routers", "run", "workloads"),

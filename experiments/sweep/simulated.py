@@ -20,14 +20,11 @@ from experiments.sweep.cases import (
     ENDLESS,
     MICHI,
     ON_DEMAND,
-    ORACLE,
     PEERS,
     STOCK,
-    TRUE_SIZES,
     Point,
     SweepError,
 )
-from experiments.sweep.oracle import oracle_of, true_sizes_of
 from experiments.table1 import GENERATORS, draw
 from experiments.workload import Program, poisson_arrivals
 
@@ -40,8 +37,7 @@ SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else
 def run(point: Point) -> dict[str, Any]:
     """Simulate the point and return its figures (rows.FIGURES). Raises SweepError for unknown names."""
     programs = programs_of(point)
-    oracle = {ORACLE: oracle_of, TRUE_SIZES: true_sizes_of, MICHI: michi_of}.get(point.contender)
-    with oracle(programs) if oracle else nullcontext():
+    with michi_of(programs) if point.contender == MICHI else nullcontext():
         return figures(simulate(programs, setup_of(point, programs)))
 
 
@@ -111,8 +107,7 @@ def policy_of(contender: str) -> str:
     """The simulator's name of a contender's policy."""
     if contender in (*PEERS, MICHI):
         return contender
-    special = {STOCK: STOCK_POLICY, ORACLE: ORACLE, ENDLESS: "program-fcfs", ON_DEMAND: ON_DEMAND}
-    special |= {TRUE_SIZES: "continuum"}
+    special = {STOCK: STOCK_POLICY, ENDLESS: "program-fcfs", ON_DEMAND: ON_DEMAND}
     if contender in special:
         return special[contender]
     if contender not in POLICIES:

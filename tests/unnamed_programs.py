@@ -1,6 +1,6 @@
-"""Checks that programs without ids are distinguished by their prompts.    python -m experiments.lineage
+"""Programs without ids in virtual time, linked by the scheduler's PromptLinker; nothing is sent.
 
-Every program of a trace is run twice at once, by two tenants (two `cache_salt`s) with the same tokens,
+Every program runs twice at once, by two tenants (two `cache_salt`s) with the same tokens,
 and all begin with one system prompt. One program in FORK_EVERY is forked at some turn: a second branch
 continues from the same answer. One in SAMPLE_EVERY has a turn drawn SAMPLES times at once; the last draw
 continues. Prompts are made as the load generator makes them, and hashed by vLLM; the
@@ -8,37 +8,30 @@ scheduler's PromptLinker links them. Nothing is sent; a turn lasts as long as it
 
 A turn is continued once: the second branch of a fork and all draws but the first are to begin anew,
 so they are counted apart. `wrong` are turns linked to any other turn than the one that they continue, first
-turns included.
+turns included. The counts: right, unlinked, wrong, other tenant, begun anew, forks.
 """
 
 from __future__ import annotations
 
 import heapq
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
-
 from continuum_lmcache.programs.prompt_linker import PromptLinker
 from continuum_lmcache.types import ProgramId
 from experiments.driver import Plan, next_prompt, random_tokens
-from experiments.selection import Selection
 from experiments.workload import Program
 
-TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"  # beside the checkout
 FORK_EVERY, SAMPLE_EVERY, SAMPLES = 5, 7, 3
 TENANTS = ("red", "blue")
 PACE_S = 0.02  # a token of output
@@ -46,7 +39,6 @@ BLOCK_TOKENS = 16  # vLLM's default
 SHARED_TOKENS = 2048  # the system prompt, at most half of a first prompt
 MOST_TURNS = 100_000  # remembered: continuum.max_programs
 ANSWER = 2  # which stream of a seed: driver.py has the others
-COLUMNS = ("right", "unlinked", "wrong", "other tenant", "begun anew", "forks", "right, %")
 
 
 @dataclass(slots=True)
@@ -84,7 +76,7 @@ class Replay:
         init_none_hash(sha256)  # vLLM's own global, which no block is hashed without
 
     def run(self, programs: Sequence[Program]) -> Counter[str]:
-        """Run until the last turn; returns the counts, by COLUMNS."""
+        """Run until the last turn; returns the counts."""
         for program in programs:
             for tenant in TENANTS:
                 self.at(program.arrival_s, partial(self.arrives, Branch(program, tenant)))
@@ -162,37 +154,3 @@ class Replay:
         name = f"{branch.tenant}/{next(self.numbers)}"
         params = SamplingParams(max_tokens=1)
         return Request(name, list(prompt), params, None, cache_salt=branch.tenant, block_hasher=hasher)
-
-
-def line(name: str, counts: Counter[str]) -> list[str]:
-    """A table's row."""
-    linked = sum(counts[n] for n in ("right", "unlinked", "wrong"))
-    share = 100 * counts["right"] / linked if linked else 100.0
-    return [name, *(f"{counts[c]:,}" for c in COLUMNS[:-1]), f"{share:.2f}"]
-
-
-def tabulated(cells: Sequence[str]) -> str:
-    return f"{cells[0]:30}" + "".join(f"{cell:>14}" for cell in cells[1:])
-
-
-def main(
-    traces: Annotated[Path, typer.Option(help="a folder of traces", envvar="TRACES_DIR")] = TRACES,
-    only: Annotated[str, typer.Option(help="only traces whose name contains this")] = "",
-    programs: Annotated[int, typer.Option(min=1, help="at most so many of each, drawn")] = 100,
-    jps: Annotated[float, typer.Option(help="programs a second, where a trace has no arrivals")] = 0.2,
-    seed: Annotated[int, typer.Option(help="of the draw, the arrivals and the tokens")] = 1,
-) -> None:
-    """Print a line for each trace as it ends, the smallest file first."""
-    print(tabulated(["turns of programs without ids", *COLUMNS]))
-    paths = (path for path in traces.glob("*.jsonl") if only in path.stem)
-    for path in sorted(paths, key=lambda path: path.stat().st_size):
-        try:
-            chosen = Selection(seed, path, count=programs, jps=jps).programs(lambda _: None)
-        except ValueError:
-            chosen = Selection(seed, path, jps=jps).programs(lambda _: None)
-        replay = Replay(Plan("", seed, range(300, 30_000)))
-        print(tabulated(line(path.stem, replay.run(chosen))), flush=True)
-
-
-if __name__ == "__main__":
-    typer.run(main)
