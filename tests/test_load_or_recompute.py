@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from continuum_lmcache.types import Tier
+from experiments.sim.agents import Agents
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation, simulate
 from experiments.sim.result import Result
@@ -177,5 +179,5 @@ def lifecycle_after(setup: Setup, programs: Sequence[Program] = ()) -> Any:
     with ExitStack() as until, virtual_time(clock):
         scheduler: Any = build_scheduler(setup, clock, 10_000, until)
         until.callback(scheduler.shutdown)
-        Simulation(programs or rotation(), setup, [scheduler], clock).run()
+        Simulation(partial(Agents, programs or rotation()), setup, [scheduler], clock).run()
         return scheduler._lifecycle

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from continuum_lmcache.errors import InvariantError, TraceError
+from experiments.sim.agents import Agents
 from experiments.sim.engine import simulate
 from experiments.sim.serving import STOCK, Setup
 from experiments.sim.step_time import MACHINES
@@ -202,7 +204,7 @@ def test_a_run_that_leaks_a_block_fails_with_the_equation() -> None:
         scheduler = build_scheduler(SMALL, clock, 4096, until)
         scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
         with pytest.raises(InvariantError, match=r"free blocks\(319\) != blocks\(320\)"):
-            Simulation([a_program("p")], SMALL, [scheduler], clock).run()
+            Simulation(partial(Agents, [a_program("p")]), SMALL, [scheduler], clock).run()
 
 
 def test_the_setup_names_its_policy() -> None:
