@@ -1,7 +1,7 @@
 """Programs to replay: read from a trace, drawn from a distribution, shrunk to a window, given arrivals.
 
 Everything random takes a seed: the same seed gives the same programs, so that policies are compared
-on the same work. Traces are read by continuum_lmcache/recordings/trace.py.
+on the same work. Traces are read by experiments/trace.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from continuum_lmcache.errors import TraceError
-from continuum_lmcache.recordings.trace import TraceProgram as Program
-from continuum_lmcache.recordings.trace import TraceTurn as TurnSpec
-from continuum_lmcache.recordings.trace import load_trace as load_trace
+from experiments.trace import TraceProgram as Program
+from experiments.trace import TraceTurn as TurnSpec
+from experiments.trace import load_trace as load_trace
 
 ARRIVALS, GAPS, SHAPES, SAMPLE, SESSIONS = range(5)  # which stream of a seed: draws must not share numbers
 

@@ -23,7 +23,7 @@ from continuum_lmcache.telemetry.events import (
     TurnPreempted,
     TurnStarted,
 )
-from continuum_lmcache.telemetry.recorder import MAX_NAME_CHARS, META, EventRecorder
+from continuum_lmcache.telemetry.recorder import FORMAT, MAX_NAME_CHARS, META, EventRecorder
 from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Residency, Retention, TurnId
 
 A, B = ProgramId("job-a"), ProgramId("job-b")
@@ -40,7 +40,8 @@ def run_turn(recorder: EventRecorder, program: ProgramId, turn: str, at_s: float
     recorder.record(
         TurnStarted(at_s + 0.5, program, turn_id, Residency(400, 300, 200, 1000), 0.5, evicted=True)
     )
-    recorder.record(TurnFinished(at_s + 2.5, program, turn_id, ("pytest", "bash"), 1050, 50, last, KEEP))
+    tool = ("pytest", "bash")
+    recorder.record(TurnFinished(at_s + 2.5, program, turn_id, tool, 1050, 50, last, KEEP, 0.75))
 
 
 def test_a_turn_is_recorded_under_the_prototypes_names_with_what_they_lacked() -> None:
@@ -68,6 +69,7 @@ def test_a_turn_is_recorded_under_the_prototypes_names_with_what_they_lacked() -
             "tool": ["pytest", "bash"],
             "context_tokens": 1050,
             "output_tokens": 50,
+            "first_token_s": 0.75,
             "last": False,
             "retention": {
                 "ttl_s": 3.0,
@@ -87,18 +89,18 @@ def test_a_turn_is_recorded_under_the_prototypes_names_with_what_they_lacked() -
     ]
 
 
-def test_a_preempted_turn_resumes_under_the_prototypes_name_and_once_only() -> None:
+def test_a_preempted_turn_resumes_under_the_prototypes_name() -> None:
     recorder, turn, served = EventRecorder(EPOCH_S), TurnId("t1"), Residency(0, 0, 0, 10)
     recorder.record(TurnArrived(0.0, A, turn, 10))
-    for at_s in (1.0, 3.0):
-        recorder.record(TurnStarted(at_s, A, turn, served, 1.0, evicted=False))
-        recorder.record(TurnPreempted(at_s + 1, A, turn))
-    recorder.record(TurnStarted(5.0, A, turn, served, 1.0, evicted=False))
-    recorder.record(TurnStarted(6.0, A, turn, served, 1.0, evicted=False))
-    kinds = [next(iter(event)) for event in recorder.snapshot()[A]]
-    away = "Request_evicted_from_running_queue_time"
-    first, back = "waiting_to_running", "evicted_to_running"
-    assert kinds == ["Request_arrival_time", first, away, back, away, back, first]
+    recorder.record(TurnStarted(1.0, A, turn, served, 1.0))
+    recorder.record(TurnPreempted(2.0, A, turn))
+    recorder.record(TurnStarted(3.0, A, turn, served, 3.0, resumed=True))
+    assert [next(iter(event)) for event in recorder.snapshot()[A]] == [
+        "Request_arrival_time",
+        "waiting_to_running",
+        "Request_evicted_from_running_queue_time",
+        "evicted_to_running",
+    ]
 
 
 def test_the_snapshot_does_not_change_when_the_run_goes_on() -> None:
@@ -125,75 +127,43 @@ def test_a_request_without_a_program_is_a_bug_and_not_a_history() -> None:
         EventRecorder(EPOCH_S).record(TurnArrived(0.0, None, TurnId("t"), 1))  # type: ignore[arg-type]
 
 
-def test_the_programs_longest_unheard_of_go_first_and_whole() -> None:
-    recorder = EventRecorder(EPOCH_S, max_programs=2)
+def test_the_oldest_events_go_first_and_their_program_says_how_many() -> None:
+    recorder = EventRecorder(EPOCH_S, max_events=4)
     run_turn(recorder, A, "t1", 0.0)
     run_turn(recorder, B, "t1", 10.0)
-    run_turn(recorder, A, "t2", 20.0)
-    run_turn(recorder, ProgramId("job-c"), "t1", 30.0)
-    assert list(recorder.snapshot()) == [META, A, "job-c"]
-    assert recorder.dropped == {"programs": 1, "events": 3}
+    found = recorder.snapshot()
+    assert found[META][0]["dropped"] == 2
+    assert [next(iter(event)) for event in found[A]] == ["Request_departure_time", "events_dropped"]
+    assert found[A][-1] == {"events_dropped": 2} and len(found[B]) == 3
 
 
-def test_events_of_a_discarded_program_do_not_make_half_a_history() -> None:
-    recorder = EventRecorder(EPOCH_S, max_programs=1)
-    run_turn(recorder, A, "t1", 0.0)
-    run_turn(recorder, B, "t1", 10.0)
-    recorder.record(PinReleased(20.0, A, PinEnd.EXPIRED))
-    recorder.record(TurnPreempted(21.0, A, TurnId("t1")))
-    assert A not in recorder.snapshot()
-    assert recorder.dropped["events"] == 3 + 2
-
-
-def test_a_program_that_returns_after_it_was_discarded_does_not_look_complete() -> None:
-    recorder = EventRecorder(EPOCH_S, max_programs=1)
-    run_turn(recorder, A, "t1", 0.0)
-    run_turn(recorder, B, "t1", 10.0)
-    recorder.record(PinReleased(20.0, A, PinEnd.EXPIRED))
-    run_turn(recorder, A, "t2", 30.0)
-    *kept, last = recorder.snapshot()[A]
-    assert [e["turn"] for e in kept] == ["t2"] * 3
-    assert last == {"events_dropped": 4}
-
-
-def test_of_a_program_with_too_many_events_the_first_stay_and_the_file_says_so() -> None:
-    recorder = EventRecorder(EPOCH_S, max_events_per_program=4)
-    for number in range(3):
-        run_turn(recorder, A, f"t{number}", 10.0 * number)
-    *kept, last = recorder.snapshot()[A]
-    assert [e["turn"] for e in kept] == ["t0", "t0", "t0", "t1"]
-    assert last == {"events_dropped": 5}
+def test_a_program_that_returns_after_its_events_were_dropped_does_not_look_complete() -> None:
+    recorder = EventRecorder(EPOCH_S, max_events=3)
+    for at_s, program in enumerate((A, B, A)):
+        run_turn(recorder, program, f"t{at_s}", 10.0 * at_s)
+    assert recorder.snapshot().keys() == {META, A}
+    assert [event.get("turn") for event in recorder.snapshot()[A]] == ["t2", "t2", "t2", None]
+    assert recorder.snapshot()[A][-1] == {"events_dropped": 3}
 
 
 def test_a_hundred_thousand_programs_take_the_memory_of_the_bound() -> None:
-    recorder = EventRecorder(EPOCH_S, max_programs=1_000)
+    recorder = EventRecorder(EPOCH_S, max_events=3_000)
     tracemalloc.start()
     for number in range(100_000):
         run_turn(recorder, ProgramId(f"job-{number}"), "t1", float(number))
     held_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(recorder.snapshot()) == 1 + 1_000
-    assert recorder.dropped == {"programs": 99_000, "events": 3 * 99_000}
-    assert held_bytes < 1_000 * 3 * 1_500
-
-
-def test_few_programs_with_many_events_are_bounded_too() -> None:
-    recorder = EventRecorder(EPOCH_S, max_events=300)
-    for number in range(1_000):
-        run_turn(recorder, ProgramId(f"job-{number % 50}"), f"t{number}", float(number))
-    histories = [events for name, events in recorder.snapshot().items() if name != META]
-    assert sum("events_dropped" not in event for events in histories for event in events) <= 300
+    assert held_bytes < 3_000 * 1_800
 
 
 programs = st.sampled_from([ProgramId(name) for name in "abcdef"])
 steps = st.lists(st.tuples(programs, st.sampled_from(["arrive", "preempt", "end"])), max_size=60)
 
 
-@given(steps, st.integers(1, 4), st.integers(1, 8), st.integers(1, 12))
-def test_every_event_is_either_held_or_counted(
-    taken: list[tuple[ProgramId, str]], max_programs: int, max_each: int, max_events: int
-) -> None:
-    recorder = EventRecorder(EPOCH_S, max_programs, max_each, max_events=max_events)
+@given(steps, st.integers(1, 12))
+def test_every_event_is_either_held_or_counted(taken: list[tuple[ProgramId, str]], max_events: int) -> None:
+    recorder = EventRecorder(EPOCH_S, max_events=max_events)
     for now_s, (program, what) in enumerate(taken):
         if what == "arrive":
             recorder.record(TurnArrived(now_s, program, TurnId(f"t{now_s}"), 1))
@@ -201,11 +171,10 @@ def test_every_event_is_either_held_or_counted(
             recorder.record(TurnPreempted(now_s, program, TurnId("t")))
         else:
             recorder.record(ProgramEnded(now_s, program, 1))
-    histories = {n: es for n, es in recorder.snapshot().items() if n != META}
-    held = [e for es in histories.values() for e in es if "events_dropped" not in e]
-    assert len(held) + recorder.dropped["events"] == len(taken)
-    assert len(histories) <= max_programs
-    assert len(held) <= max(max_events, max_each)
+    found = recorder.snapshot()
+    dropped = found.pop(META)[0]["dropped"]
+    held = [event for events in found.values() for event in events if "events_dropped" not in event]
+    assert len(held) + dropped == len(taken) and len(held) <= max_events
 
 
 names = st.text(st.characters(), min_size=0, max_size=8) | st.sampled_from(
@@ -221,7 +190,7 @@ def test_any_id_is_safe_in_json_bounded_and_its_own(ids: list[str], hash_ids: bo
     text = json.dumps(recorder.snapshot())
     found = json.loads(text)
     assert text.isascii() and text.isprintable()
-    assert found.pop(META)[0]["format"] == 1
+    assert found.pop(META)[0]["format"] == FORMAT
     assert [events[0]["prompt_length"] for events in found.values()] == list(range(len(ids)))
     assert all(len(name) <= MAX_NAME_CHARS + 17 for name in found)
 

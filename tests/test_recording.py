@@ -12,7 +12,7 @@ import pytest
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.telemetry.events import ProgramEnded, TurnArrived
-from continuum_lmcache.telemetry.recorder import META, EventRecorder
+from continuum_lmcache.telemetry.recorder import FORMAT, META, EventRecorder
 from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.files.recording_files import (
     BATCH_EVENTS,
@@ -99,7 +99,7 @@ def test_a_disk_that_fills_up_keeps_the_last_whole_snapshot(tmp_path: Path) -> N
 
 
 def test_a_snapshot_is_written_in_small_pieces_that_read_as_one() -> None:
-    recorder = EventRecorder(0.0, max_programs=20)
+    recorder = EventRecorder(0.0)
     turns(recorder, 3 * BATCH_EVENTS)
     snapshot = {**recorder.snapshot(), "many": [{"n": n} for n in range(2 * BATCH_EVENTS + 1)], "none": []}
     written = list(pieces(snapshot))
@@ -108,7 +108,7 @@ def test_a_snapshot_is_written_in_small_pieces_that_read_as_one() -> None:
 
 
 def test_a_signal_may_ask_for_a_file_at_any_moment(tmp_path: Path) -> None:
-    recorder = EventRecorder(0.0, max_programs=200)
+    recorder = EventRecorder(0.0, max_events=400)
     recording = RecordingWriter(tmp_path, recorder)
     seen = []
 
@@ -125,6 +125,6 @@ def test_a_signal_may_ask_for_a_file_at_any_moment(tmp_path: Path) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert all(snapshot[META][0]["format"] == 1 for snapshot in seen)
+    assert all(snapshot[META][0]["format"] == FORMAT for snapshot in seen)
     assert list(tmp_path.iterdir()) == [recording.path]
     assert not recording.lost

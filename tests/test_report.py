@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,14 @@ from browser import Browser, browser
 from console import Command
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import KEEP, PROTOTYPE, Run, saved, written
+from recorded import KEEP, Run, recording, saved, written
 
-from continuum_lmcache.programs.divergence import LossCause, PrefixLoss
 from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.report.timeline import Span, spans
-from continuum_lmcache.telemetry.events import PrefixLost
-from continuum_lmcache.types import PinEnd, ProgramId, TurnId
+from continuum_lmcache.types import PinEnd
 
 HOSTILE = "</script><script>document.title='taken'</script><b>"
-FIGURES = ("timeline-A", "distributions", "ttl", "gaps", "tiers", "outcomes", "predictions")
+FIGURES = ["timeline-A", "timeline-B", "first-tokens", "sources", "ttl"]
 
 
 @pytest.fixture
@@ -39,27 +37,24 @@ def story(name: str = "a") -> Run:
     run.turn(name, "a2", (6, 6.5, 10), prompt_tokens=200, served=(90, 30, 20), tool=(HOSTILE, "bash"))
     run.unpinned(8, "b", PinEnd.EXPIRED)
     run.turn(HOSTILE, "c1", (2, 3, 4))
-    loss = PrefixLoss(LossCause.NONCE, 41, 120, 70, 0.0625, (1, 2), (3, 4))
-    run.recorder.record(PrefixLost(6.5, ProgramId(name), TurnId("a2"), loss, (HOSTILE, "cch=0aaa9")))
     return run
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of two runs, written once."""
-    plotly_is_there()
-    from continuum_lmcache.report.page import write_report
+    """A report of two runs, written once: the second has the first's story, and a job of 7 s in b's place."""
+    pytest.importorskip("plotly")
+    from continuum_lmcache.report import page as pages
 
     folder = tmp_path_factory.mktemp("report")
     (folder / "x").mkdir()
     (folder / "y").mkdir()
-    runs = [written(folder / "x", story().recorder), saved(folder / "y", PROTOTYPE)]
-    write_report(runs, folder / "report.html")
-    return folder / "report.html"
-
-
-def plotly_is_there() -> None:
-    pytest.importorskip("plotly")
+    other = Run()
+    other.turn("c", "c1", (0, 1, 7))
+    runs = [written(folder / "x", story().recorder), written(folder / "y", other.recorder)]
+    path = folder / "report.html"
+    path.write_text(pages.page([load(run) for run in runs]))
+    return path
 
 
 # charts -----------------------------------------------------------------------
@@ -73,21 +68,35 @@ def test_a_programs_states_are_the_recordings_own_times(tmp_path: Path) -> None:
         ("running", 1, 4),
         ("tool", 4, 6),
         ("queued", 6, 6.5),
-        ("loading", 6.5, 6.5),  # 50 tokens
+        ("loading", 6.5, 6.5),  # 50 tokens; for how long is not recorded
         ("running", 6.5, 10),
         ("pinned", 4, 6),
     ]
 
 
 def test_what_was_going_on_at_the_end_lasts_until_then(tmp_path: Path) -> None:
-    events = [{"Request_arrival_time": 100.0}, {"waiting_to_running": 101.0}]
-    late = [{"Request_arrival_time": 109.0}]
-    run = load(saved(tmp_path, {"runs": events, "waits": late}))
+    run = load(
+        saved(tmp_path, recording({"runs": [arrival(100.0), start(101.0)], "waits": [arrival(109.0)]}))
+    )
     assert [(s.program, s.state, s.start_s, s.end_s) for s in spans(run)] == [
         ("runs", "queued", 0, 1),
         ("runs", "running", 1, 9),
         ("waits", "queued", 9, 9),
     ]
+
+
+def arrival(at_s: float, turn: str = "t") -> dict[str, Any]:
+    return {"Request_arrival_time": at_s, "turn": turn, "prompt_length": 9}
+
+
+def start(at_s: float, turn: str = "t") -> dict[str, Any]:
+    served = dict.fromkeys(("gpu_tokens", "dram_tokens", "ssd_tokens"), 0)
+    return {"waiting_to_running": at_s, "turn": turn, "prompt_length": 9, **served}
+
+
+def end(at_s: float, turn: str = "t") -> dict[str, Any]:
+    made = {"output_tokens": 1, "first_token_s": None, "tool": [], "retention": None}
+    return {"Request_departure_time": at_s, "turn": turn, **made}
 
 
 steps = st.lists(st.floats(0, 50, allow_subnormal=False).map(lambda x: round(x, 3)), min_size=3, max_size=12)
@@ -98,23 +107,15 @@ def test_a_program_is_in_one_state_at_a_time_but_for_its_pin(gaps_s: list[float]
     """Its queued, loading, running and tool spans follow each other without a hole or an overlap."""
     events: list[dict[str, Any]] = []
     now_s = 0.0
-    kinds = ("Request_arrival_time", "waiting_to_running", "Request_departure_time")
     for i, step_s in enumerate(gaps_s):
         now_s = round(now_s + step_s, 3)
-        events.append({kinds[i % 3]: now_s})
-    run = load_text(events)
+        events.append((arrival, start, end)[i % 3](now_s, f"t{i // 3}"))
+    with tempfile.TemporaryDirectory() as folder:
+        run = load(saved(Path(folder), recording({"p": events})))
     mine: list[Span] = [span for span in spans(run) if span.state != "pinned"]
     for earlier, later in zip(mine, mine[1:], strict=False):
         assert later.start_s == pytest.approx(earlier.end_s, abs=1e-5)
     assert mine[0].start_s == 0
-
-
-def load_text(events: list[dict[str, Any]]) -> Any:
-    """Load a recording of one program from a text."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        return load(saved(Path(folder), {"p": events}))
 
 
 # the page -----------------------------------------------------------------------
@@ -129,51 +130,42 @@ def test_the_page_is_whole_in_itself(page: Path) -> None:
     assert page.stat().st_size < 8e6
 
 
-def test_two_runs_stand_side_by_side_in_the_table(page: Path) -> None:
-    row = re.search(r"<tr><td>JCT, max \[s\]</td>(.*?)</tr>", page.read_text())
-    assert row is not None
-    assert re.findall(r"<td>(.*?)</td>", row[1]) == ["10", "7", "0.7"]
-
-
-def test_what_a_recording_lacks_is_listed(page: Path) -> None:
-    assert "missing retention: no TTLs, no calibration" in page.read_text()
-
-
-def test_what_returns_computed_again_is_listed_by_cause_and_one_by_one(page: Path) -> None:
+def test_two_runs_stand_side_by_side_with_a_summary_each(page: Path) -> None:
     text = page.read_text()
-    (table,) = re.findall(r"<details id='losses'>.*?</details>", text)
-    cells = re.findall(r"<tr>(.*?)</tr>", table)
-    assert re.findall(r"<td>(.*?)</td>", cells[1]) == ["nonce", "1", "70", "0.0625", "41"]
-    assert re.findall(r"<td>(.*?)</td>", cells[3])[:7] == ["a", "2", "nonce", "41", "120", "70", "0.0625"]
-    assert "cch=0aaa9" in cells[3]
+    row = re.search(r"<tr><td>job_time_s, max</td>(.*?)</tr>", text)
+    assert row is not None
+    assert re.findall(r"<td>(.*?)</td>", row[1]) == ["10", "7"]
+    assert "3 programs with 4 turns ran on Llama" in text and "1 program with 1 turn ran" in text
 
 
 def test_no_client_can_write_into_the_page(page: Path) -> None:
     assert HOSTILE not in page.read_text()
 
 
-def test_the_command_writes_the_page_and_says_so(command: Command, tmp_path: Path) -> None:
-    plotly_is_there()
+def test_the_command_writes_the_page_and_says_what_ran(command: Command, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
     out = tmp_path / "out.html"
     ran = command("report", written(tmp_path, story().recorder), "--out", out)
-    assert ran.status == 0 and str(out) in ran.out
+    assert ran.status == 0 and str(out) in ran.out and "3 programs with 4 turns" in ran.out
     assert out.exists()
 
 
+def test_the_figures_come_as_json_without_a_page(command: Command, tmp_path: Path) -> None:
+    run = written(tmp_path, story().recorder)
+    (found, again) = command("report", run, run, "--json").json["runs"]
+    assert found == again and found["pins"] == {"taken": 2, "reused": 1}
+    assert found["summary"].startswith("3 programs") and not (tmp_path / "report.html").exists()
+
+
 def test_bad_input_ends_in_one_line(command: Command, tmp_path: Path) -> None:
-    plotly_is_there()
+    pytest.importorskip("plotly")
     (tmp_path / "empty").mkdir()
     assert "no recording here" in command.refused("report", tmp_path / "empty")
     assert "no recording here" in command.refused("report", tmp_path / "none")
-    assert "not JSON" in command.refused("report", cut(tmp_path))
-    good = written(tmp_path, story().recorder)
-    assert "No such file" in command.refused("report", good, "--out", tmp_path / "no" / "r.html")
-
-
-def cut(folder: Path) -> Path:
-    path = folder / "scheduler_timestamps"
-    path.write_text(json.dumps(PROTOTYPE)[:-20])
-    return path
+    path = written(tmp_path, story().recorder)
+    assert "No such file" in command.refused("report", path, "--out", tmp_path / "no" / "r.html")
+    path.write_text(path.read_text()[:-20])
+    assert "not JSON" in command.refused("report", path, "--json")
 
 
 # in a real browser -----------------------------------------------------------------
@@ -188,7 +180,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory, page: Path) -> Iterator[B
 
 def test_every_figure_is_drawn_and_nothing_is_complained_of(chromium: Browser) -> None:
     drawn = chromium.run("return [...document.querySelectorAll('.js-plotly-plot')].map(d => d.id)")
-    assert drawn == ["timeline-A", "timeline-B", *FIGURES[1:]]
+    assert drawn == FIGURES
     for name in drawn:
         assert chromium.run(f"return document.querySelectorAll('#{name} .main-svg').length") > 0
     assert chromium.run("return document.querySelectorAll('#timeline-A .bars path').length") >= 12

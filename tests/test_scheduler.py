@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.programs.identity import HINT_FIELD, TOOLS_FIELD
-from continuum_lmcache.telemetry.events import PinReleased
+from continuum_lmcache.telemetry.events import PinReleased, TurnFinished
 from continuum_lmcache.telemetry.recorder import META
 from continuum_lmcache.types import PinEnd
 from continuum_lmcache.vllm_plugin.hooks.prometheus import detach
@@ -55,6 +55,21 @@ def make(request: Any, model: Path, settings: Any) -> Iterator[Make]:  # noqa: F
 
 def outcomes(bench: Bench) -> dict[str, int]:
     return {outcome.value: n for outcome, n in bench.lifecycle.pins.outcomes.items() if n}
+
+
+# what is recorded -----------------------------------------------------------
+
+
+def test_the_first_token_is_timed_from_the_turns_arrival(make: Make) -> None:
+    """A prompt of 64 tokens in steps of 32 and 0.1 s; five tokens follow the first, and change nothing."""
+    bench, seen = make(budget_tokens=32), []
+    bench.lifecycle.events.subscribe(TurnFinished, seen.append)
+    bench.turn("p", prompt(64), out=6)
+    bench.send("q", prompt(16, story=1), out=2)
+    bench.now_s += 3.0  # it waits
+    bench.run_until_idle()
+    behind_s = 0.1 * bench._ahead  # the next step is scheduled before a step's output is read
+    assert [turn.first_token_s for turn in seen] == pytest.approx([0.2 + behind_s, 3.1 + behind_s])
 
 
 # how long a pin lives -------------------------------------------------------

@@ -192,7 +192,7 @@ def _sources(plan: DeploymentPlan) -> Iterator[Finding]:
         yield note(
             "no-tool-times",
             "the durations of the tools are not known; Exp(1) is assumed, as in the paper's cold start",
-            "give a trace with gaps (--trace); a running server learns them",
+            "give a recording (--run); a running server learns them",
         )
 
 

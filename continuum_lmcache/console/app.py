@@ -24,6 +24,8 @@ from continuum_lmcache.console import doctor_output
 from continuum_lmcache.console import fleet as fleets
 from continuum_lmcache.console import status as statuses
 from continuum_lmcache.errors import ContinuumError
+from continuum_lmcache.recordings.figures import figures, summary
+from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.telemetry.health_rules import Thresholds
 
 BAD_INPUT = 2
@@ -47,8 +49,8 @@ def doctor(
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's: auto, fp8, ...")] = "auto",
     lmcache: Annotated[Path | None, typer.Option(help="the file of --kv-transfer-config")] = None,
     lora: Annotated[bool, typer.Option(help="LoRA is to be enabled")] = False,
-    trace: Annotated[Path | None, typer.Option(help="programs to serve (JSONL, docs/recording.md)")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="tokens of a program, without --trace")] = None,
+    run: Annotated[Path | None, typer.Option(help="a recording, whose programs are to be served")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="tokens of a program, without --run")] = None,
     programs: Annotated[int | None, typer.Option(min=1, help="alive at the same time")] = None,
     url: Annotated[str, typer.Option(help="base URL of a running server, to check it too")] = "",
     router: Annotated[str, typer.Option(help="in front: vllm-router, production-stack or llm-d")] = "",
@@ -99,12 +101,21 @@ def report(
     run: Annotated[Path, typer.Argument(help="a recording: file or directory (docs/recording.md)")],
     other: Annotated[Path | None, typer.Argument(help="a second one, shown beside it")] = None,
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+    as_json: Json = False,
 ) -> None:
-    """Write one self-contained HTML page on a recorded run, or on two side by side."""
-    from continuum_lmcache.report.page import write_report  # plotly is an extra and takes a second
+    """What happened in a recorded run, as one HTML page that needs no network; or in two, side by side."""
+    runs = [load(path) for path in (run, other) if path is not None]
+    if as_json:
+        found = [{"name": one.name, "summary": summary(one), **figures(one)} for one in runs]
+        print(json.dumps({"schema": 1, "runs": found}, indent=1))
+        return
+    from continuum_lmcache.report.page import page  # plotly is an extra and takes a second
 
-    pages = write_report([run] if other is None else [run, other], out)
-    print(f"wrote {out}: {pages / 1e6:.1f} MB, no network needed")
+    text = page(runs)
+    out.write_text(text, encoding="utf-8")
+    for one in runs:
+        print(f"{one.name}: {summary(one)}")
+    print(f"wrote {out}: {len(text) / 1e6:.1f} MB, no network needed")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

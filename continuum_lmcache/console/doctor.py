@@ -18,7 +18,7 @@ from continuum_lmcache.console.machine_specs import MachineSpec, machine
 from continuum_lmcache.console.metrics_page import ServedModel, served
 from continuum_lmcache.console.model_shapes import KV_BYTES, shape_of
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.recordings.trace import load_trace
+from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.telemetry.findings import Finding, Severity, error, note, warning
 from continuum_lmcache.types import Tier
 
@@ -53,7 +53,7 @@ class DoctorQuery:
     kv_cache_dtype: str = "auto"
     lmcache: Path | None = None
     lora: bool = False
-    trace: Path | None = None
+    run: Path | None = None
     context: int | None = None  # tokens of a program
     programs: int | None = None  # alive at the same time
     url: str = ""
@@ -161,13 +161,14 @@ def memory_of(query: DoctorQuery, on: MachineSpec) -> DeviceMemory | None:
 
 
 def demand(query: DoctorQuery) -> ExpectedLoad:
-    """The programs to serve: a trace's, a given context, or the paper's mean. Raises TraceError."""
-    if query.trace is not None and query.context is not None:
-        raise ConfigError("--trace and --context both give the length of programs; drop one")
-    if query.trace is not None:
-        programs = load_trace(query.trace)
-        gaps_s = tuple(t.gap_s for program in programs for t in program.turns if t.gap_s is not None)
-        return ExpectedLoad(query.trace.name, tuple(program.context_tokens for program in programs), gaps_s)
+    """The programs to serve: a recorded run's, a given context, or the paper's mean. Raises TraceError."""
+    if query.run is not None and query.context is not None:
+        raise ConfigError("--run and --context both give the length of programs; drop one")
+    if query.run is not None:
+        seen = load(query.run)
+        longest = (max(t.prompt_tokens + t.output_tokens for t in p.turns) for p in seen.programs)
+        gaps_s = tuple(turn.gap_s for turn in seen.turns if turn.gap_s is not None)
+        return ExpectedLoad(query.run.name, tuple(longest), gaps_s)
     if query.context is not None:
         return ExpectedLoad("as given", (query.context,))
     return TABLE1

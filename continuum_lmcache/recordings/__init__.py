@@ -1,1 +1,1 @@
-"""Reads recordings of runs and traces of programs from files. Has no clock."""
+"""Reads recordings of runs from files. Has no clock."""

@@ -1,95 +1,180 @@
-"""Reads a recording: programs with their turns and pins, as values.
-
-Reads the files of continuum_lmcache and of the public prototype. docs/recording.md has the schema.
-"""
+"""Reads a recording: what every program did and when. docs/recording.md has the format."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from continuum_lmcache.errors import TraceError
-from continuum_lmcache.recordings.program_history import KINDS, RecordedProgram, RecordedTurn
 from continuum_lmcache.telemetry.recorder import FORMAT, META, Event
 
 FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?")
-TOKENS = ("prompt_length", "hit_length", "gpu_tokens", "dram_tokens", "ssd_tokens", "output_tokens")
-NO_PROGRAM = "null"  # where the prototype puts requests without a job_id
-MISSING = {  # a field that no turn of a recording has -> what cannot be computed then
-    "prompt_tokens": "prompt_length: no cache hit ratio, no trace",
-    "gpu_tokens": "gpu_tokens, dram_tokens, ssd_tokens: hits are not split by tier",
-    "queue_delay_s": "queue_delay_s: queue wait is taken as start minus arrival",
-    "output_tokens": "output_tokens: no trace",
-    "tool": "tool: no gaps by tool",
-    "retention": "retention: no TTLs, no calibration",
-}
+FACTS = ("model", "policy", "machine", "versions")  # of the header
+SOURCES = {"GPU": "gpu_tokens", "DRAM": "dram_tokens", "disk": "ssd_tokens"}
 
 
-def number(value: Any) -> bool:
+@dataclass(slots=True)
+class RecordedPin:
+    """One pin. Times on the wall clock; None: it was held when the recording ended."""
+
+    taken_s: float
+    blocks: int
+    ended_s: float | None = None
+    outcome: str = "open"
+
+
+@dataclass(slots=True)
+class RecordedTurn:
+    """One turn. Times on the wall clock; None: it did not happen before the recording ended."""
+
+    arrival_s: float
+    prompt_tokens: int
+    started_s: float | None = None
+    sources: dict[str, int] = field(default_factory=dict)  # prompt tokens by where their KV was
+    departure_s: float | None = None
+    output_tokens: int = 0
+    first_token_s: float | None = None  # from its arrival
+    tool: str = ""  # most specific name; "": none was recognised
+    ttl_s: float | None = None  # None: no decision was made
+    preemptions: int = 0
+    gap_s: float | None = None  # from its end to the program's next turn, if no other turn was live
+
+
+@dataclass(slots=True)
+class RecordedProgram:
+    """One program, built from its events in the order in which they happened."""
+
+    id: str
+    turns: list[RecordedTurn] = field(default_factory=list)  # by arrival
+    pins: list[RecordedPin] = field(default_factory=list)
+    is_cut: bool = False  # events are missing
+    _live: dict[str, RecordedTurn] = field(default_factory=dict)
+    _last: RecordedTurn | None = None  # the last that departed
+
+    @property
+    def complete(self) -> bool:
+        """No event is missing, and every turn departed."""
+        return bool(self.turns) and not self._live and not self.is_cut
+
+    @property
+    def job_time_s(self) -> float:
+        """First arrival to last departure, tools included (arXiv 2511.02230 §6)."""
+        return max(turn.departure_s or 0.0 for turn in self.turns) - self.turns[0].arrival_s
+
+    def add(self, kind: str, event: Event, time_s: float) -> None:
+        """Apply one event. What belongs to a turn or pin whose beginning is missing is left out."""
+        if kind == "Request_arrival_time":
+            if self._last is not None and self._last.departure_s is not None and not self._live:
+                self._last.gap_s = round(time_s - self._last.departure_s, 6)
+            turn = self._live[event["turn"]] = RecordedTurn(time_s, event["prompt_length"])
+            self.turns.append(turn)
+        elif kind == "pinned_time":
+            self.pins.append(RecordedPin(time_s, event["blocks"]))
+        elif kind == "unpinned_time":
+            if self.pins and self.pins[-1].ended_s is None:
+                self.pins[-1].ended_s, self.pins[-1].outcome = time_s, event["outcome"]
+        elif (found := self._live.get(event["turn"])) is not None:
+            self._change(found, kind, event, time_s)
+
+    def _change(self, turn: RecordedTurn, kind: str, event: Event, time_s: float) -> None:
+        if kind == "Request_evicted_from_running_queue_time":
+            turn.preemptions += 1
+        elif kind == "waiting_to_running":
+            turn.started_s, turn.prompt_tokens = time_s, event["prompt_length"]
+            turn.sources = {place: event[name] for place, name in SOURCES.items()}
+            turn.sources["computed"] = max(0, turn.prompt_tokens - sum(turn.sources.values()))
+        else:
+            del self._live[event["turn"]]
+            turn.departure_s, turn.output_tokens = time_s, event["output_tokens"]
+            turn.first_token_s, turn.tool = event["first_token_s"], (event["tool"] or [""])[0]
+            if event["retention"] is not None:
+                turn.ttl_s = event["retention"]["ttl_s"]
+            self._last = turn
+
+
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+def is_decision(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict) and (value.get("ttl_s") is None or is_number(value["ttl_s"]))
+    )
 
 
-def decision(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and all(number(value.get(k)) for k in PREDICTION))
+def is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-PREDICTION = ("ttl_s", "probability")
-ANYTHING = ("anything", lambda _: True)
-FIELD_TYPES = {  # of the fields that this package reads; others may have any value
-    **dict.fromkeys((*KINDS, *TOKENS, "blocks", "events_dropped"), ("a number", number)),
-    **dict.fromkeys(("at_token", "left_tokens", "lost_tokens", "prefill_s"), ("a number", number)),
-    "cause": ("text", lambda value: isinstance(value, str)),
-    "queue_delay_s": ("a number of seconds or null", lambda value: value is None or number(value)),
-    "turn": ("text", lambda value: isinstance(value, str)),
-    "outcome": ("text", lambda value: isinstance(value, str)),
-    **dict.fromkeys(("dropped", "lost"), ("an object of counts", lambda value: isinstance(value, dict))),
-    "tool": ("a list of names, most specific first", texts),
-    "retention": (f"null or an object with {' and '.join(PREDICTION)}", decision),
+NUMBER = ("a number", is_number)
+TEXT = ("text", lambda value: isinstance(value, str))
+STARTED = {"turn": TEXT, "prompt_length": NUMBER, **dict.fromkeys(SOURCES.values(), NUMBER)}
+FIELDS: dict[str, dict[str, Any]] = {  # event, by the name of its time -> the fields that are read
+    "Request_arrival_time": {"turn": TEXT, "prompt_length": NUMBER},
+    "waiting_to_running": STARTED,
+    "Request_evicted_from_running_queue_time": {"turn": TEXT},
+    "Request_departure_time": {
+        "turn": TEXT,
+        "output_tokens": NUMBER,
+        "first_token_s": ("a number or null", lambda value: value is None or is_number(value)),
+        "tool": ("a list of names", is_names),
+        "retention": ("null, or an object with ttl_s", is_decision),
+    },
+    "pinned_time": {"blocks": NUMBER},
+    "unpinned_time": {"outcome": TEXT},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One run: its programs by arrival, the time of its last event, and what it lacks."""
+    """One run: its programs by arrival, the time of its last event, and its header."""
 
     name: str
     programs: tuple[RecordedProgram, ...]
     end_s: float
-    notes: tuple[str, ...]
+    about: dict[str, str]  # FACTS; "" where they are not known
+    lost: dict[str, int]  # tokens that returning programs had left and lost, by cause
+    dropped: int = 0  # events that the recorder's bound left out
 
     @property
     def turns(self) -> list[RecordedTurn]:
         return [turn for program in self.programs for turn in program.turns]
 
+    @property
+    def start_s(self) -> float:
+        return self.programs[0].turns[0].arrival_s
+
 
 def load(path: Path) -> Recording:
-    """A recording from its file or its directory (every rank's). Raises TraceError."""
-    histories: dict[str, list[Event]] = defaultdict(list)
+    """A recording from its file, or from its directory with every rank's. Raises TraceError."""
+    heads: list[Event] = []
+    timed: list[tuple[float, str, str, Event]] = []
+    programs: dict[str, RecordedProgram] = {}
+    lost: Counter[str] = Counter()
     for file in files(path):
-        for name, event in events_in(file, file.read_text(encoding="utf-8", errors="replace")):
-            histories[name].append(event)
-    headers = histories.pop(META, [])
-    notes = [note for header in headers for note in header_notes(path, header)]
-    if not headers and (loose := histories.pop(NO_PROGRAM, None)):
-        notes.append(f"left out: {len(loose)} events of requests without a job_id")
-    merged = [program_from(name, events) for name, events in histories.items()]
-    programs = tuple(sorted((p for p in merged if p.turns), key=lambda p: p.turns[0].arrival_s))
-    if not programs:
-        raise TraceError(f"{path}: no program arrived in this recording; nothing to analyse")
-    unmatched = sum((p.unmatched for p in merged), Counter[str]())
-    notes += [f"without a match: {n} {kind}" for kind, n in unmatched.items()]
-    end_s = max(time_s for events in histories.values() for e in events for _, time_s in times(e))
-    return Recording(str(path), programs, end_s, (*notes, *missing(programs)))
+        jobs = contents(file)
+        heads.append(header(file, jobs.pop(META, None)))
+        for name, event, where in events(file, jobs):
+            program = programs.setdefault(name, RecordedProgram(name))
+            program.is_cut |= "events_dropped" in event
+            if isinstance(event.get("cause"), str) and is_number(event.get("lost_tokens")):
+                lost[event["cause"]] += event["lost_tokens"]
+            timed += [(time_s, name, kind, event) for kind, time_s in checked(event, where)]
+    for time_s, name, kind, event in sorted(timed, key=lambda item: item[0]):
+        programs[name].add(kind, event, time_s)
+    found = sorted((p for p in programs.values() if p.turns), key=lambda p: p.turns[0].arrival_s)
+    if not found:
+        raise TraceError(f"{path}: no program arrived in this recording")
+    facts = {name: str(heads[0].get(name, "")) for name in FACTS}
+    about = {name: "".join(c for c in fact[:200] if c.isprintable()) for name, fact in facts.items()}
+    dropped = sum(head["dropped"] for head in heads)
+    return Recording(str(path), tuple(found), max(timed, key=lambda t: t[0])[0], about, dict(lost), dropped)
 
 
 def files(path: Path) -> list[Path]:
@@ -102,63 +187,44 @@ def files(path: Path) -> list[Path]:
     return found
 
 
-def events_in(file: Path, text: str) -> Iterator[tuple[str, Event]]:
-    """Events of a snapshot: {program: [event, ...]}."""
+def contents(file: Path) -> dict[str, Any]:
+    """The file's JSON object: {program: [event, ...]}."""
     try:
-        jobs = json.loads(text)
+        jobs = json.loads(file.read_text(encoding="utf-8", errors="replace"))
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{file}: not JSON: {error}; was it cut while being written?") from error
     if not isinstance(jobs, dict):
         raise TraceError(f"{file}: expected an object of event lists by program, not {jobs!r:.80}")
-    for name, events in jobs.items():
-        if not isinstance(events, list):
+    return jobs
+
+
+def header(file: Path, found: Any) -> Event:
+    """The recording's properties; a file without them, or of another format, is refused."""
+    head = found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
+    if head.get("format") != FORMAT or not is_number(head.get("dropped")):
+        raise TraceError(
+            f"{file}: recording format {head.get('format')!r:.80}, and this version reads format {FORMAT}; "
+            "record the run again, or read the file with the version that wrote it"
+        )
+    return head
+
+
+def events(file: Path, jobs: dict[str, Any]) -> Iterator[tuple[str, Event, str]]:
+    """Each event with its program and its place in the file."""
+    for name, listed in jobs.items():
+        if not isinstance(listed, list):
             raise TraceError(f"{file}: program {name!r} is not a list of events")
-        for number, event in enumerate(events, 1):
-            yield name, checked(event, f"{file}: program {name!r}, event {number}")
+        for number, event in enumerate(listed, 1):
+            where = f"{file}: program {name!r}, event {number}"
+            if not isinstance(event, dict):
+                raise TraceError(f"{where}: {event!r:.80} is not an event; expected an object")
+            yield name, event, where
 
 
-def checked(event: Any, where: str) -> Event:
-    """The event, if its fields have the format's types. Raises TraceError."""
-    if not isinstance(event, dict):
-        raise TraceError(f"{where}: {event!r:.80} is not an event; expected an object")
-    for key, value in event.items():
-        expected, holds = FIELD_TYPES.get(key, ANYTHING)
-        if not holds(value):
-            raise TraceError(f"{where}: {key} is {value!r:.80}; it must be {expected}")
-    return event
-
-
-def times(event: Event) -> list[tuple[str, float]]:
-    """The event's name and time: one pair, or none for an event that this reader does not know."""
-    return [(key, event[key]) for key in KINDS if key in event][:1]
-
-
-def header_notes(path: Path, header: Event) -> list[str]:
-    """What a recording lacks by its header. Raises TraceError for an unknown format."""
-    if header.get("format") != FORMAT:
-        raise TraceError(f"{path}: recording format {header.get('format')!r}; this reads format {FORMAT}")
-    return [
-        f"{verb}: {number} ({what})"
-        for verb in ("dropped", "lost")
-        for what, number in header.get(verb, {}).items()
-    ]
-
-
-def program_from(name: str, events: list[Event]) -> RecordedProgram:
-    """One program with its events in order; those of several ranks are merged."""
-    program = RecordedProgram(name, events_dropped=sum(e.get("events_dropped", 0) for e in events))
-    known = [(time_s, kind, e) for e in events for kind, time_s in times(e)]
-    for time_s, kind, event in sorted(known, key=lambda item: item[0]):
-        KINDS[kind](program, event, time_s)
-    return program
-
-
-def missing(programs: Sequence[RecordedProgram]) -> list[str]:
-    """What the recording lacks, so that it is not read as zero."""
-    turns = [turn for program in programs for turn in program.turns]
-    absent = [what for key, what in MISSING.items() if all(getattr(t, key) is None for t in turns)]
-    notes = [f"missing {what}" for what in absent]
-    ended = [pin for program in programs for pin in program.pins if pin.ended_s is not None]
-    if ended and all(pin.outcome is None for pin in ended):
-        notes.append("missing outcome: why pins ended is unknown")
-    return notes
+def checked(event: Event, where: str) -> Iterator[tuple[str, float]]:
+    """The event's name and time, if it is one that is read. Raises TraceError for a wrong field."""
+    for kind in FIELDS.keys() & event.keys():
+        for name, (expected, holds) in {kind: NUMBER, **FIELDS[kind]}.items():
+            if name not in event or not holds(event[name]):
+                raise TraceError(f"{where}: {name} is {event.get(name)!r:.80}; it must be {expected}")
+        yield kind, event[kind]

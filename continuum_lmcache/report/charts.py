@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from continuum_lmcache.recordings.metrics import calibration, jct_s, outcomes, sources, tools, waits_s
+from continuum_lmcache.recordings.figures import first_tokens_s, sources
 from continuum_lmcache.recordings.reader import Recording
 from continuum_lmcache.report.timeline import STATES, Span, spans
 
@@ -20,7 +20,6 @@ LAYOUT = {
     "template": "plotly_white",
     "font": {"size": 12},
     "margin": {"l": 60, "r": 40, "t": 70, "b": 50},
-    "modebar": {"orientation": "v"},
     "showlegend": True,
     "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 1, "xanchor": "right"},
 }
@@ -31,12 +30,11 @@ STATE_STYLES = {  # state -> colour, width of the bar
     "tool": ("#dfe4ea", 0.8),
     "pinned": ("#3c9d6d", 0.3),
 }
-FILLS = ("#1b3a5b", "#6f93b7", "#c9d6e3", "#d9822b", "#f0c27b", "#3c9d6d", "#999999")
-PATTERNS = ("", "/", "x", "", ".", "\\", "-")
+FILLS = ("#1b3a5b", "#6f93b7", "#c9d6e3", "#d9822b")  # as many as there are sources
+PATTERNS = ("", "/", "x", ".")
 PROGRAMS_SHOWN = 300
 ROW_PX = 16
 NAME_CHARS = 40
-TOOLS_SHOWN = 12
 FLOOR_S = 1e-3  # shorter times are drawn here: the axis is logarithmic, and a TTL may be 0
 
 
@@ -83,22 +81,17 @@ def bars(state: str, drawn: Iterable[Span], shown: Mapping[str, int]) -> go.Bar:
     )
 
 
-def distributions(runs: Sequence[Recording]) -> go.Figure:
-    """The share of cases within a time: job times, waits, gaps, pins."""
-    cases = {
-        "job time": [[jct_s(p) for p in run.programs if p.complete] for run in runs],
-        "wait in the queue": [list(waits_s(run.turns)) for run in runs],
-        "tool gap": [[t.gap_s for t in run.turns if t.gap_s is not None] for run in runs],
-        "pin held": [[s for held in outcomes(run).values() for s in held] for run in runs],
-    }
-    figure = make_subplots(rows=1, cols=len(cases), subplot_titles=list(cases))
-    for column, found in enumerate(cases.values(), 1):
-        for letter, line, colour, values_s in zip(LETTERS, LINES, COLOURS, found, strict=False):
-            if values_s:
-                figure.add_trace(shares(letter, line, colour, values_s, column == 1), row=1, col=column)
-    figure.update_xaxes(title="seconds", rangemode="tozero")
+def first_tokens(runs: Sequence[Recording]) -> go.Figure:
+    """The share of turns whose first token came within a time, for programs' first and later turns."""
+    waits = [first_tokens_s(run) for run in runs]
+    figure = make_subplots(rows=1, cols=len(waits[0]), subplot_titles=list(waits[0]))
+    for column, name in enumerate(waits[0], 1):
+        for letter, line, colour, found in zip(LETTERS, LINES, COLOURS, waits, strict=False):
+            if found[name]:
+                figure.add_trace(shares(letter, line, colour, found[name], column == 1), row=1, col=column)
+    figure.update_xaxes(title="seconds from arrival to first token", rangemode="tozero")
     figure.update_yaxes(range=[0, 1.02])
-    figure.update_layout(LAYOUT, title="Share of cases within a time", height=360)
+    figure.update_layout(LAYOUT, title="First tokens: share of turns within a time", height=360)
     return figure.update_layout(legend_y=1.12, margin_t=90)
 
 
@@ -116,101 +109,47 @@ def shares(letter: str, line: str, colour: str, values_s: Sequence[float], legen
     )
 
 
-def gaps_by_tool(runs: Sequence[Recording]) -> go.Figure:
-    """How long each of the most frequent commands took."""
-    figure = go.Figure()
-    for letter, colour, run in zip(LETTERS, COLOURS, runs, strict=False):
-        named = [
-            (plain(name), max(t.gap_s, FLOOR_S))
-            for name, turns in list(tools(run).items())[:TOOLS_SHOWN]
-            for t in turns
-            if t.gap_s is not None
-        ]
-        figure.add_trace(
-            go.Box(
-                x=[gap_s for _, gap_s in named],
-                y=[name for name, _ in named],
-                name=letter,
-                orientation="h",
-                marker_color=colour,
-            )
-        )
-    figure.update_xaxes(title="seconds", type="log")
-    figure.update_yaxes(autorange="reversed")
-    return figure.update_layout(LAYOUT, title="Tool gaps by command", boxmode="group", height=420)
-
-
 def ttl_against_gap(runs: Sequence[Recording]) -> go.Figure:
     """For each decision its TTL, and how long the program was away afterwards."""
     figure = go.Figure()
     largest_s = 1.0
     for letter, colour, symbol, run in zip(LETTERS, COLOURS, SYMBOLS, runs, strict=False):
-        seen = [(t.gap_s, t.retention["ttl_s"], t) for t in run.turns if t.gap_s is not None and t.retention]
-        largest_s = max([largest_s, *(x for gap_s, ttl_s, _ in seen for x in (gap_s, ttl_s))])
-        about = [
-            f"{plain(t.tool[0] if t.tool else 'no tool')}<br>gap {gap_s:.3g} s, TTL {ttl_s:.3g} s"
-            for gap_s, ttl_s, t in seen
-        ]
-        points = [(max(gap_s, FLOOR_S), max(ttl_s, FLOOR_S)) for gap_s, ttl_s, _ in seen]
-        figure.add_trace(dots(letter, colour, symbol, points, about))
-    figure.add_trace(diagonal("TTL = gap", FLOOR_S, largest_s))
-    figure.update_xaxes(title="realised gap, s", type="log")
+        seen = [(t.gap_s, t.ttl_s, t.tool) for t in run.turns if t.gap_s is not None and t.ttl_s is not None]
+        largest_s = max([largest_s, *(seconds for gap_s, ttl_s, _ in seen for seconds in (gap_s, ttl_s))])
+        figure.add_scatter(
+            x=[max(gap_s, FLOOR_S) for gap_s, _, _ in seen],
+            y=[max(ttl_s, FLOOR_S) for _, ttl_s, _ in seen],
+            hovertext=[f"{plain(tool or 'no tool')}<br>gap {g:.3g} s, TTL {s:.3g} s" for g, s, tool in seen],
+            hoverinfo="text",
+            name=letter,
+            mode="markers",
+            marker={"color": colour, "symbol": symbol, "size": 8, "opacity": 0.7},
+        )
+    ends, line = [FLOOR_S, largest_s], {"color": "#999999"}
+    figure.add_scatter(x=ends, y=ends, mode="lines", line=line, name="TTL = gap", hoverinfo="skip")
+    figure.update_xaxes(title="the gap that followed, s", type="log")
     figure.update_yaxes(title=f"TTL, s; 0 is drawn at {FLOOR_S:g}", type="log")
     return figure.update_layout(
         LAYOUT, title="TTL against the gap that followed (above the line: long enough)", height=420
     )
 
 
-def dots(
-    letter: str, colour: str, symbol: str, points: Sequence[tuple[float, float | None]], about: Sequence[str]
-) -> go.Scatter:
-    """One point per case, with a line of text for each."""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    marker = {"color": colour, "symbol": symbol, "size": 8, "opacity": 0.7}
-    return go.Scatter(
-        x=xs, y=ys, hovertext=about, hoverinfo="text", name=letter, mode="markers", marker=marker
-    )
-
-
-def diagonal(name: str, first: float, last: float) -> go.Scatter:
-    """The line where both axes are equal."""
-    ends, line = [first, last], {"color": "#999999"}
-    return go.Scatter(x=ends, y=ends, mode="lines", line=line, name=name, hoverinfo="skip")
-
-
-def stacks(title: str, runs: Sequence[Mapping[str, float]], unit: str) -> go.Figure:
-    """The parts of a total, one bar per run."""
-    parts = dict.fromkeys(part for run in runs for part in run)
+def prompt_sources(runs: Sequence[Recording]) -> go.Figure:
+    """Where prompts' KV came from: one bar a run."""
+    found = [sources(run.turns) for run in runs]
     figure = go.Figure()
-    for i, part in enumerate(parts):
+    for place, colour, pattern in zip(found[0], FILLS, PATTERNS, strict=True):
         figure.add_bar(
-            name=plain(part),
-            x=[run.get(part, 0) for run in runs],
+            name=place,
+            x=[tokens[place] for tokens in found],
             y=list(LETTERS[: len(runs)]),
             orientation="h",
-            marker_color=FILLS[i % len(FILLS)],
-            marker_pattern_shape=PATTERNS[i % len(PATTERNS)],
+            marker_color=colour,
+            marker_pattern_shape=pattern,
         )
-    figure.update_xaxes(title=unit)
+    figure.update_xaxes(title="tokens")
     figure.update_yaxes(autorange="reversed")
-    return figure.update_layout(LAYOUT, title=title, barmode="stack", height=160 + 60 * len(runs))
-
-
-def tier_split(runs: Sequence[Recording]) -> go.Figure:
-    return stacks("Prompt tokens by the source of their KV", [sources(run.turns) for run in runs], "tokens")
-
-
-def pin_outcomes(runs: Sequence[Recording]) -> go.Figure:
-    return stacks("Pins by outcome", [{k: len(v) for k, v in outcomes(run).items()} for run in runs], "pins")
-
-
-def predictions(runs: Sequence[Recording]) -> go.Figure:
-    """Realised against predicted P(tau); on the diagonal they are equal."""
-    figure = go.Figure(diagonal("predicted = realised", 0, 1))
-    for letter, colour, symbol, run in zip(LETTERS, COLOURS, SYMBOLS, runs, strict=False):
-        known = [b for b in calibration(run) if b.realised is not None]
-        about = [f"{b.predictions} predictions, {b.censored} censored" for b in known]
-        figure.add_trace(dots(letter, colour, symbol, [(b.predicted, b.realised) for b in known], about))
-    figure.update_xaxes(title="predicted P(tau)", range=[0, 1.02])
-    figure.update_yaxes(title="realised", range=[0, 1.02])
-    return figure.update_layout(LAYOUT, title="P(tau): predicted and realised", height=420)
+    height = 160 + 60 * len(runs)
+    return figure.update_layout(
+        LAYOUT, title="Prompt tokens by the source of their KV", barmode="stack", height=height
+    )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.recordings.metrics import losses, losses_by_cause, measure, percentile
-from continuum_lmcache.recordings.program_history import RecordedLoss
-from continuum_lmcache.recordings.reader import Recording, load
+from continuum_lmcache.recordings.figures import figures, summary
+from continuum_lmcache.recordings.reader import Recording
 
 try:
     from plotly.graph_objects import Figure
@@ -18,7 +17,7 @@ try:
     from continuum_lmcache.report import charts
 except ModuleNotFoundError as missing:
     raise ConfigError(
-        f"{missing.name} is not installed; pip install 'continuum-lmcache[report]'"
+        f"{missing.name} is not installed; pip install 'continuum-lmcache[report]', or take --json"
     ) from missing
 
 # the page may run its own scripts and nothing else: no network, whatever plotly.js requests
@@ -27,58 +26,39 @@ STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1240px; padding: 0 1em }
 h1 { font-size: 1.5em } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 td, th { padding: .15em 1em; border-bottom: 1px solid #ddd; text-align: right }
-td:first-child { text-align: left }
-.pair { display: grid; grid-template-columns: 1fr 1fr } .pair > div { min-width: 0; overflow: hidden }
-li, .small { color: #555; font-size: .9em }
+td:first-child { text-align: left } .small { color: #555; font-size: .9em }
 """
-MOST_LOSSES = 50
-LOSS_HEADS = (
-    "program",
-    "turn",
-    "cause",
-    "at token",
-    "of",
-    "tokens again",
-    "prefill [s]",
-    "then / now (text, else hashes)",
-)
-CONFIG = {"displaylogo": False, "scrollZoom": True, "responsive": True, "doubleClick": "reset"}
-
-
-def write_report(paths: Sequence[Path], out: Path) -> int:
-    """Write the page on one or two recordings; returns its size in bytes. Raises TraceError."""
-    text = page([load(path) for path in paths]).encode()
-    out.write_bytes(text)
-    return len(text)
+CONFIG = {"displayModeBar": False, "scrollZoom": True, "responsive": True, "doubleClick": "reset"}
 
 
 def page(runs: Sequence[Recording]) -> str:
-    """The page. It has only ids, tool names, counts and times: a recording has no prompt."""
-    names = " against ".join(html.escape(run.name) for run in runs)
+    """The page. It has ids, tool names, counts and times: a recording has no prompt."""
+    letters = charts.LETTERS[: len(runs)]
+    names = [f"<b>{letter}</b> {html.escape(run.name)}" for letter, run in zip(letters, runs, strict=True)]
+    title = html.escape(" against ".join(run.name for run in runs))
+    said = [f"<p>{name}: {html.escape(summary(run))}</p>" for name, run in zip(names, runs, strict=True)]
     body = "\n".join(
         [
-            f"<h1>{names}</h1>",
-            table(runs),
+            f"<h1>{title}</h1>",
+            *said,
             *timelines(runs),
-            div(charts.distributions(runs), "distributions"),
-            pair(div(charts.ttl_against_gap(runs), "ttl"), div(charts.gaps_by_tool(runs), "gaps")),
-            pair(div(charts.tier_split(runs), "tiers"), div(charts.pin_outcomes(runs), "outcomes")),
-            div(charts.predictions(runs), "predictions"),
-            *map(lost, runs),
-            notes(runs),
+            div(charts.first_tokens(runs), "first-tokens"),
+            div(charts.prompt_sources(runs), "sources"),
+            div(charts.ttl_against_gap(runs), "ttl"),
+            table(letters, [dict(rows(figures(run))) for run in runs]),
         ]
     )
     return (
         "<!doctype html>\n<html lang='en'>\n<head>\n<meta charset='utf-8'>\n"
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-        f"<title>{names}</title>\n<style>{STYLE}</style>\n<script>{get_plotlyjs()}</script>\n</head>\n"
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n<script>{get_plotlyjs()}</script>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 
 def timelines(runs: Sequence[Recording]) -> Iterator[str]:
     """One timeline per run, on the same time axis."""
-    until_s = max(run.end_s - run.programs[0].turns[0].arrival_s for run in runs)
+    until_s = max(run.end_s - run.start_s for run in runs)
     for letter, run in zip(charts.LETTERS, runs, strict=False):
         yield div(charts.timeline(run, letter, until_s), f"timeline-{letter}")
     yield (
@@ -93,70 +73,29 @@ def div(figure: Figure, name: str) -> str:
     return found
 
 
-def pair(left: str, right: str) -> str:
-    return f"<div class='pair'><div>{left}</div><div>{right}</div></div>"
+def rows(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The figures with their whole names: "job_time_s, mean"."""
+    for name, value in found.items():
+        if isinstance(value, Mapping):
+            yield from rows(value, f"{above}{name}, ")
+        else:
+            yield f"{above}{name}", value
 
 
-def table(runs: Sequence[Recording]) -> str:
-    """The figures, one column per run, and for two runs the second over the first."""
-    both = len(runs) == 2
-    heads = ["", *charts.LETTERS[: len(runs)], *(["B / A"] if both else [])]
-    names = [f"<b>{a}</b> {html.escape(run.name)}" for a, run in zip(charts.LETTERS, runs, strict=False)]
-    measured = [measure(run) for run in runs]
-    lines = []
-    for label in measured[0]:
-        values = [found[label] for found in measured]
-        first, last = values[0], values[-1]
-        ratio = [last / first if first and last is not None else None] if both else []
-        lines.append((label, *values, *ratio))
-    figures = f"<details><summary>Figures</summary>{rows(heads, lines)}</details>"
-    return f"<p>{'<br>'.join(names)}</p>{figures}"
+def table(letters: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Every figure, one column per run. Text is escaped."""
+    lines = ["".join(f"<th>{head}</th>" for head in ("", *letters))]
+    for name in dict.fromkeys(name for run in runs for name in run):
+        cells = (name, *(shown(run.get(name)) for run in runs))
+        lines.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+    inside = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<details open><summary>All figures</summary><table>{inside}</table></details>"
 
 
-def lost(run: Recording) -> str:
-    """What a run's returns computed again: one row per cause, and the most expensive one by one."""
-    causes = losses_by_cause(run)
-    if not causes:
-        return ""
-    summary = [
-        (cause, len(found), *sums(found), percentile([loss.at_token for loss in found], 50))
-        for cause, found in causes.items()
-    ]
-    single = [
-        (p.id, p.turns.index(turn) + 1, loss.cause, loss.at_token, loss.left_tokens)
-        + (loss.tokens, loss.prefill_s, " / ".join(loss.sides))
-        for p, turn, loss in losses(run)[:MOST_LOSSES]
-    ]
-    return (
-        f"<details id='losses'><summary>{html.escape(run.name)}: what returns computed again</summary>"
-        + rows(("cause", "returns", "tokens", "prefill [s]", "at token, median"), summary)
-        + rows(LOSS_HEADS, single)
-        + "</details>"
-    )
-
-
-def sums(found: Sequence[RecordedLoss]) -> tuple[int, float]:
-    """Tokens and seconds."""
-    return sum(loss.tokens for loss in found), sum(loss.prefill_s for loss in found)
-
-
-def rows(heads: Sequence[str], cells: Sequence[Sequence[object]]) -> str:
-    """A table; text is escaped."""
-    lines = ["".join(f"<th>{head}</th>" for head in heads)]
-    for line in cells:
-        texts = (html.escape(cell) if isinstance(cell, str) else shown(cell) for cell in line)  # type: ignore[arg-type]
-        lines.append("".join(f"<td>{text}</td>" for text in texts))
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
-
-
-def shown(value: float | None) -> str:
+def shown(value: Any) -> str:
     """Counts as integers, other numbers to four digits, unknown ones as a dash."""
     if value is None:
         return "-"
+    if isinstance(value, str):
+        return value
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
-
-
-def notes(runs: Sequence[Recording]) -> str:
-    """What the recordings lack."""
-    lines = [f"<li>{html.escape(f'{run.name}: {note}')}</li>" for run in runs for note in run.notes]
-    return f"<ul>{''.join(lines)}</ul>" if lines else ""

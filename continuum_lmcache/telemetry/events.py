@@ -55,7 +55,8 @@ class TurnPreempted:
 
 @dataclass(frozen=True, slots=True)
 class TurnFinished:
-    """A turn ended. `retention`: the policy's decision on its KV; None: there was none."""
+    """A turn ended. `retention`: the policy's decision on its KV. `first_token_s`: from its arrival to its
+    first token. None: there was none."""
 
     now_s: float
     program: ProgramId
@@ -65,6 +66,7 @@ class TurnFinished:
     output_tokens: int
     is_last: bool
     retention: Retention | None = None
+    first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,15 @@
 """Records what happened to every program and when, in bounded memory, for one run.
 
-Events are kept by program, oldest first, with the names of the public prototype's file
-`scheduler_timestamps` (Continuum, arXiv 2511.02230; its readers skip what they do not know), and with
-additions: docs/recording.md has the schema. No prompt text is passed to it. Times are
-arguments on the engine's clock, files have wall time.
+Events have the names of the public prototype's file `scheduler_timestamps` (Continuum, arXiv 2511.02230;
+its readers skip what they do not know), and additions: docs/recording.md has the schema. No prompt text is
+passed to it. Times are arguments on the engine's clock, files have wall time.
 """
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections import Counter, OrderedDict
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from hashlib import blake2b
@@ -23,43 +22,30 @@ from continuum_lmcache.types import Retention, TurnId
 
 Event = dict[str, Any]
 
-FORMAT = 1
+FORMAT = 2
 META = "_recording"  # the file's one entry that is no program: a list, like every entry
 MAX_NAME_CHARS = 200  # ids and tool keys come from clients: longer ones are cut
 EXPLANATION = tuple(f.name for f in fields(Retention))
 
 
 @dataclass(slots=True)
-class ProgramEvents:
-    """One program's events, and how many more there were."""
-
-    events: list[Event] = field(default_factory=list)
-    preempted: set[TurnId] = field(default_factory=set)  # and do not run again yet
-    dropped: int = 0
-
-
-@dataclass(slots=True)
 class EventRecorder:
-    """Events of at most `max_programs` programs and about `max_events` events.
+    """The last `max_events` events of a run.
 
-    Beyond that the whole history of the longest-idle program is dropped; if it returns, it begins a
-    history that says how many events are missing. Of a program with too many events the first are kept.
-    `dropped` counts both.
+    The oldest go first. Of a program that lost events, the file says how many are missing.
     """
 
     epoch_s: float  # wall clock minus engine clock
-    max_programs: int = 10_000
-    max_events_per_program: int = 5_000
+    about: Mapping[str, str] = field(default_factory=dict)  # what runs: model, policy, machine, versions
     hash_ids: bool = False  # write programs and turns as short hashes
     max_events: int = 200_000  # about 100 MB
     salt: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False)  # up to 64 bytes
-    dropped: Counter[str] = field(default_factory=Counter)  # "programs", "events"
-    _histories: OrderedDict[str, ProgramEvents] = field(default_factory=OrderedDict)  # idle longest first
-    _without: BoundedDict[str, int] = field(init=False)  # events of programs that have no history
-    _held: int = 0
+    _events: deque[tuple[str, Event]] = field(default_factory=deque)  # with the program's name
+    _missing: BoundedDict[str, int] = field(init=False)  # events that were dropped, by program
+    _dropped: int = 0
 
     def __post_init__(self) -> None:
-        self._without = BoundedDict(self.max_programs)
+        self._missing = BoundedDict(self.max_events)
 
     def listen(self, events: event_types.EventBus) -> None:
         for kind in RECORDED:
@@ -70,18 +56,12 @@ class EventRecorder:
         RECORDED[type(event)](self, event)
 
     def _arrived(self, e: event_types.TurnArrived) -> None:
-        if (name := self._name(e.program)) not in self._histories:
-            self._histories[name] = ProgramEvents(dropped=self._without.pop(name, 0))
         self._add(e, "Request_arrival_time", e.turn, prompt_length=e.prompt_tokens)
 
     def _started(self, e: event_types.TurnStarted) -> None:
-        history = self._histories.get(self._name(e.program))
-        resumed = history is not None and e.turn in history.preempted
-        if history is not None:
-            history.preempted.discard(e.turn)
         self._add(
             e,
-            "evicted_to_running" if resumed else "waiting_to_running",
+            "evicted_to_running" if e.resumed else "waiting_to_running",
             e.turn,
             prompt_length=e.served.total_tokens,
             hit_length=e.served.total_tokens - e.served.recompute_tokens,
@@ -93,13 +73,10 @@ class EventRecorder:
         )
 
     def _preempted(self, e: event_types.TurnPreempted) -> None:
-        if self._add(e, "Request_evicted_from_running_queue_time", e.turn):
-            self._histories[self._name(e.program)].preempted.add(e.turn)
+        self._add(e, "Request_evicted_from_running_queue_time", e.turn)
 
     def _finished(self, e: event_types.TurnFinished) -> None:
         """The policy's decision is recorded also if its TTL is 0."""
-        if history := self._histories.get(self._name(e.program)):
-            history.preempted.discard(e.turn)
         self._add(
             e,
             "Request_departure_time",
@@ -107,6 +84,7 @@ class EventRecorder:
             tool=[name[:MAX_NAME_CHARS] for name in e.tool],
             context_tokens=e.context_tokens,
             output_tokens=e.output_tokens,
+            first_token_s=e.first_token_s,
             last=e.is_last,
             retention=explained(e.retention) if e.retention else None,
         )
@@ -149,46 +127,27 @@ class EventRecorder:
         Lists are copies; events are shared and never change. Safe in a signal handler.
         """
         found: dict[str, list[Event]] = {META: [self.header()]}
-        for name, history in list(self._histories.items()):
-            cut = [{"events_dropped": history.dropped}] if history.dropped else []
-            found[name] = [*history.events, *cut]
+        for name, event in self._events.copy():
+            found.setdefault(name, []).append(event)
+        for name, count in list(self._missing.items()):
+            if name in found:
+                found[name].append({"events_dropped": count})
         return found
 
     def header(self) -> Event:
         """The properties of the recording that a reader needs."""
-        return {"format": FORMAT, "hashed_ids": self.hash_ids, "dropped": dict(self.dropped)}
+        return {"format": FORMAT, "hashed_ids": self.hash_ids, "dropped": self._dropped, **self.about}
 
-    def _add(self, of: Any, kind: str, turn: TurnId | None = None, **facts: Any) -> bool:
-        """Record one event. False: the bounds exclude it."""
-        name = self._name(of.program)
+    def _add(self, of: Any, kind: str, turn: TurnId | None = None, **facts: Any) -> None:
         event: Event = {kind: self._wall_s(of.now_s)}
         if turn is not None:
             event["turn"] = self._name(turn)
-        event |= facts
-        history = self._histories.get(name)
-        if history is None:  # it was dropped; another begins with its next turn
-            self._without[name] = self._without.get(name, 0) + 1
-            self.dropped["events"] += 1
-            return False
-        self._histories.move_to_end(name)
-        if len(history.events) >= self.max_events_per_program:
-            history.dropped += 1
-            self.dropped["events"] += 1
-            return False
-        history.events.append(event)
-        self._held += 1
-        self._make_room()
-        return True
-
-    def _make_room(self) -> None:
-        while len(self._histories) > self.max_programs or (
-            self._held > self.max_events and len(self._histories) > 1
-        ):
-            name, history = self._histories.popitem(last=False)
-            self._without[name] = len(history.events) + history.dropped
-            self._held -= len(history.events)
-            self.dropped["programs"] += 1
-            self.dropped["events"] += len(history.events)
+        name = self._name(of.program)  # before the oldest event is dropped: a bad id changes nothing
+        if len(self._events) >= self.max_events:
+            oldest, _ = self._events.popleft()
+            self._missing[oldest] = self._missing.get(oldest, 0) + 1
+            self._dropped += 1
+        self._events.append((name, event | facts))
 
     def _name(self, name: str) -> str:
         """A program's or turn's name in the file: bounded, hashed if configured, never META."""

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import vllm
 import yaml
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from continuum_lmcache import __version__
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
@@ -115,7 +118,8 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         residency.capacity_tokens(),
     )
     folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
-    recorder = EventRecorder(time.time() - now_s, hash_ids=config.hash_ids)
+    about = run_facts(scheduler, config) if folder else {}
+    recorder = EventRecorder(time.time() - now_s, about, config.hash_ids)
     recording = RecordingWriter(Path(folder), recorder, rank) if folder else None
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # decodes in half of the wrapper's time
@@ -145,6 +149,19 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         if owns_process():
             save_on_signals(parts, parts.saver)
     return parts
+
+
+def run_facts(scheduler: Scheduler, config: ContinuumConfig) -> dict[str, str]:
+    """What runs, for the head of a recording."""
+    ranks, device = scheduler.parallel_config.world_size, current_platform.get_device_name()
+    machine = f"{os.cpu_count()} CPU cores" if current_platform.is_cpu() else f"{ranks} x {device}"
+    model = scheduler.vllm_config.model_config
+    return {
+        "model": Path(str(model.model)).name,
+        "policy": config.policy,
+        "machine": machine,
+        "versions": f"continuum-lmcache {__version__}, vLLM {vllm.__version__}",
+    }
 
 
 def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> CostModel:

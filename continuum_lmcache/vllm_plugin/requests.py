@@ -1,7 +1,7 @@
 """Converts vLLM's Request into this package's values.
 
 Reads, on vLLM 0.30 to 0.33: Request.sampling_params.extra_args, .cache_salt, .block_hashes,
-.output_token_ids, .status, .priority, .session_id.
+.output_token_ids, .status, .priority, .session_id; ModelRunnerOutput.req_id_to_index, .sampled_token_ids.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.config import ContinuumConfig
@@ -48,6 +49,7 @@ class TurnState:
     held: bool = False  # its program waits to start (admission/controller.py)
     refused_s: float | None = None  # when it was first in the queue and there were no blocks
     started_s: float | None = None
+    first_token_s: float | None = None  # from its arrival
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
     loaded_tokens: int = 0  # of the prompt, loaded by the connector
     link: ProgramLink | None = None  # to the turn that it continues, if it names no program
@@ -67,12 +69,23 @@ class TurnTable(dict[TurnId, TurnState]):
         self.to_rekey: set[TurnId] = set()  # waiting turns whose key in the queue is out of date
         self.preempted: set[TurnId] = set()  # turns that ran and do not run now
         self.refused_memory: set[TurnId] = set()  # waiting turns that got no blocks
+        self.without_token: set[TurnId] = set()  # turns that ran and have not generated a token
 
     def drop(self, turn_id: TurnId) -> TurnState | None:
         """Drop a turn that has ended; None: it was not known."""
         self.preempted.discard(turn_id)
         self.refused_memory.discard(turn_id)
+        self.without_token.discard(turn_id)
         return self.pop(turn_id, None)
+
+    def on_output(self, now_s: float, output: ModelRunnerOutput) -> None:
+        """A step ended: note the turns that generated their first token in it."""
+        places, sampled = output.req_id_to_index, output.sampled_token_ids
+        if not sampled:
+            return
+        for turn_id in [t for t in self.without_token if t in places and len(sampled[places[t]])]:
+            self.without_token.discard(turn_id)
+            self[turn_id].first_token_s = now_s - self[turn_id].arrival_s
 
     def is_waiting(self, turn_id: TurnId) -> bool:
         """Whether the turn is in the queue and has not run yet."""

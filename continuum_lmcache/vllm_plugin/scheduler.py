@@ -25,6 +25,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
@@ -165,9 +166,13 @@ class ContinuumMixin(Scheduler):
         decoded = [n for n, r in scheduled if r.num_computed_tokens >= r.num_prompt_tokens]
         return len(decoded), sum(decoded)
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
         now_s = self.clock()
-        outputs = super().update_from_output(scheduler_output, *args, **kwargs)
+        if self._turns.without_token:  # before: a turn of one step ends in the next line
+            self._turns.on_output(now_s, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._invalid_blocks.on_step_end()
         self._step_timer.on_step(now_s, scheduler_output)  # after: the step's transfers are known now
         return outputs

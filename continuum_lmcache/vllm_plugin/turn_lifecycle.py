@@ -180,6 +180,7 @@ class TurnLifecycle:
         if turn is None or turn.started_s is not None:
             return
         turn.started_s = now_s
+        self.turns.without_token.add(turn.id)
         self.step_timer.on_run(turn)
         served = self.residency.served_from(request, turn)
         self.residency.count(served)
@@ -269,7 +270,9 @@ class TurnLifecycle:
         self.admission.on_pause(now_s, program, tokens, self.advisor.expected_s(tool), starts_anew)
         self.losses.on_pause(turn, request, kind, tiers)
         lengths = (request.num_tokens, request.num_output_tokens)
-        self.events.publish(TurnFinished(now_s, program, turn.id, tool, *lengths, False, keep))
+        self.events.publish(
+            TurnFinished(now_s, program, turn.id, tool, *lengths, False, keep, turn.first_token_s)
+        )
         self.pins.take(now_s, ended, keep, blocks)
         if self.advisor.mostly_ends(tool):
             self._evict_first(request)
@@ -303,7 +306,9 @@ class TurnLifecycle:
         self.programs.remove_turn(now_s, turn.id, turn.program)
         self.pins.turn_stopped_waiting(turn.program)
         sizes, last = (request.num_tokens, request.num_output_tokens), turn.fields.is_last_step
-        self.events.publish(TurnFinished(now_s, turn.program, turn.id, (), *sizes, last))
+        self.events.publish(
+            TurnFinished(now_s, turn.program, turn.id, (), *sizes, last, None, turn.first_token_s)
+        )
 
     # a program's end -------------------------------------------------------
 

@@ -178,7 +178,7 @@ def draw(samples: Samples, warm_s: float, until_s: float, path: Path) -> None:
         left.plot(minutes, [c[name] for _, c in kept], style, label=label, linewidth=1.2)
     windows = [sum(n for name, n in c.items() if name.endswith(".recent")) for _, c in kept]
     right.plot(minutes, windows, "-", label="tool gaps in the CDF windows", color="0.2")
-    events = [c[".recorder._histories[].events"] for _, c in kept]
+    events = [c[".recorder._events"] for _, c in kept]
     right.plot(minutes, events, "--", label="recorded events", color="0.5")
     for axes, title in ((left, "Tables"), (right, "Windows and the recorder")):
         axes.axvline(warm_s / 60, color="0.8")
