@@ -12,6 +12,7 @@ import pytest
 from console import Command, metrics_server
 from hypothesis import example, given
 from hypothesis import strategies as st
+from recorded import Run, written
 
 from continuum_lmcache.capacity.kv_budget import WorkerSpec
 from continuum_lmcache.config import ContinuumConfig
@@ -101,16 +102,13 @@ def test_the_verdict_follows_from_the_warnings(command: Command) -> None:
     assert command(*asked, "--json").json["advisable"] is False
 
 
-def test_programs_and_gaps_come_from_a_trace(command: Command, tmp_path: Path) -> None:
-    turns = [
-        {"input_tokens": 1000, "new_tokens": 1000, "output_tokens": 24, "tool": "bash", "gap_s": 0.5},
-        {"input_tokens": 2000, "new_tokens": 976, "output_tokens": 48},
-    ]
-    trace = tmp_path / "t.jsonl"
-    trace.write_text(json.dumps({"program_id": "p", "arrival_s": 0.0, "turns": turns}) + "\n")
-    ran = command("doctor", *H200, "--trace", trace, "--json")
+def test_programs_and_gaps_come_from_a_recording(command: Command, tmp_path: Path) -> None:
+    run = Run()
+    run.turn("p", "p1", (0, 0, 1), prompt_tokens=1000)
+    run.turn("p", "p2", (1.5, 2, 3), prompt_tokens=2038)
+    ran = command("doctor", *H200, "--run", written(tmp_path, run.recorder), "--json")
     assert ran.json["demand"] == {
-        "source": "t.jsonl",
+        "source": "scheduler_timestamps",
         "programs": 1,
         "mean_tokens": 2048,
         "max_tokens": 2048,
@@ -284,8 +282,8 @@ def test_a_running_server_without_prefix_caching_or_our_policy_is_reported(comma
         (["Llama-3.1-8B"], "give --gpu or --memory-gib"),
         (["Llama-3.1-8B", "--gpu", "h2000"], "did you mean 'h200'?"),
         ([*H200, "--kv-cache-dtype", "int3"], "known: auto"),
-        ([*H200, "--context", "9", "--trace", "t"], "drop one"),
-        ([*H200, "--trace", "none.jsonl"], "cannot be read"),
+        ([*H200, "--context", "9", "--run", "t"], "drop one"),
+        ([*H200, "--run", "none"], "no recording here"),
         ([*H200, "--lmcache", "none.json"], "cannot be read as JSON"),
         ([*H200, "--url", "http://127.0.0.1:1"], "is the server up"),
         ([*H200, "--tensor-parallel-size", "0"], "tensor-parallel-size"),

@@ -99,7 +99,7 @@ def test_tags_that_no_file_name_and_no_message_can_have_are_dropped() -> None:
 
 def test_a_hundred_thousand_ids_leave_a_table_of_its_bound() -> None:
     tables = Tables(100, 100, max_programs=1000)
-    recorder = EventRecorder(0.0, max_programs=1000)
+    recorder = EventRecorder(0.0, max_events=1000)
     for i in range(100_000):
         program, turn = ProgramId(f"job-{i}"), TurnId(f"turn-{i}")
         tables.arrived(float(i), turn, program, f"salt-{i}")

@@ -48,10 +48,11 @@ def test_the_figures_of_a_small_run_are_those_computed_by_hand(tmp_path: Path) -
 def test_the_summary_says_what_ran_and_what_came_of_it(tmp_path: Path) -> None:
     assert summary(load(written(tmp_path, two_programs()))) == (
         "2 programs with 3 turns ran on Llama (policy continuum, 1 x H100, vLLM 0.32.0) from "
-        "Mon, 21 Sep 2026 14:13:20 GMT, for 10 s. A program took 7 s on average, 10 s at most. First tokens "
-        "of first turns came after 2 s in the median, 2.45 s for the slowest twentieth. First tokens of "
-        "later turns came after 0.5 s in the median, 0.5 s for the slowest twentieth. Prompt tokens by the source "
-        "of their KV: 18% GPU, 6% DRAM, 4% disk, 72% computed. Pins: 2 taken, 1 reused."
+        "Mon, 21 Sep 2026 14:13:20 GMT, for 10 s. A program took 7 s on average, 10 s at most. "
+        "First tokens of first turns came after 2 s in the median, 2.45 s for the slowest twentieth. "
+        "First tokens of later turns came after 0.5 s in the median, 0.5 s for the slowest twentieth. "
+        "Prompt tokens by the source of their KV: 18% GPU, 6% DRAM, 4% disk, 72% computed. "
+        "Pins: 2 taken, 1 reused."
     )
 
 

@@ -61,10 +61,10 @@ def outcomes(bench: Bench) -> dict[str, int]:
 
 
 def test_the_first_token_is_timed_from_the_turns_arrival(make: Make) -> None:
-    """A prompt of 64 tokens in steps of 32 and 0.1 s; five tokens follow the first, and change nothing."""
-    bench, seen = make(budget_tokens=32), []
+    """A prompt of 128 tokens in steps of 64 and 0.1 s; five tokens follow the first, and change nothing."""
+    bench, seen = make(budget_tokens=64), []
     bench.lifecycle.events.subscribe(TurnFinished, seen.append)
-    bench.turn("p", prompt(64), out=6)
+    bench.turn("p", prompt(128), out=6)
     bench.send("q", prompt(16, story=1), out=2)
     bench.now_s += 3.0  # it waits
     bench.run_until_idle()
