@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from experiments.overhead import contenders, measured, middle_us, turn_costs_ms
-from experiments.sweep.timed import WARM_UP_ROUNDS
+from experiments.overhead import Costs, step_costs, turn_costs
 
 SIZES = (1, 16, 256)  # turns that decode
 ROUNDS, REPEATS = 30, 3
 
 
 def costs() -> dict[str, Any]:
-    """Milliseconds of CPU time by running turns and contender: schedule(), the whole step; and of a turn."""
-    steps = {}
-    for running in SIZES:
-        benches = contenders(running, 0, 0, (ROUNDS + WARM_UP_ROUNDS) * REPEATS)
-        found = list(measured(benches, ROUNDS, REPEATS))
-        steps[running] = {
-            name: {
-                part: median(middle_us(repeat[name], f"{part}_us") for repeat in found) / 1e3
-                for part in ("schedule", "whole")
-            }
-            for name in benches
-        }
-    turns = list(turn_costs_ms(ROUNDS, REPEATS))
-    turn = {name: median(repeat[name] for repeat in turns) for name in turns[0]}
-    return {"steps_ms": steps, "turn_ms": turn, "failed": ""}
+    """Milliseconds of CPU time by contender: of a decode step by running turns, and of a turn."""
+    steps = {running: middle_ms(step_costs(running, 0, ROUNDS, REPEATS)) for running in SIZES}
+    return {"steps_ms": steps, "turn_ms": middle_ms(turn_costs(ROUNDS, REPEATS)), "failed": ""}
+
+
+def middle_ms(repeats: Sequence[Costs]) -> dict[str, float]:
+    return {name: median(median(costs[name]) for costs in repeats) for name in repeats[0]}

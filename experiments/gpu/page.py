@@ -108,12 +108,10 @@ def programs_line(row: Mapping[str, Any]) -> list[str]:
 
 
 def cost_table(cost: Mapping[str, Any]) -> list[list[str]]:
-    lines = [["running", "", "schedule(), ms", "whole step, ms"]]
+    lines = [["", "", "CPU ms"]]
     for running, by_name in cost["steps_ms"].items():
-        for name, of in by_name.items():
-            lines.append([str(running), name, f"{of['schedule']:.3f}", f"{of['whole']:.3f}"])
-    lines += [["a finished turn", name, "", f"{ms:.3f}"] for name, ms in cost["turn_ms"].items()]
-    return lines
+        lines += [[f"a step, {running} running", name, f"{ms:.3f}"] for name, ms in by_name.items()]
+    return lines + [["a finished turn", name, f"{ms:.3f}"] for name, ms in cost["turn_ms"].items()]
 
 
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:

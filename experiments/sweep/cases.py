@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 STOCK = "fcfs"  # vLLM's own scheduler, without this package
-ON_DEMAND = "continuum-pinning"  # our scheduler with a TTL that pins as often as a timing asks
 ROUTER = "vllm-router"  # with the settings that its documentation shows; the peers are in records/peers.md
 ROUTER_WARM = "vllm-router-warm"  # its statistics fill within a run
 ROUTERS = (ROUTER, ROUTER_WARM)

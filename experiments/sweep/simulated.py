@@ -19,7 +19,6 @@ from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time,
 from experiments.sweep.cases import (
     ENDLESS,
     MICHI,
-    ON_DEMAND,
     PEERS,
     STOCK,
     Point,
@@ -107,7 +106,7 @@ def policy_of(contender: str) -> str:
     """The simulator's name of a contender's policy."""
     if contender in (*PEERS, MICHI):
         return contender
-    special = {STOCK: STOCK_POLICY, ENDLESS: "program-fcfs", ON_DEMAND: ON_DEMAND}
+    special = {STOCK: STOCK_POLICY, ENDLESS: "program-fcfs"}
     if contender in special:
         return special[contender]
     if contender not in POLICIES:
