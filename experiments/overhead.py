@@ -242,7 +242,7 @@ def step_costs(running: int, waiting: int, rounds: int, repeats: int) -> list[Co
     steps = rounds * repeats + WARM_UP_ROUNDS
     with one_clock() as (clock, until):
         timed = {
-            who: TimedSteps(policy, running, waiting, steps, clock, until) for who, policy in STEPS.items()
+            name: TimedSteps(policy, running, waiting, steps, clock, until) for name, policy in STEPS.items()
         }
         return list(in_turns({name: found.step for name, found in timed.items()}, rounds, repeats))
 
