@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from connectors.lmcache_mp.server.command_line import leftover_pool, options
+from connectors.lmcache_mp.server.command_line import leftover_pool, options, shm_name
 from experiments.server import CPU_ENV, ServerError, reserved_port, script, stop, tail, with_checkout
 
 HITS = {"lmcache_mp_lookup_hit_l1_tokens_total": "dram", "lmcache_mp_lookup_hit_l2_tokens_total": "ssd"}
@@ -42,7 +42,7 @@ class MpProcess:
     @property
     def memory(self) -> Path:
         """The shared memory of L1."""
-        return leftover_pool(self.port)
+        return leftover_pool(shm_name(self.port))
 
     @property
     def transfer_config(self) -> dict[str, Any]:

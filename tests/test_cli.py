@@ -17,6 +17,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.vllm_plugin import register
+from continuum_lmcache.vllm_plugin.hooks import engine_args
 from continuum_lmcache.vllm_plugin.hooks.engine_args import SCHEDULERS, adopt
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,7 +45,7 @@ def test_the_readmes_command_parses_and_picks_our_scheduler_and_connector(model:
     assert command, "the README has lost its command"
     config = parse("--model", str(model), *command[1].split()).create_engine_config()
     assert config.scheduler_config.scheduler_cls == SCHEDULERS + "ContinuumScheduler"
-    assert config.kv_transfer_config.kv_connector_module_path == "connectors.lmcache"
+    assert config.kv_transfer_config.kv_connector_module_path == "connectors.lmcache_mp"
     assert config.scheduler_config.policy == "fcfs", "vLLM's own policy underneath"
 
 
@@ -175,11 +176,10 @@ V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
 @pytest.mark.parametrize(
     ("policy", "connector", "module", "expected"),
     [
-        ("continuum", "LMCacheConnectorV1", None, "connectors.lmcache"),
+        ("continuum", "LMCacheConnectorV1", None, "connectors.lmcache_mp"),
         ("continuum", "LMCacheMPConnector", None, "connectors.lmcache_mp"),
         ("continuum", "LMCacheConnectorV1", V1 + "lmcache_connector", V1 + "lmcache_connector"),
         ("continuum", "LMCacheMPConnector", V1 + "lmcache_mp_connector", V1 + "lmcache_mp_connector"),
-        ("fcfs", "ContinuumLMCacheConnector", "connectors.lmcache", "connectors.lmcache"),
         ("fcfs", "ContinuumLMCacheMPConnector", "connectors.lmcache_mp", "connectors.lmcache_mp"),
     ],
 )
@@ -200,5 +200,50 @@ def test_a_module_path_picks_the_connector_under_any_policy_and_ours_is_the_defa
 
 def test_a_connectors_file_is_taken_under_every_policy(model: Path) -> None:
     config = parse("--model", str(model), "--kv-transfer-config", "lmcache.json").create_engine_config()
-    assert config.kv_transfer_config.kv_connector == "LMCacheConnectorV1"
+    assert config.kv_transfer_config.kv_connector == "LMCacheMPConnector"
     assert config.kv_transfer_config.kv_connector_module_path is None
+
+
+def test_a_file_for_lmcache_in_one_process_starts_lmcaches_server_and_one_line_says_so(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "512")
+    lines: list[str] = []  # whatever level an earlier test has left the logger at
+    monkeypatch.setattr(
+        "connectors.lmcache_mp.startup.logger.info", lambda text, *args: lines.append(text % args)
+    )
+    file = KVTransferConfig(
+        kv_connector="LMCacheConnectorV1",
+        kv_role="kv_both",
+        kv_connector_extra_config={"lmcache.max_local_cpu_size": 2.0},
+    )
+    extra = (
+        engine(model, kv_transfer_config=file)
+        .create_engine_config()
+        .kv_transfer_config.kv_connector_extra_config
+    )
+    assert extra.keys() == {"lmcache.mp.autostart", "lmcache.mp.autostart.server_args"}
+    assert "--l1-size-gb 2 --chunk-size 512 " in extra["lmcache.mp.autostart.server_args"]
+    (line,) = lines
+    assert line.endswith("; from LMCACHE_CHUNK_SIZE, max_local_cpu_size")
+
+
+def test_lmcaches_own_connector_inside_multi_connector_is_named_and_ours_is_found_by_its_name(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(engine_args.logger, "warning", lambda text, *args: lines.append(text % args))
+    inner = [
+        {"kv_connector": name, "kv_role": "kv_both"}
+        for name in ("LMCacheMPConnector", "ContinuumLMCacheMPConnector")
+    ]
+    both = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": inner}
+    )
+    engine(model, kv_transfer_config=both).create_engine_config()
+    assert [line for line in lines if "inside MultiConnector" in line] == [
+        "LMCacheMPConnector inside MultiConnector is LMCache's own, without our checks; name "
+        "ContinuumLMCacheMPConnector there"
+    ]
+    found = KVConnectorFactory.get_connector_class_by_name("ContinuumLMCacheMPConnector")
+    assert found.__module__ == "connectors.lmcache_mp.connector"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from pathlib import Path
 
@@ -31,7 +30,6 @@ from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 
 CPU = WorkerSpec(on_cpu=True, block_tokens=128, kv_bytes_per_token=8192, model="tiny")
 GPU = WorkerSpec(on_cpu=False, block_tokens=16, kv_bytes_per_token=131072, model="tiny")
-SHIPPED = Path(__file__).parent.parent / "lmcache.json"
 
 
 def refusal(extra=None, environ=None, machine=CPU) -> str:
@@ -339,13 +337,6 @@ def test_settling_twice_changes_nothing_and_no_choice_of_the_users(extra):
     assert with_defaults(once, {}, CPU) == (once, {})
     for key, value in extra.items():
         assert once[key] == (value if key != "lmcache.extra_config" else {"use_odirect": True, **value})
-
-
-def test_the_shipped_file_names_only_what_lmcache_knows_and_passes():
-    shipped = json.loads(SHIPPED.read_text())
-    extra, _ = with_defaults(shipped["kv_connector_extra_config"], {}, CPU)
-    assert {key.removeprefix("lmcache.") for key in extra} <= NAMES | {"max_tokens_per_load"}
-    assert shipped["kv_connector"] == "LMCacheConnectorV1"
 
 
 @pytest.mark.parametrize("connector", ["lmcache", "lmcache_mp"])

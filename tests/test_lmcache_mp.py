@@ -36,7 +36,7 @@ from lmcache_mp_server import CHUNK, MODEL, PAGE, MpServer, patient
 from lmcache_rig import Clock, prompt
 from waiting import wait_for
 
-from connectors.lmcache_mp import startup, tier_mirror
+from connectors.lmcache_mp import connector, startup, tier_mirror
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp.load_join import LoadLookupJoin
 from connectors.lmcache_mp.server import module
@@ -605,7 +605,7 @@ def test_engines_on_one_server_count_each_on_an_equal_part_of_its_tiers(
     ("extra", "reason"),
     [
         ({"lmcache.mp.prot": 5555}, "did you mean lmcache.mp.port?"),
-        ({"lmcache.max_local_cpu_size": 5.0}, "belongs to in-process LMCache"),
+        ({"lmcache.max_local_cpu_size": 5.0}, "has no effect on an LMCache server"),
         ({"lmcache.mp.lazy_offload": True}, "both decide what stays"),
         ({"lmcache.mp.server_urls": "tcp://a:1,tcp://b:1"}, "several servers"),
         ({"use_native": True}, "unknown key use_native"),
@@ -635,13 +635,14 @@ def test_defaults_fill_what_the_user_left_open() -> None:
     ],
 )
 def test_sleep_mode_is_refused_where_the_server_maps_the_workers_memory(
-    sleeps: bool, extra: dict[str, bool], reason: str
+    sleeps: bool, extra: dict[str, bool], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = SimpleNamespace(
         lora_config=None,
         model_config=SimpleNamespace(enable_sleep_mode=sleeps, enable_prompt_embeds=False),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
     )
+    monkeypatch.setattr(connector, "translate", lambda *_: None)
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
         ContinuumLMCacheMPConnector.check_settings(config)
 

@@ -10,7 +10,7 @@ other requests continue. A finished turn's blocks are freed when its stores have
 
 With `--scheduling-policy continuum` it replaces LMCache's own `{"kv_connector": "LMCacheMPConnector", ...}`.
 With another policy use `"kv_connector": "ContinuumLMCacheMPConnector",
-"kv_connector_module_path": "connectors.lmcache_mp"`. docs/mp.md describes how to start the server.
+"kv_connector_module_path": "connectors.lmcache_mp"`. docs/mp.md describes how the server is started.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.lmcache.startup import machine
+from connectors.lmcache_mp.autostart import one_start
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.settings import with_defaults
@@ -41,6 +42,7 @@ from connectors.lmcache_mp.startup import (
     apply_defaults,
     caller,
     first_answer,
+    translate,
     warn_of_small_l1,
     warn_of_versions,
 )
@@ -73,9 +75,12 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     mode = "lmcache-mp"
 
     @classmethod
-    def check_settings(cls, vllm_config: VllmConfig) -> None:
-        """Raise ConfigError, one line, for settings that are unknown or known to fail."""
+    def check_settings(cls, vllm_config: VllmConfig, log: bool = True) -> None:
+        """Raise ConfigError, one line, for settings that are unknown or known to fail.
+
+        The user's LMCache settings become options of the server in `vllm_config` (translation.py)."""
         refuse_kv_of_more_than_tokens(vllm_config)
+        translate(vllm_config, log)
         extra, _ = with_defaults(transfer_config(vllm_config).kv_connector_extra_config)
         if vllm_config.model_config.enable_sleep_mode and extra.get("lmcache.mp.use_vmm_api"):
             raise ConfigError(
@@ -86,9 +91,12 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        self.check_settings(vllm_config)  # under another policy no other code has checked them
+        # under another policy, and inside MultiConnector, no other code has checked them
+        self.check_settings(vllm_config, log=False)
         apply_defaults(vllm_config, log=role == KVConnectorRole.SCHEDULER)
-        super().__init__(vllm_config, role, kv_cache_config)
+        is_first_worker = role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0
+        with one_start(transfer_config(vllm_config).kv_connector_extra_config, is_first_worker):
+            super().__init__(vllm_config, role, kv_cache_config)
         self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
         self._worker: MpWorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:

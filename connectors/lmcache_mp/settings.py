@@ -62,12 +62,12 @@ def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _refuse_in_process(extra: Mapping[str, Any]) -> None:
-    """Refuse a key of in-process LMCache, which the MP connector would ignore."""
+    """Refuse a key of LMCache's own, which the MP connector would ignore."""
     for name in extra:
         if name.startswith(PREFIX) and not name.startswith(MP):
             raise ConfigError(
-                f"{name} belongs to in-process LMCache; with LMCacheMPConnector the server has the tiers: "
-                "set them on its command line (docs/mp.md)"
+                f"{name} has no effect on an LMCache server that this engine does not start; set "
+                "lmcache.mp.autostart to true, or put it on the server's command line (docs/mp.md)"
             )
     others = [name for name in extra if not name.startswith((PREFIX, "continuum."))]
     refuse_unknown(others, (), "", EXTRA)

@@ -9,12 +9,15 @@ from typing import Any
 import grpc
 import msgspec
 import zmq
+from lmcache.integration.vllm.utils import mla_enabled
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest, ServerModuleCallResponse
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 
+from connectors.lmcache.startup import machine
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.tier_mirror import Call, TierPoller
+from connectors.lmcache_mp.translation import EngineShape, translated
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
 from continuum_lmcache import __version__
@@ -34,6 +37,21 @@ CALL_ERRORS = (
 )
 FIRST_ANSWER_S = 30.0
 LMCACHE_VERSION = metadata.version("lmcache")
+
+
+def translate(vllm_config: VllmConfig, log: bool) -> None:
+    """Put the user's LMCache settings where LMCache's launcher reads them. Raises ConfigError."""
+    transfer = transfer_config(vllm_config)
+    one = machine(vllm_config)
+    ranks = 1 if mla_enabled(vllm_config.model_config) else vllm_config.parallel_config.world_size
+    shape = EngineShape(
+        ranks, one.block_tokens, one.kv_bytes_per_token * ranks, vllm_config.model_config.max_model_len
+    )
+    transfer.kv_connector_extra_config, line = translated(
+        transfer.kv_connector_extra_config, os.environ, shape
+    )
+    if log and line:
+        logger.info(line)
 
 
 def apply_defaults(vllm_config: VllmConfig, log: bool) -> None:

@@ -99,14 +99,19 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
     block_tokens = query.block_size or (server.block_tokens if server else None) or on.block_tokens
     kv = kv_cache(query, on, shape, server, block_tokens)
     worker = WorkerSpec(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
-    connector = checked(read(query.lmcache), worker, query.lora) if query.lmcache else None
+    ranks = query.tensor_parallel_size
+    connector = (
+        checked(read(query.lmcache), worker, ranks, shape.window_tokens, query.lora)
+        if query.lmcache
+        else None
+    )
     settings = connector.continuum if connector else ContinuumConfig()
     plan = DeploymentPlan(
         shape,
         kv,
         replace(on.costs, kv_bytes_per_token=kv.bytes_per_token),
         demand(query),
-        connector.tiers(kv.bytes_per_token) if connector else {},
+        connector.tiers(kv.bytes_per_token * ranks) if connector else {},
         query.programs,
         settings.max_pinned_share,
         settings.max_ttl_s,

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 from ray import serve
 
-from connectors.lmcache_mp.server.command_line import HOST, leftover_pool, options
+from connectors.lmcache_mp.server.command_line import HOST, leftover_pool, options, shm_name
 from continuum_lmcache.errors import ServerError
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.settings import ServeSettings
@@ -42,7 +42,7 @@ class LMCacheServer:
             return
         if settings.lmcache_disk:
             Path(settings.lmcache_disk).mkdir(parents=True, exist_ok=True)
-        leftover_pool(settings.lmcache_port).unlink(missing_ok=True)
+        leftover_pool(shm_name(settings.lmcache_port)).unlink(missing_ok=True)
         self._process = subprocess.Popen(command(settings))
         end_s = time.monotonic() + START_S
         while not self._answers():

@@ -49,6 +49,6 @@ def shm_name(port: int) -> str:
     return f"continuum-mp-{port}"
 
 
-def leftover_pool(port: int) -> Path:
+def leftover_pool(name: str) -> Path:
     """That memory as a file, which a killed server leaves. LMCache puts its own prefix before the name."""
-    return Path("/dev/shm", f"lmcache_l1_pool_{shm_name(port)}")
+    return Path("/dev/shm", f"lmcache_l1_pool_{name}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
@@ -32,10 +33,9 @@ CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")
 OLDEST = (0, 30)
 SUPPORTED = "continuum supports 0.30 to 0.33"
 FILES_TIMEOUT_S = 5
-OURS = {
-    "LMCacheConnectorV1": ("ContinuumLMCacheConnector", "connectors.lmcache"),
-    "LMCacheMPConnector": ("ContinuumLMCacheMPConnector", "connectors.lmcache_mp"),
-}
+OURS = "ContinuumLMCacheMPConnector", "connectors.lmcache_mp"
+IN_PROCESS = "LMCacheConnectorV1"  # LMCache in vLLM's own process; here its settings start LMCache's server
+LMCACHE = (IN_PROCESS, "LMCacheMPConnector")
 
 
 def install() -> None:
@@ -43,6 +43,9 @@ def install() -> None:
     if getattr(EngineArgs, "_continuum", False):
         return
     EngineArgs._continuum = True  # type: ignore[attr-defined]
+    KVConnectorFactory.register_connector(
+        OURS[0], OURS[1], OURS[0]
+    )  # MultiConnector finds classes by name alone
     EngineArgs.add_cli_args = staticmethod(  # type: ignore[method-assign]
         with_continuum(EngineArgs.add_cli_args)
     )
@@ -158,19 +161,25 @@ def load_settings(config: VllmConfig) -> ContinuumConfig:
 
 
 def prepare_connector(config: VllmConfig) -> None:
-    """Replace a connector that we know by our subclass, with its settings checked before any engine starts.
+    """Replace LMCache's connector by our subclass, with its settings checked before any engine starts.
 
     To use LMCache's own under this policy, name its module: then its path is set already.
     """
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return
-    if transfer.kv_connector in OURS and not transfer.kv_connector_module_path:
-        transfer.kv_connector, transfer.kv_connector_module_path = OURS[transfer.kv_connector]
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    connector = KVConnectorFactory.get_connector_class(transfer)
-    check = getattr(connector, "check_settings", None)
+    if transfer.kv_connector in LMCACHE and not transfer.kv_connector_module_path:
+        if transfer.kv_connector == IN_PROCESS:
+            transfer.kv_connector_extra_config.setdefault("lmcache.mp.autostart", True)
+        transfer.kv_connector, transfer.kv_connector_module_path = OURS
+    for inner in transfer.kv_connector_extra_config.get("connectors", []):
+        if transfer.kv_connector == "MultiConnector" and inner.get("kv_connector") in LMCACHE:
+            logger.warning(
+                "%s inside MultiConnector is LMCache's own, without our checks; name %s there",
+                inner["kv_connector"],
+                OURS[0],
+            )
+    check = getattr(KVConnectorFactory.get_connector_class(transfer), "check_settings", None)
     if check is not None:
         check(config)
 

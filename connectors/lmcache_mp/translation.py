@@ -1,0 +1,282 @@
+"""A user's LMCache settings as options of LMCache's own server, which `lmcache.mp.autostart` starts.
+
+LMCache's settings for one process come from the YAML file that LMCACHE_CONFIG_FILE names, LMCACHE_* variables
+and `lmcache.*` keys of the KV connector's extra config; the later source wins, as in LMCache 0.5.6. Each
+overrides what `lmcache.mp.autostart.server_args` says. Sizes in them are those of one rank; the server holds
+all ranks' KV. What has no counterpart is named, or refused where KV would lie elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import urlsplit
+
+import yaml
+from lmcache.v1.config import _CONFIG_ALIASES, _CONFIG_DEFINITIONS
+
+from connectors.lmcache_mp.server.command_line import CHUNK_TOKENS, shm_name
+from connectors.lmcache_mp.wire import MODULE
+from continuum_lmcache.capacity.kv_budget import GIB
+from continuum_lmcache.config import parsed, refuse_unknown
+from continuum_lmcache.errors import ConfigError
+
+PREFIX = "lmcache."
+MP = "lmcache.mp."
+EXTRA = "kv_connector_extra_config"
+AUTOSTART = MP + "autostart"
+SERVER_ARGS = MP + "autostart.server_args"
+L1_GIB = 5.0  # LMCache's max_local_cpu_size
+SPARE_SHARE = 0.5  # of L1 at most, that eviction keeps free for one load from L2
+WATERMARK = 0.8  # LMCache's: eviction keeps the rest of L1 free
+TRANSLATED = {  # LMCache's settings that the server or the MP connector has too
+    "chunk_size": "int",
+    "max_local_cpu_size": "float",
+    "local_disk": "str",
+    "max_local_disk_size": "float",
+    "save_decode_cache": "bool",
+}
+ELSEWHERE = frozenset(  # settings by which LMCache would put KV somewhere else
+    {"remote_url", "gds_path", "maru_path", "enable_p2p", "enable_pd", "enable_blending"}
+    | {"storage_plugins", "remote_storage_plugins", "external_lookup_client"}
+)
+NAMES = _CONFIG_DEFINITIONS.keys() | _CONFIG_ALIASES.keys() | {"max_tokens_per_load"}
+BARE_KEYS = frozenset(  # of LMCacheConnectorV1, without a prefix
+    {"lmcache_rpc_port", "discard_partial_chunks", "skip_last_n_tokens", "use_native", "use_layerwise"}
+)
+# variables that LMCache 0.5.6 reads elsewhere, and so does its server
+READ_BY_LMCACHE = re.compile(
+    "(config_file|device_backend|disable_banner|force_skip_save|gpu_staging_buffer_bytes|log_level|mq_timeout|"
+    "musa_handle_transfer|musa_native_kv_transfer|offload_rpc_port|request_telemetry_\\w+|"
+    "rocm_enable_batch_memcpy|server_url|track_usage|usage_track_\\w+|use_upstream_mp|"
+    "(ec|mp|coordinator|controller|resp|aerospike|runtime_plugin)_.*)$"
+)
+# Kubernetes puts these into every pod that has a Service whose name begins with "lmcache"
+KUBERNETES = re.compile(r".*(service_host|service_port\w*|port_\d+_(tcp|udp|sctp)\w*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineShape:
+    """What the server's sizes must fit."""
+
+    ranks: int  # each of which LMCache in one process would give a DRAM pool and a disk
+    block_tokens: int
+    kv_bytes_per_token: int  # of all of an engine's ranks
+    longest_prompt_tokens: int
+
+
+def translated(
+    extra: Mapping[str, Any], environ: Mapping[str, str], shape: EngineShape
+) -> tuple[dict[str, Any], str]:
+    """The extra config for LMCacheMPConnector, and one line that says what became of the settings.
+
+    A second call changes nothing. Without `lmcache.mp.autostart` the server has its own command line. Raises
+    ConfigError.
+    """
+    variables = _variables(environ)
+    if not parsed(AUTOSTART, extra.get(AUTOSTART, False), "bool"):
+        idle = _spelled(variables, environ)
+        return dict(extra), f"no effect without {AUTOSTART}: {', '.join(idle)}" if idle else ""
+    user = {**_from_file(environ), **variables, **_from_extra(extra)}
+    if elsewhere := sorted(
+        name for name in user.keys() & ELSEWHERE if user[name] not in (None, "", "false", False)
+    ):
+        raise ConfigError(
+            f"{PREFIX}{elsewhere[0]}: LMCache's server has options of its own for this; remove the setting, "
+            f"and put them into {SERVER_ARGS} (lmcache server --help)"
+        )
+    values = {
+        name: parsed(PREFIX + name, user[name], kind)
+        for name, kind in TRANSLATED.items()
+        if user.get(name) is not None
+    }
+    words = server_words(extra, values, shape)
+    kept = {k: v for k, v in extra.items() if _is_kept(k)}
+    if "save_decode_cache" in values:
+        kept[MP + "save_decode_cache"] = values["save_decode_cache"]
+    line = f"LMCache's server on port {port_of(extra)}, if none runs there: {shlex.join(words)}"
+    if values:
+        line += f"; from {', '.join(_spelled(values, environ))}"
+    ignored = [name for name in user if name not in TRANSLATED and not _is_default(name, user[name])]
+    if ignored:
+        line += f"; without a counterpart, so without effect: {', '.join(_spelled(ignored, environ))}"
+    return {**kept, AUTOSTART: True, SERVER_ARGS: shlex.join(words)}, line
+
+
+def server_words(extra: Mapping[str, Any], values: Mapping[str, Any], shape: EngineShape) -> list[str]:
+    """The server's command line: `server_args`, overridden by `values`, completed. Raises ConfigError."""
+    args, rest = parse_server_args(extra)
+    chunk_tokens = values.get("chunk_size", args.chunk_size)
+    if chunk_tokens <= 0 or chunk_tokens % shape.block_tokens:
+        fix = max(1, -(-chunk_tokens // shape.block_tokens)) * shape.block_tokens
+        raise ConfigError(
+            f"{PREFIX}chunk_size is {chunk_tokens} tokens and vLLM's block {shape.block_tokens}; a chunk "
+            f"must be whole blocks: set it to {fix}"
+        )
+    prompt_gib = shape.longest_prompt_tokens * shape.kv_bytes_per_token / GIB
+    l1_gib = args.l1_size_gb or max(L1_GIB, round(prompt_gib / SPARE_SHARE + 0.1, 1))
+    if "max_local_cpu_size" in values:
+        l1_gib = values["max_local_cpu_size"] * shape.ranks
+    if l1_gib * GIB < chunk_tokens * shape.kv_bytes_per_token:
+        needed_mib = chunk_tokens * shape.kv_bytes_per_token / 2**20
+        raise ConfigError(
+            f"{PREFIX}max_local_cpu_size gives LMCache's L1 {l1_gib:g} GiB, but one chunk of {chunk_tokens} "
+            f"tokens takes {needed_mib:.1f} MiB, and disk loads pass through it too; give it more"
+        )
+    adapters = disk_adapters(args.l2_adapter, values, shape)
+    watermark = args.eviction_trigger_watermark
+    if watermark is None and adapters and prompt_gib > (1 - WATERMARK) * l1_gib:
+        watermark = round(max(1 - SPARE_SHARE, 1 - prompt_gib / l1_gib - 0.01), 2)
+    words = ["--l1-size-gb", f"{l1_gib:g}", "--chunk-size", str(chunk_tokens)]
+    words += ["--eviction-policy", args.eviction_policy]
+    if watermark is not None:
+        words += ["--eviction-trigger-watermark", f"{watermark:g}"]
+    words += ["--supported-transfer-mode", args.supported_transfer_mode, "--shm-name", args.shm_name]
+    words += ["--http-port", str(args.http_port), "--l2-prefetch-policy", args.l2_prefetch_policy]
+    for adapter in adapters:
+        words += ["--l2-adapter", json.dumps(adapter)]
+    for module in args.server_module:
+        words += ["--server-module", module]
+    if not any(MODULE in module for module in args.server_module):
+        words += ["--server-module", json.dumps({"module_path": MODULE})]
+    return words + rest
+
+
+def parse_server_args(extra: Mapping[str, Any]) -> tuple[argparse.Namespace, list[str]]:
+    """`server_args`: the options that matter here, completed, and the others. Raises ConfigError."""
+    port = port_of(extra)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--l1-size-gb", type=float)
+    parser.add_argument("--chunk-size", type=int, default=CHUNK_TOKENS)
+    parser.add_argument("--eviction-policy", default="LRU")
+    parser.add_argument("--eviction-trigger-watermark", type=float)
+    parser.add_argument("--supported-transfer-mode", default="auto")
+    parser.add_argument("--shm-name", default=shm_name(port))
+    parser.add_argument("--http-port", type=int, default=port + 1)
+    parser.add_argument("--l2-prefetch-policy", default="retain")
+    parser.add_argument("--l2-adapter", type=_json_object, action="append", default=[])
+    parser.add_argument("--server-module", action="append", default=[])
+    try:
+        words = shlex.split(extra.get(SERVER_ARGS) or "")
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{SERVER_ARGS} is {extra[SERVER_ARGS]!r:.80}; it must be a command line: {error}"
+        ) from error
+    return parser.parse_known_args(words)
+
+
+def disk_adapters(
+    adapters: list[dict[str, Any]], values: Mapping[str, Any], shape: EngineShape
+) -> list[dict[str, Any]]:
+    """L2, with the user's folder and size. Raises ConfigError."""
+    if not values.keys() & {"local_disk", "max_local_disk_size"}:
+        return adapters
+    if values.get("local_disk") == "":
+        return []
+    fresh = {"type": "fs_native", "use_odirect": True, "eviction": {"eviction_policy": "LRU"}}
+    disk = {**(adapters[0] if len(adapters) == 1 else fresh)}
+    if "local_disk" in values:
+        folder = values["local_disk"].strip().removeprefix("file://")
+        if "://" in folder or "," in folder:
+            raise ConfigError(
+                f"{PREFIX}local_disk is {folder!r:.80}; it must be one directory, or its file:// URL"
+            )
+        disk["base_path"] = folder
+    if "max_local_disk_size" in values:
+        disk["max_capacity_gb"] = values["max_local_disk_size"] * shape.ranks
+    if not disk.get("base_path"):
+        if not disk["max_capacity_gb"]:
+            return []
+        raise ConfigError(
+            f"{PREFIX}max_local_disk_size is set but local_disk is not: there would be no disk tier; set it, "
+            'e.g. "file://./lmcache-disk/"'
+        )
+    if not disk.get("max_capacity_gb", 0) > 0:
+        raise ConfigError(
+            f"{PREFIX}local_disk is {disk['base_path']!r} but max_local_disk_size is not above 0: nothing "
+            "would be kept there; set it, in GiB"
+        )
+    return [disk]
+
+
+def port_of(extra: Mapping[str, Any]) -> int:
+    """The server's port. Raises ConfigError."""
+    urls = extra.get(MP + "server_urls")
+    if urls:
+        first = urls[0] if isinstance(urls, list) else str(urls)
+        found = urlsplit(first if "://" in first else f"tcp://{first}").port
+        if found:
+            return found
+    return int(parsed(MP + "port", extra.get(MP + "port", 5555), "int"))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{SERVER_ARGS}: {message}")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text} is no JSON object")
+    return found
+
+
+def _from_file(environ: Mapping[str, str]) -> dict[str, Any]:
+    name = environ.get("LMCACHE_CONFIG_FILE")
+    if name is None:
+        return {}
+    if not Path(name).is_file():
+        raise ConfigError(f"LMCACHE_CONFIG_FILE is {name!r}, which is no file; unset it or name a YAML file")
+    try:
+        found = yaml.safe_load(Path(name).read_text()) or {}
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"LMCACHE_CONFIG_FILE {name} is not YAML: {reason}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"LMCACHE_CONFIG_FILE {name} holds a {type(found).__name__}, not a YAML mapping")
+    return {str(key): value for key, value in found.items()}
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    named = {k.removeprefix("LMCACHE_").lower(): v for k, v in environ.items() if k.startswith("LMCACHE_")}
+    return {
+        name: value.strip("'\"")
+        for name, value in named.items()
+        if not READ_BY_LMCACHE.match(name)
+        and not KUBERNETES.match(name)
+        and not value.startswith(("tcp://", "udp://", "sctp://"))
+    }
+
+
+def _from_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    if "lmcache" in extra:
+        raise ConfigError(
+            f"{EXTRA} has 'lmcache' as one object, which LMCache ignores; write flat keys, such as "
+            '"lmcache.chunk_size": 256'
+        )
+    found = {k.removeprefix(PREFIX): v for k, v in extra.items() if not _is_kept(k) and k not in BARE_KEYS}
+    refuse_unknown(found, NAMES, PREFIX, EXTRA)
+    return found | {k: v for k, v in extra.items() if k in BARE_KEYS}
+
+
+def _is_kept(key: str) -> bool:
+    """Whether the MP connector has a key of this kind, or refuses it itself."""
+    return key.startswith(MP) or not (key.startswith(PREFIX) or key in BARE_KEYS)
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether the server does anyway what the setting asks for."""
+    return (name, str(value).lower()) in (("local_cpu", "true"), ("local_cpu", "1"), ("cache_policy", "lru"))
+
+
+def _spelled(names: Iterable[str], environ: Mapping[str, str]) -> list[str]:
+    """The names as the user wrote them."""
+    variables = {name: f"LMCACHE_{name.upper()}" for name in names}
+    return sorted(variable if variable in environ else name for name, variable in variables.items())
