@@ -184,18 +184,13 @@ def arguments(
 
 
 def connector(case: Live, machine: Machine, disk: Path) -> dict[str, Any]:
-    """The repository's lmcache.json with the case's tiers and our connector, for any policy."""
-    config: dict[str, Any] = json.loads((ROOT / "lmcache.json").read_text())
-    extra = {
-        name: value
-        for name, value in config["kv_connector_extra_config"].items()
-        if "disk" not in name  # no tier that the case does not name
-    }
+    """LMCache in vLLM's process with the case's tiers, under any policy."""
+    extra: dict[str, Any] = {}
     dram_gib, disk_gib = machine.gib(case.dram_gb), machine.gib(case.ssd_gb)
     extra |= {"lmcache.chunk_size": machine.chunk_tokens, "lmcache.max_local_cpu_size": dram_gib}
     if case.ssd_gb:
         extra |= {"lmcache.local_disk": f"file://{disk}/", "lmcache.max_local_disk_size": disk_gib}
-    return config | OURS | {"kv_connector_extra_config": extra}
+    return {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 @contextmanager
