@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from continuum_lmcache.errors import ConfigError
-
 
 def __getattr__(name: str) -> Any:
     """The connector's class, which vLLM looks up here by name."""
@@ -16,6 +14,8 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as missing:
         if not str(missing.name).startswith("lmcache"):
             raise
+        from continuum_lmcache.errors import ConfigError
+
         raise ConfigError(
             f"{missing.name} is missing: install LMCache 0.5.6 (pip install lmcache==0.5.6)"
         ) from missing
