@@ -3,7 +3,6 @@
     python -m experiments.demo                  # the first ten turns of programs like Claude Code's
     python -m experiments.demo --generator swe  # programs drawn from the paper's Table 1
     TRACE=trace.jsonl python -m experiments.demo
-    python -m experiments.demo --no-pressure    # ample memory: nothing to gain; shows what it costs
 
 It measures the machine first and makes the pressure to fit (demo_scenario.py has the proportions). Then one
 server after the other, each alone, from the same tiers: stock fcfs, a queue in the programs' order, and
@@ -34,7 +33,6 @@ from experiments.demo_scenario import (
     Measured,
     Scenario,
     Work,
-    idle,
     pressed,
 )
 from experiments.demo_servers import CONTINUUM, FCFS, ORDER, ROOT, Contender, compared, measured
@@ -111,7 +109,6 @@ def demo(
     trace: Path | None,
     source: str,
     seeds: int,
-    without_pressure: bool,
     out: Path,
     clock: Clock,
     generator: str = GENERATOR,
@@ -120,21 +117,17 @@ def demo(
 
     Raises ServerError, ServerUnusable, TraceError.
     """
-    drawn = workload(trace, source, 1, None, generator).programs(
-        lambda _: None
-    )  # a bad trace is known before a server starts
+    chosen = workload(trace, source, 1, None, generator)
+    drawn = chosen.programs(lambda _: None)  # a bad trace is known before a server starts
     work = Work.of(drawn, limited=trace is not None)
-    contenders = (FCFS, CONTINUUM) if without_pressure else (FCFS, ORDER, CONTINUUM)
+    contenders = (FCFS, ORDER, CONTINUUM)
     clock.stages = 1 + seeds * len(contenders)
     clock.announce(
         "measuring this machine: stock vLLM, nothing beside it, one program and then several", TOTAL_S
     )
     model = make_model(ROOT / ".work" / "tiny-model")
-    found = measured(workload(trace, source, 1, None, generator), work, model, out)
-    if without_pressure:
-        scenario = idle(found, work, TOTAL_S - clock.spent_s, len(contenders) * seeds)
-    else:
-        scenario = pressed(found, work, TOTAL_S - clock.spent_s, len(contenders))
+    found = measured(chosen, work, model, out)
+    scenario = pressed(found, work, TOTAL_S - clock.spent_s, len(contenders))
     clock.console.print(demo_report.scenario_words(found, scenario))
     each_s = expected_s(found, scenario)
     paths: dict[str, list[Path]] = {who.name: [] for who in contenders}
@@ -144,8 +137,7 @@ def demo(
         clock.announce(f"{who.name}, seed {seed}: {sent}", left_s)
         chosen = workload(trace, source, seed, scenario, generator)
         paths[who.name].append(compared(who, scenario, chosen, model, out))
-    write = demo_report.without_pressure if without_pressure else demo_report.with_pressure
-    return write(paths, scenario, out, clock.console)
+    return demo_report.with_pressure(paths, scenario, out, clock.console)
 
 
 def main(
@@ -155,12 +147,7 @@ def main(
         str,
         typer.Option(help="Of programs: fitted to a trace, or swe: the Table 1 of the paper."),
     ] = GENERATOR,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Seeds 1 to N. Default: 1, and 2 with --no-pressure.")
-    ] = None,
-    no_pressure: Annotated[
-        bool, typer.Option("--no-pressure", help="A low rate and room for all: what continuum costs then.")
-    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Seeds 1 to N.")] = 1,
     readme: Annotated[
         bool,
         typer.Option("--readme", help="Also put the result into README.md and experiments/records/demo."),
@@ -168,13 +155,10 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("demo-results"),
 ) -> None:
     """Compare stock fcfs, program order and continuum, all with LMCache, on the small model."""
-    if readme and no_pressure:
-        raise typer.BadParameter("--readme shows the run under pressure; drop --no-pressure")
     clock = Clock(Console(), time.monotonic(), 0)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        seeds = repeats or (2 if no_pressure else 1)
-        page = demo(trace, source, seeds, no_pressure, out, clock, generator)
+        page = demo(trace, source, repeats, out, clock, generator)
     except (ServerError, ServerUnusable, TraceError, OSError) as error:
         raise SystemExit(f"demo: {error}") from error
     clock.console.print(f"{clock.spent_s:.0f} s in all; tables, figure and the servers' logs are in {out}/")

@@ -6,12 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
 from experiments.demo_scenario import Measured, Proportion, Scenario, pressure
-from experiments.demo_servers import CONTINUUM, FCFS, ROOT, records_of
-from experiments.driver import TurnRecord
+from experiments.demo_servers import FCFS, ROOT, records_of
 from experiments.figures import draw
 from experiments.server import fast_dtype
 from experiments.sweep.conditions import machine, versions, when
@@ -87,11 +85,6 @@ def with_pressure(paths: Paths, scenario: Scenario, out: Path, console: Console)
     return write(runs, f"{gains(runs)}\n\n{verdict(held)}", out, console)
 
 
-def without_pressure(paths: Paths, _scenario: Scenario, out: Path, console: Console) -> str:
-    """The same, with the cost of `continuum`."""
-    return write(read(paths), cost(paths), out, console)
-
-
 def write(runs: Runs, conclusion: str, out: Path, console: Console) -> str:
     cut = {CUT: lambda summary: float(len(summary["cut_s"]))}
     rows = comparison(runs, ROWS | (cut if any(s["cut_s"] for found in runs.values() for s in found) else {}))
@@ -151,42 +144,6 @@ def gains(runs: Runs) -> str:
         f"Mean job time of {baseline} {', '.join(clauses)} (above 1: {baseline} is slower). "
         f"The longest wait of a new program for its first token: {waits}." + f" {CUT_NOTE}" * is_cut
     )
-
-
-def cost(paths: Paths) -> str:
-    """The difference of continuum to fcfs, program by program and run by run, with its spread."""
-    pairs = []
-    by_run = []
-    for before, after in zip(paths[FCFS.name], paths[CONTINUUM.name], strict=True):
-        was, now = (job_times(records_of(p.with_suffix(".jsonl"))) for p in (before, after))
-        both = [(was[name], now[name]) for name in was.keys() & now.keys()]
-        pairs += both
-        by_run.append(sum(b for _, b in both) / sum(a for a, _ in both) - 1)
-    return cost_words(pairs, by_run)
-
-
-def cost_words(pairs: Sequence[tuple[float, float]], by_run: Sequence[float]) -> str:
-    """From job times under fcfs and under continuum, and the runs' relative differences."""
-    differences_s = np.array([now - was for was, now in pairs])
-    mean_s = float(np.mean([was for was, _ in pairs]))
-    error = 2 * float(differences_s.std(ddof=1)) / len(pairs) ** 0.5 / mean_s
-    low, high = np.percentile([now / was - 1 for was, now in pairs], (10, 90))
-    runs = ", ".join(f"{found:+.1%}" for found in by_run)
-    total = float(differences_s.mean()) / mean_s
-    if abs(total) <= error:
-        head = "There is nothing to gain here, and no difference beyond noise"
-    else:
-        head = f"There is nothing to gain here, and continuum is {'slower' if total > 0 else 'faster'}"
-    return (
-        f"{head}: mean job time {total:+.1%} +- {error:.1%} (two standard errors over {len(pairs)} pairs of "
-        f"programs), run by run {runs}; the middle 80 % of the pairs differ by {low:+.0%} to {high:+.0%}."
-    )
-
-
-def job_times(records: Sequence[TurnRecord]) -> dict[str, float]:
-    """How long each finished program took."""
-    began_s = {r.program: r.t_arrive for r in records if r.turn == 1}
-    return {r.program: r.t_done - began_s[r.program] for r in records if r.turn == r.of_turns and r.t_done}
 
 
 def publish(page: str, out: Path) -> None:

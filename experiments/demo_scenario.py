@@ -29,10 +29,7 @@ WINDOWS_TOKENS = (4096, 3072, 2048)  # longest contexts; the machine is measured
 OUTPUT_WORK, TURN_WORK = 4, 50  # what an output token and a turn cost, roughly, in new prompt tokens
 ENOUGH_PROGRAMS = 24  # else a shorter window is taken
 LEAST_PROGRAMS, MOST_PROGRAMS = 12, 40
-LEAST_IDLE_PROGRAMS = 6
-IDLE_WINDOWS = 16  # longest contexts that the GPU holds without pressure
 ARRIVALS = 2.0  # times what the machine finishes
-IDLE_ARRIVALS = 0.4  # the same, without pressure
 WASTE = 1.8  # times the least possible time, for computing KV again
 BACKLOG = 0.5  # of the programs, when the last one comes
 HELD_SHARE = 0.5  # of the backlog's contexts
@@ -137,18 +134,6 @@ def pressed(measured: Measured, work: Work, left_s: float, servers: int) -> Scen
     )
 
 
-def idle(measured: Measured, work: Work, left_s: float, servers: int) -> Scenario:
-    """A load well below the machine's capacity, in memory that holds all running programs."""
-    limit_s = _replay_s(measured, left_s, servers)
-    window_tokens = WINDOWS_TOKENS[-1]
-    capacity_jps = _capacity_jps(measured, work, window_tokens)
-    jps = IDLE_ARRIVALS * capacity_jps
-    programs = _within(math.floor(jps * limit_s / 1.3), work, LEAST_IDLE_PROGRAMS)  # 1.3: the last ones' time
-    room = IDLE_WINDOWS * window_tokens
-    scale = time_scale(measured.turn_s, work)
-    return Scenario(programs, jps, scale, window_tokens, room, room, capacity_jps, limit_s)
-
-
 def whole_blocks(tokens: float) -> int:
     """This many tokens or more, in whole blocks."""
     return math.ceil(tokens / BLOCK_TOKENS) * BLOCK_TOKENS
@@ -181,8 +166,8 @@ def rate(burst: Iterable[TurnRecord], of_turns: int) -> float:
     return done / full[-1].t_done
 
 
-def _within(programs: int, work: Work, least: int = LEAST_PROGRAMS) -> int:
-    return min(max(programs, least), MOST_PROGRAMS, work.programs or MOST_PROGRAMS)
+def _within(programs: int, work: Work) -> int:
+    return min(max(programs, LEAST_PROGRAMS), MOST_PROGRAMS, work.programs or MOST_PROGRAMS)
 
 
 # ---- after the run

@@ -54,7 +54,6 @@ OUTPUT_TOKENS = (8, 48)  # in turns
 WAKE_S = 0.5  # from a thaw to the first request
 # a frozen worker sends no heartbeat: after 120 s LMCache's server drops it, and a stock engine dies of that
 KEEP_SILENT = ("--worker-reap-timeout-seconds", "0")
-Means = Sequence[float]
 
 
 class ServersDiffer(Exception):
@@ -88,12 +87,12 @@ class Side:
             found[role] = found.get(role, 0.0) + times.user + times.system
         return found
 
-    def measure(self, programs: Sequence[Program], plan: Plan, streams: int) -> None:
+    def measure(self, programs: Sequence[Program], plan: Plan) -> None:
         """Thaw, serve the programs, freeze; the times are added to `turns` and `cpu_s`."""
         self.thaw()
         time.sleep(WAKE_S)
         before_s = self.cpu_times_s()
-        self.turns.append(asyncio.run(replayed(self.url, programs, plan, streams)))
+        self.turns.append(asyncio.run(replayed(self.url, programs, plan)))
         for role, used_s in self.cpu_times_s().items():
             self.cpu_s[role] = self.cpu_s.get(role, 0.0) + used_s - before_s[role]
         self.freeze()
@@ -116,19 +115,15 @@ async def metrics(url: str) -> str:
         return await client.metrics_text()
 
 
-async def replayed(url: str, programs: Sequence[Program], plan: Plan, streams: int) -> list[TurnRecord]:
-    """The turns of all programs, of which `streams` run at a time. Raises ServersDiffer if one fails."""
+async def replayed(url: str, programs: Sequence[Program], plan: Plan) -> list[TurnRecord]:
+    """The turns of all programs, one program after the other. Raises ServersDiffer if one fails."""
     found: list[TurnRecord] = []
-
-    async def one_after_the_other(chosen: Sequence[Program]) -> None:
-        for program in chosen:
-            await run([program], plan, client.complete, found.append)
-
     async with Client(f"{url}/v1", 120) as client:
-        await asyncio.gather(*(one_after_the_other(programs[at::streams]) for at in range(streams)))
+        for program in programs:
+            await run([program], plan, client.complete, found.append)
     if failed := [turn for turn in found if turn.error is not None]:
         raise ServersDiffer(f"{url}: {failed[0].program} turn {failed[0].turn} failed: {failed[0].error}")
-    return sorted(found, key=lambda turn: (turn.program, turn.turn))
+    return found
 
 
 def programs_of(pair: int, count: int) -> list[Program]:
@@ -149,7 +144,7 @@ def programs_of(pair: int, count: int) -> list[Program]:
 
 
 @contextlib.contextmanager
-def servers(model: Path, out: Path, mp: bool, fcfs_args: str) -> Iterator[dict[str, Side]]:
+def servers(model: Path, out: Path, mp: bool) -> Iterator[dict[str, Side]]:
     """Both servers; both are frozen."""
     with contextlib.ExitStack() as until:
         sides = {}
@@ -157,7 +152,6 @@ def servers(model: Path, out: Path, mp: bool, fcfs_args: str) -> Iterator[dict[s
             env = {} if name == OURS else ALONE
             args = ["--scheduling-policy", name, "--max-model-len", str(WINDOW_TOKENS)]
             args += ["--enable-prompt-tokens-details", "--dtype", fast_dtype()]
-            args += fcfs_args.split() if name == STOCK else []
             behind: list[tuple[str, psutil.Process]] = []
             if mp:
                 disk = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="no-pressure-")))
@@ -195,31 +189,14 @@ def ends(turns: Sequence[TurnRecord]) -> tuple[float, float]:
     return turns[0].t_sent, done_s
 
 
-def differences(stock: Sequence[TurnRecord], ours: Sequence[TurnRecord]) -> tuple[float, float, float]:
-    """Ours less stock's of one pair, in ms: of a turn, of a token, of the wait for the first token.
-
-    The same turns on both sides; a line through their differences over their output tokens.
-    """
-    tokens, longer_ms, first_ms = [], [], []
-    for a, b in zip(stock, ours, strict=True):
-        if (a.program, a.turn, a.output_tokens) != (b.program, b.turn, b.output_tokens):
-            raise ServersDiffer(f"{a} is not the turn {b}")
-        assert a.t_done and b.t_done and a.t_first and b.t_first
-        tokens.append(a.output_tokens)
-        longer_ms.append(1e3 * ((b.t_done - b.t_sent) - (a.t_done - a.t_sent)))
-        first_ms.append(1e3 * ((b.t_first - b.t_sent) - (a.t_first - a.t_sent)))
-    line = stats.linregress(tokens, longer_ms)
-    return float(line.intercept), float(line.slope), mean(first_ms)
-
-
-def estimate(values: Means, unit: str = "") -> str:
+def estimate(values: Sequence[float]) -> str:
     """Mean, standard error, and 95 % interval of the pairs' values."""
     middle = mean(values)
     if len(values) < 2:
-        return f"{middle:.4f}{unit}"
+        return f"{middle:.4f}"
     error = float(np.std(values, ddof=1)) / len(values) ** 0.5
     reach = float(stats.t.ppf(0.975, len(values) - 1)) * error
-    return f"{middle:.4f}{unit} +- {error:.4f} (95 %: {middle - reach:.4f} to {middle + reach:.4f})"
+    return f"{middle:.4f} +- {error:.4f} (95 %: {middle - reach:.4f} to {middle + reach:.4f})"
 
 
 def cpu_table(sides: dict[str, Side]) -> Table:
@@ -243,13 +220,8 @@ def report(sides: dict[str, Side], console: Console) -> None:
     stock, ours = sides[STOCK], sides[OURS]
     pairs = list(zip(stock.turns, ours.turns, strict=True))
     ratios = [ratio(a, b) for a, b in pairs]
-    by_turn, by_token, first = zip(*(differences(a, b) for a, b in pairs), strict=True)
-    a_ms, b_ms = (mean(1e3 * ((t.t_first or 0) - t.t_sent) for t in side.turns[0]) for side in (stock, ours))
     console.print(f"pairs: {', '.join(f'{r:.4f}' for r in ratios)}")
     console.print(f"mean job time, {OURS} over {STOCK}: {estimate(ratios)}")
-    console.print(f"a turn takes more, beside its tokens: {estimate(by_turn, ' ms')}")
-    console.print(f"an output token takes more: {estimate(by_token, ' ms')}")
-    console.print(f"TTFT is longer by: {estimate(first, ' ms')}; first pair {a_ms:.1f}, {b_ms:.1f}")
     console.print(cpu_table(sides))
 
 
@@ -271,8 +243,6 @@ def main(
     mp: Annotated[bool, typer.Option(help="LMCache's MP server behind each.")] = False,
     pairs: Annotated[int, typer.Option(min=1, help="How many ratios.")] = 14,
     programs: Annotated[int, typer.Option(min=1, help=f"Of {TURNS} turns each, in a pair.")] = 16,
-    streams: Annotated[int, typer.Option(min=1, help="Programs that run at a time.")] = 1,
-    fcfs_args: Annotated[str, typer.Option(help="More arguments for the fcfs server.")] = "",
     out: Annotated[Path, typer.Option(help="Folder for the servers' logs.")] = ROOT / ".work" / "no-pressure",
 ) -> None:
     """Print the ratios, their summary, and CPU time by process."""
@@ -281,21 +251,19 @@ def main(
     model = make_model(ROOT / ".work" / "tiny-model")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        with servers(model, out, mp, fcfs_args) as sides:
+        with servers(model, out, mp) as sides:
             for pair in range(pairs + 1):  # the first warms up
                 plan = Plan("tiny", pair, ORDINARY)
                 chosen = programs_of(pair, programs if pair else min(programs, 4))
                 for name in (STOCK, OURS) if pair % 2 else (OURS, STOCK):
-                    sides[name].measure(chosen, plan, streams)
+                    sides[name].measure(chosen, plan)
                 if not pair:
                     for side in sides.values():
                         side.turns.clear()
                         side.cpu_s.clear()
                 elif len(sides[STOCK].turns) > 1:
-                    ratio = mean(job_times_s(sides[OURS].turns[-1])) / mean(
-                        job_times_s(sides[STOCK].turns[-1])
-                    )
-                    console.print(f"pair {pair} of {pairs}: {ratio:.4f}")
+                    last = ratio(sides[STOCK].turns[-1], sides[OURS].turns[-1])
+                    console.print(f"pair {pair} of {pairs}: {last:.4f}")
             report(sides, console)
             check(sides, console)
     except (ServerError, ServersDiffer) as error:

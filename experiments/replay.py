@@ -199,9 +199,6 @@ def main(
     base_url: Annotated[str, typer.Option(help="The server's API, as http://127.0.0.1:8000/v1.")],
     trace: Annotated[Path | None, typer.Option(help="A trace file; without it, --generator draws.")] = None,
     generator: Annotated[Literal["swe", "bfcl"], typer.Option(help="A row of the paper's Table 1.")] = "swe",
-    reading: Annotated[
-        Literal["final-context", "sum-of-prompts"], typer.Option(help="Of Table 1's tokens a program.")
-    ] = "final-context",
     source: Annotated[str, typer.Option(help="Only the trace's programs from sources containing this.")] = "",
     programs: Annotated[int | None, typer.Option(min=1, help="How many; default: all of a trace.")] = None,
     jps: Annotated[float | None, typer.Option(min=1e-6, help="Poisson arrivals a second.")] = None,
@@ -224,7 +221,7 @@ def main(
         raise typer.BadParameter(f"{policy_label!r} names files; it must not contain '/'")
     drawn_from, said = vocabulary(vocab), identity if ids else anonymous
     said = untold if ids and sessions else said
-    chosen = Selection(seed, trace, generator, programs, jps, source, reading, max_context, time_scale)
+    chosen = Selection(seed, trace, generator, programs, jps, source, max_context, time_scale)
     job = Job(base_url, policy_label, chosen, out, model, drawn_from, shared_prefix, said, timeout_s)
     try:
         if sessions:

@@ -10,7 +10,7 @@ from statistics import median
 from continuum_lmcache.errors import TraceError
 from experiments import workload
 from experiments.sim import trace_programs
-from experiments.table1 import GENERATORS, READINGS, generate
+from experiments.table1 import GENERATORS, generate
 from experiments.workload import Program
 
 DEFAULT_PROGRAMS = 20
@@ -28,7 +28,6 @@ class Selection:
     count: int | None = None  # None: all of the trace, DEFAULT_PROGRAMS of the generator
     jps: float | None = None  # Poisson arrivals, programs a second; None: the trace's own
     source: str = ""  # only programs of a trace whose source contains this
-    reading: str = READINGS[0]  # of the table's "tokens per program"
     max_context_tokens: int | None = None  # shrink all programs until the longest fits
     time_scale: float = 1.0  # of a trace's own arrivals, as of its gaps
     most_turns: int | None = None  # of a program only the first so many
@@ -36,7 +35,7 @@ class Selection:
     @property
     def name(self) -> str:
         """The programs' description, for a table's caption."""
-        drawn = f"agents-{self.generator}" if self.is_agents else f"table1-{self.generator}-{self.reading}"
+        drawn = f"agents-{self.generator}" if self.is_agents else f"table1-{self.generator}"
         found = drawn if self.trace is None else self.trace.name
         found += f"[{self.source}]" if self.source else ""
         return found if self.most_turns is None else f"{found}, first {self.most_turns} turns"
@@ -61,7 +60,7 @@ class Selection:
         if self.trace is None and self.is_agents:
             return self._agents(self.count or DEFAULT_PROGRAMS)
         if self.trace is None:
-            return generate(self.generator, self.count or DEFAULT_PROGRAMS, self.seed, self.reading)
+            return generate(self.generator, self.count or DEFAULT_PROGRAMS, self.seed)
         programs = tuple(p for p in workload.load_trace(self.trace) if self.source in p.source)
         if not programs:
             raise TraceError(f"{self.trace}: no program has a source that contains {self.source!r}")

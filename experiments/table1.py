@@ -57,36 +57,29 @@ GENERATORS: dict[str, Shape] = {
         Lognormal(6.3, 2.3), Lognormal(1.923, 2.133), Lognormal(93_256 * 0.4, 68_687 * 0.4), "function"
     ),
 }
-READINGS = ("final-context", "sum-of-prompts")
 
 
-def generate(name: str, count: int, seed: int, reading: str = "final-context") -> tuple[Program, ...]:
+def generate(name: str, count: int, seed: int) -> tuple[Program, ...]:
     """`count` programs of the shape `name` (a key of GENERATORS), all arriving at 0.
 
-    `reading` says what the table's "tokens per program" means: the context at the program's end, or
-    the sum of all its prompts (contexts are then 3 to 7 times shorter). The first programs of a seed are the
-    same whatever the count. Raises KeyError for an unknown name or reading.
+    The table's "tokens per program" is taken for the context at the program's end. The first programs of a
+    seed are the same whatever the count. Raises KeyError for an unknown name.
     """
-    if reading not in READINGS:
-        raise KeyError(reading)
-    return draw(GENERATORS[name], name, count, seed, reading)
+    return draw(GENERATORS[name], name, count, seed)
 
 
-def draw(
-    shape: Shape, name: str, count: int, seed: int, reading: str = "final-context"
-) -> tuple[Program, ...]:
+def draw(shape: Shape, name: str, count: int, seed: int) -> tuple[Program, ...]:
     """`count` programs of a shape, all arriving at 0."""
-    return tuple(_draw(shape, f"{name}-{seed}-{i}", (seed, SHAPES, i), reading) for i in range(count))
+    return tuple(_draw(shape, f"{name}-{seed}-{i}", (seed, SHAPES, i)) for i in range(count))
 
 
-def _draw(shape: Shape, program_id: str, seed: Sequence[int], reading: str) -> Program:
+def _draw(shape: Shape, program_id: str, seed: Sequence[int]) -> Program:
     rng = np.random.default_rng(seed)
     count = max(1, round(shape.turns.draw(rng)))
     tokens = shape.tokens.draw(rng)
     outputs = [max(1, round(OUTPUT_TOKENS.draw(rng))) for _ in range(count)]
     shares = _prompt_shares(count, rng)
-    last_prompt = tokens - outputs[-1] if reading == "final-context" else tokens / sum(shares)
-    prompts = [max(1, round(share * last_prompt)) for share in shares]
+    prompts = [max(1, round(share * (tokens - outputs[-1]))) for share in shares]
     gaps_s = [shape.tool_s.draw(rng) for _ in range(count - 1)]
     turns: list[TurnSpec] = []
     history = 0

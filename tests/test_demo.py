@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from rich.console import Console
 from test_tables import summary
 
@@ -16,7 +15,6 @@ from experiments.demo_scenario import (
     START_FACTOR,
     Measured,
     Work,
-    idle,
     most_tokens,
     pressed,
     pressure,
@@ -58,7 +56,7 @@ def test_the_demo_draws_agents_programs_none_much_longer_than_the_middle_one():
     assert all(p.turns[-1].gap_s is None for p in programs)
     contexts = sorted(p.context_tokens for p in programs)
     assert contexts[-1] <= 3 * contexts[len(contexts) // 2]
-    assert demo.workload(None, "", 1, None, "swe").name == "table1-swe-final-context, first 10 turns"
+    assert demo.workload(None, "", 1, None, "swe").name == "table1-swe, first 10 turns"
     with pytest.raises(TraceError, match="known: claude-code-swe"):
         demo.workload(None, "", 1, None, "claude").programs()
 
@@ -109,12 +107,6 @@ def test_a_faster_machine_gets_more_and_longer_programs_faster():
 def test_a_trace_of_few_programs_is_used_up_and_not_asked_for_more():
     scenario = pressed(MACHINES["fast"], replace(WORK, programs=5), LEFT_S, 3)
     assert scenario.programs == 5
-
-
-def test_without_pressure_all_programs_fit_the_gpu_and_come_slowly(machine):
-    scenario = idle(machine, WORK, LEFT_S, 4)
-    assert scenario.jps < 0.5 * scenario.capacity_jps
-    assert scenario.gpu_tokens > 12 * scenario.window_tokens
 
 
 def test_the_scenarios_sizes_are_those_of_the_small_model():
@@ -214,13 +206,6 @@ def test_the_check_says_that_the_pressure_held_only_if_every_proportion_did():
         assert said.startswith("**The pressure did not hold**") and "**not the" in said
 
 
-def test_a_cost_is_reported_only_if_it_is_larger_than_its_spread():
-    assert "continuum is slower: mean job time +10.0% +-" in demo_report.cost_words(
-        [(1.0, 1.1), (2.0, 2.2), (3.0, 3.3), (2.0, 2.2)], [0.1]
-    )
-    assert "no difference beyond noise" in demo_report.cost_words([(1.0, 2.0), (2.0, 1.1)], [0.0])
-
-
 def measured_paths(folder, **job_times_s):
     """Summaries and turns of one seed, by contender, as the servers' runs leave them."""
     paths = {}
@@ -233,13 +218,6 @@ def measured_paths(folder, **job_times_s):
         path.with_suffix(".jsonl").write_text("".join(json.dumps(vars_of(r)) + "\n" for r in turns))
         paths[who.name] = [path]
     return paths
-
-
-def test_without_pressure_the_report_says_what_the_pairs_of_programs_differ_by(tmp_path):
-    scenario = idle(MACHINES["fast"], WORK, LEFT_S, 4)
-    paths = measured_paths(tmp_path, fcfs=[2.0, 3.0, 4.0], continuum=[2.2, 3.3, 4.4])
-    page = demo_report.without_pressure(paths, scenario, tmp_path, Console(quiet=True))
-    assert "mean job time +10.0% +-" in page and "over 3 pairs of programs), run by run +10.0%" in page
 
 
 def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path):
@@ -299,18 +277,12 @@ def test_failed_turns_end_the_demo_with_the_first_reason_and_the_end_of_the_serv
         refuse_failures({"errors": 1}, job, log)
 
 
-def test_a_run_without_pressure_is_not_put_into_the_readme(tmp_path):
-    with pytest.raises(typer.BadParameter, match="drop --no-pressure"):
-        demo.main(None, "", None, no_pressure=True, readme=True, out=tmp_path)
-
-
 def test_a_trace_that_is_missing_is_known_before_a_server_starts(tmp_path):
     with pytest.raises(SystemExit, match="demo: .*missing.jsonl"):
         demo.main(
             trace=tmp_path / "missing.jsonl",
             source="",
-            repeats=None,
-            no_pressure=False,
+            repeats=1,
             readme=False,
             out=tmp_path,
         )
