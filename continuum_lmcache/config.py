@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,6 +17,8 @@ from continuum_lmcache.errors import ConfigError
 
 PREFIX = "continuum."
 ENV_PREFIX = "CONTINUUM_"
+# Kubernetes puts these into every pod that has a Service whose name begins with "continuum"
+KUBERNETES = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class ContinuumConfig:
         given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
         refuse_unknown(given, KEYS, PREFIX, "kv_connector_extra_config")
         for name, value in environ.items():
-            if name.startswith(ENV_PREFIX):
+            if name.startswith(ENV_PREFIX) and not KUBERNETES.search(name.removeprefix(ENV_PREFIX)):
                 given[name.removeprefix(ENV_PREFIX).lower()] = value
         refuse_unknown(given, KEYS, ENV_PREFIX, "the environment", str.upper)
         return cls(**{k: parsed(PREFIX + k, v, KEYS[k]) for k, v in given.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -71,6 +72,7 @@ class FinishedTurn:
     context_tokens: int  # prompt and output: tokens whose KV is on the GPU now
     blocks: int  # GPU blocks that a pin would hold
     residency: Residency  # where the context would be found without the pin
+    tenant: str = ""  # identity.tenant_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,3 +128,4 @@ class QueueEntry:
     turn_arrival_s: float
     place_s: float  # one of both, by AdmissionController.takes_turns when the turn arrived
     attained_tokens: int  # tokens computed for the program so far
+    overdue_s: float = math.inf  # the turn's arrival, once it has waited for LONGEST_WAIT_S

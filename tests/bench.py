@@ -118,6 +118,7 @@ class Bench:
         extra = {**({"job_id": job} if job is not None else {}), **fields}
         stop, priority = extra.pop("stop", None), extra.pop("priority", 0)
         resumable = extra.pop("resumable", False)  # a session whose prompt may go on
+        session_id = extra.pop("session_id", None)  # vLLM's own, from a header
         params = SamplingParams(
             max_tokens=out,
             ignore_eos=True,
@@ -136,6 +137,7 @@ class Bench:
             cache_salt=salt,
             priority=priority,
             resumable=resumable,
+            session_id=session_id,
             block_hasher=self.hasher,
         )
         self.scheduler.add_request(request)

@@ -35,7 +35,7 @@ class SpanEngine:
         self.slots, self.chunk = slots, chunk
         self.chunks: dict[int, list[int]] = {}  # keys in its slots, by the key of its last token
         self.spoilt: list[str] = []
-        self.losing = self.lost = self.loads = self.lag = 0
+        self.losing = self.lost = self.loads = self.lag = self.loaded_tokens = 0
 
     def lookup(self, token_ids: list[int], **_: Any) -> int:
         ends = keys(list(token_ids))[self.chunk - 1 :: self.chunk]
@@ -57,6 +57,7 @@ class SpanEngine:
             for token in range(max(start, vllm_cached_tokens), start + self.chunk):
                 self.slots[to[token]] = held[token - start]
             came[start : start + self.chunk] = True
+        self.loaded_tokens += int(came.sum())
         return came
 
     def store(self, tokens: list[int], mask: Any, slot_mapping: Any, req_id: str, **_: Any) -> None:

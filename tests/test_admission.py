@@ -492,12 +492,42 @@ def test_the_heads_that_were_not_found_for_longest_are_forgotten() -> None:
     assert shared.head([0]).tokens == 0 and shared.head([0, 1]).tokens == 2
 
 
+def test_programs_larger_than_the_cache_hold_up_the_line_no_longer_than_one_of_them() -> None:
+    admission = AdmissionController(KVCapacity(1000), 120.0)
+    admission.add_request(ProgramId("busy"), 900)
+    for n in range(6):
+        admission.on_arrival(float(n), ProgramId(f"giant{n}"), 100_000)
+    admission.on_arrival(6.0, ProgramId("small"), 10)
+    started = [admission.admit(float(second), False) for second in range(7, 126)]
+    assert [program for found in started for program in found] == [f"giant{n}" for n in range(6)]
+    admission.remove_program(ProgramId("busy"))
+    for n in range(6):
+        admission.remove_program(ProgramId(f"giant{n}"))
+    assert admission.admit(126.0, False) == ["small"]
+
+
+def test_turns_that_came_back_fill_no_table() -> None:
+    admission = AdmissionController(KVCapacity(1_000_000), 120.0)
+    programs = [ProgramId(f"p{n}") for n in range(20)]
+    for program in programs:
+        admission.on_arrival(0.0, program, 100, turns=1)
+    for second in range(200):
+        for program in programs:
+            admission.on_pause(float(second), program, 200, expected_s=4000.0)
+            admission.on_arrival(second + 0.5, program, 250, turns=2)
+    assert len(admission._absent) <= 65
+    for program in programs:
+        admission.on_pause(200.0, program, 200, expected_s=4000.0)
+    admission.expire_absent(4200.0)
+    assert not admission.admitted, "none was forgotten"
+
+
 def test_end_claims_are_trusted_until_too_many_ended_programs_come_back() -> None:
     claims = EndClaims()
     for i in range(2 * LEAST_CLAIMS):
         claims.claim(ProgramId(f"p{i}"), EndClaim(float(i), 3))
     assert claims.withdraw(ProgramId("p7")) == EndClaim(7.0, 3) and claims.withdraw(ProgramId("p7")) is None
-    assert claims.is_trusted
+    assert claims.is_trusted("")
     for i in range(20, 24):
         claims.withdraw(ProgramId(f"p{i}"))
-    assert not claims.is_trusted
+    assert not claims.is_trusted("")

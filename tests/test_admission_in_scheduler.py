@@ -470,7 +470,7 @@ def test_a_program_whose_end_was_claimed_keeps_its_place_when_it_comes_back(make
     back = bench.send("p", prompt(80, 1))
     turn = bench.lifecycle.turns[back]
     assert not turn.held and turn.program_arrival_s < began_s
-    assert bench.lifecycle.end_claims.wrong == 1
+    assert bench.lifecycle.end_claims.wrong == {"": 1}
 
 
 # the chunk budget -------------------------------------------------------------

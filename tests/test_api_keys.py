@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ pytest.importorskip("vllm")
 
 from bench import Bench, prompt, settings  # noqa: F401
 from entry_points import BODIES, app, post
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
 
 from continuum_lmcache.programs.identity import OWNER_FIELD
-from continuum_lmcache.vllm_plugin.hooks import api_keys
+from continuum_lmcache.vllm_plugin.hooks import api_keys, request_fields, wrapping
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 KEYS = ["key-of-ann", "key-of-bob"]
@@ -43,6 +46,31 @@ def test_a_client_cannot_say_itself_whose_it_is() -> None:
     forged = {"vllm_xargs": {OWNER_FIELD: "somebody"}, OWNER_FIELD: "somebody"}
     assert post(app(KEYS), "/v1/completions", KEYS[0], **forged)[OWNER_FIELD] != "somebody"
     assert post(app([]), "/v1/completions", None, **forged) == {}
+
+
+@pytest.mark.parametrize("key", ["Bearer key-of-ann", ""])
+def test_a_request_that_skips_vllms_request_classes_is_its_keys_too(key: str) -> None:
+    """Token-in requests and beams, which share one set of parameters."""
+
+    class Engine:
+        async def add_request(self, _request_id: str, _prompt: Any, params: Any) -> Any:
+            return params.extra_args
+
+    async def sent() -> Any:
+        if key:
+            api_keys.owner.set(api_keys.owner_of(key))
+        params = SamplingParams(extra_args={OWNER_FIELD: "forged", "job_id": "j"})
+        return [await Engine().add_request("1", {}, params) for _ in range(2)]
+
+    api_keys.share_secret()
+    request_fields.add_owner(Engine)
+    owner = {OWNER_FIELD: api_keys.owner_of(key)} if key else {}
+    assert asyncio.run(sent()) == [{"job_id": "j", **owner}] * 2
+
+
+def test_every_request_of_an_api_server_gets_its_owner() -> None:
+    request_fields.install()
+    assert getattr(AsyncLLM.add_request, wrapping.MARK)
 
 
 def test_without_api_keys_a_request_is_nobodys_whatever_it_sends() -> None:

@@ -56,6 +56,13 @@ def test_a_bad_value_says_what_it_must_be(name: str, value: object, expected: st
         ContinuumConfig.load({f"continuum.{name}": value}, {})
 
 
+@pytest.mark.parametrize("service", ["CONTINUUM", "CONTINUUM_ROUTER"])
+def test_a_kubernetes_service_named_like_us_sets_nothing(service: str) -> None:
+    ports = ("PORT", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_8000_TCP", "PORT_8000_TCP_ADDR")
+    variables = {f"{service}_{name}": "tcp://10.0.0.1:8000" for name in (*ports, "SERVICE_HOST")}
+    assert ContinuumConfig.load({}, variables) == ContinuumConfig()
+
+
 def test_a_config_cannot_be_changed_afterwards() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         ContinuumConfig().max_ttl_s = 1  # type: ignore[misc]

@@ -209,8 +209,36 @@ def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_els
     lifecycle = bench.lifecycle
     assert list(lifecycle.pins.pinned) == [ProgramId("victim")] == list(lifecycle.programs.records)
     assert lifecycle.end_claims._by_program[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
-    assert not lifecycle.end_claims.is_trusted, "its word is not taken any more, nor is its KV dropped"
+    assert not lifecycle.end_claims.is_trusted(""), "its word is not taken any more, nor is its KV dropped"
     assert set(lifecycle.admission.admitted) == {ProgramId("victim")}
+
+
+def test_one_tenants_lies_about_ends_cost_no_other_its_trust(bench: Bench) -> None:
+    for turn in range(20):
+        bench.turn("liar", prompt(40 + turn, 1), salt="liar", is_last_step=True)
+    assert bench.lifecycle.end_claims.is_trusted("victim")
+    assert not bench.lifecycle.end_claims.is_trusted("liar")
+
+
+@pytest.mark.parametrize("tenant", ["victim", ""])
+def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(
+    model: Path,
+    settings: Any,  # noqa: F811
+    tenant: str,
+) -> None:
+    settings(policy="continuum")
+    advisor = Bench(ContinuumScheduler, model).lifecycle.advisor
+    for number in range(150):
+        advisor.gaps.observe(("pytest",), 2.0 + number % 3, tenant)
+    before_s = advisor.expected_s(("pytest",), tenant)
+    for number in range(400):
+        advisor.give_up(ProgramId(f"p{number}"), ("pytest",), 1, "liar")
+        advisor.gaps.observe(("pytest",), 1e5, "liar")
+    assert advisor.expected_s(("pytest",), tenant) == before_s
+    assert not advisor.returns_late(("pytest",), tenant) and not advisor.mostly_ends(("pytest",), tenant)
+    assert advisor.gaps.of(tenant).distribution(("pytest",)).mean_s < 4
+    assert advisor.gaps.of("liar").lost_share(("pytest",)) == pytest.approx(0.5, abs=0.01)
+    assert advisor.gaps.of("new").lost_share(("pytest",)) == 0.0, "others tell nothing against a new one"
 
 
 def agent(name: str, arrival_s: float, source: str) -> Program:

@@ -47,6 +47,18 @@ def test_an_alarm_rings_at_the_time_that_was_set_last(
     alarm.close()
 
 
+def test_a_deadline_further_away_than_a_thread_can_wait_for_ends_no_timer() -> None:
+    rung: queue.Queue[None] = queue.Queue()
+    alarm = IdleTimer(lambda: rung.put(None))
+    alarm.set(1e300)
+    alarm.set(time.monotonic() + 0.01)
+    rung.get(timeout=PATIENCE_S)
+    alarm.set(1e300)
+    alarm._thread.join(0.1)
+    assert alarm._thread.is_alive()
+    alarm.close()
+
+
 def test_an_alarm_that_rang_can_be_set_again() -> None:
     rung: queue.Queue[None] = queue.Queue()
     alarm = IdleTimer(lambda: rung.put(None))

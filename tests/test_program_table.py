@@ -128,6 +128,8 @@ class Books(RuleBasedStateMachine):
 
     @rule(program=st.sampled_from("abcdef"))
     def a_turn_arrives(self, program: str) -> None:
+        if program in self.live.values():  # a further request of a name is no turn of it
+            return
         self.count += 1
         turn_id = TurnId(str(self.count))
         self.tables.arrived(

@@ -15,7 +15,9 @@ from bench import Bench, prompt, settings  # noqa: F401
 from waiting import wait_for
 
 from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.vllm_plugin import assembly
 from continuum_lmcache.vllm_plugin.assembly import FileSaver
+from continuum_lmcache.vllm_plugin.files import durations_file
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -50,8 +52,30 @@ def test_what_was_learned_is_written_while_the_engine_runs(bench: Bench, tmp_pat
     path = tmp_path / "gaps.json"
     wait_for(path.exists)
     assert ToolDurations.loads(path.read_text()).exact(("bash",)).n == 1
+    recording = tmp_path / "run" / "scheduler_timestamps"
+    assert not recording.exists(), "it is written when asked for, and at the end"
     saver.close()
-    assert not (tmp_path / "run" / "scheduler_timestamps").exists(), "the recording is written when asked for"
+    assert recording.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_disk_that_hangs_keeps_neither_a_signal_nor_the_engines_end_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs, goes_on, stopped = threading.Event(), threading.Event(), threading.Event()
+    monkeypatch.setattr(durations_file.os, "fsync", lambda _: hangs.set() or goes_on.wait())
+    monkeypatch.setattr(assembly, "JOIN_S", 0.1)
+    parts = assembly.EngineParts(None, ToolDurations(), tmp_path / "gaps.json", None)  # type: ignore[arg-type]
+    parts.saver = FileSaver(parts)
+    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
+    assembly.save_on_signals(parts.saver)
+    parts.saver.request_save()
+    assert hangs.wait(30)
+    signal.raise_signal(signal.SIGTERM)
+    assert stopped.is_set(), "vLLM's own handler"
+    parts.close()
+    goes_on.set()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_signal_has_the_files_written_by_another_thread(

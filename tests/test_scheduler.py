@@ -23,6 +23,7 @@ from continuum_lmcache.programs.identity import HINT_FIELD, TOOLS_FIELD
 from continuum_lmcache.telemetry.events import PinReleased, TurnFinished
 from continuum_lmcache.telemetry.recorder import META
 from continuum_lmcache.types import PinEnd
+from continuum_lmcache.vllm_plugin import requests
 from continuum_lmcache.vllm_plugin.hooks.prometheus import detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
@@ -123,17 +124,6 @@ def test_a_pin_outstays_its_ttl_while_the_next_turn_waits(make: Make) -> None:
     assert bench.used_blocks >= 4 and "expired" not in outcomes(bench)
     bench.run_until_idle()
     assert outcomes(bench) == {"reused": 1}
-
-
-def test_a_pin_ends_though_its_program_has_an_idle_session(make: Make) -> None:
-    bench = make(blocks=20)
-    session = bench.send("p", prompt(32, 1), resumable=True)
-    bench.run_until_idle()
-    bench.turn("p", prompt(64, 2))
-    assert session in bench.lifecycle.turns and list(bench.lifecycle.pins.pinned) == ["p"]
-    bench.advance(9)
-    assert not bench.lifecycle.pins.pinned and outcomes(bench) == {"expired": 1}
-    bench.scheduler.finish_requests([session], RequestStatus.FINISHED_ABORTED)
 
 
 def test_every_due_pin_is_released_in_the_step_it_falls_due(make: Make) -> None:
@@ -258,6 +248,16 @@ def test_the_newest_program_is_preempted_first(make: Make) -> None:
     bench.run_until_idle()
     assert set(bench.preempted) == {young}
     assert len(bench.done[old]) == 5 * BLOCK - 4 + 30
+
+
+def test_a_programs_last_step_is_preempted_last_though_it_is_the_newest(make: Make) -> None:
+    bench = make(blocks=12)
+    old = bench.send("old", prompt(5 * BLOCK - 4, 1), out=30)
+    bench.step()
+    last = bench.send("young", prompt(5 * BLOCK - 4, 2), out=30, is_last_step=True)
+    bench.run_until_idle()
+    assert set(bench.preempted) == {old}
+    assert len(bench.done[last]) == 5 * BLOCK - 4 + 30
 
 
 def test_an_older_program_that_started_later_is_not_the_victim(make: Make) -> None:
@@ -589,14 +589,14 @@ def test_a_program_that_comes_back_with_a_shorter_prompt_reuses_what_it_can(make
     assert bench.lifecycle.residency.prompt_tokens["gpu"] == 2 * BLOCK
 
 
-def test_concurrent_turns_of_one_program_finish_in_any_order(make: Make) -> None:
+def test_of_concurrent_requests_of_one_name_the_first_is_its_programs_turn(make: Make) -> None:
     bench = make(blocks=40)
     slow = bench.send("p", prompt(64, 1), out=12)
     fast = bench.send("p", prompt(64, 2), out=2)
     bench.run_until_idle()
     assert {slow, fast} <= set(bench.done)
-    assert outcomes(bench) == {"superseded": 1}
-    assert list(bench.lifecycle.pins.pinned) == ["p"]
+    assert not outcomes(bench) and list(bench.lifecycle.pins.pinned) == ["p"]
+    assert bench.lifecycle.pins.pinned["p"].turn.context_tokens == len(bench.done[slow])
 
 
 def test_a_last_step_beside_another_live_turn_leaks_nothing(make: Make) -> None:
@@ -687,6 +687,28 @@ def test_a_token_beyond_the_tokenizers_vocabulary_costs_a_turn_its_tools_name_an
     bench.run_until_idle()
     assert request.output_token_ids[-1] > tokenizer.vocab_size
     assert bench.lifecycle.ignored == {"output_token_ids": 1} and list(bench.lifecycle.pins.pinned) == ["p"]
+
+
+class PanicException(BaseException):
+    """As tokenizers in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, KeyError, RuntimeError, PanicException])
+def test_no_error_of_a_models_own_tokenizer_ends_an_engine(
+    make: Make, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decode(*_: Any, **__: Any) -> str:
+        raise error("unknown ids")
+
+    bench, warnings = make(), list[str]()
+    bench.lifecycle._tokenizer = SimpleNamespace(decode=decode)
+    monkeypatch.setattr(requests, "_next_warning_s", [0.0])
+    monkeypatch.setattr(requests.logger, "warning", lambda *args: warnings.append(args[1]))
+    for turn in range(3):
+        bench.turn("p", prompt(40 + turn))
+    assert bench.lifecycle.ignored == {"output_token_ids": 3} and list(bench.lifecycle.pins.pinned) == ["p"]
+    (warning,) = warnings
+    assert "SimpleNamespace.decode raised" in warning and "unknown ids" in warning
 
 
 def test_requests_without_ids_become_a_program_once_one_extends_the_other(make: Make) -> None:

@@ -69,6 +69,7 @@ class PendingProgram:
     turns: int = 1  # that wait here; the program leaves with the last of them
     hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
     finished: int = 0  # turns that ended before it was absent
+    is_one_turn: bool = False
 
 
 @dataclass(slots=True)
@@ -105,10 +106,12 @@ class AdmissionController:
         turns: int = 0,
         exempt: bool = False,
         hashes: Sequence[Hashable] = (),
+        is_one_turn: bool = False,
     ) -> bool:
         """A turn of `program`, which has finished `turns`, has arrived. Returns whether it may queue now; if
         not, `admit` returns the program later. A started program never waits but to start anew (`on_pause`),
-        nor does an `exempt` one. `hashes`: of its prompt's whole blocks.
+        nor does an `exempt` one. `hashes`: of its prompt's whole blocks. `is_one_turn`: it ends
+        with its turn.
         """
         if (pending := self.pending.get(program)) is not None:
             longest_tokens = max(pending.prompt_tokens, prompt_tokens)
@@ -119,11 +122,11 @@ class AdmissionController:
         seen = self.admitted.get(program)
         starts = seen is None and (self._withdraw(program) or not turns)
         if starts and not exempt:
-            pending = PendingProgram(program, prompt_tokens, priority, now_s, hashes=hashes, finished=turns)
+            pending = PendingProgram(program, prompt_tokens, priority, now_s, 1, hashes, turns, is_one_turn)
             self.pending[program] = pending
             heapq.heappush(self._line, (priority, now_s, program))
             self._context_tokens += prompt_tokens
-            if not turns:
+            if not turns and not is_one_turn:
                 own_tokens = prompt_tokens - self.shared_prefixes.head(hashes).tokens
                 self.growth.add_first_prompt(max(0, own_tokens))
             return False
@@ -158,9 +161,12 @@ class AdmissionController:
             first = (pending.program, pending.arrival_s)  # one that left and came back is another
             if first != self._first:
                 self._first, self._first_since_s = first, now_s
-            waited_s = now_s - self._first_since_s
-            is_let_in = idle or prompt_share < BUSY_SHARE or waited_s >= self.max_wait_s
-            if not (is_let_in or self.fits(pending.prompt_tokens, pending.finished, pending.hashes)):
+            size = (pending.prompt_tokens, pending.finished, pending.hashes, pending.is_one_turn)
+            need = self._need_tokens(*size)
+            # what fits into no empty engine waits for nothing: many such hold up the line no longer than one
+            since_s = self._first_since_s if need <= self._most_tokens else pending.arrival_s
+            is_let_in = idle or prompt_share < BUSY_SHARE or now_s - since_s >= self.max_wait_s
+            if not (is_let_in or need <= self.headroom_tokens):
                 break
             heapq.heappop(self._line)
             del self.pending[pending.program]
@@ -173,7 +179,7 @@ class AdmissionController:
     def start_program(self, pending: PendingProgram) -> None:
         """Admits a program that is not in this line: the fleet's line has let it start."""
         seen = self._add_admitted(pending.program, pending.finished)
-        seen.live = pending.turns
+        seen.live, seen.is_one_turn = pending.turns, pending.is_one_turn
         self._update(seen, pending.prompt_tokens, self.shared_prefixes.head(pending.hashes))
 
     def on_pause(
@@ -196,6 +202,9 @@ class AdmissionController:
         seen.ended_tokens = context_tokens
         self._update(seen, context_tokens)
         heapq.heappush(self._absent, (now_s + expected_s, program, seen.turns))
+        if len(self._absent) > 64 and len(self._absent) > 2 * len(self.admitted):  # most of them are back
+            self._absent = [entry for entry in self._absent if self._is_absent(*entry[1:])]
+            heapq.heapify(self._absent)
 
     def remove_turn(self, program: ProgramId) -> None:
         """A turn of the program was aborted or was its last. Without another one the program is removed."""
@@ -233,8 +242,8 @@ class AdmissionController:
         found = []
         while self._absent and self._absent[0][0] <= now_s:
             _, program, turns = heapq.heappop(self._absent)
-            seen = self.admitted.get(program)
-            if seen is not None and seen.turns == turns and not seen.live:
+            if self._is_absent(program, turns):
+                seen = self.admitted[program]
                 seen.counts_as_ended = self._untold_ends >= self._told_ends
                 self.remove_program(program)
                 self._untold_ends += 1
@@ -244,12 +253,33 @@ class AdmissionController:
                     found.append(program)
         return found
 
-    def fits(self, prompt_tokens: int, turns: int = 0, hashes: Sequence[Hashable] = ()) -> bool:
+    def _is_absent(self, program: ProgramId, turns: int) -> bool:
+        """Whether the program has not come back since it had finished `turns`."""
+        seen = self.admitted.get(program)
+        return seen is not None and seen.turns == turns and not seen.live
+
+    def fits(
+        self,
+        prompt_tokens: int,
+        turns: int = 0,
+        hashes: Sequence[Hashable] = (),
+        is_one_turn: bool = False,
+    ) -> bool:
         """Whether a program that has finished `turns` fits beside the admitted ones."""
+        return self._need_tokens(prompt_tokens, turns, hashes, is_one_turn) <= self.headroom_tokens
+
+    def _need_tokens(
+        self, prompt_tokens: int, turns: int, hashes: Sequence[Hashable], is_one_turn: bool
+    ) -> float:
         head = self.shared_prefixes.head(hashes)
-        need = self.growth.forecast_tokens(max(0, prompt_tokens - head.tokens), turns)
-        need += 0 if head in self._heads else head.tokens
-        return need <= self.headroom_tokens
+        own_tokens = max(0, prompt_tokens - head.tokens)
+        need = own_tokens if is_one_turn else self.growth.forecast_tokens(own_tokens, turns)
+        return need + (0 if head in self._heads else head.tokens)
+
+    @property
+    def _most_tokens(self) -> float:
+        """The largest forecast that fits into an empty engine."""
+        return max(self.growth.forecasts_that_fit(self.capacity.gpu_tokens), self.capacity.tier_tokens)
 
     @property
     def headroom_tokens(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,11 +71,15 @@ def page_of(text: str, url: str) -> MetricsPage:
 
 
 def answer(url: str, path: str) -> httpx.Response:
-    """GET, or ServerError with the reason."""
+    """GET with the API key of VLLM_API_KEY, if it is set; or ServerError with the reason."""
+    key = os.environ.get("VLLM_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(url + path, timeout=TIMEOUT_S, follow_redirects=True)
+        response = httpx.get(url + path, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"{url}{path}: {error}; is the server up, and is this its base URL?") from error
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise ServerError(f"{url}{path}: the server asks for its API key; set VLLM_API_KEY to it")
     if response.status_code != httpx.codes.OK:
         raise ServerError(f"{url}{path}: HTTP {response.status_code}; is this a vLLM server's base URL?")
     return response

@@ -1,4 +1,4 @@
-"""How often `is_last_step` was right: the KV of an ended program is evicted because of it."""
+"""How often each tenant's `is_last_step` was right: the KV of an ended program is evicted because of it."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ class EndClaim:
 
     arrival_s: float
     turns: int
+    tenant: str = ""  # identity.tenant_of
 
 
 @dataclass(slots=True)
 class EndClaims:
     """Programs whose clients reported their end, and how many of them returned."""
 
-    claims: int = 0
-    wrong: int = 0
+    claims: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))  # by tenant
+    wrong: BoundedDict[str, int] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))
     _by_program: BoundedDict[ProgramId, EndClaim] = field(default_factory=lambda: BoundedDict(MAX_CLAIMS))
 
     def claim(self, program: ProgramId, claim: EndClaim) -> None:
         """A client reports the program's end."""
-        self.claims += 1
+        self.claims[claim.tenant] = self.claims.get(claim.tenant, 0) + 1
         self._by_program[program] = claim
 
     def withdraw(self, program: ProgramId) -> EndClaim | None:
         """A turn of the program arrives, so a claim of its end was wrong. Returns that claim; None: none."""
         claim = self._by_program.pop(program, None)
-        self.wrong += claim is not None
+        if claim is not None:
+            self.wrong[claim.tenant] = self.wrong.get(claim.tenant, 0) + 1
         return claim
 
-    @property
-    def is_trusted(self) -> bool:
-        """Whether so few claims were wrong that eviction pays: a wrong one costs the whole context."""
-        return self.wrong <= WRONG_SHARE * max(self.claims, LEAST_CLAIMS)
+    def is_trusted(self, tenant: str) -> bool:
+        """Whether so few of its claims were wrong that eviction pays: a wrong one costs the whole context."""
+        claims, wrong = self.claims.get(tenant, 0), self.wrong.get(tenant, 0)
+        return wrong <= WRONG_SHARE * max(claims, LEAST_CLAIMS)

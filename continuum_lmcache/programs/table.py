@@ -116,6 +116,7 @@ class ProgramTable:
         priority: int,
         preempted: bool,
         pinned: bool,
+        overdue_s: float,
     ) -> QueueEntry:
         """The values that a turn's place in the waiting queue may depend on."""
         entry = self.records.get(program) if program is not None else None
@@ -127,6 +128,7 @@ class ProgramTable:
             turn_arrival_s=turn_arrival_s,
             place_s=place_s,
             attained_tokens=entry.attained_tokens if entry else 0,
+            overdue_s=overdue_s,
         )
 
     def idle_programs(self, now_s: float, idle_s: float, pinned: Container[ProgramId]) -> list[ProgramId]:
@@ -143,6 +145,8 @@ class ProgramTable:
     def check(self) -> None:
         """Raise InvariantError unless each record is consistent."""
         for entry in self.records.values():
+            if len(entry.live) > 1:
+                raise InvariantError(f"program {entry.id!r} has more than one live turn: {entry.live}")
             if not entry.waiting <= entry.live:
                 raise InvariantError(f"program {entry.id!r}: waiting turns are not live: {entry.waiting}")
 

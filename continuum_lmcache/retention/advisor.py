@@ -53,8 +53,8 @@ class RetentionAdvisor:
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
         self._policy = policy_named(config.policy)
-        # what `gaps` and `history` have of programs that may come back: tool and turns
-        self._given_up: BoundedDict[ProgramId, tuple[ToolKey, int]] = BoundedDict(config.max_programs)
+        # what `gaps` and `history` have of programs that may come back: tool, turns and tenant
+        self._given_up: BoundedDict[ProgramId, tuple[ToolKey, int, str]] = BoundedDict(config.max_programs)
 
     def is_priced(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier
@@ -75,31 +75,32 @@ class RetentionAdvisor:
         tiers = self.survival.capacity_tokens.items()
         return max((n for t, n in tiers if self.rates.costs.reload_s(where[t]) < expensive_s), default=0)
 
-    def expected_s(self, tool: ToolKey) -> float:
+    def expected_s(self, tool: ToolKey, tenant: str = "") -> float:
         """For how long a program in a call of `tool` is still expected back, by the observed gaps.
 
         Of gaps that end after an exponential time or, in a share q of cases, never, one that has lasted
         ln((1 - q) / q) mean gaps is as likely to end as not.
         """
-        if self.returns_late(tool):
+        if self.returns_late(tool, tenant):
             return 0.0
-        lost, gaps = self.gaps.lost_share(tool), EXPECTED_GAPS
+        own = self.gaps.of(tenant)
+        lost, gaps = own.lost_share(tool), EXPECTED_GAPS
         if lost > 0.0:
             gaps = min(gaps, math.log((1.0 - lost) / lost))
-        return max(LEAST_EXPECTED_S, gaps * (self.gaps.distribution(tool).mean_s or COLD_GAP_S))
+        return max(LEAST_EXPECTED_S, gaps * (own.distribution(tool).mean_s or COLD_GAP_S))
 
-    def mostly_ends(self, tool: ToolKey) -> bool:
+    def mostly_ends(self, tool: ToolKey, tenant: str = "") -> bool:
         """Whether most programs that called `tool` did not return: an answer without a call, `submit`."""
-        return self.config.evict_ended_programs and self.gaps.lost_share(tool) > MOSTLY
+        return self.config.evict_ended_programs and self.gaps.of(tenant).lost_share(tool) > MOSTLY
 
-    def returns_late(self, tool: ToolKey) -> bool:
+    def returns_late(self, tool: ToolKey, tenant: str = "") -> bool:
         """Whether no memory should be kept for a program that called `tool`: most programs end with it, or it
         is an answer and most people take longer than LEAST_EXPECTED_S to reply.
 
         A slow tool is no such case: where it returns the program has many turns left (LOG.md, 2026-11-26).
         """
         late_s = LEAST_EXPECTED_S if tool == NO_CALL else math.inf
-        return self.config.evict_ended_programs and self.gaps.longer_share(tool, late_s) > MOSTLY
+        return self.config.evict_ended_programs and self.gaps.of(tenant).longer_share(tool, late_s) > MOSTLY
 
     def favors_started(self) -> bool:
         """Whether programs that began earlier go first for that alone: those with more turns done have fewer
@@ -114,7 +115,7 @@ class RetentionAdvisor:
     def retain(self, turn: FinishedTurn, load: EngineLoad) -> Retention:
         """For how long this turn's KV should stay, never beyond max_ttl_s."""
         reload_s = self.rates.costs.reload_s(turn.residency, self.survival.chances())
-        if self.returns_late(turn.tool):
+        if self.returns_late(turn.tool, turn.tenant):
             return Retention(0.0, self.config.policy, "returns-late", reload_s=reload_s)
         is_idle = self.is_priced(turn.context_tokens, reload_s) and not load.is_memory_short
         load = replace(
@@ -124,7 +125,7 @@ class RetentionAdvisor:
             reload_s=reload_s,
             price=IDLE_PRICE if is_idle else CONTENDED_PRICE,
         )
-        keep = self._policy.retain(turn, self.gaps, self.rates.costs, load, self.config)
+        keep = self._policy.retain(turn, self.gaps.of(turn.tenant), self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 
     def tool(self, text: str, offers_tools: bool = False) -> ToolKey:
@@ -146,7 +147,7 @@ class RetentionAdvisor:
     def _learn_gap(self, event: TurnArrived) -> None:
         self._withdraw(event.program)
         if event.gap_s is not None:
-            self.gaps.observe(event.tool, event.gap_s)
+            self.gaps.observe(event.tool, event.gap_s, event.tenant)
 
     def _learn_delay(self, event: TurnStarted) -> None:
         if not event.resumed:
@@ -156,18 +157,18 @@ class RetentionAdvisor:
         if event.turns is not None and self._given_up.pop(event.program, None) is None:
             self.history.observe_program(event.turns)
 
-    def give_up(self, program: ProgramId, tool: ToolKey, turns: int) -> None:
+    def give_up(self, program: ProgramId, tool: ToolKey, turns: int, tenant: str = "") -> None:
         """A program in a call of `tool` is not expected back: until it returns, it ended after `turns`."""
         if program not in self._given_up:
-            self._given_up[program] = (tool, turns)
-            self.gaps.censor(tool, MAX_GAP_S)
+            self._given_up[program] = (tool, turns, tenant)
+            self.gaps.censor(tool, MAX_GAP_S, tenant)
             self.history.observe_program(turns)
 
     def _withdraw(self, program: ProgramId) -> None:
         """It is back."""
         if (given_up := self._given_up.pop(program, None)) is not None:
-            tool, turns = given_up
-            self.gaps.withdraw_censored(tool, MAX_GAP_S)
+            tool, turns, tenant = given_up
+            self.gaps.withdraw_censored(tool, MAX_GAP_S, tenant)
             self.history.withdraw_program(turns)
 
     def observe_return(self, left: Residency, found: Residency, context_tokens: int) -> None:

@@ -6,6 +6,7 @@ from continuum_lmcache.types import QueueEntry
 
 PLAS_QUANTUM_TOKENS = 2048  # the first queue's width: one prefill step of vLLM's default budget
 PLAS_AGEING_S = 30.0  # a wait of this length makes up for one queue
+LONGEST_WAIT_S = 120.0  # in the queue, while later turns go first
 
 Order = tuple[float, ...]
 
@@ -27,13 +28,15 @@ def program_fcfs(entry: QueueEntry) -> Order:
 
 def pinned_first(entry: QueueEntry) -> Order:
     """Continuum (arXiv 2511.02230 §4): preempted, then with a pin, then program arrival. Where started
-    programs take turns on the GPU, the turn's own arrival (docs/decisions/0009).
+    programs take turns on the GPU, the turn's own arrival (docs/decisions/0009). A turn that has waited for
+    LONGEST_WAIT_S goes before all later ones.
 
     The client's priority comes first if `honor_priority` is set; else it is 0 for all.
     """
     return (
         entry.priority,
         not entry.preempted,
+        entry.overdue_s,
         not entry.pinned,
         entry.place_s,
         entry.turn_arrival_s,

@@ -2,6 +2,8 @@
 
 A key's levels (types.ToolKey) are kept side by side: an observation of ("pytest", "bash") also counts for
 ("bash",) and for (), which is every tool together.
+
+Each tenant's observations are kept apart as well, and decide for it as soon as another tenant has any (`of`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import DurationsError
 from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
 from continuum_lmcache.types import ToolKey
@@ -22,6 +25,8 @@ COLD_SAMPLES = 100  # K of Continuum, arXiv 2511.02230 §4
 PRIOR_SAMPLES = 4  # as many observations of its own weigh as much as the level above
 WINDOW = 1024  # observations a key remembers, the latest
 MAX_KEYS = 512  # beyond this the least recently used are dropped; about 50 MB when all are full
+MOST_TENANTS = 64  # with observations of their own, the latest
+TENANT_KEYS = 32  # of each of these
 MAX_LEVELS = 4
 SHORTEST_GAP_S = 1e-6  # counts as 0: a pin of 0 s would be no pin
 MAX_GAP_S = 1e6  # eleven days: a wrong clock, not a slow tool
@@ -71,22 +76,33 @@ class DurationWindow:
 class ToolDurations:
     """Tool gaps in seconds, from the end of a turn to the program's next request."""
 
+    everybody: ToolDurations | None = None  # of whom this is one tenant
     _windows: OrderedDict[ToolKey, DurationWindow] = field(default_factory=OrderedDict)  # idle longest first
+    _tenants: BoundedDict[str, ToolDurations] = field(default_factory=lambda: BoundedDict(MOST_TENANTS))
 
-    def observe(self, tool: ToolKey, gap_s: float) -> bool:
+    def of(self, tenant: str) -> ToolDurations:
+        """What decides for this tenant: its own observations, else one could have another's KV evicted by
+        tools that never return. Before it has COLD_SAMPLES, everybody's tell how long a tool takes."""
+        if self._tenants.keys() <= {tenant}:
+            return self
+        return self._tenants.get(tenant) or ToolDurations(self)
+
+    def observe(self, tool: ToolKey, gap_s: float, tenant: str = "") -> bool:
         """The program came back after `gap_s`. False if that is no possible gap."""
-        return self._add(tool, gap_s, ended=True)
+        return self._add(tool, gap_s, True, tenant)
 
-    def censor(self, tool: ToolKey, waited_s: float) -> bool:
+    def censor(self, tool: ToolKey, waited_s: float, tenant: str = "") -> bool:
         """The program had not come back after `waited_s` and is no longer expected.
 
         Right-censored: the gap is longer than that, by an unknown time. Without it a
         tool that often hangs would look like its short calls that did return.
         """
-        return self._add(tool, waited_s, ended=False)
+        return self._add(tool, waited_s, False, tenant)
 
-    def withdraw_censored(self, tool: ToolKey, waited_s: float) -> None:
+    def withdraw_censored(self, tool: ToolKey, waited_s: float, tenant: str = "") -> None:
         """An observation of `censor` was wrong: the program came back."""
+        if tenant in self._tenants:
+            self._tenants[tenant].withdraw_censored(tool, waited_s)
         for key in suffixes(tool):
             if (window := self._windows.get(key)) is not None:
                 window.withdraw_censored(max(waited_s, SHORTEST_GAP_S))
@@ -100,6 +116,8 @@ class ToolDurations:
         """
         every = self._windows.get(())
         if every is None or len(every.recent) <= COLD_SAMPLES:
+            if self.everybody is not None:
+                return self.everybody.distribution(tool)
             return DurationDistribution("cold", (), (), len(every.recent) if every else 0)
         for key in suffixes(tool):
             window = self._windows.get(key)
@@ -173,11 +191,14 @@ class ToolDurations:
                 window.add(gap_s, ended)
         return gaps
 
-    def _add(self, tool: ToolKey, gap_s: float, ended: bool) -> bool:
+    def _add(self, tool: ToolKey, gap_s: float, ended: bool, tenant: str = "") -> bool:
         if not 0.0 <= gap_s <= MAX_GAP_S:  # false for nan too
             return False
         for key in reversed(suffixes(tool)):
             self._window(key).add(max(gap_s, SHORTEST_GAP_S), ended)
+        if self.everybody is None:
+            own = self._tenants[tenant] = self._tenants.get(tenant) or ToolDurations(self)
+            own._add(tool, gap_s, ended)
         return True
 
     def _window(self, key: ToolKey) -> DurationWindow:
@@ -186,7 +207,7 @@ class ToolDurations:
         if window is None:
             window = self._windows[key] = DurationWindow()
         self._windows.move_to_end(key)
-        if len(self._windows) > MAX_KEYS:
+        if len(self._windows) > (MAX_KEYS if self.everybody is None else TENANT_KEYS):
             self._windows.popitem(last=False)
         return window
 

@@ -8,7 +8,7 @@ import queue
 import signal
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,33 +46,29 @@ class EngineParts:
     durations_path: Path | None
     recording: RecordingWriter | None
     saver: FileSaver | None = None
-    _saving: threading.RLock = field(default_factory=threading.RLock)  # an older save must not end last
 
     def totals(self, now_s: float) -> Totals:
         lost = self.recording.lost if self.recording is not None else {}
         return {**totals_of(self.lifecycle, now_s), "unrecorded": dict(lost)}
 
     def save(self) -> None:
-        """Write the learned durations and the recording."""
-        with self._saving:
-            if self.recording is not None:
-                self.recording.flush()
-            self.save_durations()
+        """Write the learned durations and the recording. One thread does, the saver's."""
+        if self.recording is not None:
+            self.recording.flush()
+        self.save_durations()
 
     def save_durations(self) -> None:
         if self.durations_path is None:
             return
-        with self._saving:
-            try:
-                save_durations(self.durations_path, self.durations)
-            except OSError as error:
-                logger.warning("tool durations not saved to %s: %s", self.durations_path, error)
+        try:
+            save_durations(self.durations_path, self.durations)
+        except OSError as error:
+            logger.warning("tool durations not saved to %s: %s", self.durations_path, error)
 
     def close(self) -> None:
         """The last save, at shutdown."""
         if self.saver is not None:
             self.saver.close()
-        self.save()
 
 
 class FileSaver:
@@ -89,9 +85,11 @@ class FileSaver:
         self._requests.put(True)
 
     def close(self) -> None:
-        """End the thread, after its running save."""
+        """Save for the last time and end the thread, within JOIN_S."""
         self._requests.put(False)
         self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            logger.warning("files not saved within %g s; the disk does not answer", JOIN_S)
 
     def _run(self) -> None:
         while True:
@@ -100,9 +98,9 @@ class FileSaver:
             except queue.Empty:
                 self._parts.save_durations()
                 continue
+            self._parts.save()
             if not continues:
                 return
-            self._parts.save()
 
 
 def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:
@@ -147,7 +145,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     if recording is not None or durations_path is not None:
         parts.saver = FileSaver(parts)
         if owns_process():
-            save_on_signals(parts, parts.saver)
+            save_on_signals(parts.saver)
     return parts
 
 
@@ -195,9 +193,8 @@ def owns_process() -> bool:
     return named and threading.current_thread() is threading.main_thread()
 
 
-def save_on_signals(parts: EngineParts, saver: FileSaver) -> None:
-    """On SIGUSR1 the engine's thread writes the files. On SIGTERM they are written before vLLM's own
-    handler runs.
+def save_on_signals(saver: FileSaver) -> None:
+    """On SIGUSR1 the saver's thread writes the files. On SIGTERM too, while vLLM's own handler runs.
 
     vLLM gives an engine its shutdown timeout and then kills it: a busy one may not reach shutdown().
     """
@@ -207,7 +204,7 @@ def save_on_signals(parts: EngineParts, saver: FileSaver) -> None:
         return
 
     def save_then_stop(number: int, frame: Any) -> None:
-        parts.save()
+        saver.request_save()
         stock(number, frame)
 
     signal.signal(signal.SIGTERM, save_then_stop)

@@ -6,6 +6,8 @@ Reads, on vLLM 0.30 to 0.33: Request.sampling_params.extra_args, .cache_salt, .b
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +27,7 @@ from continuum_lmcache.tools.call_parser import TAIL_TOKENS
 from continuum_lmcache.types import ProgramId, TurnId
 
 logger = init_logger("vllm.continuum_lmcache")
+_next_warning_s = [-math.inf]
 
 STOPPED = {
     getattr(RequestStatus, name)
@@ -43,11 +46,13 @@ class TurnState:
     arrival_s: float
     program_arrival_s: float
     place_s: float  # in the queue: its program's arrival, or its own
+    queued_s: float  # since when it may run: its arrival, or its program's start
     priority: int
     tenant: str = ""
     has_all_input: bool = False  # of a streaming session whose client has no more
     held: bool = False  # its program waits to start (admission/controller.py)
     refused_s: float | None = None  # when it was first in the queue and there were no blocks
+    overdue_s: float = math.inf  # its arrival, once it has waited for LONGEST_WAIT_S
     started_s: float | None = None
     first_token_s: float | None = None  # from its arrival
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
@@ -107,7 +112,8 @@ def turn_state_of(now_s: float, request: Request, config: ContinuumConfig) -> tu
             "program_turns of tenants is ignored: see continuum.honor_program_age (logged once)"
         )
         ignored, fields = [*ignored, "program_turns"], replace(fields, turns=0, age_s=0.0)
-    return TurnState(TurnId(request.request_id), None, fields, now_s, now_s, now_s, priority, tenant), ignored
+    turn_id, times_s = TurnId(request.request_id), (now_s, now_s, now_s, now_s)
+    return TurnState(turn_id, None, fields, *times_s, priority, tenant), ignored
 
 
 def identity(request: Request) -> tuple[ProgramFields, str]:
@@ -121,7 +127,7 @@ def identity(request: Request) -> tuple[ProgramFields, str]:
         fields = parse(sent)
     except RequestError as error:
         fields, bad = ProgramFields(), str(error).split()[0]
-    if fields.job_id is None and not bad:
+    if fields.job_id is None and not bad and request.max_tokens > 1:  # else a beam of the session's search
         try:
             session = name("session_id", request.session_id or None)
         except RequestError:
@@ -152,15 +158,28 @@ def is_end_of_turn(request: Request) -> bool:
 def tail_text(request: Request, tokenizer: Any, ignored: Counter[str]) -> str:
     """The end of what the turn generated, as text; empty without a tokenizer, or where it fails.
 
-    A model's padded vocabulary has tokens that its tokenizer does not know. Hugging Face's tokenizers skip
-    them; Mistral's raise KeyError (tekken) or IndexError (sentencepiece).
+    A model's padded vocabulary has tokens that its tokenizer does not know, and clients can ask for them.
+    Tokenizers raise KeyError, IndexError, ValueError or TypeError then, and those in Rust may panic. A
+    model's own (trust_remote_code) is any code: whatever it raises, the engine goes on.
     """
     ids: Sequence[int] = request.output_token_ids[-TAIL_TOKENS:]
     if tokenizer is None or not ids:
         return ""
     try:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
-    except LookupError:
-        logger.warning_once("A turn's tool is not known: its tokens cannot be decoded (logged once)")
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         ignored["output_token_ids"] += 1
+        warn_each_minute(
+            f"A turn's tool is not known: {type(tokenizer).__name__}.decode raised {error!r:.200}"
+        )
         return ""
+
+
+def warn_each_minute(message: str) -> None:
+    """Log a warning that clients can cause, once a minute at most."""
+    now_s = time.monotonic()
+    if now_s >= _next_warning_s[0]:
+        _next_warning_s[0] = now_s + 60.0
+        logger.warning("%s (logged once a minute)", message)

@@ -24,6 +24,7 @@ from continuum_lmcache.programs.table import Program, ProgramTable
 from continuum_lmcache.reload.load_policy import NO_CONTENTION, Contention, LoadPolicy
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
+from continuum_lmcache.retention.queue_order import LONGEST_WAIT_S
 from continuum_lmcache.telemetry.events import (
     EventBus,
     PinReleased,
@@ -120,15 +121,32 @@ class TurnLifecycle:
         turn, ignored = turn_state_of(now_s, request, self.config)
         for field in ignored:
             self.ignored[field] += 1
-        if turn.fields.job_id is not None:
-            self._bind_program(turn, request, program_id(turn.fields.job_id, turn.tenant), None)
+        job_id = turn.fields.job_id
+        program = program_id(job_id, turn.tenant) if job_id is not None else None
+        if is_further := program is not None and self._has_live_turn(program):
+            turn.fields, program = replace(turn.fields, job_id=None), None
+        if program is not None:
+            self._bind_program(turn, request, program, None)
         elif self._may_be_linked(request) and (link := self._prompt_linker.find_link(request, turn.fields)):
             turn.link = link
             self._bind_program(turn, request, link.program, link.arrival_s)
         else:
-            sizes = (request.num_prompt_tokens, request.block_hashes)
-            self.admission.add_request(anonymous_program(request), *sizes)
+            name, sizes = anonymous_program(request), (request.num_prompt_tokens, request.block_hashes)
+            if is_further and self.config.admission:
+                self.admission.on_arrival(
+                    now_s, name, sizes[0], turn.priority, hashes=sizes[1], is_one_turn=True
+                )
+                turn.held = True
+            else:
+                self.admission.add_request(name, *sizes)
         self.turns[turn.id] = turn
+
+    def _has_live_turn(self, program: ProgramId) -> bool:
+        """Whether a further request of that name is no next turn: one of n answers, of a list or a group, or
+        other people's. It counts as a request without a name, else they all had the program's place; and it
+        waits in admission's line, else new programs would wait there for what is left."""
+        entry = self.programs.records.get(program)
+        return entry is not None and bool(entry.live)
 
     def _may_be_linked(self, request: Request) -> bool:
         """Whether a request without a name may be a turn of a program. One token calls no tool: it is a beam
@@ -157,8 +175,9 @@ class TurnLifecycle:
         turn.held = not self.admission.on_arrival(now_s, program, *how, hashes=request.block_hashes)
         if turn.held and turns:  # a conversation that starts anew
             turn.place_s = now_s
-        gap = ((turn.fields.last_tool or back.tool), back.gap_s) if back is not None else ((), None)
-        self.events.publish(TurnArrived(now_s, program, turn.id, request.num_prompt_tokens, *gap))
+        tool, gap_s = ((turn.fields.last_tool or back.tool), back.gap_s) if back is not None else ((), None)
+        values = (request.num_prompt_tokens, tool, gap_s, turn.tenant)
+        self.events.publish(TurnArrived(now_s, program, turn.id, *values))
 
     def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
         """A waiting request got its blocks; of its prompt some tokens were cached, and some are loaded."""
@@ -262,19 +281,21 @@ class TurnLifecycle:
         blocks = self.blocks.pinnable(request.request_id, tokens)
         number = self.programs.records[program].turns + 1
         tiers = self.residency.after_eviction(request, tokens)
-        ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers)
+        ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers, turn.tenant)
         keep = self.advisor.retain(ended, self.engine_load())
         self.pins.release(now_s, program, PinEnd.SUPERSEDED)
         self.programs.finish_turn(now_s, turn.id, ended)
-        starts_anew = self.programs.records[program].is_conversation and self.advisor.returns_late(tool)
-        self.admission.on_pause(now_s, program, tokens, self.advisor.expected_s(tool), starts_anew)
+        is_late = self.advisor.returns_late(tool, turn.tenant)
+        starts_anew = self.programs.records[program].is_conversation and is_late
+        expected_s = self.advisor.expected_s(tool, turn.tenant)
+        self.admission.on_pause(now_s, program, tokens, expected_s, starts_anew)
         self.losses.on_pause(turn, request, kind, tiers)
         lengths = (request.num_tokens, request.num_output_tokens)
         self.events.publish(
             TurnFinished(now_s, program, turn.id, tool, *lengths, False, keep, turn.first_token_s)
         )
         self.pins.take(now_s, ended, keep, blocks)
-        if self.advisor.mostly_ends(tool):
+        if self.advisor.mostly_ends(tool, turn.tenant):
             self._evict_first(request)
         if turn.fields.job_id is None:
             matched_tokens = turn.link.tokens if turn.link is not None else 0
@@ -291,8 +312,8 @@ class TurnLifecycle:
         if entry is None:
             self.admission.remove_turn(turn.program)
             return
-        self.end_claims.claim(entry.id, EndClaim(entry.arrival_s, entry.turns))
-        if self.config.evict_ended_programs and self.end_claims.is_trusted:
+        self.end_claims.claim(entry.id, EndClaim(entry.arrival_s, entry.turns, entry.tenant))
+        if self.config.evict_ended_programs and self.end_claims.is_trusted(entry.tenant):
             self._evict_first(request)
 
     def _evict_first(self, request: Request) -> None:
@@ -325,13 +346,18 @@ class TurnLifecycle:
         return entry
 
     def refresh(self, now_s: float) -> None:
-        """Every REFRESH_S: drop programs without a turn for `program_idle_s`, and resize the tiers.
+        """Every REFRESH_S: drop programs without a turn for `program_idle_s`, let turns that have waited for
+        too long go first, and resize the tiers.
 
         Of tiers that several engines share, each has the less, the more of them run.
         """
         if now_s < self._refresh_at_s:
             return
         self._refresh_at_s = now_s + REFRESH_S
+        for turn in self.turns.values():
+            if turn.started_s is None and not turn.held and now_s - turn.queued_s >= LONGEST_WAIT_S:
+                turn.overdue_s = turn.arrival_s
+                self.turns.to_rekey.add(turn.id)
         capacity = self.admission.capacity
         if self.advisor.resize_tiers(self.residency.capacity_tokens()):
             capacity = self._kv_capacity()
@@ -344,7 +370,7 @@ class TurnLifecycle:
         """The program is not expected back from its tool call."""
         entry = self.programs.records.get(program)
         if entry is not None and entry.finished_s is not None:
-            self.advisor.give_up(program, entry.tool, entry.turns)
+            self.advisor.give_up(program, entry.tool, entry.turns, entry.tenant)
 
     # each step -------------------------------------------------------------
 
@@ -358,8 +384,10 @@ class TurnLifecycle:
             return
         idle, prompt_share = not (is_running or is_queued), self.step_timer.prompt_share
         for program in self.admission.admit(now_s, idle, 1.0 if is_queued else prompt_share):
-            for turn_id in self.programs.records[program].live:
-                self.turns[turn_id].held = False
+            entry = self.programs.records.get(program)
+            for turn_id in entry.live if entry is not None else [turn_of(program)]:
+                turn = self.turns[turn_id]
+                turn.held, turn.queued_s = False, now_s
                 self.turns.to_rekey.add(turn_id)
 
     def expire(self, now_s: float) -> None:
@@ -404,7 +432,9 @@ class TurnLifecycle:
         preempted = request.num_preemptions > 0  # its status does not show it while its KV is loaded back
         pinned = turn.program in self.pins.pinned
         times_s = (turn.arrival_s, turn.place_s)
-        entry = self.programs.queue_entry(turn.program, *times_s, turn.priority, preempted, pinned)
+        entry = self.programs.queue_entry(
+            turn.program, *times_s, turn.priority, preempted, pinned, turn.overdue_s
+        )
         order = self.advisor.order(entry)
         holds = request.num_computed_tokens > 0 or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
         unready = turn.held or request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -426,3 +456,8 @@ class TurnLifecycle:
 def anonymous_program(request: Request) -> ProgramId:
     """A name for a request without a program, as a program that ends with it."""
     return ProgramId(f"~{request.request_id}")
+
+
+def turn_of(anonymous: ProgramId) -> TurnId:
+    """The only turn of an `anonymous_program`."""
+    return TurnId(anonymous[1:])

@@ -77,9 +77,11 @@ def pieces(snapshot: dict[str, list[Event]]) -> Iterator[str]:
 
 
 def write_whole(path: Path, texts: Iterable[str]) -> None:
-    """Write a file and wait until it is on the disk; leave none behind on failure."""
+    """Write a file that only its owner reads, and wait until it is on the disk; leave none behind on
+    failure."""
     try:
-        with path.open("w", encoding="ascii") as file:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(handle, "w", encoding="ascii") as file:
             file.writelines(texts)
             file.flush()
             os.fsync(file.fileno())

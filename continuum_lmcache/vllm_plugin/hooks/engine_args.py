@@ -11,11 +11,13 @@ import argparse
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
@@ -122,6 +124,11 @@ def adopt(config: VllmConfig) -> None:
     refuse(
         parallel.distributed_executor_backend == "external_launcher",
         "external_launcher needs the same decisions on every rank, and a TTL depends on each one's clock",
+    )
+    refuse(
+        bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False)) or "--grpc" in sys.argv,
+        "programs' names and API keys are read in vLLM's Python HTTP server; without --grpc and "
+        "VLLM_USE_RUST_FRONTEND it starts",
     )
     settings = load_settings(config)
     name = "ContinuumAsyncScheduler" if config.scheduler_config.async_scheduling else "ContinuumScheduler"

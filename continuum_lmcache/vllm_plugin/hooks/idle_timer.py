@@ -14,6 +14,8 @@ from typing import Any
 
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
+LONGEST_SLEEP_S = 3600.0  # the longest that a thread can wait for differs between systems
+
 
 def install() -> None:
     """Give each engine's scheduler a way to wake it. Once a process, when our scheduler is built."""
@@ -68,4 +70,5 @@ class IdleTimer:
                     self._callback()
                 else:
                     self._wakes_s = math.inf if at_s is None else at_s
-                    self._changed.wait(None if at_s is None else max(0.0, at_s - time.monotonic()))
+                    left_s = math.inf if at_s is None else max(0.0, at_s - time.monotonic())
+                    self._changed.wait(min(left_s, LONGEST_SLEEP_S))

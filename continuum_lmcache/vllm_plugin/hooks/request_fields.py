@@ -5,6 +5,9 @@ unknown fields are attributes; and AnthropicServingMessages.create_messages, who
 fields, so they are read from the body again. Headers: http_fields.py. A bad field of ours raises
 RequestError (a ValueError) here, which vLLM answers with HTTP 400; it never reaches the engine. The answer's
 headers have the program's name and the headroom, for a router in front.
+
+Token-in requests (/inference/v1/generate) and beams pass by these classes. So the owner is set in
+AsyncLLM.add_request, through which each request goes.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ def install() -> None:
     for module, name in OPENAI.items():
         add_identity(getattr(import_module(module), name))
     keep_body(import_module("vllm.entrypoints.anthropic.serving").AnthropicServingMessages)
+    add_owner(import_module("vllm.v1.engine.async_llm").AsyncLLM)
 
 
 def sent(body: Mapping[str, Any], xargs: Mapping[str, Any] | None) -> SentFields:
@@ -74,6 +78,24 @@ def add_identity(request: Any) -> None:
             most_tokens = max(prometheus.headroom_tokens.values())
             http_fields.add_response_header(HEADROOM_HEADER, str(round(most_tokens)))
         return params
+
+
+def add_owner(engine: Any) -> None:
+    """Have add_request say whose request it is by the API key alone: a client's own word is dropped."""
+    stock = engine.add_request
+
+    @wrapping.hook(engine)
+    async def add_request(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kw: Any) -> Any:
+        own(getattr(prompt, "sampling_params", None) or params)
+        return await stock(self, request_id, prompt, params, *args, **kw)
+
+
+def own(params: Any) -> None:
+    """Set the owner in a request's parameters."""
+    if hasattr(params, "extra_args"):
+        owner = {OWNER_FIELD: key} if (key := api_keys.owner.get()) else {}
+        said = {k: v for k, v in (params.extra_args or {}).items() if k != OWNER_FIELD}
+        params.extra_args = {**said, **owner} or None
 
 
 def tool_name(tool: Any) -> str:
