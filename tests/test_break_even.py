@@ -1,4 +1,4 @@
-"""The context from which loading pays, and when a pin pays: checked against the cost model."""
+"""The context from which loading pays: checked against the cost model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.capacity.break_even import break_even_tokens, linear_load_cost, pin_values
+from continuum_lmcache.capacity.break_even import break_even_tokens, linear_load_cost
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, PrefillCurve, TransferRate
-from continuum_lmcache.retention.ttl_solver import best_ttl
-from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
 from continuum_lmcache.types import Residency, Tier
 
 NEVER_S = 1e9
@@ -60,27 +58,3 @@ def test_a_load_from_disk_takes_what_the_cost_model_predicts() -> None:
 def test_nothing_is_loaded_from_the_gpu() -> None:
     with pytest.raises(ConfigError, match="choose dram or ssd"):
         linear_load_cost(UNMEASURED, Tier.GPU)
-
-
-@given(gaps_s=st.lists(st.floats(0.001, 200), min_size=1, max_size=20), context=st.integers(100, 200_000))
-def test_a_pin_pays_from_its_least_queueing_delay_on_and_not_before(
-    gaps_s: list[float], context: int
-) -> None:
-    pin = pin_values(UNMEASURED, context, gaps_s, 300.0)[Tier.DRAM]
-    ended = tuple(sorted(gaps_s))
-    seen = DurationDistribution("all", ended, kaplan_meier(ended, ()), len(ended))
-    for delay_s in (pin.least_delay_s * 0.999 - 1e-6, pin.least_delay_s * 1.001 + 1e-6):
-        if delay_s >= 0:
-            assert (best_ttl(seen, delay_s + pin.reload_s, 300.0).ttl_s > 0) == (delay_s > pin.least_delay_s)
-
-
-def test_a_tool_that_never_comes_back_in_time_is_never_worth_a_pin() -> None:
-    pin = pin_values(UNMEASURED, 50_000, [900.0], 300.0)[Tier.NONE]
-    assert pin.least_delay_s == math.inf
-    assert (pin.best.ttl_s, pin.gain_s) == (0, 0)
-
-
-def test_without_tool_times_the_papers_cold_start_answers() -> None:
-    """Exp(1): a pin pays where the benefit is above 1 s."""
-    pin = pin_values(UNMEASURED, 50_000, [], 300.0)[Tier.DRAM]
-    assert pin.least_delay_s == pytest.approx(1.0 - pin.reload_s)

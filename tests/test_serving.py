@@ -484,24 +484,11 @@ def engine_times(process: psutil.Process) -> Any:
 # the console ------------------------------------------------------------------
 
 
-def test_status_and_the_doctor_read_a_running_server(
-    continuum: Server, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Every rule has its metrics, except those whose metrics this server does not have yet."""
-    run = Command(capsys)
-    with ThreadPoolExecutor() as pool:
-        asked = pool.submit(lambda: [continuum.complete(ids(8 * BLOCK, 70 + i)) for i in range(6)])
-        found = run("status", continuum.url, "--seconds", "2", "--json").json
-        asked.result()
-    assert found["window"]["running_turns"] is not None
-    assert found["window"]["loaded_tokens"].keys() == {"dram", "ssd"}
-    assert (
-        found["not_checked"]
-        .keys()
-        .isdisjoint({"low batch with memory full", "preemption rate", "store stalls"})
-    )
-    setup = ("--lmcache", transfer_config(tmp_path, 150), "--kv-gib", "1", "--context", "1000")
-    found = run("doctor", model, *setup, "--url", continuum.url, "--json").json
-    assert found["budget"]["blocks"] == BLOCKS
-    assert found["model"]["window_tokens"] == 2560
-    assert {"no-policy", "no-tier-metrics", "version"}.isdisjoint(f["name"] for f in found["findings"])
+def test_status_reads_a_running_server(continuum: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    continuum.complete(ids(8 * BLOCK, 70))
+    found = Command(capsys)("status", continuum.url, "--json").json
+    assert found["summary"].startswith("continuum is on: policy ")
+    figures = found["figures"]
+    assert figures["running_turns"] is not None and figures["kv_usage"] is not None
+    assert figures["prompt_tokens"].keys() >= {"gpu", "none"} and figures["finished_turns"] > 0
+    assert figures["first_token_s"] > 0

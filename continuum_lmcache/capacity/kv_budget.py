@@ -29,6 +29,7 @@ class ModelShape:
     weight_bytes: float
     window_tokens: int  # the longest context
     source: str  # of these numbers
+    windowed_layers: int = 0  # of the layers: attend to a window only, and count in full all the same
 
     def bytes_per_token(self, ranks: int = 1) -> int:
         """KV of one token on one rank, all layers; a head is never split."""
@@ -107,12 +108,6 @@ def of_bytes(
     how = f"KV cache / ({block_tokens} tokens x {shape.bytes_per_token(ranks):,} B)"
     cut = BudgetLine("blocks", how, blocks, "blocks")
     return _finished(shape, ranks, block_tokens, blocks, (*before, *given, cut))
-
-
-def of_blocks(shape: ModelShape, blocks: int, block_tokens: int, ranks: int = 1) -> KVBudget:
-    """The budget of a server that reports its number of blocks."""
-    line = BudgetLine("blocks", "as the server reports", blocks, "blocks")
-    return _finished(shape, ranks, block_tokens, blocks, (line,))
 
 
 def _finished(

@@ -1,4 +1,4 @@
-"""The console script `continuum-lmcache`.
+"""Checks a deployment before it starts, watches a running server, and reports on a recorded run.
 
     continuum-lmcache doctor MODEL --gpu h200 --lmcache lmcache.json
     continuum-lmcache status http://127.0.0.1:8000
@@ -23,10 +23,10 @@ from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
 from continuum_lmcache.console import fleet as fleets
 from continuum_lmcache.console import status as statuses
+from continuum_lmcache.console.metrics_page import scrape
 from continuum_lmcache.errors import ContinuumError
 from continuum_lmcache.recordings.figures import figures, summary
 from continuum_lmcache.recordings.reader import load
-from continuum_lmcache.telemetry.health_rules import Thresholds
 
 BAD_INPUT = 2
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
@@ -48,18 +48,14 @@ def doctor(
     block_size: Annotated[int | None, typer.Option(min=1, help="tokens; vLLM's default if not given")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's: auto, fp8, ...")] = "auto",
     lmcache: Annotated[Path | None, typer.Option(help="the file of --kv-transfer-config")] = None,
-    lora: Annotated[bool, typer.Option(help="LoRA is to be enabled")] = False,
     run: Annotated[Path | None, typer.Option(help="a recording, whose programs are to be served")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="tokens of a program, without --run")] = None,
     programs: Annotated[int | None, typer.Option(min=1, help="alive at the same time")] = None,
-    url: Annotated[str, typer.Option(help="base URL of a running server, to check it too")] = "",
-    router: Annotated[str, typer.Option(help="in front: vllm-router, production-stack or llm-d")] = "",
     ray: Annotated[Path | None, typer.Option(help="a Serve config file of a fleet (docs/ray.yaml)")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a deployment of MODEL: KV budget, break-even of each tier, whether pins pay, known problems."""
+    """Check a deployment of MODEL before it starts: KV budget, break-even of tiers, settings, versions."""
     options = {name: value for name, value in locals().items() if name != "as_json"}
-    options["url"] = url.rstrip("/")
     found = doctors.diagnosis(doctors.DoctorQuery(**options))
     if as_json:
         print(json.dumps(doctor_output.as_json(found), indent=1))
@@ -73,18 +69,14 @@ def status(
     urls: Annotated[
         list[str], typer.Argument(metavar="URL...", help="base URLs of vLLM servers or fleets, without /v1")
     ],
-    seconds: Annotated[float, typer.Option(min=0.1, help="between the two scrapes")] = 5.0,
-    target_queue_s: Annotated[
-        float, typer.Option(min=0, help="mean wait that is still fine")
-    ] = Thresholds().queue_s,
     as_json: Json = False,
 ) -> None:
-    """What is wrong with running servers, with figures and what to do. Exit status 1 if something is."""
-    at, targets, console = [url.rstrip("/") for url in urls], Thresholds(queue_s=target_queue_s), Console()
+    """Whether continuum is on, what it brings, and what is wrong. Exit status 1: off, or wrong."""
+    at, console = [url.rstrip("/").removesuffix("/v1") for url in urls], Console()
     reports = {url: fleet for url in at if (fleet := fleets.fleet_at(url)) is not None}
     places = [place for url in at for place in statuses.places_at(url, reports.get(url))]
-    seen = statuses.watch(places, seconds)
-    servers = [statuses.as_json(one, targets) for one in seen]
+    seen = [statuses.figures(scrape(*place)) for place in places]
+    servers = [statuses.as_json(one) for one in seen]
     found = statuses.joined(places, servers, reports)
     if as_json:
         print(json.dumps(servers[0] if places == [(at[0], None)] else found, indent=1))
@@ -92,7 +84,7 @@ def status(
         for url, fleet in reports.items():
             statuses.show_fleet(url, fleet, console)
         for (url, rank), one in zip(places, seen, strict=True):
-            statuses.show(url if rank is None else f"{url}, replica {rank}", one, targets, console)
+            statuses.show(url if rank is None else f"{url}, replica {rank}", one, console)
     raise typer.Exit(0 if found["ok"] else 1)
 
 

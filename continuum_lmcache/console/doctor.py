@@ -1,40 +1,34 @@
-"""`continuum-lmcache doctor`: checks a plan from files, and optionally a running server."""
+"""`continuum-lmcache doctor`: checks a plan from files, before a server is started."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from continuum_lmcache.capacity import kv_budget, plan_check
-from continuum_lmcache.capacity.break_even import linear_load_cost
 from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget, ModelShape, WorkerSpec
-from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad, PinVerdict
-from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad
 from continuum_lmcache.console import fleet
 from continuum_lmcache.console.lmcache_check import ConnectorSettings, checked, read
 from continuum_lmcache.console.machine_specs import MachineSpec, machine
-from continuum_lmcache.console.metrics_page import ServedModel, served
 from continuum_lmcache.console.model_shapes import KV_BYTES, shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.recordings.reader import load
-from continuum_lmcache.telemetry.findings import Finding, Severity, error, note, warning
-from continuum_lmcache.types import Tier
+from continuum_lmcache.telemetry.findings import Finding, Severity, note, warning
 
 STEP_GIB = 2.0  # activations and CUDA graphs of an 8B model with vLLM's default batch, roughly
 TABLE1 = ExpectedLoad(
-    "the means of Continuum's Table 1, SWE-Bench, arXiv 2511.02230; tools take 0.925 s", (70_126,), (0.925,)
+    "the mean of Continuum's Table 1, SWE-Bench; --context or --run give yours", (70_126,), assumed=True
 )
-CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")  # as vllm_plugin/hooks/engine_args.py has them
-GATED = "vllm-router"
-ROUTERS = (GATED, "production-stack", "llm-d")
+VERSIONS = {"vllm": ("0.30.", "0.31.", "0.32.", "0.33."), "lmcache": ("0.5.5", "0.5.6")}
 NO_CONNECTOR = note(
     "no-connector",
     "no lmcache.json was given: there is no tier below the GPU, and LMCache's settings were not checked",
     "give the file of --kv-transfer-config by --lmcache",
 )
-BLOCKS_OFF = 0.1  # share by which a server's KV cache may differ from the computed one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +46,9 @@ class DoctorQuery:
     block_size: int | None = None  # tokens
     kv_cache_dtype: str = "auto"
     lmcache: Path | None = None
-    lora: bool = False
     run: Path | None = None
     context: int | None = None  # tokens of a program
     programs: int | None = None  # alive at the same time
-    url: str = ""
-    router: str = ""  # in front of the server
     ray: Path | None = None
 
 
@@ -67,9 +58,6 @@ class Diagnosis:
 
     plan: DeploymentPlan
     machine: MachineSpec
-    connector: ConnectorSettings | None
-    server: ServedModel | None
-    pins: PinVerdict
     findings: tuple[Finding, ...]
 
     @property
@@ -82,87 +70,61 @@ class Diagnosis:
         """One sentence for all findings."""
         if self.advisable:
             return "This deployment is advisable."
-        found = Counter(finding.severity for finding in self.findings)
-        costs = f"{found[Severity.WARNING]} warning{'s' * (found[Severity.WARNING] > 1)}"
-        if not found[Severity.ERROR]:
-            return f"This deployment works but is NOT advisable: {costs}."
-        errors = f"{found[Severity.ERROR]} error{'s' * (found[Severity.ERROR] > 1)}"
-        more = f", {costs}" if found[Severity.WARNING] else ""
-        return f"This deployment is NOT advisable: {errors}{more}."
+        found = Counter(finding.severity.value for finding in self.findings)
+        counts = [f"{found[n]} {n}{'s' * (found[n] > 1)}" for n in ("error", "warning") if found[n]]
+        works = "" if found["error"] else "works but "
+        return f"This deployment {works}is NOT advisable: {', '.join(counts)}."
 
 
 def diagnosis(query: DoctorQuery) -> Diagnosis:
-    """Read, compute, judge. Raises ConfigError, ProfileError, TraceError or ServerError."""
-    on = machine(query.profile, query.gpu)
-    server = served(query.url) if query.url else None
-    shape = model(query, server)
-    block_tokens = query.block_size or (server.block_tokens if server else None) or on.block_tokens
-    kv = kv_cache(query, on, shape, server, block_tokens)
-    worker = WorkerSpec(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
-    ranks = query.tensor_parallel_size
-    connector = (
-        checked(read(query.lmcache), worker, ranks, shape.window_tokens, query.lora)
-        if query.lmcache
-        else None
-    )
-    settings = connector.continuum if connector else ContinuumConfig()
+    """Read, compute, judge. Raises ConfigError, ProfileError or TraceError."""
+    on, shape, ranks = machine(query.profile, query.gpu), model(query), query.tensor_parallel_size
+    block_tokens = query.block_size or on.block_tokens
+    kv = kv_cache(query, on, shape, block_tokens)
+    connector: ConnectorSettings | None = None
+    if query.lmcache is not None:
+        worker = WorkerSpec(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
+        connector = checked(read(query.lmcache), worker, ranks, shape.window_tokens)
     plan = DeploymentPlan(
         shape,
         kv,
-        replace(on.costs, kv_bytes_per_token=kv.bytes_per_token),
+        replace(on.costs, kv_bytes_per_token=kv.bytes_per_token) if on.costs is not None else None,
         demand(query),
         connector.tiers(kv.bytes_per_token * ranks) if connector else {},
         query.programs,
-        settings.max_pinned_share,
-        settings.max_ttl_s,
-        on.costs.kv_bytes_per_token if on.profiled else None,
+        on.costs.kv_bytes_per_token if on.costs is not None else None,
     )
     found = (
         *plan_check.advice(plan),
         *(connector.findings if connector else [NO_CONNECTOR]),
-        *(of_server(server, query, on, plan) if server else ()),
-        *of_router(query.router, settings),
-        *(fleet.findings(report) if query.url and (report := fleet.fleet_at(query.url)) is not None else ()),
         *(fleet.of_config(query.ray) if query.ray is not None else ()),
+        *versions(),
     )
     in_order = sorted(found, key=lambda finding: list(Severity).index(finding.severity))
-    return Diagnosis(plan, on, connector, server, plan_check.can_pins_pay(plan), tuple(in_order))
+    return Diagnosis(plan, on, tuple(in_order))
 
 
-def model(query: DoctorQuery, server: ServedModel | None) -> ModelShape:
+def model(query: DoctorQuery) -> ModelShape:
     """The model's shape, as it is to be served."""
-    shape = shape_of(query.model)
-    if (dtype := query.kv_cache_dtype) != "auto":
-        if dtype not in KV_BYTES:
-            raise ConfigError(f"--kv-cache-dtype is {dtype!r}; known: auto, {', '.join(KV_BYTES)}")
-        shape = replace(shape, kv_value_bytes=KV_BYTES[dtype])
-    if query.weights_gib is not None:
-        shape = replace(shape, weight_bytes=query.weights_gib * GIB, source="as given")
-    if server and server.window_tokens:
-        shape = replace(shape, window_tokens=server.window_tokens)
-    return shape
+    shape = shape_of(query.model, None if query.weights_gib is None else query.weights_gib * GIB)
+    if (dtype := query.kv_cache_dtype) == "auto":
+        return shape
+    if dtype not in KV_BYTES:
+        raise ConfigError(f"--kv-cache-dtype is {dtype!r}; known: auto, {', '.join(KV_BYTES)}")
+    return replace(shape, kv_value_bytes=KV_BYTES[dtype])
 
 
-def kv_cache(
-    query: DoctorQuery, on: MachineSpec, shape: ModelShape, server: ServedModel | None, block_tokens: int
-) -> KVBudget:
-    """The KV cache: as the server reports it, as given, or computed from the device's memory."""
+def kv_cache(query: DoctorQuery, on: MachineSpec, shape: ModelShape, block_tokens: int) -> KVBudget:
+    """The KV cache: as given, or computed from the device's memory as vLLM would divide it."""
     ranks = query.tensor_parallel_size
-    if server and server.blocks:
-        return kv_budget.of_blocks(shape, server.blocks, block_tokens, ranks)
     if query.kv_gib is not None:
         return kv_budget.of_bytes(shape, query.kv_gib * GIB, block_tokens, ranks)
-    memory = memory_of(query, on)
-    if memory is None:
+    size = query.memory_gib * GIB if query.memory_gib is not None else on.device_bytes
+    if not size:
         where = "give --kv-gib (VLLM_CPU_KVCACHE_SPACE)" if on.on_cpu else "give --gpu or --memory-gib"
         raise ConfigError(f"the memory of {on.device!r} is not known; {where}")
+    memory = DeviceMemory(size, query.gpu_memory_utilization, STEP_GIB * GIB)
     return kv_budget.of_memory(shape, memory, block_tokens, ranks)
-
-
-def memory_of(query: DoctorQuery, on: MachineSpec) -> DeviceMemory | None:
-    """The device's memory as vLLM would divide it; None if it is not known."""
-    size = query.memory_gib * GIB if query.memory_gib is not None else on.device_bytes
-    return DeviceMemory(size, query.gpu_memory_utilization, STEP_GIB * GIB) if size else None
 
 
 def demand(query: DoctorQuery) -> ExpectedLoad:
@@ -170,75 +132,19 @@ def demand(query: DoctorQuery) -> ExpectedLoad:
     if query.run is not None and query.context is not None:
         raise ConfigError("--run and --context both give the length of programs; drop one")
     if query.run is not None:
-        seen = load(query.run)
-        longest = (max(t.prompt_tokens + t.output_tokens for t in p.turns) for p in seen.programs)
-        gaps_s = tuple(turn.gap_s for turn in seen.turns if turn.gap_s is not None)
-        return ExpectedLoad(query.run.name, tuple(longest), gaps_s)
-    if query.context is not None:
-        return ExpectedLoad("as given", (query.context,))
-    return TABLE1
+        programs = load(query.run).programs
+        longest = (max(t.prompt_tokens + t.output_tokens for t in p.turns) for p in programs)
+        return ExpectedLoad(query.run.name, tuple(longest))
+    return ExpectedLoad("as given", (query.context,)) if query.context is not None else TABLE1
 
 
-def of_server(
-    server: ServedModel, query: DoctorQuery, on: MachineSpec, plan: DeploymentPlan
-) -> Iterator[Finding]:
-    """Findings from what a running server reports."""
-    if server.version is not None and not server.version.startswith(CHECKED_VERSIONS):
-        evidence = f"the server runs vLLM {server.version}"
-        yield warning("version", evidence, "continuum was checked on 0.30 to 0.33 only")
-    if not server.has_policy:
-        yield warning(
-            "no-policy",
-            "no continuum_programs in /metrics: the server runs without our scheduler, or has not served yet",
-            "start it with --scheduling-policy continuum",
-        )
-    if server.prefix_caching is False:
-        yield error(
-            "no-prefix-caching",
-            "prefix caching is off: nothing can be kept",
-            "drop --no-enable-prefix-caching",
-        )
-    if plan.tiers and not server.has_tiers:
-        yield warning(
-            "no-tier-metrics",
-            "the server reports no continuum_loaded_tokens_total: our LMCache connector does not run in it",
-            "start it with --kv-transfer-config and the file given here",
-        )
-    memory = memory_of(query, on)
-    if memory is not None and server.blocks:
-        ranks, block_tokens = query.tensor_parallel_size, plan.budget.block_tokens
-        predicted = kv_budget.of_memory(plan.shape, memory, block_tokens, ranks)
-        if abs(predicted.blocks - server.blocks) > BLOCKS_OFF * server.blocks:
-            yield note(
-                "blocks-differ",
-                f"the server has {server.blocks:,} blocks, the computation gives {predicted.blocks:,}",
-                "another process on the device, another --gpu-memory-utilization, or other weights",
-            )
-
-
-def of_router(router: str, settings: ContinuumConfig) -> Iterator[Finding]:
-    """Conflicts between a router in front and our admission (docs/fleet.md). Raises ConfigError."""
-    if router and router not in ROUTERS:
-        raise ConfigError(f"--router is {router!r}; known: {', '.join(ROUTERS)}")
-    if router == GATED and settings.admission:
-        yield warning(
-            "router-gate",
-            f"{GATED} --enable-program-scheduling sends no program's next turn to a rank where a request "
-            "waits, and our admission makes new programs wait there",
-            'set "admission_waiting_request_threshold": 1000000 in its JSON (0 does not open it in 0.1.17), '
-            "or CONTINUUM_ADMISSION=false; --policy consistent_hash alone needs neither",
-        )
-    if router:
-        yield note(
-            "router-session",
-            f"{router} knows a program by the header X-Session-ID, and not by job_id",
-            "have clients send X-Session-ID: it names the program here too",
-        )
-
-
-def seconds_at(plan: DeploymentPlan, context_tokens: int) -> dict[str, float]:
-    """The seconds of a context: computed, and loaded from each tier."""
-    return {
-        "recompute": plan.costs.prefill_s(context_tokens),
-        **{t.value: linear_load_cost(plan.costs, t).seconds(context_tokens) for t in (Tier.DRAM, Tier.SSD)},
-    }
+def versions() -> Iterator[Finding]:
+    """Of vLLM and LMCache where the doctor runs, if they are installed there."""
+    for package, known in VERSIONS.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            continue
+        if not found.startswith(known):
+            evidence = f"{package} {found} is installed here"
+            yield warning("version", evidence, f"take {known[0].rstrip('.')} to {known[-1].rstrip('.')}")

@@ -11,22 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from continuum_lmcache.capacity.break_even import break_even_tokens
+from continuum_lmcache.capacity.break_even import break_even_tokens, linear_load_cost
 from continuum_lmcache.capacity.kv_budget import programs_that_fit
-from continuum_lmcache.console.doctor import Diagnosis, seconds_at
+from continuum_lmcache.console.doctor import Diagnosis
+from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.telemetry.findings import Finding, Severity
 from continuum_lmcache.types import Tier
 
-SCHEMA = 1
-Titled = tuple[str, Table]
+SCHEMA = 2
 CONTEXTS_TOKENS = (1_024, 8_192, 32_768)
+TIERS = (Tier.DRAM, Tier.SSD)
 STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
-
-
-def contexts(found: Diagnosis) -> list[int]:
-    """Contexts for the table of costs: round ones and the mean, within the window."""
-    window = found.plan.shape.window_tokens
-    return sorted({c for c in (*CONTEXTS_TOKENS, found.plan.demand.mean_tokens) if c <= window})
 
 
 def holds(found: Diagnosis) -> dict[str, int]:
@@ -35,18 +30,28 @@ def holds(found: Diagnosis) -> dict[str, int]:
     return {"gpu": plan.budget.tokens, **{tier.value: tokens for tier, tokens in plan.tiers.items()}}
 
 
+def seconds_at(found: Diagnosis, costs: CostModel) -> dict[int, list[float]]:
+    """For round contexts and the mean, within the window: seconds to compute, and to load from each tier."""
+    contexts = sorted({*CONTEXTS_TOKENS, found.plan.demand.mean_tokens})
+    loads = [linear_load_cost(costs, tier) for tier in TIERS]
+    return {
+        tokens: [costs.prefill_s(tokens), *(load.seconds(tokens) for load in loads)]
+        for tokens in contexts
+        if tokens <= found.plan.shape.window_tokens
+    }
+
+
 def as_json(found: Diagnosis) -> dict[str, Any]:
-    """Schema 1. Infinite numbers are null."""
-    plan = found.plan
+    """Schema 2. Infinite numbers are null; `break_even_tokens` is null without a profile."""
+    plan, costs = found.plan, found.plan.costs
+    contexts = plan.demand.contexts_tokens
+    even = {t.value: break_even_tokens(costs, t) for t in TIERS} if costs is not None else None
     return {
         "schema": SCHEMA,
         "advisable": found.advisable,
         "model": {"name": plan.shape.name, "window_tokens": plan.shape.window_tokens},
-        "costs": {
-            "source": found.machine.source,
-            "device": found.machine.device,
-            "measured": plan.costs.measured,
-        },
+        "device": found.machine.device,
+        "costs": {"source": found.machine.source, "measured": costs is not None and costs.measured},
         "budget": {
             "steps": [asdict(step) for step in plan.budget.steps],
             "bytes_per_token": plan.budget.bytes_per_token,
@@ -55,105 +60,77 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
         },
         "demand": {
             "source": plan.demand.source,
-            "programs": len(plan.demand.contexts_tokens),
+            "programs": len(contexts),
             "mean_tokens": plan.demand.mean_tokens,
-            "max_tokens": max(plan.demand.contexts_tokens),
-            "gaps": len(plan.demand.gaps_s),
+            "max_tokens": max(contexts),
         },
         "holds": {
-            place: {"tokens": tokens, "programs": programs_that_fit(tokens, plan.demand.contexts_tokens)}
+            place: {"tokens": tokens, "programs": programs_that_fit(tokens, contexts)}
             for place, tokens in holds(found).items()
         },
-        "break_even_tokens": {tier.value: finite(break_even_tokens(plan.costs, tier)) for tier in TIERS},
-        "seconds_at": {str(tokens): seconds_at(plan, tokens) for tokens in contexts(found)},
-        "pins": {
-            "answer": found.pins.answer,
-            "why": found.pins.why,
-            "by_place": {
-                tier.value: {
-                    "reload_s": pin.reload_s,
-                    "best_ttl_s": pin.best.ttl_s,
-                    "probability": pin.best.probability,
-                    "gain_s": pin.gain_s,
-                    "least_delay_s": finite(pin.least_delay_s),
-                }
-                for tier, pin in found.pins.by_tier.items()
-            },
-        },
+        "break_even_tokens": even and {n: v if math.isfinite(v) else None for n, v in even.items()},
         "findings": findings_json(found.findings),
     }
-
-
-TIERS = (Tier.DRAM, Tier.SSD)
 
 
 def findings_json(findings: Iterable[Finding]) -> list[dict[str, str]]:
     return [{**asdict(finding), "severity": finding.severity.value} for finding in findings]
 
 
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def show(found: Diagnosis, console: Console) -> None:
-    """The whole answer, from the arithmetic to the verdict."""
+    """The verdict and what to do about it, then the arithmetic."""
     plan = found.plan
-    measured = "measured" if plan.costs.measured else "measured: false"
-    costs = f"costs from {found.machine.source}, {measured}"
-    console.print(Text(f"{plan.shape.name} on {found.machine.device}; {costs}"))
-    for title, table in (arithmetic(found), capacities(found), times(found), pins(found)):
-        console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
-        console.print(table)
-    console.print(Text(f"\nCan pins pay here? {found.pins.answer}: {found.pins.why}."), soft_wrap=True)
+    console.print(Text(found.verdict, style="bold"))
+    programs = f"{plan.fits:,} programs of {plan.demand.mean_tokens:,}"
+    size = f"its KV cache holds {plan.budget.tokens:,} tokens, {programs}"
+    console.print(Text(f"{plan.shape.name} on {found.machine.device}: {size}."), soft_wrap=True)
     show_findings(found.findings, console)
-    console.print(Text(f"\n{found.verdict}", style="bold"))
+    if not plan.budget.blocks:
+        return  # the rest would be of a server that cannot start
+    titled("KV budget, one rank", arithmetic(found), console)
+    mean = f"mean context {plan.demand.mean_tokens:,} tokens ({plan.demand.source})"
+    titled(f"Programs that fit: {mean}", capacities(found), console)
+    if plan.costs is not None:
+        measured = "measured" if plan.costs.measured else "not measured"
+        title = f"Seconds to bring a context back ({found.machine.source}, {measured})"
+        titled(title, times(found, plan.costs), console)
 
 
-def arithmetic(found: Diagnosis) -> Titled:
+def titled(title: str, table: Table, console: Console) -> None:
+    console.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
+    console.print(table)
+
+
+def arithmetic(found: Diagnosis) -> Table:
     table = headed("", "", "how")
     for step in found.plan.budget.steps:
         value = f"{step.value:,.2f}" if isinstance(step.value, float) else f"{step.value:,}"
         table.add_row(step.name, f"{value} {step.unit}", step.how)
-    return "KV budget, one rank", table
+    return table
 
 
-def capacities(found: Diagnosis) -> Titled:
-    demand = found.plan.demand
-    about = f"{len(demand.contexts_tokens)} programs" if len(demand.contexts_tokens) > 1 else "one program"
-    title = f"Programs that fit: {about}, mean context {demand.mean_tokens:,} tokens ({demand.source})"
+def capacities(found: Diagnosis) -> Table:
     table = headed("where", "tokens", "programs")
     for place, tokens in holds(found).items():
-        table.add_row(place, f"{tokens:,}", f"{programs_that_fit(tokens, demand.contexts_tokens):,}")
-    return title, table
+        programs = programs_that_fit(tokens, found.plan.demand.contexts_tokens)
+        table.add_row(place, f"{tokens:,}", f"{programs:,}")
+    return table
 
 
-def times(found: Diagnosis) -> Titled:
+def times(found: Diagnosis, costs: CostModel) -> Table:
     table = headed("tokens", "recompute", *(tier.value for tier in TIERS))
-    for tokens in contexts(found):
-        table.add_row(f"{tokens:,}", *(f"{s:.4g}" for s in seconds_at(found.plan, tokens).values()))
+    for tokens, seconds in seconds_at(found, costs).items():
+        table.add_row(f"{tokens:,}", *(f"{s:.4g}" for s in seconds))
     table.add_section()
-    table.add_row("loading pays", "", *(break_even(found, tier) for tier in TIERS))
-    return "Seconds to bring a context back", table
+    table.add_row("loading pays", "", *(in_words(break_even_tokens(costs, tier)) for tier in TIERS))
+    return table
 
 
-def break_even(found: Diagnosis, tier: Tier) -> str:
-    """The break-even in words."""
-    tokens = break_even_tokens(found.plan.costs, tier)
+def in_words(tokens: float) -> str:
+    """The break-even."""
     if math.isinf(tokens):
         return "never"
     return f"from {math.ceil(tokens):,} tokens" if tokens else "always"
-
-
-def pins(found: Diagnosis) -> Titled:
-    title = f"A pin of {found.plan.demand.mean_tokens:,} tokens with an empty queue (eq. 2, T = 0)"
-    heads = ("else in", "PrefillReload", "best TTL", "P(back)", "gain a turn", "pays from T of")
-    table = headed(*heads)
-    for tier, pin in found.pins.by_tier.items():
-        figures = (pin.reload_s, pin.best.ttl_s, pin.best.probability, pin.gain_s)
-        reload_s, ttl_s, chance, gain_s = (f"{x:.3g}" for x in figures)
-        least_s = f"{max(0.0, pin.least_delay_s):.3g} s"
-        table.add_row(tier.value, f"{reload_s} s", f"{ttl_s} s", chance, f"{gain_s} s", least_s)
-    return title, table
 
 
 def show_findings(findings: Iterable[Finding], console: Console) -> None:

@@ -33,7 +33,6 @@ class ConnectorSettings:
     """The settings of an lmcache.json."""
 
     tiers_gib: Mapping[Tier, float]  # of LMCache's server; empty where it has its own command line
-    continuum: ContinuumConfig
     findings: tuple[Finding, ...]
 
     def tiers(self, bytes_per_token: int) -> dict[Tier, int]:
@@ -55,22 +54,21 @@ def read(path: Path) -> Mapping[str, Any]:
 
 
 def checked(
-    config: Mapping[str, Any], worker: WorkerSpec, ranks: int, window_tokens: int, lora: bool
+    config: Mapping[str, Any], worker: WorkerSpec, ranks: int, window_tokens: int
 ) -> ConnectorSettings:
     """The connector with all its problems. Wrong settings are findings, not errors."""
     kind, extra = config["kv_connector"], config.get(EXTRA, {})
-    findings = list(outer_findings(config, lora))
-    continuum, more = continuum_settings(extra)
-    findings += more
+    findings = list(outer_findings(config))
+    findings += continuum_findings(extra)
     if kind not in LMCACHE:
-        return ConnectorSettings({}, continuum, tuple(findings))
+        return ConnectorSettings({}, tuple(findings))
     if kind == IN_PROCESS:
         extra = {AUTOSTART: True, **extra}
     tiers_gib, more = server_sizes(extra, worker, ranks, window_tokens)
-    return ConnectorSettings(tiers_gib, continuum, (*findings, *more))
+    return ConnectorSettings(tiers_gib, (*findings, *more))
 
 
-def outer_findings(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
+def outer_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Problems outside the settings."""
     kind = config["kv_connector"]
     if unknown := sorted(config.keys() - FIELDS):
@@ -89,31 +87,19 @@ def outer_findings(config: Mapping[str, Any], lora: bool) -> Iterator[Finding]:
             f"kv_role is {config.get('kv_role')!r}",
             'an engine that stores and loads its own KV needs "kv_role": "kv_both"',
         )
-    if kind not in LMCACHE and config.get("kv_load_failure_policy", "fail") == "fail":
-        yield warning(
-            "load-failure-policy",
-            'kv_load_failure_policy is "fail", vLLM\'s default: a KV load that fails fails its request',
-            'set "kv_load_failure_policy": "recompute"',
-        )
-    if lora and kind in LMCACHE:
-        yield error(
-            "lora",
-            "LMCache 0.5.6 does not tell LoRA adapters apart: it would load one's KV for another",
-            "drop --enable-lora or the KV connector",
-        )
 
 
-def continuum_settings(extra: Mapping[str, Any]) -> tuple[ContinuumConfig, list[Finding]]:
-    """The `continuum.*` settings, or the defaults and the problems."""
+def continuum_findings(extra: Mapping[str, Any]) -> Iterator[Finding]:
+    """What is wrong with the `continuum.*` settings."""
     try:
         found = ContinuumConfig.load(extra, os.environ)
         policy_named(found.policy)
     except ConfigError as problem:
-        return ContinuumConfig(), [error("continuum-setting", str(problem), CORRECT)]
+        yield error("continuum-setting", str(problem), CORRECT)
+        return
     if found.profile and not Path(found.profile).is_file():
         missing = f"continuum.profile is {found.profile!r}, which is no file here"
-        return found, [error("no-profile-file", missing, "name a profile by a path that the server can read")]
-    return found, []
+        yield error("no-profile-file", missing, "name a profile by a path that the server can read")
 
 
 def server_sizes(

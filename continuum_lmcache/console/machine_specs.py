@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from continuum_lmcache.errors import ConfigError, ProfileError, nearest
-from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
+from continuum_lmcache.reload.cost_model import CostModel
 
 MIB = 1024**2
 GPU_MIB = {  # what nvidia-smi reports as the total of one card, less than the data sheet's round number
@@ -28,11 +28,10 @@ class MachineSpec:
     """The known properties of the machine to serve on."""
 
     source: str  # source of the costs
-    costs: CostModel
+    costs: CostModel | None  # None: no profile was read
     device: str
     device_bytes: float | None  # None: not known
     on_cpu: bool
-    profiled: bool  # a profile was read
 
     @property
     def block_tokens(self) -> int:
@@ -42,17 +41,18 @@ class MachineSpec:
 
 def machine(profile: Path | None, gpu: str) -> MachineSpec:
     """From a profile, a GPU's name, or both. Raises ConfigError or ProfileError."""
+    gpu = gpu.lower()
     if gpu and gpu not in GPU_MIB:
         raise ConfigError(f"--gpu is {gpu!r}; {nearest(gpu, GPU_MIB)}; or give --memory-gib")
     if profile is None:
-        return MachineSpec("built-in guesses", UNMEASURED, gpu or "unknown", memory_of(gpu), False, False)
+        return MachineSpec("no profile", None, gpu or "unknown", memory_of(gpu), False)
     found = read(profile)
     costs = CostModel.from_mapping(found, str(profile))
     recorded = found.get("provenance")
     provenance = recorded if isinstance(recorded, Mapping) else {}  # for the reader: any value is possible
     device = gpu or str(provenance.get("device", "unknown"))
     on_cpu = "cores" in provenance  # profiles/machine.py notes them for a CPU only
-    return MachineSpec(str(profile), costs, device, memory_of(device), on_cpu, True)
+    return MachineSpec(str(profile), costs, device, memory_of(device), on_cpu)
 
 
 def memory_of(gpu: str) -> float | None:

@@ -85,45 +85,6 @@ def answer(url: str, path: str) -> httpx.Response:
     return response
 
 
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The properties of a running server."""
-
-    version: str | None
-    window_tokens: int | None  # max_model_len
-    blocks: int | None  # of the GPU's KV cache, one engine
-    block_tokens: int | None
-    prefix_caching: bool | None
-    has_policy: bool  # it runs our scheduler, whose metrics begin with the first step
-    has_tiers: bool  # it reports LMCache's loads by tier
-
-
-def served(url: str) -> ServedModel:
-    """Query a running server's properties. Raises ServerError if it does not answer."""
-    page = scrape(url)
-    info = page.info("vllm:cache_config_info")
-    caching = info.get("enable_prefix_caching")
-    version = inner(body(answer(url, "/version")), "version")
-    window_tokens = inner(body(answer(url, "/v1/models")), "data", 0, "max_model_len")
-    return ServedModel(
-        version=version if isinstance(version, str) else None,
-        window_tokens=window_tokens if isinstance(window_tokens, int) else None,
-        blocks=whole(info.get("num_gpu_blocks")),
-        block_tokens=whole(info.get("block_size")),
-        prefix_caching=None if caching is None else caching == "True",
-        has_policy=page.total("continuum_programs") is not None,
-        has_tiers=page.total("continuum_loaded_tokens_total") is not None,
-    )
-
-
-def body(response: httpx.Response) -> Any:
-    """The answer's JSON. Raises ServerError."""
-    try:
-        return response.json()
-    except ValueError as error:
-        raise ServerError(f"{response.url} did not answer with JSON: {error}") from error
-
-
 def inner(outer: Any, *keys: str | int) -> Any:
     """A value inside nested objects and lists; None if it, or one around it, is missing."""
     for key in keys:
@@ -132,8 +93,3 @@ def inner(outer: Any, *keys: str | int) -> Any:
         except (LookupError, TypeError):
             return None
     return outer
-
-
-def whole(text: str | None) -> int | None:
-    """An info label's number; None if it is missing."""
-    return int(text) if text is not None and text.isdecimal() else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,26 +32,34 @@ KNOWN = {
         dense("Qwen2.5-32B", 64, 8, 32.76e9, 32_768),
         dense("Qwen3-8B", 36, 8, 8.19e9, 40_960),
         dense("Qwen3-32B", 64, 8, 32.76e9, 40_960),
+        dense("Qwen3-Coder-30B-A3B", 48, 4, 30.53e9, 262_144),
         dense("Mistral-7B-v0.3", 32, 8, 7.25e9, 32_768),
     )
 }
 
 
-def shape_of(model: str) -> ModelShape:
-    """The shape of a config.json, of a folder with one, or of a model in KNOWN. Raises ConfigError."""
+def shape_of(model: str, weight_bytes: float | None = None) -> ModelShape:
+    """The shape of a config.json, of a folder with one, or of a model in KNOWN. Raises ConfigError.
+
+    `weight_bytes`: if not the model's own.
+    """
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"
     if path.is_file():
-        return from_config(path)
+        return from_config(path, weight_bytes)
     name = path.name.lower().removesuffix("-instruct")
     if name in KNOWN and not path.is_absolute():
-        return KNOWN[name]
+        return KNOWN[name] if weight_bytes is None else given_weights(KNOWN[name], weight_bytes)
     hint = nearest(name, [shape.name for shape in KNOWN.values()])
     raise ConfigError(f"{model} is neither a config.json, nor a folder with one, nor known; {hint}")
 
 
-def from_config(path: Path) -> ModelShape:
+def given_weights(shape: ModelShape, weight_bytes: float) -> ModelShape:
+    return replace(shape, weight_bytes=weight_bytes, source="as given")
+
+
+def from_config(path: Path, given_bytes: float | None = None) -> ModelShape:
     """The shape that a Hugging Face config.json describes. Raises ConfigError where it does not."""
     try:
         whole = json.loads(path.read_text(encoding="utf-8"))
@@ -65,16 +74,21 @@ def from_config(path: Path) -> ModelShape:
     if not isinstance(dtype, str) or dtype not in VALUE_BYTES:
         raise ConfigError(f"{path}: torch_dtype is {dtype!r}; known: {', '.join(VALUE_BYTES)}")
     kv_heads, head_size = heads(config, path)
-    weight_bytes, how = weights(config, path, VALUE_BYTES[dtype])
+    layers = count(config, "num_hidden_layers", path)
+    if given_bytes is None:
+        weight_bytes, how = weights(config, path, VALUE_BYTES[dtype])
+    else:
+        weight_bytes, how = given_bytes, "as given"
     return ModelShape(
         path.resolve().parent.name,
-        count(config, "num_hidden_layers", path),
+        layers,
         kv_heads,
         head_size,
         VALUE_BYTES[dtype],
         weight_bytes,
         count(config, "max_position_embeddings", path),
         how,
+        windowed(config, layers),
     )
 
 
@@ -90,14 +104,42 @@ def heads(config: Mapping[str, Any], path: Path) -> tuple[int, int]:
 
 
 def refuse_hybrid(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse layers without KV of every token: the computation and in-process LMCache do not support them."""
-    listed = config.get("layer_types")
-    kinds = {str(kind) for kind in listed} if isinstance(listed, list) else set()
-    if others := sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind):
-        raise ConfigError(
-            f"{path}: layers of type {others[0]!r} keep no KV per token; in-process LMCache refuses such "
-            "hybrid models, and their budget is not computed here"
-        )
+    """Refuse layers without KV of every token: vLLM divides their memory in another way."""
+    for name, value in config.items():
+        is_plain = ATTENTION_IN_ALL_LAYERS.get(name)
+        is_hybrid = not is_plain(value) if is_plain else name.startswith(STATE_PREFIXES)
+        if value and is_hybrid:
+            raise ConfigError(
+                f"{path}: {name} is {value!r:.60}: some layers keep a state in place of KV, or beside it. "
+                "Their budget is not computed here; vLLM prints the size of the KV cache when it starts"
+            )
+
+
+def kinds(value: Any) -> set[str]:
+    return {str(kind) for kind in value} if isinstance(value, list) else {str(value)}
+
+
+STATE_PREFIXES = ("mamba_", "ssm_", "linear_", "lru_", "rwkv")  # "mamba_d_state", "linear_attn_config"
+ATTENTION_IN_ALL_LAYERS: Mapping[str, Callable[[Any], bool]] = {  # by a config's key
+    "layer_types": lambda v: all("attention" in kind and "linear" not in kind for kind in kinds(v)),
+    "layers_block_type": lambda v: kinds(v) == {"attention"},
+    "block_types": lambda v: kinds(v) == {"attention"},
+    "hybrid_override_pattern": lambda v: kinds(list(str(v))) == {"*"},
+    "full_attention_interval": lambda v: v == 1,
+    "attn_layer_period": lambda v: v == 1,
+    "attn_type_list": lambda v: kinds(v) == {"1"},
+    "attn_layer_indices": lambda _: False,
+}
+
+
+def windowed(config: Mapping[str, Any], layers: int) -> int:
+    """How many layers attend to a window, or to a chunk, of the context only."""
+    listed, every = config.get("layer_types"), config.get("sliding_window_pattern")
+    if isinstance(listed, list):
+        return sum(str(kind).startswith(("sliding", "chunked")) for kind in listed)
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return 0
+    return layers - layers // every if isinstance(every, int) and every > 0 else layers
 
 
 def weights(config: Mapping[str, Any], path: Path, value_bytes: int) -> tuple[float, str]:

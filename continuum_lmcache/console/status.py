@@ -1,10 +1,9 @@
-"""`continuum-lmcache status URL`: one screen on a running server, from two scrapes of its /metrics."""
+"""`continuum-lmcache status URL`: whether continuum is on, what it brings, and what is wrong."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -13,10 +12,9 @@ from rich.text import Text
 
 from continuum_lmcache.console.doctor_output import findings_json, headed, show_findings
 from continuum_lmcache.console.fleet import findings
-from continuum_lmcache.console.metrics_page import scrape
-from continuum_lmcache.console.scrape_window import METRICS, window
+from continuum_lmcache.console.metrics_page import MetricsPage
 from continuum_lmcache.telemetry.findings import Finding, Severity
-from continuum_lmcache.telemetry.health_rules import ServerWindow, Thresholds, diagnose, not_evaluated
+from continuum_lmcache.telemetry.health_rules import ServerFigures, diagnose, summary
 
 Place = tuple[str, int | None]
 """A URL, and which replica of the fleet there."""
@@ -28,52 +26,79 @@ OF_A_REPLICA = {  # in a fleet: title, field
     "room, tokens": "headroom_tokens",
     "pending, tokens": "pending_tokens",
 }
-FIGURES = {  # what the screen shows of a window: label -> field, format
-    "running turns": ("running_turns", "{:.1f}"),
-    "waiting turns": ("waiting_turns", "{:.1f}"),
+SHOWN = {  # label -> figure, format
+    "running turns": ("running_turns", "{:,.0f}"),
+    "waiting turns": ("waiting_turns", "{:,.0f}"),
+    "new programs that wait to start": ("held_programs", "{:,.0f}"),
     "KV cache in use": ("kv_usage", "{:.0%}"),
     "  of it pinned": ("pinned_share", "{:.0%}"),
-    "programs known": ("programs", "{:,.0f}"),
     "turns finished": ("finished_turns", "{:,.0f}"),
     "preemptions": ("preemptions", "{:,.0f}"),
-    "mean wait in the queue": ("queue_s", "{:.2f} s"),
-    "mean prompt": ("context_tokens", "{:,.0f} tokens"),
-    "prompt tokens computed": ("computed_tokens", "{:,.0f}"),
-    "steps waited for stores": ("store_s", "{:.2f} s"),
 }
 
 
-def watch(places: Sequence[Place], seconds: float) -> list[ServerWindow]:
-    """The servers' figures of the next seconds. Raises ServerError."""
-    before = [(scrape(*place), time.monotonic()) for place in places]
-    time.sleep(seconds)
-    return [
-        window(page, scrape(*place), time.monotonic() - at_s)
-        for place, (page, at_s) in zip(places, before, strict=True)
-    ]
+def share_of_blocks(page: MetricsPage, name: str) -> float | None:
+    """A gauge over all blocks of all engines."""
+    blocks = page.total(name)
+    sizes = [labels.get("num_gpu_blocks", "") for labels, _ in page.of("vllm:cache_config_info")]
+    total = sum(int(size) for size in sizes if size.isdecimal())
+    return blocks / total if blocks is not None and total else None
+
+
+def average(page: MetricsPage, name: str) -> float | None:
+    """A histogram's mean since the start."""
+    seconds, count = page.total(f"{name}_sum"), page.total(f"{name}_count")
+    return seconds / count if seconds is not None and count else None
+
+
+def by(label: str) -> Callable[[MetricsPage, str], dict[str, float]]:
+    return lambda page, name: page.by(name, label)
+
+
+FIELDS: Mapping[str, tuple[str, Callable[[MetricsPage, str], Any]]] = {  # figure -> metric, how it is read
+    "policy": ("continuum_policy_info", lambda page, name: page.info(name).get("policy", "")),
+    "programs": ("continuum_programs", MetricsPage.total),
+    "running_turns": ("vllm:num_requests_running", MetricsPage.total),
+    "waiting_turns": ("vllm:num_requests_waiting", MetricsPage.total),
+    "held_programs": ("continuum_programs_held", MetricsPage.total),
+    "kv_usage": ("vllm:kv_cache_usage_perc", MetricsPage.mean),
+    "pinned_share": ("continuum_pinned_blocks", share_of_blocks),
+    "finished_turns": ("vllm:request_success_total", MetricsPage.total),
+    "preemptions": ("vllm:num_preemptions_total", MetricsPage.total),
+    "first_token_s": ("vllm:time_to_first_token_seconds", average),
+    "prompt_tokens": ("continuum_prompt_tokens_total", by("tier")),
+    "pins": ("continuum_pins_total", by("outcome")),
+    "working_set_tokens": ("continuum_working_set_tokens", MetricsPage.total),
+    "tier_capacity_tokens": ("continuum_tier_capacity_tokens", by("tier")),
+    "tier_store_up": ("continuum_tier_store_up", MetricsPage.least),
+    "lost_tokens": ("continuum_lost_tokens_total", by("cause")),
+    "ignored_fields": ("continuum_ignored_fields_total", by("field")),
+}
+
+
+def figures(page: MetricsPage) -> ServerFigures:
+    return ServerFigures(**{figure: read(page, metric) for figure, (metric, read) in FIELDS.items()})
 
 
 def places_at(url: str, report: Mapping[str, Any] | None) -> list[Place]:
     """The servers behind a URL: each replica of a fleet, or the single server."""
-    return [(url, row["rank"]) for row in report["replicas"]] if report is not None else [(url, None)]
+    return [(url, row.get("rank")) for row in report["replicas"]] if report is not None else [(url, None)]
 
 
-def has_problems(findings: list[Finding]) -> bool:
+def has_problems(found: Sequence[Finding]) -> bool:
     """Whether a finding is worse than a NOTE."""
-    return any(finding.severity is not Severity.NOTE for finding in findings)
+    return any(finding.severity is not Severity.NOTE for finding in found)
 
 
-def as_json(seen: ServerWindow, targets: Thresholds) -> dict[str, Any]:
-    """The window, the findings, and the checks that could not be made."""
-    found = diagnose(seen, targets)
+def as_json(seen: ServerFigures) -> dict[str, Any]:
+    """What the screen has."""
+    found = diagnose(seen)
     return {
-        "schema": 1,
+        "schema": 2,
         "ok": not has_problems(found),
-        "window": dataclasses.asdict(seen),
+        "summary": summary(seen),
+        "figures": asdict(seen),
         "findings": findings_json(found),
-        "not_checked": {
-            rule: [METRICS[name] for name in fields] for rule, fields in not_evaluated(seen).items()
-        },
     }
 
 
@@ -83,7 +108,7 @@ def joined(
     """Several servers (as_json), and their fleets, as one JSON object."""
     found = {url: list(findings(report)) for url, report in fleets.items()}
     return {
-        "schema": 1,
+        "schema": 2,
         "ok": all(one["ok"] for one in servers) and not any(has_problems(each) for each in found.values()),
         "fleets": {url: {**report, "findings": findings_json(found[url])} for url, report in fleets.items()},
         "servers": [
@@ -92,46 +117,28 @@ def joined(
     }
 
 
-def show(url: str, seen: ServerWindow, targets: Thresholds, console: Console) -> None:
-    """Figures, findings, and the metrics that this server lacks."""
-    console.print(Text(f"{url}, watched for {seen.seconds:.1f} s"), soft_wrap=True)
+def show(url: str, seen: ServerFigures, console: Console) -> None:
+    """The summary, what is wrong, and the figures."""
+    found = diagnose(seen)
+    console.print(Text(f"{url}: {summary(seen)}", style="bold"), soft_wrap=True)
+    show_findings(found, console)
     table = headed("", "")
-    for label, (name, form) in FIGURES.items():
+    for label, (name, form) in SHOWN.items():
         value = getattr(seen, name)
         table.add_row(label, "not reported" if value is None else form.format(value))
-    for tier, tokens in seen.loaded_tokens.items():
-        table.add_row(f"loaded from {tier}", f"{tokens:,.0f} tokens in {seen.load_s.get(tier, 0.0):.2f} s")
-    for cause in (cause for cause, returns in seen.lost_returns.items() if returns):
-        table.add_row(f"lost to {cause}", lost(seen, cause))
-    if seen.load_decisions:
-        table.add_row("load decisions", listed(seen.load_decisions))
+    for cause, tokens in seen.lost_tokens.items():
+        if tokens:
+            table.add_row(f"lost, {cause}", f"{tokens:,.0f} tokens")
     console.print(table)
-    found = diagnose(seen, targets)
-    show_findings(found, console)
-    for rule, fields in not_evaluated(seen).items():
-        names = ", ".join(METRICS[name] for name in fields)
-        console.print(Text(f"not checked: {rule} (no {names} in these {seen.seconds:.0f} s)", style="dim"))
-    what = "Something" if has_problems(found) else "Nothing"
-    console.print(Text(f"\n{what} is wrong.", style="bold"))
-
-
-def lost(seen: ServerWindow, cause: str) -> str:
-    """What returns lost by one cause. With several engines no token is shown."""
-    returns, at = seen.lost_returns[cause], seen.lost_at_token.get(cause)
-    found = f"{returns:,.0f} returns, {seen.lost_s.get(cause, 0.0):.2f} s of prefill"
-    return found if at is None else f"{found}, the latest at token {at:,.0f}"
-
-
-def listed(counts: Mapping[str, float]) -> str:
-    return ", ".join(f"{count:,.0f} {what}" for what, count in counts.items())
+    console.print(Text(f"{'Something' if has_problems(found) else 'Nothing'} is wrong.\n", style="bold"))
 
 
 def show_fleet(url: str, report: Mapping[str, Any], console: Console) -> None:
     """The replicas, the outcomes of turns, and findings."""
     console.print(Text(f"{url}, a fleet of {len(report['replicas'])} replicas", style="bold"), soft_wrap=True)
     console.print(replicas(report))
-    turns = ", ".join(f"{n:,} {why}" for why, n in report["turns"].items()) or "none"
-    console.print(Text(f"programs: {report['programs']:,}; turns: {turns}"), soft_wrap=True)
+    turns = ", ".join(f"{n:,} {why}" for why, n in report.get("turns", {}).items()) or "none"
+    console.print(Text(f"turns: {turns}"), soft_wrap=True)
     show_findings(findings(report), console)
 
 
