@@ -262,9 +262,6 @@ def replay_traces(
         "\n".join([f"{title}. {words[0]}", *words[1:], "", markdown(lines), ""])
     )
     write_lines(lines, path.with_suffix(".csv"))
-    from experiments.sweep.drawing import draw_traces  # matplotlib takes a second to import
-
-    draw_traces(trace_goals.by_name(rows, settings), title, path)
 
 
 def serve_fleets(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:

@@ -24,7 +24,6 @@ from experiments.sim.trace_programs import (
     work_s,
 )
 from experiments.sweep.cases import ENDLESS
-from experiments.sweep.drawing import draw_traces
 from experiments.sweep.grids import Size
 from experiments.sweep.rows import Rows
 from experiments.sweep.simulated import run
@@ -139,10 +138,6 @@ def test_a_row_has_ours_beside_the_rivals_and_the_bounds(tmp_path: Path) -> None
     assert times_s[ENDLESS] <= min(times_s.values()) * 1.01 and set(times_s) == set(CONTENDERS)
     [pressed] = verdicts(rows, chosen)
     assert "Pressed rows (2)" in pressed and bare[1].split()[0]
-    assert {path.suffix for path in draw_traces(by_name(rows, chosen), "x", tmp_path / "t")} == {
-        ".png",
-        ".svg",
-    }
 
 
 @pytest.mark.usefixtures("traces")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 
 import matplotlib
 
-from experiments.sweep import trace_goals
-from experiments.sweep.cases import ENDLESS
-from experiments.sweep.goals import ORDER, PAPER
 from experiments.sweep.plans import WORDS, Plan
 from experiments.sweep.readout import BySeed, Found, caption, panels, ratios
 from experiments.tables import spread
@@ -94,35 +91,3 @@ def _published(plan: Plan, panel: str, names: Sequence[str]) -> dict[int, float]
     """Published figures, by line."""
     published = {at: plan.published.get((panel, name)) for at, name in enumerate(names)}
     return {at: figure for at, figure in published.items() if figure is not None}
-
-
-MARKS = {
-    "program order": (ORDER, "s"),
-    "published": (PAPER, "o"),
-    "static TTL": (trace_goals.STATIC, "^"),
-    "no eviction": (ENDLESS, "x"),
-}
-
-
-def draw_traces(found: Mapping[str, Sequence[trace_goals.Runs]], title: str, path: Path) -> list[Path]:
-    """Mean job time over ours by row, and beside it P99 of first tokens over published's; PNG and SVG."""
-    names = list(found)
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(9, 1.2 + 0.16 * len(names)), layout="constrained", sharey=True, width_ratios=(3, 1)
-    )
-    for label, (contender, mark) in MARKS.items():
-        values = [mean(trace_goals.ratios(seeds, contender)) for seeds in found.values()]
-        left.plot(values, range(len(names)), mark, color="k", markersize=4, fillstyle="none", label=label)
-    tails = [trace_goals.tail_ratio(seeds) for seeds in found.values()]
-    right.plot(tails, range(len(names)), "o", color="black", markersize=4)
-    right.axvline(1.5, color="0.6", linestyle=":")
-    left.axvline(1.0, color="0.6")
-    left.set_xscale("log")
-    readable(left.xaxis, "{x:,.1f}")
-    left.set_yticks(range(len(names)), names, fontsize=6)
-    left.set_ylim(len(names) - 0.5, -0.5)
-    left.set_xlabel("mean job time over continuum's (right of 1: slower)", fontsize=7)
-    right.set_xlabel("P99 of first tokens\nover published's; asked 1.5", fontsize=7)
-    left.legend(fontsize=6)
-    figure.suptitle(title, fontsize=8)
-    return save(figure, path)
