@@ -25,7 +25,7 @@ KUBERNETES = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|
 class ContinuumConfig:
     """Settings of the scheduler. Times in seconds, shares in [0, 1]."""
 
-    policy: str = "continuum"  # or one of the baselines in docs/settings.md
+    policy: str = "continuum"  # or "continuum-published", "static-ttl", or module:name of one of your own
     static_ttl_s: float = 2.0  # the TTL of policy "static-ttl"
     max_ttl_s: float = 300.0  # no pin lasts longer, with any policy
     max_pinned_share: float = 0.8  # share of the GPU's KV blocks that pins may hold
@@ -33,20 +33,14 @@ class ContinuumConfig:
     admission_max_hold_s: float = 120.0  # how long the first new program in line waits at most
     pin_reclaim_after_s: float = 120.0  # a turn refused blocks for this long may take other programs' pins
     program_idle_s: float = 3600.0  # a program without a turn for this long is forgotten
-    max_programs: int = 100_000  # beyond this number the longest-idle programs are forgotten
-    load_or_recompute: bool = True  # load from a tier only what is cheaper to load, by measured rates
     admission: bool = True  # new programs wait while the started ones fill the KV cache
     honor_priority: bool = False  # a request's priority orders programs, lower first; false: it is ignored
     honor_program_age: bool = False  # trust program_turns of tenants' requests; a router must set them
-    evict_ended_programs: bool = True  # evict ended KV first; hold nothing after calls that few return from
-    priced_pins: bool = True  # charge a pin fully only while a turn or a new program waits, and renew its TTL
-    measured_chunk: bool = True  # decodes before prompts, in chunks sized by the times of earlier steps
     infer_programs: bool = True  # link a request without an id to the turn its prompt extends
-    fail_on_load_error: bool = False  # a failed KV load fails its request
     profile: str = ""  # a measured profile (YAML); empty: cautious built-in costs
     tool_durations_file: str = ""  # file for learned tool durations, read at the next start; empty: none
     run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none are written
-    hash_ids: bool = False  # recordings have hashes in place of program ids
+    record_ids: bool = False  # recordings have the clients' ids of programs and turns in place of hashes
     divergence_texts: bool = False  # recordings have the texts where a prompt differs from its last turn
 
     def __post_init__(self) -> None:
@@ -54,7 +48,6 @@ class ContinuumConfig:
             name, value = PREFIX + key, getattr(self, key)
             require(not key.endswith("_s") or value >= 0, name, value, "a number of seconds >= 0")
             require(not key.endswith("_share") or 0 <= value <= 1, name, value, "a share in [0, 1]")
-        require(self.max_programs >= 1, f"{PREFIX}max_programs", self.max_programs, "at least 1")
 
     @classmethod
     def load(cls, extra: Mapping[str, Any], environ: Mapping[str, str]) -> ContinuumConfig:
@@ -70,6 +63,7 @@ class ContinuumConfig:
 
 KEYS: dict[str, str] = {f.name: str(f.type) for f in fields(ContinuumConfig)}
 NO_EFFECT = "does nothing any more; delete it"
+A_FEATURE = "is a feature of the policy now; delete it (docs/add-a-policy.md)"
 REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about them
     "first_prompt_order": NO_EFFECT,
     "learn_matches": NO_EFFECT,
@@ -78,7 +72,14 @@ REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about
     "stream_recording": "is written when the server stops, and on SIGUSR1 to the engine",
     "stop_stores": "did what a server without a KV connector does; leave the connector out",
     "gaps_file": "is named tool_durations_file now",
-    "drop_dead": "is named evict_ended_programs now",
+    "drop_dead": NO_EFFECT,
+    "evict_ended_programs": A_FEATURE,
+    "priced_pins": A_FEATURE,
+    "measured_chunk": A_FEATURE,
+    "load_or_recompute": A_FEATURE,
+    "max_programs": "is 100,000 always",
+    "fail_on_load_error": "failed a request whose KV did not load; it is always computed again now",
+    "hash_ids": "is the default now; record_ids has recordings keep the clients' ids",
     "max_wait_s": "is two settings now: admission_max_hold_s and pin_reclaim_after_s",
 }
 
@@ -114,8 +115,7 @@ def parsed(name: str, value: Any, kind: str) -> Any:
     except (TypeError, ValueError):
         number = math.nan
     require(math.isfinite(number), name, value, "a number")
-    require(kind == "float" or number == int(number), name, value, "a whole number")
-    return number if kind == "float" else int(number)
+    return number
 
 
 def require(holds: bool, name: str, value: Any, expected: str) -> None:

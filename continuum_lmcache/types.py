@@ -11,6 +11,7 @@ ProgramId = NewType("ProgramId", str)
 TurnId = NewType("TurnId", str)  # vLLM's request id
 
 MAX_TURNS = 100_000  # of one program; more is no agent
+MOST_PROGRAMS = 100_000  # known at a time: beyond it those that are idle longest are forgotten
 
 ToolKey = tuple[str, ...]
 """What a turn called, most specific first: ("pytest", "bash"). () is unknown."""

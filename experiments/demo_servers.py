@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from continuum_lmcache.errors import TraceError
+from experiments import policies
 from experiments.demo_scenario import (
     BLOCK_TOKENS,
     WINDOWS_TOKENS,
@@ -85,7 +86,7 @@ ORDER = Contender(
     "program order + LMCache",
     "continuum",
     LMCACHES_OWN,
-    {"continuum.policy": "program-fcfs"},
+    {"continuum.policy": policies.setting("program-fcfs")},
 )
 CONTINUUM = Contender(
     "continuum",

@@ -78,9 +78,8 @@ GPU = Kind(
 KINDS = {kind.device: kind for kind in (CPU, GPU)}
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "CONTINUUM_POLICY": "static-ttl",
+    "CONTINUUM_POLICY": "experiments.policies:always_loads",  # it is loads that are judged here
     "CONTINUUM_STATIC_TTL_S": "1",
-    "CONTINUUM_LOAD_OR_RECOMPUTE": "false",  # whatever a load costs, it is loads that are judged here
 }
 
 

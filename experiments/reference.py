@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 METRICS_PAGE = ROOT / "docs" / "metrics.md"
 README = ROOT / "README.md"
 SETTINGS_PAGE = ROOT / "docs" / "settings.md"
-CHOSEN = (  # by a user; the others are switches for experiments, or seldom needed
+CHOSEN = (  # by a user; the others are seldom needed
     "policy",
     "profile",
     "tool_durations_file",
@@ -37,7 +37,7 @@ CHOSEN = (  # by a user; the others are switches for experiments, or seldom need
     "max_tenant_share",
     "admission_max_hold_s",
     "honor_priority",
-    "fail_on_load_error",
+    "record_ids",
 )
 SETTINGS_MARKS = ("<!-- settings: python -m experiments.reference -->", "<!-- /settings -->")
 INTRODUCTION = """\

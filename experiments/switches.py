@@ -1,12 +1,14 @@
-"""Measures the gain of each switch: the same programs with it off and on, seed by seed.
+"""Measures the gain of switches, one or several together: the same programs with them off and on.
 
     python -m experiments.switches priced_pins --regimes "no offloading; DRAM 20 GB alone"
+    python -m experiments.switches priced_pins,measured_chunk --regimes "fig8"      # a joint ablation
     python -m experiments.switches load_or_recompute --regimes "slow disk" --ssd-gbps 0.2
     python -m experiments.switches                  # each switch in each regime: about an hour of a core
 
-infer_programs is run with clients that name no program. In the simulator: an assumed A100 unless the regime
-has another machine, decode steps merged. The ratio is that of mean job times, off / on: above 1 the switch
-gains. Rows are printed as they end.
+A switch is one of the policy's Features, or a setting that is true or false. infer_programs is run with
+clients that name no program. In the simulator: an assumed A100 unless the regime has another machine, decode
+steps merged. The ratio is that of mean job times, off / on, seed by seed: above 1 the switch gains. Rows are
+printed as they end.
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.config import KEYS
+from continuum_lmcache.retention.policies import Features
 from experiments.offload_sweep import seeds_of
+from experiments.policies import registered, without
 from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from experiments.sweep.cases import Point
 from experiments.sweep.goals import is_wanted, papers, swe
 from experiments.sweep.simulated import programs_of, setup_of
 
-SWITCHES = (
-    *("admission", "evict_ended_programs", "priced_pins"),
-    *("load_or_recompute", "measured_chunk", "infer_programs"),
-)
+FEATURES = tuple(f.name for f in fields(Features))
+SWITCHES = (*FEATURES, "infer_programs")
+WITHOUT = "without"  # a policy's name while its run lasts
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +58,23 @@ class Pair:
         return self.on.job_percentile_s(99) / self.off.job_percentile_s(99)
 
 
-def with_switch(point: Point, switch: str, is_on: bool) -> Result:
-    """One run of the point with one switch set."""
+def with_switches(point: Point, switches: Sequence[str], are_on: bool) -> Result:
+    """One run of the point with these on or off."""
     programs = programs_of(point)
-    if switch == "infer_programs":
+    if "infer_programs" in switches:
         programs = tuple(replace(program, source="unnamed") for program in programs)
     setup = setup_of(point, programs)
-    return simulate(programs, replace(setup, continuum={**setup.continuum, switch: is_on}))
+    if are_on:
+        return simulate(programs, setup)
+    features = [name for name in switches if name in FEATURES]
+    settings = dict.fromkeys((name for name in switches if name not in FEATURES), False)
+    with registered(WITHOUT, without(setup.policy, *features)):
+        return simulate(programs, replace(setup, policy=WITHOUT, continuum={**setup.continuum, **settings}))
 
 
-def pair(point: Point, switch: str, seed: int) -> Pair:
+def pair(point: Point, switches: Sequence[str], seed: int) -> Pair:
     point = replace(point, seed=seed)
-    off, on = (with_switch(point, switch, is_on) for is_on in (False, True))
+    off, on = (with_switches(point, switches, are_on) for are_on in (False, True))
     return Pair(off, on)
 
 
@@ -87,31 +95,33 @@ def line(name: str, pairs: Sequence[Pair]) -> str:
     return f"| {name} | {mean(ratios):.3f} ({min(ratios):.3f}) | {mean(tails):.3f} | {shown} | {pins} |"
 
 
-def chosen(switch: str | None) -> Sequence[str]:
-    """The switches to run. Raises typer.BadParameter for unknown ones."""
-    if switch is None:
-        return SWITCHES
-    known = [f.name for f in fields(ContinuumConfig) if f.type == "bool"]
-    if switch not in known:
-        raise typer.BadParameter(f"{switch!r} is no switch; known: {', '.join(known)}")
-    return (switch,)
+def chosen(names: str | None) -> Sequence[tuple[str, ...]]:
+    """The sets of switches to run, each set off together. Raises typer.BadParameter for unknown ones."""
+    if names is None:
+        return [(name,) for name in SWITCHES]
+    switches = tuple(names.split(","))
+    known = list(dict.fromkeys([*FEATURES, *(name for name, kind in KEYS.items() if kind == "bool")]))
+    for name in switches:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is no switch; known: {', '.join(known)}")
+    return [switches]
 
 
 def jobs(
-    switches: Sequence[str], parts: str, programs: int, ssd_gbps: float | None
-) -> Iterator[tuple[str, str, Point]]:
-    """Each switch in each regime whose name has one of `parts`. Raises typer.BadParameter if none has."""
+    sets: Sequence[tuple[str, ...]], parts: str, programs: int, ssd_gbps: float | None
+) -> Iterator[tuple[tuple[str, ...], str, Point]]:
+    """Each set in each regime whose name has one of `parts`. Raises typer.BadParameter if none has."""
     found = {name: point for name, point in regimes(programs).items() if is_wanted(name, parts)}
     if not found:
         raise typer.BadParameter(f"no regime has {parts!r} in its name; known: {', '.join(regimes(1))}")
-    for switch in switches:
+    for switches in sets:
         for name, point in found.items():
             has_disk = ssd_gbps is not None and point.ssd_gb
-            yield switch, name, replace(point, ssd_gbps=ssd_gbps) if has_disk else point
+            yield switches, name, replace(point, ssd_gbps=ssd_gbps) if has_disk else point
 
 
 def main(
-    switch: Annotated[str | None, typer.Argument(help="a setting; none: each of the policy's")] = None,
+    switches: Annotated[str | None, typer.Argument(help="off together, by commas; none: each alone")] = None,
     regimes: Annotated[str, typer.Option(help="parts of their names, between semicolons")] = "",
     seeds: Annotated[str, typer.Option(help="3..7, or 1,2")] = "3..7",
     programs: Annotated[int, typer.Option(min=1)] = 60,
@@ -123,10 +133,10 @@ def main(
     typer.echo("| switch, regime | off / on (worst seed) | P99, on / off | mean s, off>on | pins, reused |")
     typer.echo("|---|---|---|---|---|")
     with ProcessPoolExecutor(workers) as pool:
-        for name, regime, point in jobs(chosen(switch), regimes, programs, ssd_gbps):
+        for names, regime, point in jobs(chosen(switches), regimes, programs, ssd_gbps):
             point = replace(point, blocking=point.blocking or blocking)
-            pairs = list(pool.map(partial(pair, point, name), seeds_of(seeds)))
-            typer.echo(line(f"{name}, {regime}", pairs))
+            pairs = list(pool.map(partial(pair, point, names), seeds_of(seeds)))
+            typer.echo(line(f"{' + '.join(names)}, {regime}", pairs))
 
 
 if __name__ == "__main__":

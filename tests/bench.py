@@ -34,6 +34,9 @@ from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
+from continuum_lmcache.retention.policies import POLICIES  # noqa: E402
+from experiments import policies  # noqa: E402
+
 BLOCK = 16
 
 
@@ -208,13 +211,19 @@ class Bench:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Sets CONTINUUM_* variables for a bench."""
+    """Sets CONTINUUM_* variables for a bench; `without`: some of the policy's features."""
     for name in [n for n in os.environ if n.startswith("CONTINUUM_")]:
         monkeypatch.delenv(name)
 
-    def put(**values: Any) -> None:
+    def put(without: Sequence[str] = (), policy: str = "", **values: Any) -> None:
+        if policy:
+            values["policy"] = policies.setting(policy)
         for name, value in values.items():
             monkeypatch.setenv(f"CONTINUUM_{name.upper()}", str(value))
+        if without:
+            variant = policies.without(os.environ["CONTINUUM_POLICY"], *without)
+            monkeypatch.setitem(POLICIES, "variant", variant)
+            monkeypatch.setenv("CONTINUUM_POLICY", "variant")
 
-    put(policy="static-ttl", static_ttl_s=8)
+    put(policy="static-ttl", static_ttl_s=8, record_ids=True)
     yield put

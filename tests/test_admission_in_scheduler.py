@@ -396,22 +396,25 @@ def cached_tokens(bench: Bench, tokens: list[int], job: str = "probe") -> int:
     return int(bench.lifecycle.residency.prompt_tokens["gpu"] - before)
 
 
-@pytest.mark.parametrize(("evicts", "survives"), [("true", True), ("false", False)])
-def test_the_kv_of_a_program_that_is_over_goes_first(make: Make, evicts: str, survives: bool) -> None:
+EVICTION = pytest.mark.parametrize(("without", "survives"), [([], True), (["evict_ended_programs"], False)])
+
+
+@EVICTION
+def test_the_kv_of_a_program_that_is_over_goes_first(make: Make, without: list[str], survives: bool) -> None:
     """q's context is older than dead p's, and is still there after as much has passed as p held."""
-    bench = make(blocks=20, evict_ended_programs=evicts, max_ttl_s=0)
+    bench = make(blocks=20, without=without, max_ttl_s=0)
     bench.turn("q", prompt(6 * BLOCK, 1))
     bench.turn("p", prompt(10 * BLOCK, 2), is_last_step=True)
     bench.turn("r", prompt(9 * BLOCK, 3))
     assert (cached_tokens(bench, prompt(6 * BLOCK + 1, 1), "q") > 0) is survives
 
 
-@pytest.mark.parametrize(("evicts", "survives"), [("true", True), ("false", False)])
+@EVICTION
 def test_the_kv_of_a_program_that_calls_what_ends_programs_goes_first(
-    make: Make, evicts: str, survives: bool
+    make: Make, without: list[str], survives: bool
 ) -> None:
     """As above, but no client says that a program ends."""
-    bench = make(blocks=20, evict_ended_programs=evicts, max_ttl_s=0)
+    bench = make(blocks=20, without=without, max_ttl_s=0)
     for number in range(6):
         bench.lifecycle.advisor.gaps.observe(("bash",), 1.0)
         bench.lifecycle.advisor.give_up(ProgramId(f"gone-{number}"), ("submit",), 2)
@@ -522,7 +525,7 @@ def test_steps_are_measured_and_then_prompts_are_cut_beside_decodes(make: Make) 
 
 
 def test_with_measured_chunk_off_the_budget_stays_vllms(make: Make) -> None:
-    bench = make(blocks=400, budget_tokens=512, measured_chunk=False)
+    bench = make(blocks=400, budget_tokens=512, without=["measured_chunk"])
     bench.scheduler._chunks.times = measured_times()
     bench.send("a", prompt(16, 1), out=60)
     for _ in range(3):

@@ -362,7 +362,7 @@ def test_losses_of_the_caches_are_distinguished_by_cause(
 
 def test_a_pin_or_a_tier_that_keeps_it_leaves_no_loss(make: Make, tmp_path: Path) -> None:
     big = {**DRAM, "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK}}
-    bench = make(blocks=40, transfer=big, load_or_recompute=False)
+    bench = make(blocks=40, transfer=big, without=["load_or_recompute"])
     whole = bench.turn("p", HEAD + ASK, out=17)
     for story in range(1, 8):
         bench.turn(None, prompt(30 * BLOCK, story))

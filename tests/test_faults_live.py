@@ -122,11 +122,9 @@ def faulty(model: Path, folder: Path) -> Iterator[Faulty]:
                     "lmcache.local_disk": f"file://{folder}/disk/",
                     "lmcache.max_local_disk_size": 1,
                     "lmcache.lookup_timeout_ms": int(PATIENCE_S * 1000),  # after 3 s nothing is found
-                    "continuum.policy": "static-ttl",
+                    "continuum.policy": "experiments.policies:always_loads",  # a load rarely pays here
                     "continuum.static_ttl_s": TTL_S,
-                    "continuum.load_or_recompute": False,  # on a machine this small a load rarely pays
                     "continuum.run_output_dir": f"{folder}/run",
-                    "continuum.hash_ids": True,
                 },
             }
         )

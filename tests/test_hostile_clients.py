@@ -22,6 +22,7 @@ from continuum_lmcache.telemetry.events import TurnArrived
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.tools.durations import MAX_KEYS, MAX_LEVELS, WINDOW, ToolDurations
 from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.vllm_plugin import turn_lifecycle
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.sim.engine import simulate
@@ -34,8 +35,9 @@ NASTY = ["\x00\x1b[31m", "../../etc/passwd", 'a"}\n# HELP x', "\ud800", "é" * 2
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
-    settings(max_programs=50, max_tenant_share=0.5, max_ttl_s=30, run_output_dir=tmp_path / "run")
+def bench(model: Path, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:  # noqa: F811
+    monkeypatch.setattr(turn_lifecycle, "MOST_PROGRAMS", 50)
+    settings(max_tenant_share=0.5, max_ttl_s=30, run_output_dir=tmp_path / "run")
     return Bench(ContinuumScheduler, model, blocks=40)
 
 

@@ -208,7 +208,7 @@ def test_a_resumed_turn_that_may_not_read_the_prefix_cache_is_computed_again(
     bench.run_until_idle()
 
 
-POLICIES = pytest.mark.parametrize("failure_policy", ["recompute", "fail"])  # `fail_on_load_error`
+POLICIES = pytest.mark.parametrize("failure_policy", ["recompute", "fail"])
 
 
 @pytest.fixture
@@ -438,21 +438,6 @@ def test_an_mp_turn_whose_server_dies_while_it_waits_is_not_stored_before_it_is_
     bench.now_s += 60  # it is back
     bench.run_until_idle()
     assert bench.lmcache.loads == 1  # b's
-
-
-@cases("LMCache tells a turn that failed with its load as loaded, and as stored: LMCache/LMCache#4826")
-def test_a_failed_mp_load_fails_its_turn_alone(cls: Any, is_v2: bool, make_mp: MakeMp) -> None:
-    """If the user wants that; it is vLLM's default."""
-    failing = {"continuum.fail_on_load_error": True}
-    bench = make_mp(cls, is_v2, failure_policy="fail", settings={} if cls in STOCK else failing)
-    tokens = prompt(6 * CHUNK)
-    bench.turn("a", tokens)
-    bench.scheduler.reset_prefix_cache()
-    bench.lmcache.losing = 1
-    failed = bench.send("b", tokens)
-    bench.turn("c", prompt(CHUNK, 1))
-    assert bench.scheduler.requests.get(failed) is None and len(bench.done[failed]) == len(tokens)
-    assert bench.used_blocks == 0
 
 
 @cases("LMCache registers again after a ping that failed, and none did: LMCache/LMCache#4642")

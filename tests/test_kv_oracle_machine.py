@@ -105,7 +105,7 @@ class Machine(RuleBasedStateMachine):
             graphs=graphs,
             failure_policy="fail" if fails or IS_STOCK else "recompute",
             settings={
-                "MP": {"lmcache.mp.eager_prefetch": is_eager, "continuum.fail_on_load_error": fails},
+                "MP": {"lmcache.mp.eager_prefetch": is_eager},
                 "in-process": {"max_tokens_per_load": cap * self.chunk, "min_retrieve_tokens": least},
                 "fake": {"fake.async": is_eager},
             }[adapter],

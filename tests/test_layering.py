@@ -193,7 +193,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
 
 
 OF_VLLM = {"self._manager", "self._scheduler", "self.output_processor", "self.vllm_config"}
-VALUES = {"costs"}  # frozen: no owner's
+VALUES = {"costs", "features"}  # frozen: no owner's
 OF_CONTAINERS = {"add", "clear", "discard", "get", "items", "values"}
 
 

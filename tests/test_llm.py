@@ -25,8 +25,8 @@ def llm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("llm"))  # the file's disk tier is a relative path
-        settings = {"CONTINUUM_POLICY": "static-ttl", "CONTINUUM_STATIC_TTL_S": "600"}
-        settings["CONTINUUM_LOAD_OR_RECOMPUTE"] = "false"
+        policy = "experiments.policies:always_loads"
+        settings = {"CONTINUUM_POLICY": policy, "CONTINUUM_STATIC_TTL_S": "600"}
         for name, value in {**CPU_ENV, **settings, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
             patch.setenv(name, value)
         fork_from_now_on(patch.setattr)

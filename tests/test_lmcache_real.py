@@ -22,7 +22,6 @@ from waiting import PATIENCE_S, wait_for
 
 from connectors.lmcache.connector import ContinuumLMCacheConnector
 from connectors.lmcache.copies.on_cpu import BlockCopier
-from connectors.lmcache.startup import apply_defaults
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.tier_store import TierHit
 from experiments.server import CPU_ENV
@@ -259,12 +258,9 @@ def test_the_front_end_refuses_a_wrong_setting_in_one_line_before_an_engine_star
         ContinuumLMCacheConnector.check_settings(with_extra(engine, **{"lmcache.chunk_size": 192}))
 
 
-def test_a_load_that_fails_is_recomputed_unless_the_user_wants_an_error(engine):
+def test_a_load_that_fails_is_recomputed(engine):
     scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.recompute_kv_load_failures
-    strict = with_extra(engine, **{"continuum.fail_on_load_error": True})
-    apply_defaults(strict, None, log=False)
-    assert strict.kv_transfer_config.kv_load_failure_policy == "fail"
 
 
 def pinned_chunks(_worker) -> int:

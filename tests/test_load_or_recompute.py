@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from continuum_lmcache.types import Tier
+from experiments import policies
 from experiments.sim.agents import Agents
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation, simulate
@@ -41,9 +42,8 @@ def rotation(round_s: float = 30.0) -> list[Program]:
     return [Program(f"p{i}", i * round_s / PROGRAMS, turns) for i in range(PROGRAMS)]
 
 
-def engine(tiers: dict[str, Any] | None, profile: Path, decide: bool = True) -> Setup:
-    settings = {"profile": str(profile), "load_or_recompute": decide}
-    return Setup("program-fcfs", tiers, settings, A100, shared_tokens=0, store_stalls=True)
+def engine(tiers: dict[str, Any] | None, profile: Path) -> Setup:
+    return Setup("program-fcfs", tiers, {"profile": str(profile)}, A100, shared_tokens=0, store_stalls=True)
 
 
 def a_profile(folder: Path, ssd_gbps: float = SLOW_GBPS, samples: int = 30) -> Path:
@@ -71,7 +71,8 @@ def test_a_disk_slower_than_computing_makes_no_first_token_later_than_without_it
     profile = a_profile(tmp_path)
     without = returns(simulate(rotation(), engine(None, profile)))
     chosen = simulate(rotation(), engine(DISK_ONLY, profile))
-    always = returns(simulate(rotation(), engine(DISK_ONLY, profile, decide=False)))
+    with policies.registered("always loads", policies.without("program-fcfs", "load_or_recompute")):
+        always = returns(simulate(rotation(), replace(engine(DISK_ONLY, profile), policy="always loads")))
     assert ratio(returns(chosen), without) < 1.05
     assert ratio(always, without) > 2, "the disk must be slow, or this proves nothing"
     assert chosen.tokens["ssd"] == 0

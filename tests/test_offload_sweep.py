@@ -15,10 +15,10 @@ from serving import FORKING
 
 from continuum_lmcache.admission.controller import ROOMY_TIMES
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.retention.baselines import no_retention
 from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.types import QueueEntry, Retention
 from experiments.offload_sweep import ALL, NAMES, TABLES, Engine, at_rate, main, plans_named, seeds_of
+from experiments.policies import no_retention
 from experiments.server import ServerError
 from experiments.sweep import conditions
 from experiments.sweep.cases import ENDLESS, PEERS, STOCK, Live, Point, SweepError
@@ -82,7 +82,7 @@ def test_two_points_give_the_same_digits_again(rows: Rows, tmp_path: Path) -> No
 def test_a_time_to_live_of_nothing_shows_in_the_figure(
     rows: Rows, policy: Callable[[str, Policy], Point]
 ) -> None:
-    mutant = policy("no-ttl", Policy(no_retention, POLICIES["continuum"].order))
+    mutant = policy("no-ttl", replace(POLICIES["continuum-published"], retain=no_retention))
     job_s = finished(rows, BARE, mutant)
     assert job_s[mutant] > 1.2 * job_s[BARE]
 
@@ -94,7 +94,8 @@ def test_a_broken_order_shows_in_the_figure(rows: Rows, policy: Callable[[str, P
         return (not standing.preempted, -standing.program_arrival_s, -standing.turn_arrival_s)
 
     order = replace(SMALL, contender="program-fcfs")
-    mutant = policy("backwards", Policy(no_retention, backwards))
+    published = POLICIES["continuum-published"]
+    mutant = policy("backwards", replace(published, retain=no_retention, order=backwards))
     job_s = finished(rows, order, mutant)
     assert job_s[mutant] > 1.04 * job_s[order]
 

@@ -55,8 +55,7 @@ def test_the_cost_of_a_pin_is_part_of_the_decision():
 
 def ttl_s(short: bool, tokens: int = 16, dram_tokens: int = 0, **values: Any) -> float:
     """The TTL after gaps of 1, 4 or 30 s of the tool; a token takes 1 s to compute, 0.1 s from DRAM."""
-    config = ContinuumConfig(**{"priced_pins": True, **values})
-    made = RetentionAdvisor(config, A_SECOND_A_TOKEN, learned(), {Tier.DRAM: 10**9})
+    made = RetentionAdvisor(ContinuumConfig(**values), A_SECOND_A_TOKEN, learned(), {Tier.DRAM: 10**9})
     load = replace(IDLE, is_memory_short=short)
     return made.retain(turn(tokens, dram_tokens=dram_tokens), load).ttl_s
 
@@ -66,22 +65,18 @@ def test_while_nobody_waits_for_memory_a_pin_waits_for_the_slowest_return():
 
 
 def test_while_somebody_does_it_is_priced_as_in_the_paper():
-    assert ttl_s(short=True) == ttl_s(short=False, priced_pins=False) == 4.0
+    assert ttl_s(short=True) == ttl_s(short=False, policy="continuum-published") == 4.0
 
 
 def test_where_a_tier_brings_the_context_back_for_little_it_is_too():
     in_dram = {"short": False, "tokens": 100, "dram_tokens": 100}
-    assert ttl_s(**in_dram) == ttl_s(**in_dram, priced_pins=False) == 1.0
-
-
-def test_the_published_policy_knows_no_other_price():
-    assert ttl_s(short=False, policy="continuum-published") == 4.0
+    assert ttl_s(**in_dram) == ttl_s(**in_dram, policy="continuum-published") == 1.0
 
 
 @pytest.fixture
 def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
     """An engine that has learned the gaps above, with p's 17 tokens pinned 10 s ago."""
-    settings(policy="continuum", priced_pins=True, admission=False, run_output_dir=tmp_path)
+    settings(policy="continuum", admission=False, run_output_dir=tmp_path)
     made = Bench(ContinuumScheduler, model, blocks=20)
     made.lifecycle.advisor.rates, made.lifecycle.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     made.turn("p", prompt(BLOCK))
@@ -154,7 +149,7 @@ def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
     monkeypatch: pytest.MonkeyPatch,
     due: bool,
 ) -> None:
-    settings(policy="continuum", priced_pins=True, admission=False)
+    settings(policy="continuum", admission=False)
     bench = Bench(ContinuumScheduler, model, blocks=100)
     advisor = bench.lifecycle.advisor
     advisor.rates, advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
@@ -197,7 +192,7 @@ def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: 
 
 
 def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: Any) -> None:  # noqa: F811
-    settings(policy="continuum", priced_pins=True)
+    settings(policy="continuum")
     bench = Bench(ContinuumScheduler, model, blocks=20)
     for i in range(8):
         bench.send(f"p{i}", prompt(100, i), out=4)
@@ -210,7 +205,7 @@ def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: A
 
 def test_a_program_that_starts_at_once_takes_no_pin(model: Path, settings: Any) -> None:  # noqa: F811
     """After 10 s of its tool a pin is not worth the other 20 at the full price."""
-    settings(policy="continuum", priced_pins=True)
+    settings(policy="continuum")
     bench = Bench(ContinuumScheduler, model, blocks=200)
     bench.lifecycle.advisor.rates, bench.lifecycle.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     bench.turn("p", prompt(BLOCK))

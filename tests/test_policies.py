@@ -8,10 +8,10 @@ import pytest
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
-from continuum_lmcache.retention.baselines import as_posterior
-from continuum_lmcache.retention.policies import POLICIES, policy_named
+from continuum_lmcache.retention.policies import POLICIES, Policy, policy_named
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, ProgramId, QueueEntry, Residency
+from experiments.policies import as_posterior, known, setting
 
 MAKE = ("make all", "make", "bash")
 A_SECOND_A_TOKEN = CostModel(
@@ -41,7 +41,7 @@ def learned(tool=MAKE):
 def decide(policy, turn, gaps=None, load=IDLE, costs=A_SECOND_A_TOKEN, **settings):
     config = ContinuumConfig(policy=policy, **settings)
     load = replace(load, reload_s=costs.reload_s(turn.residency))
-    return policy_named(policy).retain(turn, gaps or ToolDurations(), costs, load, config)
+    return policy_named(setting(policy)).retain(turn, gaps or ToolDurations(), costs, load, config)
 
 
 def standing(**changes):
@@ -58,7 +58,7 @@ def standing(**changes):
 
 
 def first_of(policy, *waiting):
-    return min(waiting, key=policy_named(policy).order)
+    return min(waiting, key=policy_named(setting(policy)).order)
 
 
 @pytest.mark.parametrize(("reload_s", "ttl_s", "probability"), [(6, 1.0, 60 / 110), (13, 4.0, 90 / 110)])
@@ -209,7 +209,7 @@ def test_fcfs_orders_by_the_turns_arrival_and_nothing_else():
 def test_a_program_keeps_its_place_across_turns():
     old = standing(program_arrival_s=1.0, place_s=1.0, turn_arrival_s=300.0)
     new = standing(program_arrival_s=2.0, place_s=2.0, turn_arrival_s=2.0)
-    for policy in set(POLICIES) - {"fcfs", "plas"}:
+    for policy in set(known()) - {"fcfs", "plas"}:
         assert first_of(policy, new, old) is old
     assert first_of("fcfs", new, old) is new
 
@@ -239,7 +239,7 @@ def test_plas_lets_no_turn_starve():
     assert first_of("plas", served, standing(turn_arrival_s=200.0 + 181.0)) is served
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", known())
 def test_every_policy_answers_whatever_it_is_asked(name):
     for reload_s in (0, 1, 10**6):
         for tool in ((), MAKE, ("Read",)):
@@ -252,5 +252,20 @@ def test_every_policy_answers_whatever_it_is_asked(name):
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'continum'; did you mean 'continuum'\? Known: fcfs, "):
+    with pytest.raises(ConfigError, match=r"'continum'; did you mean 'continuum'\? Known: continuum, "):
         policy_named("continum")
+
+
+def test_a_policy_of_ones_own_is_named_by_its_module(monkeypatch, tmp_path):
+    (tmp_path / "own_policies.py").write_text("from experiments.policies import plas\nwords = 'none'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert isinstance(policy_named("own_policies:plas"), Policy)
+    for name, why in (
+        ("no_such_module:plas", "No module named 'no_such_module'; it must be module:name"),
+        ("own_policies:plus", "has no attribute 'plus'; it must be module:name"),
+        ("own_policies:", "a module; it must be a Policy"),
+        ("own policies:plas", "invalid format"),
+        ("own_policies:words", "a str; it must be a Policy"),
+    ):
+        with pytest.raises(ConfigError, match=f"continuum.policy is '{name}'.*{why}"):
+            policy_named(name)

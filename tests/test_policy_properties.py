@@ -6,11 +6,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
 
-from continuum_lmcache.retention.policies import POLICIES
+from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE, PART, TtlChoice, best_ttl
 from continuum_lmcache.tools.distribution import DurationDistribution, kaplan_meier
 from continuum_lmcache.tools.durations import SHORTEST_GAP_S
 from continuum_lmcache.types import QueueEntry
+from experiments.policies import known, setting
 
 # Small whole numbers beside any, so that near ties and the edges of eq. 2 come up often.
 GAPS_S = st.lists(st.integers(1, 20).map(float) | st.floats(SHORTEST_GAP_S, 1000.0), max_size=40).map(sorted)
@@ -116,9 +117,9 @@ STANDINGS = st.builds(
 )
 
 
-@given(st.sampled_from(sorted(POLICIES)), STANDINGS, st.floats(0, 1e6))
+@given(st.sampled_from(known()), STANDINGS, st.floats(0, 1e6))
 def test_waiting_longer_never_sends_a_turn_back(policy, waiting, earlier_s):
-    order = POLICIES[policy].order
+    order = policy_named(setting(policy)).order
     earlier = replace(
         waiting,
         turn_arrival_s=min(waiting.turn_arrival_s, earlier_s),

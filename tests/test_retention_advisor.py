@@ -10,8 +10,10 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.retention.advisor import LEAST_EXPECTED_S, RetentionAdvisor
+from continuum_lmcache.retention.policies import POLICIES
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived
 from continuum_lmcache.types import NO_CALL, EngineLoad, FinishedTurn, ProgramId, Residency, Tier, TurnId
+from experiments.policies import without
 
 KV_BYTES = 131_072  # Llama-3.1-8B's, a token
 CONTEXT = 20_000
@@ -156,8 +158,12 @@ def test_an_answer_has_a_key_of_its_own_and_what_may_be_a_call_has_none() -> Non
 
 
 @pytest.mark.parametrize("evicts", [True, False])
-def test_a_turn_is_not_pinned_after_what_mostly_ends_programs(evicts: bool) -> None:
-    made = RetentionAdvisor(ContinuumConfig(evict_ended_programs=evicts), COSTS)
+def test_a_turn_is_not_pinned_after_what_mostly_ends_programs(
+    evicts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not evicts:
+        monkeypatch.setitem(POLICIES, "continuum", without("continuum", "evict_ended_programs"))
+    made = RetentionAdvisor(ContinuumConfig(), COSTS)
     for i in range(120):
         made.gaps.observe(("bash",), 0.05 + (i % 20) * 0.05)
     answer = replace(IN_DRAM, tool=NO_CALL, residency=NOWHERE)

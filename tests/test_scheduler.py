@@ -23,7 +23,7 @@ from continuum_lmcache.programs.identity import HINT_FIELD, TOOLS_FIELD
 from continuum_lmcache.telemetry.events import PinReleased, TurnFinished
 from continuum_lmcache.telemetry.recorder import META
 from continuum_lmcache.types import PinEnd
-from continuum_lmcache.vllm_plugin import requests
+from continuum_lmcache.vllm_plugin import requests, turn_lifecycle
 from continuum_lmcache.vllm_plugin.hooks.prometheus import detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
@@ -617,8 +617,11 @@ def test_programs_that_never_report_their_end_are_forgotten(make: Make) -> None:
     assert not bench.lifecycle.programs.records
 
 
-def test_the_program_table_is_bounded_whatever_clients_send(make: Make) -> None:
-    bench = make(static_ttl_s=0, max_programs=10)
+def test_the_program_table_is_bounded_whatever_clients_send(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_lifecycle, "MOST_PROGRAMS", 10)
+    bench = make(static_ttl_s=0)
     for story in range(50):
         bench.turn(f"p{story}", prompt(16, story))
     bench.now_s += 11

@@ -23,7 +23,9 @@ from tier_bench import TierBench, check_books
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
+from continuum_lmcache.vllm_plugin import turn_lifecycle
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+from experiments.policies import setting
 
 STEPS = int(os.environ.get("MACHINE_STEPS", "12000"))
 RULES_A_RUN = 60
@@ -34,7 +36,6 @@ SETTINGS = {
     "max_tenant_share": 0.6,
     "admission_max_hold_s": 20,
     "pin_reclaim_after_s": 20,
-    "max_programs": 6,
     "program_idle_s": 60,
 }
 BLOCKS = 24
@@ -197,6 +198,7 @@ def test_no_order_of_events_unbalances_the_books(
         monkeypatch.delenv(name)
     for name, value in SETTINGS.items():
         monkeypatch.setenv(f"CONTINUUM_{name.upper()}", str(value))
+    monkeypatch.setattr(turn_lifecycle, "MOST_PROGRAMS", 6)
     Machine.model = model
     logging.getLogger("vllm").setLevel(logging.ERROR)
     first_seed = int(request.config.getoption("--hypothesis-seed") or 0)
@@ -204,7 +206,7 @@ def test_no_order_of_events_unbalances_the_books(
     for number in itertools.count():
         if number >= len(POLICIES) and taken["steps"] >= STEPS:
             break
-        monkeypatch.setenv("CONTINUUM_POLICY", POLICIES[number % len(POLICIES)])
+        monkeypatch.setenv("CONTINUUM_POLICY", setting(POLICIES[number % len(POLICIES)]))
         seed(first_seed + number)(Machine)
         run_state_machine_as_test(
             Machine,

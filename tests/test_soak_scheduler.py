@@ -14,7 +14,7 @@ from experiments.trust.soak_scheduler import LIMITS, SHOWN, SMALL, growing, soak
 
 
 def test_every_container_that_our_objects_hold_is_counted_under_its_path() -> None:
-    programs = ProgramTable()
+    programs = ProgramTable(100)
     for name in "abc":
         programs.add_turn(0.0, TurnId(name), ProgramId(name))
     counted = tables(programs)

@@ -16,7 +16,6 @@ from connectors.lmcache.known_issues import with_defaults
 from connectors.lmcache.settings import unread
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.capacity.kv_budget import WorkerSpec
-from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 
@@ -43,9 +42,7 @@ def apply_defaults(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, log:
     fits = machine(vllm_config, kv_cache_config)
     extra, ours = with_defaults(transfer.kv_connector_extra_config, os.environ, fits)
     transfer.kv_connector_extra_config = extra
-    fail_on_load_error = ContinuumConfig.load(extra, os.environ).fail_on_load_error
-    fails = fail_on_load_error or not recomputes_correctly(vllm_config)
-    transfer.kv_load_failure_policy = "fail" if fails else "recompute"
+    transfer.kv_load_failure_policy = "recompute" if recomputes_correctly(vllm_config) else "fail"
     if log:
         listed = ", ".join(f"{name}={value}" for name, value in ours.items())
         policy = transfer.kv_load_failure_policy

@@ -21,7 +21,6 @@ from connectors.lmcache_mp.translation import EngineShape, translated
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
 from continuum_lmcache import __version__
-from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 
 logger = init_logger("vllm.continuum.lmcache")
@@ -59,12 +58,10 @@ def apply_defaults(vllm_config: VllmConfig, log: bool) -> None:
     transfer = transfer_config(vllm_config)
     extra, ours = with_defaults(transfer.kv_connector_extra_config)
     transfer.kv_connector_extra_config = extra
-    fails = ContinuumConfig.load(extra, os.environ).fail_on_load_error
-    transfer.kv_load_failure_policy = "fail" if fails else "recompute"
+    transfer.kv_load_failure_policy = "recompute"
     if log:
         listed = ", ".join(f"{name}={value}" for name, value in ours.items())
-        policy = transfer.kv_load_failure_policy
-        logger.info("LMCache MP defaults: kv_load_failure_policy=%s, %s", policy, listed)
+        logger.info("LMCache MP defaults: kv_load_failure_policy=recompute, %s", listed)
 
 
 def caller(client: Any) -> Call:

@@ -25,7 +25,7 @@ from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.types import ProgramId
 
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
-MOST_ABSENT = 100_000  # programs; as many as `max_programs` remembers by default
+MOST_ABSENT = 100_000  # programs; as many as an engine knows (types.py)
 ROOMY_TIMES = 2.0  # the GPU's cache; in a tier of 1.5 turn-taking costs 3 %, in 4 it gains (LOG.md)
 
 

@@ -55,7 +55,7 @@ class ProgramReturn:
 class ProgramTable:
     """One record per program. Beyond `max_programs` the longest-idle ones are `idle_programs`."""
 
-    max_programs: int = 100_000
+    max_programs: int
     records: OrderedDict[ProgramId, Program] = field(default_factory=OrderedDict)  # idle longest first
 
     def add_turn(

@@ -11,12 +11,13 @@ from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
 from continuum_lmcache.retention.engine_stats import EvictionStats
-from continuum_lmcache.retention.policies import effective, policy_named
+from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
 from continuum_lmcache.tools.call_parser import is_answer, tool_calls, tool_key
 from continuum_lmcache.tools.durations import MAX_GAP_S, ToolDurations
 from continuum_lmcache.types import (
+    MOST_PROGRAMS,
     NO_CALL,
     EngineLoad,
     FinishedTurn,
@@ -47,20 +48,21 @@ class RetentionAdvisor:
         gaps: ToolDurations | None = None,
         capacity_tokens: Mapping[Tier, int] | None = None,
     ) -> None:
-        self.config = effective(config)
+        self._policy = policy_named(config.policy)
+        self.features = self._policy.features
+        self.config = replace(config, admission=config.admission and self.features.admission)
         self.gaps = gaps if gaps is not None else ToolDurations()
         self.history = EvictionStats()
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
-        self._policy = policy_named(config.policy)
         # what `gaps` and `history` have of programs that may come back: tool, turns and tenant
-        self._given_up: BoundedDict[ProgramId, tuple[ToolKey, int, str]] = BoundedDict(config.max_programs)
+        self._given_up: BoundedDict[ProgramId, tuple[ToolKey, int, str]] = BoundedDict(MOST_PROGRAMS)
 
     def is_priced(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier
         returns it cheaply, a pin saves little: then each second costs one, as in the paper."""
         expensive_s = CHEAP_SHARE * self.rates.costs.prefill_s(context_tokens)
-        return self.config.priced_pins and reload_s >= expensive_s
+        return self.features.priced_pins and reload_s >= expensive_s
 
     def resize_tiers(self, capacity_tokens: Mapping[Tier, int]) -> bool:
         """The tiers hold so many tokens now. Returns whether that is another size."""
@@ -91,7 +93,7 @@ class RetentionAdvisor:
 
     def mostly_ends(self, tool: ToolKey, tenant: str = "") -> bool:
         """Whether most programs that called `tool` did not return: an answer without a call, `submit`."""
-        return self.config.evict_ended_programs and self.gaps.of(tenant).lost_share(tool) > MOSTLY
+        return self.features.evict_ended_programs and self.gaps.of(tenant).lost_share(tool) > MOSTLY
 
     def returns_late(self, tool: ToolKey, tenant: str = "") -> bool:
         """Whether no memory should be kept for a program that called `tool`: most programs end with it, or it
@@ -100,7 +102,8 @@ class RetentionAdvisor:
         A slow tool is no such case: where it returns the program has many turns left (LOG.md, 2026-11-26).
         """
         late_s = LEAST_EXPECTED_S if tool == NO_CALL else math.inf
-        return self.config.evict_ended_programs and self.gaps.of(tenant).longer_share(tool, late_s) > MOSTLY
+        is_late = self.gaps.of(tenant).longer_share(tool, late_s) > MOSTLY
+        return self.features.evict_ended_programs and is_late
 
     def favors_started(self) -> bool:
         """Whether programs that began earlier go first for that alone: those with more turns done have fewer

@@ -2,24 +2,19 @@
 
 A policy is two pure functions. `retain` returns a TTL in seconds, 0 for no
 pin; the scheduler's budgets may still refuse it. `order` returns a waiting turn's place.
+`continuum.policy` names one of POLICIES, or as `module:name` a Policy anywhere on Python's path.
 """
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError, nearest
 from continuum_lmcache.reload.cost_model import CostModel
-from continuum_lmcache.retention import baselines
-from continuum_lmcache.retention.queue_order import (
-    Order,
-    least_attained_service,
-    pinned_first,
-    program_fcfs,
-    request_fcfs,
-)
+from continuum_lmcache.retention.queue_order import Order, pinned_first
 from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention
@@ -28,12 +23,27 @@ Retain = Callable[[FinishedTurn, ToolDurations, CostModel, EngineLoad, Continuum
 
 
 @dataclass(frozen=True, slots=True)
+class Features:
+    """What the scheduler does besides pins and order. Experiments switch single ones off."""
+
+    admission: bool = True  # new programs wait while the started ones fill the KV cache
+    evict_ended_programs: bool = True  # evict ended KV first; hold nothing after calls that few return from
+    priced_pins: bool = True  # charge a pin fully only while a turn or a new program waits, and renew its TTL
+    measured_chunk: bool = True  # decodes before prompts, in chunks sized by the times of earlier steps
+    load_or_recompute: bool = True  # load from a tier only what is cheaper to load, by measured rates
+
+
+PUBLISHED = Features(admission=False, evict_ended_programs=False, priced_pins=False, measured_chunk=False)
+"""Of a policy that is served as its paper has it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
-    """The two functions that the scheduler calls."""
+    """The two functions that the scheduler calls, and what it does besides."""
 
     retain: Retain
     order: Callable[[QueueEntry], Order]
-    has_extensions: bool = False  # beyond its paper: admission, priced pins, ... (`effective`)
+    features: Features = Features()
 
 
 def continuum(
@@ -52,34 +62,33 @@ def continuum(
     return retention_of(seen, best, benefit_s, "cold-start" if cold else "cdf", config, load.price)
 
 
+def static_ttl(
+    _turn: FinishedTurn, _gaps: ToolDurations, _costs: CostModel, _load: EngineLoad, config: ContinuumConfig
+) -> Retention:
+    """The same TTL for every turn, `continuum.static_ttl_s` (the paper's ablation, Fig. 16)."""
+    return Retention(config.static_ttl_s, config.policy, "static", cost_s=config.static_ttl_s)
+
+
 POLICIES: dict[str, Policy] = {
-    "fcfs": Policy(baselines.no_retention, request_fcfs),
-    "program-fcfs": Policy(baselines.no_retention, program_fcfs),
-    "static-ttl": Policy(baselines.static_ttl, pinned_first),
-    "mean-threshold": Policy(baselines.mean_threshold, pinned_first),
-    "plas": Policy(baselines.no_retention, least_attained_service),
-    "infercept": Policy(baselines.infercept, program_fcfs),
-    "three-way": Policy(baselines.three_way, pinned_first),
-    "continuum-published": Policy(continuum, pinned_first),
-    "continuum": Policy(continuum, pinned_first, has_extensions=True),
+    "continuum": Policy(continuum, pinned_first),
+    "continuum-published": Policy(continuum, pinned_first, PUBLISHED),
+    "static-ttl": Policy(static_ttl, pinned_first, PUBLISHED),
 }
 
 
-def effective(config: ContinuumConfig) -> ContinuumConfig:
-    """The settings, without those that a paper's policy does not have. Raises ConfigError."""
-    if policy_named(config.policy).has_extensions:
-        return config
-    return replace(
-        config,
-        admission=False,
-        evict_ended_programs=False,
-        priced_pins=False,
-        measured_chunk=False,
-    )
-
-
 def policy_named(name: str) -> Policy:
-    """The policy of that name. Raises ConfigError with the known names."""
+    """The policy of that name, or the one at `module:name`. Raises ConfigError."""
     if name in POLICIES:
         return POLICIES[name]
-    raise ConfigError(f"continuum.policy is {name!r}; {nearest(name, POLICIES)}")
+    if ":" not in name:
+        raise ConfigError(f"continuum.policy is {name!r}; {nearest(name, POLICIES)}, or module:name")
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"continuum.policy is {name!r}: {error}; it must be module:name, the module on the PYTHONPATH of "
+            "the server"
+        ) from error
+    if not isinstance(found, Policy):
+        raise ConfigError(f"continuum.policy is {name!r}, a {type(found).__name__}; it must be a Policy")
+    return found

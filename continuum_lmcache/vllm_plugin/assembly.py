@@ -117,7 +117,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     )
     folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
     about = run_facts(scheduler, config) if folder else {}
-    recorder = EventRecorder(time.time() - now_s, about, config.hash_ids)
+    recorder = EventRecorder(time.time() - now_s, about, hash_ids=not config.record_ids)
     recording = RecordingWriter(Path(folder), recorder, rank) if folder else None
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # decodes in half of the wrapper's time

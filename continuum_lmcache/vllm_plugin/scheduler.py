@@ -63,7 +63,7 @@ class ContinuumMixin(Scheduler):
         self._metrics_delta = MetricsDelta(self._parts.totals, lifecycle.samples)
         self._report_at_s = -math.inf
         self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
-        self._decodes_first = advisor.config.measured_chunk
+        self._decodes_first = advisor.features.measured_chunk
         self._may_cut = self._may_cut_anywhere()
         self._prompts_last = False  # among the running ones, in this step
         self._had_prompts = False  # in the last step; without them the requests need no check

@@ -37,7 +37,7 @@ from continuum_lmcache.telemetry.events import (
 )
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.telemetry.samples import MetricSamples
-from continuum_lmcache.types import EngineLoad, FinishedTurn, PinEnd, ProgramId, TurnId
+from continuum_lmcache.types import MOST_PROGRAMS, EngineLoad, FinishedTurn, PinEnd, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.prefix_losses import PrefixLossReporter
@@ -70,7 +70,7 @@ class TurnLifecycle:
         self.config = config = advisor.config
         self.pool_blocks = kv_cache_manager.block_pool.num_gpu_blocks
         self.events, self.samples = EventBus(), MetricSamples()
-        self.turns, self.programs = TurnTable(), ProgramTable(config.max_programs)
+        self.turns, self.programs = TurnTable(), ProgramTable(MOST_PROGRAMS)
         self.blocks = GpuBlocks(kv_cache_manager, block_tokens)
         budget = int(self.pool_blocks * config.max_pinned_share)
         self.pins: PinTable[KVCacheBlock] = PinTable(
@@ -90,7 +90,7 @@ class TurnLifecycle:
         def favors_started() -> bool:  # where a step waits for its loads, each change of programs stops all
             return not residency.async_loads or advisor.favors_started()
 
-        self.load_policy = LoadPolicy(advisor.rates, contention, config.load_or_recompute)
+        self.load_policy = LoadPolicy(advisor.rates, contention, advisor.features.load_or_recompute)
         self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end does not count as evicted
         self.step_timer = StepTimer(advisor.rates, residency)
         texts_of = tokenizer if config.divergence_texts else None
@@ -106,7 +106,7 @@ class TurnLifecycle:
         )
         self.end_claims = EndClaims()
         self.ignored: Counter[str] = Counter()
-        self._prompt_linker = PromptLinker(config.max_programs, hash_block_tokens)
+        self._prompt_linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
         self._tokenizer = tokenizer
         self._refresh_at_s = 0.0
         advisor.listen(self.events)
@@ -313,7 +313,8 @@ class TurnLifecycle:
             self.admission.remove_turn(turn.program)
             return
         self.end_claims.claim(entry.id, EndClaim(entry.arrival_s, entry.turns, entry.tenant))
-        if self.config.evict_ended_programs and self.end_claims.is_trusted(entry.tenant):
+        evicts = self.advisor.features.evict_ended_programs
+        if evicts and self.end_claims.is_trusted(entry.tenant):
             self._evict_first(request)
 
     def _evict_first(self, request: Request) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import yaml
 
+from experiments import policies
 from experiments.client import ServerUnusable
 from experiments.demo_servers import CONTINUUM, FCFS, ORDER, with_tiers
 from experiments.demo_servers import Contender as Offloading
@@ -198,7 +199,7 @@ def up(
         args += ["--kv-cache-memory-bytes", str(place.kv_bytes)]
     env = {"CONTINUUM_PROFILE": str(profile.resolve())}
     if scheduling == "continuum":
-        env["CONTINUUM_POLICY"] = who.order
+        env["CONTINUUM_POLICY"] = policies.setting(who.order)
     if who.offloading is not None:
         disk = (out / f"disk-{who.label}").resolve()
         ours = who.offloading.is_ours

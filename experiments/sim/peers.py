@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel
-from continuum_lmcache.retention.policies import POLICIES, Policy
+from continuum_lmcache.retention.policies import PUBLISHED, Policy
 from continuum_lmcache.retention.queue_order import pinned_first
 from continuum_lmcache.retention.ttl_solver import best_ttl, retention_of
 from continuum_lmcache.tools.durations import ToolDurations
@@ -30,6 +30,7 @@ from continuum_lmcache.types import EngineLoad, FinishedTurn, Retention
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.peers import settings
 from experiments.peers.install import ENGINE, missing
+from experiments.policies import registered
 from experiments.sweep.cases import MICHI, PEERS, ROUTER_WARM, ROUTERS, SweepError
 from experiments.workload import Program
 
@@ -201,8 +202,5 @@ def michi(
 @contextmanager
 def michi_of(_programs: Sequence[Program]) -> Iterator[None]:
     """Within the block, MICHI is a policy's name."""
-    POLICIES[MICHI] = Policy(michi, pinned_first)
-    try:
+    with registered(MICHI, Policy(michi, pinned_first, PUBLISHED)):
         yield
-    finally:
-        del POLICIES[MICHI]

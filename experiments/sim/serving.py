@@ -22,6 +22,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from connectors.fake.connector import FakeConnector
 from connectors.tier_model.lru_tier import Namer
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+from experiments import policies
 from experiments.sim import peers
 from experiments.sim.clock import VirtualClock
 from experiments.sim.patience import Patience
@@ -43,7 +44,7 @@ class LabConnector(FakeConnector):
 class Setup:
     """The settings of one simulated engine."""
 
-    policy: str = STOCK  # vLLM's own fcfs, one of cases.PEERS, or a name in policies.POLICIES
+    policy: str = STOCK  # vLLM's own fcfs, one of cases.PEERS, or a name in policies.known()
     tiers: Mapping[str, Any] | None = None  # fake.* settings; None: no offloading
     continuum: Mapping[str, Any] = field(default_factory=dict)  # continuum.* settings
     machine: Machine = MACHINES["a100"]
@@ -142,7 +143,7 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
         data = setup.machine.policy_profile(chunk_tokens, ssd_gbps)
         profile = folder / "profile.yaml"
         profile.write_text(yaml.safe_dump(data))
-        settings = {"policy": setup.policy, "profile": str(profile), **setup.continuum}
+        settings = {"policy": policies.setting(setup.policy), "profile": str(profile), **setup.continuum}
         extra |= {f"continuum.{key}": value for key, value in settings.items()}
     return KVTransferConfig(
         kv_connector=LabConnector.__name__,

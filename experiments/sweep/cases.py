@@ -26,7 +26,7 @@ class SweepError(ValueError):
 class Point:
     """One run of the simulator: a contender with these programs, at this rate, on this machine."""
 
-    contender: str  # STOCK, ENDLESS, a peer, or a name in policies.POLICIES
+    contender: str  # STOCK, ENDLESS, a peer, or a name in policies.known()
     programs: int
     jps: float  # arrivals, programs a second; a trace's are set by `load`
     seed: int
@@ -68,7 +68,7 @@ class Point:
 class Live:
     """One run against a real server that is started for it, with empty caches."""
 
-    contender: str  # STOCK, a peer, or a name in policies.POLICIES
+    contender: str  # STOCK, a peer, or a name in policies.known()
     programs: int
     jps: float  # arrivals, programs a second
     seed: int
@@ -88,7 +88,7 @@ class FleetPoint:
     """One run of the simulator with several engines behind a router (experiments/fleet/)."""
 
     router: str  # a key of fleet.named.ROUTERS
-    engine: str  # STOCK, or a name in policies.POLICIES
+    engine: str  # STOCK, or a name in policies.known()
     rho: float  # work that arrives over what the GPUs can do, if nothing is computed twice
     seed: int
     replicas: int = 4

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from continuum_lmcache.retention.policies import POLICIES
+from experiments import policies
 from experiments.driver import identity
 from experiments.mp_server import serve_mp
 from experiments.peers import live as peers
@@ -156,10 +156,10 @@ def policy_of(contender: str) -> str | None:
         if reason := missing(contender):
             raise SweepError(f"{contender} is not here: {reason}")
         return None
-    if contender not in POLICIES:
-        known = ", ".join(dict.fromkeys([STOCK, *PEERS, *POLICIES]))
+    if contender not in policies.known():
+        known = ", ".join(dict.fromkeys([STOCK, *PEERS, *policies.known()]))
         raise SweepError(f"contender is {contender!r}; known to --engine live: {known}")
-    return contender
+    return policies.setting(contender)
 
 
 def arguments(

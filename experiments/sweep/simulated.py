@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import mean
 from typing import Any
 
-from continuum_lmcache.retention.policies import POLICIES
+from experiments import policies
 from experiments.sim.engine import simulate
 from experiments.sim.peers import michi_of
 from experiments.sim.result import Result
@@ -28,6 +28,7 @@ from experiments.table1 import GENERATORS, draw
 from experiments.workload import Program, poisson_arrivals
 
 SHAPES = GENERATORS | SMALL_SHAPES
+FIXED_CHUNK = "experiments.policies:fixed_chunk"
 TRACE = "trace:"  # then its name and half (sim/trace_programs.py)
 SWEEP = "seeds-sweep"  # the published sweep brings its own arrivals: `programs` is not asked
 SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else the simulator's
@@ -65,8 +66,9 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         machine = replace(machine, kv_tokens=max(fits_all, int(point.kv_contexts * mean(contexts))))
     if point.contender == ENDLESS:
         machine = replace(machine, kv_tokens=sum(p.context_tokens + 64 for p in programs))
+    is_fixed = point.fixed_chunk and point.contender == "continuum"
     setup = Setup(
-        policy=policy_of(point.contender),
+        policy=FIXED_CHUNK if is_fixed else policy_of(point.contender),
         tiers=tiers_of(point, machine),
         machine=machine,
         step_tokens=point.step_tokens,
@@ -85,8 +87,7 @@ def continuum_of(point: Point) -> dict[str, Any]:
     if point.contender == MICHI:
         bounds = dict.fromkeys(("max_ttl_s", "admission_max_hold_s", "pin_reclaim_after_s"), 1e6)
         return {"max_pinned_share": 1.0, **bounds}  # it bounds none of them
-    given = {} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s}
-    return given | ({"measured_chunk": False} if point.fixed_chunk else {})
+    return {} if point.max_ttl_s is None else {"max_ttl_s": point.max_ttl_s}
 
 
 def traced(point: Point) -> tuple[Program, ...]:
@@ -109,8 +110,8 @@ def policy_of(contender: str) -> str:
     special = {STOCK: STOCK_POLICY, ENDLESS: "program-fcfs"}
     if contender in special:
         return special[contender]
-    if contender not in POLICIES:
-        known = ", ".join([*special, *PEERS, MICHI, *POLICIES])
+    if contender not in policies.known():
+        known = ", ".join([*special, *PEERS, MICHI, *policies.known()])
         raise SweepError(f"contender is {contender!r}; known: {known}")
     return contender
 

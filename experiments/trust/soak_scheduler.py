@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import matplotlib
 import typer
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH
 from continuum_lmcache.admission.shared_prefixes import MOST_HEADS
 from continuum_lmcache.programs.end_claims import MAX_CLAIMS
 from continuum_lmcache.retention.engine_stats import QUEUE_WINDOW
+from continuum_lmcache.vllm_plugin import turn_lifecycle
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation
 from experiments.sim.serving import Setup, build_scheduler
@@ -39,7 +41,7 @@ from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
 
 FIGURE = Path(__file__).resolve().parents[1] / "records" / "soak-scheduler.png"
 SAMPLE_S = 60.0
-IDLE_S = 600.0  # continuum.program_idle_s and max_programs of the run are small, so that the
+IDLE_S = 600.0  # continuum.program_idle_s and MOST_PROGRAMS of the run are small, so that the
 MAX_PROGRAMS = 400  # warm-up reaches them; an hour and 100,000 are the defaults
 WARM_S = 2400.0  # idle programs are forgotten, and every CDF window is full
 SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
@@ -68,7 +70,7 @@ SETUP = Setup(
     policy="continuum",
     machine=replace(MACHINES["a100"], kv_tokens=81_920),
     shared_tokens=0,
-    continuum={"program_idle_s": IDLE_S, "max_programs": MAX_PROGRAMS, "max_tenant_share": 0.5},
+    continuum={"program_idle_s": IDLE_S, "max_tenant_share": 0.5},
     tiers={"dram_gb": 16.0, "async": True},
     merge_steps=16,
 )
@@ -145,6 +147,7 @@ def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
     load = programs(seconds, every_s)
     clock = VirtualClock()
     with ExitStack() as until, virtual_time(clock):
+        until.enter_context(patch.object(turn_lifecycle, "MOST_PROGRAMS", MAX_PROGRAMS))
         folder = until.enter_context(TemporaryDirectory())
         setup = replace(setup, continuum={**setup.continuum, "run_output_dir": folder})
         longest = max(p.context_tokens for p in load)

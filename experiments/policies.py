@@ -1,23 +1,43 @@
-"""The policies that `continuum` is compared with, as TTLs on the same scheduler."""
+"""The policies that `continuum` is compared with, as TTLs on the same scheduler, and its ablations.
+
+    CONTINUUM_POLICY=experiments.policies:plas vllm serve ... --scheduling-policy continuum
+
+In experiments each has its contender's name (`setting`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from statistics import NormalDist
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.retention.policies import (
+    POLICIES,
+    PUBLISHED,
+    Features,
+    Policy,
+    continuum,
+    policy_named,
+    static_ttl,
+)
+from continuum_lmcache.retention.queue_order import Order, pinned_first
 from continuum_lmcache.retention.ttl_solver import TtlChoice, best_ttl, retention_of
 from continuum_lmcache.tools.distribution import DurationDistribution
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.tools.shell_key import INSTANT, PLAIN, SLOW
-from continuum_lmcache.types import EngineLoad, FinishedTurn, Retention, ToolKey
+from continuum_lmcache.types import EngineLoad, FinishedTurn, QueueEntry, Retention, ToolKey
 
 MEAN_THRESHOLD_S = 2.0  # FIXED_THRESHOLD_CONTINUUM of github.com/Hanchenli/vllm-continuum
 FAST_TTL_S = 2.0
 FAST_TOOLS = PLAIN | INSTANT | frozenset(("Read", "Glob", "Grep", "Edit", "Write", "TodoWrite"))
 SLOW_TOOLS = SLOW | frozenset(("Task", "WebSearch", "WebFetch"))
 POSTERIOR_SAMPLES = 3  # below this a key's posterior is mostly the prior's
+PLAS_QUANTUM_TOKENS = 2048  # the first queue's width: one prefill step of vLLM's default budget
+PLAS_AGEING_S = 30.0  # a wait of this length makes up for one queue
 
 
 def no_retention(
@@ -27,14 +47,7 @@ def no_retention(
     return Retention(0.0, config.policy, "never")
 
 
-def static_ttl(
-    _turn: FinishedTurn, _gaps: ToolDurations, _costs: CostModel, _load: EngineLoad, config: ContinuumConfig
-) -> Retention:
-    """The same TTL for every turn, `continuum.static_ttl_s` (the paper's ablation, Fig. 16)."""
-    return Retention(config.static_ttl_s, config.policy, "static", cost_s=config.static_ttl_s)
-
-
-def mean_threshold(
+def mean_threshold_ttl(
     turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, _load: EngineLoad, config: ContinuumConfig
 ) -> Retention:
     """The public prototype: pin for 2 s if the command's mean gap is at most 2 s, or not known yet.
@@ -48,7 +61,7 @@ def mean_threshold(
     return retention_of(seen, TtlChoice(ttl_s, seen.probability(ttl_s)), 0.0, reason, config)
 
 
-def infercept(
+def infercept_ttl(
     turn: FinishedTurn, gaps: ToolDurations, costs: CostModel, load: EngineLoad, config: ContinuumConfig
 ) -> Retention:
     """InferCept (arXiv 2402.01869): the least waste of preserve, swap and discard, as a TTL.
@@ -68,7 +81,7 @@ def infercept(
     return retention_of(seen, best, min(discard_s, swap_s), "min-waste", config)
 
 
-def three_way(
+def three_way_ttl(
     turn: FinishedTurn, gaps: ToolDurations, _costs: CostModel, load: EngineLoad, config: ContinuumConfig
 ) -> Retention:
     """ContextServe's three estimates of a gap: a rule, the posterior of the key's own gaps, the CDF.
@@ -109,3 +122,75 @@ def as_posterior(own: DurationDistribution) -> DurationDistribution:
     variance = scale * (weight + 1) / ((shape - 1) * weight)
     predictive = NormalDist(n * mean / weight, math.sqrt(variance))
     return DurationDistribution("posterior", own.samples_s, tuple(map(predictive.cdf, logs)), own.n)
+
+
+def turn_order(entry: QueueEntry) -> Order:
+    """vLLM's fcfs: preempted turns at the front, then by arrival. It ignores the client's priority."""
+    return (not entry.preempted, entry.turn_arrival_s)
+
+
+def program_order(entry: QueueEntry) -> Order:
+    """A program keeps its place across its turns; the client's priority comes first."""
+    return (
+        entry.priority,
+        not entry.preempted,
+        entry.program_arrival_s,
+        entry.turn_arrival_s,
+    )
+
+
+def least_attained_service(entry: QueueEntry) -> Order:
+    """Autellix's PLAS (arXiv 2502.13965): the program with the least service goes first.
+
+    Queues double in width: queue 0 up to PLAS_QUANTUM_TOKENS of service, queue 1 up to twice that,
+    and so on; arrival decides within one. Autellix moves a turn to the first queue once its
+    program's waiting is a multiple of its service. That needs a clock, so ageing replaces it:
+    a turn rises by one queue for every PLAS_AGEING_S it has waited longer than another. At one
+    moment waits differ by arrivals only, so the order does not depend on the moment. No turn that arrives
+    more than q x PLAS_AGEING_S after a turn in queue q overtakes it.
+    """
+    queue = (entry.attained_tokens // PLAS_QUANTUM_TOKENS).bit_length()
+    return (
+        entry.priority,
+        not entry.preempted,
+        entry.turn_arrival_s + queue * PLAS_AGEING_S,
+        entry.program_arrival_s,
+    )
+
+
+fcfs = Policy(no_retention, turn_order, PUBLISHED)
+program_fcfs = Policy(no_retention, program_order, PUBLISHED)
+mean_threshold = Policy(mean_threshold_ttl, pinned_first, PUBLISHED)
+plas = Policy(no_retention, least_attained_service, PUBLISHED)
+infercept = Policy(infercept_ttl, program_order, PUBLISHED)
+three_way = Policy(three_way_ttl, pinned_first, PUBLISHED)
+fixed_chunk = Policy(continuum, pinned_first, Features(measured_chunk=False))
+always_loads = Policy(static_ttl, pinned_first, replace(PUBLISHED, load_or_recompute=False))
+
+BASELINES = ("fcfs", "program-fcfs", "mean-threshold", "plas", "infercept", "three-way")
+
+
+def known() -> list[str]:
+    """The short names of all policies."""
+    return [*BASELINES, *POLICIES]
+
+
+def setting(name: str) -> str:
+    """The value of `continuum.policy` for a contender's short name."""
+    return f"{__name__}:{name.replace('-', '_')}" if name in BASELINES else name
+
+
+def without(name: str, *features: str) -> Policy:
+    """The policy of that short name with these of its Features off. Raises TypeError for unknown ones."""
+    policy = policy_named(setting(name))
+    return replace(policy, features=replace(policy.features, **dict.fromkeys(features, False)))
+
+
+@contextmanager
+def registered(name: str, policy: Policy) -> Iterator[None]:
+    """Within the block, `name` is a policy's name."""
+    POLICIES[name] = policy
+    try:
+        yield
+    finally:
+        del POLICIES[name]
