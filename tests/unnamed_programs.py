@@ -37,7 +37,7 @@ TENANTS = ("red", "blue")
 PACE_S = 0.02  # a token of output
 BLOCK_TOKENS = 16  # vLLM's default
 SHARED_TOKENS = 2048  # the system prompt, at most half of a first prompt
-MOST_TURNS = 100_000  # remembered: continuum.max_programs
+MOST_TURNS = 100_000  # remembered: as many as types.MOST_PROGRAMS
 ANSWER = 2  # which stream of a seed: driver.py has the others
 
 
