@@ -127,7 +127,9 @@ def test_what_only_the_finished_config_knows_is_refused_too(model: Path, spoil, 
 
 def test_front_ends_that_pass_no_names_on_are_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["vllm", "serve", "--grpc"])
-    with pytest.raises(ConfigError, match="names and API keys .* without --grpc and VLLM_USE_RUST_FRONTEND"):
+    with pytest.raises(
+        ConfigError, match="names and API keys .* drop --grpc, and unset VLLM_USE_RUST_FRONTEND"
+    ):
         engine(model).create_engine_config()
     monkeypatch.setattr(sys, "argv", ["vllm", "serve"])
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")

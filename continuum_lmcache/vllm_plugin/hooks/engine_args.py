@@ -127,8 +127,8 @@ def adopt(config: VllmConfig) -> None:
     )
     refuse(
         bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False)) or "--grpc" in sys.argv,
-        "programs' names and API keys are read in vLLM's Python HTTP server; without --grpc and "
-        "VLLM_USE_RUST_FRONTEND it starts",
+        "it reads programs' names and API keys in vLLM's Python HTTP server; drop --grpc, and unset "
+        "VLLM_USE_RUST_FRONTEND",
     )
     settings = load_settings(config)
     name = "ContinuumAsyncScheduler" if config.scheduler_config.async_scheduling else "ContinuumScheduler"
