@@ -29,7 +29,6 @@ def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None
     exporter().observe(rate_totals(rates), ENGINE)
     assert [gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")] == [0] * 4
     assert gauge("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
-    assert gauge("continuum_store_stall_seconds_per_byte") == 0
     assert gauge("continuum_prefill_seconds_per_token") == UNMEASURED.prefill.per_token_s
 
 
@@ -43,4 +42,4 @@ def test_measurements_move_the_rates_and_their_samples_together() -> None:
     samples = {r: gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")}
     assert samples == {"prefill": 1, "dram": 0, "ssd": 5, "store": 5}
     assert gauge("continuum_tier_bytes_per_second", tier="ssd") == pytest.approx(1e8, rel=0.3)
-    assert gauge("continuum_store_stall_seconds_per_byte") == pytest.approx(0.5e-9, rel=0.1)
+    assert rates.costs.store.bytes_per_s == pytest.approx(2e9, rel=0.1)

@@ -72,9 +72,7 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
         "tier_capacity": {t.value: n for t, n in residency.capacity_tokens().items()},
         **residency.totals(),
         **rate_totals(advisor.rates),
-        "delay": {"": history.queue_delay_s},  # this one and the next two: eq. 2
-        "eta": {"": history.eta},
-        "formula_samples": {"delay": history.queue_delay_samples, "eta": history.eta_samples},
+        "delay": {"": history.queue_delay_s},
         "held": {"": len(admission.pending)},
         "headroom": {"": admission.headroom_tokens},
         "working_set": {"": admission.context_tokens},
@@ -95,5 +93,4 @@ def rate_totals(rates: CalibratedCosts) -> Totals:
         "prefill_token": {"": curve.per_token_s},
         "prefill_pair": {"": curve.per_pair_s},
         "kv_token": {"": float(costs.kv_bytes_per_token)},
-        "store_stall": {"": 1.0 / costs.store.bytes_per_s},
     }

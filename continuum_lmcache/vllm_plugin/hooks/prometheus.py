@@ -82,8 +82,6 @@ GAUGES = {  # the label's name last; "" where there is none
         "T of eq. 2: mean queueing delay of turns whose KV was evicted",
         "",
     ),
-    "eta": ("continuum_eta", "eta of eq. 2: -1 to 1; near 1 if long programs end soon", ""),
-    "formula_samples": ("continuum_formula_samples", "Number of samples of T (delay) and eta", "input"),
     "policy": ("continuum_policy_info", "Always 1; its label is the policy in use", "policy"),
     "pinned_ratio": ("continuum_pinned_ratio", "Share of the GPU's KV blocks that pins hold, 0 to 1", ""),
     "pins_held": ("continuum_pins_held", "Programs that hold a pin now", ""),
@@ -94,11 +92,6 @@ GAUGES = {  # the label's name last; "" where there is none
     ),
     "gpu_capacity": ("continuum_gpu_capacity_tokens", "Capacity of the GPU's KV cache in tokens", ""),
     "kv_token": ("continuum_kv_bytes_per_token", "Bytes of one token's KV, over all layers", ""),
-    "store_stall": (
-        "continuum_store_stall_seconds_per_byte",
-        "Seconds that a step waits per byte that it stores",
-        "",
-    ),
     "held": ("continuum_programs_held", "New programs that wait in admission's line", ""),
     "headroom": (
         "continuum_admission_headroom_tokens",
