@@ -13,8 +13,7 @@ fig15 ablation, h1 h2 h3 a published sweep, whatif, peers; --engine live has fig
 fig15, pressure, peers, agents and agents-mp, at a small machine's size (sweep/live_plans.py). `goals` is
 the table of the policy's goals, with seeds it was not tuned on (--full: all of them; --regimes: some).
 `traces` is the table on real agents' traces, which are not part of the project (sim/trace_programs.py).
-`fleet` is several engines behind a router (experiments/fleet/): tables, goals, figures, and rows of its
-own in OUT/fleet.csv. Rows are appended to OUT/offload_sweep.csv (of --engine live OUT/live_sweep.csv), and
+Rows are appended to OUT/offload_sweep.csv (of --engine live OUT/live_sweep.csv), and
 finished ones are skipped: stop it and start it again as you like. --seeds, --contenders and --tiers choose
 among a figure's rows.
 """
@@ -24,7 +23,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -36,9 +35,6 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from continuum_lmcache.errors import TraceError, nearest
-from experiments.fleet.plans import Section as FleetSection
-from experiments.fleet.plans import cases as fleet_cases
-from experiments.fleet.plans import seeds_of as fleet_seeds
 from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
 from experiments.sweep import closed_loop, goals, trace_goals
@@ -48,17 +44,16 @@ from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, WORDS, Plan
 from experiments.sweep.readout import Found, ahead, by_seed, caption, figures_by_case, found, holds, table
-from experiments.sweep.rows import FLEET, LIVE, Rows, code
+from experiments.sweep.rows import LIVE, Rows, code
 from experiments.sweep.runner import complete
 from experiments.tables import markdown, plain, write_lines
 
 ALL = "all"
 GOALS = "goals"
 TRACES = "traces"
-FLEETS = "fleet"
 SESSIONS = "sessions"
-TABLES = (GOALS, TRACES, FLEETS, SESSIONS)
-WITH_REGIMES = (GOALS, TRACES, FLEETS, "peers", "agents", "agents-mp")
+TABLES = (GOALS, TRACES, SESSIONS)
+WITH_REGIMES = (GOALS, TRACES, "peers", "agents", "agents-mp")
 NAMES = f"sim: {', '.join([*PLANS, *TABLES])}; live: {', '.join(LIVE_PLANS)}; either: {ALL}"
 TIERS = ("none", "dram", "disk")  # the slowest that a case has
 WIDTH = 180  # of the goals' table, wherever it is printed
@@ -264,44 +259,6 @@ def replay_traces(
     write_lines(lines, path.with_suffix(".csv"))
 
 
-def serve_fleets(size: Size, seeds: Sequence[int], parts: str, jobs: int, out: Path) -> None:
-    """Run missing cases of the fleet's sections, or of those with `parts` in their names; then make tables,
-    goals and figures."""
-    from experiments.fleet import plans as fleets
-    from experiments.fleet.report import conditions, judged, table
-
-    rows, chosen = Rows(out / "fleet.csv", FLEET), fleets.chosen(parts)
-    complete(rows, [c for s in chosen.values() for c in fleets.cases(s, size, seeds)], jobs)
-    console, text = Console(width=WIDTH), ""
-    for name, section in chosen.items():
-        pairs = found(rows, fleets.cases(section, size, seeds))
-        if pairs:
-            lines = table(rows, section, size, seeds)
-            console.print(plain(lines, f"{name}. {section.title}"), conditions(pairs), "", sep="\n")
-            text += f"## {section.title}\n\n{conditions(pairs)}.\n\n{markdown(lines)}\n\n"
-    lines = judged(rows, size, seeds)
-    console.print(plain(lines, "Goals"))
-    (out / f"fleet-{size.value}.md").write_text(f"{text}## Goals\n\n{markdown(lines)}\n")
-    draw_fleets(rows, chosen, size, seeds, out)
-
-
-def draw_fleets(
-    rows: Rows, chosen: Mapping[str, FleetSection], size: Size, seeds: Sequence[int], out: Path
-) -> None:
-    """Draw the figures whose rows exist; the timeline is always run again."""
-    from experiments.fleet import drawing
-    from experiments.fleet.measure import simulated
-
-    for name, section in chosen.items():
-        if rows.of(fleet_cases(section, size, seeds)):
-            drawing.draw_jobs(rows, section, size, seeds, out / f"fleet-{name}-{size.value}")
-    if (section := chosen.get("load")) is not None:
-        drawing.draw_coupling(rows, section, size, seeds, out / f"fleet-coupling-{size.value}")
-        drawing.draw_balance(rows, section, size, seeds, out / f"fleet-balance-{size.value}")
-        runs = [(point, simulated(point)[0]) for point in drawing.timeline_points(size, seeds[0])]
-        drawing.draw_timeline(runs, out / f"fleet-timeline-{size.value}")
-
-
 def main(
     figures: Annotated[list[str], typer.Argument(help=NAMES)],
     engine: Annotated[Engine, typer.Option(help="the simulator, or a real server")] = Engine.SIM,
@@ -348,9 +305,6 @@ def main(
         if TRACES in figures:
             seed_list = seeds_of(seeds) if seeds else goals.SEEDS[size]
             replay_traces(size, seed_list, half, machines, untold_ends, regimes, jobs, out)
-        if FLEETS in figures:
-            seed_list = seeds_of(seeds) if seeds else fleet_seeds(size)
-            serve_fleets(size, seed_list, regimes, jobs, out)
         if SESSIONS in figures:
             loops = closed_loop.points(size, sessions, programs, f"{trace}:{half}", tiers, contenders, chosen)
             closed_loop.tabulate(loops, jobs, out)

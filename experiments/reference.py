@@ -20,7 +20,6 @@ import connectors.lmcache.transfer_timer as meter
 from continuum_lmcache import config
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.serve.state import COUNTS, OF_A_REPLICA
-from continuum_lmcache.serve.state import GAUGES as OF_THE_FLEET
 from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, GAUGES, HISTOGRAMS
 
 ROOT = Path(__file__).parents[1]
@@ -80,7 +79,6 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     rows += [
         (f"continuum_fleet_{name}_total", "counter", label, text) for name, (label, text) in COUNTS.items()
     ]
-    rows += [(f"continuum_fleet_{name}", "gauge", "", text) for name, text in OF_THE_FLEET.items()]
     rows += [
         (f"continuum_fleet_replica_{name}", "gauge", "replica", text) for name, text in OF_A_REPLICA.items()
     ]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,15 @@ pytest.importorskip("lmcache")
 
 from serving import ids
 
-from experiments.ray_programs import NO_MOVES, REPLICA, Client, play
+from experiments.exactness import Conversation, judged, reference
 from experiments.ray_server import fleet_report, serve_fleet
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]  # the first test has the start, of up to 800 s
 PATIENCE_S = 300.0
+NO_MOVES = {"fleet.mover": "never"}
+REPLICA = "x-continuum-replica"
+OUTPUT_TOKENS, TRIES = 24, 20
+ROUNDING = 1e-3  # of a log probability
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
 
@@ -68,13 +74,60 @@ def running(name: str) -> list[psutil.Process]:
     return found
 
 
+@dataclass
+class Client:
+    """One program: its conversation, and the replicas that answered."""
+
+    name: str
+    seed: int
+    conversation: Conversation = field(default_factory=lambda: Conversation([]))
+    replicas: list[str] = field(default_factory=list)  # by turn
+    failures: list[int] = field(default_factory=list)  # HTTP statuses of turns that were sent again
+
+    def run(self, url: str, turns: int) -> None:
+        draw = random.Random(self.seed)
+        for turn in range(turns):
+            self.conversation.tokens += ids(300 if not turn else 200, story=100 * self.seed + turn)
+            self.turn(url, is_last=turn == turns - 1)
+            time.sleep(draw.uniform(0.2, 1.5))
+
+    def turn(self, url: str, is_last: bool) -> None:
+        tokens = self.conversation.tokens
+        how = {"max_tokens": OUTPUT_TOKENS, "logprobs": 1, "return_token_ids": True}
+        for _ in range(TRIES):
+            answer = one_turn(url, tokens, job_id=self.name, is_last_step=is_last, **how)
+            if answer.is_success:
+                break
+            self.failures.append(answer.status_code)
+            time.sleep(float(answer.headers.get("retry-after", 0.5)))
+        (choice,) = answer.json()["choices"]
+        for token, logprob in zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True):
+            self.conversation.logprobs[len(tokens)] = logprob
+            tokens.append(token)
+        self.replicas.append(answer.headers[REPLICA])
+
+
 def test_a_replica_dies_under_twenty_programs_and_no_token_is_lost_or_wrong(url: str) -> None:
-    outcome = play(url, programs=20, turns=4, kill=True)
-    assert outcome.dead is not None and not outcome.faults and not outcome.moved
-    assert all(len(client.replicas) == 4 for client in outcome.clients), "each turn was answered"
-    assert {status for client in outcome.clients for status in client.failures} <= {500, 503}
-    _, wrong, tokens = outcome.off()
-    assert not wrong and tokens == 20 * 4 * 24
+    clients, turns = [Client(f"run-{i}", i) for i in range(20)], 4
+    with ThreadPoolExecutor(len(clients)) as pool:
+        runs = [pool.submit(client.run, url, turns) for client in clients]
+        half = len(clients) * turns / 2
+        becomes(
+            lambda: sum(len(client.replicas) for client in clients) >= half, "half of the turns are answered"
+        )
+        victim = max(fleet_report(url)["replicas"], key=lambda row: row["programs"])
+        os.kill(victim["pid"], signal.SIGKILL)
+        for run in runs:
+            run.result()
+    dead, model = victim["replica"], reference()
+    assert all(len(client.replicas) == turns for client in clients), "each turn was answered"
+    assert {status for client in clients for status in client.failures} <= {500, 503}
+    assert all(len(client.failures) <= 1 for client in clients), "no more than the turn in flight"
+    steps = [pair for c in clients for pair in zip(c.replicas, c.replicas[1:], strict=False)]
+    left = {a for a, b in steps if a != b}
+    assert left == {dead}, "no turn left a replica that lived"
+    off = [max(pair) for client in clients for pair in judged(client.conversation, model)]
+    assert len(off) == len(clients) * turns * OUTPUT_TOKENS and max(off) < ROUNDING
     assert fleet_report(url)["thrash"] == 0
 
 

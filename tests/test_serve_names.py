@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from continuum_lmcache.serve.names import (
     ENVIRONMENT,
     HEADER,
     MOST_BYTES,
+    NO_TURN,
+    ApiKeys,
     NameTurns,
     TurnName,
     middlewares,
@@ -64,7 +68,7 @@ def test_a_program_named_in_the_body_is_recognised_and_the_body_arrives_as_it_wa
     sent = body(job_id="run-42", is_last_step=True)
     for parts in (1, 3):
         turn, got, _ = through(sent, parts=parts)
-        assert turn == TurnName(program_id("run-42", ""), len(sent), is_last=True) and got == sent
+        assert turn == TurnName(program_id("run-42", ""), is_last=True) and got == sent
 
 
 @pytest.mark.parametrize("field", sorted({p.field for p in TABLE["job_id"] if p.part == "headers"}))
@@ -84,7 +88,7 @@ def test_programs_of_two_keys_or_two_salts_are_two() -> None:
 
 
 def test_what_a_client_sends_under_the_routers_header_is_dropped() -> None:
-    lie = str(TurnName("victim", 10, turns=99, age_s=1e6))
+    lie = str(TurnName("victim", turns=99, age_s=1e6))
     for name in (HEADER, HEADER.upper(), HEADER.replace("-", "_")):
         turn, _, headers = through(body(job_id="own"), {name: lie})
         assert turn.program == "own" and turn.turns == 0 and lie not in headers.values()
@@ -95,7 +99,57 @@ def test_what_a_client_sends_under_the_routers_header_is_dropped() -> None:
 )
 def test_a_body_that_names_no_program_passes_unread(sent: bytes) -> None:
     turn, got, _ = through(sent)
-    assert turn.program == "" and got == sent
+    assert turn == TurnName() and got == sent
+
+
+@pytest.mark.parametrize("prompt", ["cut \ud83d", "\ud800 \\ud800", ["\udfff"]])
+def test_text_that_was_cut_within_a_character_hides_no_name(prompt: object) -> None:
+    assert through(body(prompt=prompt, job_id="run \N{CROSS MARK}"))[0].program == "run \N{CROSS MARK}"
+
+
+def test_a_body_of_many_objects_is_passed_over_without_making_them() -> None:
+    """All connections share the proxy's event loop."""
+    start = b'{"model": "m", "job_id": "run", "prompt": ['
+    sent = start + b"[]," * ((MOST_BYTES - len(start) - 10) // 3) + b"0]}"
+    turn_name(sent, {})  # warm
+    began_s = time.thread_time()
+    assert turn_name(sent, {}).program == "run"
+    ours_s = time.thread_time() - began_s
+    began_s = time.thread_time()
+    json.loads(sent)
+    assert ours_s < (time.thread_time() - began_s) / 2
+    deep = b'{"job_id": ' + b"[]," * MOST_BYTES
+    assert turn_name(deep[:MOST_BYTES], {}) == TurnName()
+
+
+def test_a_field_that_is_too_long_for_a_name_is_no_object() -> None:
+    assert through(body(job_id=[[]] * 100_000))[0] == TurnName()
+
+
+def test_without_the_replicas_api_key_a_request_is_no_turn_and_nothing_of_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ApiKeys, "hashes", frozenset({sha256(key).digest() for key in (b"one", b"two")}))
+    sent = body(job_id="run")
+    for wrong in (
+        {},
+        {"authorization": "Bearer three"},
+        {"authorization": "Basic one"},
+        {"authorization": "one"},
+    ):
+        turn, got, _ = through(sent, wrong)
+        assert turn == NO_TURN and got == sent, "a replica answers it"
+    for right in ("Bearer one", "bearer two"):
+        assert through(sent, {"authorization": right})[0].program
+
+
+def test_a_turn_that_continues_a_stored_answer_stays_with_its_replica() -> None:
+    alone = through(body(previous_response_id="resp_1"), path="/v1/responses")[0]
+    assert (alone.program, alone.stays) == ("resp_1", True)
+    salted = through(body(previous_response_id="resp_1", cache_salt="s"), {"authorization": "Bearer k"})[0]
+    assert salted == alone, "the replica that stores it knows its id alone"
+    named = through(body(previous_response_id="resp_1", job_id="run"))[0]
+    assert (named.program, named.stays) == ("run", True)
 
 
 def test_the_doctor_the_example_and_the_application_agree_on_the_proxies_environment() -> None:
@@ -108,21 +162,23 @@ def test_the_doctor_the_example_and_the_application_agree_on_the_proxies_environ
 def test_a_body_that_is_too_long_passes_unnamed_and_whole() -> None:
     sent = body(job_id="run", prompt="x" * MOST_BYTES)
     turn, got, _ = through(sent, parts=4)
-    assert turn.program == "" and got == sent
+    assert turn == TurnName() and got == sent
+    assert through(sent, {"x-session-id": "s-1"}, parts=4)[0].program == "s-1"
 
 
 def test_a_question_may_be_for_one_replica() -> None:
     asked = {"method": "GET", "path": "/metrics"}
-    assert through(b"", query_string=b"replica=1", **asked)[0] == TurnName(rank=1)
+    assert through(b"", query_string=b"replica=1", **asked)[0] == TurnName(is_turn=False, rank=1)
     for query in (b"", b"replica=x", b"replica=-1", b"replica=99999999999"):
-        assert through(b"", query_string=query, **asked)[0] == TurnName()
+        assert through(b"", query_string=query, **asked)[0] == NO_TURN
 
 
 @given(
     st.builds(
         TurnName,
         st.text(max_size=300),
-        st.integers(0, 1 << 40),
+        st.booleans(),
+        st.booleans(),
         st.booleans(),
         st.none() | st.integers(0, 99),
         st.integers(0, 1 << 20),
@@ -138,7 +194,3 @@ def test_what_is_written_into_the_header_is_read_again(turn: TurnName) -> None:
 def test_a_session_that_ray_read_itself_is_a_programs_name(text: str) -> None:
     turn = TurnName.parse(text)
     assert turn == TurnName(program=text) or str(turn) == text
-
-
-def test_a_name_with_a_lone_surrogate_is_no_name_here_and_the_engine_refuses_it() -> None:
-    assert turn_name(b'{"job_id": "\\ud800"}', {}).program == ""

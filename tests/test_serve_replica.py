@@ -1,4 +1,4 @@
-"""When a replica reports to the fleet's state. Virtual time; no engine.
+"""When and what a replica reports to the fleet's state. Virtual time; no engine.
 
 Runs where Ray is installed; no cluster is started.
 """
@@ -15,61 +15,86 @@ from virtual_loop import run_virtually
 pytest.importorskip("ray")
 
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.fleet.report import KnownProgram, ReplicaReport
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS, parse
-from continuum_lmcache.serve.engine import with_progress
-from continuum_lmcache.serve.names import TurnName
-from continuum_lmcache.serve.replica import GATHER_S, Replica
-from continuum_lmcache.serve.replica_programs import ReplicaPrograms, TurnEnd
+from continuum_lmcache.serve.engine import TurnPrompt, with_progress
+from continuum_lmcache.serve.names import TurnName, hidden
+from continuum_lmcache.serve.replica import GATHER_S, REPORT_S, Replica
+from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.types import ProgramId, TurnId
 
-REPORT_S = 0.5
+KEY = b"key"
 
 
 class ReportingReplica:
-    """As much of a replica as its reports need; `heard`: when, and the turns that had ended."""
+    """As much of a replica as its reports need; `heard`: when, which programs, and whether these are all."""
+
+    _figures = Replica._figures
 
     def __init__(self) -> None:
-        self.heard: list[tuple[float, list[str]]] = []
+        self.heard: list[tuple[float, list[str], bool]] = []
+        self.state = "state"
         self.rank, self._name = 0, "a"
-        self._settings = SimpleNamespace(report_s=REPORT_S)
-        self._engine = SimpleNamespace(report_prefills=lambda: None, gpu_tokens=1000)
-        self._turn_ended = asyncio.Event()
-        self._programs = ReplicaPrograms(10, on_end=self._turn_ended.set)
+        self._engine = SimpleNamespace(report_prefills=lambda: None)
+        self._changed = asyncio.Event()
+        self._programs = ReplicaPrograms(10, on_change=self._changed.set)
 
-    async def _call(self, method: str, *args: Any) -> str:
-        if method == "take_report":
-            ended = [one.turn for one in args[3] if isinstance(one, TurnEnd)]
-            self.heard.append((round(asyncio.get_running_loop().time(), 3), ended))
-        return "state"
+    async def _call(
+        self,
+        method: str,
+        _properties: object,
+        report: ReplicaReport,
+        programs: list[KnownProgram],
+        is_complete: bool,
+    ) -> str:
+        assert (method, report.replica) == ("take_report", "a")
+        at_s = round(asyncio.get_running_loop().time(), 3)
+        self.heard.append((at_s, [known.program for known in programs], is_complete))
+        return self.state
 
-    def ends(self, *turns: str) -> None:
-        for turn in turns:
-            self._programs.on_start(0.0, TurnId(turn), ProgramId("p"), 0, 0.0)
-            self._programs.on_stop(TurnId(turn), 10, is_last=False)
+    def ends(self, *names: str) -> None:
+        for name in names:
+            self._programs.on_start(0.0, TurnId(name), ProgramId(name))
+            self._programs.on_stop(TurnId(name), 10, is_last=False)
 
 
-def test_a_replica_reports_each_period_and_soon_after_a_turns_end() -> None:
+def test_a_replica_reports_each_period_and_soon_after_a_turns_end_and_to_a_new_state_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("continuum_lmcache.serve.replica.addresses", dict)
+
     async def go() -> None:
         replica = ReportingReplica()
-        reports = asyncio.create_task(Replica._report(replica))
-        await asyncio.sleep(2.5 * REPORT_S)
-        replica.ends("t1", "t2")
+        reports = asyncio.create_task(Replica._report(replica))  # type: ignore[arg-type]
         await asyncio.sleep(1.5 * REPORT_S)
+        replica.ends("p", "q")
+        await asyncio.sleep(0.5 * REPORT_S)
+        soon_s = 1.5 * REPORT_S + GATHER_S
+        assert replica.heard == [(0.0, [], True), (REPORT_S, [], False), (soon_s, ["p", "q"], False)]
+        replica.state = "another one"
+        await asyncio.sleep(2 * REPORT_S)
         reports.cancel()
-        soon_s = 2.5 * REPORT_S + GATHER_S
-        assert replica.heard == [
-            *((n * REPORT_S, []) for n in range(3)),
-            (soon_s, ["t1", "t2"]),
-            (soon_s + REPORT_S, []),
-        ]
+        later_s = soon_s + REPORT_S
+        assert replica.heard[3:5] == [(later_s, [], False), (later_s, ["p", "q"], True)]
+        assert [all_ for _, _, all_ in replica.heard[5:]] == [False]
 
     run_virtually(go())
+
+
+def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:
+    programs = ReplicaPrograms(10)
+    for number, request_id in enumerate(("resp_0a1b", "resp_0a1c_1", "cmpl-0a1d")):
+        prompt = TurnPrompt(programs, KEY, TurnId(f"t{number}"), TurnName(f"p{number}", turns=number))
+        prompt.on_start(SimpleNamespace(extra_args=None), 90, request_id)
+    found = {known.program: known.turns for known in programs.known(0.0)}
+    answers = {hidden("resp_0a1b", KEY): 0, hidden("resp_0a1c", KEY): 1}
+    assert found == {"p0": 0, "p1": 1, "p2": 2} | answers
 
 
 def test_the_engine_takes_the_fields_of_a_program_that_is_very_old() -> None:
     sent = {"job_id": "p", "continuum_owner": "o", "program_turns": 3}
     for turns, age_s in ((9, 60.4), (9, 2 * MOST_AGE_S), (2 * MOST_TURNS, 60.0)):
-        fields = parse(with_progress(sent, TurnName("p", 100, turns=turns, age_s=age_s)) or {})
+        fields = parse(with_progress(sent, TurnName("p", turns=turns, age_s=age_s)) or {})
         assert (fields.job_id, fields.owner) == ("p", "o")
         assert (fields.turns, fields.age_s) == (min(turns, MOST_TURNS), min(round(age_s), MOST_AGE_S))
 

@@ -1,4 +1,4 @@
-"""Ray's own router class with our state: a proxy's decisions while the state answers, is missing, or is full.
+"""Ray's own router class with our state: a proxy's decisions while the state answers, and while it does not.
 
 Runs where Ray is installed; no cluster is started.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,14 +18,12 @@ pytest.importorskip("ray")
 from ray.exceptions import RayActorError
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
-from ray.serve.exceptions import BackPressureError
 from ray.serve.request_router import PendingRequest
 
-from continuum_lmcache.fleet.fleet import Refused, Route, RouteReason
+from continuum_lmcache.fleet.fleet import Route, RouteReason
 from continuum_lmcache.fleet.report import ReplicaId
-from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.serve.names import ApiKeys, TurnName
 from continuum_lmcache.serve.router import ProgramRouter
-from continuum_lmcache.types import TurnId
 
 OURS = DeploymentID(name="vllm", app_name="default")
 
@@ -45,14 +44,11 @@ class Remote:
 
 
 def state(place_turn: Callable[..., Any]) -> SimpleNamespace:
-    notified = ("cancel_turn", "turn_answered", "add_replica", "remove_replica")
-    return SimpleNamespace(
-        place_turn=Remote(place_turn), **{name: Remote(lambda *_: None) for name in notified}
-    )
+    return SimpleNamespace(place_turn=Remote(place_turn))
 
 
 def goes_to(name: str, **did: Any) -> Callable[..., Route]:
-    return lambda key, *_: Route(TurnId(key), ReplicaId(name), RouteReason.HOME, **did)
+    return lambda *_: Route(ReplicaId(name), RouteReason.HOME, **did)
 
 
 def away(*_: object) -> None:
@@ -81,7 +77,7 @@ def router(its_state: Any, *names: str, key: bytes = b"key") -> ProgramRouter:
         self_actor_id="x",
         use_replica_queue_len_cache=False,
     )
-    made.initialize_state(answer_s=30.0, key=key.hex())
+    made.initialize_state(key=key.hex(), api_keys=[])
     made._state = its_state
     made._state_actor = lambda: made._state  # type: ignore[method-assign]
     made.update_replicas([replica(name, rank) for rank, name in enumerate(names)])
@@ -89,9 +85,7 @@ def router(its_state: Any, *names: str, key: bytes = b"key") -> ProgramRouter:
 
 
 def turn(number: int = 1, **named: Any) -> PendingRequest:
-    about = RequestMetadata(
-        f"r{number}", f"t{number}", session_id=str(TurnName(**{"body_bytes": 9, **named}))
-    )
+    about = RequestMetadata(f"r{number}", f"t{number}", session_id=str(TurnName(**named)))
     return PendingRequest(args=[], kwargs={}, metadata=about)
 
 
@@ -120,7 +114,7 @@ def test_the_state_and_the_replica_get_a_keyed_hash_of_the_programs_name() -> No
         await sent(made, pending)
         at_the_replica = TurnName.parse(pending.metadata.session_id).program
         await sent(made, pending, is_retry=True)
-        return (*(named.program for _, named, *_ in made._state.place_turn.calls), at_the_replica)
+        return (*(named.program for named, *_ in made._state.place_turn.calls), at_the_replica)
 
     async def go() -> None:
         first, again, at_the_replica = await named_by(b"key")
@@ -151,50 +145,8 @@ def test_a_program_whose_replica_is_gone_while_the_state_is_away_finds_another()
         made = router(state(goes_to("b")), "a", "b")
         await sent(made, turn(1, program="p"))
         made.on_replica_actor_died(ReplicaID("b", OURS))
-        assert made._state.remove_replica.calls == [("b", True)]
         made._state = state(away)
         assert await sent(made, turn(2, program="p")) == "a"
-
-    asyncio.run(go())
-
-
-def test_the_state_learns_which_replicas_left_and_which_requests_are_over() -> None:
-    async def go() -> None:
-        made = router(state(goes_to("a")), "a", "b")
-        made.update_replicas([replica("a", 0)])
-        made.on_request_completed(ReplicaID("a", OURS), "t1")
-        assert made._state.remove_replica.calls == [("b", False)]
-        assert made._state.turn_answered.calls == [("t1",)]
-
-    asyncio.run(go())
-
-
-def test_the_state_learns_of_a_replica_that_is_there_again() -> None:
-    async def go() -> None:
-        made = router(state(goes_to("a")), "a", "b")
-        made._state.add_replica.calls.clear()
-        for there in (["b"], ["a", "b"]):
-            made.update_replicas([replica(name, rank) for rank, name in enumerate(there)])
-        assert made._state.remove_replica.calls == [("a", False)]
-        assert made._state.add_replica.calls == [("a",)]
-
-    asyncio.run(go())
-
-
-def test_a_state_that_was_away_learns_of_the_replicas_that_it_may_have_missed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def go() -> None:
-        made = router(state(away), "a", "b")
-        del made._state_actor  # the class's own
-        await sent(made, turn(program="p"))
-        found = state(goes_to("b"))
-        named = {"namespace": SERVE_NAMESPACE, "name": SERVE_DEPLOYMENT_ACTOR_PREFIX + "default::vllm::x"}
-        monkeypatch.setattr("ray.util.list_named_actors", lambda **_: [named])
-        monkeypatch.setattr("ray.get_actor", lambda *_, **__: found)
-        made._retry_at_s = 0.0
-        assert await sent(made, turn(2, program="q")) == "b"
-        assert sorted(found.add_replica.calls) == [("a",), ("b",)]
 
     asyncio.run(go())
 
@@ -216,143 +168,14 @@ def test_the_state_learns_where_this_router_sent_a_program_until_its_last_turn()
     asyncio.run(go())
 
 
-def test_a_full_line_is_http_429_with_a_time() -> None:
-    async def go() -> None:
-        made = router(state(lambda key, *_: Refused(TurnId(key), 12.0)), "a")
-        with pytest.raises(BackPressureError) as refused:
-            await sent(made, turn(program="p"))
-        assert (refused.value.status_code, refused.value.retry_after_s) == (429, 12.0)
-
-    asyncio.run(go())
-
-
-async def leave(waits: asyncio.Task[Any]) -> None:
-    """The turn's client does."""
-    waits.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waits
-
-
-def test_a_client_that_leaves_while_it_waits_is_taken_out_of_the_line() -> None:
-    async def go() -> None:
-        its, asked = state(away), asyncio.Event()
-
-        def never(*_: object) -> asyncio.Future[None]:
-            asked.set()
-            return asyncio.get_running_loop().create_future()
-
-        its.place_turn.remote = never
-        made = router(its, "a")
-        waits = asyncio.create_task(sent(made, turn(program="p")))
-        await asked.wait()
-        await leave(waits)
-        assert its.cancel_turn.calls == [("t1",)]
-
-    asyncio.run(go())
-
-
-def test_a_client_that_leaves_as_the_answer_comes_is_sent_nowhere() -> None:
-    async def go() -> None:
-        its, answer = state(away), asyncio.get_running_loop().create_future()
-        asked = asyncio.Event()
-
-        def asks(*_: object) -> asyncio.Future[Route]:
-            asked.set()
-            return answer
-
-        its.place_turn.remote = asks
-        waits = asyncio.create_task(sent(router(its, "a"), turn(program="p")))
-        await asked.wait()
-        await asyncio.sleep(0)
-        answer.set_result(goes_to("a")("t1"))
-        await leave(waits)
-        assert its.cancel_turn.calls == [("t1",)]
-
-    asyncio.run(go())
-
-
-def test_a_client_that_leaves_before_this_router_sees_its_replica_is_not_counted_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("continuum_lmcache.serve.router.REPLICA_LAG_S", 600.0)
-
-    async def go() -> None:
-        made = router(state(goes_to("new")), "a")
-        waits = asyncio.create_task(sent(made, turn(program="p")))
-        await asyncio.sleep(0.1)
-        await leave(waits)
-        assert made._state.cancel_turn.calls == [("t1",)]
-
-    asyncio.run(go())
-
-
-def test_a_client_that_leaves_before_its_turn_is_sent_again_is_not_counted_any_more() -> None:
-    async def go() -> None:
-        made, pending = router(state(goes_to("a")), "a"), turn(program="p")
-        await sent(made, pending)
-        waits = asyncio.create_task(sent(made, pending, is_retry=True))
-        await asyncio.sleep(0)
-        await leave(waits)
-        assert made._state.cancel_turn.calls == [("t1",)]
-
-    asyncio.run(go())
-
-
-def test_a_state_that_is_too_slow_learns_that_the_turn_went_its_own_way() -> None:
-    async def go() -> None:
-        its = state(away)
-        its.place_turn.remote = lambda *_: asyncio.get_running_loop().create_future()
-        made = router(its, "a")
-        made._answer_s = 0.01
-        assert await sent(made, turn(program="p")) == "a"
-        assert its.cancel_turn.calls == [("t1",)]
-
-    asyncio.run(go())
-
-
-def test_first_turns_that_wait_keep_nobody_elses_turn_from_its_replica() -> None:
-    """Ray's own routing tasks would be two a replica."""
-
-    async def go() -> None:
-        forever = asyncio.get_running_loop().create_future()
-        its = state(away)
-        its.place_turn.remote = lambda key, *_: forever if key != "t99" else asyncio.ensure_future(now(key))
-
-        async def now(key: str) -> Route:
-            return goes_to("a")(key)
-
-        made = router(its, "a")
-        waiting = [asyncio.create_task(sent(made, turn(i, program=f"new-{i}"))) for i in range(50)]
-        await asyncio.sleep(0)
-        assert await asyncio.wait_for(sent(made, turn(99, program="known")), 60) == "a"
-        for one in waiting:
-            one.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-    asyncio.run(go())
-
-
 def test_a_question_goes_to_the_replica_it_is_for_and_no_question_is_a_turn() -> None:
     async def go() -> None:
         made = router(state(away), "a", "b")
         for rank, name in enumerate("ab"):
-            assert await sent(made, turn(rank, body_bytes=0, rank=rank)) == name
-        assert await sent(made, turn(7, body_bytes=0)) in "ab"
-        assert await sent(made, turn(8, body_bytes=0, rank=9)) in "ab", "its answer says which it is"
+            assert await sent(made, turn(rank, is_turn=False, rank=rank)) == name
+        assert await sent(made, turn(7, is_turn=False)) in "ab"
+        assert await sent(made, turn(8, is_turn=False, rank=9)) in "ab", "its answer says which it is"
         assert made._state.place_turn.calls == []
-
-    asyncio.run(go())
-
-
-def test_a_replica_that_the_state_knows_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("continuum_lmcache.serve.router.REPLICA_LAG_S", 600.0)
-
-    async def go() -> None:
-        made = router(state(goes_to("new")), "a")
-        pending = asyncio.create_task(sent(made, turn(program="p")))
-        await asyncio.sleep(0.1)
-        made.update_replicas([replica("a", 0), replica("new", 1)])
-        assert await pending == "new"
 
     asyncio.run(go())
 
@@ -362,5 +185,54 @@ def test_the_fallbacks_ranks_have_one_element_each() -> None:
         made = router(None, "a", "b", "c")
         ranks = await made.choose_replicas(made._replicas_list, turn(program="p"))
         assert len(ranks) == 3 and all(len(rank) == 1 for rank in ranks)
+
+    asyncio.run(go())
+
+
+def test_the_state_hears_which_replicas_this_router_sees() -> None:
+    async def go() -> None:
+        made = router(state(goes_to("a")), "a", "b")
+        for there in (("a", "b"), ("b",)):
+            made.update_replicas([replica(name, rank) for rank, name in enumerate(there)])
+            assert await sent(made, turn(program="p")) in there, "what is gone gets no turn"
+            assert made._state.place_turn.calls[-1][1] == there
+
+    asyncio.run(go())
+
+
+def test_a_state_that_was_away_is_looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def go() -> None:
+        made = router(state(away), "a", "b")
+        del made._state_actor  # the class's own
+        await sent(made, turn(program="p"))
+        found = state(goes_to("b"))
+        named = {"namespace": SERVE_NAMESPACE, "name": SERVE_DEPLOYMENT_ACTOR_PREFIX + "default::vllm::x"}
+        monkeypatch.setattr("ray.util.list_named_actors", lambda **_: [named])
+        monkeypatch.setattr("ray.get_actor", lambda *_, **__: found)
+        made._retry_at_s = 0.0
+        assert await sent(made, turn(2, program="q")) == "b"
+
+    asyncio.run(go())
+
+
+def test_a_state_that_is_too_slow_holds_no_turn_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("continuum_lmcache.serve.router.ANSWER_S", 0.01)
+
+    async def go() -> None:
+        its = state(away)
+        its.place_turn.remote = lambda *_: asyncio.get_running_loop().create_future()
+        assert await sent(router(its, "a"), turn(program="p")) == "a"
+
+    asyncio.run(go())
+
+
+def test_the_proxy_learns_the_replicas_api_keys_as_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ApiKeys, "hashes", frozenset())
+
+    async def go() -> None:
+        made = router(state(away), "a")
+        assert ApiKeys.accept("")
+        made.initialize_state(key=b"key".hex(), api_keys=[sha256(b"secret").hexdigest()])
+        assert ApiKeys.accept("Bearer secret") and not ApiKeys.accept("")
 
     asyncio.run(go())

@@ -137,13 +137,11 @@ def fleet(**figures: object) -> dict[str, object]:
         "report_age_seconds": 0.2,
         "programs": 3,
         "requests": 1,
-        "headroom_tokens": 900,
-        "pending_tokens": 0,
+        "wait_seconds": 0.0,
     }
     replicas = [{"rank": rank, "replica": f"name-{rank}", **row} for rank in (0, 1)]
-    config = {"move_age_s": 1.5, "first_turn_age_s": 30.0}
-    report = {"replicas": replicas, "config": config, "programs": 6, "line": 0, "line_wait_seconds": 0.0}
-    return report | {"turns": {"home": 9, "first": 6}, "refused": 0, "thrash": 0} | figures
+    report = {"replicas": replicas, "config": {"report_age_s": 3.0}}
+    return report | {"turns": {"home": 9, "first": 6}, "thrash": 0} | figures
 
 
 def test_a_fleet_is_shown_with_each_of_its_replicas(command: Command) -> None:
@@ -159,7 +157,6 @@ def test_a_fleet_is_shown_with_each_of_its_replicas(command: Command) -> None:
 @pytest.mark.parametrize(
     ("figures", "named"),
     [
-        ({"refused": 7}, "fleet-refused"),
         ({"thrash": 1}, "fleet-thrash"),
         ({"replicas": [{**fleet()["replicas"][0], "report_age_seconds": 40.0}]}, "fleet-silent-replica"),  # type: ignore[index]
         ({"replicas": [{**fleet()["replicas"][0], "addresses": {"Ray": "8.8.8.8"}}]}, "fleet-public-address"),  # type: ignore[index]
@@ -175,12 +172,20 @@ def test_what_is_wrong_with_a_fleet_is_reported(
     assert [each["name"] for each in printed["fleets"][url]["findings"]] == [named] and not printed["ok"]
 
 
-def test_a_line_is_no_fault_and_a_private_address_none(command: Command) -> None:
+def test_a_private_address_is_no_fault(command: Command) -> None:
     row = {**fleet()["replicas"][0], "addresses": {"Ray": "10.0.0.7"}}  # type: ignore[index]
-    report = fleet(line=3, line_wait_seconds=1.5, replicas=[row])
-    with metrics_server([page(QUIET)], fleet=report) as url:
+    with metrics_server([page(QUIET)], fleet=fleet(replicas=[row])) as url:
         ran = command("status", url)
-    assert ran.status == 0 and "NOTE fleet-line" in ran.out and "fleet-public-address" not in ran.out
+    assert ran.status == 0 and "fleet-public-address" not in ran.out
+
+
+@pytest.mark.parametrize("other", [{"replicas": [1]}, {"replicas": [{}]}, {"config": {}}, {"config": 3}])
+def test_another_services_page_at_the_same_path_is_no_fleet(
+    command: Command, other: dict[str, object]
+) -> None:
+    with metrics_server([page(QUIET)], fleet=fleet(**other)) as url:
+        ran = command("status", url)
+    assert ran.status == 0 and "fleet" not in ran.out
 
 
 def test_several_servers_are_judged_in_one_run(command: Command) -> None:

@@ -19,6 +19,7 @@ ENVIRONMENT = {  # of Ray's proxies, as in continuum_lmcache.serve.app: a test c
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
     "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-continuum-turn",
 }
+FIGURES = ("report_age_seconds", "programs", "requests", "wait_seconds")  # of each replica
 LOOPBACK, EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
 CONTINUUM = "--scheduling-policy continuum"
 
@@ -35,19 +36,22 @@ def fleet_at(url: str) -> Mapping[str, Any] | None:
         report = answer.json() if answer.is_success else None
     except ValueError:
         return None
-    return report if isinstance(report, dict) and isinstance(report.get("replicas"), list) else None
+    rows = report.get("replicas") if isinstance(report, dict) else None
+    numbers = [inner(row, field) for row in rows for field in FIGURES] if isinstance(rows, list) else [None]
+    limit_s = inner(report, "config", "report_age_s")
+    return report if all(isinstance(each, int | float) for each in (*numbers, limit_s)) else None
 
 
 def findings(report: Mapping[str, Any]) -> Iterator[Finding]:
     """Problems of the fleet as a whole."""
-    limits = report["config"]
+    limit_s = report["config"]["report_age_s"]
     for row in report["replicas"]:
         name, age_s = f"replica {row.get('rank')}", row["report_age_seconds"]
-        if age_s > limits["move_age_s"]:
+        if age_s > limit_s:
             yield warning(
                 "fleet-silent-replica",
                 f"{name} has not reported for {age_s:.0f} s",
-                f"see its log; after {limits['first_turn_age_s']:.0f} s no new program starts there",
+                f"see its log; after {limit_s:.0f} s no new program starts there",
             )
         for what, address in row.get("addresses", {}).items():
             if is_public(address):
@@ -56,20 +60,8 @@ def findings(report: Mapping[str, Any]) -> Iterator[Finding]:
                     f"{name}: {what} is at {address}",
                     "put Ray and LMCache on loopback or a private network: LMCache has no authentication",
                 )
-    if report["refused"]:
-        yield warning(
-            "fleet-refused",
-            f"{report['refused']:,} new programs got HTTP 429 since the state started",
-            "add replicas, or raise fleet.max_line if clients wait longer rather than come again",
-        )
-    if report["thrash"]:
+    if report.get("thrash"):
         yield warning("fleet-thrash", f"{report['thrash']} moves within the cooldown", "a bug: report it")
-    if report["line"]:
-        yield note(
-            "fleet-line",
-            f"{report['line']:,} programs wait for room, the first for {report['line_wait_seconds']:.1f} s",
-            "nothing if the number falls again; otherwise add replicas",
-        )
 
 
 def of_config(path: Path) -> Iterator[Finding]:
@@ -104,7 +96,7 @@ def of_config(path: Path) -> Iterator[Finding]:
             yield note(
                 "fleet-stock-engines",
                 f"args.vllm has no {CONTINUUM}: {options}",
-                "add it: new programs are admitted by the fleet, but no turn's KV is pinned",
+                "add it: else no replica holds new programs back, and no turn's KV is pinned",
             )
 
 

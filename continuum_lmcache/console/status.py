@@ -23,8 +23,7 @@ OF_A_REPLICA = {  # in a fleet: title, field
     "report age, s": "report_age_seconds",
     "programs": "programs",
     "requests": "requests",
-    "room, tokens": "headroom_tokens",
-    "pending, tokens": "pending_tokens",
+    "wait, s": "wait_seconds",
 }
 SHOWN = {  # label -> figure, format
     "running turns": ("running_turns", "{:,.0f}"),

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from hashlib import sha256
 from typing import Any
 
 import ray
 from ray import serve
 from ray._private import ray_constants
-from ray.serve.config import BackpressureConfig, DeploymentActorConfig, RequestRouterConfig
+from ray.serve.config import DeploymentActorConfig, RequestRouterConfig
 
 from continuum_lmcache.serve import lmcache_server
 from continuum_lmcache.serve.names import ENVIRONMENT
@@ -25,13 +26,13 @@ from continuum_lmcache.serve.state import FleetState
 
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # 0: Ray listens on 127.0.0.1 alone
 ONGOING = 4096  # requests of one replica: vLLM's queue orders them
-CALLS = 1000  # that the state may execute beside those that wait in its line
-ANSWER_SLACK_S = 30.0
+CALLS = 1000  # that the state may execute at once: those of a new state wait for the replicas' reports
 
 
 def build(args: dict[str, Any]) -> serve.Application:
     """The application. Raises ConfigError."""
     settings = ServeSettings.of(args)
+    settings = replace(settings, key=settings.key or secrets.token_hex(32))
     if not ray.is_initialized():
         prepare()
     lmcache = [lmcache_server.deployment(settings).bind(settings)] if settings.lmcache_gb else []
@@ -51,33 +52,27 @@ def prepare() -> None:
 
 def deployment(settings: ServeSettings) -> serve.Deployment:
     """The replicas, their router and their state."""
-    key = settings.key or secrets.token_hex(32)
+    keys = [sha256(key.encode()).hexdigest() for key in settings.api_keys]
     return serve.deployment(
         Replica,
         name="vllm",
         num_replicas=settings.replicas,
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         max_ongoing_requests=ONGOING,
-        max_queued_requests=ONGOING + settings.fleet.max_line,
-        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=settings.fleet.max_wait_s),
+        max_queued_requests=ONGOING,
         request_router_config=RequestRouterConfig(
             request_router_class="continuum_lmcache.serve.router:ProgramRouter",
-            request_router_kwargs={"answer_s": answer_s(settings), "key": key},
+            request_router_kwargs={"key": settings.key, "api_keys": keys},
         ),
         deployment_actors=[
             DeploymentActorConfig(
                 name=STATE,
                 actor_class=ray.remote(FleetState),
-                init_kwargs={"config": asdict(settings.fleet), "key": key},
-                actor_options={"num_cpus": 0, "max_concurrency": settings.fleet.max_line + CALLS},
+                init_kwargs={"config": asdict(settings.fleet), "key": settings.key},
+                actor_options={"num_cpus": 0, "max_concurrency": CALLS},
             )
         ],
         health_check_period_s=2,
         health_check_timeout_s=30,
         graceful_shutdown_timeout_s=20,
     )
-
-
-def answer_s(settings: ServeSettings) -> float:
-    """Longer than any first turn waits in the line, where each place may wait max_wait_s."""
-    return (settings.fleet.max_line + 1) * settings.fleet.max_wait_s + ANSWER_SLACK_S

@@ -5,25 +5,33 @@ their program in the body. So this middleware runs in the proxy, reads the body,
 needs into one header. The header is Ray's session id, so Ray's own routers use it too. A client's
 header of that name is dropped. A request without a program goes where the fewest requests are.
 
+All connections share the proxy's event loop. So a body of more than MOST_BYTES stays unread, of a shorter one
+only the few fields that may name a program become objects, and where the replicas require an API key, a
+request without one is passed on unread: a replica answers it with HTTP 401.
+
 Seam, read on Ray 2.60.0: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH names `middlewares`, which each proxy
 calls once; RAY_SERVE_SESSION_ID_HEADER_KEY names the header. app.py sets both.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
+import msgspec
 from starlette.middleware import Middleware
 
 from continuum_lmcache.errors import RequestError
+from continuum_lmcache.fleet.homes import digest
 from continuum_lmcache.programs.identity import flag, name, program_id, tenant_of
-from continuum_lmcache.programs.session_fields import SentFields, program_values
+from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, program_values
+from continuum_lmcache.types import ProgramId
 
 HEADER = "x-continuum-turn"
 ENVIRONMENT = {  # of Ray's proxies
@@ -31,12 +39,33 @@ ENVIRONMENT = {  # of Ray's proxies
     "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
 }
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-MOST_BYTES = 32 << 20  # of a body that is read here; a longer one stays unnamed
-HEADER_TEXT = re.compile(r"([^;]*);(\d+);([01]);(\d*);(\d+);(\d+\.\d+)")
+MOST_BYTES = 8 << 20  # of a body that is read here: a million tokens of text, with room
+MOST_FIELD_BYTES = 1 << 16  # of a field that may name a program; a longer one names none
+CONTINUED = "previous_response_id"  # the answer's id: one replica stores the answer
+BODY = msgspec.defstruct(
+    "Body",
+    [(field, msgspec.Raw, msgspec.Raw(b"null")) for field in (*BODY_FIELDS, "vllm_xargs", "cache_salt")],
+)
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # msgspec refuses half a pair, as cut text may have it
+HEADER_TEXT = re.compile(r"([^;]*);(t?l?s?);(\d*);(\d+);(\d+\.\d+)")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
+
+
+class ApiKeys:
+    """The replicas' API keys, in this process: as SHA-256, set by the router. None: they require none."""
+
+    hashes: frozenset[bytes] = frozenset()
+
+    @classmethod
+    def accept(cls, authorization: str) -> bool:
+        """Whether a replica would let a request with this header in. It checks again."""
+        scheme, _, key = authorization.partition(" ")
+        sent = sha256(key.encode("utf-8", "surrogatepass")).digest()
+        matches = [hmac.compare_digest(sent, known) for known in cls.hashes]
+        return not matches or (scheme.lower() == "bearer" and any(matches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +73,70 @@ class TurnName:
     """What the router knows of a request. Its text is a header's value."""
 
     program: str = ""  # identity.program_id of its tenant, then the router's hash of it; "": it names none
-    body_bytes: int = 0  # of its body; 0: not known
+    is_turn: bool = True  # False: /health, /v1/models, ...
     is_last: bool = False
+    stays: bool = False  # it continues an answer that its program's replica alone stores
     rank: int | None = None  # not a turn: a request to the replica of this rank
     turns: int = 0  # finished turns of the program; the router adds these two
     age_s: float = 0.0  # since its first turn arrived
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else str(self.rank)
-        name = quote(self.program, safe="")
-        return f"{name};{self.body_bytes};{int(self.is_last)};{rank};{self.turns};{self.age_s:.3f}"
+        flags = "t" * self.is_turn + "l" * self.is_last + "s" * self.stays
+        return f"{quote(self.program, safe='')};{flags};{rank};{self.turns};{self.age_s:.3f}"
 
     @classmethod
     def parse(cls, text: str) -> TurnName:
         """The inverse of __str__; other text is a program's own name, as in X-Session-ID."""
         if (written := HEADER_TEXT.fullmatch(text)) is None:
             return cls(program=text)
-        name, body_bytes, last, rank, turns, age_s = written.groups()
-        program = unquote(name)
+        name, flags, rank, turns, age_s = written.groups()
+        is_turn, is_last, stays = (flag in flags for flag in "tls")
         rank_number = int(rank) if rank else None
-        return cls(program, int(body_bytes), last == "1", rank_number, int(turns), float(age_s))
+        return cls(unquote(name), is_turn, is_last, stays, rank_number, int(turns), float(age_s))
+
+
+NO_TURN = TurnName(is_turn=False)
 
 
 def turn_name(body: bytes, headers: Mapping[str, str]) -> TurnName:
     """The name in body and headers (names in lower case). Bad fields name nothing: vLLM refuses them."""
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError):
-        return TurnName()
-    if not isinstance(fields, dict):
-        return TurnName()
-    xargs = fields.get("vllm_xargs")
-    try:
+        fields = fields_of(body)
+        xargs = fields.get("vllm_xargs")
         values = program_values(SentFields(fields, xargs if isinstance(xargs, dict) else {}, headers))
         job = name("job_id", values.get("job_id"))
         is_last = flag("is_last_step", values.get("is_last_step"))
-    except RequestError:
-        return TurnName(body_bytes=len(body))
+    except (msgspec.DecodeError, ValueError, RecursionError, RequestError):
+        return TurnName()
     if job is None:
-        return TurnName(body_bytes=len(body))
-    salt = fields.get("cache_salt")
+        return TurnName()
+    continued, salt = fields.get(CONTINUED), fields.get("cache_salt")
+    stays = continued is not None
+    if job == continued:  # the replica that stores this answer has reported its id, which nobody can guess
+        return TurnName(job, is_last=is_last, stays=True)
     tenant = tenant_of(salt if isinstance(salt, str) else None, owner_of(headers.get("authorization", "")))
-    return TurnName(program_id(job, tenant), len(body), is_last)
+    return TurnName(program_id(job, tenant), is_last=is_last, stays=stays)
+
+
+def fields_of(body: bytes) -> dict[str, Any]:
+    """The fields of a JSON object that may name its program. All others are passed over without an object.
+    Raises msgspec.DecodeError, ValueError or RecursionError for other text."""
+    try:
+        found = msgspec.json.decode(body, type=BODY)
+    except msgspec.DecodeError:
+        found = msgspec.json.decode(SURROGATE.sub(rb"\\u00", body), type=BODY)
+    raw = {field: bytes(getattr(found, field)) for field in found.__struct_fields__}
+    return {
+        field: json.loads(text)
+        for field, text in raw.items()
+        if text != b"null" and len(text) <= MOST_FIELD_BYTES
+    }
+
+
+def hidden(program: str, key: bytes) -> ProgramId:
+    """The router's keyed hash of a program's name, which state and replicas see in its place."""
+    return ProgramId(digest(ProgramId(program), key).hex())
 
 
 def owner_of(authorization: str) -> str:
@@ -107,13 +158,14 @@ class NameTurns:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = [(key, value) for key, value in scope["headers"] if normalized(key) != HEADER.encode()]
-        turn = TurnName()
+        texts = {key.decode("latin-1").lower(): value.decode("latin-1").strip() for key, value in headers}
+        turn = NO_TURN
         if scope["method"] == "POST" and scope["path"].endswith(ENDPOINTS):
-            body, receive = await read_body(receive)
-            texts = {key.decode("latin-1").lower(): value.decode("latin-1").strip() for key, value in headers}
-            turn = turn_name(body, texts) if body is not None else turn
+            if ApiKeys.accept(texts.get("authorization", "")):
+                body, receive = await read_body(receive)
+                turn = turn_name(body or b"{}", texts)
         elif (rank := requested_rank(scope)) is not None:
-            turn = TurnName(rank=rank)
+            turn = replace(NO_TURN, rank=rank)
         headers.append((HEADER.encode(), str(turn).encode()))
         return await self._app({**scope, "headers": headers}, receive, send)
 

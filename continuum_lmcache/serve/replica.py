@@ -20,7 +20,9 @@ from ray import serve
 from ray.exceptions import RayError
 
 from continuum_lmcache.fleet.homes import MOST_PROGRAMS
-from continuum_lmcache.serve.gauges import read_gauges, replica_report
+from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.reload.cost_model import UNMEASURED
+from continuum_lmcache.serve.gauges import prefill, read_gauges, requests
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
@@ -30,6 +32,7 @@ STATE = "fleet"  # the deployment actor's name
 HONOR = "CONTINUUM_HONOR_PROGRAM_AGE"
 ANSWER_S = 5.0  # for the state's answer, at most
 NO_STATE = (RayError, ValueError, TimeoutError)  # Ray raises ValueError where no actor has the name
+REPORT_S = 0.5  # between two reports
 GATHER_S = 0.05  # from a turn's end to its report, which has all turns that end meanwhile
 
 
@@ -56,8 +59,8 @@ class Replica:
         """`lmcache_servers`: a handle of their deployment; None: this application starts none."""
         listen_on_node_address_only()
         self._settings, self._lmcache_servers = settings, lmcache_servers
-        self._turn_ended = asyncio.Event()  # since the last report
-        self._programs = ReplicaPrograms(MOST_PROGRAMS, on_end=self._turn_ended.set)
+        self._changed = asyncio.Event()  # since the last report
+        self._programs = ReplicaPrograms(MOST_PROGRAMS, on_change=self._changed.set)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._engine: Any = None
         self._reporting: asyncio.Task[None] | None = None
@@ -70,7 +73,8 @@ class Replica:
         os.environ.setdefault(HONOR, "true")  # engine.with_progress has the fleet's figures, for all tenants
         if self._lmcache_servers is not None:
             await self._lmcache_servers.ready.remote()
-        watch = partial(TurnPrompt.of_this_request, self._programs)
+        key = bytes.fromhex(self._settings.key)
+        watch = partial(TurnPrompt.of_this_request, self._programs, key)
         self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
         app.add_api_route("/fleet/metrics", self.fleet_metrics, methods=["GET"])
@@ -118,26 +122,42 @@ class Replica:
         return await asyncio.wait_for(getattr(state, method).remote(*args), ANSWER_S)
 
     async def _report(self) -> None:
-        """Report to the state how full this replica is, each report_s and as soon as a turn has ended."""
-        reported_to, programs = "", self._programs
-        addresses = {"Ray": ray.util.get_node_ip_address()}
-        properties = {"rank": self.rank, "pid": os.getpid(), "addresses": addresses}
+        """Report to the state each REPORT_S and as soon as a turn has ended: how busy this replica is, and
+        its programs that have changed; to a new state all of them."""
+        reported_to, properties = "", {"rank": self.rank, "pid": os.getpid(), "addresses": addresses()}
         while True:
-            self._turn_ended.clear()
+            self._changed.clear()
             self._engine.report_prefills()
-            events, programs.events = programs.events, []
+            now_s, is_complete = time.monotonic(), not reported_to
+            programs = self._programs.known(now_s) if is_complete else self._programs.changes(now_s)
             try:
-                report = replica_report(self._name, self._engine.gpu_tokens, read_gauges())
-                state_name = await self._call("take_report", self._name, properties, report, events)
-                if state_name != reported_to:  # a new state, without any programs
-                    await self._call("restore_programs", self._name, programs.known(time.monotonic()))
-                    reported_to = state_name
+                state_name = await self._call(
+                    "take_report", properties, self._figures(now_s), programs, is_complete
+                )
             except NO_STATE as error:
                 if reported_to:  # logged once, not each half second
                     logger.warning(
                         "The fleet's state does not answer (%s); its successor gets all programs", error
                     )
                 reported_to = ""
+            else:
+                is_new = not is_complete and state_name != reported_to
+                reported_to = "" if is_new else state_name
+                if is_new:
+                    continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._turn_ended.wait(), self._settings.report_s)
+                await asyncio.wait_for(self._changed.wait(), REPORT_S)
                 await asyncio.sleep(GATHER_S)
+
+    def _figures(self, now_s: float) -> ReplicaReport:
+        """How busy it is; the state adds the time."""
+        gauges = read_gauges()
+        measured = prefill(gauges)
+        curve = measured or UNMEASURED.prefill
+        wait_s = self._programs.wait_s(now_s, curve, later_first=measured is not None)
+        return ReplicaReport(ReplicaId(self._name), 0.0, requests(gauges), wait_s, curve)
+
+
+def addresses() -> dict[str, str]:
+    """Where Ray listens on this node."""
+    return {"Ray": ray.util.get_node_ip_address()}

@@ -1,34 +1,14 @@
-"""The programs that one replica serves, as a report for the state, which may have lost them."""
+"""The programs that one replica serves and their turns in flight, for its reports to the state."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from continuum_lmcache.fleet.fleet import KnownProgram
+from continuum_lmcache.fleet.report import KnownProgram
+from continuum_lmcache.reload.cost_model import PrefillCurve
 from continuum_lmcache.types import ProgramId, TurnId
-
-
-@dataclass(frozen=True, slots=True)
-class FirstToken:
-    """A turn has its first token: its prompt's length is known and its prefill has ended."""
-
-    turn: TurnId
-    prompt_tokens: int
-    body_bytes: int  # of the request; 0: not known
-
-
-@dataclass(frozen=True, slots=True)
-class TurnEnd:
-    """A turn has ended. `context_tokens` 0: its client left or it failed."""
-
-    turn: TurnId
-    context_tokens: int
-    is_last: bool
-
-
-TurnEvent = FirstToken | TurnEnd
 
 
 @dataclass(slots=True)
@@ -41,44 +21,59 @@ class _Program:
 
 @dataclass(slots=True)
 class _Turn:
-    program: ProgramId
+    names: tuple[ProgramId, ...]  # its program, and the name of its answer
+    start_s: float
+    is_first: bool  # of its program
+    held_tokens: int  # of the prompt: the program's last context, which the replica is taken to hold
     running: int = 0  # generations: a request may bring several prompts
+    new_tokens: int = 0  # of the longest prompt
     context_tokens: int = 0  # of the longest that finished; 0: none did
-    has_first_token: bool = False  # its first token was reported
+    has_first_token: bool = False
 
 
 @dataclass(slots=True)
 class ReplicaPrograms:
-    """The programs of this replica, `most` at most (those idle longest are dropped), and their events.
-
-    `on_end` is called as a turn ends.
-    """
+    """The programs of this replica, `most` at most: those idle longest are dropped. `on_change` is called
+    when the state should hear soon."""
 
     most: int
-    on_end: Callable[[], None] = lambda: None
-    events: list[TurnEvent] = field(default_factory=list)
+    on_change: Callable[[], None] = lambda: None
     _programs: OrderedDict[ProgramId, _Program] = field(default_factory=OrderedDict)
     _turns: dict[TurnId, _Turn] = field(default_factory=dict)
+    _changed: dict[ProgramId, None] = field(default_factory=dict)
+    _over: list[ProgramId] = field(default_factory=list)
 
-    def on_start(self, now_s: float, turn: TurnId, program: ProgramId, turns: int, age_s: float) -> None:
-        """A turn's prompt enters the engine; the program had finished `turns` when it came here."""
-        seen = self._programs.get(program)
-        if seen is None:
-            seen = self._programs[program] = _Program(now_s - age_s, turns)
-            if len(self._programs) > self.most:
-                self._programs.popitem(last=False)
+    def on_start(
+        self,
+        now_s: float,
+        turn: TurnId,
+        program: ProgramId,
+        turns: int = 0,
+        age_s: float = 0.0,
+        prompt_tokens: int = 0,
+        answer: ProgramId | None = None,
+    ) -> None:
+        """A turn's prompt enters the engine; the program had finished `turns` when it came here. `answer`: a
+        name by which the next turn may call this program, since the answer is stored here."""
+        seen = self._programs.pop(program, None) or _Program(now_s - age_s, turns)
         seen.turns = max(seen.turns, turns)  # it may have been elsewhere since
-        self._programs.move_to_end(program)
-        live = self._turns.setdefault(turn, _Turn(program))
+        names = (program,) if answer is None else (program, answer)
+        for name in names:
+            self._programs[name] = seen
+        while len(self._programs) > self.most:
+            self._programs.popitem(last=False)
+        if (live := self._turns.get(turn)) is None:
+            live = self._turns[turn] = _Turn(names, now_s, not turns, seen.context_tokens)
         live.running += 1
+        live.new_tokens = max(live.new_tokens, prompt_tokens - live.held_tokens)
         seen.live.add(turn)
+        self._changed |= dict.fromkeys(names)
+        if answer is not None:
+            self.on_change()
 
-    def on_first_token(self, turn: TurnId, prompt_tokens: int, body_bytes: int) -> None:
+    def on_first_token(self, turn: TurnId) -> None:
         """The prefill has ended."""
-        live = self._turns[turn]
-        if not live.has_first_token:
-            live.has_first_token = True
-            self.events.append(FirstToken(turn, prompt_tokens, body_bytes))
+        self._turns[turn].has_first_token = True
 
     def on_stop(self, turn: TurnId, context_tokens: int, is_last: bool) -> None:
         """The prompt's generation has ended, with a context of this many tokens; 0: it did not finish."""
@@ -88,22 +83,46 @@ class ReplicaPrograms:
         if live.running:
             return
         del self._turns[turn]
-        self.events.append(TurnEnd(turn, live.context_tokens, is_last))
-        self.on_end()
-        seen = self._programs.get(live.program)
+        self._changed |= dict.fromkeys(live.names)
+        self.on_change()
+        program = live.names[0]
+        seen = self._programs.get(program)
         if seen is None:
             return
         seen.live.discard(turn)
         if live.context_tokens:
             seen.turns, seen.context_tokens = seen.turns + 1, live.context_tokens
         if is_last and not seen.live:
-            del self._programs[live.program]
+            del self._programs[program]
+            self._over.append(program)
+
+    def wait_s(self, now_s: float, prefill: PrefillCurve, later_first: bool) -> float:
+        """What a later turn would wait here before its prompt is computed, seconds.
+
+        The time to compute the prompts before it, or for how long one of these has waited, if longer: then
+        the replica is slower than `prefill`, or short of memory. `later_first`: the engine computes later
+        turns before programs' first ones.
+        """
+        before = [t for t in self._turns.values() if not (t.has_first_token or t.is_first and later_first)]
+        known_s = sum(prefill.seconds(t.new_tokens, t.held_tokens) for t in before)
+        return max([known_s, *(now_s - t.start_s for t in before)])
+
+    def changes(self, now_s: float) -> list[KnownProgram]:
+        """What has changed since the last call of this or of `known`."""
+        changed = [name for name in self._changed if name in self._programs]
+        over = [KnownProgram(name, 0, 0, 0.0, is_over=True) for name in self._over]
+        self._changed, self._over = {}, []
+        return [*over, *self._listed(now_s, changed)]
 
     def known(self, now_s: float) -> list[KnownProgram]:
         """Every program here, those idle longest first."""
+        self._changed, self._over = {}, []
+        return self._listed(now_s, self._programs)
+
+    def _listed(self, now_s: float, names: Iterable[ProgramId]) -> list[KnownProgram]:
+        programs = ((name, self._programs[name]) for name in names)
         return [
-            KnownProgram(name, p.turns, p.context_tokens, now_s - p.first_s, tuple(p.live))
-            for name, p in self._programs.items()
+            KnownProgram(n, p.turns, p.context_tokens, now_s - p.first_s, len(p.live)) for n, p in programs
         ]
 
     def __len__(self) -> int:

@@ -5,15 +5,14 @@ It replaces the program's name, which has a hash of the client's credentials in 
 hash. The state and the replicas see no other name. The key is in the application's config, which
 Serve's controller keeps: the same in all routers, and for the state's actor after each restart.
 
-A turn is routed in its own coroutine, as Ray's CapacityQueueRouter does. Ray has two routing tasks per
-replica, and first turns that wait for room would take them from turns that need not. Without the state a
-program continues where this router last sent it, and otherwise where Ray's ring puts it. The state learns
-of that home with the program's next turn.
+Without the state a program continues where this router last sent it, and otherwise where Ray's ring puts it.
+The state learns of that home with the program's next turn. A replica that this router does not see, since it
+died or drains, gets no turn: each question says which it sees.
 
 Seam, read and run on Ray 2.60.0 (its API is alpha): RequestRouter._choose_replica_for_request,
-.update_replicas, .on_replica_actor_died, .on_request_completed, ._replicas, ._backoff;
-ConsistentHashRouter.choose_replicas, whose ranks have one element each, and ._routing_key;
-PendingRequest.metadata.session_id, .internal_request_id; the name of a deployment actor.
+.update_replicas, .on_replica_actor_died, ._backoff; ConsistentHashRouter.choose_replicas, whose ranks have
+one element each, and ._routing_key; PendingRequest.metadata.session_id, .internal_request_id; the name of a
+deployment actor.
 """
 
 from __future__ import annotations
@@ -26,19 +25,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NAMESPACE
-from ray.serve.exceptions import BackPressureError
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from continuum_lmcache.fleet.fleet import Refused
-from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes, digest
-from continuum_lmcache.serve.names import TurnName
+from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes
+from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
 from continuum_lmcache.types import ProgramId
 
 logger = logging.getLogger("ray.serve")
 STATE_RETRY_S = 1.0  # after a state that did not answer; until then no request waits for it
-NO_WAIT_ANSWER_S = 10.0  # the longest wait for an answer on a turn that is not held; above max_rehome_s
-REPLICA_LAG_S = 2.0  # for how long the state may know a replica before this router does
+ANSWER_S = 10.0  # for the state's answer: a new one waits 5 s for the replicas' reports
 FULL_BACKOFF = 3  # the backoff's step before a turn that a full replica refused is sent there again: 0.2 s
 
 
@@ -46,9 +42,10 @@ class ProgramRouter(ConsistentHashRouter):
     """One in each proxy, and in each handle of the deployment."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """`answer_s`: how long to wait for an answer, longer than any first turn waits in the line.
-        `key`: of programs' names, hexadecimal, the same in all routers."""
-        self._answer_s, self._key = float(kwargs.pop("answer_s")), bytes.fromhex(kwargs.pop("key"))
+        """`key`: of programs' names, hexadecimal, the same in all routers. `api_keys`: ApiKeys.hashes, as
+        hexadecimal."""
+        self._key = bytes.fromhex(kwargs.pop("key"))
+        ApiKeys.hashes = frozenset(map(bytes.fromhex, kwargs.pop("api_keys")))
         super().initialize_state(**kwargs)
         self._homes: Homes[str] = Homes(MOST_PROGRAMS, self._key)
         self._state: Any = None
@@ -58,22 +55,12 @@ class ProgramRouter(ConsistentHashRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Ray's controller reports the replicas."""
         super().update_replicas(replicas)
-        before, self._by_name = self._by_name, {r.replica_id.unique_id: r for r in replicas}
-        for name in before.keys() - self._by_name.keys():
-            self._notify("remove_replica", name, False)
-        for name in self._by_name.keys() - before.keys():
-            self._notify("add_replica", name)
+        self._by_name = {r.replica_id.unique_id: r for r in replicas}
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A request found it dead, before the controller did."""
         super().on_replica_actor_died(replica_id)
         self._by_name.pop(replica_id.unique_id, None)
-        self._notify("remove_replica", replica_id.unique_id, True)
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request has ended, with any result."""
-        super().on_request_completed(replica_id, internal_request_id)
-        self._notify("turn_answered", internal_request_id)
 
     def _routing_key(self, pending_request: PendingRequest | None) -> str | None:
         """The text that the ring hashes: the program's name."""
@@ -85,27 +72,23 @@ class ProgramRouter(ConsistentHashRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        """Where the request goes. Raises BackPressureError where the line of new programs is full."""
+        """Where the request goes. `is_retry`: the replica of the last answer did not take it."""
         turn = TurnName.parse(pending_request.metadata.session_id)
         if turn.program and not is_retry:  # on a retry it was done already
-            turn = replace(turn, program=digest(ProgramId(turn.program), self._key).hex())
+            turn = replace(turn, program=hidden(turn.program, self._key))
             pending_request.metadata.session_id = str(turn)
         if turn.rank is not None:
             return await self._of_rank(pending_request, turn.rank)
-        if not turn.body_bytes and not turn.program:  # not a turn: /health, /v1/models, /fleet
+        if not turn.is_turn:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         home = self._home(turn)
-        try:
-            if is_retry:
-                await self._backoff(FULL_BACKOFF)
-            chosen = await self._ask_state(pending_request, turn, is_retry, home)
-            if chosen is None and home is not None:
-                chosen = self._by_name.get(home)
-            if chosen is None:
-                chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        except asyncio.CancelledError:  # the client left, before or after the state's answer
-            self._notify("cancel_turn", pending_request.metadata.internal_request_id)
-            raise
+        if is_retry:
+            await self._backoff(FULL_BACKOFF)
+        chosen = await self._ask_state(pending_request, turn, home)
+        if chosen is None and home is not None:
+            chosen = self._by_name.get(home)
+        if chosen is None:
+            chosen = await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         if turn.is_last:
             self._homes.forget(ProgramId(turn.program))  # the next program of that name is a new one
         elif turn.program:
@@ -125,46 +108,29 @@ class ProgramRouter(ConsistentHashRouter):
         return await super()._choose_replica_for_request(pending_request)
 
     async def _ask_state(
-        self, pending_request: PendingRequest, turn: TurnName, is_retry: bool, home: str | None
+        self, pending_request: PendingRequest, turn: TurnName, home: str | None
     ) -> RunningReplica | None:
-        """The state's choice. None: it does not answer, or names a replica that is unknown here."""
+        """The state's choice. None: it does not answer, or knows no replica that is here."""
         state = self._state_actor()
         if state is None:
             return None
-        key = pending_request.metadata.internal_request_id
-        never_waits = not turn.program or home is not None
         try:
-            answer_s = NO_WAIT_ANSWER_S if never_waits else self._answer_s
-            placed = state.place_turn.remote(key, turn, is_retry, tuple(self._by_name), home)
-            async with asyncio.timeout(answer_s):  # wait_for of Python 3.11 can lose a cancellation
+            placed = state.place_turn.remote(turn, tuple(self._by_name), home)
+            async with asyncio.timeout(ANSWER_S):  # wait_for of Python 3.11 can lose a cancellation
                 answer = await placed
         except (RayError, TimeoutError) as error:
             logger.warning(
                 "The fleet's state does not answer (%s): this router places turns by its own table", error
             )
-            state.cancel_turn.remote(key)  # it may only be slow, and would count the turn for ever
-            self._on_no_answer(state)
+            if self._state is state:
+                self._state = None
+                self._retry_at_s = asyncio.get_running_loop().time() + STATE_RETRY_S
             return None
-        if isinstance(answer, Refused) and not turn.program:
-            return None  # there is no replica yet: Ray waits for one
-        if isinstance(answer, Refused):
-            raise BackPressureError(1, 0, status_code=429, retry_after_s=answer.retry_after_s)
+        if answer is None:
+            return None
         turn = replace(turn, turns=answer.program_turns, age_s=answer.program_age_s)
         pending_request.metadata.session_id = str(turn)
-        until_s = asyncio.get_running_loop().time() + REPLICA_LAG_S
-        while answer.replica not in self._by_name and asyncio.get_running_loop().time() < until_s:
-            await self._backoff(0)
         return self._by_name.get(answer.replica)
-
-    def _notify(self, method: str, *args: object) -> None:
-        """Send without an answer. A new state gets its programs from the replicas."""
-        if self._state is not None:
-            getattr(self._state, method).remote(*args)
-
-    def _on_no_answer(self, state: Any) -> None:
-        if self._state is state:
-            self._state = None
-            self._retry_at_s = asyncio.get_running_loop().time() + STATE_RETRY_S
 
     def _state_actor(self) -> Any:
         """The state's actor; None: it does not exist at the moment."""
@@ -176,6 +142,4 @@ class ProgramRouter(ConsistentHashRouter):
             for named in ray.util.list_named_actors(all_namespaces=True):
                 if named["namespace"] == SERVE_NAMESPACE and named["name"].startswith(start):
                     self._state = ray.get_actor(named["name"], namespace=SERVE_NAMESPACE)
-                    for name in self._by_name:  # it may have been too slow, and not told
-                        self._notify("add_replica", name)
         return self._state

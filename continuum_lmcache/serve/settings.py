@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -13,7 +15,6 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import PREFIX, FleetConfig
 
 LEAST = {"replicas": 1, "gpus": 0, "cpus": 0, "lmcache_gb": 0, "lmcache_port": 1, "nodes": 1}
-LEAST_REPORT_S = 0.05
 KEY = re.compile(r"(([0-9a-fA-F]{2}){16,64})?")  # blake2 takes 64 bytes at most
 
 
@@ -31,7 +32,6 @@ class ServeSettings:
     lmcache_port: int = 5555  # on 127.0.0.1
     lmcache_http_port: int = 5556  # there too
     nodes: int = 1  # with replicas
-    report_s: float = 0.5  # between a replica's reports
     key: str = field(default="", repr=False)  # of programs' names, hexadecimal; "": each deploy makes its own
     fleet: FleetConfig = field(default_factory=FleetConfig)  # keys `fleet.NAME`: fleet/fleet.py has them
 
@@ -41,8 +41,6 @@ class ServeSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be at least {least}")
         if not KEY.fullmatch(self.key):
             raise ConfigError("key must be 32 to 128 hexadecimal digits, an even number of them")
-        if not self.report_s >= LEAST_REPORT_S:
-            raise ConfigError(f"report_s is {self.report_s!r}; it must be at least {LEAST_REPORT_S}")
 
     @property
     def vllm_args(self) -> list[str]:
@@ -51,6 +49,14 @@ class ServeSettings:
         if self.lmcache_gb and not any(word.startswith("--kv-transfer-config") for word in words):
             words += ["--kv-transfer-config", CONNECTOR % self.lmcache_port]
         return words
+
+    @property
+    def api_keys(self) -> list[str]:
+        """The keys that vLLM requires, by its options or else its environment variable; empty: none."""
+        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+        parser.add_argument("--api-key", "--api_key", nargs="*", default=[])
+        given: list[str] = parser.parse_known_args(shlex.split(self.vllm))[0].api_key
+        return [key for key in (given or [os.environ.get("VLLM_API_KEY", "")]) if key]
 
     @classmethod
     def of(cls, args: Mapping[str, object]) -> ServeSettings:

@@ -6,14 +6,14 @@ token counts are the engine's own.
 
 Seams, read and run on vLLM 0.32, and refused on any other: entrypoints.launchers
 (cli_args.make_arg_parser, .validate_parsed_serve_args, app.build_app, api_server.app_state.init_app_state);
-AsyncLLM.generate, .from_vllm_config, .get_supported_tasks, .model_config, .vllm_config,
-.output_processor.request_states (is_prefilling, external_req_id, prompt_len).
+AsyncLLM.generate (a prompt's prompt_token_ids), .from_vllm_config, .get_supported_tasks, .model_config,
+.output_processor.request_states (is_prefilling, external_req_id).
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -32,10 +32,10 @@ CHECKED_VERSIONS = ("0.32.",)
 class Prompt(Protocol):
     """One prompt, as the watcher sees it."""
 
-    def on_start(self, sampling_params: Any) -> None:
-        """It enters the engine with these parameters, which may be changed."""
+    def on_start(self, sampling_params: Any, prompt_tokens: int, request_id: str) -> None:
+        """It enters the engine with these parameters, which may be changed. `prompt_tokens` 0: not known."""
 
-    def on_first_token(self, prompt_tokens: int) -> None:
+    def on_first_token(self) -> None:
         """Its prefill has ended."""
 
     def on_stop(self, context_tokens: int) -> None:
@@ -53,7 +53,8 @@ class WatchedEngine(AsyncLLM):
     ) -> AsyncGenerator[RequestOutput, None]:
         """AsyncLLM.generate, watched."""
         watched = self.watch()
-        watched.on_start(sampling_params)
+        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+        watched.on_start(sampling_params, len(tokens or ()), request_id)
         self._uncomputed[request_id] = watched
         prompt_tokens = generated_tokens = 0
         finished = False
@@ -62,7 +63,7 @@ class WatchedEngine(AsyncLLM):
                 if not prompt_tokens:
                     prompt_tokens = len(output.prompt_token_ids or ())
                     if self._uncomputed.pop(request_id, None) is not None:
-                        watched.on_first_token(prompt_tokens)
+                        watched.on_first_token()
                 generated_tokens += sum(len(part.token_ids) for part in output.outputs)
                 finished = output.finished
                 yield output
@@ -77,13 +78,7 @@ class WatchedEngine(AsyncLLM):
             if not state.is_prefilling:
                 watched = self._uncomputed.pop(state.external_req_id, None)
                 if watched is not None:
-                    watched.on_first_token(state.prompt_len)
-
-    @property
-    def gpu_tokens(self) -> int:
-        """How many tokens' KV the engine can hold."""
-        cache = self.vllm_config.cache_config
-        return int((cache.num_gpu_blocks or 0) * cache.block_size)
+                    watched.on_first_token()
 
 
 async def started(words: list[str], watch: Callable[[], Prompt]) -> tuple[WatchedEngine, FastAPI]:

@@ -21,7 +21,6 @@ class Turn:
     program: str
     number: int
     is_last: bool
-    arrival_s: float
     program_arrival_s: float
 
     @property
@@ -47,7 +46,6 @@ class Replica:
 
     index: int
     engine: Engine
-    alive: bool = True
     sent: dict[str, Sent] = field(default_factory=dict)  # by request
 
     @property
@@ -69,11 +67,6 @@ class Replica:
         return int(self.scheduler.get_request_counts()[1])
 
     @property
-    def kv_tokens(self) -> int:
-        """The capacity of its GPU's KV cache."""
-        return self.engine.setup.blocks * self.engine.setup.block_tokens
-
-    @property
     def free_tokens(self) -> int:
         """KV that no request and no pin holds."""
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -88,18 +81,6 @@ class Replica:
             known = request.num_computed_tokens if request is not None else 0
             total += max(0, sent.turn.prompt_tokens - max(known, sent.hit_tokens))
         return total
-
-    @property
-    def context_tokens(self) -> int:
-        """Contexts of the turns it was sent."""
-        found = ((self.scheduler.requests.get(name), sent) for name, sent in self.sent.items())
-        return sum(request.num_tokens if request else sent.turn.prompt_tokens for request, sent in found)
-
-    def oldest_returning_wait_s(self, now_s: float) -> float:
-        """The longest present wait of a later turn here; 0: none waits."""
-        found = ((self.scheduler.requests.get(name), sent.turn) for name, sent in self.sent.items())
-        came_s = [r.arrival_time for r, turn in found if r and turn.number > 1 and not r.num_computed_tokens]
-        return max((now_s - at_s for at_s in came_s), default=0.0)
 
     def hit_tokens(self, turn: Turn) -> int:
         """How much of the turn's prompt it has, on the GPU or in its DRAM, found exactly."""
@@ -133,8 +114,3 @@ def chunk_names(turn: Turn, store: TwoTierCache) -> list[Any]:
 def _leading(count: int, is_there: Any) -> int:
     """How many of the first chunks are there; those there are always the first ones."""
     return bisect_left(range(count), True, key=lambda at: not is_there(at))
-
-
-def alive(replicas: Any) -> list[Replica]:
-    """The replicas that serve; there is always one."""
-    return [replica for replica in replicas if replica.alive]

@@ -1,21 +1,13 @@
 """The routers by name (ROUTERS): each decides where a turn goes, in minimal code.
 
-All but `fleet` see exact present figures; a real router's are late and partly estimated. A dead replica
-is never offered.
+All but ours see exact present figures; a real router's are late and partly estimated.
 
-    round-robin     the next one
-    least           vLLM 0.32's DPLBAsyncMPClient: the least of in flight or waiting + running, whichever is
-                    more; a waiting line counts more on a full GPU; the scan's start rotates
-    lmetric         (pending + new tokens) x (requests + 1), of the LMetric paper; hits are exact
-    hits-load       Dynamo's KV router: blocks to prefill + active blocks, weight 1, temperature 0; exact hits
     hash            rendezvous hash of the program, like consistent hashing of a session
     sticky          a program's first turn to the fewest requests, later ones where the first went
-    ear-affinity    first turn to the fewest pending prefill tokens, later ones there: EAR without migration
-    ear             the same, and it migrates: see Ear
-    ear-migration   no home: each turn to the fewest pending prefill tokens, and its KV follows over the link
-    program-sched   vllm-router's program scheduling (program_scheduling.py)
-    fleet           ours (ours.py); -affinity: without moves; -no-line: no wait at the router, and
-                    no moves
+    affinity        first turn to the fewest pending prefill tokens, later ones there: EAR without migration
+    moves           no home: each turn to the fewest pending prefill tokens: migration without affinity
+    ear             the Elastic Affinity Router: affinity, and it migrates
+    ours            the product's (continuum_lmcache/fleet/); ours-no-moves: with the mover `never`
 """
 
 from __future__ import annotations
@@ -23,55 +15,39 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import count
 from typing import Protocol
 
+from continuum_lmcache.fleet.fleet import Fleet, FleetConfig
+from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
+from continuum_lmcache.reload.cost_model import UNMEASURED
+from continuum_lmcache.serve.replica_programs import ReplicaPrograms
+from continuum_lmcache.types import ProgramId, TurnId
 from experiments.fleet.replica import Replica, Turn
 
-KV_PENALTY = 6.0  # vLLM's: waiting turns' extra weight, for each full share of the KV cache above one half
-BLOCK_TOKENS = 64  # of the simulator; only its ratio to a prompt matters
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """A turn that waited at the router may start."""
-
-    turn: Turn
-    replica: int
+REPORT_S = 0.5  # how often replicas report to ours, as on Ray Serve
+COOL_S = 30.0  # T_cool, and ours
 
 
 class Router(Protocol):
-    """Decides; the run (run.py) carries out. Every event has its time."""
+    """Decides; the run (run.py) carries out."""
 
-    def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int | None:
-        """The replica for an arrived turn; None: it waits here until `opens` returns it."""
+    def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int:
+        """The replica for an arrived turn."""
 
-    def opens(self, now_s: float, replicas: Sequence[Replica]) -> list[Opening]:
-        """The turns that need not wait any longer. Called after each turn's end and each TICK_S."""
-
-    def first_token(self, now_s: float, turn: Turn) -> None:
+    def first_token(self, turn: Turn, replica: int) -> None:
         """A turn's prompt is computed."""
 
-    def ended(self, now_s: float, turn: Turn, replica: int, context_tokens: int) -> None:
+    def ended(self, now_s: float, turn: Turn, replica: Replica, context_tokens: int) -> None:
         """A turn has been answered."""
-
-    def died(self, now_s: float, replica: int) -> None:
-        """A replica died. Its turns arrive again, through `place`."""
 
 
 class Stateless:
     """A router that needs no events."""
 
-    def opens(self, _now_s: float, _replicas: Sequence[Replica]) -> list[Opening]:
-        return []
-
-    def first_token(self, _now_s: float, _turn: Turn) -> None:
+    def first_token(self, _turn: Turn, _replica: int) -> None:
         pass
 
-    def ended(self, _now_s: float, _turn: Turn, _replica: int, _context_tokens: int) -> None:
-        pass
-
-    def died(self, _now_s: float, _replica: int) -> None:
+    def ended(self, _now_s: float, _turn: Turn, _replica: Replica, _context_tokens: int) -> None:
         pass
 
 
@@ -84,18 +60,6 @@ def fewest_requests(_turn: Turn, replica: Replica) -> tuple[float, ...]:
 
 def fewest_pending(_turn: Turn, replica: Replica) -> tuple[float, ...]:
     return (replica.pending_tokens, replica.requests)
-
-
-def lmetric(turn: Turn, replica: Replica) -> tuple[float, ...]:
-    """Without the + 1 the product would be 0 for all idle replicas."""
-    new_tokens = turn.prompt_tokens - replica.hit_tokens(turn)
-    return ((replica.pending_tokens + new_tokens) * (replica.requests + 1),)
-
-
-def hits_and_load(turn: Turn, replica: Replica) -> tuple[float, ...]:
-    """Overlap weight x potential prefill blocks + potential decode blocks (kv_router/scheduler.rs)."""
-    prefill_tokens = replica.pending_tokens + turn.prompt_tokens - replica.hit_tokens(turn)
-    return ((prefill_tokens + replica.context_tokens + turn.prompt_tokens) / BLOCK_TOKENS,)
 
 
 def by_hash(turn: Turn, replica: Replica) -> tuple[float, ...]:
@@ -114,33 +78,8 @@ class Each(Stateless):
 
 
 @dataclass(slots=True)
-class RoundRobin(Stateless):
-    turns: count[int] = field(default_factory=count)
-
-    def place(self, _now_s: float, _turn: Turn, replicas: Sequence[Replica]) -> int:
-        return replicas[next(self.turns) % len(replicas)].index
-
-
-@dataclass(slots=True)
-class LeastOutstanding(Stateless):
-    """With one API server, whose count is exact, and a current snapshot."""
-
-    scans: count[int] = field(default_factory=count)
-
-    def place(self, _now_s: float, _turn: Turn, replicas: Sequence[Replica]) -> int:
-        start = next(self.scans) % len(replicas)
-        return min([*replicas[start:], *replicas[:start]], key=self.score).index
-
-    @staticmethod
-    def score(replica: Replica) -> float:
-        waiting, used = replica.waiting, 1.0 - replica.free_tokens / replica.kv_tokens
-        score = float(max(replica.requests, waiting + replica.running))
-        return score + waiting * KV_PENALTY * max(0.0, used - 0.5)
-
-
-@dataclass(slots=True)
 class Sticky(Stateless):
-    """A program's first turn goes to the best score, later ones to its home, unless that is dead."""
+    """A program's first turn goes to the best score, later ones to its home."""
 
     score: Score
     homes: dict[str, int] = field(default_factory=dict)
@@ -149,12 +88,11 @@ class Sticky(Stateless):
         home = next((r for r in replicas if r.index == self.homes.get(turn.program)), None)
         if home is None:
             home = min(replicas, key=lambda replica: self.score(turn, replica))
-        found = self.leaves(now_s, turn, home, replicas)
-        self.homes[turn.program] = found.index
-        return found.index
+        self.homes[turn.program] = self.leaves(now_s, turn, home, replicas).index
+        return self.homes[turn.program]
 
     def leaves(self, _now_s: float, _turn: Turn, home: Replica, _replicas: Sequence[Replica]) -> Replica:
-        """The replica that the turn moves to; None: it stays."""
+        """The replica that the turn moves to; `home`: it stays."""
         return home
 
 
@@ -168,7 +106,7 @@ class Ear(Sticky):
     """
 
     hot_tokens: float = 20_000.0
-    cool_s: float = 30.0
+    cool_s: float = COOL_S
     moved_s: dict[str, float] = field(default_factory=dict)
 
     def leaves(self, now_s: float, turn: Turn, home: Replica, replicas: Sequence[Replica]) -> Replica:
@@ -184,3 +122,53 @@ class Ear(Sticky):
             return home
         self.moved_s[turn.program] = now_s
         return min(with_room, key=lambda replica: fewest_pending(turn, replica))
+
+
+class Ours:
+    """The product's fleet, with the product's reports: of each REPORT_S, and as a turn ends."""
+
+    def __init__(self, mover: str) -> None:
+        self.fleet = Fleet(FleetConfig(mover=mover, cooldown_s=COOL_S), b"simulated")
+        self._programs: dict[int, ReplicaPrograms] = {}
+        self._reported_s = -REPORT_S
+
+    def place(self, now_s: float, turn: Turn, replicas: Sequence[Replica]) -> int:
+        if now_s - self._reported_s >= REPORT_S:
+            self._reported_s = now_s
+            for replica in replicas:
+                self._report(now_s, replica)
+        program = ProgramId(turn.program)
+        route = self.fleet.on_arrival(now_s, program)
+        assert route is not None, "replicas have reported"
+        self._programs[int(route.replica)].on_start(
+            now_s, TurnId(turn.id), program, route.program_turns, route.program_age_s, turn.prompt_tokens
+        )
+        return int(route.replica)
+
+    def first_token(self, turn: Turn, replica: int) -> None:
+        self._programs[replica].on_first_token(TurnId(turn.id))
+
+    def ended(self, now_s: float, turn: Turn, replica: Replica, context_tokens: int) -> None:
+        self._programs[replica.index].on_stop(TurnId(turn.id), context_tokens, turn.is_last)
+        self._report(now_s, replica)
+
+    def _report(self, now_s: float, replica: Replica) -> None:
+        """From the figures that a replica has on Ray Serve. A slow replica does not report its speed."""
+        programs = self._programs.setdefault(replica.index, ReplicaPrograms(most=100_000))
+        lifecycle = getattr(replica.scheduler, "_lifecycle", None)
+        curve = UNMEASURED.prefill if lifecycle is None else lifecycle.advisor.rates.costs.prefill
+        wait_s = programs.wait_s(now_s, curve, later_first=lifecycle is not None)
+        requests = replica.running + replica.waiting
+        report = ReplicaReport(ReplicaId(str(replica.index)), now_s, requests, wait_s, curve)
+        self.fleet.on_report(now_s, report, programs.changes(now_s))
+
+
+ROUTERS: dict[str, Callable[[], Router]] = {
+    "hash": lambda: Each(by_hash),
+    "sticky": lambda: Sticky(fewest_requests),
+    "affinity": lambda: Sticky(fewest_pending),
+    "moves": lambda: Each(fewest_pending),
+    "ear": lambda: Ear(fewest_pending),
+    "ours-no-moves": lambda: Ours("never"),
+    "ours": lambda: Ours("cost"),
+}

@@ -38,18 +38,12 @@ CLASSES = (Class(0.6, 4, 8_000), Class(0.3, 12, 45_000), Class(0.1, 28, 110_000)
 MOST_TOKENS = 126_000  # a context that fits the model's window
 
 
-def skewed(count: int, seed: int, skew: float = 1.0) -> tuple[Program, ...]:
-    """`count` programs, all arriving at 0; the first ones of a seed are the same whatever the count.
-
-    `skew` 0: all are of the mean size; 1: as the trace; between, and above, sizes go by its power.
-    """
-    mean_turns = sum(c.share * c.turns for c in CLASSES)
-    mean_tokens = sum(c.share * c.context_tokens for c in CLASSES)
+def skewed(count: int, seed: int) -> tuple[Program, ...]:
+    """`count` programs, all arriving at 0; the first ones of a seed are the same whatever the count."""
     picks = np.random.default_rng([seed, SAMPLE]).choice(len(CLASSES), count, p=[c.share for c in CLASSES])
     found: list[Program] = []
     for at, pick in enumerate(picks):
-        turns = mean_turns * (CLASSES[pick].turns / mean_turns) ** skew
-        tokens = mean_tokens * (CLASSES[pick].context_tokens / mean_tokens) ** skew
+        turns, tokens = CLASSES[pick].turns, CLASSES[pick].context_tokens
         shape = Shape(
             Lognormal(turns, VARIES * turns), Lognormal(1.0, 1.0), Lognormal(tokens, VARIES * tokens), "bash"
         )

@@ -1,4 +1,4 @@
-"""The cases of the sweep: a simulated run (Point, FleetPoint), or one on a real server (Live).
+"""The cases of the sweep: a simulated run (Point, SessionPoint), or one on a real server (Live).
 
 A case is a frozen value of plain fields. Its row depends on these fields and on the code only.
 """
@@ -84,37 +84,6 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class FleetPoint:
-    """One run of the simulator with several engines behind a router (experiments/fleet/)."""
-
-    router: str  # a key of fleet.named.ROUTERS
-    engine: str  # STOCK, or a name in policies.known()
-    rho: float  # work that arrives over what the GPUs can do, if nothing is computed twice
-    seed: int
-    replicas: int = 4
-    programs: int = 200
-    workload: str = "skew"  # skew, swe, or fitted:NAME, a trace's generator
-    machine: str = "a100"  # a key of step_time.MACHINES
-    slow: float = 0.6  # speed of the last replica
-    dram_gb: float = 20.0  # a replica
-    pool: bool = False  # one DRAM under all, of their sizes together
-    link_gbps: float = 0.0  # between replicas; 0: none
-    kv_share: float = 1.0  # of the machine's KV cache
-    skew: float = 1.0  # of the programs' sizes
-    starts_known: bool = True  # engines know which programs have started elsewhere
-    hot_tokens: float = 20_000.0  # T_hot: of pending prefill, from which on a turn leaves its home
-    cool_s: float = 30.0  # T_cool: between two moves of a program
-    report_s: float = 0.5  # how often replicas report to our router
-    dies_at_s: float | None = None  # the first replica
-    merge_steps: int = 32  # decode-only steps taken together, at most
-
-    @property
-    def label(self) -> str:
-        """Its name in figures."""
-        return f"{self.router}, {self.engine}"
-
-
-@dataclass(frozen=True, slots=True)
 class SessionPoint:
     """One run of the simulator in a closed loop: N live sessions, or N workers with a batch of programs."""
 
@@ -137,7 +106,7 @@ class SessionPoint:
         return self.contender
 
 
-Case = Point | Live | FleetPoint | SessionPoint
+Case = Point | Live | SessionPoint
 
 
 def inputs(case: Case) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from experiments.sweep.cases import Case, FleetPoint, Live, Point, SessionPoint, SweepError, inputs
+from experiments.sweep.cases import Case, Live, Point, SessionPoint, SweepError, inputs
 from experiments.sweep.conditions import CONDITIONS, MACHINE, conditions, machine, versions
 
 SCHEMA = 3  # raise it when a column changes its meaning
@@ -29,9 +29,6 @@ SIMULATOR = (
     *(f"connectors/{part}*.py" for part in ("", "fake/", "tier_model/")),
     "experiments/sim/*.py",
     *(f"experiments/sweep/{name}.py" for name in ("cases", "simulated")),
-)
-FLEET_MODULES = (
-    *("figures", "measure", "named", "ours", "program_scheduling", "replica", "routers", "run", "workloads"),
 )
 SERVERS = (
     *COMMON,
@@ -48,11 +45,9 @@ SERVERS = (
     *(f"experiments/sweep/{name}.py" for name in ("cases", "conditions", "live")),
 )
 CLOSED_LOOPS = (*SIMULATOR, "experiments/sessions.py", "experiments/sweep/closed_loop.py")
-FLEETS = (*SIMULATOR, *(f"experiments/fleet/{name}.py" for name in FLEET_MODULES))
 CODE = {  # by a case's kind: all that a row's figures depend on
     "point": SIMULATOR,
     "live": SERVERS,
-    "fleetpoint": FLEETS,
     "sessionpoint": CLOSED_LOOPS,
 }
 FIGURES = (
@@ -67,17 +62,6 @@ LIVE_FIGURES = (
     *("ttft_max_s", "end_s", "jobs", "jobs_per_s", "start_s", "others_cores", "stolen_cores", "probe_s"),
     *("gpu_tokens", "dram_tokens", "ssd_tokens", "offload_tokens", "computed_tokens", "preemptions"),
     *("pins_taken", "pins_reused", "pins_expired", "pins_reclaimed", "measured"),
-)
-FLEET_FIGURES = (
-    *("job_mean_s", "job_p50_s", "job_p90_s", "job_p99_s", "end_s", "jobs", "turns"),
-    *(f"{what}_{of}_s" for what in ("ttft", "tpot", "e2e") for of in ("mean", "p50", "p90", "p99")),
-    *("ttft_max_s", "first_ttft_mean_s", "first_ttft_max_s", "later_ttft_p99_s"),
-    *("ttft_p90_median_s", "ttft_p90_max_s", "ttft_p90_by_replica_s"),
-    *("stretch", "amplification", "closed_share"),
-    *("gpu_share", "dram_share", "computed_share", "reuse_bound", "scheduled_tokens", "busy_share"),
-    *("moves", "moves_share", "moves_accurate_share", "thrash", "copies", "copy_mean_s", "copy_max_s"),
-    *("held", "held_mean_s", "lost_turns", "rehomed_s", "rehomed", "preemptions", "steps"),
-    "measured",
 )
 SESSION_FIGURES = (
     *("tokens_per_s", "goodput_10", "goodput_30", "goodput_60", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s"),
@@ -109,7 +93,7 @@ class Sheet:
         return ("key", "code", "kind", *known, *self.figures, *self.conditions)
 
 
-SWEEP, FLEET = Sheet((Point,), FIGURES), Sheet((FleetPoint,), FLEET_FIGURES)
+SWEEP = Sheet((Point,), FIGURES)
 SESSIONS = Sheet((SessionPoint,), SESSION_FIGURES)
 LIVE = Sheet((Live,), LIVE_FIGURES, CONDITIONS)
 COLUMNS = SWEEP.columns

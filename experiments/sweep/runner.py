@@ -72,7 +72,6 @@ def measure(case: Case, keep: Path) -> dict[str, Any]:
     Raises SweepError that names the case, if the simulator refuses it, its tables do not balance, or the
     server does not start or answer.
     """
-    from experiments.fleet import measure as fleet
     from experiments.sweep import closed_loop, live, simulated
 
     try:
@@ -80,7 +79,7 @@ def measure(case: Case, keep: Path) -> dict[str, Any]:
             return simulated.run(case)
         if isinstance(case, SessionPoint):
             return closed_loop.run(case)
-        return live.run(case, keep / named(case)) if isinstance(case, Live) else fleet.run(case)
+        return live.run(case, keep / named(case))
     except (ContinuumError, ServerError, ServerUnusable) as error:
         raise SweepError(f"{case}: {error}") from error
 

@@ -18,7 +18,6 @@ from vllm.v1.metrics.stats import SchedulerStats
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
 KEY = "continuum"
-headroom_tokens: dict[int, float] = {}  # by engine, from the latest report to this process
 MetricsPayload = dict[str, Any]
 """By metric, then label: a count's growth, a gauge's value, a histogram's samples."""
 TTL_BUCKETS_S = (0.0, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -193,6 +192,4 @@ def install() -> None:
         if payload:
             engine = kwargs.get("engine_idx") or 0
             exporter().observe(payload, engine)
-            if "headroom" in payload:
-                headroom_tokens[engine] = payload["headroom"][""]
         return stock(self, scheduler_stats, *args, **kwargs)

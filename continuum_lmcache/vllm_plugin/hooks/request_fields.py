@@ -4,7 +4,7 @@ Seams, read on vLLM 0.30 to 0.33, run on 0.32: `to_sampling_params` of the three
 unknown fields are attributes; and AnthropicServingMessages.create_messages, whose request drops unknown
 fields, so they are read from the body again. Headers: http_fields.py. A bad field of ours raises
 RequestError (a ValueError) here, which vLLM answers with HTTP 400; it never reaches the engine. The answer's
-headers have the program's name and the headroom, for a router in front.
+headers have the program's name, for a router in front.
 
 Token-in requests (/inference/v1/generate) and beams pass by these classes. So the owner is set in
 AsyncLLM.add_request, through which each request goes.
@@ -21,7 +21,7 @@ from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import OWNER_FIELD, SERVER_FIELDS, TOOLS_FIELD
 from continuum_lmcache.programs.session_fields import BODY_FIELDS, SentFields, program_values
 from continuum_lmcache.telemetry.recorder import digest
-from continuum_lmcache.vllm_plugin.hooks import api_keys, http_fields, prometheus, wrapping
+from continuum_lmcache.vllm_plugin.hooks import api_keys, http_fields, wrapping
 
 OPENAI = {
     "vllm.entrypoints.openai.chat_completion.protocol": "ChatCompletionRequest",
@@ -30,7 +30,6 @@ OPENAI = {
 }
 MAX_RESPONSES = 10_000
 SESSION_HEADER = "x-session-id"  # a client that sends it back names the program
-HEADROOM_HEADER = "x-continuum-headroom-tokens"  # of the rank that has most, by its last report
 
 
 responses: BoundedDict[str, str] = BoundedDict(MAX_RESPONSES)
@@ -74,9 +73,6 @@ def add_identity(request: Any) -> None:
             responses[self.request_id] = str(found["job_id"])
         if "job_id" in found:
             http_fields.add_response_header(SESSION_HEADER, str(found["job_id"]))
-        if prometheus.headroom_tokens:
-            most_tokens = max(prometheus.headroom_tokens.values())
-            http_fields.add_response_header(HEADROOM_HEADER, str(round(most_tokens)))
         return params
 
 
