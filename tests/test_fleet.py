@@ -277,7 +277,7 @@ def test_several_programs_do_not_all_move_to_the_same_idle_replica() -> None:
         ({"report_age_s": math.nan}, "fleet.report_age_s is nan"),
         ({"max_programs": 0}, "fleet.max_programs is 0; it must be at least 1"),
         ({"movr": "cost"}, "did you mean fleet.mover?"),
-        ({"max_line": 5}, "unknown key fleet.max_line"),
+        ({"max_line": 5}, "fleet.max_line was removed: each engine admits new programs for itself"),
     ],
 )
 def test_a_senseless_setting_is_refused(settings: dict[str, Any], problem: str) -> None:

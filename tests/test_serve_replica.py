@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from virtual_loop import run_virtually

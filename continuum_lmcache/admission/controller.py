@@ -177,7 +177,7 @@ class AdmissionController:
         return found
 
     def start_program(self, pending: PendingProgram) -> None:
-        """Admits a program that is not in this line: the fleet's line has let it start."""
+        """Admit the program: it has left the line."""
         seen = self._add_admitted(pending.program, pending.finished)
         seen.live, seen.is_one_turn = pending.turns, pending.is_one_turn
         self._update(seen, pending.prompt_tokens, self.shared_prefixes.head(pending.hashes))

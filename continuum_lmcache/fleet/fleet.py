@@ -34,6 +34,11 @@ from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaRepor
 from continuum_lmcache.types import ProgramId
 
 PREFIX = "fleet."
+REMOVED = {
+    **dict.fromkeys(("max_line", "max_wait_s", "max_rehome_s"), "each engine admits new programs for itself"),
+    **dict.fromkeys(("move_age_s", "first_turn_age_s"), "fleet.report_age_s is for both"),
+    **dict.fromkeys(("cost_factor", "margin_s"), "they are constants of fleet/moves.py"),
+}
 GONE_S = 60.0  # a replica without a report for so long is dropped; with its next report it is back
 
 
@@ -61,6 +66,8 @@ class FleetConfig:
     def load(cls, given: Mapping[str, Any]) -> FleetConfig:
         """From a mapping of names without a prefix. Raises ConfigError."""
         kinds = {each.name: str(each.type) for each in fields(cls)}
+        if gone := next((name for name in given if name in REMOVED), None):
+            raise ConfigError(f"{PREFIX}{gone} was removed: {REMOVED[gone]}; delete it")
         refuse_unknown(given, kinds, PREFIX, "the fleet's settings")
         return cls(**{name: parsed(PREFIX + name, value, kinds[name]) for name, value in given.items()})
 

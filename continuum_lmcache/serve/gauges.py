@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from prometheus_client import REGISTRY
 
-from continuum_lmcache.reload.cost_model import UNMEASURED, PrefillCurve
+from continuum_lmcache.reload.cost_model import PrefillCurve
 
 REQUESTS = ("vllm:num_requests_waiting", "vllm:num_requests_running")
 CURVE = (
@@ -29,5 +29,7 @@ def requests(gauges: Mapping[str, float]) -> int:
 
 def prefill(gauges: Mapping[str, float]) -> PrefillCurve | None:
     """The speed that the engine has measured or assumed; None: it is a stock one, or has not reported yet."""
-    values = [gauges[name] for name in CURVE if name in gauges]
-    return PrefillCurve(*values, samples=UNMEASURED.prefill.samples) if len(values) == len(CURVE) else None
+    if not gauges.keys() >= set(CURVE):
+        return None
+    fixed_s, per_token_s, per_pair_s = (gauges[name] for name in CURVE)
+    return PrefillCurve(fixed_s, per_token_s, per_pair_s, samples=0)
