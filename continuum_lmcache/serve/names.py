@@ -39,7 +39,7 @@ ENVIRONMENT = {  # of Ray's proxies
     "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
 }
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
-MOST_BYTES = 8 << 20  # of a body that is read here: a million tokens of text, with room
+MOST_BYTES = 4 << 20  # of a body that is read here: a million tokens of text
 MOST_FIELD_BYTES = 1 << 16  # of a field that may name a program; a longer one names none
 CONTINUED = "previous_response_id"  # the answer's id: one replica stores the answer
 BODY = msgspec.defstruct(
