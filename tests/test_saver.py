@@ -16,7 +16,6 @@ from waiting import wait_for
 
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.vllm_plugin import assembly
-from continuum_lmcache.vllm_plugin.assembly import FileSaver
 from continuum_lmcache.vllm_plugin.files import durations_file
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
@@ -46,15 +45,12 @@ def test_an_engine_inside_an_application_leaves_the_applications_signals_alone(
     bench.scheduler.shutdown()
 
 
-def test_what_was_learned_is_written_while_the_engine_runs(bench: Bench, tmp_path: Path) -> None:
+def test_what_was_learned_is_written_at_the_engines_end(bench: Bench, tmp_path: Path) -> None:
     bench.lifecycle.advisor.gaps.observe(("bash",), 4.0)
-    saver = FileSaver(bench.scheduler._parts, every_s=0.02)
-    path = tmp_path / "gaps.json"
-    wait_for(path.exists)
+    path, recording = tmp_path / "gaps.json", tmp_path / "run" / "scheduler_timestamps"
+    assert not path.exists() and not recording.exists()
+    bench.scheduler._parts.close()
     assert ToolDurations.loads(path.read_text()).exact(("bash",)).n == 1
-    recording = tmp_path / "run" / "scheduler_timestamps"
-    assert not recording.exists(), "it is written when asked for, and at the end"
-    saver.close()
     assert recording.stat().st_mode & 0o777 == path.stat().st_mode & 0o777 == 0o600
 
 
@@ -65,10 +61,9 @@ def test_a_disk_that_hangs_keeps_neither_a_signal_nor_the_engines_end_waiting(
     monkeypatch.setattr(durations_file.os, "fsync", lambda _: hangs.set() or goes_on.wait())
     monkeypatch.setattr(assembly, "JOIN_S", 0.1)
     parts = assembly.EngineParts(None, ToolDurations(), tmp_path / "gaps.json", None)  # type: ignore[arg-type]
-    parts.saver = FileSaver(parts)
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
-    assembly.save_on_signals(parts.saver)
-    parts.saver.request_save()
+    assembly.save_on_signals(parts)
+    parts.start_save()
     assert hangs.wait(30)
     signal.raise_signal(signal.SIGTERM)
     assert stopped.is_set(), "vLLM's own handler"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,7 @@ from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
 logger = init_logger("vllm.continuum_lmcache")
-DURATIONS_EVERY_S = 60.0  # a crash loses at most this much of what was learned
-JOIN_S = 5.0  # a disk that hangs must not prevent the engine from stopping
+JOIN_S = 5.0  # how long the engine's end waits for the disk
 
 
 @dataclass
@@ -45,62 +43,35 @@ class EngineParts:
     durations: ToolDurations
     durations_path: Path | None
     recording: RecordingWriter | None
-    saver: FileSaver | None = None
+    _saving: threading.Lock = field(default_factory=threading.Lock)  # an older save must not end last
 
     def totals(self, now_s: float) -> Totals:
         lost = self.recording.lost if self.recording is not None else {}
         return {**totals_of(self.lifecycle, now_s), "unrecorded": dict(lost)}
 
     def save(self) -> None:
-        """Write the learned durations and the recording. One thread does, the saver's."""
-        if self.recording is not None:
-            self.recording.flush()
-        self.save_durations()
+        """Write the learned durations and the recording."""
+        with self._saving:
+            if self.recording is not None:
+                self.recording.flush()
+            if self.durations_path is not None:
+                try:
+                    save_durations(self.durations_path, self.durations)
+                except OSError as error:
+                    logger.warning("tool durations not saved to %s: %s", self.durations_path, error)
 
-    def save_durations(self) -> None:
-        if self.durations_path is None:
-            return
-        try:
-            save_durations(self.durations_path, self.durations)
-        except OSError as error:
-            logger.warning("tool durations not saved to %s: %s", self.durations_path, error)
-
-    def close(self) -> None:
-        """The last save, at shutdown."""
-        if self.saver is not None:
-            self.saver.close()
-
-
-class FileSaver:
-    """A thread that saves an engine's files: all on request, learned durations every DURATIONS_EVERY_S."""
-
-    def __init__(self, parts: EngineParts, every_s: float = DURATIONS_EVERY_S) -> None:
-        self._parts, self._every_s = parts, every_s
-        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may interrupt itself
-        self._thread = threading.Thread(target=self._run, name="continuum-files", daemon=True)
-        self._thread.start()
-
-    def request_save(self) -> None:
-        """Request a save of all files. May be called from a signal handler."""
-        self._requests.put(True)
+    def start_save(self) -> threading.Thread:
+        """Save in a thread: a disk that hangs must stop neither the engine nor a signal handler."""
+        thread = threading.Thread(target=self.save, name="continuum-files", daemon=True)
+        thread.start()
+        return thread
 
     def close(self) -> None:
-        """Save for the last time and end the thread, within JOIN_S."""
-        self._requests.put(False)
-        self._thread.join(JOIN_S)
-        if self._thread.is_alive():
+        """The last save, at shutdown. It may take JOIN_S."""
+        last = self.start_save()
+        last.join(JOIN_S)
+        if last.is_alive():
             logger.warning("files not saved within %g s; the disk does not answer", JOIN_S)
-
-    def _run(self) -> None:
-        while True:
-            try:
-                continues = self._requests.get(timeout=self._every_s)
-            except queue.Empty:
-                self._parts.save_durations()
-                continue
-            self._parts.save()
-            if not continues:
-                return
 
 
 def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> EngineParts:
@@ -142,10 +113,8 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         scheduler.connector.set_load_selector(lifecycle.load_policy.tokens_to_load)
         lifecycle.load_policy.controls_loads = True
     parts = EngineParts(lifecycle, advisor.gaps, durations_path, recording)
-    if recording is not None or durations_path is not None:
-        parts.saver = FileSaver(parts)
-        if owns_process():
-            save_on_signals(parts.saver)
+    if (recording is not None or durations_path is not None) and owns_process():
+        save_on_signals(parts)
     return parts
 
 
@@ -193,18 +162,18 @@ def owns_process() -> bool:
     return named and threading.current_thread() is threading.main_thread()
 
 
-def save_on_signals(saver: FileSaver) -> None:
-    """On SIGUSR1 the saver's thread writes the files. On SIGTERM too, while vLLM's own handler runs.
+def save_on_signals(parts: EngineParts) -> None:
+    """On SIGUSR1 the files are written. On SIGTERM too, while vLLM's own handler runs.
 
     vLLM gives an engine its shutdown timeout and then kills it: a busy one may not reach shutdown().
     """
-    signal.signal(signal.SIGUSR1, lambda *_: saver.request_save())
+    signal.signal(signal.SIGUSR1, lambda *_: parts.start_save())
     stock = signal.getsignal(signal.SIGTERM)
     if not callable(stock):
         return
 
     def save_then_stop(number: int, frame: Any) -> None:
-        saver.request_save()
+        parts.start_save()
         stock(number, frame)
 
     signal.signal(signal.SIGTERM, save_then_stop)
