@@ -41,7 +41,6 @@ class ContinuumConfig:
     tool_durations_file: str = ""  # file for learned tool durations, read at the next start; empty: none
     run_output_dir: str = ""  # directory of recordings; empty: RUN_OUTPUT_DIR, else none are written
     record_ids: bool = False  # recordings have the clients' ids of programs and turns in place of hashes
-    divergence_texts: bool = False  # recordings have the texts where a prompt differs from its last turn
 
     def __post_init__(self) -> None:
         for key in KEYS:
@@ -65,6 +64,7 @@ KEYS: dict[str, str] = {f.name: str(f.type) for f in fields(ContinuumConfig)}
 NO_EFFECT = "does nothing any more; delete it"
 A_FEATURE = "is a feature of the policy now; delete it (docs/add-a-policy.md)"
 REMOVED = {  # settings of earlier versions (CHANGELOG.md), and what to do about them
+    "divergence_texts": NO_EFFECT,
     "first_prompt_order": NO_EFFECT,
     "learn_matches": NO_EFFECT,
     "no_loss_guard": NO_EFFECT,

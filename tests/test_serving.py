@@ -282,13 +282,14 @@ def test_claude_codes_subagent_leaves_its_parents_pin_alone(continuum: Server) -
     assert continuum.metric("continuum_programs") == programs + 2
 
 
-def test_a_nonce_and_a_compaction_are_reported_by_cause_and_token(
+def test_a_changed_header_and_a_compaction_are_told_apart_by_where_they_are(
     continuum: Server, client: openai.OpenAI
 ) -> None:
     """Claude Code's, joined by a proxy; vLLM itself drops a billing header that begins a message."""
 
     def lost() -> list[float]:
-        return [continuum.metric("continuum_lost_returns_total", cause=c) for c in ("nonce", "compaction")]
+        causes = ("changed-first-third", "changed-middle-third")
+        return [continuum.metric("continuum_lost_returns_total", cause=cause) for cause in causes]
 
     def become(wanted: list[float]) -> None:
         """The count follows the answer by a moment."""
@@ -296,22 +297,18 @@ def test_a_nonce_and_a_compaction_are_reported_by_cause_and_token(
 
     def turn(nonce: str, *said: str) -> None:
         billing = f"x-anthropic-billing-header: cc_version=2.1.268.a1b; cc_entrypoint=cli; cch={nonce};"
-        messages = [{"role": "system", "content": f"You are an agent. {billing} {WORDS * 3}"}]
+        messages = [{"role": "system", "content": f"You are an agent. {billing} {WORDS * 5}"}]
         messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
         client.chat.completions.create(
             model="tiny", messages=messages, max_tokens=4, extra_headers={"thread-id": "divergent"}
         )
 
-    nonces, compactions = lost()
+    headers, compactions = lost()
     turn("36ee5", WORDS * 5, "looked", "go on")
     turn("0aaa9", WORDS * 5, "looked", "go on", "looked again", "and on")
-    become([nonces + 1, compactions])
-    at_token = continuum.metric("continuum_lost_at_token", cause="nonce")
-    assert 0 < at_token < BLOCK, "where cch stands"
-    assert continuum.metric("continuum_lost_prefill_seconds_total", cause="nonce") > 0
+    become([headers + 1, compactions])
     turn("0aaa9", "what we did so far: nothing. " * 20)
-    become([nonces + 1, compactions + 1])
-    assert continuum.metric("continuum_lost_at_token", cause="compaction") > 3 * BLOCK / 2
+    become([headers + 1, compactions + 1])
 
 
 def test_is_last_step_takes_no_pin_on_any_endpoint(continuum: Server, client: openai.OpenAI) -> None:

@@ -5,14 +5,17 @@ No clock and no I/O: every event has its time as an argument. Pins: retention/pi
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.programs.divergence import kept_hashes, no_hashes
 from continuum_lmcache.types import NO_CALL, FinishedTurn, ProgramId, QueueEntry, Residency, ToolKey, TurnId
 
 NOWHERE = Residency(0, 0, 0, 0)
+MOST_HASHES = 4_000_000  # of all programs, 32 MB; then the longest-idle ones lose theirs
 
 
 @dataclass(slots=True)
@@ -31,6 +34,7 @@ class Program:
     tool: ToolKey = ()  # called by the last finished turn
     answers: int = 0  # of the finished turns, those that called no tool
     finished_s: float | None = None  # when that turn finished; None if a later one is here
+    hashes: array[int] = field(default_factory=no_hashes)  # of the last finished turn's whole blocks
 
     @property
     def context_tokens(self) -> int:
@@ -57,6 +61,7 @@ class ProgramTable:
 
     max_programs: int
     records: OrderedDict[ProgramId, Program] = field(default_factory=OrderedDict)  # idle longest first
+    _hashes: int = 0  # that the records hold
 
     def add_turn(
         self,
@@ -87,14 +92,17 @@ class ProgramTable:
         """A turn runs for the first time."""
         self.records[program].waiting.discard(turn)
 
-    def finish_turn(self, now_s: float, turn_id: TurnId, turn: FinishedTurn) -> None:
-        """A turn ended in a tool call."""
+    def finish_turn(
+        self, now_s: float, turn_id: TurnId, turn: FinishedTurn, hashes: Sequence[Hashable] = ()
+    ) -> None:
+        """A turn ended in a tool call. `hashes`: of its whole blocks."""
         entry = self.records[turn.program]
         self.remove_turn(now_s, turn_id, turn.program)
         entry.turns += 1
         entry.tool, entry.finished_s = turn.tool, now_s
         entry.answers += turn.tool == NO_CALL
         entry.residency = turn.residency
+        self._keep_hashes(entry, kept_hashes(entry.hashes, hashes))
 
     def remove_turn(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
         """A turn ended or was aborted; the program may continue."""
@@ -106,7 +114,10 @@ class ProgramTable:
     def drop(self, program: ProgramId) -> Program | None:
         """Drop the record, unless one of its turns is live. Its pin must have been released."""
         entry = self.records.get(program)
-        return None if entry is None or entry.live else self.records.pop(program)
+        if entry is None or entry.live:
+            return None
+        self._keep_hashes(entry, no_hashes())
+        return self.records.pop(program)
 
     def queue_entry(
         self,
@@ -149,6 +160,19 @@ class ProgramTable:
                 raise InvariantError(f"program {entry.id!r} has more than one live turn: {entry.live}")
             if not entry.waiting <= entry.live:
                 raise InvariantError(f"program {entry.id!r}: waiting turns are not live: {entry.waiting}")
+        if (held := sum(len(entry.hashes) for entry in self.records.values())) != self._hashes:
+            raise InvariantError(f"block hashes({self._hashes}) != sum of programs({held})")
+
+    def _keep_hashes(self, entry: Program, hashes: array[int]) -> None:
+        """The program has these now. Above MOST_HASHES half of all are dropped: so that is rare."""
+        self._hashes += len(hashes) - len(entry.hashes)
+        entry.hashes = hashes
+        if self._hashes > MOST_HASHES:
+            for idle in self.records.values():
+                if self._hashes <= MOST_HASHES // 2:
+                    break
+                self._hashes -= len(idle.hashes)
+                idle.hashes = no_hashes()
 
     def _touch(self, now_s: float, entry: Program) -> None:
         entry.seen_s = now_s

@@ -111,13 +111,12 @@ class ProgramEnded:
 
 @dataclass(frozen=True, slots=True)
 class PrefixLost:
-    """A returning program found less than its last turn left. `texts`: of the two excerpts, if allowed."""
+    """A returning program found less than its last turn left."""
 
     now_s: float
     program: ProgramId
     turn: TurnId
     loss: PrefixLoss
-    texts: tuple[str, ...] = ()
 
 
 E = TypeVar("E")

@@ -90,21 +90,9 @@ class EventRecorder:
         )
 
     def _lost(self, e: event_types.PrefixLost) -> None:
-        """The excerpts of the last turn and the prompt are salted hashes, with their texts only if given."""
         loss = e.loss
-        excerpts = {"left_side": loss.last_turn_excerpt, "now_side": loss.prompt_excerpt}
-        excerpts = excerpts if loss.prompt_excerpt else {}
         self._add(
-            e,
-            "lost_time",
-            e.turn,
-            cause=loss.cause.value,
-            at_token=loss.at_token,
-            left_tokens=loss.last_turn_tokens,
-            lost_tokens=loss.tokens,
-            prefill_s=plain(loss.seconds),
-            **{name: digest(str(tokens), self.salt) for name, tokens in excerpts.items()},
-            **dict(zip(("left_text", "now_text"), e.texts if excerpts else (), strict=False)),
+            e, "lost_time", e.turn, cause=loss.cause.value, at_token=loss.at_token, lost_tokens=loss.tokens
         )
 
     def _pinned(self, e: event_types.PinTaken) -> None:

@@ -9,7 +9,7 @@ import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from continuum_lmcache.telemetry.events import EventBus, TurnArrived, TurnFinished, TurnStarted
+from continuum_lmcache.telemetry.events import EventBus, PrefixLost, TurnArrived, TurnFinished, TurnStarted
 from continuum_lmcache.types import ToolKey
 
 MOST_SAMPLES = 2_000  # kept until the next report; a step ends far fewer turns
@@ -56,12 +56,15 @@ class MetricSamples:
 
     tools: ToolLabels = field(default_factory=ToolLabels)
     decisions: Counter[str] = field(default_factory=Counter)  # by the reason of the TTL, since the start
+    lost_returns: Counter[str] = field(default_factory=Counter)  # by cause and third, since the start
+    lost_tokens: Counter[str] = field(default_factory=Counter)
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
 
     def listen(self, events: EventBus) -> None:
         events.subscribe(TurnArrived, self._arrived)
         events.subscribe(TurnStarted, self._started)
         events.subscribe(TurnFinished, self._finished)
+        events.subscribe(PrefixLost, self._lost)
 
     def _arrived(self, event: TurnArrived) -> None:
         if event.gap_s is not None:
@@ -75,6 +78,11 @@ class MetricSamples:
         if (keep := event.retention) is not None:
             self._add("ttl", self.tools.of(event.tool), keep.ttl_s)
             self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
+
+    def _lost(self, event: PrefixLost) -> None:
+        label = f"{event.loss.cause.value}-{event.loss.third}-third"
+        self.lost_returns[label] += 1
+        self.lost_tokens[label] += event.loss.tokens
 
     def take_samples(self) -> dict[str, Samples]:
         """The samples since the last call, by metric and label."""

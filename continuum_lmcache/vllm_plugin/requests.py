@@ -19,7 +19,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import RequestError
-from continuum_lmcache.programs.divergence import Divergence
 from continuum_lmcache.programs.identity import ProgramFields, name, parse, tenant_of
 from continuum_lmcache.programs.prompt_linker import ProgramLink
 from continuum_lmcache.programs.session_fields import unused_fields
@@ -58,7 +57,6 @@ class TurnState:
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
     loaded_tokens: int = 0  # of the prompt, loaded by the connector
     link: ProgramLink | None = None  # to the turn that it continues, if it names no program
-    divergence: Divergence | None = None  # how far it repeats its program's last turn; None: not known
 
     @property
     def running_rank(self) -> tuple[bool, int, float, float]:

@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
 from continuum_lmcache.admission.shared_prefixes import SharedPrefixIndex
-from continuum_lmcache.programs.divergence import TurnKind, ending_of
+from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of
 from continuum_lmcache.programs.end_claims import EndClaim, EndClaims
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.programs.prompt_linker import PromptLinker
@@ -29,6 +29,7 @@ from continuum_lmcache.telemetry.events import (
     EventBus,
     PinReleased,
     PinTaken,
+    PrefixLost,
     ProgramEnded,
     TurnArrived,
     TurnFinished,
@@ -40,7 +41,6 @@ from continuum_lmcache.telemetry.samples import MetricSamples
 from continuum_lmcache.types import MOST_PROGRAMS, EngineLoad, FinishedTurn, PinEnd, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
-from continuum_lmcache.vllm_plugin.prefix_losses import PrefixLossReporter
 from continuum_lmcache.vllm_plugin.requests import (
     TurnState,
     TurnTable,
@@ -91,12 +91,9 @@ class TurnLifecycle:
             return not residency.async_loads or advisor.favors_started()
 
         self.load_policy = LoadPolicy(advisor.rates, contention, advisor.features.load_or_recompute)
-        self._slack_tokens = 2 * hash_block_tokens  # a partial block at either end does not count as evicted
+        self._hash_block_tokens = hash_block_tokens
+        self._slack_tokens = SLACK_BLOCKS * hash_block_tokens
         self.step_timer = StepTimer(advisor.rates, residency)
-        texts_of = tokenizer if config.divergence_texts else None
-        self.losses = PrefixLossReporter(
-            self.events, self.load_policy, advisor.rates, hash_block_tokens, texts_of
-        )
         self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
         self.admission = AdmissionController(
             self._kv_capacity(),
@@ -166,7 +163,6 @@ class TurnLifecycle:
         if turn.fields.turns > self.programs.records[program].turns:  # that gap was elsewhere
             back = None
         turn.program, entry = program, self.programs.records[program]
-        self.losses.on_arrival(turn, request)
         turn.program_arrival_s = entry.arrival_s
         turn.place_s = now_s if self.admission.takes_turns else entry.arrival_s
         entry.turns = max(before.turns if before else entry.turns, turn.fields.turns)
@@ -218,7 +214,9 @@ class TurnLifecycle:
         if evicted and not self.load_policy.has_declined(turn.id):  # else less was loaded than was held
             self.advisor.observe_return(entry.residency, served, context_tokens)
         self.events.publish(TurnStarted(now_s, program, turn.id, served, now_s - turn.arrival_s, evicted))
-        self.losses.on_first_run(now_s, turn)
+        sizes = (self._hash_block_tokens, entry.context_tokens, request.num_prompt_tokens, found_tokens)
+        for loss in losses_of(entry.hashes, request.block_hashes, *sizes):
+            self.events.publish(PrefixLost(now_s, program, turn.id, loss))
         if program in self.pins.pinned:
             is_reused = self.blocks.is_used_by(request.request_id, self.pins.blocks(program))
             self.pins.release(now_s, program, PinEnd.REUSED if is_reused else PinEnd.DIVERGED)
@@ -277,19 +275,18 @@ class TurnLifecycle:
         program = turn.program
         text = "" if turn.fields.this_tool else tail_text(request, self._tokenizer, self.ignored)
         tool = turn.fields.this_tool or self.advisor.tool(text, offers_tools=bool(turn.fields.tools))
-        kind, tokens = TurnKind(turn.tenant, ending_of(text)), request.num_tokens
+        tokens = request.num_tokens
         blocks = self.blocks.pinnable(request.request_id, tokens)
         number = self.programs.records[program].turns + 1
         tiers = self.residency.after_eviction(request, tokens)
         ended = FinishedTurn(program, number, tool, tokens, len(blocks), tiers, turn.tenant)
         keep = self.advisor.retain(ended, self.engine_load())
         self.pins.release(now_s, program, PinEnd.SUPERSEDED)
-        self.programs.finish_turn(now_s, turn.id, ended)
+        self.programs.finish_turn(now_s, turn.id, ended, request.block_hashes)
         is_late = self.advisor.returns_late(tool, turn.tenant)
         starts_anew = self.programs.records[program].is_conversation and is_late
         expected_s = self.advisor.expected_s(tool, turn.tenant)
         self.admission.on_pause(now_s, program, tokens, expected_s, starts_anew)
-        self.losses.on_pause(turn, request, kind, tiers)
         lengths = (request.num_tokens, request.num_output_tokens)
         self.events.publish(
             TurnFinished(now_s, program, turn.id, tool, *lengths, False, keep, turn.first_token_s)

@@ -53,12 +53,12 @@ class MetricsDelta:
 def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
     """All figures of the engine now."""
     pins, residency, advisor = lifecycle.pins, lifecycle.residency, lifecycle.advisor
-    admission, losses, history = lifecycle.admission, lifecycle.losses, advisor.history
+    admission, samples, history = lifecycle.admission, lifecycle.samples, advisor.history
     ends: dict[str, float] = {name: pins.outcomes[outcome] for outcome, name in OUTCOMES.items()}
     return {
         "pins": {"taken": pins.taken, **ends},
         "refused": REFUSALS | pins.refused,
-        "ttl_decisions": dict(lifecycle.samples.decisions),
+        "ttl_decisions": dict(samples.decisions),
         "ignored": dict(lifecycle.ignored),
         "pinned_blocks": {"": pins.pinned_blocks},
         "pinned_ratio": {"": pins.pinned_blocks / lifecycle.pool_blocks},
@@ -77,7 +77,8 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
         "headroom": {"": admission.headroom_tokens},
         "working_set": {"": admission.context_tokens},
         "gpu_capacity": {"": lifecycle.kv_tokens},
-        **losses.ended_turns.totals(),
+        "lost_returns": dict(samples.lost_returns),
+        "lost_tokens": dict(samples.lost_tokens),
     }
 
 

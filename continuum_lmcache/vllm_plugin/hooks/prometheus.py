@@ -38,14 +38,10 @@ COUNTERS = {  # by key of the report: name, help, label
     "unrecorded": ("continuum_unrecorded", "Recorder snapshots that could not be written", "kind"),
     "lost_returns": (
         "continuum_lost_returns",
-        "Returns of programs that found less of their context than the last turn left",
+        "Returns that found less than the last turn left, by cause and the third where that begins",
         "cause",
     ),
-    "lost_seconds": (
-        "continuum_lost_prefill_seconds",
-        "Seconds of prefill for these lost tokens, by measured rates",
-        "cause",
-    ),
+    "lost_tokens": ("continuum_lost_tokens", "Tokens that these returns compute again, at most", "cause"),
     "load_decisions": (
         "continuum_load_decisions",
         "Turns for which a tier had KV, by what was decided when they got their blocks",
@@ -102,7 +98,6 @@ GAUGES = {  # the label's name last; "" where there is none
         "Longest present wait among turns that are not their program's first",
         "",
     ),
-    "lost_at_token": ("continuum_lost_at_token", "First token that the latest return lost", "cause"),
 }
 HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
     "ttl": ("continuum_ttl_seconds", "TTL of finished turns", "tool", TTL_BUCKETS_S),
