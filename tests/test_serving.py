@@ -297,7 +297,7 @@ def test_a_changed_header_and_a_compaction_are_told_apart_by_where_they_are(
 
     def turn(nonce: str, *said: str) -> None:
         billing = f"x-anthropic-billing-header: cc_version=2.1.268.a1b; cc_entrypoint=cli; cch={nonce};"
-        messages = [{"role": "system", "content": f"You are an agent. {billing} {WORDS * 5}"}]
+        messages = [{"role": "system", "content": f"You are an agent. {billing} {WORDS * 3}"}]
         messages += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
         client.chat.completions.create(
             model="tiny", messages=messages, max_tokens=4, extra_headers={"thread-id": "divergent"}
@@ -307,7 +307,7 @@ def test_a_changed_header_and_a_compaction_are_told_apart_by_where_they_are(
     turn("36ee5", WORDS * 5, "looked", "go on")
     turn("0aaa9", WORDS * 5, "looked", "go on", "looked again", "and on")
     become([headers + 1, compactions])
-    turn("0aaa9", "what we did so far: nothing. " * 20)
+    turn("0aaa9", "what we did so far: nothing. " * 40)
     become([headers + 1, compactions + 1])
 
 
