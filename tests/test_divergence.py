@@ -110,7 +110,7 @@ def turn(programs: ProgramTable, name: str, blocks: Sequence[int]) -> None:
 
 def test_the_hashes_of_the_longest_idle_programs_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "MOST_HASHES", 100)
-    programs = ProgramTable()
+    programs = ProgramTable(1000)
     for number in range(11):
         turn(programs, f"p{number}", range(10))
     assert [len(entry.hashes) for entry in programs.records.values()] == [0] * 6 + [10] * 5
