@@ -170,6 +170,7 @@ def test_the_stock_scheduler_is_overridden_in_these_methods_only() -> None:
         "_choose_chunk",
         "_may_cut_anywhere",
         "before_idle",
+        "on_new_weights",
         "next_due_s",
         "_running_rank",
         "_compute_again",

@@ -21,6 +21,7 @@ from lmcache_rig import Clock, prompt
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from waiting import wait_for
 
+from connectors.kv_names import WeightsVersion
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.tier_mirror import MAX_AGE_S
@@ -58,6 +59,7 @@ def waiting_request(
         _hit_alignment_tokens=CHUNK,
         _connector_stats=SimpleNamespace(record_lookup=lambda _: None),
         _tiers=rig.tiers,
+        _version=WeightsVersion(),
         _role=KVConnectorRole.SCHEDULER,
         _eager_prefetch=False,
         _loading=set(),
@@ -100,6 +102,29 @@ def waiting(mp_rig: Make) -> Waiting:
 
 def locked(rig: MpRig) -> int:
     return sum(entry.read_lock.is_locked() for entry in rig.server.l1._objects.values())
+
+
+def test_after_new_weights_a_waiting_turn_finds_nothing_and_what_it_had_found_is_unlocked(
+    waiting: Waiting,
+) -> None:
+    rig, connector, request, _ = waiting
+    assert look_up(connector, request) == 2 * CHUNK and locked(rig)
+    assert connector.locate(request.all_token_ids).dram_tokens == 2 * CHUNK
+    assert connector.reset_cache()
+    assert connector.locate(request.all_token_ids) == TierHit(0, 0)
+    assert look_up(connector, request) == 0
+    wait_for(lambda: not locked(rig))
+    connector.request_finished(request, [])
+
+
+def test_what_of_two_weights_is_not_stored(waiting: Waiting) -> None:
+    """A request that had begun when the weights changed."""
+    _, connector, request, _ = waiting
+    connector._get_or_create_request_tracker(request)
+    moved = SimpleNamespace(request_id=request.request_id)
+    assert connector._is_pure(moved)
+    connector.reset_cache()
+    assert not connector._is_pure(moved)
 
 
 def renewals(connector: Any) -> list[str]:

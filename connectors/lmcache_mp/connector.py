@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from connectors.kv_names import WeightsVersion, kv_fingerprint
 from connectors.lmcache.startup import machine
 from connectors.lmcache_mp.autostart import one_start
 from connectors.lmcache_mp.load_join import MpReport
@@ -99,6 +100,8 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
         self._worker: MpWorkerSide | None = None
+        adapter = self.scheduler_adapter if role == KVConnectorRole.SCHEDULER else self.worker_adapter
+        adapter.model_name += f"-{kv_fingerprint(vllm_config, kv_cache_config)}"
         if role == KVConnectorRole.SCHEDULER:
             self._start_polling(vllm_config.model_config.max_model_len)
 
@@ -112,6 +115,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         bytes_per_token = self._kv_bytes_per_token * adapter.world_size
         self._tiers = MpTiers(self._poller, hasher, bytes_per_token, max_model_len)
         self._leases = ReadLeases(adapter, reply.read_lease_s)
+        self._version = WeightsVersion()
         self._found: dict[str, TierHit] = {}
         self._load_selector: LoadSelector | None = None  # None: load all that is found
         self._declined: set[str] = set()  # requests that compute what they could load
@@ -136,7 +140,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         the server does not answer, nothing is found. The answer holds only as long as L1 has room for what
         a load reads from L2. Prompts with images have other keys, so nothing is found for them.
         """
-        return self._tiers.locate(token_ids, salt)
+        return self._tiers.locate(token_ids, self._version.salt(salt))
 
     def transfers(self) -> list[KVTransfer]:
         """Loads and stores since the last call, timed by rank 0; reads of L2, timed by the server."""
@@ -178,12 +182,14 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         """Note that the request's lookup is submitted now, or was before."""
         self._leases.on_lookup(request_id)
         if request_id not in self._found:
-            self._found[request_id] = self.locate(tracker.get_token_ids(), tracker.cache_salt)
+            self._found[request_id] = self._tiers.locate(tracker.get_token_ids(), tracker.cache_salt)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        tracker = self._get_or_create_request_tracker(request)
+        tracker = self._tracker_of_these_weights(request)
+        if tracker is None:
+            return None, True
         if request.skip_reading_prefix_cache:
             # vLLM would ask, and drop the answer, while LMCache would count what it found as computed, and
             # store blocks before they are computed
@@ -216,6 +222,46 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
                 return 0, False
         return found, is_async
 
+    def reset_cache(self) -> bool | None:
+        """From now on find, load and store nothing of what was computed before. Waits for nothing.
+
+        LMCache's own reset empties L1 alone, for all its engines.
+        """
+        if self.role != KVConnectorRole.SCHEDULER:
+            return None
+        self._version.renew()
+        return True
+
+    def _is_pure(self, moved: Any) -> bool:
+        """Whether these weights computed all KV of the request."""
+        return bool(self.request_trackers[moved.request_id].weights == self._version.number)
+
+    def _get_or_create_request_tracker(self, request: Request) -> Any:
+        known = self.request_trackers.get(request.request_id)
+        tracker = super()._get_or_create_request_tracker(request)
+        if tracker is not known:
+            tracker.cache_salt = self._version.salt(tracker.cache_salt)
+            tracker.weights = self._version.number
+        return tracker
+
+    def _tracker_of_these_weights(self, request: Request) -> Any:
+        """LMCache's tracker of a waiting request, anew if the weights have changed since it was made; None:
+        its lookup must end first."""
+        tracker, request_id = self._get_or_create_request_tracker(request), request.request_id
+        if tracker.weights == self._version.number or tracker.state != LMCacheMPRequestState.PREFETCHING:
+            return tracker
+        if self._leases.has_lookup(request_id):
+            if self.scheduler_adapter.check_lookup_result(request_id) is None:
+                return None
+            self._leases.release(request_id, tracker)
+        self.scheduler_adapter.cleanup_lookup_result(request_id)
+        if request_id in self._found:  # the server has begun a session, which ends with the request
+            self._found[request_id] = TierHit(0, 0)
+        self._declined.discard(request_id)
+        self._selected.discard(request_id)
+        del self.request_trackers[request_id]
+        return self._get_or_create_request_tracker(request)
+
     def _needs_lookup(self, request: Request, tracker: Any, computed_tokens: int) -> bool:
         """Whether the tiers hold more of the prompt than the GPU, and to load it pays. Of a part that pays
         the lookup is submitted here.
@@ -231,7 +277,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         if known is not None and known.tracker is tracker and known[1:3] == (computed_tokens, number):
             return False
         token_ids = tracker.get_token_ids()
-        held = self.locate(token_ids, tracker.cache_salt)
+        held = self._tiers.locate(token_ids, tracker.cache_salt)
         held_tokens = held.dram_tokens + held.ssd_tokens
         found = held_tokens - computed_tokens
         if found <= 0:
@@ -291,6 +337,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         for new in scheduler_output.scheduled_new_reqs:
             self._recount_session(new)
         meta = super().build_connector_meta(scheduler_output)
+        meta.requests = [each for each in meta.requests if each.direction != "STORE" or self._is_pure(each)]
         meta.server_is_up = self._poller.is_up  # otherwise the worker would wait to find out
         meta.ended_while_loading = self._ended_while_loading & scheduler_output.finished_req_ids
         self._ended_while_loading -= meta.ended_while_loading

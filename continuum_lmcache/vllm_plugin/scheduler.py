@@ -3,9 +3,9 @@
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
 _update_after_schedule, update_from_output, _update_waiting_for_remote_kv, _handle_invalid_blocks,
 has_requests, make_stats, reset_prefix_cache, shutdown, _select_waiting_queue_for_scheduling.
-Called: _preempt_request. Read: Request.is_prefill_chunk, num_spec_tokens, need_mamba_block_aligned_split,
-resumed_req_ids, num_waiting_for_streaming_input.
-Changed: prev_step_scheduled_req_ids, _inflight_prefills.
+Called: _preempt_request, reset_connector_cache. Read: Request.is_prefill_chunk, num_spec_tokens,
+need_mamba_block_aligned_split, resumed_req_ids, num_waiting_for_streaming_input.
+Changed: prev_step_scheduled_req_ids, _inflight_prefills, failed_recving_kv_req_ids.
 Before a step, sorted: running; set: max_num_scheduled_tokens.
 Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots.
 Replaced after __init__: every RequestQueue attribute.
@@ -32,7 +32,7 @@ from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.assembly import EngineParts, build_parts
-from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus
+from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
 from continuum_lmcache.vllm_plugin.hooks.idle_timer import IdleTimer
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
 from continuum_lmcache.vllm_plugin.memory.failed_loads import InvalidBlocks
@@ -52,6 +52,7 @@ class ContinuumMixin(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         idle_timer.install()  # the engine exists already, and becomes idle later
+        weight_updates.install()
         transfer = self.vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         config = ContinuumConfig.load(extra, os.environ)
@@ -271,6 +272,16 @@ class ContinuumMixin(Scheduler):
         self._report_due |= bool(self._pins.pinned)
         self._lifecycle.release_all(self.clock())
         return super().reset_prefix_cache(*args, **kwargs)
+
+    def on_new_weights(self) -> None:
+        """Nobody may find KV of the old weights any more. Running requests go on with theirs, as in vLLM."""
+        self._report_due |= bool(self._pins.pinned)
+        self._lifecycle.on_new_weights(self.clock())
+        for request in self.requests.values():
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:  # compute what the load brings
+                request.num_computed_tokens = 0
+                self.failed_recving_kv_req_ids.add(request.request_id)
+        self.reset_connector_cache()
 
     def shutdown(self) -> None:
         self._lifecycle.release_all(self.clock())

@@ -398,6 +398,11 @@ class TurnLifecycle:
         for program in list(self.pins.pinned):
             self.pins.release(now_s, program, PinEnd.RESET)
 
+    def on_new_weights(self, now_s: float) -> None:
+        """No later turn may use the KV that the GPU holds."""
+        self.release_all(now_s)
+        self.blocks.forget_all()
+
     # answers ---------------------------------------------------------------
 
     @property

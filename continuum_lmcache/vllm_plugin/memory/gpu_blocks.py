@@ -2,11 +2,13 @@
 
 Private members used, unchanged from vLLM 0.30 to 0.33: KVCacheManager.get_blocks and .block_pool,
 BlockPool.touch / free_blocks / get_num_free_blocks / free_block_queue, its remove / prepend_n,
+BlockPool.evict_blocks / blocks, each SingleTypeKVCacheManager's req_to_blocks and num_cached_block,
 KVCacheBlock.ref_cnt / is_null / _block_hash (`block_hash` is a call for each block of each turn).
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 
@@ -85,6 +87,15 @@ class GpuBlocks:
         for block in free:
             queue.remove(block)
         queue.prepend_n(free[::-1])
+
+    def forget_all(self) -> None:
+        """Remove all KV from the prefix cache. What live requests compute on theirs will not enter it."""
+        self._pool.evict_blocks(
+            {block.block_id for block in self._pool.blocks if block._block_hash is not None}
+        )
+        for manager in self._manager.coordinator.single_type_managers:
+            live = (request_id for request_id, blocks in manager.req_to_blocks.items() if blocks)
+            manager.num_cached_block.update(dict.fromkeys(live, sys.maxsize))  # all are cached, as it were
 
     def is_used_by(self, request_id: str, held: list[KVCacheBlock]) -> bool:
         """Whether the request uses any of these blocks."""

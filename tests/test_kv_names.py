@@ -1,0 +1,177 @@
+"""What names KV in LMCache's tiers changes with all that computes it (connectors.kv_names.py)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("lmcache")
+
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.config import LoadConfig
+
+from connectors import kv_names
+from connectors.kv_names import WeightsVersion, kv_fingerprint
+
+PATH = "model.safetensors"
+
+
+class Deployment:
+    """The parts of vLLM's configuration that the fingerprint reads; a test changes one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = SimpleNamespace(
+            model=str(folder),
+            revision=None,
+            model_weights="",
+            dtype=torch.bfloat16,
+            quantization=None,
+            hf_overrides={},
+            hf_config={},
+            max_model_len=4096,
+            seed=0,
+        )
+        self.load, self.cache_dtype, self.block_tokens = LoadConfig(), "auto", 16
+        self.tensor_parallel = self.pipeline_parallel = 1
+        self.draft: Any = None
+
+    def fingerprint(self) -> str:
+        config: Any = SimpleNamespace(
+            model_config=self.model,
+            load_config=self.load,
+            cache_config=SimpleNamespace(cache_dtype=self.cache_dtype),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=self.tensor_parallel, pipeline_parallel_size=self.pipeline_parallel
+            ),
+            speculative_config=SimpleNamespace(draft_model_config=self.draft) if self.draft else None,
+        )
+        spec = SimpleNamespace(block_size=self.block_tokens)
+        caches: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+        return kv_fingerprint(config, caches)
+
+
+@pytest.fixture
+def here(model: Path, tmp_path: Path) -> Deployment:
+    shutil.copytree(model, tmp_path / "latest")
+    return Deployment(tmp_path / "latest")
+
+
+def halve(tensors: dict[str, torch.Tensor], name: str, first: int = 0, last: int | None = None) -> None:
+    tensors[name].view(-1)[first:last] *= 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: halve(tensors, "model.layers.3.self_attn.k_proj.weight"),
+        lambda tensors: halve(tensors, "model.layers.7.input_layernorm.weight", 300, 301),
+        lambda tensors: halve(tensors, "model.embed_tokens.weight", -400_000),
+        lambda tensors: tensors.pop("model.norm.weight"),
+        lambda tensors: tensors.update(
+            {"model.norm.weight": tensors["lm_head.weight"], "lm_head.weight": tensors["model.norm.weight"]}
+        ),
+    ],
+    ids=["a matrix", "one value of a norm", "rows of the embedding", "a tensor less", "two exchanged"],
+)
+def test_another_checkpoint_in_the_same_folder_has_another_name(
+    here: Deployment, change: Callable[[dict[str, torch.Tensor]], None]
+) -> None:
+    before, file = here.fingerprint(), Path(here.model.model) / PATH
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert here.fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda it: vars(it).update(cache_dtype="fp8_e4m3"),
+        lambda it: vars(it).update(block_tokens=32),
+        lambda it: vars(it).update(tensor_parallel=2),
+        lambda it: vars(it).update(pipeline_parallel=2),
+        lambda it: vars(it).update(load=LoadConfig(load_format="dummy")),
+        lambda it: vars(it).update(draft=it.model),
+        lambda it: vars(it.model).update(dtype=torch.float16),
+        lambda it: vars(it.model).update(quantization="fp8"),
+        lambda it: vars(it.model).update(revision="v2"),
+        lambda it: vars(it.model).update(hf_overrides={"rope_parameters": {"rope_theta": 1e6}}),
+        lambda it: vars(it.model).update(hf_overrides=halve),
+        lambda it: (Path(it.model.model) / "config.json").write_text(json.dumps({"rope_theta": 1})),
+        lambda it: (Path(it.model.model) / "hf_quant_config.json").write_text("{}"),
+    ],
+)
+def test_whatever_else_changes_the_bytes_of_kv_changes_the_name(
+    here: Deployment, change: Callable[[Deployment], Any]
+) -> None:
+    before = here.fingerprint()
+    change(here)
+    assert here.fingerprint() != before
+
+
+def test_the_same_files_elsewhere_have_the_same_fingerprint(here: Deployment, tmp_path: Path) -> None:
+    """Other machines' copies have other paths and times. A tokenizer computes no KV, nor do other files."""
+    copied = tmp_path / "elsewhere"
+    shutil.copytree(here.model.model, copied, copy_function=shutil.copyfile)
+    (copied / "README.md").touch()
+    (copied / "tokenizer.json").unlink()
+    (copied / "checkpoint-100").mkdir()
+    assert Deployment(copied).fingerprint() == here.fingerprint()
+
+
+def test_a_long_context_model_is_named_with_its_longest_prompt(here: Deployment) -> None:
+    """vLLM chooses between its two lists of rope factors by max_model_len."""
+    before = here.fingerprint()
+    here.model.max_model_len = 8192
+    assert here.fingerprint() == before
+    here.model.hf_config = {"rope_parameters": {"rope_type": "longrope"}}
+    after = here.fingerprint()
+    here.model.max_model_len = 4096
+    assert here.fingerprint() != after
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".gguf", ".safetensors"])
+def test_a_file_that_lists_no_tensors_is_sampled_everywhere(
+    here: Deployment, tmp_path: Path, suffix: str
+) -> None:
+    """Also a broken one, which vLLM refuses with its own words."""
+    file = tmp_path / f"other{suffix}"
+    content = bytearray(range(256)) * 40_000
+    here.model.model = str(file)
+    found = set()
+    for at in (0, 5_000_000, len(content) - 2048):
+        content[at : at + 2048] = bytes(len(content[at : at + 2048]))
+        file.write_bytes(content)
+        found.add(here.fingerprint())
+    assert len(found) == 3
+
+
+def test_weights_that_are_no_files_here_are_named_by_their_path_and_get_a_warning(
+    here: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(kv_names.logger, "warning", lambda text, *args: warned.append(text % args))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("nobody/nothing", "s3://bucket/a model"):
+        here.model.model = name
+        assert here.fingerprint()
+    assert len(warned) == 2 and "nobody/nothing" in warned[0]
+
+
+def test_a_version_hides_what_was_stored_under_every_salt() -> None:
+    """And no other engine's version is the same."""
+    one, other = WeightsVersion(), WeightsVersion()
+    assert one.salt("tenant") == other.salt("tenant") == "tenant" and one.salt("") == ""
+    seen = {"", "tenant"}
+    for version in (one, one, other):
+        version.renew()
+        seen |= {version.salt(""), version.salt("tenant")}
+    assert len(seen) == 8 and all(len(salt) <= 128 for salt in seen)
