@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from importlib import metadata
 from typing import Any
 
@@ -35,6 +36,7 @@ CALL_ERRORS = (
     TypeError,
 )
 FIRST_ANSWER_S = 30.0
+LOST_S = 300.0  # a request without an answer for so long counts as lost
 LMCACHE_VERSION = metadata.version("lmcache")
 
 
@@ -65,13 +67,37 @@ def apply_defaults(vllm_config: VllmConfig, log: bool) -> None:
 
 
 def caller(client: Any) -> Call:
-    """One exchange with the server's tier module, over one of LMCache's own clients. Raises OSError."""
+    """Exchanges with the server's tier module, over one of LMCache's own clients. Raises OSError.
+
+    One at a time: after a timeout the next call waits for the same answer. What a full socket does not take
+    fails: LMCache's thread would wait there, and an engine that stops would wait for the thread.
+
+    Used of the ZMQ client, as of LMCache 0.5.6: `_message_queue_client.socket`, and `.cancel_streams`, which
+    its thread calls when the connection is closed.
+    """
+    sent: list[tuple[float, Any]] = []  # the request without an answer
+
+    if queue := getattr(client, "_message_queue_client", None):  # else gRPC
+        cancel_streams = queue.cancel_streams
+
+        def connection_closed() -> None:
+            sent.clear()
+            cancel_streams()
+
+        queue.cancel_streams = connection_closed
+        queue.socket.setsockopt(zmq.SNDTIMEO, 0)
 
     def call(payload: bytes, timeout_s: float) -> bytes:
+        now_s = time.monotonic()
         try:
-            future = client.server_module_call(ServerModuleCallRequest(METHOD, payload))
-            response = future.result(timeout=timeout_s)
+            request = next((future for at_s, future in sent[:] if now_s - at_s < LOST_S), None)
+            if request is None:
+                request = client.server_module_call(ServerModuleCallRequest(METHOD, payload))
+                sent[:] = [(now_s, request)]
+            response = request.result(timeout=timeout_s)
+            sent.clear()
         except CALL_ERRORS as error:
+            sent.clear()
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
         if not isinstance(response, ServerModuleCallResponse):
             raise ConnectionError(f"its reply is {response!r}")

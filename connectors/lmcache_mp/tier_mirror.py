@@ -86,6 +86,7 @@ class TierPoller:
         self.lookups: deque[LookupResult] = deque(maxlen=MAX_TRANSFERS)
         self.is_up = True
         self._answered_s = clock()
+        self._requested_s: float | None = None  # when the request without an answer was sent
         self._polling = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(
@@ -107,7 +108,8 @@ class TierPoller:
     def poll(self, timeout_s: float = ANSWER_S) -> ChangesReply:
         """One request; applies its answer. Blocks: not for the scheduler's thread. Raises OSError."""
         with self._polling:
-            requested_s = self._clock()
+            if self._requested_s is None:
+                self._requested_s = self._clock()
             request = msgspec.structs.replace(
                 self._request, epoch=self.mirror.epoch, number=self.mirror.number
             )
@@ -121,7 +123,7 @@ class TierPoller:
             sizes = {Tier.DRAM: reply.dram_bytes, Tier.SSD: reply.ssd_bytes or 0}
             self.tier_bytes = {tier: size for tier, size in sizes.items() if size}
             self.spare_bytes = reply.dram_spare_bytes
-            self._answered_s = requested_s
+            self._answered_s, self._requested_s = self._requested_s, None
             return reply
 
     def _poll_until_closed(self) -> None:

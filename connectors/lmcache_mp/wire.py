@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Annotated
+
 import msgspec
 
 METHOD = "continuum.tiers"
@@ -15,7 +18,7 @@ class ChangesRequest(msgspec.Struct, frozen=True):
     world_size: int  # number of pieces of a chunk's KV
     epoch: str | None = None
     number: int = 0
-    scheduler: str = ""  # a name of its own; "": a worker asks
+    scheduler: Annotated[str, msgspec.Meta(max_length=64)] = ""  # a name of its own; "": a worker asks
 
 
 class NumberedChange(msgspec.Struct, frozen=True, array_like=True):
@@ -58,5 +61,5 @@ class ChangesReply(msgspec.Struct, frozen=True):
 
 
 def chunk_name(chunk_hash: bytes, salt: str) -> bytes:
-    """A chunk's name, unique among all tenants. The hash has one length, so names are unambiguous."""
-    return salt.encode() + chunk_hash
+    """A chunk's name, unique among all tenants. It does not tell the tenant's salt."""
+    return hashlib.blake2b(salt.encode(), digest_size=16).digest() + chunk_hash if salt else chunk_hash

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Set
 from importlib import metadata
 from itertools import takewhile
@@ -34,10 +34,12 @@ from connectors.lmcache_mp.server.deadline import refuse_late_transfers
 from connectors.lmcache_mp.server.lookup_log import LookupLog
 from connectors.lmcache_mp.wire import METHOD, ChangesReply, ChangesRequest, NumberedChange, chunk_name
 from continuum_lmcache import __version__
+from continuum_lmcache.bounded_dict import BoundedDict
 
 LMCACHE_VERSION = metadata.version("lmcache")
 SILENT_S = 30.0  # a scheduler that has asked nothing for so long has ended; each asks every 0.1 s
 MAX_CHANGES = 200_000  # kept for clients; a client further behind gets a snapshot
+MAX_OWNERS, MAX_SCHEDULERS = 1000, 1000  # kept; a server has a few
 OF_FILES = ("fs", "fs_native")  # L2 adapters with a file for each piece, all in one directory
 Owner = tuple[str, int]  # a model, and the number of pieces of a chunk's KV
 Piece = tuple[int, int]  # rank and object group
@@ -51,8 +53,8 @@ class TierChangeLog:
         self.number = 0
         self.lock = threading.Lock()
         self._registry, self._max_changes = registry, max_changes
-        self._groups: dict[Owner, int] = {}
-        self._pieces: dict[tuple[Owner, bool], dict[bytes, set[Piece]]] = defaultdict(dict)
+        self._groups: BoundedDict[Owner, int] = BoundedDict(MAX_OWNERS)
+        self._pieces: dict[tuple[Owner, bool], dict[bytes, set[Piece]]] = {}  # no table is empty
         self._changes: deque[tuple[Owner, NumberedChange]] = deque(maxlen=max_changes)
 
     def next_number(self) -> int:
@@ -65,7 +67,7 @@ class TierChangeLog:
         with self.lock:
             for key in keys:
                 owner, name, piece = self._parts(key)
-                pieces = self._pieces[owner, ssd].setdefault(name, set())
+                pieces = self._pieces.setdefault((owner, ssd), {}).setdefault(name, set())
                 if piece not in pieces:
                     pieces.add(piece)
                     if len(pieces) == self._pieces_per_chunk(owner):
@@ -76,13 +78,16 @@ class TierChangeLog:
         with self.lock:
             for key in keys:
                 owner, name, piece = self._parts(key)
-                pieces = self._pieces[owner, ssd].get(name, set())
+                held = self._pieces.get((owner, ssd), {})
+                pieces = held.get(name, set())
                 if piece in pieces:
                     if len(pieces) == self._pieces_per_chunk(owner):
                         self._note(owner, ssd, False, name)
                     pieces.remove(piece)
                     if not pieces:
-                        del self._pieces[owner, ssd][name]
+                        del held[name]
+                    if not held:
+                        del self._pieces[owner, ssd]
 
     def since(self, owner: Owner, number: int) -> list[NumberedChange]:
         """An owner's changes after `number`, oldest first. The caller holds the lock."""
@@ -95,7 +100,7 @@ class TierChangeLog:
         return [
             NumberedChange(self.number, ssd, True, name)
             for ssd in (False, True)
-            for name, pieces in self._pieces[owner, ssd].items()
+            for name, pieces in self._pieces.get((owner, ssd), {}).items()
             if len(pieces) == pieces_per_chunk
         ]
 
@@ -113,7 +118,7 @@ class TierChangeLog:
 
     def _held(self, owner: Owner, ssd: bool, name: bytes) -> Set[Piece]:
         """The readable pieces of a chunk in a tier."""
-        return self._pieces[owner, ssd].get(name, frozenset())
+        return self._pieces.get((owner, ssd), {}).get(name, frozenset())
 
     def _note(self, owner: Owner, ssd: bool, admitted: bool, name: bytes) -> None:
         self._changes.append((owner, NumberedChange(self.next_number(), ssd, admitted, name)))
@@ -231,7 +236,7 @@ class MpTierModule:
         dram_bytes, dram_spare_bytes, ssd_bytes = self._sizes()
         knows_all = self._knows_all()
         with log.lock:
-            if request.scheduler:
+            if request.scheduler and len(self._asked_s) < MAX_SCHEDULERS:
                 self._asked_s[request.scheduler] = now_s
             self._asked_s = {name: s for name, s in self._asked_s.items() if now_s - s <= SILENT_S}
             known = request.epoch == log.epoch and log.has_all_after(request.number)
