@@ -6,6 +6,9 @@ and this package's connectors are the real ones. LMCache's engine (kv_oracle_eng
 (kv_oracle_server.py) and the simulator's fake connector (kv_oracle_fake.py) keep keys instead of tensors. The
 model's next token is a function of the key.
 
+Weights have a number, from which the keys of all prefixes follow. While they change, a request that has KV
+goes on with both: what it computes then is garbage, which nobody else may ever read.
+
     a step that reads a slot with another key than its request's computes garbage, and so does all that is
     built on it; the first token that no right KV gives fails the bench, and so does
     a chunk that LMCache keeps under the name of other KV, or a block of vLLM's prefix cache with other KV
@@ -45,9 +48,9 @@ def key(before: int, token: int) -> int:
     return hash((before, token))
 
 
-def keys(tokens: list[int]) -> list[int]:
-    """Of each of the prompt's prefixes."""
-    return list(itertools.accumulate(tokens, key, initial=0))[1:]
+def keys(tokens: list[int], weights: int = 0) -> list[int]:
+    """Of each of the prompt's prefixes, by the number of the weights."""
+    return list(itertools.accumulate(tokens, key, initial=weights))[1:]
 
 
 def answer(prefix: int) -> int:
@@ -67,9 +70,11 @@ def drafted(prefix: int, number: int) -> list[int]:
 class Turn:
     """One request as the worker knows it."""
 
-    def __init__(self, prompt_tokens: int, tokens: list[int], blocks: list[int], computed: int = 0) -> None:
+    def __init__(
+        self, prompt_tokens: int, tokens: list[int], blocks: list[int], computed: int = 0, weights: int = 0
+    ) -> None:
         self.prompt_tokens, self.tokens, self.blocks, self.computed = prompt_tokens, tokens, blocks, computed
-        self.keys = keys(tokens)
+        self.weights, self.keys = weights, keys(tokens, weights)
         self.drafts: list[int] = []
 
     def append(self, token: int) -> None:
@@ -98,6 +103,7 @@ class Worker:
         self.connector: Any = None
         self.meanwhile: Callable[[], None] = lambda: None
         self.turns: dict[str, Turn] = {}
+        self.weights = 0
         self.replays = self.resumed = self.accepted = self.rejected = 0  # replays: FULL graphs beside loads
         self._garbage = itertools.count(-1, -1)
         self._vllm_config = ANY_CONFIG()
@@ -181,7 +187,8 @@ class Worker:
             tokens = new.prefill_token_ids if self.is_v2 else prompt
             self.resumed += len(tokens) > len(prompt)
             computed[new.req_id] = done = new.num_computed_tokens
-            self.turns[new.req_id] = Turn(len(prompt), list(tokens), list(new.block_ids[0]), done)
+            blocks = list(new.block_ids[0])
+            self.turns[new.req_id] = Turn(len(prompt), list(tokens), blocks, done, self.weights)
         cached = output.scheduled_cached_reqs
         for turn_id, blocks, before, outputs in zip(
             cached.req_ids,
@@ -193,7 +200,8 @@ class Worker:
             turn = self.turns[turn_id]
             if turn_id in cached.resumed_req_ids:
                 self.resumed += 1
-                turn = self.turns[turn_id] = Turn(turn.prompt_tokens, list(cached.all_token_ids[turn_id]), [])
+                tokens = list(cached.all_token_ids[turn_id])
+                turn = self.turns[turn_id] = Turn(turn.prompt_tokens, tokens, [], 0, self.weights)
             elif not self.is_v2:
                 turn.cut(turn.prompt_tokens + outputs)  # vLLM has dropped outputs after a failed load
             turn.blocks += blocks[0] if blocks is not None else []
@@ -211,7 +219,8 @@ class Worker:
             drafts = turn.drafts[: len(drafts)]
         after = list(itertools.accumulate(drafts, key, initial=turn.keys[-1]))  # each draft, were it right
         names, end = turn.keys + after[1:], computed + new
-        is_right = turn.computed == computed and self._holds(turn, computed)  # the V2 runner counts by itself
+        # the V2 runner counts by itself
+        is_right = turn.computed == computed and turn.weights == self.weights and self._holds(turn, computed)
         for position in range(computed, end):
             self.slots[turn.slot(position)] = names[position] if is_right else next(self._garbage)
         turn.computed = end
@@ -259,6 +268,7 @@ class OracleBench(Bench):
         self.worker = Worker(self.slots, is_v2, graphs, drafts)
         self.worker.connector = self.join()
         self._right: dict[str, Turn] = {}  # each request's tokens, as the model would have them
+        self._has_both: set[str] = set()  # requests that had KV when the weights changed
         self._cached: dict[int, list[int]] = {}  # by block: of which tokens vLLM says that it has the KV
         self._pool = self.scheduler.kv_cache_manager.block_pool
         self._cache, self._pool.cache_full_blocks = self._pool.cache_full_blocks, self._note_cached
@@ -281,7 +291,7 @@ class OracleBench(Bench):
 
     def send(self, job: str | None, tokens: Any, /, *args: Any, **fields: Any) -> str:
         request_id = super().send(job, tokens, *args, **fields)
-        self._right[request_id] = Turn(len(tokens), list(tokens), [])
+        self._right[request_id] = self._turn(len(tokens), tokens)
         return request_id
 
     def go_on(self, session: str, tokens: list[int], out: int) -> None:
@@ -290,7 +300,24 @@ class OracleBench(Bench):
         assert request.status == RequestStatus.WAITING_FOR_STREAMING_REQ, request.status
         params = SamplingParams(max_tokens=out, ignore_eos=True, temperature=0)
         self.scheduler.add_request(Request(session, list(tokens), params, None, resumable=True))
-        self._right[session] = Turn(request.num_prompt_tokens, list(request.all_token_ids), [])
+        self._right[session] = self._turn(request.num_prompt_tokens, request.all_token_ids)
+
+    def _turn(self, prompt_tokens: int, tokens: Any) -> Turn:
+        return Turn(prompt_tokens, list(tokens), [], 0, self.worker.weights)
+
+    def new_weights(self) -> None:
+        """The worker has others from now on."""
+        self.worker.weights += 1
+        (manager,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        in_flight = {
+            request_id for output, _ in self._in_flight for request_id in output.num_scheduled_tokens
+        }
+        for request_id, request in self.scheduler.requests.items():
+            loads = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            if request_id in in_flight or (manager.req_to_blocks.get(request_id) and not loads):
+                self._has_both.add(request_id)
+            else:
+                self._right[request_id] = self._turn(request.num_prompt_tokens, request.all_token_ids)
 
     def step(self, seconds: float | None = None) -> int:
         output = self.scheduler.schedule()
@@ -345,6 +372,9 @@ class OracleBench(Bench):
 
     def _up_to(self, request: Any) -> Turn:
         """The model's right tokens for the request, as many as it has now."""
+        if request.request_id in self._has_both:
+            turn = self._turn(request.num_prompt_tokens, request.all_token_ids)
+            self._right[request.request_id] = turn
         right = self._right[request.request_id]
         while len(right.tokens) < request.num_tokens:
             right.append(answer(right.keys[-1]))
@@ -359,7 +389,7 @@ class OracleBench(Bench):
             at = next(i for i, token in enumerate(got) if token != right.tokens[i])
             raise AssertionError(
                 f"{turn}, of {request.num_prompt_tokens} prompt tokens, got {got[at]} as its token {at}, "
-                f"right is {right.tokens[at]}: it has attended to KV of other tokens than its own"
+                f"right is {right.tokens[at]}: it has attended to KV of other tokens or weights"
             )
         assert not self.spoilt(), f"LMCache keeps KV of other tokens than it says: {self.spoilt()}"
         if any(kv and kv.invalid_block_ids for kv in (r.kv_connector_output for _, r in self._in_flight)):
@@ -369,4 +399,6 @@ class OracleBench(Bench):
                 del self._cached[block_id]
             else:
                 held = list(self.slots[block_id * BLOCK : (block_id + 1) * BLOCK])
-                assert held == names, f"vLLM's prefix cache has KV of other tokens in its block {block_id}"
+                assert held == names, (
+                    f"vLLM's prefix cache has KV of other tokens or weights in its block {block_id}"
+                )

@@ -36,6 +36,7 @@ from connectors.lmcache_mp.server.deadline import is_late
 from connectors.lmcache_mp.tier_mirror import ANSWER_S, POLL_S, TierPoller
 from connectors.lmcache_mp.wire import ChangesReply, NumberedChange, chunk_name
 
+Chunk = tuple[str, int]  # the salt, and the key that its last token has with the first weights
 CHUNK = 256  # tokens, LMCache's default and a GPU's
 LEASE_S = 300.0
 
@@ -64,7 +65,7 @@ class Message(NamedTuple):
 class Lookup:
     """What one request's lookup found: locked until it is loaded or freed, or the lease ends."""
 
-    def __init__(self, found: list[int], at_s: float) -> None:
+    def __init__(self, found: list[Chunk], at_s: float) -> None:
         self.found, self.at_s, self.locked = found, at_s, set(found)
 
 
@@ -73,7 +74,8 @@ class Client:
 
     def __init__(self, server: SpanServer) -> None:
         self.server = server
-        self._message_queue_client = SimpleNamespace(cancel_streams=lambda: None)
+        socket = SimpleNamespace(setsockopt=lambda *_: None)
+        self._message_queue_client = SimpleNamespace(cancel_streams=lambda: None, socket=socket)
         server.clients.append(self)
 
     def __getattr__(self, operation: str) -> Callable[..., Reply]:
@@ -89,8 +91,10 @@ class SpanServer:
     def __init__(self, chunk: int) -> None:
         self.chunk, self.now_s = chunk, 1000.0
         self.slots: list[int] = []
-        self.chunks: dict[int, list[int]] = {}  # keys in its slots, by the key of its last token
-        self.reported: dict[int, bytes] = {}  # the names of chunks in the tier module's answers, by the same
+        self.chunks: dict[Chunk, list[int]] = {}  # keys in its slots
+        self.reported: dict[Chunk, bytes] = {}  # the names of chunks in the tier module's answers
+        self.weights: dict[str, int] = {}  # by salt: those that computed all that is stored under it
+        self.newest_weights: Callable[[], int] = lambda: 0
         self.knows_all = False  # whether it says that it reports all chunks
         self._hasher = TokenHasher(chunk, "blake3")
         self.spoilt: list[str] = []
@@ -159,7 +163,7 @@ class SpanServer:
 
     def evict(self, every: int) -> None:
         """Evict chunks that no lookup holds."""
-        held: set[int] = set()
+        held: set[Chunk] = set()
         for lookup in self._lookups.values():
             held |= lookup.locked if self.now_s < lookup.at_s + LEASE_S else set()
         for name in [name for name in self.chunks if name not in held][::every]:
@@ -193,8 +197,9 @@ class SpanServer:
         )
         return ServerModuleCallResponse(True, msgspec.msgpack.encode(reply), "")
 
-    def _names(self, key: Any, start: int, end: int) -> list[int]:
-        return keys(list(key.token_ids[:end]))[start + self.chunk - 1 :: self.chunk]
+    def _names(self, key: Any, start: int, end: int) -> list[Chunk]:
+        ends = keys(list(key.token_ids[:end]))[start + self.chunk - 1 :: self.chunk]
+        return [(key.cache_salt, end) for end in ends]
 
     def _lookup(self, key: Any, _: int) -> None:
         found = list(itertools.takewhile(self.chunks.__contains__, self._names(key, 0, key.end)))
@@ -233,19 +238,23 @@ class SpanServer:
         if instance not in self._registered:
             return False
         (group,) = blocks
-        all_names = keys(list(key.token_ids[: key.end]))
-        hashed = self._hasher.none_hash
-        for start in range(0, key.end, self.chunk):
+        salt, names, hashed = key.cache_salt, self._names(key, 0, key.end), self._hasher.none_hash
+        for start, name in zip(range(0, key.end, self.chunk), names, strict=False):
             hashed = self._hasher.hash_tokens(list(key.token_ids[start : start + self.chunk]), hashed)
-            name = chunk_name(self._hasher.hash_to_bytes(hashed), key.cache_salt)
-            self.reported[all_names[start + self.chunk - 1]] = name
+            self.reported[name] = chunk_name(self._hasher.hash_to_bytes(hashed), salt)
+        by_weights = [
+            keys(list(key.token_ids[: key.end]), number) for number in range(self.newest_weights() + 1)
+        ]
         for start in range(key.start, key.end, self.chunk):
             held = []
             for block in group[(start - key.start) // BLOCK :][: self.chunk // BLOCK]:
                 held += self.slots[block * BLOCK : (block + 1) * BLOCK]
             end = start + self.chunk
-            if self.chunks.setdefault(all_names[end - 1], held) is held and held != all_names[start:end]:
-                self.spoilt.append(f"tokens [{start}, {end}) of {key.request_id}")  # existing chunks are kept
+            if self.chunks.setdefault(names[start // self.chunk], held) is not held:
+                continue  # existing chunks are kept
+            computed_by = [number for number, right in enumerate(by_weights) if right[start:end] == held]
+            if not computed_by or self.weights.setdefault(salt, computed_by[0]) != computed_by[0]:
+                self.spoilt.append(f"tokens [{start}, {end}) of {key.request_id}, weights {computed_by}")
         return True
 
 
@@ -291,6 +300,7 @@ class ServerBench(OracleBench):
             connector._leases._clock = self._poller._clock = lambda: self.now_s
             worker._worker._clock = worker._worker.watch._clock = lambda: self.now_s
         self.worker.meanwhile = self.lmcache.work
+        self.lmcache.newest_weights = lambda: self.worker.weights
         return worker
 
     def spoilt(self) -> list[str]:

@@ -14,6 +14,7 @@ import logging
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -32,9 +33,17 @@ from kv_oracle_fake import FakeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+from connectors.kv_names import WeightsVersion
+from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector as OurConnector
+from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
+from continuum_lmcache.vllm_plugin.scheduler import (
+    ContinuumAsyncScheduler,
+    ContinuumMixin,
+    ContinuumScheduler,
+)
 
 STEPS = int(os.environ.get("ORACLE_STEPS", "6000"))
 SEED = int(os.environ.get("ORACLE_SEED", "0"))
@@ -202,6 +211,43 @@ class Machine(RuleBasedStateMachine):
         else:
             self.bench.scheduler.reset_prefix_cache(reset_connector=what == "clear")
 
+    @rule(
+        way=st.sampled_from(["seen", "seen", "abort", "preempt"]),
+        is_reset_first=st.booleans(),
+        program=st.sampled_from("abcd"),
+        steps=st.integers(0, 20),
+    )
+    def new_weights(self, way: str, is_reset_first: bool, program: str, steps: int) -> None:
+        """By a call that vLLM shows; or unseen, beside a reset that succeeds. Then a program returns."""
+        if IS_STOCK or self.adapter == "in-process":
+            return
+        self.change_weights(way, is_reset_first)
+        tokens = self.bench.tokens_of(self.last[program]) if program in self.last else []
+        if self.chunk < len(tokens) <= self.context_tokens:
+            self.last[program] = self.bench.send(program, tokens, 1)
+        self.run(steps)
+
+    def change_weights(self, way: str, is_reset_first: bool) -> None:
+        taken[f"new weights, {way}"] += 1
+        if way == "seen":
+            worker = SimpleNamespace(collective_rpc=lambda *_: self.bench.new_weights())
+            engine: Any = SimpleNamespace(scheduler=self.bench.scheduler, model_executor=worker)
+            EngineCore.collective_rpc(engine, "reload_weights")
+            return
+        if way == "abort":
+            self.bench.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+            self.run_out()
+        else:
+            self.preempt_all()
+        if not self.bench.scheduler.reset_prefix_cache():
+            return  # others load, or are stored
+        events = [self.bench.new_weights, self.reset_all]
+        for event in reversed(events) if is_reset_first else events:
+            event()
+
+    def reset_all(self) -> None:
+        assert self.bench.scheduler.reset_prefix_cache(reset_connector=True)
+
     @rule(what=SERVER_TROUBLE, seconds=st.sampled_from([0.0, 0.2, 1.0, 3.0, 12.0, 60.0]))
     def server_trouble(self, what: str, seconds: float) -> None:
         """The server answers some ticks later, or is silent for this long, or restarts after this long."""
@@ -274,25 +320,19 @@ class Machine(RuleBasedStateMachine):
         bench.scheduler.shutdown()
 
 
-@pytest.mark.timeout(max(900, STEPS // 50))
-def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
-    model: Path,
-    settings_of: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    settings_of(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
-    in_one_process(monkeypatch)
-    Machine.model = model
+def run_machine(model: Path, steps: int) -> None:
+    """Random orders of events, until so many steps are taken."""
+    Machine.model, end = model, taken["steps"] + steps
     logging.disable(logging.CRITICAL)
     try:
         for number in itertools.count():
-            if taken["steps"] >= STEPS:
+            if taken["steps"] >= end:
                 break
             seed(SEED + number)(Machine)
             run_state_machine_as_test(
                 Machine,
                 settings=settings(
-                    max_examples=max(2, min(10, STEPS // 1000)),
+                    max_examples=max(2, min(10, steps // 1000)),
                     stateful_step_count=40,
                     deadline=None,
                     database=None,
@@ -303,6 +343,18 @@ def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
     finally:
         logging.disable(logging.NOTSET)
         print(dict(taken))
+
+
+@pytest.mark.timeout(max(900, STEPS // 50))
+@pytest.mark.timeout(max(900, STEPS // 50))
+def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
+    model: Path,
+    settings_of: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings_of(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
+    in_one_process(monkeypatch)
+    run_machine(model, STEPS)
     common = (
         "loads, in-process",
         "loads, MP",
@@ -312,3 +364,25 @@ def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
         "sessions went on",
     )
     assert all(taken[event] for event in common), taken
+
+
+MENDS = {
+    "the tiers' names": lambda patched: patched.setattr(WeightsVersion, "renew", lambda _: None),
+    "the GPU's cache": lambda patched: patched.setattr(GpuBlocks, "forget_all", lambda _: None),
+    "stores of two weights": lambda patched: patched.setattr(OurConnector, "_is_pure", lambda *_: True),
+    "the watch of calls": lambda patched: patched.setattr(ContinuumMixin, "on_new_weights", lambda _: None),
+}
+
+
+@pytest.mark.parametrize("mend", MENDS)
+def test_the_machine_finds_kv_of_other_weights_where_a_mend_is_taken_out(
+    mend: str,
+    model: Path,
+    settings_of: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings_of(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
+    in_one_process(monkeypatch)
+    MENDS[mend](monkeypatch)
+    with pytest.raises(AssertionError, match="KV of other tokens"):
+        run_machine(model, 20_000)
