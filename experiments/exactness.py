@@ -30,19 +30,19 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from experiments.server import CPU_ENV, GPU_ENV
+from experiments.server import CPU_ENV, GPU_ENV, reserved_port
 from experiments.tiny_model import KV_BYTES_PER_TOKEN, make_model
 
 ROOT = Path(__file__).parents[1]
 CHUNK = 256  # LMCache's
-DRAM_CHUNKS = 16
+DRAM_CHUNKS = 32  # L1 keeps half of them free, and what it loads from disk must fit there
 FIRST_TOKENS, OUTPUT_TOKENS = 2 * CHUNK + 118, 40  # an output needs a block that the prompt did not
 WHOLE_TOKENS = 2 * CHUNK
 TURNS = 3
 MOST_AT_TOOLS = 2
 REST_STEPS = 40
 AFTER_PREEMPTION = "loaded after preemption"
-WAYS = ("gpu", "dram", "ssd", "preemptions", AFTER_PREEMPTION)
+WAYS = ("gpu", "dram", "ssd", "preemptions")
 RETRIED = 3  # every so many programs, one with a first prompt of whole chunks repeats it exactly
 
 
@@ -92,9 +92,10 @@ class Conversation:
     turns: int = 0
 
 
-def in_process(disk: Path, dtype: str) -> dict[str, Any]:
-    """LMCache's settings: DRAM and `disk` too small for all programs, so that both take part."""
+def tiers(disk: Path, dtype: str) -> dict[str, Any]:
+    """LMCache's settings: L1 and `disk` too small for all programs, so that both take part."""
     return {
+        "lmcache.mp.port": reserved_port(),
         "lmcache.max_local_cpu_size": DRAM_CHUNKS * CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30,
         "lmcache.local_disk": f"file://{disk}/",
         "lmcache.max_local_disk_size": 2,
@@ -259,7 +260,7 @@ def main(
     """Run, compare, print; exit 1 if a token is off by 0.001 or more."""
     os.environ.update(SETTINGS | dict(CPU.env))
     with TemporaryDirectory() as disk:
-        extra = in_process(Path(disk), "float32")
+        extra = tiers(Path(disk), "float32")
         llm = engine({"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra})
         conversations = [conversation for seed in range(rounds) for conversation in play(llm, programs, seed)]
         found, model = sources(llm), reference()

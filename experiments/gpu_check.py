@@ -6,9 +6,8 @@ Each stage has its own process and a time limit. Its results are in OUT when it 
 (OUT/gpu-check.md) is written again each time, so an interrupted run keeps its results:
 
     versions   what is installed, and on which device
-    exact      token for token against plain PyTorch, float32, LMCache in this process: GPU, DRAM, disk,
-               recompute, after a preemption, a prompt that is cached whole; and a control that must fail
-    exact-mp   the same over LMCache's own server
+    exact      token for token against plain PyTorch, float32, LMCache's server: GPU, DRAM, disk,
+               recompute, a prompt that is cached whole
     rounding   bfloat16, as vLLM serves it: no further off than without any cache
     profile    profiles/measure.py: prefill, steps by chunk and batch, copies, disk
     programs   H1's programs at two loads: fcfs, continuum, program order, without LMCache and with it;
@@ -80,21 +79,17 @@ def versions(job: Job) -> dict[str, Any]:
 
 
 def exact(job: Job) -> dict[str, Any]:
-    return tokens(job, "float32", mp=False)
-
-
-def exact_mp(job: Job) -> dict[str, Any]:
-    return tokens(job, "float32", mp=True)
+    return tokens(job, "float32")
 
 
 def rounding(job: Job) -> dict[str, Any]:
-    return tokens(job, "bfloat16", mp=False)
+    return tokens(job, "bfloat16")
 
 
-def tokens(job: Job, dtype: str, mp: bool) -> dict[str, Any]:
+def tokens(job: Job, dtype: str) -> dict[str, Any]:
     from experiments.gpu.tokens import checked
 
-    return checked(job.place.device, dtype, mp, job.out)
+    return checked(job.place.device, dtype, job.out)
 
 
 def profile(job: Job) -> dict[str, Any]:
@@ -133,7 +128,6 @@ def save(job: Job, stage: str, found: Mapping[str, Any]) -> None:
 STAGES = {
     "versions": Stage(versions, 30),
     "exact": Stage(exact, 240, timed=False),
-    "exact-mp": Stage(exact_mp, 240, timed=False),
     "rounding": Stage(rounding, 240, timed=False),
     "profile": Stage(profile, 300),
     "programs": Stage(programs, 600),

@@ -16,7 +16,6 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-import connectors.lmcache.transfer_timer as meter
 from continuum_lmcache import config
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.serve.state import COUNTS, OF_A_REPLICA
@@ -43,10 +42,8 @@ INTRODUCTION = """\
 # Metrics
 
 Written by `python -m experiments.reference`. All of them are in vLLM's own `/metrics` and carry the label
-`engine`. Those of loads and stores come from this package's LMCache connector, also under another policy
-where it serves ([mp.md](mp.md#which-connector-serves)), with vLLM's labels `model_name` and `engine`. The
-others begin with the engine's first step. Units are base units, in the name. With `--disable-log-stats`
-none is reported.
+`engine`. They begin with the engine's first step. Units are base units, in the name. With
+`--disable-log-stats` none is reported.
 
 A label `tool` is the program that a shell ran, else the tool's name: at most 20 of them, those seen three
 times first, cut to 40 plain characters. The others are `other`, and a turn without a known call is
@@ -73,9 +70,6 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     rows = [(f"{name}_total", "counter", label, text) for name, text, label in COUNTERS.values()]
     rows += [(name, "gauge", label, text) for name, text, label in GAUGES.values()]
     rows += [(name, "histogram", label, text) for name, text, label, _ in HISTOGRAMS.values()]
-    for name, text in meter.COUNTERS.items():
-        label = meter.LABELS.get(name, "")
-        rows.append((f"continuum_{name}_total", "counter", label, text.removesuffix(".")))
     rows += [
         (f"continuum_fleet_{name}_total", "counter", label, text) for name, (label, text) in COUNTS.items()
     ]

@@ -88,7 +88,7 @@ def tokens_by_source(server: Metrics, prompt_tokens: int) -> dict[str, int]:
     if "vllm:prefix_cache_hits_total" not in server:
         return {}
     found = {"gpu": server["vllm:prefix_cache_hits_total"]}
-    loaded = {t: server.get(series("continuum_loaded_tokens_total", tier=t)) for t in ("dram", "ssd")}
+    loaded = {t: server.get(series("continuum_prompt_tokens_total", tier=t)) for t in ("dram", "ssd")}
     if any(tokens is not None for tokens in loaded.values()):
         found |= {tier: tokens or 0.0 for tier, tokens in loaded.items()}
     else:

@@ -126,7 +126,6 @@ def main(
     seeds: Annotated[str, typer.Option(help="3..7, or 1,2")] = "3..7",
     programs: Annotated[int, typer.Option(min=1)] = 60,
     ssd_gbps: Annotated[float | None, typer.Option(help="of the regimes with a disk")] = None,
-    blocking: Annotated[bool, typer.Option(help="steps wait for loads and stores, as in-process")] = False,
     workers: Annotated[int, typer.Option(min=1)] = 2,
 ) -> None:
     """Print the table."""
@@ -134,7 +133,6 @@ def main(
     typer.echo("|---|---|---|---|---|")
     with ProcessPoolExecutor(workers) as pool:
         for names, regime, point in jobs(chosen(switches), regimes, programs, ssd_gbps):
-            point = replace(point, blocking=point.blocking or blocking)
             pairs = list(pool.map(partial(pair, point, names), seeds_of(seeds)))
             typer.echo(line(f"{' + '.join(names)}, {regime}", pairs))
 

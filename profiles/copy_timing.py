@@ -1,6 +1,6 @@
 """Host to device and back: how long LMCache's chunks of paged KV take to move.
 
-On a CPU machine that is connectors/lmcache/copies/on_cpu.py's own copy of whole blocks. On CUDA it is a copy
+On a CPU machine that is a copy of whole blocks. On CUDA it is a copy
 between pinned memory and a staging buffer, and the scatter into scattered blocks beside it, as
 LMCache's own connector does; there it is also timed while the GPU computes something else.
 """
@@ -8,8 +8,7 @@ LMCache's own connector does; there it is also timed while the GPU computes some
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -23,13 +22,6 @@ MATMUL_SIZE = 8192  # 20 of them keep a GPU busy for longer than a copy
 Directed = tuple[str, int]  # ("load" | "store", chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """As much of LMCache's MemoryObj as the copy path asks for."""
-
-    tensor: torch.Tensor
-
-
 class Mover(Protocol):
     """Moves chunks, named by their place in the host's pool, to or from random blocks."""
 
@@ -41,39 +33,33 @@ class Mover(Protocol):
 
 
 class CpuMover:
-    """The copy path of connectors/lmcache/copies/on_cpu.py, over pages in vLLM's CPU layout."""
+    """Copies of whole blocks, as LMCache makes them on a CPU, over pages in vLLM's CPU layout."""
 
     def __init__(self, shape: KvShape, chunk_tokens: int) -> None:
-        from connectors.lmcache.copies.on_cpu import BlockCopier
-
         values = 2 * shape.heads * shape.head_size * shape.layers
         self.chunks = max(4, POOL_BYTES // (chunk_tokens * shape.bytes_per_token))
-        self._blocks = self.chunks * chunk_tokens // shape.block_tokens
-        page = (self._blocks, shape.heads, shape.block_tokens, 2 * shape.head_size)
+        self._per_chunk = chunk_tokens // shape.block_tokens
+        self._blocks = self.chunks * self._per_chunk
+        page = (self._blocks, shape.heads * shape.block_tokens * 2 * shape.head_size)
         dtype = DTYPES[shape.value_bytes]
         self._pages = [torch.ones(page, dtype=dtype) for _ in range(shape.layers)]
-        self._host = [Chunk(torch.ones(chunk_tokens * values, dtype=dtype)) for _ in range(self.chunks)]
-        self._copier, self._shape, self._chunk_tokens = BlockCopier(shape.block_tokens), shape, chunk_tokens
+        chunk = (shape.layers, self._per_chunk, chunk_tokens * values // shape.layers // self._per_chunk)
+        self._host = [torch.ones(chunk, dtype=dtype) for _ in range(self.chunks)]
         self._draw = torch.Generator().manual_seed(0)
 
     def load(self, chunks: list[int]) -> None:
-        self._copier.batched_to_gpu(
-            *self._where(chunks), kvcaches=self._pages, slot_mapping=self._slots(chunks)
-        )
+        for chunk, blocks in self._where(chunks):
+            for page, rows in zip(self._pages, chunk, strict=True):
+                page.index_copy_(0, blocks, rows)
 
     def store(self, chunks: list[int]) -> None:
-        self._copier.batched_from_gpu(
-            *self._where(chunks), kvcaches=self._pages, slot_mapping=self._slots(chunks)
-        )
+        for chunk, blocks in self._where(chunks):
+            for page, rows in zip(self._pages, chunk, strict=True):
+                torch.index_select(page, 0, blocks, out=rows)
 
-    def _where(self, chunks: list[int]) -> tuple[list[Chunk], list[int], list[int]]:
-        starts = [i * self._chunk_tokens for i in range(len(chunks))]
-        return [self._host[i] for i in chunks], starts, [start + self._chunk_tokens for start in starts]
-
-    def _slots(self, chunks: list[int]) -> torch.Tensor:
-        blocks = len(chunks) * self._chunk_tokens // self._shape.block_tokens
-        some = torch.randperm(self._blocks, generator=self._draw)[:blocks]
-        return (some * self._shape.block_tokens).repeat_interleave(self._shape.block_tokens)
+    def _where(self, chunks: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        some = torch.randperm(self._blocks, generator=self._draw)[: len(chunks) * self._per_chunk]
+        return zip([self._host[i] for i in chunks], some.split(self._per_chunk), strict=True)
 
 
 class CudaMover:

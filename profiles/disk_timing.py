@@ -24,13 +24,22 @@ FILES = 96  # written once and read in random order
 IO_COUNTS = Path("/proc/self/io")
 
 
+def supports_odirect(directory: Path) -> bool:
+    """Whether the file system supports O_DIRECT; tmpfs and some overlays do not."""
+    probe = directory / f".odirect-{os.getpid()}"
+    try:
+        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o644))
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True
+
+
 class Files:
     """Chunk files in one folder on the disk to be measured."""
 
     def __init__(self, folder: Path, chunk_bytes: int, count: int) -> None:
-        # LMCache brings numba, which vLLM's CPU worker must not find when an engine starts (vLLM 0.32)
-        from connectors.lmcache.disk.reads import supports_odirect
-
         self.folder, self.chunk_bytes, self.count = folder, chunk_bytes, count
         self.direct = chunk_bytes % ALIGNMENT_BYTES == 0 and supports_odirect(folder)
         self._pool = ThreadPoolExecutor(THREADS)

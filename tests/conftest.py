@@ -76,17 +76,6 @@ def model() -> Path:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """LMCache's own engine between our two halves; a test may make several."""
-    pytest.importorskip("lmcache")
-    from lmcache_rig import rigs
-
-    monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")
-    with rigs(tmp_path) as make:
-        yield make
-
-
-@pytest.fixture
 def mp_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """LMCache's MP server in this process with our connector's parts; a test may make several."""
     pytest.importorskip("lmcache")

@@ -2,7 +2,7 @@
 
 A slot holds the key of a prefix: the KV of its last token, computed from the KV of all tokens before it.
 Keys move as the real worker and LMCache move KV; vLLM's scheduler, its connector calls, LMCache's adapters
-and this package's connectors are the real ones. LMCache's engine (kv_oracle_engine.py), its MP server
+and this package's connectors are the real ones. LMCache's MP server
 (kv_oracle_server.py) and the simulator's fake connector (kv_oracle_fake.py) keep keys instead of tensors. The
 model's next token is a function of the key.
 

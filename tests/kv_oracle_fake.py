@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from bench import BLOCK
 from kv_oracle import OracleBench
-from kv_oracle_engine import CHUNK
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+CHUNK = 32  # tokens; two blocks
 BYTES_PER_TOKEN = 8  # of the bench's one layer
 CHUNKS = 20  # that its DRAM has room for
 

@@ -6,10 +6,7 @@ step as vLLM's model runner drives it. An MP bench has the real server in this p
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +14,13 @@ from typing import Any
 import pytest
 import torch
 from bench import BLOCK, Bench
+from lmcache_mp_rig import Clock
 from lmcache_mp_server import PAGE, MpServer, PatientWorker, patient
-from lmcache_rig import Clock
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import parallel_state
+from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 from waiting import PATIENCE_S
 
-from connectors.lmcache.connector import ContinuumLMCacheConnector
 from connectors.lmcache_mp import connector as mp_connector
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp.startup import caller
@@ -90,25 +85,6 @@ class LMCacheBench(Bench):
         self.worker.shutdown()
 
 
-class InProcessBench(LMCacheBench):
-    """LMCache's engine in the worker. Within `one_rank`."""
-
-    connector_cls = ContinuumLMCacheConnector
-
-    def __init__(self, scheduler_cls: Any, model: Path, blocks: int, **more: Any) -> None:
-        extra = {
-            "lmcache.chunk_size": BLOCK,
-            "lmcache.max_local_cpu_size": CHUNKS * CHUNK_BYTES / GIB,
-            "lmcache.lookup_timeout_ms": int(PATIENCE_S * 1000),  # after its default, 3 s, nothing is found
-        }
-        super().__init__(scheduler_cls, model, blocks, **extra, **more)
-
-    def close(self) -> None:
-        # nothing queries it, and its close() would close a socket that its thread uses: libzmq may abort
-        self.worker._impl._manager._offload_server = None
-        super().close()
-
-
 class MpBench(LMCacheBench):
     """LMCache's MP server in this process. If it stands still for a while, nobody takes it for dead."""
 
@@ -136,16 +112,3 @@ class MpBench(LMCacheBench):
     def close(self) -> None:
         super().close()
         self.server.close()
-
-
-@contextlib.contextmanager
-def one_rank() -> Iterator[None]:
-    """vLLM's rank groups, which in-process LMCache needs: this process is every rank."""
-    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(VllmConfig()):
-        parallel_state.init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
-        parallel_state.initialize_model_parallel()
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_distributed_environment()

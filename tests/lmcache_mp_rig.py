@@ -26,7 +26,6 @@ from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache_mp_server import CHUNK, MODEL, MpServer, PatientWorker, patient
-from lmcache_rig import Clock, content
 from waiting import wait_for
 
 from connectors.lmcache_mp.load_join import MpReport
@@ -173,6 +172,15 @@ class MpEngine:
         return fresh
 
 
+class Clock:
+    """Time as a value."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class MpRig(MpEngine):
     """One server and one engine."""
 
@@ -206,3 +214,13 @@ def mp_rigs(directory: Path) -> Iterator[Callable[..., MpRig]]:
     for each in made:
         each.check()
         each.close()
+
+
+def content(tokens: Sequence[int]) -> torch.Tensor:
+    """KV with known content: every value of block i is its first token."""
+    heads = torch.tensor(tokens[: len(tokens) // CHUNK * CHUNK : CHUNK], dtype=torch.bfloat16)
+    return heads.view(-1, 1, 1, 1).expand(-1, HEADS, CHUNK, 2 * HEAD)
+
+
+def prompt(program: int, chunks: int) -> list[int]:
+    return [1 + program * 20 + i // CHUNK for i in range(chunks * CHUNK)]

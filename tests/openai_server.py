@@ -39,7 +39,7 @@ class FakeServer:
 
         self._hits = counter("vllm:prefix_cache_hits", engine)
         self._pins = counter("continuum_pins", {"outcome": "taken"})
-        self._loaded = counter("continuum_loaded_tokens", {"tier": "dram"})
+        self._loaded = counter("continuum_prompt_tokens", {"tier": "dram"})
         counter("vllm:generation_tokens", engine).inc(99)
         usage = Gauge("vllm:kv_cache_usage_perc", "", list(engine), registry=self._registry)
         usage.labels(**engine).set(0.25)

@@ -44,11 +44,6 @@ def serve(model: Path, args: list[str], **settings: Any) -> Iterator[str]:
         yield url
 
 
-def whole_chunks(disk: Path) -> set[Path]:
-    """The files of chunks that LMCache's disk tier has written."""
-    return {path for path in disk.glob("*.pt") if path.stat().st_size == CHUNK_BYTES}
-
-
 def ids(tokens: int, story: int = 0) -> list[int]:
     """A prompt of exactly this many tokens; prompts of one story are prefixes of each other."""
     return [300 + (story * 7919 + i * 104729) % 3700 for i in range(tokens)]

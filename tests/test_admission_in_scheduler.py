@@ -29,7 +29,7 @@ DRAM = {
     "kv_connector": "FakeConnector",
     "kv_connector_module_path": "connectors.fake",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK, "fake.async": True},
+    "kv_connector_extra_config": {"fake.dram_gb": 1.0, "fake.chunk_tokens": BLOCK},
 }
 
 
@@ -563,18 +563,16 @@ def test_where_memory_may_run_short_the_newest_program_is_still_the_victim(make:
     assert set(bench.preempted) == {young}, f"{old} came first"
 
 
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("tier_blocks", [96, 24])
-def test_programs_take_turns_only_where_loads_run_beside_the_steps_and_the_tier_is_large(
+@pytest.mark.parametrize("tier_blocks", [96, 24, 0])
+def test_programs_take_turns_only_where_the_tier_is_large(
     model: Path,
     settings: Any,  # noqa: F811
-    is_async: bool,
     tier_blocks: int,
 ) -> None:
     settings(policy="continuum")
-    bench = TierBench(ContinuumScheduler, model, 24, tier_blocks, is_async)
+    bench = TierBench(ContinuumScheduler, model, 24, tier_blocks)
     assert not bench.lifecycle.admission.takes_turns, "nothing is known of the programs' lengths"
     for turns in (1, 2, 70, 3, 40, 5):
         bench.lifecycle.advisor.history.observe_program(turns)
-    assert bench.lifecycle.admission.takes_turns == (is_async and tier_blocks == 96)
+    assert bench.lifecycle.admission.takes_turns == (tier_blocks == 96)
     bench.scheduler.shutdown()

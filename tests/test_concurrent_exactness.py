@@ -18,14 +18,12 @@ from experiments.exactness import (
     SETTINGS,
     WAYS,
     engine,
-    in_process,
     off_by,
-    play,
     play_all_ways,
     reference,
     sources,
+    tiers,
 )
-from experiments.swapped_loads import FLAG, SwappedLoadsConnector
 
 pytestmark = pytest.mark.real
 
@@ -42,9 +40,8 @@ def llm(model: Path, disk: Path) -> Iterator[Any]:  # noqa: ARG001
             env.setenv(name, value)
         fork_from_now_on(env.setattr)
         connector = {
-            "kv_connector": SwappedLoadsConnector.__name__,
-            "kv_connector_module_path": SwappedLoadsConnector.__module__,
-            "kv_connector_extra_config": in_process(disk, "float32"),
+            "kv_connector": "LMCacheConnectorV1",
+            "kv_connector_extra_config": tiers(disk, "float32"),
         }
         made = engine(connector)
         yield made
@@ -60,9 +57,3 @@ def test_every_token_is_what_the_model_says_without_a_cache(llm: Any) -> None:
     assert max(off) < 1e-3
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert not scheduler._lifecycle.pins.pinned and scheduler.get_kv_cache_usage() == 0.0
-
-
-def test_chunks_of_another_place_are_noticed(llm: Any, disk: Path) -> None:
-    (disk / FLAG).touch()
-    conversations, model = play(llm, 4, seed=2), reference()
-    assert max(delta for conversation in conversations for delta in off_by(conversation, model)) > 0.1

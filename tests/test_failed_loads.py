@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from bench import prompt, settings  # noqa: F401
 from tier_bench import TierBench
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
@@ -19,20 +18,20 @@ STOCK_WAITS = pytest.mark.xfail(
 )
 CLASSES = [ContinuumScheduler, ContinuumAsyncScheduler, pytest.param(Scheduler, marks=STOCK_WAITS)]
 
-Make = Callable[[Any, bool], TierBench]  # a scheduler's class, and whether its loads go on beside the steps
+Make = Callable[[Any], TierBench]
 
 
 @pytest.fixture
 def make(model: Path, settings: Any) -> Make:  # noqa: F811
     settings(policy="fcfs")
-    return lambda cls, is_async: TierBench(cls, model, blocks=24, tier_blocks=96, is_async=is_async)
+    return lambda cls: TierBench(cls, model, blocks=24, tier_blocks=96)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_request_beyond_half_of_the_memory_is_served_after_its_whole_load_failed(
     cls: Any, make: Make
 ) -> None:
-    bench = make(cls, True)
+    bench = make(cls)
     tokens = prompt(13 * 16 + 5)
     bench.turn("a", tokens)
     bench.scheduler.reset_prefix_cache()
@@ -48,7 +47,7 @@ def test_a_failed_asynchronous_load_evicts_no_block(
     cls: Any, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of its blocks is in the prefix cache yet, and vLLM's own tests count the calls."""
-    bench, evicted = make(cls, True), list[set[int]]()
+    bench, evicted = make(cls), list[set[int]]()
     tokens = prompt(6 * 16 + 5)
     bench.turn("a", tokens)
     bench.scheduler.reset_prefix_cache()
@@ -63,7 +62,7 @@ def test_a_failed_asynchronous_load_evicts_no_block(
 @pytest.mark.parametrize("cls", CLASSES)
 def test_loads_that_came_run_before_the_retry_of_one_that_failed(cls: Any, make: Make) -> None:
     """The retry needs the memory that is reserved for them, and they are after it in the queue."""
-    bench = make(cls, True)
+    bench = make(cls)
     wanted = {"a": (5, 10), "b": (2, 4), "c": (6, 15)}  # blocks that the tier has, of so many
     prompts = {job: prompt(whole * 16 - 4, story) for story, (job, (_, whole)) in enumerate(wanted.items())}
     for job, (held, _) in wanted.items():
@@ -74,25 +73,3 @@ def test_loads_that_came_run_before_the_retry_of_one_that_failed(cls: Any, make:
     for _ in range(60):
         bench.step()
     assert bench.failed == 1 and again <= set(bench.done)
-
-
-STOCK_ASYNC = pytest.param(AsyncScheduler, marks=pytest.mark.xfail(strict=True, reason="vllm#49250"))
-
-
-@pytest.mark.parametrize("cls", [*CLASSES[:2], STOCK_ASYNC])
-def test_after_a_load_within_a_step_failed_the_prompt_is_computed_from_its_start(
-    cls: Any, make: Make
-) -> None:
-    """vLLM continues in place: with steps ahead it counts tokens from the failed load as new, and the
-    request never ends; on GPUs its runner reads the wrong tokens (vllm-project/vllm#49250).
-    """
-    bench = make(cls, False)
-    tokens = prompt(4 * 16 + 5)
-    bench.turn("a", tokens)
-    bench.scheduler.reset_prefix_cache()
-    bench.failing = 2  # a retry that loads fails too
-    again = bench.send("a", tokens, out=9)
-    while not bench.failed:
-        bench.step()
-    assert sum(bench.step() for _ in range(40)) == len(tokens) + 8
-    assert bench.done[again] == [*tokens, *[7] * 9] and bench.failed == 1

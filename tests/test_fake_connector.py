@@ -157,7 +157,7 @@ def test_a_rule_decides_how_far_a_prompt_is_loaded(in_dram: int, on_disk: int, l
     assert len(copies) * 8 == loaded
     assert not meta.stores, "every chunk's bytes are kept already"
     planner.store.check()
-    assert planner.store.locate(chunk_names(range(32), 8)).dram_tokens == 32
+    assert planner.store.locate(0.0, chunk_names(range(32), 8)).dram_tokens == 32
 
 
 def test_a_rule_is_asked_where_the_offered_tokens_lie() -> None:
@@ -187,8 +187,8 @@ def test_tenants_and_adapters_do_not_share() -> None:
         ({"fake.dram_gb": "1"}, "fake.dram_gb is '1'; it must be a number"),
         ({"fake.chunk_tokens": 0}, "fake.chunk_tokens is 0; it must be a whole number"),
         ({"fake.chunk_tokens": 2.5}, "fake.chunk_tokens is 2.5"),
-        ({"fake.async": 1}, "fake.async is 1; it must be true or false"),
-        ({"fake.load_async": True}, "unknown key fake.load_async"),
+        ({"fake.sleep": 1}, "fake.sleep is 1; it must be true or false"),
+        ({"fake.async": True}, "unknown key fake.async"),
     ],
 )
 def test_a_setting_that_cannot_be_meant_is_refused(extra: dict[str, Any], says: str) -> None:
@@ -197,8 +197,8 @@ def test_a_setting_that_cannot_be_meant_is_refused(extra: dict[str, Any], says: 
 
 
 def test_settings_of_others_are_left_alone() -> None:
-    config = FakeConfig.load({"fake.async": True, "fake.ssd_gb": 2, "continuum.policy": "fcfs"})
-    assert config == FakeConfig(load_async=True, ssd_gb=2)
+    config = FakeConfig.load({"fake.sleep": True, "fake.ssd_gb": 2, "continuum.policy": "fcfs"})
+    assert config == FakeConfig(sleep=True, ssd_gb=2)
 
 
 def test_chunks_must_be_whole_blocks() -> None:

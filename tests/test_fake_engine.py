@@ -80,10 +80,9 @@ def a_prompt(seed: int) -> list[int]:
     return [draw.randrange(10, 4000) for _ in range(HIT_TOKENS + 64)]
 
 
-@pytest.mark.parametrize("load_async", [False, True], ids=["sync", "async"])
-def test_a_reload_from_dram_or_disk_gives_the_tokens_of_a_prefix_hit(model: Path, load_async: bool) -> None:
+def test_a_reload_from_dram_or_disk_gives_the_tokens_of_a_prefix_hit(model: Path) -> None:
     prompt = a_prompt(0)
-    with an_engine(model, **{"async": load_async}) as engine:
+    with an_engine(model) as engine:
         engine.generate(prompt)
         reference = engine.generate(prompt)
         assert engine.loaded_tokens() == 0

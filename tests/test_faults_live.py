@@ -21,13 +21,13 @@ import httpx
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import BLOCK, CHUNK_BYTES, CHUNK_GIB, Answer, Server, ids, serve, whole_chunks
+from serving import BLOCK, CHUNK_GIB, Server, ids, serve
 from waiting import PATIENCE_S, wait_for
 
 from continuum_lmcache.programs.identity import REFUSED
 from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.report.page import page
-from experiments.server import processes
+from experiments.server import processes, reserved_port
 
 pytestmark = pytest.mark.real
 
@@ -35,7 +35,6 @@ CANARY = "zanzibarquokka"  # in prompts, outputs and ids, and in no file
 TTL_S = 1.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", "24", "--scheduling-policy", "continuum")
 DRAIN = ("--shutdown-timeout", "120")  # vLLM's default, 0, kills the engine at once and lets clients hang
-HALF_A_CHUNK_BYTES = CHUNK_BYTES // 2
 STORIES = itertools.count(1000)
 MANY = 100
 
@@ -45,10 +44,6 @@ class Faulty(Server):
     """A server whose folders and processes a test can reach."""
 
     folder: Path
-
-    @property
-    def disk(self) -> Path:
-        return self.folder / "disk"
 
     @property
     def run(self) -> Path:
@@ -64,31 +59,6 @@ class Faulty(Server):
             return httpx.get(f"{self.url}/health", timeout=PATIENCE_S).status_code == 200
         except httpx.TransportError:
             return False
-
-    def lost(self, cause: str) -> float:
-        return self.metric("continuum_lost_chunks_total", cause=cause)
-
-    def loaded(self, tier: str) -> float:
-        return self.metric("continuum_loaded_tokens_total", tier=tier)
-
-    def push_out(self) -> None:
-        """More than the GPU's cache holds, and more than LMCache's DRAM.
-
-        A chunk leaves DRAM once the disk has taken or refused it. Until then no other chunk has room there.
-        """
-        for _ in range(2):
-            files, unwritten = whole_chunks(self.disk), self.lost("unwritten")
-            self.complete(ids(12 * BLOCK, next(STORIES)), out=1)
-            wait_for(
-                lambda files=files, unwritten=unwritten: self.took_or_refused(files, unwritten) >= 6,
-                "6 chunks are written or refused",
-                every_s=0.1,
-            )
-
-    def took_or_refused(self, files: set[Path], unwritten: float) -> float:
-        """Chunks that the disk has written or refused since there were these files and this count."""
-        self.complete(ids(4), out=1)  # the count comes with a step
-        return len(whole_chunks(self.disk) - files) + self.lost("unwritten") - unwritten
 
 
 @pytest.fixture(scope="module")
@@ -118,10 +88,10 @@ def faulty(model: Path, folder: Path) -> Iterator[Faulty]:
                 "kv_connector": "LMCacheConnectorV1",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {
+                    "lmcache.mp.port": reserved_port(),
                     "lmcache.max_local_cpu_size": 10 * CHUNK_GIB,
                     "lmcache.local_disk": f"file://{folder}/disk/",
                     "lmcache.max_local_disk_size": 1,
-                    "lmcache.lookup_timeout_ms": int(PATIENCE_S * 1000),  # after 3 s nothing is found
                     "continuum.policy": "experiments.policies:always_loads",  # a load rarely pays here
                     "continuum.static_ttl_s": TTL_S,
                     "continuum.run_output_dir": f"{folder}/run",
@@ -133,95 +103,6 @@ def faulty(model: Path, folder: Path) -> Iterator[Faulty]:
     with serve(model, args, log=folder / "server.log") as url:
         server = Faulty(url, folder)
         yield server
-
-
-def cold_and_stored(server: Faulty) -> tuple[list[int], Answer, list[Path]]:
-    """A prompt of three chunks and half a block, its answer, and the files of its chunks."""
-    before = whole_chunks(server.disk)
-    prompt = ids(6 * BLOCK + 64, next(STORIES))
-    answer = server.complete(prompt)
-    wait_for(lambda: len(whole_chunks(server.disk) - before) >= 3, "3 chunks are written", every_s=0.05)
-    return prompt, answer, sorted(whole_chunks(server.disk) - before)
-
-
-def test_without_a_fault_the_disk_gives_back_what_it_got(server: Faulty) -> None:
-    def lost() -> float:
-        return sum(server.lost(cause) for cause in ("missing", "corrupt", "unwritten"))
-
-    lost_before = lost()
-    prompt, cold, _ = cold_and_stored(server)
-    before = server.loaded("ssd")
-    server.push_out()
-    again = server.complete(prompt)
-    wait_for(lambda: server.loaded("ssd") - before == 6 * BLOCK, "all came from the disk", every_s=0.1)
-    assert again.output[0] == cold.output[0], "the same context, split elsewhere: nearly the same logits"
-    assert lost() == lost_before
-
-
-def flip(path: Path) -> None:
-    changed = bytearray(path.read_bytes())
-    changed[len(changed) // 2] ^= 64
-    path.write_bytes(changed)
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:HALF_A_CHUNK_BYTES])
-
-
-@pytest.mark.parametrize(
-    ("damage", "cause"),
-    [(flip, "corrupt"), (cut, "missing"), (Path.unlink, "missing")],
-    ids=["flip", "cut", "gone"],
-)
-def test_damaged_chunk_files_are_computed_again_to_the_last_bit(
-    server: Faulty, damage: object, cause: str
-) -> None:
-    prompt, cold, files = cold_and_stored(server)
-    before = server.lost(cause)
-    server.push_out()
-    for path in files:
-        damage(path)
-    again = server.complete(prompt)
-    assert (again.output, again.logprobs) == (cold.output, cold.logprobs)
-    wait_for(lambda: server.lost(cause) > before, f"{cause} is counted", every_s=0.1)
-
-
-@contextlib.contextmanager
-def full_disk(server: Faulty) -> Iterator[None]:
-    """No file of the server may grow beyond half a chunk: like a full disk."""
-    assert (server.folder / "server.log").stat().st_size < HALF_A_CHUNK_BYTES / 2, "the log would stop too"
-    for process in server.processes:
-        process.rlimit(psutil.RLIMIT_FSIZE, (HALF_A_CHUNK_BYTES, psutil.RLIM_INFINITY))
-    yield
-    for process in server.processes:
-        process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
-
-
-@contextlib.contextmanager
-def no_disk(server: Faulty) -> Iterator[None]:
-    """The folder of the disk tier is gone."""
-    shutil.rmtree(server.disk)
-    yield
-    server.disk.mkdir()
-
-
-@pytest.mark.parametrize("fault", [full_disk, no_disk])
-def test_a_disk_that_takes_nothing_costs_a_recompute_and_is_used_again_when_it_can(
-    server: Faulty, fault: object
-) -> None:
-    before = server.lost("unwritten")
-    with fault(server):
-        prompt = ids(6 * BLOCK + 64, next(STORIES))
-        cold = server.complete(prompt)
-        server.push_out()
-        again = server.complete(prompt)
-        assert (again.output, again.logprobs) == (cold.output, cold.logprobs)
-        wait_for(lambda: server.lost("unwritten") >= before + 3, "3 were not written", every_s=0.1)
-    prompt, *_ = cold_and_stored(server)
-    loaded = server.loaded("ssd")
-    server.push_out()
-    server.complete(prompt)
-    wait_for(lambda: server.loaded("ssd") - loaded == 6 * BLOCK, "all came from the disk", every_s=0.1)
 
 
 # ids and text of clients --------------------------------------------------------------------------

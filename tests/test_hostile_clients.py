@@ -60,24 +60,21 @@ KV_TRANSFER_PARAMS: list[Any] = [  # of these that are no mapping, vLLM passes o
 ]
 
 
-@pytest.mark.parametrize("is_mp", [True, False], ids=["MP", "in-process"])
 @pytest.mark.parametrize("params", KV_TRANSFER_PARAMS, ids=str)
 def test_no_kv_transfer_params_end_an_engine_with_lmcache(
     model: Path,
     settings: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    is_mp: bool,
     params: Any,
 ) -> None:
     """They come from any client of the API, to LMCache's own adapters. One of the turns leaves at once."""
     pytest.importorskip("lmcache")
-    from kv_oracle_engine import CHUNK, EngineBench
+    from kv_oracle_fake import CHUNK
     from kv_oracle_server import ServerBench, in_one_process
 
     settings(policy="continuum")
     in_one_process(monkeypatch)
-    kind = ServerBench if is_mp else EngineBench
-    bench = kind(ContinuumScheduler, model, False, 80, chunk=CHUNK)
+    bench = ServerBench(ContinuumScheduler, model, False, 80, chunk=CHUNK)
     for _ in range(2):
         bench.turn("a", prompt(6 * CHUNK), 9, kv_transfer_params=deepcopy(params))
         bench.scheduler.reset_prefix_cache()
@@ -260,7 +257,7 @@ def victims_p95_s(attackers_say: str) -> float:
         machine=replace(MACHINES["a100"], kv_tokens=40_960),
         shared_tokens=0,
         continuum={"max_tenant_share": 0.5, "program_idle_s": 300},
-        tiers={"dram_gb": 8.0, "async": True},
+        tiers={"dram_gb": 8.0},
     )
     victims = [agent(f"v{i}", i * 1.5, "tenant:victims") for i in range(10)]
     others = [agent(f"x{i}", i * 3.0, f"tenant:attacker{attackers_say}") for i in range(6)]

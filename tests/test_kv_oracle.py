@@ -18,18 +18,14 @@ pytest.importorskip("lmcache")
 import vllm
 from bench import BLOCK, prompt
 from bench import settings as settings_of  # noqa: F401
-from kv_oracle_engine import CHUNK, EngineBench, StockEngineBench
-from kv_oracle_fake import FakeBench
+from kv_oracle_fake import CHUNK, FakeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-import connectors.lmcache.connector
-from connectors.lmcache.load_check import LoadCheck
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
-Make = Callable[..., EngineBench]
 MakeMp = Callable[..., ServerBench]
 STOCK = (Scheduler, AsyncScheduler)
 OURS = (ContinuumScheduler, ContinuumAsyncScheduler)
@@ -55,17 +51,6 @@ NOT_ON_0_30 = f"{V1} {V2}" if vllm.__version__.startswith("0.30.") else ""
 
 
 @pytest.fixture
-def make(model: Path, settings_of: Any) -> Make:  # noqa: F811
-    settings_of(policy="fcfs")
-
-    def build(cls: Any, is_v2: bool, **more: Any) -> EngineBench:
-        kind = StockEngineBench if cls in STOCK else EngineBench
-        return kind(cls, model, is_v2, **{"blocks": 40, **more})
-
-    return build
-
-
-@pytest.fixture
 def make_mp(model: Path, settings_of: Any, monkeypatch: pytest.MonkeyPatch) -> MakeMp:  # noqa: F811
     settings_of(policy="fcfs")
     in_one_process(monkeypatch)
@@ -77,12 +62,11 @@ def make_mp(model: Path, settings_of: Any, monkeypatch: pytest.MonkeyPatch) -> M
     return build
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_connector_that_loads_nothing_is_found_out(model: Path, settings_of: Any, is_async: bool) -> None:  # noqa: F811
+def test_a_connector_that_loads_nothing_is_found_out(model: Path, settings_of: Any) -> None:  # noqa: F811
     """The simulator's connector, with that setting."""
     settings_of(policy="fcfs")
     for corrupt in (False, True):
-        settings = {"fake.async": is_async, "fake.corrupt": corrupt}
+        settings = {"fake.corrupt": corrupt}
         bench = FakeBench(ContinuumScheduler, model, True, settings=settings)
         if not corrupt:
             all_but_one(bench)
@@ -91,163 +75,11 @@ def test_a_connector_that_loads_nothing_is_found_out(model: Path, settings_of: A
             all_but_one(bench)
 
 
-# ---- in-process
-
-
-def resumed(bench: EngineBench) -> None:
-    bench.send("a", prompt(40), 120)
-    for _ in range(70):
-        bench.step()
-    bench.preempt_all()
-    bench.run_until_idle()
-
-
-def all_but_one(bench: Any, rest: int = 0) -> None:
-    tokens = prompt(3 * CHUNK + rest)
+def all_but_one(bench: Any) -> None:
+    tokens = prompt(3 * CHUNK)
     bench.turn("a", tokens)
     bench.scheduler.reset_prefix_cache()
     bench.turn("a", tokens, out=4)
-
-
-@cases("LMCache is told of a resumed turn's prompt alone, and loads no more", V1)
-def test_a_resumed_turn_loads_what_it_had_generated(cls: Any, is_v2: bool, make: Make) -> None:
-    """The V2 runner gets it as a new one, with its prompt only; LMCache had looked up all its tokens."""
-    bench = make(cls, is_v2, blocks=60)
-    resumed(bench)
-    assert bench.lmcache.loads == 1 and bench.lmcache.loaded_tokens > 40, "more than its prompt"
-
-
-@cases("LMCache takes a resumed turn's tokens below min_retrieve_tokens for computed", V2)
-def test_a_resumed_turn_that_finds_less_than_is_worth_a_load_computes_it(
-    cls: Any, is_v2: bool, make: Make
-) -> None:
-    bench = make(cls, is_v2, blocks=60, settings={"min_retrieve_tokens": 1000})
-    resumed(bench)
-    assert bench.lmcache.loads == 0
-
-
-@cases("LMCache rounds a capped load down to chunks, but not what it tells vLLM")
-def test_a_load_with_a_cap_ends_at_a_chunk(cls: Any, is_v2: bool, make: Make) -> None:
-    bench = make(cls, is_v2, settings={"max_tokens_per_load": 2 * CHUNK})
-    tokens = prompt(6 * CHUNK)
-    bench.turn("a", tokens)
-    bench.scheduler.reset_prefix_cache()
-    bench.turn("b", tokens[: BLOCK + 1])
-    bench.turn("c", tokens)
-
-
-@cases("LMCache loads nothing where there is no attention metadata", V1)
-@pytest.mark.parametrize("rest", [0, 1])
-def test_a_load_of_all_but_one_token_is_made_where_a_full_graph_is_replayed(
-    cls: Any, is_v2: bool, rest: int, make: Make
-) -> None:
-    bench = make(cls, is_v2)
-    all_but_one(bench, rest)
-    assert (bench.lmcache.loads, bench.worker.replays) == (1, int(is_v2))
-
-
-@pytest.mark.parametrize(
-    ("without", "events"), [("with_all_tokens", resumed), ("with_attn_metadata", all_but_one)]
-)
-@pytest.mark.parametrize("cls", OURS)
-def test_a_load_that_lmcache_skips_is_found_out_and_computed(
-    cls: Any, without: str, events: Callable[[EngineBench], None], make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each way to skip one, without its protection; without the check too, tokens are wrong."""
-    monkeypatch.setattr(connectors.lmcache.connector, without, lambda it: it)
-    events(make(cls, True, blocks=60))
-    monkeypatch.setattr(LoadCheck, "loaded", lambda *_: None)
-    with pytest.raises(AssertionError, match="KV of other tokens"):
-        events(make(cls, True, blocks=60))
-
-
-@cases("LMCache stores what was computed beside a failed load")
-def test_what_was_computed_beside_a_failed_load_is_not_stored(cls: Any, is_v2: bool, make: Make) -> None:
-    """vLLM computes it again, but LMCache would keep the first copy, which attended to missing KV."""
-    bench = make(cls, is_v2)
-    tokens = prompt(5 * CHUNK + 8)
-    bench.turn("a", tokens[: 3 * CHUNK])
-    bench.scheduler.reset_prefix_cache()
-    bench.lmcache.losing = 1
-    bench.turn("b", tokens, out=9)
-    bench.scheduler.reset_prefix_cache()
-    bench.turn("c", tokens, out=9)
-    assert bench.lmcache.lost == 1 and bench.lmcache.loads == 2  # the retry computes
-
-
-def losing_one(bench: EngineBench) -> list[int]:
-    """LMCache has the first half of this prompt, and will load one chunk of it."""
-    tokens = prompt(8 * CHUNK + 5)
-    bench.turn("a", tokens[: 4 * CHUNK])
-    bench.scheduler.reset_prefix_cache()
-    bench.lmcache.losing = 1
-    return tokens
-
-
-def asked_again(bench: EngineBench, tokens: list[int]) -> None:
-    """By two more requests, without LMCache."""
-    bench.lmcache.spoilt.clear()
-    bench.lmcache.chunks.clear()
-    bench.turn("y", tokens[: 4 * CHUNK + 8])
-    bench.turn("z", tokens, out=5)
-    assert bench.lmcache.lost == 1
-
-
-@cases("LMCache fails on a resumed turn whose hit vLLM does not let it read", f"{V2} {NOT_ON_0_30}")
-def test_a_resumed_turn_that_may_not_read_the_prefix_cache_is_computed_again(
-    cls: Any, is_v2: bool, make: Make
-) -> None:
-    bench = make(cls, is_v2, blocks=60, budget_tokens=64)
-    tokens = prompt(12 * CHUNK + 5)
-    bench.turn("a", tokens[: 7 * CHUNK])
-    bench.send("d", prompt(5, 9), 60)
-    bench.send("c", tokens, 9, skip_reading_prefix_cache=True)
-    for _ in range(10):
-        bench.step()
-    bench.preempt_all()
-    bench.run_until_idle()
-
-
-POLICIES = pytest.mark.parametrize("failure_policy", ["recompute", "fail"])
-
-
-@pytest.fixture
-def unspoilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LMCache's chunks are another case."""
-    monkeypatch.setattr(EngineBench, "spoilt", lambda _: [])
-
-
-@cases("vLLM leaves in its prefix cache what another computed on a failed load's blocks: vllm#49250")
-@POLICIES
-@pytest.mark.usefixtures("unspoilt")
-def test_nobody_hits_what_a_turn_computed_on_blocks_whose_load_failed_for_another(
-    cls: Any, is_v2: bool, failure_policy: str, make: Make
-) -> None:
-    bench = make(cls, is_v2, failure_policy=failure_policy)
-    tokens = losing_one(bench)
-    bench.send("b", tokens[: 4 * CHUNK + 8])
-    bench.send("c", tokens)
-    bench.run_until_idle()
-    asked_again(bench, tokens)
-
-
-@cases("vLLM strikes nothing from its prefix cache when nobody holds it any more")
-@POLICIES
-@pytest.mark.usefixtures("unspoilt")
-def test_nobody_hits_the_blocks_of_a_failed_load_whose_client_left_within_the_step(
-    cls: Any, is_v2: bool, failure_policy: str, make: Make
-) -> None:
-    bench = make(cls, is_v2, failure_policy=failure_policy)
-    tokens = losing_one(bench)
-    leave_within_a_step(bench, bench.send("b", tokens))
-    asked_again(bench, tokens)
-
-
-def leave_within_a_step(bench: Any, leaving: str) -> None:
-    bench.scheduled = lambda _: bench.scheduler.finish_requests(leaving, RequestStatus.FINISHED_ABORTED)
-    bench.step()
-    bench.scheduled = lambda _: None
-    bench.run_until_idle()
 
 
 # ---- LMCache's MP mode

@@ -3,7 +3,7 @@
     ORACLE_STEPS=1000000 ORACLE_SEED=7 python -m pytest -s tests/test_kv_oracle_machine.py
     ORACLE_STOCK=1 ...      # vLLM's own scheduler and LMCache's own connectors: shows their known faults
 
-LMCache in-process and its MP mode, and the simulator's fake connector; vLLM's V1 and V2 model runners; one
+LMCache's server, and the simulator's fake connector; vLLM's V1 and V2 model runners; one
 and two steps in flight; with and without drafts; chunks of 32 tokens, and of 256 as on a GPU.
 """
 
@@ -28,7 +28,6 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from kv_oracle import FULL, FULL_AND_PIECEWISE, PIECEWISE
-from kv_oracle_engine import EngineBench, StockEngineBench
 from kv_oracle_fake import FakeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -49,11 +48,10 @@ STEPS = int(os.environ.get("ORACLE_STEPS", "6000"))
 SEED = int(os.environ.get("ORACLE_SEED", "0"))
 IS_STOCK = bool(os.environ.get("ORACLE_STOCK"))
 ADAPTERS = {
-    "in-process": StockEngineBench if IS_STOCK else EngineBench,
     "MP": StockServerBench if IS_STOCK else ServerBench,
     "fake": FakeBench,
 }
-MIX = ["MP", "MP", "MP", "in-process", "in-process", "fake"]
+MIX = ["MP", "MP", "MP", "fake"]
 SCHEDULERS = (Scheduler, AsyncScheduler) if IS_STOCK else (ContinuumScheduler, ContinuumAsyncScheduler)
 SMALL, AS_ON_GPUS = (32, 18, 64), (256, 72, 256)  # tokens of a chunk, blocks, tokens of a step
 SERVER_TROUBLE = st.sampled_from(["slow", "slow", "silent", "silent", "killed"])
@@ -77,8 +75,6 @@ class Machine(RuleBasedStateMachine):
         graphs=st.sampled_from([FULL_AND_PIECEWISE, FULL_AND_PIECEWISE, FULL, PIECEWISE]),
         is_eager=st.booleans(),
         fails=RARELY,
-        cap=st.sampled_from([0, 0, 2]),
-        least=st.sampled_from([0, 0, 40]),
         lag=st.sampled_from([0, 4, 16, 60]),
         knows_all=st.booleans(),
     )
@@ -92,13 +88,10 @@ class Machine(RuleBasedStateMachine):
         graphs: str,
         is_eager: bool,
         fails: bool,
-        cap: int,
-        least: int,
         lag: int,
         knows_all: bool,
     ) -> None:
-        """`cap`: chunks of a load at most; `least`: tokens of one at least; `lag`: ticks of the server, which
-        says that it `knows_all` that its tiers hold."""
+        """`lag`: ticks of the server, which says that it `knows_all` that its tiers hold."""
         self.chunk, blocks, budget_tokens = sizes
         self.is_async, self.drafts, self.session = is_async, drafts, ""
         self.context_tokens = blocks * BLOCK * 3 // 4  # of one turn, at most
@@ -115,8 +108,7 @@ class Machine(RuleBasedStateMachine):
             failure_policy="fail" if fails or IS_STOCK else "recompute",
             settings={
                 "MP": {"lmcache.mp.eager_prefetch": is_eager},
-                "in-process": {"max_tokens_per_load": cap * self.chunk, "min_retrieve_tokens": least},
-                "fake": {"fake.async": is_eager},
+                "fake": {},
             }[adapter],
         )
         self.bench.lmcache.lag, self.bench.lmcache.knows_all = lag, knows_all
@@ -356,9 +348,8 @@ def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
     in_one_process(monkeypatch)
     run_machine(model, STEPS)
     common = (
-        "loads, in-process",
         "loads, MP",
-        "short loads, in-process",
+        "short loads, MP",
         "replays",
         "resumed",
         "sessions went on",

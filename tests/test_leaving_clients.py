@@ -1,4 +1,4 @@
-"""A client leaves, in any state of its request: over the fake, LMCache in-process and LMCache's MP server.
+"""A client leaves, in any state of its request: over the fake and LMCache's server.
 
 vLLM's real scheduler and, for LMCache, both halves of its real adapters (lmcache_bench.py). In every
 state, the engine then serves the next request and all memory is free again.
@@ -19,7 +19,7 @@ pytest.importorskip("lmcache")
 from bench import Bench, prompt
 from bench import settings as settings  # a fixture
 from lmcache.v1.multiprocess.futures import MessagingFuture
-from lmcache_bench import InProcessBench, MpBench, one_rank
+from lmcache_bench import MpBench
 from tier_bench import TierBench, check_books
 from vllm.v1.request import RequestStatus
 from waiting import PATIENCE_S
@@ -29,17 +29,10 @@ from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, Con
 BLOCKS = 24
 KNOWN = prompt(100, 50)  # the tiers hold its whole blocks
 ADAPTERS: dict[str, Callable[[Any, Path, Path], Bench]] = {
-    "fake": lambda cls, model, _: TierBench(cls, model, BLOCKS, 400, is_async=True),
-    "in-process": lambda cls, model, _: InProcessBench(cls, model, BLOCKS),
+    "fake": lambda cls, model, _: TierBench(cls, model, BLOCKS, 400),
     "mp": lambda cls, model, folder: MpBench(cls, model, BLOCKS, folder),
 }
 CLASSES = [ContinuumScheduler, ContinuumAsyncScheduler]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[None]:
-    with one_rank():
-        yield
 
 
 @pytest.fixture
@@ -48,7 +41,6 @@ def make(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     settings: Any,
-    ranks: None,  # noqa: ARG001
 ) -> Iterator[Callable[[str, Any], Bench]]:
     """A bench over an adapter, whose tiers hold KNOWN and whose GPU does not."""
     monkeypatch.setenv("LMCACHE_TRACK_USAGE", "false")

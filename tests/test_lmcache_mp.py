@@ -20,6 +20,7 @@ pytest.importorskip("lmcache")
 
 import grpc
 import msgspec
+import torch
 from contract.test_tier_store import Programs
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,9 +32,15 @@ from lmcache.v1.distributed.storage_controllers.utils import L2AdapterDescriptor
 from lmcache.v1.multiprocess.futures import MessagingFuture
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallResponse
 from lmcache.v1.multiprocess.token_hasher import TokenHasher
-from lmcache_mp_rig import MpEngine, MpRig, op
+from lmcache_mp_rig import Clock, MpEngine, MpRig, op, prompt
 from lmcache_mp_server import CHUNK, MODEL, PAGE, MpServer, patient
-from lmcache_rig import Clock, prompt
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
 from waiting import wait_for
 
 from connectors.lmcache_mp import connector, startup, tier_mirror
@@ -54,6 +61,7 @@ from connectors.lmcache_mp.tier_mirror import (
 from connectors.lmcache_mp.wire import ChangesReply, ChangesRequest, LookupResult
 from continuum_lmcache import __version__
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
@@ -479,11 +487,11 @@ def test_the_server_leaves_out_a_store_that_comes_too_late(
 
 
 def test_a_load_is_reported_by_tier_when_both_sides_have_reported_it() -> None:
-    load = KVTransfer(Tier.DRAM, "load", 400, 4000, 0.4, "r", in_step=False)
+    load = KVTransfer(Tier.DRAM, "load", 400, 4000, 0.4, "r")
     lookup = LookupResult(1, "r", 100, 300, 0.9)
     expected = [
-        KVTransfer(Tier.DRAM, "load", 100, 1000, 0.1, "r", in_step=False),
-        KVTransfer(Tier.SSD, "load", 300, 3000, 1.2, "r", in_step=False),
+        KVTransfer(Tier.DRAM, "load", 100, 1000, 0.1, "r"),
+        KVTransfer(Tier.SSD, "load", 300, 3000, 1.2, "r"),
     ]
     for loads, lookups in ([load], []), ([], [lookup]):
         book = LoadLookupJoin()
@@ -645,6 +653,37 @@ def test_sleep_mode_is_refused_where_the_server_maps_the_workers_memory(
     monkeypatch.setattr(connector, "translate", lambda *_: None)
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
         ContinuumLMCacheMPConnector.check_settings(config)
+
+
+def test_kv_bytes_are_those_that_vllm_keeps_for_each_layer():
+    """DeepSeek V3.2: 656 bytes a token of `fp8_ds_mla`, not 576 values of a byte, and 132 of its indexer."""
+    main = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.uint8}
+    mla = MLAAttentionSpec(**main, head_size=576, state_content_bytes=656, cache_dtype_str="fp8_ds_mla")
+    indexer = MLAAttentionSpec(**main, head_size=132)
+    one = KVCacheGroupSpec(["a", "b"], mla)
+    assert kv_bytes_per_token(KVCacheConfig(9, [], [one])) == 2 * 656
+    both = UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs={"a": mla, "a.indexer": indexer})
+    config = KVCacheConfig(9, [], [KVCacheGroupSpec(["a", "a.indexer"], both)])
+    assert kv_bytes_per_token(config) == 656 + 132
+    sizes = {"a": 64 * 656, "a.indexer": 64 * 132}
+    pages = [KVCacheTensor(9 * n, [name], 9 * n, n) for name, n in sizes.items()]
+    config = KVCacheConfig(9, pages, [KVCacheGroupSpec(["a", "a.indexer"], mla)])  # a scheduler's
+    assert kv_bytes_per_token(config) == 656 + 132
+
+
+@pytest.mark.parametrize(
+    ("lora", "embeds", "reason"),
+    [
+        (object(), False, "does not tell LoRA adapters apart.*drop --enable-lora"),
+        (None, True, "does not tell prompt embeddings apart.*drop --enable-prompt-embeds"),
+    ],
+)
+def test_prompts_whose_kv_depends_on_more_than_tokens_are_refused(
+    lora: object, embeds: bool, reason: str
+) -> None:
+    model = SimpleNamespace(enable_prompt_embeds=embeds, enable_sleep_mode=False)
+    with pytest.raises(ConfigError, match=reason):
+        ContinuumLMCacheMPConnector.check_settings(SimpleNamespace(lora_config=lora, model_config=model))
 
 
 ANSWER = ChangesReply("e", 0, True, [], [], 1, None, 1, 300.0, "blake3")

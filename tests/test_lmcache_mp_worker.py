@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("lmcache")
 
 from lmcache.integration.vllm.vllm_multi_process_adapter import LoadStoreOp
-from lmcache_rig import Clock
+from lmcache_mp_rig import Clock
 
 from connectors.lmcache_mp.transfer_watch import WatchedFuture
 from connectors.lmcache_mp.worker import MpWorkerSide

@@ -43,7 +43,7 @@ def rotation(round_s: float = 30.0) -> list[Program]:
 
 
 def engine(tiers: dict[str, Any] | None, profile: Path) -> Setup:
-    return Setup("program-fcfs", tiers, {"profile": str(profile)}, A100, shared_tokens=0, store_stalls=True)
+    return Setup("program-fcfs", tiers, {"profile": str(profile)}, A100, shared_tokens=0)
 
 
 def a_profile(folder: Path, ssd_gbps: float = SLOW_GBPS, samples: int = 30) -> Path:
@@ -112,23 +112,19 @@ def test_a_dram_that_loses_every_context_before_its_return_costs_no_more_than_it
     assert ratio(returns(simulate(rotation(), engine(tiers, profile))), without) < 1.06
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["in the step", "beside the steps"])
-def test_every_decision_is_counted_once_a_placed_turn(tmp_path: Path, beside: bool) -> None:
-    found = counts(engine({**DISK_ONLY, "async": beside}, a_profile(tmp_path)))
+def test_every_decision_is_counted_once_a_placed_turn(tmp_path: Path) -> None:
+    found = counts(engine(DISK_ONLY, a_profile(tmp_path)))
     assert sum(found.values()) == PROGRAMS * (TURNS - 1)
     assert found["recompute"] >= 0.9 * sum(found.values())
 
 
-@pytest.mark.parametrize(("beside", "decision"), [(False, "recompute"), (True, "load")])
-def test_a_slow_load_is_taken_if_others_would_wait_for_the_prefill_and_not_for_it(
-    tmp_path: Path, beside: bool, decision: str
-) -> None:
+def test_a_slow_load_is_taken_if_others_would_wait_for_the_prefill_and_not_for_it(tmp_path: Path) -> None:
     """The disk takes twice as long as computing; up to five others are there, four contexts fit the GPU."""
-    tiers = {**DISK_ONLY, "ssd_load_gbps": 2 * SLOW_GBPS, "async": beside}
+    tiers = {**DISK_ONLY, "ssd_load_gbps": 2 * SLOW_GBPS}
     setup = engine(tiers, a_profile(tmp_path, 2 * SLOW_GBPS))
     roomy = replace(setup, machine=replace(A100, kv_tokens=32_000))
     found = counts(roomy, rotation(round_s=0.5))
-    assert found[decision] >= 0.9 * sum(found.values()) > 20
+    assert found["load"] >= 0.9 * sum(found.values()) > 20
 
 
 def long_answers() -> list[Program]:
@@ -146,12 +142,6 @@ def test_a_preempted_request_is_brought_back_the_cheaper_way(
     setup = engine(tiers, a_profile(tmp_path))
     assert (lost := simulate(long_answers(), setup).preemptions) > 0
     assert counts(setup, long_answers()) == {decision: lost}
-
-
-@pytest.mark.parametrize("beside", [False, True], ids=["in the step", "beside the steps"])
-def test_stores_that_hold_no_step_up_teach_no_stall(tmp_path: Path, beside: bool) -> None:
-    lifecycle = lifecycle_after(engine({**DISK_ONLY, "dram_gb": 200.0, "async": beside}, a_profile(tmp_path)))
-    assert (lifecycle.advisor.rates.samples["store"] == 0) is beside
 
 
 @pytest.mark.parametrize(("contexts", "least", "most"), [(3, 0.0, 0.1), (8, 0.9, 1.0)])

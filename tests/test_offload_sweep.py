@@ -23,7 +23,7 @@ from experiments.server import ServerError
 from experiments.sweep import conditions
 from experiments.sweep.cases import ENDLESS, PEERS, STOCK, Live, Point, SweepError
 from experiments.sweep.grids import Size
-from experiments.sweep.live import MACHINES, WATERMARK, arguments, connector, l1_of, machine_of, selection_of
+from experiments.sweep.live import MACHINES, WATERMARK, arguments, l1_of, machine_of, selection_of
 from experiments.sweep.live import run as run_live
 from experiments.sweep.live_plans import ABLATION, LIVE_PLANS
 from experiments.sweep.plans import PLANS
@@ -35,7 +35,7 @@ from experiments.sweep.simulated import run
 SMALL = Point(STOCK, programs=12, jps=0.1, seed=1)
 BARE = replace(SMALL, contender="continuum")
 PUBLISHED = replace(SMALL, contender="continuum-published")
-DISK = replace(SMALL, contender="program-fcfs", dram_gb=20.0, ssd_gb=200.0, blocking=True)
+DISK = replace(SMALL, contender="program-fcfs", dram_gb=20.0, ssd_gb=200.0)
 FREE = replace(DISK, link_gbps=1e9, ssd_gbps=1e9)
 
 
@@ -136,7 +136,7 @@ def test_a_run_that_fails_names_its_point_and_leaves_no_row(
 
 
 def test_every_input_is_in_the_key() -> None:
-    other: dict[str, object] = {"contender": "plas", "workload": "bfcl", "machine": "h200", "blocking": True}
+    other: dict[str, object] = {"contender": "plas", "workload": "bfcl", "machine": "h200"}
     changed = [
         replace(SMALL, **{name: other.get(name, 7)})  # type: ignore[arg-type]
         for name in SMALL.__dataclass_fields__
@@ -199,15 +199,11 @@ def test_live_rows_say_on_what_they_were_measured_and_those_of_another_machine_a
     assert Rows(tmp_path / "live.csv", LIVE).missing([case]) == [case]
 
 
-def test_a_server_in_float32_has_tiers_of_as_many_tokens(tmp_path: Path) -> None:
+def test_a_server_in_float32_has_tiers_of_as_many_tokens() -> None:
     half, full = (replace(MACHINES["cpu-tiny"], dtype=dtype) for dtype in ("bfloat16", "float32"))
     case = Live(STOCK, 3, 2.0, 1, dram_gb=1.0, ssd_gb=2.0)
-    for name in ("lmcache.max_local_cpu_size", "lmcache.max_local_disk_size"):
-        small, large = (
-            connector(case, one, tmp_path)["kv_connector_extra_config"][name] for one in (half, full)
-        )
-        assert large == 2 * small
-    args, _ = arguments(case, full, None, tmp_path)
+    assert full.gib(case.dram_gb) == 2 * half.gib(case.dram_gb)
+    args, _ = arguments(case, full, None)
     assert args[args.index("--dtype") + 1] == "float32"
 
 
@@ -290,13 +286,13 @@ def test_agents_traces_run_live_over_lmcaches_server_with_a_dram_that_holds_ever
     assert len(cases) == 2 * 4 and {case.contender for case in cases} >= {STOCK, "continuum"}
     machine = machine_of(cases[0])
     contexts = [program.context_tokens for program in selection_of(cases[0]).programs(lambda _: None)]
-    assert machine.mp and WATERMARK * cases[0].dram_gb >= ROOMY_TIMES * machine.kv_gb
+    assert WATERMARK * cases[0].dram_gb >= ROOMY_TIMES * machine.kv_gb
     assert cases[0].dram_gb * 1e9 > sum(contexts) * machine.kv_bytes_per_token
 
 
 def test_over_lmcaches_server_a_disk_s_loads_have_room_in_l1_beside_the_case_s_dram() -> None:
     cases = [case for case in LIVE_PLANS["agents"].cases(Size.FULL, [3]) if isinstance(case, Live)]
-    disks = [case for case in cases if case.ssd_gb and machine_of(case).mp]
+    disks = [case for case in cases if case.ssd_gb]
     assert {case.workload for case in disks} == {case.workload for case in cases}
     for case in disks:
         machine = machine_of(case)

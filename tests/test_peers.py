@@ -121,11 +121,11 @@ def test_tiers_are_chosen_whether_their_sizes_are_in_gb_or_in_gpu_kv_caches() ->
 
 def test_contenders_and_tiers_choose_among_the_rows() -> None:
     plan = LIVE_PLANS["peers"]
-    ours = cases_of(plan, Size.FULL, [3, 4], wanted("cpu-tiny-mp", "continuum,fcfs", "disk"))
+    ours = cases_of(plan, Size.FULL, [3, 4], wanted("cpu-tiny", "continuum,fcfs", "disk"))
     assert {(case.contender, case.seed) for case in ours} == {
         (name, seed) for name in ("continuum", "fcfs") for seed in (3, 4)
     }
-    assert all(isinstance(case, Live) and case.ssd_gb and case.machine.endswith("mp") for case in ours)
+    assert all(isinstance(case, Live) and case.ssd_gb for case in ours)
     with pytest.raises(SweepError, match="--tiers tape is not known; known: none, dram, disk"):
         wanted("", "", "tape")
     with pytest.raises(SweepError, match="--contenders lifo: not in this figure; known: .*continuum"):

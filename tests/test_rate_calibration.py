@@ -95,22 +95,6 @@ def test_stores_change_no_rate_of_loads():
     assert (found.dram, found.ssd, found.prefill) == (PROFILE.dram, PROFILE.ssd, PROFILE.prefill)
 
 
-def test_a_store_that_a_step_waited_for_is_a_stall_and_one_beside_it_is_not():
-    """2 s for 1 MB, three times; the disk's own writes and asynchronous stores delay no step."""
-    stall = load(2.0, direction="store")
-    rates = after(*[stall] * 3, replace(stall, in_step=False), load(9.0, Tier.SSD, direction="store"))
-    assert rates.costs.store.seconds(SIZE_BYTES) == pytest.approx(2.0)
-    assert rates.samples == {"prefill": 30, "dram": 20, "ssd": 10, "store": 3}
-    assert PROFILE.store.seconds(SIZE_BYTES) == 0.0
-
-
-def test_what_must_be_computed_again_is_stored_again_and_a_pin_saves_that_too():
-    """1,000 tokens of 1,000 bytes: 10 s to compute, and 2 s in which a step waits for their store."""
-    costs = after(*[load(2.0, direction="store")] * 3).costs
-    assert costs.reload_s(Residency(0, 0, 0, 1000)) == pytest.approx(10.0 + 2.0)
-    assert costs.reload_s(Residency(0, 1000, 0, 1000)) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("times", [10.0, 0.1])
 def test_the_prefill_curve_follows_the_steps(times):
     rates = CalibratedCosts(PROFILE)

@@ -27,7 +27,7 @@ def gauge(name: str, **labels: str) -> float:
 def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None:
     rates = CalibratedCosts(UNMEASURED)
     exporter().observe(rate_totals(rates), ENGINE)
-    assert [gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")] == [0] * 4
+    assert [gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd")] == [0] * 3
     assert gauge("continuum_tier_bytes_per_second", tier="dram") == UNMEASURED.dram.bytes_per_s
     assert gauge("continuum_prefill_seconds_per_token") == UNMEASURED.prefill.per_token_s
 
@@ -36,10 +36,8 @@ def test_measurements_move_the_rates_and_their_samples_together() -> None:
     rates = CalibratedCosts(UNMEASURED)
     for _ in range(5):
         rates.observe(KVTransfer(Tier.SSD, "load", 1000, 10**9, 10.0))
-        rates.observe(KVTransfer(Tier.DRAM, "store", 1000, 10**9, 0.5))
     rates.observe_prefill(took_s=1.0, predicted_s=0.5)
     exporter().observe(rate_totals(rates), ENGINE)
-    samples = {r: gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd", "store")}
-    assert samples == {"prefill": 1, "dram": 0, "ssd": 5, "store": 5}
+    samples = {r: gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd")}
+    assert samples == {"prefill": 1, "dram": 0, "ssd": 5}
     assert gauge("continuum_tier_bytes_per_second", tier="ssd") == pytest.approx(1e8, rel=0.3)
-    assert rates.costs.store.bytes_per_s == pytest.approx(2e9, rel=0.1)

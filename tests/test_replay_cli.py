@@ -42,7 +42,7 @@ def test_a_replay_leaves_a_line_per_turn_and_a_summary_with_the_servers_metrics(
         "vllm:prefix_cache_hits_total",
         "vllm:kv_cache_usage_perc",
         'continuum_pins_total{outcome="taken"}',
-        'continuum_loaded_tokens_total{tier="dram"}',
+        'continuum_prompt_tokens_total{tier="dram"}',
     }
 
 

@@ -69,13 +69,12 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         cls=CLASSES,
-        loads_async=st.booleans(),
         tier_blocks=st.sampled_from([0, 12, 96]),
         favors_started=st.booleans(),
     )
-    def start(self, cls: Any, loads_async: bool, tier_blocks: int, favors_started: bool) -> None:
+    def start(self, cls: Any, tier_blocks: int, favors_started: bool) -> None:
         """Without `favors_started` the programs take turns where the tier has room."""
-        self.bench = TierBench(cls, self.model, BLOCKS, tier_blocks, loads_async)
+        self.bench = TierBench(cls, self.model, BLOCKS, tier_blocks)
         self.bench.lifecycle.admission.favors_started = lambda: favors_started
         self.story: dict[Any, list[int]] = {}  # a program's tokens so far
         self.stories = 0

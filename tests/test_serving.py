@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,11 @@ import openai
 import psutil
 import pytest
 from console import Command
-from serving import BLOCK, CHUNK_GIB, DTYPE, OF_VLLM, Answer, Server, ids, whole_chunks
+from serving import BLOCK, CHUNK_GIB, DTYPE, OF_VLLM, Server, ids
 from serving import serve as serve_forking
 from waiting import PATIENCE_S, wait_for
 
-from experiments.server import serve
+from experiments.server import reserved_port, serve
 
 pytestmark = pytest.mark.real
 
@@ -38,18 +37,19 @@ ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", str(BLOCKS), "--
 
 
 V1 = {"kv_connector": "LMCacheConnectorV1"}  # ours under our policy
-OURS = {"kv_connector": "ContinuumLMCacheConnector", "kv_connector_module_path": "connectors.lmcache"}
+OURS = {"kv_connector": "ContinuumLMCacheMPConnector", "kv_connector_module_path": "connectors.lmcache_mp"}
 
 
 def transfer_config(folder: Path, dram_chunks: int, connector: dict[str, str] = V1) -> Path:
     """A KV connector's settings as a file, as a user would write them."""
     extra = {
+        "lmcache.mp.autostart": True,
+        "lmcache.mp.port": reserved_port(),
         "lmcache.chunk_size": 256,
         "lmcache.local_cpu": True,
         "lmcache.max_local_cpu_size": dram_chunks * CHUNK_GIB,
         "lmcache.local_disk": f"file://{folder}/disk/",
         "lmcache.max_local_disk_size": 1,
-        "lmcache.lookup_timeout_ms": int(PATIENCE_S * 1000),  # after its default, 3 s, nothing is found
     }
     path = folder / "lmcache.json"
     path.write_text(json.dumps({**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}))
@@ -67,29 +67,13 @@ def continuum(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         Server(url).usage_becomes(0.0)
 
 
-@dataclass(frozen=True)
-class ServerWithDisk(Server):
-    """A server whose disk tier's folder a test can read."""
-
-    disk: Path
-
-    def complete_and_store(self, prompt: list[int], chunks: int, out: int = 8) -> Answer:
-        """`complete`, and return when the disk has this many chunks more."""
-        before = whole_chunks(self.disk)
-        answer = self.complete(prompt, out)
-        wait_for(
-            lambda: len(whole_chunks(self.disk) - before) >= chunks, f"{chunks} are written", every_s=0.1
-        )
-        return answer
-
-
 @pytest.fixture(scope="module")
-def small_dram(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithDisk]:
-    """Stock fcfs with our connector; its DRAM tier holds two prompts, its disk all of them."""
+def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Stock fcfs with our connector."""
     folder = tmp_path_factory.mktemp("fcfs")
-    args = ["--kv-transfer-config", str(transfer_config(folder, 20, OURS))]
+    args = ["--kv-transfer-config", str(transfer_config(folder, 150, OURS))]
     with serve_forking(model, [*ARGS, *args], log=folder / "server.log") as url:
-        yield ServerWithDisk(url, folder / "disk")
+        yield Server(url)
 
 
 def fill_the_cache(server: Server, story: int) -> None:
@@ -157,21 +141,11 @@ def test_an_unpinned_prefix_comes_back_from_lmcaches_dram(continuum: Server) -> 
     assert loaded(continuum, "dram") - dram == 6 * BLOCK
 
 
-def test_with_dram_too_small_it_comes_from_the_disk(small_dram: ServerWithDisk) -> None:
-    first = small_dram.complete_and_store(ids(6 * BLOCK, 14), 3)
-    for story in range(40, 46):  # a chunk is in DRAM until it is written
-        small_dram.complete_and_store(ids(12 * BLOCK, story), 6, out=1)
-    external, ssd = small_dram.metric("vllm:external_prefix_cache_hits_total"), loaded(small_dram, "ssd")
-    small_dram.complete(first.tokens + ids(9, 15))
-    assert small_dram.metric("vllm:external_prefix_cache_hits_total") - external == 6 * BLOCK
-    assert loaded(small_dram, "ssd") - ssd == 6 * BLOCK
-
-
 def loaded(server: Server, tier: str) -> float:
-    return server.metric("continuum_loaded_tokens_total", tier=tier)
+    return server.metric("continuum_prompt_tokens_total", tier=tier)
 
 
-def test_outputs_equal_stock_fcfss_on_the_same_hits(continuum: Server, small_dram: Server) -> None:
+def test_outputs_equal_stock_fcfss_on_the_same_hits(continuum: Server, stock: Server) -> None:
     """Five turns of one program: every turn hits the last one's blocks, pinned or just cached."""
 
     def story(server: Server, **fields: str) -> list[list[int]]:
@@ -182,7 +156,7 @@ def test_outputs_equal_stock_fcfss_on_the_same_hits(continuum: Server, small_dra
             context = answer.tokens + ids(60, 51 + turn)
         return outputs
 
-    assert story(continuum, job_id="same") == story(small_dram)
+    assert story(continuum, job_id="same") == story(stock)
 
 
 # many at once ----------------------------------------------------------------
@@ -373,11 +347,11 @@ def test_a_bad_field_gets_400_with_a_sentence(
 
 @pytest.mark.parametrize("fields", BAD.values(), ids=BAD.keys())
 def test_stock_fcfs_reads_no_field_of_ours_and_shows_no_figure_of_our_scheduler(
-    small_dram: Server, fields: dict[str, object]
+    stock: Server, fields: dict[str, object]
 ) -> None:
     body = {"model": "tiny", "max_tokens": 2, "prompt": "hi", **fields}
-    assert httpx.post(f"{small_dram.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
-    assert "continuum_pins" not in httpx.get(f"{small_dram.url}/metrics", timeout=PATIENCE_S).text
+    assert httpx.post(f"{stock.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
+    assert "continuum_pins" not in httpx.get(f"{stock.url}/metrics", timeout=PATIENCE_S).text
 
 
 # operation -------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_a_failed_turn_is_recorded_and_its_session_goes_on_with_another_program(
 @pytest.fixture
 def setup() -> Setup:
     machine = replace(MACHINES["a100"], kv_tokens=12_800)
-    return Setup("continuum", machine=machine, tiers={"dram_gb": 5.0, "async": True}, untold_ends=True)
+    return Setup("continuum", machine=machine, tiers={"dram_gb": 5.0}, untold_ends=True)
 
 
 def test_all_sessions_are_live_until_the_end_and_then_nothing_is_left(setup):

@@ -16,7 +16,7 @@ from experiments.sim.step_time import MACHINES
 from experiments.sim.workloads import seeds_sweep
 
 H200 = Setup(machine=MACHINES["h200"], step_tokens=8192, max_seqs=1024, shared_tokens=64)
-LMCACHE = replace(H200, tiers={"dram_gb": 400, "async": True})
+LMCACHE = replace(H200, tiers={"dram_gb": 400})
 
 
 @pytest.mark.parametrize(("jps", "measured_s"), [(1, 8.55), (3, 28.11), (6, 192.2)])

@@ -22,8 +22,7 @@ from experiments.server import CPU_ARGS, CPU_ENV, reserved_port, stop, wait_unti
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("continuum_lmcache", "connectors", "pyproject.toml", "README.md", "LICENSE")
-OURS = {"kv_connector": "ContinuumLMCacheConnector", "kv_connector_module_path": "connectors.lmcache"}
-NAMED_BY_USERS = ("connectors.lmcache", "connectors.lmcache_mp", "connectors.lmcache_mp_module")
+NAMED_BY_USERS = ("connectors.lmcache_mp", "connectors.lmcache_mp_module")
 FIND = "import sys, importlib.util as u\nfor m in sys.argv[1:]: print(u.find_spec(m).origin)"
 CUDA = re.compile(r"^(nvidia|cuda|cupy|cufile|torchvision|torchaudio|triton)", re.IGNORECASE)
 
@@ -108,8 +107,12 @@ def test_the_module_paths_that_users_name_are_found_in_the_wheel(python: Path, t
 
 @pytest.fixture
 def url(python: Path, model: Path, tmp_path: Path) -> Iterator[str]:
-    extra = {"lmcache.chunk_size": 256, "lmcache.max_local_cpu_size": 0.1}
-    transfer = {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    extra = {"lmcache.mp.port": reserved_port(), "lmcache.max_local_cpu_size": 0.1}
+    transfer = {
+        "kv_connector": "LMCacheConnectorV1",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
     port, log = reserved_port(), tmp_path / "server.log"
     command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--served-model-name", "tiny", "--max-model-len", "1024", *CPU_ARGS]
@@ -133,5 +136,5 @@ def test_the_installed_wheel_serves_a_request_pins_its_kv_and_knows_lmcache(url:
     assert answer["usage"]["completion_tokens"] == 4
     page = httpx.get(f"{url}/metrics", timeout=600).text
     assert 'continuum_programs{engine="0"} 1.0' in page
-    assert 'continuum_tier_store_info{engine="0",mode="lmcache-in-process"} 1.0' in page
+    assert 'continuum_tier_store_info{engine="0",mode="lmcache-mp"} 1.0' in page
     assert 'continuum_ttl_decisions_total{engine="0"' in page

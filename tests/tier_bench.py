@@ -20,13 +20,10 @@ PATIENCE_STEPS = 200  # an engine with work and memory schedules something well 
 class TierBench(Bench):
     """Loads end `load_steps` outputs after they began; the next `failing` of them load nothing."""
 
-    def __init__(
-        self, scheduler_cls: Any, model: Path, blocks: int, tier_blocks: int, is_async: bool
-    ) -> None:
+    def __init__(self, scheduler_cls: Any, model: Path, blocks: int, tier_blocks: int) -> None:
         extra = {
             "fake.dram_gb": tier_blocks * BLOCK * BYTES_PER_TOKEN / 2**30,
             "fake.chunk_tokens": BLOCK,
-            "fake.async": is_async,
         }
         transfer = {
             "kv_connector": "FakeConnector",
@@ -35,7 +32,6 @@ class TierBench(Bench):
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
         }
-        self.loads_async = is_async
         self.loading: dict[str, tuple[int, LoadJob]] = {}  # steps to go
         self.load_steps = 2
         self.failing = 0
@@ -67,9 +63,6 @@ class TierBench(Bench):
     def moved(self, output: Any) -> KVConnectorOutput | None:
         """Start this step's loads, and end those whose time has come."""
         begun = {job.request_id: (self.load_steps, job) for job in output.kv_connector_metadata.loads}
-        if not self.loads_async:
-            ended = [job for _, job in begun.values()]
-            return KVConnectorOutput(invalid_block_ids=self._invalid_blocks(ended)) if ended else None
         ended = [job for steps, job in self.loading.values() if steps <= 1]
         self.loading = {i: (steps - 1, job) for i, (steps, job) in self.loading.items() if steps > 1} | begun
         if not ended:
@@ -84,7 +77,7 @@ class TierBench(Bench):
             if self.failing:
                 self.failing, self.failed = self.failing - 1, self.failed + 1
                 blocks = [block for copy in job.copies for block in copy.block_ids]
-                found |= set(blocks[1:] if self.loads_async and self.failed % 2 == 0 else blocks)
+                found |= set(blocks[1:] if self.failed % 2 == 0 else blocks)
         return found
 
 

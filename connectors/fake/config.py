@@ -19,7 +19,7 @@ GB = 2**30  # as LMCache counts its `max_local_cpu_size`
 class FakeConfig:
     """Sizes in GB of 2^30 bytes per rank, rates in 10^9 bytes/s, times in seconds.
 
-    A missing rate takes no time. `async` in JSON is `load_async` here.
+    A missing rate takes no time.
     """
 
     dram_gb: float = 1.0
@@ -30,9 +30,8 @@ class FakeConfig:
     ssd_load_gbps: float = math.inf
     ssd_store_gbps: float = math.inf
     load_latency_s: float = 0.0
-    load_async: bool = False  # load between steps, while others run
     save_decode_cache: bool = True  # LMCache's default is false: generated tokens are then not stored
-    sleep: bool = False  # make the worker wait for the time that the rates give
+    sleep: bool = False  # a load takes the time that the rates give
     corrupt: bool = False  # load nothing, but report it as loaded: a test that still passes checks nothing
 
     @classmethod
@@ -40,7 +39,7 @@ class FakeConfig:
         """From a connector's extra config; ignores keys without the prefix. Raises ConfigError."""
         given = {k.removeprefix(PREFIX): v for k, v in extra.items() if k.startswith(PREFIX)}
         refuse_unknown(given, KEYS, PREFIX, "kv_connector_extra_config")
-        return cls(**{KEYS[k].name: _checked(k, value, str(KEYS[k].type)) for k, value in given.items()})
+        return cls(**{k: _checked(k, value, str(KEYS[k].type)) for k, value in given.items()})
 
     def tier_spec(self, bytes_per_token: int, block_tokens: int) -> TierSpec:
         """The tiers of an engine with this much KV a token. Raises ConfigError."""
@@ -62,7 +61,7 @@ class FakeConfig:
         )
 
 
-KEYS = {"async" if f.name == "load_async" else f.name: f for f in fields(FakeConfig)}
+KEYS = {f.name: f for f in fields(FakeConfig)}
 
 
 def _checked(key: str, value: Any, kind: str) -> Any:

@@ -91,13 +91,8 @@ class FakeConnector(KVConnectorBase_V1):
 
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
         """What a load of this prompt would return now (continuum_lmcache.reload.tier_store.TierStore)."""
-        self.scheduler_side.store.finish_writes(self.scheduler_side.clock())
-        return self.scheduler_side.store.locate(self.namer(token_ids, self.config.chunk_tokens, salt, ()))
-
-    @property
-    def async_loads(self) -> bool:
-        """Whether steps run during a load (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
-        return self.config.load_async
+        names = self.namer(token_ids, self.config.chunk_tokens, salt, ())
+        return self.scheduler_side.store.locate(self.scheduler_side.clock(), names)
 
     def set_load_selector(self, select: LoadSelector) -> None:
         """Load at most what `select` returns (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
@@ -106,12 +101,7 @@ class FakeConnector(KVConnectorBase_V1):
     def transfers(self) -> list[KVTransfer]:
         """The transfers since the last call, oldest first: with `fake.sleep` by the rates, else timed."""
         moved, self._moved = self._moved, []
-        if self.config.sleep:
-            moved = self.scheduler_side.store.transfers()
-        if self.config.load_async:  # only the fake's own copies for a store run within the step
-            asynchronous = ("load", "store") if self.config.sleep else ("load",)
-            moved = [replace(t, in_step=t.direction not in asynchronous) for t in moved]
-        return moved
+        return self.scheduler_side.store.transfers() if self.config.sleep else moved
 
     def capacity_tokens(self) -> dict[Tier, int]:
         """The size of each tier; of a tier that several schedulers share, this one's part."""
@@ -129,7 +119,7 @@ class FakeConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         tokens = self.scheduler_side.offered_tokens(request, num_computed_tokens)
-        return tokens, self.config.load_async and tokens > 0
+        return tokens, tokens > 0
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -166,7 +156,7 @@ class FakeConnector(KVConnectorBase_V1):
         """`wait_for_save` stores whole blocks of all layers at the end of the step."""
 
     def wait_for_save(self) -> None:
-        self.worker.store(self._metadata.stores, self._metadata.store_s)
+        self.worker.store(self._metadata.stores)
         self.worker.drop(self._metadata.drops)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:  # noqa: ARG002

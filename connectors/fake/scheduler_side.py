@@ -46,7 +46,6 @@ class FakeMetadata(KVConnectorMetadata):
 
     loads: list[LoadJob]
     stores: list[ChunkCopy]
-    store_s: float  # by how long the stores delay the step, by the rates
     drops: list[ChunkName]
 
 
@@ -87,8 +86,7 @@ class FakeSchedulerSide:
         """How many tokens after the first `gpu_tokens` a load would return. Changes no tier."""
         seen = self.tracked.setdefault(request.request_id, TrackedRequest(request))
         seen.offered, seen.gpu_tokens = True, gpu_tokens
-        self.store.finish_writes(self.clock())
-        held = self.store.locate(self._named(seen))
+        held = self.store.locate(self.clock(), self._named(seen))
         # the last token is always computed, since the next one is sampled from it
         found = min(held.dram_tokens + held.ssd_tokens, request.num_tokens - 1)
         if found <= gpu_tokens or self.load_selector is None:
@@ -102,19 +100,19 @@ class FakeSchedulerSide:
         """The request got its blocks, and loads `load_tokens` of the offered tokens."""
         seen = self.tracked.get(request.request_id)
         if seen is None or not seen.offered:
-            return  # the second call after an asynchronous load
+            return  # the second call, after the load
         seen.offered = False
-        found = self.store.find(seen.names)
-        seen.stored_chunks = len(found.dram) + len(found.ssd)
-        end_chunk = -(-(seen.gpu_tokens + load_tokens) // self.config.chunk_tokens)
+        chunk_tokens, now_s = self.config.chunk_tokens, self.clock()
+        held = self.store.locate(now_s, seen.names)
+        seen.stored_chunks = (held.dram_tokens + held.ssd_tokens) // chunk_tokens
+        end_chunk = -(-(seen.gpu_tokens + load_tokens) // chunk_tokens)
         if end_chunk < seen.stored_chunks:  # the rest is computed, and stored to DRAM if it is not there
-            seen.stored_chunks = max(len(found.dram), end_chunk)
+            seen.stored_chunks = max(held.dram_tokens // chunk_tokens, end_chunk)
         if load_tokens == 0:
-            self.store.touch(found)
+            self.store.touch(now_s, seen.names)
             return
         if end_chunk > seen.stored_chunks:
             raise InvariantError(f"offered chunks({end_chunk}) > held chunks({seen.stored_chunks})")
-        now_s = self.clock()
         loading = self.store.load(now_s, seen.names[:end_chunk], seen.gpu_tokens, request.request_id)
         copies = self._copies_of(loading, seen.gpu_tokens, block_ids)
         self._loads.append(LoadJob(request.request_id, copies, loading.done_s - now_s))
@@ -122,15 +120,12 @@ class FakeSchedulerSide:
     def step(self, output: SchedulerOutput) -> FakeMetadata:
         """The work of this step, in the order in which it was planned."""
         self._note_blocks(output)
-        now_s = done_s = self.clock()
         stores = []
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
             if seen := self.tracked.get(request_id):
-                copies, until_s = self._stores_of(seen, scheduled_tokens, now_s)
-                stores += copies
-                done_s = max(done_s, until_s)
+                stores += self._stores_of(seen, scheduled_tokens)
         loads, self._loads = self._loads, []
-        return FakeMetadata(loads, stores, done_s - now_s, self.store.take_evicted())
+        return FakeMetadata(loads, stores, self.store.take_evicted())
 
     def finished(self, request_id: str) -> None:
         self.tracked.pop(request_id, None)
@@ -156,27 +151,23 @@ class FakeSchedulerSide:
             copies.append(ChunkCopy(name, tiers[at], skip, tuple(block_ids[start + skip : start + span])))
         return tuple(copies)
 
-    def _stores_of(
-        self, seen: TrackedRequest, scheduled_tokens: int, now_s: float
-    ) -> tuple[list[ChunkCopy], float]:
-        """Chunks that this step completes, and when the stores have read the GPU's copies."""
+    def _stores_of(self, seen: TrackedRequest, scheduled_tokens: int) -> list[ChunkCopy]:
+        """Chunks that this step completes."""
         request, span = seen.request, self.blocks_per_chunk
         end = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
         if not self.config.save_decode_cache:
             end = min(end, request.num_prompt_tokens)
         end_chunk = end // self.config.chunk_tokens
         if end_chunk <= seen.stored_chunks:
-            return [], now_s
+            return []
         names = self._named(seen)
         chunks = {names[i]: i for i in range(seen.stored_chunks, min(end_chunk, len(names)))}
         seen.stored_chunks = end_chunk
-        storing = self.store.store(now_s, list(chunks))
         at = seen.block_ids
-        copies = [
+        return [
             ChunkCopy(n, Tier.DRAM, 0, tuple(at[chunks[n] * span : (chunks[n] + 1) * span]))
-            for n in storing.new
+            for n in self.store.store(self.clock(), list(chunks))
         ]
-        return copies, storing.done_s
 
     def _note_blocks(self, output: SchedulerOutput) -> None:
         for new in output.scheduled_new_reqs:

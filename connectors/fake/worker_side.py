@@ -27,7 +27,7 @@ class FakeWorkerSide:
     block_tokens: int
     layers: list[torch.Tensor] = field(default_factory=list)  # vLLM's KV, [num_blocks, ...] each
     chunks: dict[ChunkName, list[torch.Tensor]] = field(default_factory=dict)
-    loading: dict[str, float] = field(default_factory=dict)  # asynchronous loads, by when they end
+    loading: dict[str, float] = field(default_factory=dict)  # loads, by when they end
     transfers: list[KVTransfer] = field(default_factory=list)
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
@@ -41,25 +41,19 @@ class FakeWorkerSide:
         self.layers = list(kv_caches.values())
 
     def load(self, jobs: Iterable[LoadJob]) -> None:
-        """Fill the GPU's blocks. In synchronous mode the load is complete on return."""
+        """Fill the GPU's blocks. The loads end later, by the rates, with `sleep`."""
         for job in jobs:
             for tier in (Tier.DRAM, Tier.SSD):
                 self._load([c for c in job.copies if c.tier is tier], tier, job.request_id)
-            wait_s = job.duration_s if self.config.sleep else 0.0
-            if self.config.load_async:
-                self.loading[job.request_id] = time.monotonic() + wait_s
-            elif wait_s:
-                time.sleep(wait_s)
+            self.loading[job.request_id] = time.monotonic() + job.duration_s * self.config.sleep
 
-    def store(self, copies: Sequence[ChunkCopy], duration_s: float) -> None:
+    def store(self, copies: Sequence[ChunkCopy]) -> None:
         """Keep a copy of the GPU's blocks."""
         started_s = time.perf_counter()
         for copy in copies:
             index = torch.tensor(copy.block_ids)
             self.chunks[copy.name] = [kv.index_select(0, index.to(kv.device)).cpu() for kv in self.layers]
         self._record(Tier.DRAM, "store", copies, time.perf_counter() - started_s)
-        if self.config.sleep and not self.config.load_async and duration_s:
-            time.sleep(duration_s)
 
     def drop(self, names: Iterable[ChunkName]) -> None:
         """Delete chunks that no tier has any more."""
@@ -67,7 +61,7 @@ class FakeWorkerSide:
             self.chunks.pop(name, None)
 
     def take_loaded(self) -> set[str]:
-        """Requests whose asynchronous load has ended."""
+        """Requests whose load has ended."""
         now_s = time.monotonic()
         done = {r for r, done_s in self.loading.items() if done_s <= now_s}
         for request_id in done:

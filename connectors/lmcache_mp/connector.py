@@ -34,7 +34,6 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.kv_names import WeightsVersion, kv_fingerprint
-from connectors.lmcache.startup import machine
 from connectors.lmcache_mp.autostart import one_start
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import ReadLeases
@@ -43,6 +42,7 @@ from connectors.lmcache_mp.startup import (
     apply_defaults,
     caller,
     first_answer,
+    machine,
     translate,
     warn_of_small_l1,
     warn_of_versions,
@@ -130,8 +130,6 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         self._poller.start()
 
     # ---- scheduler: the core's TierStore
-
-    async_loads = True
 
     def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
         """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
@@ -451,3 +449,6 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         if self._worker is not None:
             self._worker.watch.close()
         super().shutdown()
+        launcher = getattr(self.worker_adapter, "_mp_server_launcher", None) if self._worker else None
+        if launcher is not None:
+            launcher.shutdown()  # an engine in the user's own process would leave the server behind

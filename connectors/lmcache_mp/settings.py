@@ -51,7 +51,7 @@ def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     """The extra config for LMCache, and which of its defaults are ours. Raises ConfigError."""
     given = {name.removeprefix(MP): value for name, value in extra.items() if name.startswith(MP)}
     refuse_unknown(given, NAMES, MP, EXTRA)
-    _refuse_in_process(extra)
+    _refuse_unread(extra)
     for name, reason in UNSUPPORTED.items():
         if given.get(name):
             raise ConfigError(f"{MP}{name}: {reason}")
@@ -61,7 +61,7 @@ def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return {**extra, **{MP + name: value for name, value in ours.items()}}, ours
 
 
-def _refuse_in_process(extra: Mapping[str, Any]) -> None:
+def _refuse_unread(extra: Mapping[str, Any]) -> None:
     """Refuse a key of LMCache's own, which the MP connector would ignore."""
     for name in extra:
         if name.startswith(PREFIX) and not name.startswith(MP):

@@ -10,19 +10,23 @@ from typing import Any
 import grpc
 import msgspec
 import zmq
-from lmcache.integration.vllm.utils import mla_enabled
+from lmcache import torch_device_type
+from lmcache.integration.vllm.utils import calculate_draft_layers, mla_enabled
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest, ServerModuleCallResponse
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import get_kv_cache_torch_dtype
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from connectors.lmcache.startup import machine
 from connectors.lmcache_mp.settings import with_defaults
 from connectors.lmcache_mp.tier_mirror import Call, TierPoller
 from connectors.lmcache_mp.translation import EngineShape, translated
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
 from continuum_lmcache import __version__
+from continuum_lmcache.capacity.kv_budget import WorkerSpec
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 
 logger = init_logger("vllm.continuum.lmcache")
 # what LMCache 0.5.6's clients raise beside OSError. ZMQ: errors of its socket, a reply to another request
@@ -38,6 +42,20 @@ CALL_ERRORS = (
 FIRST_ANSWER_S = 30.0
 LOST_S = 300.0  # a request without an answer for so long counts as lost
 LMCACHE_VERSION = metadata.version("lmcache")
+
+
+def machine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> WorkerSpec:
+    """The machine that LMCache's settings must fit. Before the KV cache is laid out, by the model's shape.
+
+    The shape lacks an indexer's layers, and the scales in `fp8_ds_mla` (DeepSeek V3.2).
+    """
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    layers = model.get_num_layers(parallel) + calculate_draft_layers(vllm_config)
+    values = (1 if mla_enabled(model) else 2) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    dtype = get_kv_cache_torch_dtype(cache.cache_dtype, model.dtype)
+    shaped = layers * values * dtype.itemsize
+    size_bytes = kv_bytes_per_token(kv_cache_config) if kv_cache_config is not None else shaped
+    return WorkerSpec(torch_device_type == "cpu", cache.block_size, size_bytes, model.model)
 
 
 def translate(vllm_config: VllmConfig, log: bool) -> None:

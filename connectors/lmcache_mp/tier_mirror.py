@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from vllm.logger import init_logger
 
-from connectors.lmcache.tier_mirror import MAX_TRANSFERS, ChunkHashes
+from connectors.lmcache_mp.chunk_hashes import ChunkHashes
 from connectors.lmcache_mp.load_join import LoadLookupJoin, MpReport
 from connectors.lmcache_mp.wire import ChangesReply, ChangesRequest, LookupResult, chunk_name
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
@@ -28,6 +28,7 @@ logger = init_logger("vllm.continuum.lmcache")
 POLL_S = 0.1  # between an answer and the next request
 ANSWER_S = 2.0  # how long an answer may take; then the server counts as dead
 MAX_AGE_S = 5.0  # an older mirror is not used
+MAX_TRANSFERS = 10_000  # kept for a reader of transfers(), if there is one
 
 Call = Callable[[bytes, float], bytes]
 """(payload, timeout_s) -> payload: one exchange with the server's tier module. Raises OSError."""

@@ -29,28 +29,12 @@ TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
 
 
 @dataclass(frozen=True, slots=True)
-class TierLookup:
-    """The chunks of a prompt that a load would return, in the prompt's order."""
-
-    dram: Sequence[ChunkName]
-    ssd: Sequence[ChunkName]  # those after the DRAM run
-
-
-@dataclass(frozen=True, slots=True)
 class ActiveLoad:
     """A running load."""
 
     dram: Sequence[ChunkName]  # moved from there, without those the GPU had
     ssd: Sequence[ChunkName]
     done_s: float  # when the last byte is on the GPU
-
-
-@dataclass(frozen=True, slots=True)
-class ActiveStore:
-    """A running store: the chunks that no tier had, and when the store has read the GPU's copies."""
-
-    new: Sequence[ChunkName]
-    done_s: float
 
 
 class TwoTierCache:
@@ -67,29 +51,24 @@ class TwoTierCache:
         self._transfers: deque[KVTransfer] = deque(maxlen=TRANSFERS_KEPT)
         self._evicted: dict[ChunkName, None] = {}
 
-    def locate(self, names: Sequence[ChunkName]) -> TierHit:
-        """What a load of these chunks would return now; changes nothing. Unfinished writes do not count."""
-        found = self.find(names)
-        return TierHit(len(found.dram) * self.spec.chunk_tokens, len(found.ssd) * self.spec.chunk_tokens)
-
-    def find(self, names: Sequence[ChunkName]) -> TierLookup:
-        """The chunks that `locate` counts."""
+    def locate(self, now_s: float, names: Sequence[ChunkName]) -> TierHit:
+        """What a load of these chunks would return now. Unfinished writes do not count."""
+        self.finish_writes(now_s)
         dram = _leading(names, self.dram.names)
-        return TierLookup(names[:dram], names[dram : dram + _leading(names[dram:], self.ssd.names)])
+        ssd = _leading(names[dram:], self.ssd.names)
+        return TierHit(dram * self.spec.chunk_tokens, ssd * self.spec.chunk_tokens)
 
     def load(
         self, now_s: float, names: Sequence[ChunkName], gpu_tokens: int = 0, turn: str = ""
     ) -> ActiveLoad:
-        """Load what `find` returns, except whole chunks below `gpu_tokens`, which the GPU has.
+        """Load what `locate` counts, except whole chunks below `gpu_tokens`, which the GPU has.
 
         Touches all that was found. What comes from the disk stays in DRAM as far as there is room.
         """
-        self.finish_writes(now_s)
-        found = self.find(names)
-        self.touch(found)
+        in_dram, on_disk = self.touch(now_s, names)
         skip = gpu_tokens // self.spec.chunk_tokens
-        dram, ssd = found.dram[skip:], found.ssd[max(0, skip - len(found.dram)) :]
-        self._promote(ssd, keep={*found.dram, *ssd})
+        dram, ssd = in_dram[skip:], on_disk[max(0, skip - len(in_dram)) :]
+        self._promote(ssd, keep={*in_dram, *ssd})
         if not dram and not ssd:
             return ActiveLoad((), (), now_s)
         size_bytes, ssd_bytes = self._size(dram) + self._size(ssd), self._size(ssd)
@@ -100,8 +79,11 @@ class TwoTierCache:
         self._record(Tier.SSD, "load", ssd, ssd_s, turn)
         return ActiveLoad(dram, ssd, done_s)
 
-    def store(self, now_s: float, names: Sequence[ChunkName]) -> ActiveStore:
-        """Write chunks through: into DRAM now, to the disk after earlier writes. Skips stored chunks."""
+    def store(self, now_s: float, names: Sequence[ChunkName]) -> Sequence[ChunkName]:
+        """Write chunks through: into DRAM now, to the disk after earlier writes. Skips stored chunks.
+
+        Returns those that no tier had.
+        """
         self.finish_writes(now_s)
         new = [n for n in names if not self.has(n)]
         keep = set(names)  # a prompt larger than DRAM is cut short; it does not evict its own chunks
@@ -109,9 +91,7 @@ class TwoTierCache:
         for name in names:
             self._write(now_s, name)
         self._record(Tier.DRAM, "store", into_dram, self.from_gpu.seconds(self._size(into_dram)))
-        moved = [n for n in new if self.has(n)]
-        crossed = {*into_dram, *moved}  # over the link: also chunks that only the disk had
-        return ActiveStore(moved, self.from_gpu.reserve(now_s, self._size(crossed)) if crossed else now_s)
+        return [n for n in new if self.has(n)]
 
     def finish_writes(self, now_s: float) -> None:
         """Admit the disk writes that have ended by now."""
@@ -126,10 +106,15 @@ class TwoTierCache:
             self.ssd.admit(name)
         self._record(Tier.SSD, "store", due, self.disk_write.seconds(self._size(due)))
 
-    def touch(self, found: TierLookup) -> None:
-        """Make found chunks the most recently used, each tier's share tail first."""
-        self.dram.touch(found.dram)
-        self.ssd.touch(found.ssd)
+    def touch(
+        self, now_s: float, names: Sequence[ChunkName]
+    ) -> tuple[Sequence[ChunkName], Sequence[ChunkName]]:
+        """Make what `locate` counts the most recently used, each tier's share tail first; returns both."""
+        held, size = self.locate(now_s, names), self.spec.chunk_tokens
+        dram, end = held.dram_tokens // size, (held.dram_tokens + held.ssd_tokens) // size
+        self.dram.touch(names[:dram])
+        self.ssd.touch(names[dram:end])
+        return names[:dram], names[dram:end]
 
     def forget(self, names: Iterable[ChunkName]) -> int:
         """Drop chunks from every tier, with unfinished writes. Returns how many there were."""

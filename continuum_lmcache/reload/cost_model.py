@@ -51,10 +51,6 @@ class TransferRate:
         return self.fixed_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
 
 
-NO_STALL = TransferRate(bytes_per_s=math.inf, fixed_s=0.0, samples=0)
-"""No store has ever delayed a step."""
-
-
 @dataclass(frozen=True, slots=True)
 class ReloadCost:
     """PrefillReload of one prompt, in seconds, by its parts."""
@@ -62,17 +58,11 @@ class ReloadCost:
     loaded_tokens: int  # how far loading pays, after the GPU's part
     dram_s: float  # DRAM to GPU, of the part in DRAM
     ssd_s: float  # disk to DRAM to GPU, of the part on disk
-    prefill_s: float  # what must be computed
-    store_s: float = 0.0  # for which a step waits to store it
+    prefill_s: float  # what must be computed, in steps that all requests on the GPU share
 
     @property
     def total_s(self) -> float:
-        return self.dram_s + self.ssd_s + self.compute_s
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of the engine's steps, which all requests on the GPU share."""
-        return self.prefill_s + self.store_s
+        return self.dram_s + self.ssd_s + self.prefill_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +74,6 @@ class CostModel:
     ssd: TransferRate  # disk to host
     kv_bytes_per_token: int
     chunk_tokens: int  # LMCache's; a tail below it is in no tier
-    store: TransferRate = NO_STALL  # device to host, as far as a step waits for it; always measured
 
     @property
     def measured(self) -> bool:
@@ -145,12 +134,7 @@ class CostModel:
         )
 
     def load_cost(self, where: Residency, dram_tokens: int, ssd_tokens: int) -> ReloadCost:
-        """The cost of loading this much from each tier and computing the rest.
-
-        Computed tokens that are not in DRAM are stored, as whole chunks.
-        """
-        new_tokens = where.ssd_tokens - ssd_tokens + where.recompute_tokens
-        stored_tokens = new_tokens - new_tokens % self.chunk_tokens
+        """The cost of loading this much from each tier and computing the rest."""
         ssd_bytes = ssd_tokens * self.kv_bytes_per_token
         there_tokens = where.gpu_tokens + dram_tokens + ssd_tokens
         return ReloadCost(
@@ -158,7 +142,6 @@ class CostModel:
             dram_s=self.dram.seconds(dram_tokens * self.kv_bytes_per_token),
             ssd_s=self.ssd.seconds(ssd_bytes) + self.dram.seconds(ssd_bytes),
             prefill_s=self.prefill_s(where.total_tokens - there_tokens, there_tokens),
-            store_s=self.store.seconds(stored_tokens * self.kv_bytes_per_token),
         )
 
 

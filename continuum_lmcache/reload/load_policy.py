@@ -48,17 +48,16 @@ class LoadChoice:
 
 @dataclass(frozen=True, slots=True)
 class Contention:
-    """The other turns, where loads are asynchronous."""
+    """The other turns."""
 
     turns: int  # waiting and running
     kv_tokens: int  # of the GPU's KV cache, which all share
 
 
-NO_CONTENTION = Contention(0, 1)
-"""Where a step waits for its loads, the option that is fastest for one turn is the cheapest for all."""
+ALONE = Contention(0, 1)
 
 
-def choose_load(costs: CostModel, where: Residency, contention: Contention = NO_CONTENTION) -> LoadChoice:
+def choose_load(costs: CostModel, where: Residency, contention: Contention = ALONE) -> LoadChoice:
     """The cheapest option if every rate it uses was measured; else everything is loaded.
 
     The cost is the time of all turns. This turn waits for its load and its prefill. Each other turn waits for
@@ -72,7 +71,7 @@ def choose_load(costs: CostModel, where: Residency, contention: Contention = NO_
         return LoadChoice(LoadReason.UNMEASURED, everything)
     share = where.total_tokens / contention.kv_tokens
     costs_s = {
-        option.loaded_tokens: option.total_s + contention.turns * (option.compute_s + share * option.total_s)
+        option.loaded_tokens: option.total_s + contention.turns * (option.prefill_s + share * option.total_s)
         for option in costs.load_options(where)
     }
     best = min(costs_s, key=costs_s.__getitem__)
@@ -111,21 +110,18 @@ class LoadPolicy:
     def __init__(
         self,
         rates: CalibratedCosts,
-        contention: Callable[[], Contention] = lambda: NO_CONTENTION,
+        contention: Callable[[], Contention] = lambda: ALONE,
         compares_costs: bool = True,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.controls_loads = False  # whether a connector calls tokens_to_load
         self.rates, self._contention, self._compares_costs = rates, contention, compares_costs
         self._unplaced: dict[TurnId, LoadChoice] = {}  # turns without blocks yet
-        self._failed: set[TurnId] = set()
         self._declined: set[TurnId] = set()  # turns of which a part was computed although a tier held it
         self._trial_budget_s = 0.0
 
     def tokens_to_load(self, turn: TurnId, where: Residency) -> int:
         """How many tokens to load (tier_store.LoadSelector)."""
-        if turn in self._failed:
-            return 0
         if not self._compares_costs:
             return where.dram_tokens + where.ssd_tokens
         choice = choose_load(self.rates.costs, where, self._contention())
@@ -152,12 +148,7 @@ class LoadPolicy:
         """Whether a part of the turn's prompt was computed although a tier held it."""
         return turn in self._declined
 
-    def on_load_failure(self, turn: TurnId) -> None:
-        """The turn's load failed: nothing is loaded for it again."""
-        self._failed.add(turn)
-
     def on_turn_end(self, turn: TurnId) -> None:
         """The turn ended, perhaps before it got blocks."""
         self._unplaced.pop(turn, None)
-        self._failed.discard(turn)
         self._declined.discard(turn)

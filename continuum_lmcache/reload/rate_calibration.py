@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from continuum_lmcache.reload.cost_model import NO_STALL, CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Residency, Tier
 
 LEAST_GAIN = 0.1  # a lasting change is learned within 2 % (of its logarithm) after 40 loads
 PRIOR_LOADS = 5  # the initial weight of a measured rate: the first load moves it by 1/5 of its error
 GUESS_LOADS = 2  # the initial weight of an assumed one
-NO_PRIOR = 1  # the first sample replaces the rate
 AGREEING, FAR_OFF = 3, 2.0  # consecutive loads, and a factor: a change, not noise
 MOST_DRIFT = 1e6  # a factor; no tier is further from its profile
 MOST_OFF = 10.0  # a factor; a load further off counts as one that is this far off
@@ -72,7 +71,7 @@ class CalibratedCosts:
     moves a measured rate by 10**(1/5), 1.6 times, at most, and an assumed one by 10**(1/2). Three consecutive
     loads that agree on another rate move it there. Both parts of a TransferRate move together: loads of
     one size cannot separate them, and at that size the prediction is right. The prefill
-    curve follows in the same way. The time that steps wait for stores is learned from stores alone.
+    curve follows in the same way.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -81,14 +80,10 @@ class CalibratedCosts:
         rates = {Tier.DRAM: costs.dram, Tier.SSD: costs.ssd}
         self.drifts = {tier: RateDrift(prior=prior(rate)) for tier, rate in rates.items()}
         self.pace = RateDrift(prior=prior(costs.prefill))
-        self.stall = RateDrift(prior=NO_PRIOR)
 
     def observe(self, moved: KVTransfer) -> None:
-        """Learn from one transfer: a load, or a store that a step waited for."""
-        if moved.direction == "store":
-            self._stored(moved)
-            return
-        if not is_plausible(moved) or moved.tier not in self.drifts:
+        """Learn from one load. Stores run beside the steps, and delay none."""
+        if moved.direction == "store" or not is_plausible(moved) or moved.tier not in self.drifts:
             return
         rate = self._profile.dram if moved.tier is Tier.DRAM else self._profile.ssd
         predicted_s = rate.seconds(moved.size_bytes)
@@ -97,7 +92,7 @@ class CalibratedCosts:
         self._correct()
 
     def observe_prefill(self, took_s: float, predicted_s: float) -> None:
-        """Learn from one step: its seconds without loads and stores, and those of its tokens by `costs`."""
+        """Learn from one step: its seconds, and those of its tokens by `costs`."""
         if not (0.0 < took_s < math.inf and 0.0 < predicted_s < math.inf):
             return
         self.pace = self.pace.updated(self.pace.log_slower + math.log(took_s) - math.log(predicted_s))
@@ -107,26 +102,15 @@ class CalibratedCosts:
     def samples(self) -> dict[str, int]:
         """How many measurements each rate has; 0: it is assumed."""
         of = self.costs
-        counts = (of.prefill.samples, of.dram.samples, of.ssd.samples, of.store.samples)
-        return dict(zip(("prefill", "dram", "ssd", "store"), counts, strict=True))
-
-    def _stored(self, moved: KVTransfer) -> None:
-        """A disk's own writes delay no step; a store to DRAM has the tier DRAM."""
-        if not moved.in_step or moved.tier is not Tier.DRAM or not is_plausible(moved):
-            return
-        predicted_s = self._profile.dram.seconds(moved.size_bytes)
-        self.stall = self.stall.updated(math.log(moved.duration_s) - math.log(predicted_s))
-        self._correct()
+        return {"prefill": of.prefill.samples, "dram": of.dram.samples, "ssd": of.ssd.samples}
 
     def _correct(self) -> None:
         of = self._profile
-        back = replace(self.stall.of(of.dram), samples=self.stall.loads)  # the dram rate is only its scale
         self.costs = replace(
             of,
             prefill=self.pace.of_curve(of.prefill),
             dram=self.drifts[Tier.DRAM].of(of.dram),
             ssd=self.drifts[Tier.SSD].of(of.ssd),
-            store=back if self.stall.loads else NO_STALL,
         )
 
     def _own_s(self, moved: KVTransfer) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from continuum_lmcache.types import Residency, Tier, TurnId
 
@@ -27,7 +27,6 @@ class KVTransfer:
     size_bytes: int
     duration_s: float
     turn: str = ""  # its turn, if the connector knows it: vLLM's request id
-    in_step: bool = True  # a step waited for it; false: it was asynchronous
 
 
 @runtime_checkable
@@ -66,17 +65,6 @@ class TierStore(Protocol):
         """How many tokens each tier holds before it evicts; a missing tier is not in the mapping."""
 
 
-@runtime_checkable
-class StepTiming(Protocol):
-    """A store for which steps wait. With two steps in flight, output times do not give a step's time."""
-
-    def waits(self, metadata: Any) -> bool:
-        """Whether the step with this connector metadata waits for loads or stores."""
-
-    def step_s(self) -> float | None:
-        """The accelerator's time of the step that was reported last; None: not known."""
-
-
 LoadSelector = Callable[[TurnId, Residency], int]
 """How many of the tokens that the tiers hold of this turn's prompt to load: all, DRAM's part, or 0.
 It may be called at every step while the turn waits; the last answer before an allocation counts."""
@@ -84,9 +72,7 @@ It may be called at every step while the turn waits; the last answer before an a
 
 @runtime_checkable
 class SelectiveLoader(Protocol):
-    """A connector that can load less than it holds."""
-
-    async_loads: bool  # false: a step waits for its loads, which delays all its turns
+    """A connector that can load less than it holds. It loads beside the steps."""
 
     def set_load_selector(self, select: LoadSelector) -> None:
         """Offer vLLM no more tokens than `select` returns. The scheduler calls this once, at its start.

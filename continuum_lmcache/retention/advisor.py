@@ -68,12 +68,11 @@ class RetentionAdvisor:
         """The tiers hold so many tokens now. Returns whether that is another size."""
         return self.survival.resize(capacity_tokens)
 
-    def cheap_tier_tokens(self, async_loads: bool) -> int:
-        """How many tokens the largest tier can hold from which a reload takes less time than computing; where
-        steps wait for loads, so that each delays all turns, less than half of that time."""
+    def cheap_tier_tokens(self) -> int:
+        """How many tokens the largest tier can hold from which a reload takes less time than computing."""
         where = {Tier.DRAM: Residency(0, TYPICAL_TOKENS, 0, TYPICAL_TOKENS)}
         where[Tier.SSD] = Residency(0, 0, TYPICAL_TOKENS, TYPICAL_TOKENS)
-        expensive_s = (1.0 if async_loads else CHEAP_SHARE) * self.rates.costs.prefill_s(TYPICAL_TOKENS)
+        expensive_s = self.rates.costs.prefill_s(TYPICAL_TOKENS)
         tiers = self.survival.capacity_tokens.items()
         return max((n for t, n in tiers if self.rates.costs.reload_s(where[t]) < expensive_s), default=0)
 

@@ -1,7 +1,7 @@
 """Program order and pins on vLLM's own scheduler, which is subclassed and never copied.
 
 Overridden, with the same meaning from vLLM 0.30 to 0.33: schedule, add_request, _free_request,
-_update_after_schedule, update_from_output, _update_waiting_for_remote_kv, _handle_invalid_blocks,
+_update_after_schedule, update_from_output, _update_waiting_for_remote_kv,
 has_requests, make_stats, reset_prefix_cache, shutdown, _select_waiting_queue_for_scheduling.
 Called: _preempt_request, reset_connector_cache. Read: Request.is_prefill_chunk, num_spec_tokens,
 need_mamba_block_aligned_split, resumed_req_ids, num_waiting_for_streaming_input.
@@ -26,7 +26,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.config import ContinuumConfig
@@ -35,7 +35,6 @@ from continuum_lmcache.vllm_plugin.assembly import EngineParts, build_parts
 from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
 from continuum_lmcache.vllm_plugin.hooks.idle_timer import IdleTimer
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
-from continuum_lmcache.vllm_plugin.memory.failed_loads import InvalidBlocks
 from continuum_lmcache.vllm_plugin.memory.pin_renewal import PinRenewal
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
@@ -72,8 +71,6 @@ class ContinuumMixin(Scheduler):
         self._renewal = PinRenewal(lifecycle.programs, self._pins, advisor, lifecycle.engine_load)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
-        steps = 1 + self.parallel_config.pipeline_parallel_size
-        self._invalid_blocks = InvalidBlocks(self.kv_cache_manager, steps)
         self._reclaimer = PinReclaimer(
             self,
             lifecycle.programs,
@@ -174,7 +171,6 @@ class ContinuumMixin(Scheduler):
         if self._turns.without_token:  # before: a turn of one step ends in the next line
             self._turns.on_output(now_s, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self._invalid_blocks.on_step_end()
         self._step_timer.on_step(now_s, scheduler_output)  # after: the step's transfers are known now
         return outputs
 
@@ -193,8 +189,6 @@ class ContinuumMixin(Scheduler):
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        if request.status == RequestStatus.FINISHED_ABORTED and self.connector is not None:
-            self._invalid_blocks.on_client_abort(request.request_id)
         self._lifecycle.on_finish(self.clock(), request)
         freed = super()._free_request(request, *args, **kwargs)
         self._lifecycle.on_freed()
@@ -211,29 +205,6 @@ class ContinuumMixin(Scheduler):
         if not request.num_computed_tokens:
             self._inflight_prefills.discard(request)
             self._turns.to_rekey.add(TurnId(request.request_id))
-
-    def _handle_invalid_blocks(self, invalid_block_ids: set[int], *args: Any, **kwargs: Any) -> set[str]:
-        """Preempt a request whose load within a step failed; it then computes the tokens of the load.
-
-        vLLM 0.30 to 0.33 let it run on: with steps ahead, tokens computed from the failed load count as
-        new, and on GPUs the newer runner reads the wrong ones (vllm-project/vllm#49250).
-        """
-        failed = super()._handle_invalid_blocks(invalid_block_ids, *args, **kwargs)
-        running = [request for request in self.running if request.request_id in failed]
-        if self.recompute_kv_load_failures and not self._load_policy.controls_loads:
-            running = []  # they would load again, since vLLM computes into the same blocks
-        self._invalid_blocks.mark_invalid(invalid_block_ids, [request.request_id for request in running])
-        if self.recompute_kv_load_failures:
-            for request in running:
-                self._compute_again(request)
-        return failed
-
-    def _compute_again(self, request: Request) -> None:
-        """Preempt it as vLLM does when it resets running requests."""
-        self._load_policy.on_load_failure(TurnId(request.request_id))
-        self.running.remove(request)
-        self._preempt_request(request, self.clock(), drop_stale_output=True)
-        self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     # the engine's calls -----------------------------------------------------
 

@@ -14,7 +14,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from continuum_lmcache.admission.prefill_chunk import StepTimes
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
-from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.requests import TurnState
@@ -27,8 +26,6 @@ class StepLaunch(NamedTuple):
     """A step in flight."""
 
     at_s: float
-    waits: bool  # the step waits for its transfers
-    is_behind: bool  # another step was in flight at its launch
     prompt_tokens: int
     decoded_each: float  # tokens of each decoding turn; 0: none decodes
 
@@ -58,50 +55,31 @@ class StepTimer:
     ) -> None:
         decoded_tokens = output.total_num_scheduled_tokens - prompt_tokens
         decoded_each = decoded_tokens / decoding_turns if decoding_turns else 0.0
-        waits, is_behind = self._residency.waits(output), bool(self._flight)
-        self._flight[id(output)] = StepLaunch(now_s, waits, is_behind, prompt_tokens, decoded_each)
+        self._flight[id(output)] = StepLaunch(now_s, prompt_tokens, decoded_each)
 
     def on_step(self, now_s: float, output: SchedulerOutput) -> None:
-        launch = self._flight.pop(id(output), None) or StepLaunch(now_s, False, False, 0, 0.0)
-        took_s, is_own = self._took_s(now_s, launch)
+        launch = self._flight.pop(id(output), None) or StepLaunch(now_s, 0, 0.0)
+        took_s = now_s - max(launch.at_s, self._last_s)
         self._last_s = now_s
-        moved = self._residency.transfers()
         untimed = self._untimed and self._untimed & output.num_scheduled_tokens.keys()
         self._untimed -= untimed
         prefills = launch.prompt_tokens >= LEAST_PREFILL_TOKENS
         self.prompt_time.on_step(took_s, prefills)
-        if prefills and is_own and not untimed:
-            self._learn_prefill(took_s, output, launch.prompt_tokens, moved)
+        if prefills and not untimed:
+            self._learn_prefill(took_s, output, launch.prompt_tokens)
         if launch.decoded_each:
             self.step_times.on_decodes(took_s, launch.decoded_each)
-        for transfer in moved:
+        for transfer in self._residency.transfers():
             self._rates.observe(transfer)
 
-    def _took_s(self, now_s: float, launch: StepLaunch) -> tuple[float, bool]:
-        """A step's seconds, and whether they are its own alone.
-
-        Where the worker runs inside the engine, the launch of a step that waits for its store also waits for
-        its forward, and the engine reads the output before it only then. The store has timed such a step.
-        """
-        took_s = now_s - max(launch.at_s, self._last_s)
-        measured_s = self._residency.step_s()
-        if not launch.is_behind and not self._flight:
-            return took_s, True
-        if measured_s is not None:
-            return measured_s, True
-        return took_s, not (launch.waits or any(later.waits for later in self._flight.values()))
-
-    def _learn_prefill(
-        self, took_s: float, output: SchedulerOutput, prompt_tokens: int, moved: list[KVTransfer]
-    ) -> None:
+    def _learn_prefill(self, took_s: float, output: SchedulerOutput, prompt_tokens: int) -> None:
         """Learn a step's times; correct the prefill curve by it, if it was prefill for the most part."""
         curve = self._rates.costs.prefill
-        in_step_s = sum(transfer.duration_s for transfer in moved if transfer.in_step)
         weight_s = sum(curve.seconds(*tokens) - curve.fixed_s for tokens in work_of(output))
-        if in_step_s < took_s / 2:
-            self.step_times.on_prompts(took_s - in_step_s, prompt_tokens, weight_s)
+        if took_s > 0.0:
+            self.step_times.on_prompts(took_s, prompt_tokens, weight_s)
             if prompt_tokens >= LEAST_PREFILL_SHARE * output.total_num_scheduled_tokens:
-                self._rates.observe_prefill(took_s - in_step_s, curve.fixed_s + weight_s)
+                self._rates.observe_prefill(took_s, curve.fixed_s + weight_s)
 
 
 def work_of(output: SchedulerOutput) -> list[tuple[int, int]]:

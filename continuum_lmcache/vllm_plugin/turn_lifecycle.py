@@ -21,7 +21,7 @@ from continuum_lmcache.programs.end_claims import EndClaim, EndClaims
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.programs.prompt_linker import PromptLinker
 from continuum_lmcache.programs.table import Program, ProgramTable
-from continuum_lmcache.reload.load_policy import NO_CONTENTION, Contention, LoadPolicy
+from continuum_lmcache.reload.load_policy import Contention, LoadPolicy
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.retention.queue_order import LONGEST_WAIT_S
@@ -83,12 +83,10 @@ class TurnLifecycle:
         )
 
         def contention() -> Contention:
-            if not residency.async_loads:
-                return NO_CONTENTION
             return Contention(len(self.turns) - 1, self.kv_tokens)
 
-        def favors_started() -> bool:  # where a step waits for its loads, each change of programs stops all
-            return not residency.async_loads or advisor.favors_started()
+        def favors_started() -> bool:
+            return not residency.has_tiers or advisor.favors_started()
 
         self.load_policy = LoadPolicy(advisor.rates, contention, advisor.features.load_or_recompute)
         self._hash_block_tokens = hash_block_tokens
@@ -449,7 +447,7 @@ class TurnLifecycle:
             table.check()
 
     def _kv_capacity(self) -> KVCapacity:
-        return KVCapacity(self.kv_tokens, self.advisor.cheap_tier_tokens(self.residency.async_loads))
+        return KVCapacity(self.kv_tokens, self.advisor.cheap_tier_tokens())
 
     def _rekey(self, program: ProgramId) -> None:
         """The place of the program's waiting turns in the queue has changed, preempted ones too."""

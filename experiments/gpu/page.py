@@ -17,7 +17,7 @@ matplotlib.use("Agg")  # no display
 from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
 
 Rows = Mapping[str, Mapping[str, Any]]
-TOKENS = ("exact", "exact-mp", "rounding")
+TOKENS = ("exact", "rounding")
 
 
 def write(rows: Rows, setting: Mapping[str, Any], out: Path) -> None:
@@ -74,7 +74,7 @@ def stages(rows: Rows) -> list[list[str]]:
 def tokens_table(rows: Rows) -> list[list[str]]:
     lines = []
     for stage in TOKENS:
-        for run in ("roomy", "pressed", "control"):
+        for run in ("roomy", "pressed"):
             if of := rows.get(stage, {}).get(run):
                 figures = (f"{of[name]:.2g}" for name in ("median", "worst_token", "worst_turn"))
                 lines.append([stage, run, f"{of['turns']:,}", f"{of['tokens']:,}", *figures])

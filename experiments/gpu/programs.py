@@ -260,7 +260,6 @@ def predicted(who: Contender, chosen: Selection, place: Place, machine: Machine)
             "ssd_gb": place.ssd_gb * GB / 2**30,
             "chunk_tokens": 256,
             "save_decode_cache": True,
-            "async": True,
         }
     setup = Setup(
         policy=STOCK if who.order == "fcfs" else who.order,

@@ -5,8 +5,7 @@ repeat a prompt that is cached whole. Plain PyTorch in float32 computes the log 
 should have (experiments/exactness.py). A turn's error is the mean of its tokens' errors.
 
     roomy     no connector, enough KV for all: the effect of rounding alone in this dtype
-    pressed   LMCache in DRAM and on disk, too little of everything
-    control   the same with loads that swap chunks: the check must find it
+    pressed   LMCache's server with DRAM and a disk, too little of everything
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from statistics import fmean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from experiments import exactness
 from experiments.exactness import (
     CHUNK,
     KINDS,
@@ -28,7 +26,6 @@ from experiments.exactness import (
     WAYS,
     Conversation,
     engine,
-    in_process,
     off_by,
     play,
     play_all_ways,
@@ -36,28 +33,18 @@ from experiments.exactness import (
     sources,
 )
 from experiments.mp_server import serve_mp
-from experiments.swapped_loads import FLAG, SwappedLoadsConnector
 from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 PROGRAMS = 8  # at once
 MP_DRAM_CHUNKS = 32  # the server keeps a fifth of it free, and what it loads from disk must fit there
 ROOMY_TOKENS = PROGRAMS * 2048
-# LMCache 0.5.6's shutdown aborts the process of its worker (a ZMQ socket is closed while a thread polls it).
-# Where that is this process, its results would be lost: the engine lives until the process exits.
-NEVER_SHUT_DOWN: list[Any] = []
 EVICTED_S = 1.1  # LMCache's server evicts once a second; on a GPU a program is over by then
 EXACT = {"cpu": 1e-3, "cuda": 2e-2}  # in float32, how far a log probability may be off; GPUs round matmuls
-NOTICED = 0.1  # the control's worst token in float32
 ROUNDING = 2.0  # in bfloat16: times the roomy run's worst turn
-BLIND = "this check would see no fault"
-SWAPPED_LOADS = {
-    "kv_connector": SwappedLoadsConnector.__name__,
-    "kv_connector_module_path": SwappedLoadsConnector.__module__,
-}
 
 
-def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
-    """One dtype over one of LMCache's modes. `failed` has the problems; "" if nothing is."""
+def checked(device: str, dtype: str, folder: Path) -> dict[str, Any]:
+    """One dtype. `failed` has the problems; "" if nothing is."""
     kind = KINDS[device]
     os.environ.update(SETTINGS | dict(kind.env))
     played: dict[str, list[Conversation]] = {}
@@ -70,34 +57,24 @@ def checked(device: str, dtype: str, mp: bool, folder: Path) -> dict[str, Any]:
         # An engine that is not shut down may still write there.
         folder_of_run = TemporaryDirectory(dir=folder, prefix="disk-", ignore_cleanup_errors=True)
         disk = Path(until.enter_context(folder_of_run)).resolve()
-        connector = over_mp(until, disk, dtype, folder) if mp else dict(SWAPPED_LOADS)
-        if not mp:
-            connector["kv_connector_extra_config"] = in_process(disk, dtype)
-        llm = engine(connector, kind, dtype)
-        if mp or device == "cpu":
-            until.callback(llm.llm_engine.engine_core.shutdown)
-        else:
-            NEVER_SHUT_DOWN.append(llm)
-        rest_s = EVICTED_S if mp and device == "cuda" else 0.0
-        ways = WAYS if not mp else tuple(way for way in WAYS if way != exactness.AFTER_PREEMPTION)
-        played["pressed"] = play_all_ways(llm, PROGRAMS, ways, rest_s)
+        llm = engine(over_server(until, disk, dtype, folder), kind, dtype)
+        until.callback(llm.llm_engine.engine_core.shutdown)
+        rest_s = EVICTED_S if device == "cuda" else 0.0
+        played["pressed"] = play_all_ways(llm, PROGRAMS, WAYS, rest_s)
         found = sources(llm)
-        if not mp:
-            (disk / FLAG).touch()
-            played["control"] = play(llm, PROGRAMS, seed=100)
     model = reference(device)
     off = {
         name: turns_off(conversations, lambda conversation: off_by(conversation, model))
         for name, conversations in played.items()
     }
     figures = {name: figures_of(turns) for name, turns in off.items()}
-    missing = [way for way in ways if not found[way]]
+    missing = [way for way in WAYS if not found[way]]
     failed = [f"no prompt came by way of: {', '.join(missing)}"] if missing else []
     failed += wrong(figures, EXACT[device] if dtype == "float32" else None)
-    return {"dtype": dtype, "mp": mp, "ways": dict(found), **figures, "failed": "; ".join(failed)}
+    return {"dtype": dtype, "ways": dict(found), **figures, "failed": "; ".join(failed)}
 
 
-def over_mp(until: ExitStack, disk: Path, dtype: str, folder: Path) -> dict[str, Any]:
+def over_server(until: ExitStack, disk: Path, dtype: str, folder: Path) -> dict[str, Any]:
     """An LMCache server of the same sizes, and its connector."""
     gib = MP_DRAM_CHUNKS * CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30
     mp = until.enter_context(serve_mp(gib, disk, folder / "lmcache-tokens.log"))
@@ -133,17 +110,12 @@ def figures_of(turns: Sequence[Sequence[float]]) -> dict[str, float]:
 
 def wrong(figures: Mapping[str, Mapping[str, float]], exact: float | None) -> list[str]:
     """The problems found. `exact`: the bound of a token's error in float32; None: that of rounding."""
-    found, pressed, control = [], figures["pressed"], figures.get("control")
+    pressed = figures["pressed"]
     if exact is not None:
-        if pressed["worst_token"] >= exact:
-            found.append(f"a token is off by {pressed['worst_token']:.2g}, {exact:g} is rounding")
-        if control is not None and control["worst_token"] <= NOTICED:
-            found.append(f"the control is off by {control['worst_token']:.2g} at most: {BLIND}")
-        return found
+        is_off = pressed["worst_token"] >= exact
+        return [f"a token is off by {pressed['worst_token']:.2g}, {exact:g} is rounding"] if is_off else []
     bound = ROUNDING * figures["roomy"]["worst_turn"]
-    if pressed["worst_turn"] > bound:
-        mean = f"{pressed['worst_turn']:.2g}"
-        found.append(f"a turn's tokens are off by {mean} on average; twice what rounding does is {bound:.2g}")
-    if control is not None and control["worst_turn"] <= bound:
-        found.append(f"the control's worst turn is off by {control['worst_turn']:.2g}: {BLIND}")
-    return found
+    if pressed["worst_turn"] <= bound:
+        return []
+    mean = f"{pressed['worst_turn']:.2g}"
+    return [f"a turn's tokens are off by {mean} on average; twice what rounding does is {bound:.2g}"]

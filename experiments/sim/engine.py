@@ -87,13 +87,12 @@ class Engine:
         self.setup, self.scheduler, self.clock, self.timetable = setup, scheduler, clock, timetable
         self.agents, self.hear, self.speed = agents, hear, speed
         self.depth = 2 if setup.async_scheduling else 1
-        self.loads_async = bool(setup.tiers and setup.tiers.get("async"))
         self.under_way: deque[Step] = deque()
         self.waits = False  # for a step's end, or at rest
         self.resting: SchedulerOutput | None = None  # nothing could run
         self.poked = False  # since it was last asked to schedule
         self.gpu_free_s = 0.0
-        self.loaded: set[str] = set()  # asynchronous loads that are over, not yet reported
+        self.loaded: set[str] = set()  # loads that are over, not yet reported
         self.ahead: dict[str, int] = {}  # tokens taken in a merged step, still to be scheduled
         self.steps = self.scheduled_tokens = self.preemptions = 0
         self.busy_s = 0.0
@@ -113,7 +112,7 @@ class Engine:
                 self._start(output)
                 self.waits = len(self.under_way) >= self.depth
                 continue
-            self._moves(output.kv_connector_metadata)  # an asynchronous load may start beside a step
+            self._start_loads(output.kv_connector_metadata)  # a load may start without a step
             self.waits = True
             if not self.under_way:
                 self.resting = output
@@ -155,9 +154,9 @@ class Engine:
         if merged > 1:
             sampled = dict.fromkeys(sampled, merged)
             self.ahead = dict.fromkeys(sampled, merged - 1)
-        took_s = forward_s + self._moves(output.kv_connector_metadata)
-        self.gpu_free_s = max(self.clock.now_s, self.gpu_free_s) + took_s
-        self.busy_s += took_s
+        self._start_loads(output.kv_connector_metadata)
+        self.gpu_free_s = max(self.clock.now_s, self.gpu_free_s) + forward_s
+        self.busy_s += forward_s
         self.steps += merged
         self.scheduled_tokens += sum(new for new, _ in batch) * merged
         self.under_way.append(Step(output, self.gpu_free_s, sampled))
@@ -177,18 +176,11 @@ class Engine:
     def _seconds(self, batch: Sequence[tuple[int, int]]) -> float:
         return self.setup.machine.seconds(batch) / self.speed
 
-    def _moves(self, meta: KVConnectorMetadata | None) -> float:
-        """Start the step's loads and stores; seconds for which the step waits for them."""
-        if not isinstance(meta, FakeMetadata):
-            return 0.0
-        waits_s = [0.0]
-        for job in meta.loads:
+    def _start_loads(self, meta: KVConnectorMetadata | None) -> None:
+        """Start the loads of a step. They run beside it."""
+        for job in meta.loads if isinstance(meta, FakeMetadata) else ():
             self._note_tiers(job)
-            if self.loads_async:
-                self.timetable.at(self.clock.now_s + job.duration_s, partial(self.loaded.add, job.request_id))
-            else:
-                waits_s.append(job.duration_s)
-        return max(waits_s) + (meta.store_s if self.setup.store_stalls else 0.0)
+            self.timetable.at(self.clock.now_s + job.duration_s, partial(self.loaded.add, job.request_id))
 
     def _note_tiers(self, job: LoadJob) -> None:
         """A turn's tokens by source are those of its first load: a preempted one loads again."""

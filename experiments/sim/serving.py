@@ -53,7 +53,6 @@ class Setup:
     block_tokens: int = 64  # 16 is vLLM's default, 2.6 times slower here, and 0.5 % different
     shared_tokens: int = 2048  # a system prompt that all programs begin with
     async_scheduling: bool = False
-    store_stalls: bool = False  # a step waits for its stores, as in-process LMCache does
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
     wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
     untold_ends: bool = False  # clients do not say that a turn is their last

@@ -36,7 +36,6 @@ class Point:
     ssd_gb: float = 0.0
     link_gbps: float | None = None  # None: the machine's
     ssd_gbps: float | None = None  # reads; None: the simulator's drive
-    blocking: bool = False  # loads and stores hold the step up, as in-process LMCache does
     step_tokens: int = 2048
     max_seqs: int = 256
     turns_factor: int = 1  # times the turns, each as much shorter
@@ -61,7 +60,7 @@ class Point:
     def label(self) -> str:
         """Its name in figures."""
         tiers = "+LMCache" if self.offloads and self.contender != ENDLESS else ""
-        return f"{self.contender}{tiers}{' (blocking)' if self.blocking else ''}"
+        return f"{self.contender}{tiers}"
 
 
 @dataclass(frozen=True, slots=True)

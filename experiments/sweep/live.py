@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,6 @@ class Machine:
     time_scale: float  # of tool gaps
     profile: str  # in profiles/
     dtype: str
-    mp: bool = False  # LMCache in a server of its own (docs/mp.md), not in vLLM's process
 
     @property
     def kv_gb(self) -> float:
@@ -70,9 +69,8 @@ class Machine:
         return self.served_gb(gb) * 1e9 / 2**30
 
 
-# by its path: with a policy of vLLM's own, LMCacheConnectorV1 is stock, and caches nothing on a CPU
-OURS = {"kv_connector": "ContinuumLMCacheConnector", "kv_connector_module_path": "connectors.lmcache"}
-OURS_MP = {
+# by its path: a policy of vLLM's own has LMCache's own connector, without our metrics
+OURS = {
     "kv_connector": "ContinuumLMCacheMPConnector",
     "kv_connector_module_path": "connectors.lmcache_mp",
 }
@@ -88,7 +86,6 @@ MACHINES = {
         dtype=fast_dtype(),
     )
 }
-MACHINES["cpu-tiny-mp"] = replace(MACHINES["cpu-tiny"], mp=True)
 
 
 def run(case: Live, keep: Path) -> dict[str, Any]:
@@ -102,7 +99,7 @@ def run(case: Live, keep: Path) -> dict[str, Any]:
     began_s = time.monotonic()
     with ExitStack() as until:
         folder = Path(until.enter_context(tempfile.TemporaryDirectory(prefix="continuum-live-")))
-        args, env = arguments(case, machine, policy, folder)
+        args, env = arguments(case, machine, policy)
         tiers = until.enter_context(mp_tiers(case, machine, folder, keep))
         model = make_model(ROOT / ".work" / "tiny-model")
         engine = until.enter_context(serve(model, [*args, *tiers], log=keep / "server.log", env=env))
@@ -162,20 +159,14 @@ def policy_of(contender: str) -> str | None:
     return policies.setting(contender)
 
 
-def arguments(
-    case: Live, machine: Machine, policy: str | None, folder: Path
-) -> tuple[list[str], dict[str, str]]:
-    """The server's arguments and environment. The connector's file goes into `folder`."""
+def arguments(case: Live, machine: Machine, policy: str | None) -> tuple[list[str], dict[str, str]]:
+    """The server's arguments and environment, without its tiers."""
     args = ["--dtype", machine.dtype, "--max-model-len", str(machine.window_tokens)]
     args += ["--num-gpu-blocks-override", str(machine.gpu_blocks)]
     env: dict[str, str] = {}
     if case.contender in PEERS:
         more, env = peers.served(case.contender, machine.profile)
         args += more
-    if case.dram_gb and not machine.mp:
-        path = folder / "lmcache.json"
-        path.write_text(json.dumps(connector(case, machine, folder / "disk"), indent=1))
-        args += ["--kv-transfer-config", str(path)]
     if policy is not None:
         args += ["--scheduling-policy", "continuum"]
         profile = str(ROOT / "profiles" / machine.profile)
@@ -183,27 +174,17 @@ def arguments(
     return args, env
 
 
-def connector(case: Live, machine: Machine, disk: Path) -> dict[str, Any]:
-    """LMCache in vLLM's process with the case's tiers, under any policy."""
-    extra: dict[str, Any] = {}
-    dram_gib, disk_gib = machine.gib(case.dram_gb), machine.gib(case.ssd_gb)
-    extra |= {"lmcache.chunk_size": machine.chunk_tokens, "lmcache.max_local_cpu_size": dram_gib}
-    if case.ssd_gb:
-        extra |= {"lmcache.local_disk": f"file://{disk}/", "lmcache.max_local_disk_size": disk_gib}
-    return {**OURS, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-
-
 @contextmanager
 def mp_tiers(case: Live, machine: Machine, folder: Path, keep: Path) -> Iterator[list[str]]:
-    """An `lmcache server` with the case's tiers, where the machine has one; vLLM's arguments for it."""
-    if not machine.mp or not case.dram_gb:
+    """An `lmcache server` with the case's tiers, if it has any; vLLM's arguments for it."""
+    if not case.dram_gb:
         yield []
         return
     l1_gb, watermark = l1_of(case, machine)
     more = ["--chunk-size", str(machine.chunk_tokens), "--eviction-trigger-watermark", f"{watermark:.3f}"]
     log, disk, disk_gb = keep / "lmcache.log", folder / "disk", machine.served_gb(case.ssd_gb)
     with serve_mp(machine.gib(l1_gb), disk, log, *more, disk_gb=disk_gb) as mp:
-        yield ["--kv-transfer-config", json.dumps(mp.transfer_config | OURS_MP)]
+        yield ["--kv-transfer-config", json.dumps(mp.transfer_config | OURS)]
 
 
 def l1_of(case: Live, machine: Machine) -> tuple[float, float]:

@@ -59,12 +59,11 @@ def cases_of(contenders: Sequence[str], memory_gb: Sequence[Memory], bare: bool 
 AGENTS = ("claude-code-swe:report", "mini-swe:report")
 RIVALS = (STOCK, *PEERS, PUBLISHED, "continuum")
 Setting = tuple[str, str]  # workload and machine
-BOTH_MODES: tuple[Setting, ...] = (("swe", "cpu-tiny"), ("swe", "cpu-tiny-mp"))  # of LMCache
+PAPER: tuple[Setting, ...] = (("swe", "cpu-tiny"),)
 BOTH_TRACES: tuple[Setting, ...] = tuple((trace, "cpu-tiny") for trace in AGENTS)
-OVER_MP: tuple[Setting, ...] = tuple((trace, "cpu-tiny-mp") for trace in AGENTS)
 FEW = (STOCK, ROUTER_WARM, PUBLISHED, "continuum")
-PAPERS = dict.fromkeys(Size, BOTH_MODES) | {Size.DEFAULT: BOTH_MODES[:1]}
-TRACED = {Size.QUICK: BOTH_TRACES[:1], Size.DEFAULT: BOTH_TRACES, Size.FULL: (*BOTH_TRACES, *OVER_MP)}
+PAPERS = dict.fromkeys(Size, PAPER)
+TRACED = {Size.QUICK: BOTH_TRACES[:1], Size.DEFAULT: BOTH_TRACES, Size.FULL: BOTH_TRACES}
 
 
 def in_turns(
@@ -147,8 +146,8 @@ LIVE_PLANS: dict[str, Plan] = {
         in_turns((*RIVALS, "program-fcfs"), DISKS[:2], TRACED, dict.fromkeys(Size, 20), 1.0),
     ),
     "agents-mp": OF_TRACES(
-        "Traces of agents, LMCache's own server with a DRAM of 8x the KV cache",
-        in_turns(FEW, [(LARGE, 0.0)], dict.fromkeys(Size, OVER_MP), {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
+        "Traces of agents, DRAM 8x the KV cache",
+        in_turns(FEW, [(LARGE, 0.0)], TRACED, {Size.DEFAULT: 20, Size.FULL: 40}, 1.0),
     ),
     "peers": Plan(
         "Other projects' schedulers, DRAM half the KV cache, and a disk of twice it or none",

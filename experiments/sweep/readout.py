@@ -133,9 +133,8 @@ def _arrivals(cases: Sequence[Case]) -> str:
 
 
 def _loads(cases: Sequence[Case]) -> str:
-    modes = {case.blocking for case in cases if isinstance(case, Point) and case.offloads}
-    words = {False: "loads beside the steps", True: "steps wait for loads and stores"}
-    return " or ".join(words[mode] for mode in sorted(modes)) or "no offloading"
+    offloads = any(isinstance(case, Point) and case.offloads for case in cases)
+    return "loads beside the steps" if offloads else "no offloading"
 
 
 def _values(cases: Sequence[Case], name: str) -> str:

@@ -73,7 +73,6 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         machine=machine,
         step_tokens=point.step_tokens,
         max_seqs=point.max_seqs,
-        store_stalls=point.blocking,
         merge_steps=point.merge_steps,
         wrong_hints=point.wrong_hints,
         untold_ends=point.untold_ends,
@@ -124,7 +123,6 @@ def tiers_of(point: Point, machine: Machine) -> dict[str, Any] | None:
     tiers: dict[str, Any] = {
         "dram_gb": point.dram_gb or point.dram_kv * kv_gb,
         "ssd_gb": point.ssd_gb or point.ssd_kv * kv_gb,
-        "async": not point.blocking,
     }
     if point.link_gbps is not None:
         tiers |= {"load_gbps": point.link_gbps, "store_gbps": point.link_gbps}

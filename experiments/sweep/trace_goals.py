@@ -42,16 +42,15 @@ def points(size: Size, part: str, seeds: Sequence[int], machines: Sequence[str])
         for card, name, load in product(machines, AGENTS, LOADS if size is not Size.QUICK else (1.0,))
     ]
     tiered = [replace(p, dram_kv=dram, ssd_kv=ssd) for p in settings for dram, ssd in ROW_TIERS.values()]
-    waiting = [replace(p, blocking=True) for p in tiered if p.offloads]
     chat = replace(settings[0], workload=f"trace:{CONTROL}:{part}", programs=4 * PROGRAMS[size], load=1.0)
-    every = [*tiered, *waiting, *([] if part == FITTED else [chat])]
+    every = [*tiered, *([] if part == FITTED else [chat])]
     return [replace(p, seed=seed, contender=OURS) for seed, p in product(seeds, every)]
 
 
 def contended(setting: Point) -> dict[str, Point]:
     """All contenders on the same setting. ENDLESS needs no tier, so it is run once for all tiers."""
     found = {name: replace(setting, contender=name) for name in CONTENDERS}
-    found[ENDLESS] = replace(found[ENDLESS], dram_kv=0.0, ssd_kv=0.0, blocking=False)
+    found[ENDLESS] = replace(found[ENDLESS], dram_kv=0.0, ssd_kv=0.0)
     return found
 
 
@@ -64,7 +63,7 @@ def name_of(point: Point) -> str:
     """A row's name."""
     tiers = next(name for name, sizes in ROW_TIERS.items() if sizes == (point.dram_kv, point.ssd_kv))
     name = f"{point.machine}, {point.workload.split(':')[1]}, {tiers}, {point.load:g}"
-    return name + ", steps wait" * point.blocking + ", ends not told" * point.untold_ends
+    return name + ", ends not told" * point.untold_ends
 
 
 def by_name(rows: Rows, settings: Iterable[Point]) -> dict[str, list[Runs]]:

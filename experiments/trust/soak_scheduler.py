@@ -71,7 +71,7 @@ SETUP = Setup(
     machine=replace(MACHINES["a100"], kv_tokens=81_920),
     shared_tokens=0,
     continuum={"program_idle_s": IDLE_S, "max_tenant_share": 0.5},
-    tiers={"dram_gb": 16.0, "async": True},
+    tiers={"dram_gb": 16.0},
     merge_steps=16,
 )
 

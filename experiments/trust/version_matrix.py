@@ -43,10 +43,10 @@ SCHEDULER_SUITE = (
     "tests/test_idle_timer.py",
 )
 CONNECTOR_SUITE = (
-    "tests/test_lmcache_tiers.py",
-    "tests/test_lmcache_config.py",
-    "tests/test_transfer_timer.py",
-    "tests/test_lmcache_disk.py",
+    "tests/test_lmcache_mp.py",
+    "tests/test_lmcache_mp_leases.py",
+    "tests/test_lmcache_mp_worker.py",
+    "tests/test_lmcache_translation.py",
     "tests/contract",
 )
 NOTES = (
@@ -56,12 +56,7 @@ NOTES = (
     'ever; continuum supports 0.30 to 0.33". One after 0.33 starts, with a line that it was not checked.',
     "Streaming sessions with speculative decoding can end an input with a wrong token on vLLM 0.30, in stock "
     "vLLM too; not on 0.31 and later, with steps ahead. The oracle's machine leaves them out on 0.30.",
-    "LMCache 0.5.4 is not supported: storing a chunk again while it lies on the disk can raise "
-    "FileNotFoundError in the engine's store (its disk tier keeps no check between looking for a chunk and "
-    "writing it; 0.5.5 has one). A test that names a write in flight fails for the want of "
-    "`try_insert_put_task`, which came with that check.",
-    "LMCache's MP server takes modules from 0.5.6 on (`server_module`); the MP connector and its part of the "
-    "contract need it.",
+    "LMCache before 0.5.6 is not supported: its server takes no modules (`server_module`), and nothing starts it.",
 )
 PYTEST = ("-v", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors")
 COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")

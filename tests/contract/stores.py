@@ -80,14 +80,13 @@ class FakeStore:
         self.worker.load(meta.loads)
         brought = self._brought(meta, content)
         self._fill(content, gpu_tokens + loads, len(token_ids))
-        self.worker.store(meta.stores, meta.store_s)
+        self.worker.store(meta.stores)
         self.worker.drop(meta.drops)
         self.scheduler_side.finished(request.request_id)
         return brought
 
     def locate(self, token_ids: Sequence[int]) -> TierHit:
-        self.scheduler_side.store.finish_writes(self.now_s)
-        return self.scheduler_side.store.locate(chunk_names(token_ids, self.chunk_tokens))
+        return self.scheduler_side.store.locate(self.now_s, chunk_names(token_ids, self.chunk_tokens))
 
     def settle(self) -> None:
         self.now_s += 1e9
@@ -169,17 +168,8 @@ STORES: dict[str, Callable[[int, int], StoreUnderTest]] = {"fake": FakeStore}
 
 SERVER_MODULES = "lmcache.v1.multiprocess.protocols.server_module"  # LMCache 0.5.6 has them first
 
-if importlib.util.find_spec("lmcache"):
-    os.environ["LMCACHE_TRACK_USAGE"] = "false"
-    from lmcache_rig import Rig
-
-    def real_store(dram_chunks: int, ssd_chunks: int) -> StoreUnderTest:
-        """LMCache's own engine. Twice the disk: it forgets a chunk there sooner than the fake does."""
-        return Rig(Path(tempfile.mkdtemp()), dram_chunks, 2 * ssd_chunks)
-
-    STORES["lmcache"] = real_store
-
 if importlib.util.find_spec("lmcache") and importlib.util.find_spec(SERVER_MODULES):
+    os.environ["LMCACHE_TRACK_USAGE"] = "false"
     from lmcache_mp_rig import MpRig
 
     def mp_store(dram_chunks: int, ssd_chunks: int) -> StoreUnderTest:

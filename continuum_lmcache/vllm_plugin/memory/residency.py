@@ -9,14 +9,12 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from continuum_lmcache.reload.tier_store import (
     KVTransfer,
     LookupRecord,
     SelectiveLoader,
-    StepTiming,
     StoreStatus,
     TierHit,
     TierStore,
@@ -36,8 +34,7 @@ class ResidencyLookup:
         # checked once, here: isinstance with a protocol takes 10 us
         self._store_status = store if isinstance(store, StoreStatus) else None
         self._lookup_record = store if isinstance(store, LookupRecord) else None
-        self._timing = store if isinstance(store, StepTiming) else None
-        self.async_loads = isinstance(store, SelectiveLoader) and store.async_loads
+        self.has_tiers = isinstance(store, SelectiveLoader) and bool(store.capacity_tokens())
         self.mode = "none" if connector is None else "unknown"
         if isinstance(connector, StoreStatus):
             self.mode = connector.mode
@@ -68,14 +65,6 @@ class ResidencyLookup:
 
     def transfers(self) -> list[KVTransfer]:
         return self._store.transfers() if self._store is not None else []
-
-    def waits(self, output: SchedulerOutput) -> bool:
-        """Whether the step waits for its transfers, if the store reports that."""
-        return self._timing is not None and self._timing.waits(output.kv_connector_metadata)
-
-    def step_s(self) -> float | None:
-        """The time of the step that was reported last, where the store has measured it."""
-        return None if self._timing is None else self._timing.step_s()
 
     def totals(self) -> dict[str, dict[str, float]]:
         """For the metrics: the sources of prompts' tokens."""

@@ -1,1 +1,0 @@
-"""Copies of KV between vLLM's blocks and LMCache's chunks, in-process."""

@@ -1,1 +1,0 @@
-"""LMCache's disk tier: reads and writes that neither deadlock nor return wrong data."""
