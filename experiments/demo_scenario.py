@@ -5,7 +5,7 @@ The scenario keeps proportions, so that memory is as short on a slow machine as 
 - arrivals: twice what the machine finishes, so that a backlog grows until the last one has come;
 - memory: half of the programs have come and not ended when the last one comes, even where no work is
   wasted. GPU and DRAM hold half of their contexts, the GPU two thirds of that. LMCache's L1 has room for
-  the longest context beside it, since a prompt on the disk loads only into free room (docs/mp.md). The
+  the longest context beside it, since a prompt on the disk loads only into free room (docs/lmcache.md). The
   disk (L2) holds everything;
 - tool time: a third of the work, as 8 s are to 22.7 s in the paper's offload experiment (Continuum,
   arXiv 2511.02230, full version, Fig. 9). It has GPU KV for 7 contexts, and an hour for its backlog.

@@ -1,4 +1,4 @@
-"""Start a real `lmcache server`, LMCache's multi-process mode, with this package's tier module (docs/mp.md).
+"""Start a real `lmcache server`, LMCache's multi-process mode, with this package's tier module (docs/lmcache.md).
 
 with serve_mp(l1_gb=1.0, disk=Path("lmcache-disk"), log=Path("mp.log")) as mp: ... mp.transfer_config
 """
@@ -33,7 +33,7 @@ class MpProcess:
     log: Path
     more: tuple[str, ...] = ()
     module: bool = True  # this package's tier module; False: LMCache's server as it comes
-    tuned: bool = True  # docs/mp.md's options; False: those without which no server with a disk starts
+    tuned: bool = True  # docs/lmcache.md's options; False: those without which no server with a disk starts
     disk_gb: float | None = None  # None: no bound, and nothing is evicted; 0: no disk
     port: int = field(default_factory=reserved_port)
     http_port: int = field(default_factory=reserved_port)

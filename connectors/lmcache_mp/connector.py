@@ -10,7 +10,7 @@ other requests continue. A finished turn's blocks are freed when its stores have
 
 With `--scheduling-policy continuum` it replaces LMCache's own `{"kv_connector": "LMCacheMPConnector", ...}`.
 With another policy use `"kv_connector": "ContinuumLMCacheMPConnector",
-"kv_connector_module_path": "connectors.lmcache_mp"`. docs/mp.md describes how the server is started.
+"kv_connector_module_path": "connectors.lmcache_mp"`. docs/lmcache.md describes how the server is started.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def _refuse_unread(extra: Mapping[str, Any]) -> None:
         if name.startswith(PREFIX) and not name.startswith(MP):
             raise ConfigError(
                 f"{name} has no effect on an LMCache server that this engine does not start; set "
-                "lmcache.mp.autostart to true, or put it on the server's command line (docs/mp.md)"
+                "lmcache.mp.autostart to true, or put it on the server's command line (docs/lmcache.md)"
             )
     others = [name for name in extra if not name.startswith((PREFIX, "continuum."))]
     refuse_unknown(others, (), "", EXTRA)

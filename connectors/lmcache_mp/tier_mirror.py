@@ -201,7 +201,7 @@ class MpTiers:
         """This scheduler's part, for all its ranks together: L1 and L2 hold every rank's pieces.
 
         As of the latest answer: the server may have been started again with other sizes. L2 counts only if
-        L1 keeps room for the longest prompt: else its loads fail (docs/mp.md), and the programs are computed.
+        L1 keeps room for the longest prompt: else its loads fail (docs/lmcache.md), and the programs are computed.
         """
         token_bytes = self._bytes_per_token * self._poller.schedulers
         found = {tier: size // token_bytes for tier, size in self._poller.tier_bytes.items()}

@@ -6,8 +6,7 @@
     [ssd, n)     in no tier                prefill at that context
 
 It is never more than the time to compute all of [gpu, n). Loading ends at the tier where computing the rest
-is cheaper, and the connector must end there too (`ReloadCost.loaded_tokens`, load_policy.py). What is
-computed is stored again, which is a cost too where a step waits for its stores.
+is cheaper, and the connector must end there too (`ReloadCost.loaded_tokens`, load_policy.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One LMCache MP server a node, kept alive by Ray: a deployment whose replica is that server's parent.
 
-docs/mp.md has the server's options. A server that already answers at the address is used as it is:
+docs/lmcache.md has the server's options. A server that already answers at the address is used as it is:
 another program started it, or it outlived this actor. It listens on 127.0.0.1, so each node needs its own.
 """
 

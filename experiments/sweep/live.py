@@ -191,7 +191,7 @@ def l1_of(case: Live, machine: Machine) -> tuple[float, float]:
     """L1's size in GB, and the share above which LMCache evicts from it.
 
     With a disk L1 has free room beside the case's DRAM, for a prompt that is read from L2 and for what is
-    stored between two evictions (docs/mp.md): a prompt that does not fit is not read.
+    stored between two evictions (docs/lmcache.md): a prompt that does not fit is not read.
     """
     if not case.ssd_gb:
         return case.dram_gb, WATERMARK

@@ -36,7 +36,6 @@ SERVERS = (
     *(
         "profiles/*.yaml",
         "lmcache.json",
-        "lmcache-mp.json",
         "experiments/peers/*.py",
         "requirements/peers.lock",
     ),

@@ -56,7 +56,7 @@ NOTES = (
     'ever; continuum supports 0.30 to 0.33". One after 0.33 starts, with a line that it was not checked.',
     "Streaming sessions with speculative decoding can end an input with a wrong token on vLLM 0.30, in stock "
     "vLLM too; not on 0.31 and later, with steps ahead. The oracle's machine leaves them out on 0.30.",
-    "LMCache before 0.5.6 is not supported: its server takes no modules (`server_module`), and nothing starts it.",
+    "LMCache before 0.5.6 is not supported: its server takes no modules (`server_module`).",
 )
 PYTEST = ("-v", "--tb=short", "-p", "no:cacheprovider", "--continue-on-collection-errors")
 COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped)\b")

@@ -1,4 +1,4 @@
-"""The command line of `lmcache server` with this package's tier module; docs/mp.md explains each option."""
+"""The command line of `lmcache server` with this package's tier module; docs/lmcache.md explains each option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def options(
     """The arguments after `lmcache server`, on loopback.
 
     `disk`: the directory of L2, "" for no L2. `disk_gb`: its size; with None nothing is evicted.
-    `module`: with our tier module. `tuned`: with the other options that docs/mp.md recommends.
+    `module`: with our tier module. `tuned`: with the other options that docs/lmcache.md recommends.
     """
     words = ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
     words += ["--chunk-size", str(CHUNK_TOKENS), "--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU"]
