@@ -1,4 +1,4 @@
-"""Start a real `lmcache server`, LMCache's multi-process mode, with this package's tier module (docs/lmcache.md).
+"""Start a real `lmcache server` with this package's tier module (docs/lmcache.md).
 
 with serve_mp(l1_gb=1.0, disk=Path("lmcache-disk"), log=Path("mp.log")) as mp: ... mp.transfer_config
 """

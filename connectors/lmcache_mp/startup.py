@@ -134,7 +134,7 @@ def first_answer(poller: TierPoller) -> ChangesReply:
     except OSError as error:
         raise ConfigError(
             f"LMCache's MP server does not report where KV is ({error}); start it with "
-            f'--server-module \'{{"module_path": "{MODULE}"}}\' and this package on its path (docs/lmcache.md)'
+            f'--server-module \'{{"module_path": "{MODULE}"}}\' and this package on its path'
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The command line of `lmcache server` with this package's tier module; docs/lmcache.md explains each option."""
+"""The command line of `lmcache server` with this package's tier module (docs/lmcache.md)."""
 
 from __future__ import annotations
 
