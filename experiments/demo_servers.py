@@ -2,8 +2,9 @@
 
 All three get the same KV cache, the same LMCache server settings and the same tiers; LMCache runs in its
 multi-process mode. The baselines keep LMCache's own connector and an `lmcache server` without this
-package's module. They too get what docs/lmcache.md recommends where LMCache's default would hurt them: generated tokens are stored, what is read from the disk
-stays in DRAM, KV goes through shared memory, and a load that fails is computed.
+package's module. They too get what docs/lmcache.md recommends where LMCache's default would hurt
+them: generated tokens are stored, what is read from the disk stays in DRAM, KV goes through shared
+memory, and a load that fails is computed.
 """
 
 from __future__ import annotations

@@ -222,10 +222,10 @@ class MpWorkerSide:
         elif transfer.future.result(timeout=0) and duration_s:
             sizes = transfer.tokens, transfer.tokens * self._kv_bytes_per_token
             if transfer.is_load:
-                loaded = KVTransfer(Tier.DRAM, "load", *sizes, duration_s, transfer.request_id, in_step=False)
+                loaded = KVTransfer(Tier.DRAM, "load", *sizes, duration_s, transfer.request_id)
                 self._fresh.loads.append(loaded)
             else:
-                self._fresh.stores.append(KVTransfer(Tier.DRAM, "store", *sizes, duration_s, in_step=False))
+                self._fresh.stores.append(KVTransfer(Tier.DRAM, "store", *sizes, duration_s))
 
     def _fail(self, transfer: PendingTransfer) -> None:
         """Replace a failed transfer's future by a failed one, which the adapter reports."""
