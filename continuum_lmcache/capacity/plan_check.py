@@ -91,7 +91,7 @@ def _tiers(plan: DeploymentPlan) -> Iterator[Finding]:
             "memory-smaller-than-programs",
             f"{needed}; the GPU holds {plan.budget.tokens:,}{f', {held}' if held else ''}",
             "what is evicted everywhere is computed again: give LMCache's server more DRAM (--l1-size-gb) "
-            "or a disk (docs/mp.md)",
+            "or a disk (docs/lmcache.md)",
         )
     small = [tier for tier, size in plan.tiers.items() if size < plan.budget.tokens]
     if small:
