@@ -26,7 +26,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.config import ContinuumConfig

@@ -43,7 +43,7 @@ def programs_of(count: int, rho: float, seed: int) -> tuple[Program, ...]:
 
 def setup_of(policy: str, router: str) -> FleetSetup:
     """The replicas; `policy`: STOCK, or a name in policies.POLICIES."""
-    tiers = {"dram_gb": 20.0, "async": True}
+    tiers = {"dram_gb": 20.0}
     engine = Setup(policy=policy, tiers=tiers, machine=MACHINE, merge_steps=32)
     return FleetSetup(engine, SPEEDS, LINK_GBPS.get(router, 0.0))
 
