@@ -173,7 +173,7 @@ def test_each_planted_change_is_recorded_and_counted(make: Make, tmp_path: Path)
         for tokens in prompts:
             bench.turn(job, tokens)
             bench.now_s += 1
-    totals = totals_of(bench.lifecycle, bench.now_s)
+    totals = totals_of(bench.lifecycle)
     assert totals["lost_returns"] == {"changed-first-third": 1, "changed-middle-third": 1}
     assert totals["lost_tokens"] == {"changed-first-third": 323, "changed-middle-third": 160}
     assert recorded(bench, tmp_path) == {

@@ -16,6 +16,7 @@ from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 from continuum_lmcache.telemetry.events import EventBus, TurnArrived
 from continuum_lmcache.telemetry.samples import MOST_SAMPLES, MetricSamples, ToolLabels
 from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, GAUGES, HISTOGRAMS, detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
@@ -50,7 +51,7 @@ def test_what_two_front_ends_get_adds_up_to_what_happened(make: Make) -> None:
     bench.advance(60.0)
     bench.turn(None, prompt(32, 50))
     heard = heard_by_front_ends(bench)
-    totals = bench.scheduler._parts.totals(bench.now_s)
+    totals = totals_of(bench.lifecycle)
     assert totals["pins"]["taken"] == 6
     for key in COUNTERS:
         front_ends: list[Counter[str]] = [Counter(), Counter()]
@@ -69,7 +70,7 @@ def test_an_engine_to_which_nothing_happens_reports_nothing_but_the_first_time(m
         bench.step()
     heard = heard_by_front_ends(bench)
     assert heard[0].keys() <= COUNTERS.keys() | GAUGES.keys() | HISTOGRAMS.keys()
-    assert {"pins", "refused", "prompt_tokens", "pinned_ratio"} <= heard[0].keys()
+    assert {"pins", "refused", "prompt_tokens", "pinned_blocks"} <= heard[0].keys()
     assert heard[0]["pins"]["expired"] == 0, "a count is shown as 0, not absent"
     assert heard[1:] == [{}] * 4
 

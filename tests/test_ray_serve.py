@@ -30,6 +30,7 @@ from serving import ids
 
 from experiments.exactness import Conversation, judged, reference
 from experiments.ray_server import fleet_report, serve_fleet
+from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]  # the first test has the start, of up to 800 s
 PATIENCE_S = 300.0
@@ -180,12 +181,12 @@ def test_ray_starts_lmcaches_server_again_and_turns_go_on_meanwhile(url: str) ->
 
 
 def test_two_replicas_on_a_node_count_each_on_half_of_its_lmcache_server(url: str) -> None:
-    capacity, size = "continuum_tier_capacity_tokens", "continuum_kv_bytes_per_token"
+    capacity = "continuum_tier_capacity_tokens"
 
     def counted_bytes(replica: str) -> float:
         page = httpx.get(f"{url}/metrics", params={"replica": replica}, timeout=PATIENCE_S).text
         samples = {s.name: s.value for f in text_string_to_metric_families(page) for s in f.samples}
-        return samples.get(capacity, 0.0) * samples.get(size, 0.0)
+        return samples.get(capacity, 0.0) * KV_BYTES_PER_TOKEN["float32"]
 
     half_bytes = 0.8 * 2**30 / 2  # LMCache evicts above 0.8 of L1, which has 1 GiB here
     with ThreadPoolExecutor(8) as pool:  # an engine without a step has no gauges; so many use both

@@ -118,10 +118,10 @@ def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_m
     for number in range(150):  # all were late
         events.publish(TurnArrived(1.0, ProgramId(f"gone-{number}"), TurnId("t"), 10))
     assert made.expected_s(bash) == expected_s[0]
-    assert made.history.eta_samples == 0
+    assert not made.history._programs
     made.give_up(ProgramId("a"), bash, 3)
     events.publish(ProgramEnded(2.0, ProgramId("a"), 3))
-    assert made.history.eta_samples == 1 and made.gaps.lost_share(bash) > 0.0
+    assert list(made.history._programs) == [3] and made.gaps.lost_share(bash) > 0.0
 
 
 def test_a_program_whose_tool_mostly_never_returns_is_not_expected() -> None:

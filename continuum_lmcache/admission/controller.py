@@ -258,16 +258,6 @@ class AdmissionController:
         seen = self.admitted.get(program)
         return seen is not None and seen.turns == turns and not seen.live
 
-    def fits(
-        self,
-        prompt_tokens: int,
-        turns: int = 0,
-        hashes: Sequence[Hashable] = (),
-        is_one_turn: bool = False,
-    ) -> bool:
-        """Whether a program that has finished `turns` fits beside the admitted ones."""
-        return self._need_tokens(prompt_tokens, turns, hashes, is_one_turn) <= self.headroom_tokens
-
     def _need_tokens(
         self, prompt_tokens: int, turns: int, hashes: Sequence[Hashable], is_one_turn: bool
     ) -> float:

@@ -1,7 +1,6 @@
 """Estimates T and eta of Continuum, arXiv 2511.02230 §4, from an engine's past.
 
-The paper does not define how both are sampled, and its public code computes neither. Each choice made
-here is explained where it is made.
+The paper does not define how both are sampled, and its public code computes neither.
 """
 
 from __future__ import annotations
@@ -64,16 +63,6 @@ class EvictionStats:
     def queue_delay_s(self) -> float:
         """T: mean delay of the last evicted turns, seconds; 0 before the first (the paper's start)."""
         return sum(self._delays_s) / len(self._delays_s) if self._delays_s else 0.0
-
-    @property
-    def queue_delay_samples(self) -> int:
-        """Number of delays in T, at most QUEUE_WINDOW."""
-        return len(self._delays_s)
-
-    @property
-    def eta_samples(self) -> int:
-        """Number of finished programs in eta, at most PROGRAM_WINDOW."""
-        return len(self._programs)
 
 
 def correlation(programs: Mapping[int, int]) -> float:

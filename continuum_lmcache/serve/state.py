@@ -128,8 +128,6 @@ COUNTS = {  # by field of `snapshot`: label, help
     "thrash": ("", "Moves of a program within the cooldown; must stay 0"),
 }
 OF_A_REPLICA = {
-    "report_age_seconds": "Age of the replica's last report",
     "programs": "Programs whose home is the replica",
-    "requests": "Requests at the replica",
     "wait_seconds": "What a later turn would wait at the replica before its prompt is computed",
 }

@@ -27,7 +27,6 @@ from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
 from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
-from continuum_lmcache.vllm_plugin.hooks.metrics_delta import Totals, totals_of
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
@@ -44,10 +43,6 @@ class EngineParts:
     durations_path: Path | None
     recording: RecordingWriter | None
     _saving: threading.Lock = field(default_factory=threading.Lock)  # an older save must not end last
-
-    def totals(self, now_s: float) -> Totals:
-        lost = self.recording.lost if self.recording is not None else {}
-        return {**totals_of(self.lifecycle, now_s), "unrecorded": dict(lost)}
 
     def save(self) -> None:
         """Write the learned durations and the recording."""

@@ -60,7 +60,7 @@ class ContinuumMixin(Scheduler):
         lifecycle, advisor = self._lifecycle, self._lifecycle.advisor
         self._turns, self._pins = lifecycle.turns, lifecycle.pins
         self._step_timer, self._load_policy = lifecycle.step_timer, lifecycle.load_policy
-        self._metrics_delta = MetricsDelta(self._parts.totals, lifecycle.samples)
+        self._metrics_delta = MetricsDelta(lifecycle)
         self._report_at_s = -math.inf
         self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
         self._decodes_first = advisor.features.measured_chunk
@@ -237,7 +237,7 @@ class ContinuumMixin(Scheduler):
         if now_s < self._report_at_s and (self.running or super().has_requests()):
             return stats
         self._report_at_s = now_s + REPORT_EVERY_S
-        return prometheus.attach(stats, self._metrics_delta.delta(now_s))
+        return prometheus.attach(stats, self._metrics_delta.delta())
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._pins.pinned)

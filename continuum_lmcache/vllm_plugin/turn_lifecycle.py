@@ -414,19 +414,6 @@ class TurnLifecycle:
         is_short = bool(self.turns.refused_memory or self.admission.pending)
         return EngineLoad(self.pool_blocks, free, pinned, is_memory_short=is_short, away_s=away_s)
 
-    def oldest_returning_wait_s(self, now_s: float) -> float:
-        """The longest wait among later turns of programs; 0: none waits."""
-        programs = self.programs.records
-        later = [
-            turn.arrival_s
-            for turn in self.turns.values()
-            if turn.program is not None
-            and turn.started_s is None
-            and not turn.held
-            and programs[turn.program].turns
-        ]
-        return max(0.0, now_s - min(later, default=now_s))
-
     def queue_key(self, request: Request) -> tuple[Any, ...]:
         """The request's place in the waiting queue: requests that hold memory first: others wait for it."""
         turn = self.turns[TurnId(request.request_id)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
-from continuum_lmcache.telemetry.samples import MetricSamples
 from continuum_lmcache.types import PinEnd
 from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, MetricsPayload
 
@@ -26,13 +24,13 @@ class MetricsDelta:
     must be reported once: a total would be counted by each API server that gets one.
     """
 
-    def __init__(self, totals: Callable[[float], Totals], observed: MetricSamples) -> None:
-        self._totals, self._observed = totals, observed
+    def __init__(self, lifecycle: TurnLifecycle) -> None:
+        self._lifecycle, self._samples = lifecycle, lifecycle.samples
         self._before: Totals = {}
 
-    def delta(self, now_s: float) -> MetricsPayload:
+    def delta(self) -> MetricsPayload:
         """The changes since the last call."""
-        now, before = self._totals(now_s), self._before
+        now, before = totals_of(self._lifecycle), self._before
         changed: MetricsPayload = {}
         for key, figures in now.items():
             old = before.get(key, {})
@@ -47,10 +45,10 @@ class MetricsDelta:
             if moved:
                 changed[key] = moved
         self._before = now
-        return {**changed, **self._observed.take_samples()}
+        return {**changed, **self._samples.take_samples()}
 
 
-def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
+def totals_of(lifecycle: TurnLifecycle) -> Totals:
     """All figures of the engine now."""
     pins, residency, advisor = lifecycle.pins, lifecycle.residency, lifecycle.advisor
     admission, samples, history = lifecycle.admission, lifecycle.samples, advisor.history
@@ -61,10 +59,7 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
         "ttl_decisions": dict(samples.decisions),
         "ignored": dict(lifecycle.ignored),
         "pinned_blocks": {"": pins.pinned_blocks},
-        "pinned_ratio": {"": pins.pinned_blocks / lifecycle.pool_blocks},
-        "pins_held": {"": len(pins.pinned)},
         "programs": {"": len(lifecycle.programs.records)},
-        "returning_wait": {"": lifecycle.oldest_returning_wait_s(now_s)},
         "store_up": {"": float(residency.is_up)},
         "store_mode": {residency.mode: 1.0},
         "load_decisions": dict(lifecycle.load_policy.counts),
@@ -74,7 +69,6 @@ def totals_of(lifecycle: TurnLifecycle, now_s: float) -> Totals:
         **rate_totals(advisor.rates),
         "delay": {"": history.queue_delay_s},
         "held": {"": len(admission.pending)},
-        "headroom": {"": admission.headroom_tokens},
         "working_set": {"": admission.context_tokens},
         "gpu_capacity": {"": lifecycle.kv_tokens},
         "lost_returns": dict(samples.lost_returns),
@@ -89,9 +83,7 @@ def rate_totals(rates: CalibratedCosts) -> Totals:
     return {
         "rate_samples": {name: float(n) for name, n in rates.samples.items()},
         "tier_rate": {tier: rate.bytes_per_s for tier, rate in tiers.items()},
-        "tier_fixed": {tier: rate.fixed_s for tier, rate in tiers.items()},
         "prefill_fixed": {"": curve.fixed_s},
         "prefill_token": {"": curve.per_token_s},
         "prefill_pair": {"": curve.per_pair_s},
-        "kv_token": {"": float(costs.kv_bytes_per_token)},
     }

@@ -35,7 +35,6 @@ COUNTERS = {  # by key of the report: name, help, label
     ),
     "ttl_decisions": ("continuum_ttl_decisions", "Finished turns by the reason of their TTL", "reason"),
     "ignored": ("continuum_ignored_fields", "Requests with a field that was ignored, by field", "field"),
-    "unrecorded": ("continuum_unrecorded", "Recorder snapshots that could not be written", "kind"),
     "lost_returns": (
         "continuum_lost_returns",
         "Returns that found less than the last turn left, by cause and the third where that begins",
@@ -59,11 +58,6 @@ GAUGES = {  # the label's name last; "" where there is none
         "Rate at which a tier is read, as used in decisions",
         "tier",
     ),
-    "tier_fixed": (
-        "continuum_tier_fixed_seconds",
-        "Fixed time of a load from a tier, without the time for its bytes",
-        "tier",
-    ),
     "prefill_fixed": ("continuum_prefill_fixed_seconds", "Prefill curve: the fixed part of a prefill", ""),
     "prefill_token": ("continuum_prefill_seconds_per_token", "Prefill curve: seconds per new token", ""),
     "prefill_pair": (
@@ -78,26 +72,13 @@ GAUGES = {  # the label's name last; "" where there is none
         "",
     ),
     "policy": ("continuum_policy_info", "Always 1; its label is the policy in use", "policy"),
-    "pinned_ratio": ("continuum_pinned_ratio", "Share of the GPU's KV blocks that pins hold, 0 to 1", ""),
-    "pins_held": ("continuum_pins_held", "Programs that hold a pin now", ""),
     "working_set": (
         "continuum_working_set_tokens",
         "Sum of the contexts of all programs that are expected to continue",
         "",
     ),
     "gpu_capacity": ("continuum_gpu_capacity_tokens", "Capacity of the GPU's KV cache in tokens", ""),
-    "kv_token": ("continuum_kv_bytes_per_token", "Bytes of one token's KV, over all layers", ""),
     "held": ("continuum_programs_held", "New programs that wait in admission's line", ""),
-    "headroom": (
-        "continuum_admission_headroom_tokens",
-        "Largest forecast of a new program that fits; below 0 if the admitted programs exceed the capacity",
-        "",
-    ),
-    "returning_wait": (
-        "continuum_oldest_returning_wait_seconds",
-        "Longest present wait among turns that are not their program's first",
-        "",
-    ),
 }
 HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
     "ttl": ("continuum_ttl_seconds", "TTL of finished turns", "tool", TTL_BUCKETS_S),
