@@ -38,18 +38,12 @@ ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 HEADERS = names("for case select function fi done esac")
 KEYWORDS = names("if then else elif while until do ! { }")
 SHELLS = names("bash sh zsh dash")
-RUNNERS = {"uv": "run", "poetry": "run", "pipenv": "run", "hatch": "run", "bundle": "exec"}
-WRAPPERS = {"sudo": 0, "env": 0, "timeout": 1, "nice": 0, "ionice": 0, "stdbuf": 0, "xargs": 0, "npx": 0}
-WRAPPERS |= dict.fromkeys(("nohup", "time", "command", "exec", "builtin", "setsid"), 0)
+WRAPPERS = {"sudo": 0, "timeout": 1, "xargs": 0}
 """Programs that run another one, and how many operands of their own come before it."""
 
 VALUED = {  # options whose value is the next word
     "sudo": names("-u -g -C -h"),
-    "env": names("-u -C"),
     "timeout": names("-k -s --signal --kill-after"),
-    "nice": names("-n"),
-    "ionice": names("-c -n"),
-    "stdbuf": names("-i -o -e"),
     "xargs": names("-I -n -P -L -d -a -s"),
     "python": names("-W -X"),
 }
@@ -73,7 +67,7 @@ SLOW = names(
 def command_key(command: str, tool: str) -> ToolKey:
     """The program that makes this command last, with its tool: ("pytest", tool).
 
-    Wrappers (`sudo`, `timeout 30`, `env A=b`, `bash -c`, `python -m`) are skipped. In a
+    Wrappers (`sudo`, `timeout 30`, `A=b`, `bash -c`, `python -m`) are skipped. In a
     compound the step that is likely to last longest decides, the first of equals: programs known
     to be slow, then unknown ones, then file tools and filters (`| tail`), then those that end at once
     (`cd`, `echo`). The learned gaps are not used, so a command always has the same key.
@@ -141,18 +135,12 @@ def unwrapped(words: list[str]) -> list[str]:
     """The words from the program on: after keywords, assignments and programs that run another."""
     while words:
         name = basename(words[0])
-        if name in WRAPPERS:
-            rest = after_options(name, words[1:])[WRAPPERS[name] :]
-        elif name in RUNNERS and words[1:2] == [RUNNERS[name]]:
-            rest = words[2:]
-        elif words[0] in KEYWORDS or ASSIGNMENT.match(words[0]):
+        if words[0] in KEYWORDS or ASSIGNMENT.match(words[0]):
             words = words[1:]
-            continue
+        elif name in WRAPPERS and (rest := after_options(name, words[1:])[WRAPPERS[name] :]):
+            words = rest
         else:
             break
-        if not rest:
-            break  # `time`, `xargs` and the like alone
-        words = rest
     return words
 
 
