@@ -67,7 +67,7 @@ class Tables:
     def release(self, program: ProgramId, why: PinEnd) -> Pin | None:
         return self.pins.release(0.0, program, why)
 
-    def ended(self, program: ProgramId) -> Program | None:
+    def ended(self, program: ProgramId) -> Program:
         return self.programs.drop(program)
 
     def idle(self, now_s: float, idle_s: float) -> list[ProgramId]:

@@ -220,22 +220,10 @@ def test_who_leaves_before_starting_frees_the_way() -> None:
     at.on_arrival(0.0, A, 90_000, exempt=True)
     at.on_arrival(1.0, B, 90_000)
     at.on_arrival(1.0, C, 10_000)
-    at.remove_turn(B)
+    at.remove_program(B)
     assert admitted(at, 2.0) == [] and at.pending.keys() == {C}
     at.remove_program(A)
     assert admitted(at, 90.0) == [C]
-
-
-def test_a_program_stays_in_line_until_the_last_of_its_turns_has_left() -> None:
-    at = admission()
-    assert not at.on_arrival(0.0, A, 10_000) and not at.on_arrival(0.1, A, 12_000)
-    at.remove_turn(A)
-    assert A in at.pending
-    assert not at.on_arrival(2.0, A, 12_000) and admitted(at, 2.0) == [A]
-    assert at.admitted[A].live == 2, "both turns that stood there came in"
-    at.on_arrival(3.0, B, 10_000)
-    at.remove_turn(B)
-    assert not at.pending
 
 
 def sharing(at: AdmissionController, blocks: int = 10) -> list[str]:
@@ -364,12 +352,6 @@ class AdmissionMachine(RuleBasedStateMachine):
         hashes = [(head, i) for i in range(self.at.admitted[program].context_tokens // 1000)]
         self.at.on_prefix_hit(program, hashes, min(blocks, len(hashes)) * 1000)
 
-    @precondition(lambda self: self.at.pending)
-    @rule(data=st.data(), tokens=st.integers(1, 150_000))
-    def one_more_turn_of_a_pending_program_comes(self, data: st.DataObject, tokens: int) -> None:
-        program = data.draw(st.sampled_from(sorted(self.at.pending)))
-        assert not self.at.on_arrival(self.now_s, program, tokens)
-
     @precondition(lambda self: self.at.admitted)
     @rule(data=st.data(), grown=st.integers(0, 20_000), expected_s=st.floats(0.0, 100.0), anew=st.booleans())
     def a_turn_ends(self, data: st.DataObject, grown: int, expected_s: float, anew: bool) -> None:
@@ -394,7 +376,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(data=st.data(), turns=st.integers(0, 5))
     def a_program_leaves(self, data: st.DataObject, turns: int) -> None:
         program = data.draw(st.sampled_from(sorted({*self.at.admitted, *self.at.pending})))
-        self.at.remove_turn(program) if turns == 0 else self.at.remove_program(program, turns)
+        self.at.remove_program(program, turns)
 
     @rule()
     def the_gpu_is_idle(self) -> None:

@@ -16,16 +16,15 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from continuum_lmcache.admission.context_growth import ContextGrowth
 from continuum_lmcache.admission.shared_prefixes import SharedPrefix, SharedPrefixesInUse, SharedPrefixIndex
 from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
-MOST_ABSENT = 100_000  # programs; as many as an engine knows (types.py)
 ROOMY_TIMES = 2.0  # the GPU's cache; in a tier of 1.5 turn-taking costs 3 %, in 4 it gains (LOG.md)
 
 
@@ -45,7 +44,7 @@ class AdmittedProgram:
     is_one_turn: bool = False  # a request without a program: it ends with its turn
     head: SharedPrefix = SharedPrefix()
     turns: int = 0  # finished
-    live: int = 0  # turns that are queued, loading or running
+    live: bool = False  # its turn is queued, loading or running
     starts_anew: bool = False  # when it returns after it was absent
     counts_as_ended: bool = False  # while it is absent: `growth` has its turns
     ended_tokens: int = 0  # the last finished turn's context
@@ -63,10 +62,9 @@ class PendingProgram:
     """A program that waits in line to start, or to start anew."""
 
     program: ProgramId
-    prompt_tokens: int  # of its longest turn here
+    prompt_tokens: int
     priority: int
     arrival_s: float
-    turns: int = 1  # that wait here; the program leaves with the last of them
     hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
     finished: int = 0  # turns that ended before it was absent
     is_one_turn: bool = False
@@ -94,7 +92,7 @@ class AdmissionController:
     _told_ends: int = 0
     _untold_ends: int = 0  # absent programs, and those that were absent until they were dropped
     _given_up: BoundedDict[ProgramId, AdmittedProgram] = field(
-        default_factory=lambda: BoundedDict(MOST_ABSENT)
+        default_factory=lambda: BoundedDict(MOST_PROGRAMS)
     )
 
     def on_arrival(
@@ -113,16 +111,10 @@ class AdmissionController:
         nor does an `exempt` one. `hashes`: of its prompt's whole blocks. `is_one_turn`: it ends
         with its turn.
         """
-        if (pending := self.pending.get(program)) is not None:
-            longest_tokens = max(pending.prompt_tokens, prompt_tokens)
-            self._context_tokens += longest_tokens - pending.prompt_tokens
-            again = replace(pending, prompt_tokens=longest_tokens, turns=pending.turns + 1)
-            self.pending[program] = again  # its place in the line stays
-            return False
         seen = self.admitted.get(program)
         starts = seen is None and (self._withdraw(program) or not turns)
         if starts and not exempt:
-            pending = PendingProgram(program, prompt_tokens, priority, now_s, 1, hashes, turns, is_one_turn)
+            pending = PendingProgram(program, prompt_tokens, priority, now_s, hashes, turns, is_one_turn)
             self.pending[program] = pending
             heapq.heappush(self._line, (priority, now_s, program))
             self._context_tokens += prompt_tokens
@@ -132,7 +124,7 @@ class AdmissionController:
             return False
         if seen is None:
             seen = self._add_admitted(program, turns)
-        seen.live += 1
+        seen.live = True
         self._update(seen, max(seen.context_tokens, prompt_tokens), self.shared_prefixes.head(hashes))
         return True
 
@@ -140,7 +132,7 @@ class AdmissionController:
         """A request without a program has arrived. It never waits in the line, and needs room for its prompt
         until `remove_program`."""
         seen = self._add_admitted(request, 0)
-        seen.live, seen.is_one_turn = 1, True
+        seen.live = seen.is_one_turn = True
         self._update(seen, prompt_tokens, self.shared_prefixes.head(hashes))
 
     def on_prefix_hit(self, program: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
@@ -171,16 +163,12 @@ class AdmissionController:
             heapq.heappop(self._line)
             del self.pending[pending.program]
             self._context_tokens -= pending.prompt_tokens
-            self.start_program(pending)
+            seen = self._add_admitted(pending.program, pending.finished)
+            seen.live, seen.is_one_turn = True, pending.is_one_turn
+            self._update(seen, pending.prompt_tokens, self.shared_prefixes.head(pending.hashes))
             found.append(pending.program)
             idle, prompt_share = False, 1.0
         return found
-
-    def start_program(self, pending: PendingProgram) -> None:
-        """Admit the program: it has left the line."""
-        seen = self._add_admitted(pending.program, pending.finished)
-        seen.live, seen.is_one_turn = pending.turns, pending.is_one_turn
-        self._update(seen, pending.prompt_tokens, self.shared_prefixes.head(pending.hashes))
 
     def on_pause(
         self,
@@ -194,7 +182,7 @@ class AdmissionController:
         is not counted until it comes back. `starts_anew`: then it waits in the line as a new one."""
         if (seen := self.admitted.get(program)) is None:
             return
-        seen.live = max(0, seen.live - 1)
+        seen.live = False
         seen.turns += 1
         seen.starts_anew = starts_anew
         if seen.ended_tokens:
@@ -205,16 +193,6 @@ class AdmissionController:
         if len(self._absent) > 64 and len(self._absent) > 2 * len(self.admitted):  # most of them are back
             self._absent = [entry for entry in self._absent if self._is_absent(*entry[1:])]
             heapq.heapify(self._absent)
-
-    def remove_turn(self, program: ProgramId) -> None:
-        """A turn of the program was aborted or was its last. Without another one the program is removed."""
-        seen, pending = self.admitted.get(program), self.pending.get(program)
-        if seen is not None and seen.live > 1:
-            seen.live -= 1
-        elif pending is not None and pending.turns > 1:
-            self.pending[program] = replace(pending, turns=pending.turns - 1)
-        else:
-            self.remove_program(program)
 
     def remove_program(self, program: ProgramId, finished_turns: int = 0) -> None:
         """The program ended after `finished_turns`, or does not count here any more (0)."""

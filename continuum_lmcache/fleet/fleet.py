@@ -28,10 +28,10 @@ from typing import Any
 
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError, InvariantError
-from continuum_lmcache.fleet.homes import MOST_PROGRAMS, hashed_replica
+from continuum_lmcache.fleet.homes import hashed_replica
 from continuum_lmcache.fleet.moves import MOVERS, MoveCase, ReplicaOption, decide
 from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaReport
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 
 PREFIX = "fleet."
 REMOVED = {

@@ -15,7 +15,6 @@ from continuum_lmcache.types import ProgramId
 
 Replica = TypeVar("Replica", bound=int | str)
 NAME_BYTES = 16  # of a program in the table
-MOST_PROGRAMS = 100_000  # of one table: as many as an engine knows (types.py)
 
 
 def hashed_replica(program: ProgramId, replicas: Iterable[Replica], key: bytes) -> Replica:

@@ -111,13 +111,11 @@ class ProgramTable:
         entry.waiting.discard(turn)
         self._touch(now_s, entry)
 
-    def drop(self, program: ProgramId) -> Program | None:
-        """Drop the record, unless one of its turns is live. Its pin must have been released."""
-        entry = self.records.get(program)
-        if entry is None or entry.live:
-            return None
+    def drop(self, program: ProgramId) -> Program:
+        """Drop the record. No turn of it may be live, and its pin must have been released."""
+        entry = self.records.pop(program)
         self._keep_hashes(entry, no_hashes())
-        return self.records.pop(program)
+        return entry
 
     def queue_entry(
         self,

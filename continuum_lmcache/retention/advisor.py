@@ -156,7 +156,7 @@ class RetentionAdvisor:
             self.history.observe_queue_delay(event.queue_delay_s, event.evicted)
 
     def _learn_length(self, event: ProgramEnded) -> None:
-        if event.turns is not None and self._given_up.pop(event.program, None) is None:
+        if self._given_up.pop(event.program, None) is None:
             self.history.observe_program(event.turns)
 
     def give_up(self, program: ProgramId, tool: ToolKey, turns: int, tenant: str = "") -> None:

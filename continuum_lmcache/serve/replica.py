@@ -19,13 +19,13 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from ray import serve
 from ray.exceptions import RayError
 
-from continuum_lmcache.fleet.homes import MOST_PROGRAMS
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import UNMEASURED
 from continuum_lmcache.serve.gauges import prefill, read_gauges, requests
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
+from continuum_lmcache.types import MOST_PROGRAMS
 
 logger = logging.getLogger("ray.serve")
 STATE = "fleet"  # the deployment actor's name

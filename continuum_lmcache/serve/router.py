@@ -28,9 +28,9 @@ from ray.serve._private.constants import SERVE_DEPLOYMENT_ACTOR_PREFIX, SERVE_NA
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from ray.serve.request_router import PendingRequest, ReplicaID, RunningReplica
 
-from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes
+from continuum_lmcache.fleet.homes import Homes
 from continuum_lmcache.serve.names import ApiKeys, TurnName, hidden
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 
 logger = logging.getLogger("ray.serve")
 STATE_RETRY_S = 1.0  # after a state that did not answer; until then no request waits for it

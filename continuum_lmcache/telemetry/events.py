@@ -102,11 +102,11 @@ class PinReleased:
 
 @dataclass(frozen=True, slots=True)
 class ProgramEnded:
-    """A program ended or was dropped. `turns`: how many it had; None: a turn of it is still live."""
+    """A program ended or was dropped. `turns`: how many it had."""
 
     now_s: float
     program: ProgramId
-    turns: int | None
+    turns: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,8 +106,7 @@ class EventRecorder:
         self._add(e, "unpinned_time", outcome=e.why.value)
 
     def _ended(self, e: event_types.ProgramEnded) -> None:
-        if e.turns is not None:
-            self._add(e, "ended_time")
+        self._add(e, "ended_time")
 
     def snapshot(self) -> dict[str, list[Event]]:
         """All events, ready for JSON: {program: [event, ...]}, with META's entry first.

@@ -259,7 +259,7 @@ class TurnLifecycle:
             self._end_in_tool_call(now_s, turn, request)
         else:
             self._end_without_pin(now_s, turn, request)
-            self.admission.remove_turn(turn.program)
+            self.admission.remove_program(turn.program)
             if turn.link is not None:
                 self._prompt_linker.put_back(turn.link)
 
@@ -304,9 +304,6 @@ class TurnLifecycle:
         self.pins.release(now_s, turn.program, PinEnd.ENDED)
         self._end_without_pin(now_s, turn, request)
         entry = self._drop_program(now_s, turn.program, own_turns=1)
-        if entry is None:
-            self.admission.remove_turn(turn.program)
-            return
         self.end_claims.claim(entry.id, EndClaim(entry.arrival_s, entry.turns, entry.tenant))
         evicts = self.advisor.features.evict_ended_programs
         if evicts and self.end_claims.is_trusted(entry.tenant):
@@ -329,16 +326,15 @@ class TurnLifecycle:
 
     # a program's end -------------------------------------------------------
 
-    def _drop_program(self, now_s: float, program: ProgramId, own_turns: int = 0) -> Program | None:
-        """Drop the records of a program that ended or was given up, unless another turn of it is live.
+    def _drop_program(self, now_s: float, program: ProgramId, own_turns: int = 0) -> Program:
+        """Drop the records of a program that ended or was given up.
 
         `own_turns`: turns that ended with it, and are not counted yet.
         """
         entry = self.programs.drop(program)
-        if entry is not None:
-            entry.turns += own_turns
-            self.admission.remove_program(program, entry.turns)
-        self.events.publish(ProgramEnded(now_s, program, entry.turns if entry is not None else None))
+        entry.turns += own_turns
+        self.admission.remove_program(program, entry.turns)
+        self.events.publish(ProgramEnded(now_s, program, entry.turns))
         return entry
 
     def refresh(self, now_s: float) -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from continuum_lmcache.fleet.homes import MOST_PROGRAMS, Homes, hashed_replica
+from continuum_lmcache.fleet.homes import Homes, hashed_replica
 from continuum_lmcache.programs.identity import ProgramFields, program_id, tenant_of
-from continuum_lmcache.types import ProgramId
+from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 from continuum_lmcache.vllm_plugin.hooks import api_keys, wrapping
 from continuum_lmcache.vllm_plugin.requests import identity
 
