@@ -115,7 +115,8 @@ def parsed(name: str, value: Any, kind: str) -> Any:
     except (TypeError, ValueError):
         number = math.nan
     require(math.isfinite(number), name, value, "a number")
-    return number
+    require(kind == "float" or number == int(number), name, value, "a whole number")
+    return number if kind == "float" else int(number)
 
 
 def require(holds: bool, name: str, value: Any, expected: str) -> None:

@@ -41,6 +41,7 @@ def recording(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     os.environ |= {**quiet, "MSWEA_GLOBAL_CONFIG_DIR": str(folder)}
     args = ["--max-model-len", "6144", "--num-gpu-blocks-override", "60", "--scheduling-policy", "continuum"]
     env = {"RUN_OUTPUT_DIR": str(folder / "run"), "CONTINUUM_TOOL_DURATIONS_FILE": str(folder / "gaps.json")}
+    env["CONTINUUM_RECORD_IDS"] = "true"
     with (
         serve(model, args, log=folder / "server.log", env=env) as url,
         ThreadPoolExecutor(PROGRAMS) as pool,

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
 from forking_vllm import fork_from_now_on
+from waiting import until_stored
 
 from experiments.exactness import (
     CPU,
@@ -55,5 +56,6 @@ def test_every_token_is_what_the_model_says_without_a_cache(llm: Any) -> None:
     off = [delta for conversation in conversations for delta in off_by(conversation, model)]
     assert len(off) % ((8 * 3 + 3) * 40) == 0  # three of the prompts were asked again
     assert max(off) < 1e-3
+    until_stored(llm)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert not scheduler._lifecycle.pins.pinned and scheduler.get_kv_cache_usage() == 0.0

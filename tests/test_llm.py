@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from forking_vllm import fork_from_now_on
 from serving import BLOCK, CHUNK, ids
+from waiting import until_stored
 
 from experiments.server import CPU_ENV
 
@@ -62,6 +63,7 @@ def test_a_program_in_llm_generate_is_pinned_reused_and_freed(llm: Any) -> None:
     assert scheduler._lifecycle.pins.pinned_blocks == 5
     turn(first + ids(7, 1), is_last_step=True)
     assert scheduler._lifecycle.residency.prompt_tokens["gpu"] == 5 * BLOCK
+    until_stored(llm)
     assert scheduler.get_kv_cache_usage() == 0.0
 
 
@@ -73,6 +75,7 @@ def test_the_cache_can_be_reset_while_a_pin_is_held(llm: Any) -> None:
     llm.generate(TokensPrompt(prompt_token_ids=ids(3 * BLOCK, 5)), params, use_tqdm=False)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert scheduler._lifecycle.pins.pinned_blocks == 3
+    until_stored(llm)
     assert llm.reset_prefix_cache()
     assert scheduler.get_kv_cache_usage() == 0.0
 
@@ -92,6 +95,7 @@ def test_a_reload_in_bfloat16_gives_the_logprobs_of_vllms_own_prefix_hit(llm: An
 
     ask()
     own = ask()
+    until_stored(llm)
     assert llm.reset_prefix_cache()
     before = tokens_by_tier["dram"]
     assert ask() == own
