@@ -123,6 +123,7 @@ def test_the_hashes_of_the_longest_idle_programs_are_dropped_first(monkeypatch: 
 
 pytest.importorskip("vllm")
 from bench import Bench, prompt, settings  # noqa: E402, F401
+from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of  # noqa: E402
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler  # noqa: E402
@@ -139,13 +140,21 @@ def dram(gb: float) -> dict[str, Any]:
     }
 
 
+class LoadingBench(Bench):
+    """Each load ends with the step in which it began."""
+
+    def moved(self, output: Any) -> KVConnectorOutput | None:
+        loads = output.kv_connector_metadata.loads if output.kv_connector_metadata is not None else ()
+        return KVConnectorOutput(finished_recving={job.request_id for job in loads}) if loads else None
+
+
 @pytest.fixture
 def make(model: Path, settings: Any, tmp_path: Path) -> Iterator[Make]:  # noqa: F811
     made: list[Bench] = []
 
     def build(blocks: int = 400, transfer: dict[str, Any] | None = None, **values: Any) -> Bench:
         settings(static_ttl_s=0, run_output_dir=tmp_path, record_ids=True, **values)
-        made.append(Bench(ContinuumScheduler, model, blocks, transfer=transfer))
+        made.append(LoadingBench(ContinuumScheduler, model, blocks, transfer=transfer))
         return made[-1]
 
     yield build

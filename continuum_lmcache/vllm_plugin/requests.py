@@ -125,7 +125,9 @@ def identity(request: Request) -> tuple[ProgramFields, str]:
         fields = parse(sent)
     except RequestError as error:
         fields, bad = ProgramFields(), str(error).split()[0]
-    if fields.job_id is None and not bad and request.max_tokens > 1:  # else a beam of the session's search
+    params = request.sampling_params
+    is_beam = params is None or params.max_tokens == 1  # of the session's search
+    if fields.job_id is None and not bad and not is_beam:
         try:
             session = name("session_id", request.session_id or None)
         except RequestError:
