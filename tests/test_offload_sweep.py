@@ -35,7 +35,7 @@ from experiments.sweep.simulated import run
 SMALL = Point(STOCK, programs=12, jps=0.1, seed=1)
 BARE = replace(SMALL, contender="continuum")
 PUBLISHED = replace(SMALL, contender="continuum-published")
-DISK = replace(SMALL, contender="program-fcfs", dram_gb=20.0, ssd_gb=200.0)
+DISK = replace(SMALL, contender="program-fcfs", dram_gb=20.0, ssd_gb=200.0, link_gbps=2.0, ssd_gbps=1.0)
 FREE = replace(DISK, link_gbps=1e9, ssd_gbps=1e9)
 
 
