@@ -104,7 +104,7 @@ class Worker:
         self.meanwhile: Callable[[], None] = lambda: None
         self.turns: dict[str, Turn] = {}
         self.weights = 0
-        self.replays = self.resumed = self.accepted = self.rejected = 0  # replays: FULL graphs beside loads
+        self.resumed = self.accepted = self.rejected = 0
         self._garbage = itertools.count(-1, -1)
         self._vllm_config = ANY_CONFIG()
 
@@ -159,7 +159,6 @@ class Worker:
         tokens = sum(new for _, new, _ in work.values())
         batch = SimpleNamespace(idx_mapping=None, req_ids=list(work), num_tokens=tokens)
         metadata, is_replay = {"layer": object()}, self._is_replay(work)
-        self.replays += bool(is_replay and output.has_sync_kv_loads)
         # a FULL graph is replayed outside of a forward context
         with nullcontext() if is_replay else set_forward_context(metadata, self._vllm_config):
             replayed = {"attn_metadata": metadata} if is_replay else {}

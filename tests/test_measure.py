@@ -294,9 +294,9 @@ def test_copies_are_of_the_servers_dtype():
     from profiles.copy_timing import CpuMover
 
     mover = CpuMover(replace(SHAPE, value_bytes=4), 256)
-    chunk_bytes = mover._host[0].tensor.numel() * mover._host[0].tensor.element_size()
+    chunk_bytes = mover._host[0].numel() * mover._host[0].element_size()
     assert chunk_bytes == 256 * replace(SHAPE, value_bytes=4).bytes_per_token
-    assert mover._pages[0].dtype == mover._host[0].tensor.dtype
+    assert mover._pages[0].dtype == mover._host[0].dtype
 
 
 @pytest.mark.usefixtures("small_pool")
@@ -309,11 +309,11 @@ def test_copies_move_every_chunk_the_way_they_say():
     for page in mover._pages:
         page.fill_(7.0)
     mover.store([2])
-    assert mover._host[2].tensor.eq(7.0).all()
-    assert mover._host[3].tensor.eq(1.0).all()
+    assert mover._host[2].eq(7.0).all()
+    assert mover._host[3].eq(1.0).all()
     mover.load([3])
-    assert ones(mover) == mover._host[3].tensor.numel()
+    assert ones(mover) == mover._host[3].numel()
     mover.load(list(range(3, 100)))
-    assert ones(mover) >= 97 * mover._host[3].tensor.numel(), "two chunks went to the same blocks"
+    assert ones(mover) >= 97 * mover._host[3].numel(), "two chunks went to the same blocks"
     taken = time_copies(mover, [1, 2], Budget(600, 1), Timer(), no_tick)
     assert set(taken) == {("load", 1), ("store", 1), ("load", 2), ("store", 2)}
