@@ -277,7 +277,10 @@ def test_an_older_program_that_runs_again_after_a_preemption_is_not_the_next_vic
     bench.step()
     young = bench.send("young", prompt(5 * BLOCK - 4, 2), out=60)
     bench.step()
-    bench.scheduler._compute_again(bench.scheduler.requests[old])  # as after a failed load
+    preempted = bench.scheduler.requests[old]
+    bench.scheduler.running.remove(preempted)  # as vLLM does when it resets running requests
+    bench.scheduler._preempt_request(preempted, bench.now_s, drop_stale_output=True)
+    bench.scheduler.prev_step_scheduled_req_ids.discard(old)
     bench.run_until_idle()
     assert set(bench.preempted) == {young} and {old, young} == set(bench.done)
 

@@ -27,7 +27,9 @@ def in_child(tree: Path, name: str, files: list[str]) -> int:
     os.dup2(log, 2)
     os.environ[SCHEDULER] = name
     if name != STOCK:
-        os.environ["CONTINUUM_POLICY"] = name
+        from experiments.policies import setting
+
+        os.environ["CONTINUUM_POLICY"] = setting(name)
     import pytest
 
     report = ["--junitxml", str(tree / f"{name}.xml"), "-o", "junit_family=xunit1"]
