@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ from continuum_lmcache.admission.shared_prefixes import MOST_HEADS
 from continuum_lmcache.programs.end_claims import MAX_CLAIMS
 from continuum_lmcache.retention.engine_stats import QUEUE_WINDOW
 from continuum_lmcache.vllm_plugin import turn_lifecycle
+from experiments.sim.agents import Agents
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation
 from experiments.sim.serving import Setup, build_scheduler
@@ -154,7 +156,7 @@ def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
         scheduler: Any = build_scheduler(setup, clock, longest + 1, until)
         scheduler._lifecycle.recorder.max_events = RECORDED_EVENTS
         until.callback(scheduler.shutdown)
-        run = Soak(load, setup, [scheduler], clock)
+        run = Soak(partial(Agents, load), setup, [scheduler], clock)
         run.run()
     return run
 
