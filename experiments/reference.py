@@ -28,14 +28,10 @@ SETTINGS_PAGE = ROOT / "docs" / "settings.md"
 CHOSEN = (  # by a user; the others are seldom needed
     "policy",
     "profile",
-    "tool_durations_file",
-    "run_output_dir",
-    "max_ttl_s",
+    "admission_max_hold_s",
     "max_pinned_share",
     "max_tenant_share",
-    "admission_max_hold_s",
-    "honor_priority",
-    "record_ids",
+    "run_output_dir",
 )
 SETTINGS_MARKS = ("<!-- settings: python -m experiments.reference -->", "<!-- /settings -->")
 INTRODUCTION = """\
