@@ -67,6 +67,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
     (folder / "figures").mkdir()
     env = {"CONTINUUM_POLICY": "static-ttl", "CONTINUUM_STATIC_TTL_S": str(TTL_S)}
     env |= {"CONTINUUM_MAX_TTL_S": str(TTL_S), "CONTINUUM_RUN_OUTPUT_DIR": str(folder / "run")}
+    env["CONTINUUM_RECORD_IDS"] = "true"
     env["PROMETHEUS_MULTIPROC_DIR"] = str(folder / "figures")
     with serve(model, [*ARGS, *TWO], log=folder / "server.log", env=env) as url:
         yield Pair(url, folder, key="key-of-ann")

@@ -34,7 +34,8 @@ SCHEDULERS = "continuum_lmcache.vllm_plugin.scheduler."
 CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")
 OLDEST = (0, 30)
 SUPPORTED = "continuum supports 0.30 to 0.33"
-FILES_TIMEOUT_S = 5
+CLOSE_TIMEOUT_S = 5
+AUTOSTART = "lmcache.mp.autostart"
 OURS = "ContinuumLMCacheMPConnector", "connectors.lmcache_mp"
 IN_PROCESS = "LMCacheConnectorV1"  # LMCache in vLLM's own process; here its settings start LMCache's server
 LMCACHE = (IN_PROCESS, "LMCacheMPConnector")
@@ -134,8 +135,11 @@ def adopt(config: VllmConfig) -> None:
     name = "ContinuumAsyncScheduler" if config.scheduler_config.async_scheduling else "ContinuumScheduler"
     config.scheduler_config.scheduler_cls = SCHEDULERS + name
     writes_files = settings.tool_durations_file or settings.run_output_dir or os.environ.get("RUN_OUTPUT_DIR")
-    if config.shutdown_timeout == 0 and writes_files:
-        config.shutdown_timeout = FILES_TIMEOUT_S  # at 0 vLLM kills the engine before it can write
+    transfer = config.kv_transfer_config
+    has_server = transfer is not None and bool(transfer.kv_connector_extra_config.get(AUTOSTART))
+    if config.shutdown_timeout == 0 and (writes_files or has_server):
+        # at 0 vLLM kills the engine before it can write, and LMCache's server before it frees its memory
+        config.shutdown_timeout = CLOSE_TIMEOUT_S
     request_fields.install()
     prometheus.install()
     data_parallel.install(SCHEDULERS)
@@ -177,7 +181,7 @@ def prepare_connector(config: VllmConfig) -> None:
         return
     if transfer.kv_connector in LMCACHE and not transfer.kv_connector_module_path:
         if transfer.kv_connector == IN_PROCESS:
-            transfer.kv_connector_extra_config.setdefault("lmcache.mp.autostart", True)
+            transfer.kv_connector_extra_config.setdefault(AUTOSTART, True)
         transfer.kv_connector, transfer.kv_connector_module_path = OURS
     for inner in transfer.kv_connector_extra_config.get("connectors", []):
         if transfer.kv_connector == "MultiConnector" and inner.get("kv_connector") in LMCACHE:
