@@ -211,7 +211,7 @@ class Machine(RuleBasedStateMachine):
     )
     def new_weights(self, way: str, is_reset_first: bool, program: str, steps: int) -> None:
         """By a call that vLLM shows; or unseen, beside a reset that succeeds. Then a program returns."""
-        if IS_STOCK or self.adapter == "in-process":
+        if IS_STOCK:
             return
         self.change_weights(way, is_reset_first)
         tokens = self.bench.tokens_of(self.last[program]) if program in self.last else []
