@@ -24,7 +24,7 @@ from connectors.kv_names import WeightsVersion
 from connectors.lmcache_mp.connector import ContinuumLMCacheMPConnector
 from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.tier_mirror import MAX_AGE_S
-from continuum_lmcache.reload.tier_store import TierHit
+from continuum_lmcache.reload.tier_store import Prefix, TierHit
 from continuum_lmcache.types import Residency
 
 Make = Callable[..., MpRig]
@@ -108,9 +108,9 @@ def test_after_new_weights_a_waiting_turn_finds_nothing_and_what_it_had_found_is
 ) -> None:
     rig, connector, request, _ = waiting
     assert look_up(connector, request) == 2 * CHUNK and locked(rig)
-    assert connector.locate(request.all_token_ids).dram_tokens == 2 * CHUNK
+    assert connector.locate(Prefix(request.all_token_ids)).dram_tokens == 2 * CHUNK
     assert connector.reset_cache()
-    assert connector.locate(request.all_token_ids) == TierHit(0, 0)
+    assert connector.locate(Prefix(request.all_token_ids)) == TierHit(0, 0)
     assert look_up(connector, request) == 0
     wait_for(lambda: not locked(rig))
     connector.request_finished(request, [])

@@ -11,7 +11,6 @@ and executes each step's metadata. FakeConfig lists the settings.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from connectors.fake.worker_side import FakeWorkerSide
 from connectors.tier_model.lru_tier import Namer, chunk_names
 from connectors.transfer_config import transfer_config
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
+from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Tier
 
 if TYPE_CHECKING:
@@ -62,11 +61,10 @@ class TransferReport(KVConnectorWorkerMetadata):
         )
 
 
-class FakeConnector(KVConnectorBase_V1):
+class FakeConnector(TierStore, KVConnectorBase_V1):
     """vLLM's connector interface over `FakeSchedulerSide` or `FakeWorkerSide`, by its role."""
 
     mode = "fake"
-    is_up = True
     namer: Namer = staticmethod(chunk_names)
 
     def __init__(
@@ -89,13 +87,13 @@ class FakeConnector(KVConnectorBase_V1):
 
     # TierStore, in the scheduler
 
-    def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
-        """What a load of this prompt would return now (continuum_lmcache.reload.tier_store.TierStore)."""
-        names = self.namer(token_ids, self.config.chunk_tokens, salt, ())
+    def locate(self, prefix: Prefix) -> TierHit:
+        """What a load of this prefix would return now (continuum_lmcache.reload.tier_store.TierStore)."""
+        names = self.namer(prefix.token_ids, self.config.chunk_tokens, prefix.salt, ())
         return self.scheduler_side.store.locate(self.scheduler_side.clock(), names)
 
     def set_load_selector(self, select: LoadSelector) -> None:
-        """Load at most what `select` returns (continuum_lmcache.reload.tier_store.SelectiveLoader)."""
+        """Load at most what `select` returns (continuum_lmcache.reload.tier_store.TierStore)."""
         self.scheduler_side.load_selector = select
 
     def transfers(self) -> list[KVTransfer]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import sys
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -54,7 +53,7 @@ from connectors.request_params import drop_invalid
 from connectors.transfer_config import refuse_kv_of_more_than_tokens, transfer_config
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.load_policy import residency_of_offer
-from continuum_lmcache.reload.tier_store import KVTransfer, LoadSelector, TierHit
+from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, LoadSelector, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency, Tier, TurnId
 
 
@@ -67,11 +66,8 @@ class NoLookup(NamedTuple):
     stored_tokens: int  # that the tiers held of it
 
 
-class ContinuumLMCacheMPConnector(LMCacheMPConnector):
-    """LMCacheMPConnector that reports where KV is and what loads cost, and outlives its server.
-
-    On the scheduler's side it is a continuum_lmcache.reload.tier_store.TierStore.
-    """
+class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
+    """LMCacheMPConnector that reports where KV is and what loads cost, and outlives its server."""
 
     mode = "lmcache-mp"
 
@@ -131,14 +127,14 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
 
     # ---- scheduler: the core's TierStore
 
-    def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
-        """What LMCache would load of this prompt's head now. Reads the mirror only; never waits.
+    def locate(self, prefix: Prefix) -> TierHit:
+        """What LMCache would load of this prefix now. Reads the mirror only; never waits.
 
         The mirror is up to 0.1 s old, the polling interval. Chunks stored since then are missing in it. While
         the server does not answer, nothing is found. The answer holds only as long as L1 has room for what
         a load reads from L2. Prompts with images have other keys, so nothing is found for them.
         """
-        return self._tiers.locate(token_ids, self._version.salt(salt))
+        return self._tiers.locate(prefix.token_ids, self._version.salt(prefix.salt))
 
     def transfers(self) -> list[KVTransfer]:
         """Loads and stores since the last call, timed by rank 0; reads of L2, timed by the server."""
@@ -153,7 +149,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
         return self._found.get(request_id)
 
     def set_load_selector(self, select: LoadSelector) -> None:
-        """Look up no more of a prompt than `select` returns (reload/tier_store.py: SelectiveLoader).
+        """Look up no more of a prompt than `select` returns (reload/tier_store.py: TierStore).
 
         `select` is called before the lookup, by the mirror: before it answers one, the server has read L2's
         part into L1. What a lookup finds that the mirror did not know is loaded as a whole or not at all.
@@ -254,7 +250,7 @@ class ContinuumLMCacheMPConnector(LMCacheMPConnector):
             self._leases.release(request_id, tracker)
         self.scheduler_adapter.cleanup_lookup_result(request_id)
         if request_id in self._found:  # the server has begun a session, which ends with the request
-            self._found[request_id] = TierHit(0, 0)
+            self._found[request_id] = NOTHING
         self._declined.discard(request_id)
         self._selected.discard(request_id)
         del self.request_trackers[request_id]

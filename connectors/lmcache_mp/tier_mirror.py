@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from connectors.lmcache_mp.load_join import LoadLookupJoin, MpReport
 from connectors.lmcache_mp.wire import ChangesReply, ChangesRequest, LookupResult, chunk_name
 from continuum_lmcache.bounded_dict import BoundedDict
-from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
+from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 logger = init_logger("vllm.continuum.lmcache")
@@ -215,7 +215,7 @@ class MpTiers:
 
     def locate(self, token_ids: Sequence[int], salt: str) -> TierHit:
         if not self._poller.is_fresh:
-            return TierHit(0, 0)
+            return NOTHING
         dram_chunks, ssd_chunks = self._poller.mirror.plan(self._names(token_ids, salt))
         return TierHit(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 

@@ -6,7 +6,7 @@
     partial     the part in DRAM; what only the disk has is computed
     recompute   nothing is loaded
 
-A `SelectiveLoader` connector calls `LoadPolicy.tokens_to_load`, and offers vLLM that many tokens.
+A `TierStore` calls `LoadPolicy.tokens_to_load`, and offers vLLM that many tokens.
 `residency_of_offer` returns in which tiers these are.
 """
 
@@ -114,7 +114,6 @@ class LoadPolicy:
         compares_costs: bool = True,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.controls_loads = False  # whether a connector calls tokens_to_load
         self.rates, self._contention, self._compares_costs = rates, contention, compares_costs
         self._unplaced: dict[TurnId, LoadChoice] = {}  # turns without blocks yet
         self._declined: set[TurnId] = set()  # turns of which a part was computed although a tier held it

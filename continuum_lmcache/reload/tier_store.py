@@ -1,10 +1,9 @@
-"""The protocols of a connector that keeps KV outside the GPU."""
+"""What a connector that keeps KV outside the GPU tells the scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from continuum_lmcache.types import Residency, Tier, TurnId
 
@@ -15,6 +14,18 @@ class TierHit:
 
     dram_tokens: int
     ssd_tokens: int  # those after DRAM's part
+
+
+NOTHING = TierHit(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The head of a request's tokens, by all that a store may name KV by."""
+
+    token_ids: Sequence[int]
+    block_hashes: Sequence[bytes] = ()  # vLLM's, of the request's full blocks; it may have more than the head
+    salt: str = ""  # the tenant's `cache_salt`, which vLLM's hashes include
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,50 +40,43 @@ class KVTransfer:
     turn: str = ""  # its turn, if the connector knows it: vLLM's request id
 
 
-@runtime_checkable
-class StoreStatus(Protocol):
-    """Has the store's name and whether it answers. A store without this is "unknown", and up."""
-
-    mode: str
-
-    @property
-    def is_up(self) -> bool:
-        """Whether its KV can be loaded now."""
-
-
-@runtime_checkable
-class LookupRecord(Protocol):
-    """Returns where a request's KV was before its lookup moved it. For stores whose lookups move KV."""
-
-    def hit_at_lookup(self, request_id: str) -> TierHit | None:
-        """What was held when the request was looked up; None once it has finished."""
-
-
-@runtime_checkable
-class TierStore(Protocol):
-    """Returns where a prompt's KV is below the GPU."""
-
-    def locate(self, token_ids: Sequence[int], salt: str = "") -> TierHit:
-        """What a load of this prompt would return now. Only reads: it pins, touches and loads nothing.
-
-        `salt` is the tenant's `cache_salt`; a store that separates tenants finds only that tenant's KV.
-        """
-
-    def transfers(self) -> list[KVTransfer]:
-        """The transfers since the last call, oldest first."""
-
-    def capacity_tokens(self) -> Mapping[Tier, int]:
-        """How many tokens each tier holds before it evicts; a missing tier is not in the mapping."""
-
-
 LoadSelector = Callable[[TurnId, Residency], int]
 """How many of the tokens that the tiers hold of this turn's prompt to load: all, DRAM's part, or 0.
 It may be called at every step while the turn waits; the last answer before an allocation counts."""
 
 
-@runtime_checkable
-class SelectiveLoader(Protocol):
-    """A connector that can load less than it holds. It loads beside the steps."""
+class TierStore:
+    """The base class of a connector that says where KV is. Its defaults are those of a store without tiers.
+
+    A store loads beside the steps. A connector that is not a TierStore counts as no tier.
+    """
+
+    mode = "unknown"  # the store's name, for the log and the metrics
+
+    @property
+    def is_up(self) -> bool:
+        """Whether its KV can be loaded now."""
+        return True
+
+    def locate(self, prefix: Prefix) -> TierHit:  # noqa: ARG002
+        """What a load of this prefix would return now. Only reads: it pins, touches and loads nothing.
+
+        A store that separates tenants finds only KV of the same salt.
+        """
+        return NOTHING
+
+    def hit_at_lookup(self, request_id: str) -> TierHit | None:  # noqa: ARG002
+        """What was held when the request was looked up; None once it has finished, and where a lookup moves
+        no KV, so that `locate` says the same."""
+        return None
+
+    def transfers(self) -> list[KVTransfer]:
+        """The transfers since the last call, oldest first."""
+        return []
+
+    def capacity_tokens(self) -> Mapping[Tier, int]:
+        """How many tokens each tier holds before it evicts; a missing tier is not in the mapping."""
+        return {}
 
     def set_load_selector(self, select: LoadSelector) -> None:
         """Offer vLLM no more tokens than `select` returns. The scheduler calls this once, at its start.

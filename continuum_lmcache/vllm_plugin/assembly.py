@@ -21,7 +21,6 @@ from continuum_lmcache import __version__
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
-from continuum_lmcache.reload.tier_store import SelectiveLoader
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.tools.durations import ToolDurations
@@ -104,9 +103,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
             "the KV connector %s does not report where KV is: TTLs are computed as if it stored none",
             type(scheduler.connector).__name__,
         )
-    if isinstance(scheduler.connector, SelectiveLoader):
-        scheduler.connector.set_load_selector(lifecycle.load_policy.tokens_to_load)
-        lifecycle.load_policy.controls_loads = True
+    residency.store.set_load_selector(lifecycle.load_policy.tokens_to_load)
     parts = EngineParts(lifecycle, advisor.gaps, durations_path, recording)
     if (recording is not None or durations_path is not None) and owns_process():
         save_on_signals(parts)

@@ -21,18 +21,27 @@ from connectors.fake.config import GB, FakeConfig
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
 from connectors.tier_model.lru_tier import chunk_names
-from continuum_lmcache.reload.tier_store import KVTransfer, TierHit, TierStore
+from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
 
 
-class StoreUnderTest(TierStore, Protocol):
+class StoreUnderTest(Protocol):
     """A TierStore, and an engine to use it."""
 
     chunk_tokens: int
     bytes_per_token: int
 
+    def locate(self, token_ids: Sequence[int]) -> TierHit:
+        """The store's `locate`, of a prompt with these tokens."""
+
+    def transfers(self) -> list[KVTransfer]:
+        """The store's `transfers`."""
+
     def run(self, token_ids: Sequence[int]) -> TierHit:
         """One turn with nothing on the GPU: load, compute the rest, store. Returns the loaded tokens."""
+
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
+        """Drop the prompt's chunks, without those that begin in its first `kept_tokens`."""
 
     def settle(self) -> None:
         """Wait until no write is in flight."""

@@ -11,40 +11,25 @@ from typing import Any
 
 from vllm.v1.request import Request
 
-from continuum_lmcache.reload.tier_store import (
-    KVTransfer,
-    LookupRecord,
-    SelectiveLoader,
-    StoreStatus,
-    TierHit,
-    TierStore,
-)
+from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency, Tier
 from continuum_lmcache.vllm_plugin.requests import TurnState
-
-NOTHING = TierHit(0, 0)
 
 
 class ResidencyLookup:
     """Queries the tier store, if there is one, and counts the sources of prompts' tokens."""
 
     def __init__(self, connector: Any) -> None:
-        store = connector if isinstance(connector, TierStore) else None
-        self._store = store
-        # checked once, here: isinstance with a protocol takes 10 us
-        self._store_status = store if isinstance(store, StoreStatus) else None
-        self._lookup_record = store if isinstance(store, LookupRecord) else None
-        self.has_tiers = isinstance(store, SelectiveLoader) and bool(store.capacity_tokens())
-        self.mode = "none" if connector is None else "unknown"
-        if isinstance(connector, StoreStatus):
-            self.mode = connector.mode
-        self.times_loads = store is not None or connector is None
+        self.times_loads = connector is None or isinstance(connector, TierStore)
+        self.store = connector if isinstance(connector, TierStore) else TierStore()
+        self.mode = "none" if connector is None else self.store.mode
+        self.has_tiers = bool(self.store.capacity_tokens())
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
         self.returned_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
 
     @property
     def is_up(self) -> bool:
-        return True if self._store_status is None else self._store_status.is_up
+        return self.store.is_up
 
     def after_eviction(self, request: Request, tokens: int) -> Residency:
         """Where the context's first `tokens` would come from after the GPU evicts them."""
@@ -56,15 +41,15 @@ class ResidencyLookup:
         total = request.num_prompt_tokens
         gpu = min(turn.gpu_tokens, total)
         loaded = min(turn.loaded_tokens, total - gpu)
-        in_dram = self._source(request, total).dram_tokens if loaded and self._store is not None else total
+        in_dram = self._source(request, total).dram_tokens if loaded and self.times_loads else total
         dram = max(0, min(in_dram - gpu, loaded))
         return Residency(gpu, dram, loaded - dram, total)
 
     def capacity_tokens(self) -> Mapping[Tier, int]:
-        return self._store.capacity_tokens() if self._store is not None else {}
+        return self.store.capacity_tokens()
 
     def transfers(self) -> list[KVTransfer]:
-        return self._store.transfers() if self._store is not None else []
+        return self.store.transfers()
 
     def totals(self) -> dict[str, dict[str, float]]:
         """For the metrics: the sources of prompts' tokens."""
@@ -87,13 +72,9 @@ class ResidencyLookup:
 
     def _source(self, request: Request, tokens: int) -> TierHit:
         """Where a load came from."""
-        found = None if self._lookup_record is None else self._lookup_record.hit_at_lookup(request.request_id)
+        found = self.store.hit_at_lookup(request.request_id)
         return self._tier_hit(request, tokens) if found is None else found
 
     def _tier_hit(self, request: Request, tokens: int) -> TierHit:
-        if self._store is None:
-            return NOTHING
         token_ids = request.all_token_ids[:tokens]
-        if request.cache_salt:
-            return self._store.locate(token_ids, request.cache_salt)
-        return self._store.locate(token_ids)
+        return self.store.locate(Prefix(token_ids, request.block_hashes, request.cache_salt or ""))
