@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from continuum_lmcache.errors import ProfileError
@@ -83,38 +83,32 @@ class CostModel:
         """Seconds to compute `tokens` tokens after `context_tokens` whose KV is on the GPU."""
         return self.prefill.seconds(tokens, context_tokens)
 
-    def reload(self, where: Residency) -> ReloadCost:
-        """PrefillReload (Continuum, arXiv 2511.02230 §4, eq. 2), for a prompt whose tokens are at `where`.
-
-        The cheapest of three: load nothing, load DRAM's part, load both parts.
-        """
-        return min(self.load_options(where), key=lambda cost: cost.total_s)
-
     def load_options(self, where: Residency) -> list[ReloadCost]:
         """Load nothing, DRAM's part, or both parts: the last is the whole load."""
         dram_tokens, ssd_tokens = where.dram_tokens, where.ssd_tokens
         return [self.load_cost(where, d, s) for d, s in ((0, 0), (dram_tokens, 0), (dram_tokens, ssd_tokens))]
 
     def reload_s(self, where: Residency, survival: Mapping[Tier, float] = CERTAIN) -> float:
-        """PrefillReload in seconds, expected over what the tiers may lose before the return.
+        """PrefillReload (Continuum, arXiv 2511.02230 §4, eq. 2) in seconds, for a prompt whose tokens are at
+        `where`: the cheapest of `load_options`, expected over what the tiers may lose before the return.
 
         `survival` has for each existing tier the probability, 0 to 1, that it still holds its part
         then, independently; a tier that is missing there loses nothing. The disk has a copy of what
         DRAM holds: what DRAM loses is read from disk, unless the disk has lost it too. What is lost in both
         must be computed, with all that comes after it, since a prefix may have no hole.
         """
-        if not where.dram_tokens and not where.ssd_tokens:
-            return self.load_cost(where, 0, 0).total_s
+        held_tokens = where.dram_tokens + where.ssd_tokens
+        if not held_tokens:
+            return self.prefill_s(where.total_tokens - where.gpu_tokens, where.gpu_tokens)
         has_disk = Tier.SSD in survival or where.ssd_tokens > 0
         disk_keeps = survival.get(Tier.SSD, 1.0) if has_disk else 0.0
-        below = replace(where, dram_tokens=0, ssd_tokens=where.dram_tokens + where.ssd_tokens)
-        recompute_s = self.reload(replace(below, ssd_tokens=0)).total_s
-        without_dram_s = expected(disk_keeps, self.reload(below).total_s, recompute_s)
-        if where.dram_tokens == 0:
-            return without_dram_s
-        without_disk_s = self.reload(replace(where, ssd_tokens=0)).total_s
-        with_dram_s = expected(disk_keeps, self.reload(where).total_s, without_disk_s)
-        return expected(survival.get(Tier.DRAM, 1.0), with_dram_s, without_dram_s)
+        dram_keeps = survival.get(Tier.DRAM, 1.0) if where.dram_tokens else 0.0
+        compute_s, dram_s, both_s = (cost.total_s for cost in self.load_options(where))
+        disk_s = self.load_cost(where, 0, held_tokens).total_s
+        only_dram_s, only_disk_s = min(compute_s, dram_s), min(compute_s, disk_s)
+        with_dram_s = expected(disk_keeps, min(only_dram_s, both_s), only_dram_s)
+        without_dram_s = expected(disk_keeps, only_disk_s, compute_s)
+        return expected(dram_keeps, with_dram_s, without_dram_s)
 
     @classmethod
     def from_mapping(cls, profile: Mapping[str, Any], where: str = "profile") -> CostModel:
