@@ -39,6 +39,7 @@ from vllm.v1.request import Request
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
+from continuum_lmcache.vllm_plugin.tool_calls import ToolCallReader
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.serving import STOCK, Setup, build_scheduler
 from experiments.sim.step_time import MACHINES
@@ -181,7 +182,7 @@ class TimedTurns(Timed):
         super().__init__(policy, 2_000_000, clock, until)
         self._tool = {"this_func_call": "bash"} if tool_named else {}
         if policy != STOCK:
-            self.scheduler._lifecycle._tokenizer = byte_tokenizer()
+            self.scheduler._lifecycle.tool_calls = ToolCallReader(byte_tokenizer())
         self._turns = 0
         self._history: list[int] = []
 

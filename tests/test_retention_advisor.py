@@ -147,10 +147,13 @@ def test_room_is_held_for_a_slow_tool_but_not_for_people_who_reply_as_late() -> 
     assert made.retain(answer, LOAD).ttl_s > 0.0
 
 
-def test_an_answer_has_a_key_of_its_own_and_what_may_be_a_call_has_none() -> None:
+def test_of_parallel_calls_the_longest_known_gap_decides_and_a_programs_name_before() -> None:
     made = advisor(10_000_000)
-    assert made.tool("The tests pass.<|im_end|>") == NO_CALL
-    assert made.tool("") == made.tool('the end of a long file"}}\n</tool_call>') == ()
+    calls = (("read",), ("tox", "bash"))
+    assert made.slowest(()) == () and made.slowest((NO_CALL,)) == NO_CALL
+    assert made.slowest(calls) == ("tox", "bash")
+    made.gaps.observe(("read",), 60.0)
+    assert made.slowest(calls) == ("read",)
 
 
 @pytest.mark.parametrize("evicts", [True, False])

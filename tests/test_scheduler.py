@@ -26,6 +26,7 @@ from continuum_lmcache.types import PinEnd
 from continuum_lmcache.vllm_plugin import requests, turn_lifecycle
 from continuum_lmcache.vllm_plugin.hooks.prometheus import detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
+from continuum_lmcache.vllm_plugin.tool_calls import ToolCallReader
 
 MISTRAL = {  # mistral_common's own files, and what their tokenizer looks for
     "tekken": ("tekken_240911.json", "tekken.json"),
@@ -669,7 +670,8 @@ def test_a_bash_block_is_a_call_unless_the_request_offers_tools(
     make: Make, tools: str, tool: tuple[str, ...]
 ) -> None:
     bench = make()
-    bench.lifecycle._tokenizer = SimpleNamespace(decode=lambda *_, **__: "```bash\npython app.py\n```")
+    says = SimpleNamespace(decode=lambda *_, **__: "```bash\npython app.py\n```")
+    bench.lifecycle.tool_calls = ToolCallReader(says)
     bench.turn("p", prompt(64), **({TOOLS_FIELD: tools} if tools else {}))
     assert bench.lifecycle.programs.records["p"].tool == tool
 
@@ -686,7 +688,7 @@ def test_a_token_beyond_the_tokenizers_vocabulary_costs_a_turn_its_tools_name_an
     shutil.copy(Path(mistral_common.__file__).parent / "data" / source, tmp_path / name)
     tokenizer = get_tokenizer(str(tmp_path), tokenizer_mode="mistral")
     bench = make()
-    bench.lifecycle._tokenizer = tokenizer
+    bench.lifecycle.tool_calls = ToolCallReader(tokenizer)
     bench.send("p", [tokenizer.vocab_size + 5] * 40)
     (request,) = bench.scheduler.requests.values()
     bench.sampled = tokenizer.vocab_size + 5
@@ -707,7 +709,7 @@ def test_no_error_of_a_models_own_tokenizer_ends_an_engine(
         raise error("unknown ids")
 
     bench, warnings = make(), list[str]()
-    bench.lifecycle._tokenizer = SimpleNamespace(decode=decode)
+    bench.lifecycle.tool_calls = ToolCallReader(SimpleNamespace(decode=decode))
     monkeypatch.setattr(requests, "_next_warning_s", [0.0])
     monkeypatch.setattr(requests.logger, "warning", lambda *args: warnings.append(args[1]))
     for turn in range(3):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from continuum_lmcache.bounded_dict import BoundedDict
@@ -14,7 +14,7 @@ from continuum_lmcache.retention.engine_stats import EvictionStats
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
 from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
-from continuum_lmcache.tools.call_parser import is_answer, tool_calls, tool_key
+from continuum_lmcache.tools.call_parser import likely_slowest
 from continuum_lmcache.tools.durations import MAX_GAP_S, ToolDurations
 from continuum_lmcache.types import (
     MOST_PROGRAMS,
@@ -130,16 +130,12 @@ class RetentionAdvisor:
         keep = self._policy.retain(turn, self.gaps.of(turn.tenant), self.rates.costs, load, self.config)
         return replace(keep, ttl_s=min(keep.ttl_s, self.config.max_ttl_s), reload_s=reload_s)
 
-    def tool(self, text: str, offers_tools: bool = False) -> ToolKey:
-        """The tool that a turn with this text called: of parallel calls, the slowest by its mean gap. NO_CALL
-        for an answer, () where a call cannot be told from one."""
-        calls = tool_calls(text, offers_tools)
-        if not calls:
-            return NO_CALL if is_answer(text) else ()
-        if len(calls) == 1:
-            return calls[0]
+    def slowest(self, calls: Sequence[ToolKey]) -> ToolKey:
+        """Of a turn's parallel calls the slowest by its mean gap, or by its name while none is known."""
+        if len(calls) < 2:
+            return calls[0] if calls else ()
         slowest = self.gaps.slowest(calls)
-        return slowest if self.gaps.exact(slowest).n else tool_key(text, offers_tools)
+        return slowest if self.gaps.exact(slowest).n else likely_slowest(calls)
 
     def listen(self, events: EventBus) -> None:
         events.subscribe(TurnArrived, self._learn_gap)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -27,11 +27,6 @@ MAX_COMMAND_WORDS = 64
 THOUGHTS = (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"))
 FENCE = re.compile(r"^[ \t]*```(?:bash|sh|shell|zsh|console|mswea_bash_command)[ \t]*\n", re.MULTILINE)
 NAME = re.compile(r"\s*([\w.-]+)")
-ADDRESS = re.compile(r" to=functions\.|<\|tool_call_begin\|>functions\.")
-CALL_LIST = re.compile(r"(?:^|<\|python_start\|>)\[\s*[A-Za-z_][\w.]*\(", re.MULTILINE)
-CALL_TOKEN = re.compile(
-    r"\"(?:[^\"\\]|\\.)*\"?|'(?:[^'\\]|\\.)*'?|[A-Za-z_][\w.]*|[()\[\]{}=]", re.DOTALL
-)  # a quote that never closes runs to the end: no second attempt, so one pass
 STOP_TOKENS = re.compile(r"(?:\s|<[^<>/\s]{1,32}>|</s>)+\Z")  # <|im_end|>, <end_of_turn>
 DECODER = json.JSONDecoder(strict=False)  # models leave line breaks inside strings
 COMMAND_ARGUMENTS = ("command", "cmd", "keystrokes")
@@ -41,11 +36,10 @@ SHELL_TOOL = re.compile(r"sh|term|cmd|command|console", re.IGNORECASE)
 def tool_calls(text: str, offers_tools: bool = False) -> tuple[ToolKey, ...]:
     """Every call that the finished turn's text ends with, in its order; () if there is none.
 
-    Formats, the first that finds a call wins: Hermes and Qwen `<tool_call>` (JSON, XML, GLM's
-    argument pairs), bare `<function=...>`, Mistral `[TOOL_CALLS]`, gpt-oss `to=functions.`, the
-    last ```bash block as mini-swe-agent has it, JSON (OpenAI `tool_calls`, Llama 3 `parameters`,
-    Terminal-Bench `commands`), and Llama's pythonic list. An unclosed block counts: a stop string
-    may have swallowed its end. Thoughts (`<think>`, closed or not) are not read.
+    For texts that no parser of vLLM's reads (vllm_plugin/tool_calls.py). Formats, the first that finds a call
+    wins: bare `<function=...>` (OpenHands), gpt-oss `to=functions.`, the last ```bash block as mini-swe-agent
+    has it, JSON (OpenAI `tool_calls`, Cohere, Hermes, Llama 3 `parameters`, Terminal-Bench `commands`). An
+    unclosed block counts: a stop string may have swallowed its end. Thoughts are not read.
 
     `offers_tools`: the request did, so a ```bash block is part of an answer or of a file.
     """
@@ -58,13 +52,12 @@ def tool_calls(text: str, offers_tools: bool = False) -> tuple[ToolKey, ...]:
     return ()
 
 
-def tool_key(text: str, offers_tools: bool = False) -> ToolKey:
-    """The call that decides how long the turn's tools take; () is unknown.
+def likely_slowest(calls: Iterable[ToolKey]) -> ToolKey:
+    """Of parallel calls, the first of the program known to be slow, as in a compound command; () of none.
 
-    Parallel calls end with their slowest: the first of the program known to be slow, as in a
-    compound command. With learned gaps at hand, `ToolDurations.slowest(tool_calls(text))` knows better.
+    With learned gaps at hand, `ToolDurations.slowest` knows better.
     """
-    return max(tool_calls(text, offers_tools), key=lambda key: weight(key[-2:][0]), default=())
+    return max(calls, key=lambda key: weight(key[-2:][0]), default=())
 
 
 def is_answer(text: str) -> bool:
@@ -82,29 +75,10 @@ def without_thinking(text: str) -> str:
     return text
 
 
-def hermes_calls(text: str) -> Iterator[ToolKey]:
-    """<tool_call>{"name": ..., "arguments": ...}</tool_call> and its XML kin."""
-    for block in text.split("<tool_call>")[1:]:
-        body = block.partition("</tool_call>")[0]
-        if body.lstrip().startswith(("{", "[")):  # JSON may hold the other formats' tags as text
-            yield from json_calls(body)
-        elif "<function=" in body:
-            yield from function_tag_calls(body)
-        elif "<arg_key>" in body:
-            name, *pairs = body.split("<arg_key>")
-            yield from call(name.strip(), dict(map(argument_pair, pairs)))
-        else:
-            yield from json_calls(body)
-
-
-def argument_pair(text: str) -> tuple[str, str]:
-    """key</arg_key><arg_value>value</arg_value>, as GLM writes it."""
-    key, _, rest = text.partition("</arg_key>")
-    return key.strip(), rest.partition("<arg_value>")[2].partition("</arg_value>")[0]
-
-
 def function_tag_calls(text: str) -> Iterator[ToolKey]:
     """<function=name><parameter=key>value</parameter></function>, or JSON in the place of parameters."""
+    if 0 <= text.find("{") < text.find("<function=") and any(json_calls(text)):
+        return  # the tag is text in a call's argument
     for block in text.split("<function=")[1:]:
         name, _, body = block.partition(">")
         pairs = [p.partition(">") for p in body.split("<parameter=")[1:]]
@@ -112,18 +86,9 @@ def function_tag_calls(text: str) -> Iterator[ToolKey]:
         yield from call(name.strip(" \"'"), given or body.partition("</function>")[0])
 
 
-def mistral_calls(text: str) -> Iterator[ToolKey]:
-    """[TOOL_CALLS][{...}], and [TOOL_CALLS]name{...} or name[ARGS]{...} once a call."""
-    for block in text.split("[TOOL_CALLS]")[1:]:
-        if name := NAME.match(block):
-            yield from call(name[1], block[max(block.find("{"), 0) :])
-        else:
-            yield from json_calls(block)
-
-
 def harmony_calls(text: str) -> Iterator[ToolKey]:
-    """to=functions.name ...{...} (gpt-oss), and <|tool_call_begin|>functions.name:0...{...} (Kimi)."""
-    for block in ADDRESS.split(text)[1:] if "functions." in text else ():
+    """to=functions.name ...{...}: gpt-oss, whose parser in vLLM reads whole turns of token ids only."""
+    for block in text.split(" to=functions.")[1:]:
         if name := NAME.match(block):
             yield from call(name[1], block[max(block.find("{"), 0) :])
 
@@ -164,25 +129,8 @@ def calls_in(value: dict[str, Any], depth: int = MAX_DEPTH) -> Iterator[ToolKey]
         yield command_key(value["keystrokes"], "terminal")
     for key in ("arguments", "parameters", "input"):
         if key in value:
-            yield from call(value.get("name"), value[key])
+            yield from call(value.get("name", value.get("tool_name")), value[key])
             return
-
-
-def pythonic_calls(text: str) -> Iterator[ToolKey]:
-    """[f(a=1), g()]: from the last line that begins so."""
-    starts = [found.start() for found in CALL_LIST.finditer(text)]
-    depth, name, last, given = 0, "", "", dict[str, str]()
-    for token in CALL_TOKEN.findall(text, starts[-1]) if starts else ():
-        if token == "(" and depth == 1:
-            name, given = last, {}
-        elif token[0] in "\"'" and depth == 2 and last.endswith("="):
-            given[last[:-1]] = token.strip(token[0]).replace("\\n", "\n")
-        depth += (token in ("(", "[", "{")) - (token in (")", "]", "}"))
-        if token == ")" and depth == 1:
-            yield from call(name, given)
-        if depth <= 0:
-            return
-        last = last + "=" if token == "=" else token
 
 
 def call(name: Any, given: Any) -> Iterator[ToolKey]:
@@ -212,11 +160,8 @@ def loaded(text: str) -> Any:
 
 
 FORMATS: tuple[Callable[[str], Iterator[ToolKey]], ...] = (
-    hermes_calls,
     function_tag_calls,
-    mistral_calls,
     harmony_calls,
     bash_block_calls,
     json_calls,
-    pythonic_calls,
 )

@@ -26,7 +26,9 @@ from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
 from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
+from continuum_lmcache.vllm_plugin.hooks.engine_args import TOOL_PARSER
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
+from continuum_lmcache.vllm_plugin.tool_calls import ToolCallReader
 from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
 logger = init_logger("vllm.continuum_lmcache")
@@ -85,19 +87,21 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     recorder = EventRecorder(time.time() - now_s, about, hash_ids=not config.record_ids)
     recording = RecordingWriter(Path(folder), recorder, rank) if folder else None
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
-    tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)  # decodes in half of the wrapper's time
+    told = vars(scheduler.vllm_config.scheduler_config)
+    tool_calls = ToolCallReader(tokenizer, *(told.get(name, "") for name in TOOL_PARSER))
     lifecycle = TurnLifecycle(
         advisor,
         recorder,
         scheduler.kv_cache_manager,
         scheduler.hash_block_size,
         scheduler.block_size,
-        tokenizer,
+        tool_calls,
         residency,
     )
     if recording is not None:
         recorder.listen(lifecycle.events)
     logger.info("KV below the GPU: %s", residency.mode)
+    logger.info("tool calls are read by %s", tool_calls.source)
     if not residency.times_loads:
         logger.warning(
             "the KV connector %s does not report where KV is: TTLs are computed as if it stored none",

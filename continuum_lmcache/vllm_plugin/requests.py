@@ -1,15 +1,13 @@
 """Converts vLLM's Request into this package's values.
 
 Reads, on vLLM 0.30 to 0.33: Request.sampling_params.extra_args, .cache_salt, .block_hashes,
-.output_token_ids, .status, .priority, .session_id; ModelRunnerOutput.req_id_to_index, .sampled_token_ids.
+.status, .priority, .session_id; ModelRunnerOutput.req_id_to_index, .sampled_token_ids.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +20,6 @@ from continuum_lmcache.errors import RequestError
 from continuum_lmcache.programs.identity import ProgramFields, name, parse, tenant_of
 from continuum_lmcache.programs.prompt_linker import ProgramLink
 from continuum_lmcache.programs.session_fields import unused_fields
-from continuum_lmcache.tools.call_parser import TAIL_TOKENS
 from continuum_lmcache.types import ProgramId, TurnId
 
 logger = init_logger("vllm.continuum_lmcache")
@@ -153,28 +150,6 @@ def is_end_of_turn(request: Request) -> bool:
     params = request.sampling_params
     has_stop = params is not None and bool(params.stop)
     return has_stop and request.status == RequestStatus.FINISHED_ABORTED and request.num_output_tokens > 0
-
-
-def tail_text(request: Request, tokenizer: Any, ignored: Counter[str]) -> str:
-    """The end of what the turn generated, as text; empty without a tokenizer, or where it fails.
-
-    A model's padded vocabulary has tokens that its tokenizer does not know, and clients can ask for them.
-    Tokenizers raise KeyError, IndexError, ValueError or TypeError then, and those in Rust may panic. A
-    model's own (trust_remote_code) is any code: whatever it raises, the engine goes on.
-    """
-    ids: Sequence[int] = request.output_token_ids[-TAIL_TOKENS:]
-    if tokenizer is None or not ids:
-        return ""
-    try:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        ignored["output_token_ids"] += 1
-        warn_each_minute(
-            f"A turn's tool is not known: {type(tokenizer).__name__}.decode raised {error!r:.200}"
-        )
-        return ""
 
 
 def warn_each_minute(message: str) -> None:

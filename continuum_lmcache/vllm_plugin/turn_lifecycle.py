@@ -41,14 +41,9 @@ from continuum_lmcache.telemetry.samples import MetricSamples
 from continuum_lmcache.types import MOST_PROGRAMS, EngineLoad, FinishedTurn, PinEnd, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
-from continuum_lmcache.vllm_plugin.requests import (
-    TurnState,
-    TurnTable,
-    is_end_of_turn,
-    tail_text,
-    turn_state_of,
-)
+from continuum_lmcache.vllm_plugin.requests import TurnState, TurnTable, is_end_of_turn, turn_state_of
 from continuum_lmcache.vllm_plugin.step_timer import StepTimer
+from continuum_lmcache.vllm_plugin.tool_calls import ToolCallReader
 
 REFRESH_S = 10.0
 
@@ -63,7 +58,7 @@ class TurnLifecycle:
         kv_cache_manager: KVCacheManager,
         hash_block_tokens: int,
         block_tokens: int,
-        tokenizer: Any,
+        tool_calls: ToolCallReader,
         residency: ResidencyLookup,
     ) -> None:
         self.advisor, self.recorder, self.residency = advisor, recorder, residency
@@ -102,7 +97,7 @@ class TurnLifecycle:
         self.end_claims = EndClaims()
         self.ignored: Counter[str] = Counter()
         self._prompt_linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
-        self._tokenizer = tokenizer
+        self.tool_calls = tool_calls
         self._refresh_at_s = 0.0
         advisor.listen(self.events)
         self.samples.listen(self.events)
@@ -271,8 +266,10 @@ class TurnLifecycle:
         """A turn ends in a tool call: decide for how long its KV stays."""
         assert turn.program is not None
         program = turn.program
-        text = "" if turn.fields.this_tool else tail_text(request, self._tokenizer, self.ignored)
-        tool = turn.fields.this_tool or self.advisor.tool(text, offers_tools=bool(turn.fields.tools))
+        tool = turn.fields.this_tool
+        if not tool:
+            calls = self.tool_calls.read(request, bool(turn.fields.tools), self.ignored)
+            tool = self.advisor.slowest(calls)
         tokens = request.num_tokens
         blocks = self.blocks.pinnable(request.request_id, tokens)
         number = self.programs.records[program].turns + 1

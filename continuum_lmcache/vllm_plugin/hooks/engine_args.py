@@ -1,7 +1,7 @@
 """`--scheduling-policy continuum` and `--kv-transfer-config FILE`, on the command line and in `LLM(...)`.
 
-Seams, read in vLLM 0.30 to 0.33 and run on 0.32: EngineArgs.add_cli_args, EngineArgs.create_engine_config
-(vLLM loads plugins before it calls either). vLLM's own policy stays "fcfs" underneath; the
+Seams, read in vLLM 0.30 to 0.33 and run on 0.32: EngineArgs.add_cli_args, .from_cli_args,
+.create_engine_config (vLLM loads plugins before it calls any). vLLM's own policy stays "fcfs" underneath; the
 scheduler class is set on the finished config, when asynchronous scheduling has been decided.
 """
 
@@ -35,6 +35,7 @@ CHECKED_VERSIONS = ("0.30.", "0.31.", "0.32.", "0.33.")
 OLDEST = (0, 30)
 SUPPORTED = "continuum supports 0.30 to 0.33"
 CLOSE_TIMEOUT_S = 5
+TOOL_PARSER = ("tool_call_parser", "tool_parser_plugin")  # arguments of `vllm serve`
 AUTOSTART = "lmcache.mp.autostart"
 OURS = "ContinuumLMCacheMPConnector", "connectors.lmcache_mp"
 IN_PROCESS = "LMCacheConnectorV1"  # LMCache in vLLM's own process; here its settings start LMCache's server
@@ -51,6 +52,9 @@ def install() -> None:
     )  # MultiConnector finds classes by name alone
     EngineArgs.add_cli_args = staticmethod(  # type: ignore[method-assign]
         with_continuum(EngineArgs.add_cli_args)
+    )
+    EngineArgs.from_cli_args = classmethod(  # type: ignore[method-assign, assignment]
+        with_tool_parser(EngineArgs.from_cli_args.__func__)  # type: ignore[attr-defined]
     )
     EngineArgs.create_engine_config = with_scheduler(  # type: ignore[method-assign]
         EngineArgs.create_engine_config
@@ -95,6 +99,18 @@ def text_or_file(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
+def with_tool_parser(stock: Callable[..., EngineArgs]) -> Callable[..., EngineArgs]:
+    """from_cli_args that keeps the names of the API server's tool parser: the engine reads calls too."""
+
+    @functools.wraps(stock)
+    def from_cli_args(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
+        made = stock(cls, args)
+        vars(made).update({name: getattr(args, name, None) or "" for name in TOOL_PARSER})
+        return made
+
+    return from_cli_args
+
+
 def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig]:
     """create_engine_config that replaces the policy's name by this package's scheduler."""
 
@@ -110,6 +126,8 @@ def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
             self.scheduling_policy = POLICY
         prepare_connector(config)
         adopt(config)
+        # no field of vLLM's, so no hash of the compiled model has it; each engine's process gets it
+        vars(config.scheduler_config).update({name: getattr(self, name, "") for name in TOOL_PARSER})
         return config
 
     return create_engine_config
