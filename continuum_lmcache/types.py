@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType
@@ -111,11 +112,15 @@ class Pin:
     """Blocks that stay on the GPU for a program that is away."""
 
     program: ProgramId
-    blocks: int
+    block_ids: Sequence[int]
     taken_s: float
     deadline_s: float
     retention: Retention
     turn: FinishedTurn  # that ended
+
+    @property
+    def blocks(self) -> int:
+        return len(self.block_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,6 @@ class QueueEntry:
     priority: int  # the client's, lower first (vLLM's convention); 0 unless honor_priority
     program_arrival_s: float
     turn_arrival_s: float
-    place_s: float  # one of both, by AdmissionController.takes_turns when the turn arrived
+    queued_since_s: float  # one of both, by AdmissionController.oldest_program_first when the turn arrived
     attained_tokens: int  # tokens computed for the program so far
     overdue_s: float = math.inf  # the turn's arrival, once it has waited for LONGEST_WAIT_S

@@ -239,9 +239,9 @@ def sources(llm: Any) -> Counter[str]:
 
     The last two are the recorder's: the engine must have a `continuum.run_output_dir`.
     """
-    lifecycle = llm.llm_engine.engine_core.engine_core.scheduler._lifecycle
-    found = Counter(lifecycle.residency.prompt_tokens)
-    for event in itertools.chain.from_iterable(lifecycle.recorder.snapshot().values()):
+    parts = llm.llm_engine.engine_core.engine_core.scheduler._parts
+    found = Counter(parts.residency.prompt_tokens)
+    for event in itertools.chain.from_iterable(parts.recorder.snapshot().values()):
         found["preemptions"] += "Request_evicted_from_running_queue_time" in event
         if "evicted_to_running" in event:
             found[AFTER_PREEMPTION] += event["dram_tokens"] + event["ssd_tokens"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,10 @@ class Bench:
             log_stats=log_stats,
         )
         self.scheduler.clock = lambda: self.now_s
+        self.events: deque[Any] = deque(maxlen=10_000)  # what the engine said, in order
+        if self.engine is not None:
+            self._carry_out = self.scheduler._events.carry_out
+            self.scheduler._events.carry_out = self.note_events
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.order: list[str] = []  # request ids, as they first ran
         self.preempted: list[str] = []
@@ -109,9 +113,24 @@ class Bench:
         self._in_flight: deque[tuple[Any, ModelRunnerOutput]] = deque()
 
     @property
-    def lifecycle(self) -> Any:
+    def engine(self) -> Any:
         """None under vLLM's own scheduler."""
-        return getattr(self.scheduler, "_lifecycle", None)
+        return getattr(self.scheduler, "_engine", None)
+
+    @property
+    def parts(self) -> Any:
+        """What the scheduler has beside its engine."""
+        return self.scheduler._parts
+
+    def note_events(self, events: Iterable[Any]) -> None:
+        """The scheduler gets the engine's decisions."""
+        events = list(events)
+        self.events += events
+        self._carry_out(events)
+
+    def events_of(self, kind: type) -> list[Any]:
+        """All events of that kind."""
+        return [event for event in self.events if isinstance(event, kind)]
 
     def send(
         self, job: str | None, tokens: Sequence[int], /, out: int = 1, salt: str | None = None, **fields: Any
@@ -162,8 +181,8 @@ class Bench:
         self.now_s += self.step_seconds(output) if seconds is None else seconds
         while len(self._in_flight) > (self._ahead if ids else 0):
             self._deliver(*self._in_flight.popleft())
-        if self.lifecycle is not None:
-            self.lifecycle.check()
+        if self.engine is not None:
+            self.engine.check()
         return sum(output.num_scheduled_tokens.values())
 
     def scheduled(self, output: Any) -> None:

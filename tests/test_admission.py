@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from admission_rig import AdmissionRig
 
-from continuum_lmcache.admission.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
-from continuum_lmcache.admission.controller import BUSY_SHARE, AdmissionController, KVCapacity
+from continuum_lmcache.admission.controller import BUSY_SHARE, KVCapacity
 from continuum_lmcache.admission.prefill_share import PrefillShare
-from continuum_lmcache.admission.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
-from continuum_lmcache.programs.end_claims import LEAST_CLAIMS, EndClaim, EndClaims
+from continuum_lmcache.programs.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
+from continuum_lmcache.programs.end_claims import LEAST_CLAIMS, EndClaims
+from continuum_lmcache.programs.program import Program, Stage
+from continuum_lmcache.programs.shared_prefixes import MOST_HEADS, SharedPrefix, SharedPrefixIndex
 from continuum_lmcache.types import ProgramId
 
 A, B, C = (ProgramId(name) for name in "abc")
@@ -27,18 +26,18 @@ class AsTold(ContextGrowth):
         return float(gpu_tokens)
 
 
-def admission(active_tokens: int = 100_000, started_tokens: int = 100_000) -> AdmissionController:
+def admission(active_tokens: int = 100_000, started_tokens: int = 100_000) -> AdmissionRig:
     """One that has seen programs of 9 turns, each 1,000 tokens longer than the last."""
     growth = AsTold()
     for _ in range(500):
         growth.add_turn(1000)
         growth.add_program(9)
-    return AdmissionController(KVCapacity(active_tokens, started_tokens), MAX_WAIT_S, growth=growth)
+    return AdmissionRig(KVCapacity(active_tokens, started_tokens), MAX_WAIT_S, growth)
 
 
-def admitted(at: AdmissionController, now_s: float = 0.0, idle: bool = False) -> list[ProgramId]:
+def admitted(at: AdmissionRig, now_s: float = 0.0, idle: bool = False) -> list[ProgramId]:
     found = at.admit(now_s, idle)
-    at.check()
+    at.programs.check()
     return found
 
 
@@ -71,15 +70,16 @@ def test_an_exempt_request_takes_room_and_does_not_wait() -> None:
 def test_a_request_without_a_program_counts_with_its_prompt_alone() -> None:
     """However much programs grow here: it ends with its turn."""
     at = admission()
-    grown = at.growth.forecast_tokens(500, 0)
+    grown = at.programs.growth.forecast_tokens(500, 0)
     for i in range(40):
         at.add_request(ProgramId(f"~{i}"), 500)
-        at.check()
-    assert grown > 500 and at.headroom_tokens == pytest.approx(admission().headroom_tokens - 40 * 500)
+        at.programs.check()
+    whole_tokens = admission().admission.headroom_tokens
+    assert grown > 500 and at.admission.headroom_tokens == pytest.approx(whole_tokens - 40 * 500)
     for i in range(40):
         at.remove_program(ProgramId(f"~{i}"))
-    at.check()
-    assert at.headroom_tokens == pytest.approx(admission().headroom_tokens)
+    at.programs.check()
+    assert at.admission.headroom_tokens == pytest.approx(whole_tokens)
 
 
 def test_an_idle_gpu_gets_one_program_whatever_its_size() -> None:
@@ -136,10 +136,10 @@ def test_a_program_that_does_not_come_back_in_time_is_counted_no_longer() -> Non
     at.on_arrival(2.0, B, 90_000)
     assert admitted(at, 10.9) == []
     assert admitted(at, 200.0) == [B]
-    assert A not in at.admitted
+    assert at.stage(A) is Stage.OVERDUE
 
 
-def left_after(turns: int, at: AdmissionController) -> float:
+def left_after(turns: int, at: AdmissionRig) -> float:
     """How many turns a new program is expected to have, once many have not come back after so many turns."""
     for number in range(WINDOW):
         program, now_s = ProgramId(f"gone-{number}"), 100.0 * number
@@ -149,7 +149,7 @@ def left_after(turns: int, at: AdmissionController) -> float:
                 at.on_arrival(now_s + turn, program, 1000, turns=turn)
             at.on_pause(now_s + turn, program, 1000, expected_s=10.0)
         at.expire_absent(now_s + 50.0)
-    return at.growth.turns_left(0)
+    return at.programs.growth.turns_left(0)
 
 
 def test_programs_that_do_not_come_back_show_how_long_programs_are() -> None:
@@ -158,16 +158,16 @@ def test_programs_that_do_not_come_back_show_how_long_programs_are() -> None:
 
 def test_a_program_that_comes_back_late_had_not_ended() -> None:
     at = admission()
-    usual = at.growth.turns_left(0)
+    usual = at.programs.growth.turns_left(0)
     at.on_arrival(0.0, A, 1000, exempt=True)
     at.on_pause(1.0, A, 1000, expected_s=10.0)
-    assert at.expire_absent(20.0) == [A] and at.growth.turns_left(0) < usual
-    assert at.on_arrival(30.0, A, 1000, turns=1) and at.growth.turns_left(0) == usual
+    assert at.expire_absent(20.0) == [A] and at.programs.growth.turns_left(0) < usual
+    assert at.on_arrival(30.0, A, 1000, turns=1) and at.programs.growth.turns_left(0) == usual
     at.remove_program(A, finished_turns=1)
-    once = at.growth.turns_left(0)
+    once = at.programs.growth.turns_left(0)
     at.remove_program(A)
-    assert at.growth.turns_left(0) == once < usual
-    at.check()
+    assert at.programs.growth.turns_left(0) == once < usual
+    at.programs.check()
 
 
 def test_where_clients_tell_their_ends_who_is_late_has_not_ended() -> None:
@@ -176,11 +176,11 @@ def test_where_clients_tell_their_ends_who_is_late_has_not_ended() -> None:
     at.on_pause(1.0, A, 1000, expected_s=10.0)
     at.on_arrival(1.0, B, 1000, exempt=True)
     at.remove_program(B, finished_turns=9)  # told
-    told = at.growth.turns_left(0)
-    assert at.expire_absent(20.0) == [] and not at.admitted
-    assert at.growth.turns_left(0) == told
+    told = at.programs.growth.turns_left(0)
+    assert at.expire_absent(20.0) == [] and at.stage(A) is Stage.OVERDUE
+    assert at.programs.growth.turns_left(0) == told
     at.remove_program(A, finished_turns=1)  # idle for an hour
-    assert at.growth.turns_left(0) < told
+    assert at.programs.growth.turns_left(0) < told
 
 
 def test_an_urgent_program_is_first_in_line_and_all_under_way_count_for_it() -> None:
@@ -200,11 +200,11 @@ def test_a_conversation_whose_user_took_long_waits_in_the_line_again() -> None:
     at.on_pause(1.0, A, 61_000, expected_s=0.0, starts_anew=True)
     at.on_arrival(2.0, B, 60_000)
     assert admitted(at, 2.0) == [B], "A is absent, and holds no room"
-    first_tokens = at.growth.first_tokens
+    first_tokens = at.programs.growth.first_tokens
     assert not at.on_arrival(3.0, A, 62_000, turns=1) and admitted(at, 3.0) == []
-    assert at.growth.first_tokens == first_tokens, "a later prompt is no first one"
+    assert at.programs.growth.first_tokens == first_tokens, "a later prompt is no first one"
     at.remove_program(B, finished_turns=3)
-    assert admitted(at, 4.0) == [A] and at.admitted[A].turns == 1
+    assert admitted(at, 4.0) == [A] and at.programs.records[A].turns == 1
 
 
 def test_a_conversation_that_is_back_before_it_is_missed_goes_on_at_once() -> None:
@@ -221,15 +221,15 @@ def test_who_leaves_before_starting_frees_the_way() -> None:
     at.on_arrival(1.0, B, 90_000)
     at.on_arrival(1.0, C, 10_000)
     at.remove_program(B)
-    assert admitted(at, 2.0) == [] and at.pending.keys() == {C}
+    assert admitted(at, 2.0) == [] and at.stage(C) is Stage.IN_LINE
     at.remove_program(A)
     assert admitted(at, 90.0) == [C]
 
 
-def sharing(at: AdmissionController, blocks: int = 10) -> list[str]:
+def sharing(at: AdmissionRig, blocks: int = 10) -> list[str]:
     """Hashes of a prompt whose first blocks of 4,000 tokens another prompt has too."""
-    at.shared_prefixes = SharedPrefixIndex(block_tokens=4000)
-    at.shared_prefixes.record_hit([f"head {i}" for i in range(blocks)], 4000 * blocks)
+    at.admission.shared_prefixes = SharedPrefixIndex(block_tokens=4000)
+    at.admission.shared_prefixes.record_hit([f"head {i}" for i in range(blocks)], 4000 * blocks)
     return [*(f"head {i}" for i in range(blocks)), "own"]
 
 
@@ -239,7 +239,7 @@ def test_a_head_that_many_programs_share_takes_room_once() -> None:
     for i in range(4):
         at.on_arrival(0.0, ProgramId(f"p{i}"), 44_000, hashes=hashes)
     assert len(admitted(at)) == 4, "40,000 in common and 4,000 of each one's own"
-    assert at.context_tokens == 40_000 + 4 * 4_000
+    assert at.programs.context_tokens == 40_000 + 4 * 4_000
     at.on_arrival(0.0, A, 60_000)
     assert admitted(at) == [], "one that shares nothing needs all that it sends"
 
@@ -252,22 +252,22 @@ def test_a_shared_head_takes_room_until_the_last_program_that_uses_it_has_left()
     assert admitted(at) == [A, B]
     at.on_arrival(1.0, C, 70_000)
     at.remove_program(A)
-    assert at.context_tokens == 44_000 + 70_000 and admitted(at, 40.0) == []
+    assert at.programs.context_tokens == 44_000 + 70_000 and admitted(at, 40.0) == []
     at.remove_program(B)
-    assert at.context_tokens == 70_000 and admitted(at, 80.0) == [C]
+    assert at.programs.context_tokens == 70_000 and admitted(at, 80.0) == [C]
 
 
 def test_a_program_in_line_is_judged_by_its_own_tokens_once_its_head_is_known() -> None:
     at = admission(active_tokens=110_000, started_tokens=110_000)
     hashes = [f"head {i}" for i in range(11)]
-    at.shared_prefixes = SharedPrefixIndex(block_tokens=4000)
+    at.admission.shared_prefixes = SharedPrefixIndex(block_tokens=4000)
     for program in (A, B, C):
         at.on_arrival(0.0, program, 44_000, hashes=hashes)
     assert admitted(at) == [A, B], "nobody knows yet that they have 40,000 in common"
     at.on_prefix_hit(B, hashes, 40_000)
     assert admitted(at, 1.0) == [C]
     assert at.on_arrival(2.0, A, 44_000, hashes=hashes)
-    assert at.context_tokens == 40_000 + 3 * 4_000, "the first one too, from its next turn on"
+    assert at.programs.context_tokens == 40_000 + 3 * 4_000, "the first one too, from its next turn on"
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_where_a_tier_has_much_more_room_and_no_program_goes_first_the_tier_alon
     started_tokens: int, favors_started: bool, starts: int
 ) -> None:
     at = admission(started_tokens=started_tokens)
-    at.favors_started = lambda: favors_started
+    at.admission.favors_started = lambda: favors_started
     for program in (A, B, C):
         at.on_arrival(0.0, program, 60_000)
     assert len(admitted(at)) == starts
@@ -311,98 +311,6 @@ def test_an_engine_whose_first_steps_compute_prompts_has_no_time_to_spare() -> N
         prompts.on_step(0.01, prefills=number % 4 != 3)
         assert prompts.share > BUSY_SHARE
     assert prompts.share == pytest.approx(0.75, abs=0.01)
-
-
-class AdmissionMachine(RuleBasedStateMachine):
-    """Programs arrive, pause, return, end and disappear in any order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.at = admission(started_tokens=200_000)
-        self.at.shared_prefixes = SharedPrefixIndex(block_tokens=1000)
-        self.now_s, self.count = 0.0, 0
-        self.first_since_s: dict[ProgramId, float] = {}
-
-    @rule(seconds=st.floats(0.0, 100.0))
-    def time_passes(self, seconds: float) -> None:
-        self.now_s += seconds
-
-    @rule(
-        tokens=st.integers(1, 150_000),
-        priority=st.integers(-1, 1),
-        exempt=st.booleans(),
-        head=st.sampled_from("abc"),
-    )
-    def a_program_comes(self, tokens: int, priority: int, exempt: bool, head: str) -> None:
-        self.count += 1
-        hashes = [(head, i) for i in range(tokens // 1000)]
-        program = ProgramId(f"p{self.count}")
-        self.at.on_arrival(self.now_s, program, tokens, priority, exempt=exempt, hashes=hashes)
-
-    @rule(tokens=st.integers(1, 150_000), head=st.sampled_from("abc"))
-    def a_request_without_a_program_comes(self, tokens: int, head: str) -> None:
-        self.count += 1
-        hashes = [(head, i) for i in range(tokens // 1000)]
-        self.at.add_request(ProgramId(f"~{self.count}"), tokens, hashes)
-
-    @precondition(lambda self: self.at.admitted)
-    @rule(data=st.data(), blocks=st.integers(0, 30), head=st.sampled_from("abc"))
-    def a_first_turn_finds_a_head(self, data: st.DataObject, blocks: int, head: str) -> None:
-        program = data.draw(st.sampled_from(sorted(self.at.admitted)))
-        hashes = [(head, i) for i in range(self.at.admitted[program].context_tokens // 1000)]
-        self.at.on_prefix_hit(program, hashes, min(blocks, len(hashes)) * 1000)
-
-    @precondition(lambda self: self.at.admitted)
-    @rule(data=st.data(), grown=st.integers(0, 20_000), expected_s=st.floats(0.0, 100.0), anew=st.booleans())
-    def a_turn_ends(self, data: st.DataObject, grown: int, expected_s: float, anew: bool) -> None:
-        program = data.draw(st.sampled_from(sorted(self.at.admitted)))
-        tokens = self.at.admitted[program].context_tokens + grown
-        self.at.on_pause(self.now_s, program, tokens, expected_s, anew)
-
-    @precondition(lambda self: self.at._given_up)
-    @rule(data=st.data(), turns=st.integers(1, 5))
-    def an_absent_program_returns(self, data: st.DataObject, turns: int) -> None:
-        program = data.draw(st.sampled_from(sorted(self.at._given_up)))
-        waits = self.at._given_up[program].starts_anew
-        assert self.at.on_arrival(self.now_s, program, 1000, 0, turns) != waits
-
-    @precondition(lambda self: self.at.admitted)
-    @rule(data=st.data(), turns=st.integers(1, 5))
-    def a_program_returns(self, data: st.DataObject, turns: int) -> None:
-        program = data.draw(st.sampled_from(sorted(self.at.admitted)))
-        assert self.at.on_arrival(self.now_s, program, 1000, 0, turns)
-
-    @precondition(lambda self: self.at.admitted or self.at.pending)
-    @rule(data=st.data(), turns=st.integers(0, 5))
-    def a_program_leaves(self, data: st.DataObject, turns: int) -> None:
-        program = data.draw(st.sampled_from(sorted({*self.at.admitted, *self.at.pending})))
-        self.at.remove_program(program, turns)
-
-    @rule()
-    def the_gpu_is_idle(self) -> None:
-        waiting = bool(self.at.pending)
-        found = self.at.admit(self.now_s, idle=True)
-        assert bool(found) == waiting, "no deadlock: an idle GPU always gets somebody who waits"
-
-    @rule()
-    def a_step_passes_and_the_first_in_line_is_not_held_beyond_the_bound(self) -> None:
-        first = self.at._next()
-        self.at.admit(self.now_s, idle=False)
-        for program in list(self.first_since_s):
-            if program != (first.program if first else None):
-                del self.first_since_s[program]
-        if first is not None and first.program in self.at.pending:
-            since_s = self.first_since_s.setdefault(first.program, self.now_s)
-            assert self.now_s - since_s < MAX_WAIT_S
-
-    @invariant()
-    def the_books_balance(self) -> None:
-        self.at.check()
-        assert not self.at.admitted.keys() & self.at.pending.keys()
-
-
-AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
-TestAdmissionMachine = AdmissionMachine.TestCase
 
 
 # learned figures --------------------------------------------------------------
@@ -475,7 +383,7 @@ def test_the_heads_that_were_not_found_for_longest_are_forgotten() -> None:
 
 
 def test_programs_larger_than_the_cache_hold_up_the_line_no_longer_than_one_of_them() -> None:
-    admission = AdmissionController(KVCapacity(1000), 120.0)
+    admission = AdmissionRig(KVCapacity(1000), 120.0)
     admission.add_request(ProgramId("busy"), 900)
     for n in range(6):
         admission.on_arrival(float(n), ProgramId(f"giant{n}"), 100_000)
@@ -489,7 +397,7 @@ def test_programs_larger_than_the_cache_hold_up_the_line_no_longer_than_one_of_t
 
 
 def test_turns_that_came_back_fill_no_table() -> None:
-    admission = AdmissionController(KVCapacity(1_000_000), 120.0)
+    admission = AdmissionRig(KVCapacity(1_000_000), 120.0)
     programs = [ProgramId(f"p{n}") for n in range(20)]
     for program in programs:
         admission.on_arrival(0.0, program, 100, turns=1)
@@ -497,18 +405,19 @@ def test_turns_that_came_back_fill_no_table() -> None:
         for program in programs:
             admission.on_pause(float(second), program, 200, expected_s=4000.0)
             admission.on_arrival(second + 0.5, program, 250, turns=2)
-    assert len(admission._absent) <= 65
+    assert len(admission.programs._away) <= 65
     for program in programs:
         admission.on_pause(200.0, program, 200, expected_s=4000.0)
     admission.expire_absent(4200.0)
-    assert not admission.admitted, "none was forgotten"
+    assert admission.programs.in_stage[Stage.OVERDUE] == 20, "none was forgotten"
 
 
 def test_end_claims_are_trusted_until_too_many_ended_programs_come_back() -> None:
     claims = EndClaims()
     for i in range(2 * LEAST_CLAIMS):
-        claims.claim(ProgramId(f"p{i}"), EndClaim(float(i), 3))
-    assert claims.withdraw(ProgramId("p7")) == EndClaim(7.0, 3) and claims.withdraw(ProgramId("p7")) is None
+        claims.claim(Program(ProgramId(f"p{i}"), "", float(i), float(i)))
+    ended = claims.withdraw(ProgramId("p7"))
+    assert ended is not None and ended.arrival_s == 7.0 and claims.withdraw(ProgramId("p7")) is None
     assert claims.is_trusted("")
     for i in range(20, 24):
         claims.withdraw(ProgramId(f"p{i}"))

@@ -7,8 +7,10 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
-from continuum_lmcache.admission.context_growth import ContextGrowth
-from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
+from admission_rig import AdmissionRig
+
+from continuum_lmcache.admission.controller import KVCapacity
+from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.types import ProgramId
 
 MAX_WAIT_S = 120.0
@@ -35,7 +37,7 @@ def victims_wait_s(
     Each of these ends after its one turn. The attacker does not report it. Prompts of four tokens take no
     time by themselves: `prompt_share` is that of others.
     """
-    admission = AdmissionController(KVCapacity(72 * 128), MAX_WAIT_S, growth=learned())
+    admission = AdmissionRig(KVCapacity(72 * 128), MAX_WAIT_S, learned())
     came: dict[ProgramId, float] = {}
     waits_s: list[float] = []
     later: list[tuple[float, int, Callable[[float], object]]] = []
@@ -70,7 +72,8 @@ def victims_wait_s(
             action(at_s)
         for program in admission.admit(now_s, idle=False, prompt_share=prompt_share):
             start_program(now_s, program)
-        admission.check()
+        if step % per_s == 0:
+            admission.programs.check()
     waits_s += [lasts_s - arrived_s for arrived_s in came.values()]
     return sorted(waits_s)[int(0.95 * len(waits_s))]
 

@@ -18,10 +18,11 @@ from vllm.v1.request import Request, RequestStatus
 
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner, StepTimes
 from continuum_lmcache.admission.prefill_share import PrefillShare
+from continuum_lmcache.engine import REFRESH_S
+from continuum_lmcache.programs.program import Stage
 from continuum_lmcache.types import ProgramId, Tier
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
-from continuum_lmcache.vllm_plugin.turn_lifecycle import REFRESH_S
 from experiments.trust.soak_scheduler import tables
 
 Make = Callable[..., Bench]
@@ -49,14 +50,14 @@ def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
     for bench in made:
         bench.run_until_idle()
         bench.advance(1000.0)
-        bench.lifecycle.admission.check()
-        assert not bench.lifecycle.admission.pending
+        bench.engine.check()
+        assert not bench.engine.admission.is_waited_for
         bench.scheduler.shutdown()
         assert bench.used_blocks == 0, "blocks leaked"
 
 
 def held(bench: Bench) -> list[str]:
-    return sorted(t.id for t in bench.lifecycle.turns.values() if t.held)
+    return sorted(t.id for t in bench.engine.turns.values() if t.in_line)
 
 
 def send_programs(bench: Bench, programs: int, tokens: int = 100, out: int = 4) -> list[str]:
@@ -67,14 +68,14 @@ def test_the_room_in_a_tier_follows_its_size_which_shrinks_as_other_engines_come
     make: Make,
 ) -> None:
     bench = make(transfer=DRAM)
-    lifecycle, store = bench.lifecycle, bench.scheduler.connector.scheduler_side.store
-    whole_tokens = lifecycle.admission.capacity.tier_tokens
+    engine, store = bench.engine, bench.scheduler.connector.scheduler_side.store
+    whole_tokens = engine.admission.capacity.tier_tokens
     assert whole_tokens == bench.scheduler.connector.capacity_tokens()[Tier.DRAM]
     store.spec = replace(store.spec, dram_bytes=store.spec.dram_bytes / 4)
     bench.advance(REFRESH_S)
     bench.step()
-    assert lifecycle.admission.capacity.tier_tokens == pytest.approx(whole_tokens / 4, abs=BLOCK)
-    assert lifecycle.advisor.survival.capacity_tokens == bench.scheduler.connector.capacity_tokens()
+    assert engine.admission.capacity.tier_tokens == pytest.approx(whole_tokens / 4, abs=BLOCK)
+    assert engine.advisor.survival.capacity_tokens == bench.scheduler.connector.capacity_tokens()
 
 
 def test_programs_beyond_the_room_wait_and_all_of_them_are_served(make: Make) -> None:
@@ -162,7 +163,7 @@ def test_the_room_on_the_gpu_is_what_turns_of_a_model_with_windows_have_had(
     kinds = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     windows = [SlidingWindowSpec(**kinds, sliding_window=64) for _ in range(3)]
     bench = Bench(ContinuumScheduler, model, 800, spec=[FullAttentionSpec(**kinds), *windows])
-    capacity = lambda: bench.lifecycle.admission.capacity.gpu_tokens  # noqa: E731
+    capacity = lambda: bench.engine.admission.capacity.gpu_tokens  # noqa: E731
     assert capacity() == 800 * BLOCK
     for tokens, few, many in ((48, 3, 5), (1600, 11, 15)):
         for story in range(200):
@@ -186,7 +187,7 @@ def test_a_conversation_that_was_away_waits_again_and_an_agents_program_does_not
 ) -> None:
     bench = make(blocks=20, max_ttl_s=0)  # 304 tokens
     for _ in range(6):
-        bench.lifecycle.advisor.gaps.observe(("no call",), 60.0)
+        bench.engine.advisor.gaps.observe(("no call",), 60.0)
     bench.turn("p", prompt(40, 1), **first)
     bench.turn("p", prompt(60, 1), this_func_call="no call")
     bench.advance(60.0)
@@ -221,10 +222,10 @@ def test_a_clients_priority_moves_nobody_unless_the_operator_honors_it(make: Mak
     bench.step()
     urgent = bench.send("urgent", prompt(100, 78), priority=-9)
     plain = bench.send(None, prompt(16), priority=-9)
-    assert {bench.lifecycle.turns[turn_id].priority for turn_id in (urgent, plain)} == {0}
+    assert {bench.engine.turns[turn_id].priority for turn_id in (urgent, plain)} == {0}
     bench.step()
     assert urgent in held(bench), "admission counts those under way for it as for anybody"
-    assert totals_of(bench.lifecycle)["ignored"]["priority"] == 2
+    assert totals_of(bench.parts)["ignored"]["priority"] == 2
 
 
 def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(make: Make) -> None:
@@ -233,14 +234,14 @@ def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(ma
     bench.step()
     waiting = held(bench)
     urgent = bench.send("urgent", prompt(100, 78), priority=-1)
-    prompts = bench.lifecycle.step_timer.prompt_time = PrefillShare()
+    prompts = bench.parts.step_timer.prompt_time = PrefillShare()
     prompts.on_step(30.0, prefills=True)  # prompts leave no time for another
     bench.step()
     assert waiting and urgent in held(bench)
     bench.run_until_idle()
     entered = [request_id for request_id in bench.order if request_id in (*waiting, urgent)]
     assert entered[0] == urgent and set(sent) <= set(bench.done)
-    assert totals_of(bench.lifecycle)["ignored"] == {}
+    assert totals_of(bench.parts)["ignored"] == {}
 
 
 def test_a_program_that_started_elsewhere_is_not_held_and_is_ordered_by_its_age(make: Make) -> None:
@@ -250,7 +251,7 @@ def test_a_program_that_started_elsewhere_is_not_held_and_is_ordered_by_its_age(
     assert held(bench)
     stranger = bench.send("elsewhere", prompt(40, 78), program_turns=6, program_age_s=90.0)
     assert stranger not in held(bench)
-    entry = bench.lifecycle.programs.records[ProgramId("elsewhere")]
+    entry = bench.engine.programs.records[ProgramId("elsewhere")]
     assert (entry.turns, entry.arrival_s) == (6, bench.now_s - 90.0)
     bench.run_until_idle()
     assert entry.turns == 7
@@ -265,14 +266,14 @@ def test_a_tenants_claim_to_be_under_way_counts_only_where_the_operator_honors_i
     bench.step()
     liar = bench.send("liar", prompt(100, 78), salt="s", program_turns=9, program_age_s=9999.0)
     assert (liar not in held(bench)) == honored
-    assert totals_of(bench.lifecycle)["ignored"] == ({} if honored else {"program_turns": 1})
-    assert (bench.lifecycle.turns[liar].program_arrival_s == bench.now_s) != honored
+    assert totals_of(bench.parts)["ignored"] == ({} if honored else {"program_turns": 1})
+    assert (bench.engine.turns[liar].program.arrival_s == bench.now_s) != honored
 
 
 def test_an_age_without_turns_makes_no_program_older(make: Make) -> None:
     bench = make(blocks=20)
     new = bench.send("new", prompt(100, 1), program_age_s=500.0)
-    assert bench.lifecycle.turns[new].program_arrival_s == bench.now_s
+    assert bench.engine.turns[new].program.arrival_s == bench.now_s
 
 
 def test_the_time_a_program_spent_on_another_engine_is_no_tools(make: Make) -> None:
@@ -282,8 +283,8 @@ def test_the_time_a_program_spent_on_another_engine_is_no_tools(make: Make) -> N
         bench.advance(30.0)
         bench.send("p", prompt(60, 1), program_turns=said, this_func_call="bash")
         bench.run_until_idle()
-        assert bench.lifecycle.advisor.gaps.exact(()).n == gaps
-        assert bench.lifecycle.programs.records[ProgramId("p")].turns == turns
+        assert bench.engine.advisor.gaps.exact(()).n == gaps
+        assert bench.engine.programs.records[ProgramId("p")].turns == turns
 
 
 def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
@@ -293,7 +294,7 @@ def test_priorities_without_end_leave_nothing_behind(make: Make) -> None:
         bench.send(None, prompt(4, i % 7), priority=-i)
         if i % 100 == 0:
             bench.run_until_idle()
-            seen.append(tables(bench.lifecycle.admission).total())
+            seen.append(tables(bench.engine.admission).total())
     assert seen[0] == seen[-1]
 
 
@@ -303,7 +304,7 @@ def test_a_pending_program_that_leaves_is_forgotten_by_admission(make: Make) -> 
     bench.step()
     gone = held(bench)[0]
     bench.scheduler.finish_requests([gone], status_of("FINISHED_ABORTED"))
-    assert gone not in held(bench) and len(bench.lifecycle.admission.pending) == len(held(bench))
+    assert gone not in held(bench) and bench.engine.programs.in_stage[Stage.IN_LINE] == len(held(bench))
 
 
 def test_a_held_turn_is_admitted_although_another_of_its_program_left(make: Make) -> None:
@@ -362,9 +363,9 @@ def test_an_engine_whose_only_work_is_held_is_not_idle(make: Make) -> None:
 
 def cached_tokens(bench: Bench, tokens: list[int], job: str = "probe") -> int:
     """How much of a prompt the GPU still has."""
-    before = bench.lifecycle.residency.prompt_tokens["gpu"]
+    before = bench.parts.residency.prompt_tokens["gpu"]
     bench.turn(job, tokens, is_last_step=True)
-    return int(bench.lifecycle.residency.prompt_tokens["gpu"] - before)
+    return int(bench.parts.residency.prompt_tokens["gpu"] - before)
 
 
 EVICTION = pytest.mark.parametrize(("without", "survives"), [([], True), (["evict_ended_programs"], False)])
@@ -386,9 +387,9 @@ def test_the_kv_of_a_program_that_calls_what_ends_programs_goes_first(
 ) -> None:
     """As above, but no client says that a program ends."""
     bench = make(blocks=20, without=without, max_ttl_s=0)
-    for number in range(6):
-        bench.lifecycle.advisor.gaps.observe(("bash",), 1.0)
-        bench.lifecycle.advisor.give_up(ProgramId(f"gone-{number}"), ("submit",), 2)
+    for _ in range(6):
+        bench.engine.advisor.gaps.observe(("bash",), 1.0)
+        bench.engine.advisor.count_overdue(("submit",), 2)
     bench.turn("q", prompt(6 * BLOCK, 1), this_func_call="bash")
     bench.turn("p", prompt(10 * BLOCK, 2), this_func_call="submit")
     bench.turn("r", prompt(9 * BLOCK, 3), this_func_call="bash")
@@ -430,8 +431,8 @@ def test_conversations_share_their_system_prompt_whether_or_not_they_have_names(
                 histories[job] = bench.done[sent]
     for _ in range(6):
         bench.step()
-    assert bench.lifecycle.admission.context_tokens < 600 * BLOCK / 2
-    assert len(bench.lifecycle._shared_prefixes._heads) == 1
+    assert bench.engine.programs.context_tokens < 600 * BLOCK / 2
+    assert len(bench.engine._shared_prefixes._heads) == 1
     bench.run_until_idle()
 
 
@@ -442,9 +443,9 @@ def test_a_program_whose_end_was_claimed_keeps_its_place_when_it_comes_back(make
     send_programs(bench, 8, out=30)
     bench.step()
     back = bench.send("p", prompt(80, 1))
-    turn = bench.lifecycle.turns[back]
-    assert not turn.held and turn.program_arrival_s < began_s
-    assert bench.lifecycle.end_claims.wrong == {"": 1}
+    turn = bench.engine.turns[back]
+    assert not turn.in_line and turn.program.arrival_s < began_s
+    assert bench.engine.end_claims.wrong == {"": 1}
 
 
 # the chunk budget -------------------------------------------------------------
@@ -465,7 +466,7 @@ def test_an_inferred_program_is_not_held_while_its_context_counts_as_admitted(ma
     send_programs(bench, 8, out=30)
     bench.step()
     back = bench.send(None, first + prompt(16, 2), out=2)
-    assert bench.lifecycle.turns[back].program is not None and back not in held(bench)
+    assert bench.engine.turns[back].program is not None and back not in held(bench)
 
 
 # chosen chunks ----------------------------------------------------------------
@@ -542,8 +543,8 @@ def test_programs_take_turns_only_where_the_tier_is_large(
 ) -> None:
     settings(policy="continuum")
     bench = TierBench(ContinuumScheduler, model, 24, tier_blocks)
-    assert not bench.lifecycle.admission.takes_turns, "nothing is known of the programs' lengths"
+    assert bench.engine.admission.oldest_program_first, "nothing is known of the programs' lengths"
     for turns in (1, 2, 70, 3, 40, 5):
-        bench.lifecycle.advisor.history.observe_program(turns)
-    assert bench.lifecycle.admission.takes_turns == (tier_blocks == 96)
+        bench.engine.advisor.history.observe_program(turns)
+    assert bench.engine.admission.oldest_program_first == (tier_blocks != 96)
     bench.scheduler.shutdown()

@@ -93,25 +93,25 @@ def test_the_processes_of_one_server_share_the_secret_and_those_of_another_do_no
 def test_the_end_that_another_key_claims_frees_nothing(bench: Bench) -> None:
     ann, bob = ({OWNER_FIELD: name} for name in ("a" * 32, "b" * 32))
     first = bench.turn("job", prompt(64), **ann)
-    arrival_s = next(iter(bench.lifecycle.programs.records.values())).arrival_s
-    pinned = dict(bench.lifecycle.pins.pinned)
+    arrival_s = next(iter(bench.engine.programs.records.values())).arrival_s
+    pinned = dict(bench.engine.pins.pinned)
     bench.now_s += 1
     bench.turn("job", prompt(40, 9), is_last_step=True, **bob)
-    assert bench.lifecycle.pins.pinned == pinned and pinned
+    assert bench.engine.pins.pinned == pinned and pinned
     bench.now_s += 1
     theirs = bench.send("job", prompt(40, 9), out=3, **bob)
-    assert bench.lifecycle.turns[theirs].program_arrival_s > arrival_s, "nor is its place theirs"
+    assert bench.engine.turns[theirs].program.arrival_s > arrival_s, "nor is its place theirs"
     bench.turn("job", [*first, 5], is_last_step=True, **ann)
-    assert pinned.keys().isdisjoint(bench.lifecycle.pins.pinned), "its own key's word is taken"
+    assert pinned.keys().isdisjoint(bench.engine.pins.pinned), "its own key's word is taken"
 
 
 def test_a_prompt_that_goes_on_where_another_keys_turn_ended_is_not_linked_to_it(bench: Bench) -> None:
     ann, bob = ({OWNER_FIELD: name} for name in ("a" * 32, "b" * 32))
     first = bench.turn(None, prompt(64), out=2, **ann)
     bench.turn(None, [*first, 5, 6], out=2, **bob)
-    assert not bench.lifecycle.programs.records
+    assert not bench.engine.programs.records
     bench.turn(None, [*first, 5, 6], out=2, **ann)
-    assert len(bench.lifecycle.programs.records) == 1
+    assert len(bench.engine.programs.records) == 1
 
 
 def test_a_tenants_share_is_that_of_its_key(model: Path, settings: Any) -> None:  # noqa: F811
@@ -119,6 +119,6 @@ def test_a_tenants_share_is_that_of_its_key(model: Path, settings: Any) -> None:
     bench = Bench(ContinuumScheduler, model, blocks=40)
     for i in range(12):
         bench.turn(f"greedy-{i}", prompt(64, i), **{OWNER_FIELD: "a" * 32})
-    assert bench.lifecycle.pins.refused["tenant"] > 0
+    assert bench.engine.pins.refused["tenant"] > 0
     bench.turn("other", prompt(64, 99), **{OWNER_FIELD: "b" * 32})
-    assert any(pin.program.startswith("other") for pin in bench.lifecycle.pins.pinned.values())
+    assert any(pin.program.startswith("other") for pin in bench.engine.pins.pinned.values())

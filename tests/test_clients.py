@@ -104,15 +104,15 @@ def test_a_stored_response_goes_on_in_the_program_that_it_ended() -> None:
 def test_a_parents_pin_outlives_its_subagents_traffic_and_is_reused(bench: Bench, client: Client) -> None:
     """The subagent computes more than the cache holds beside the pin."""
     for number, turn in enumerate(client.turns):
-        said, before = sent(turn), bench.lifecycle.residency.prompt_tokens["gpu"]
+        said, before = sent(turn), bench.parts.residency.prompt_tokens["gpu"]
         big = list(range(1000, 1000 + 25 * BLOCK)) if turn.agent == CHILD else []
         bench.turn(said.pop("job_id", None), big + tokens(turn), 2, **said)
         if number == 2:
             bench.turn(None, list(range(2000, 2000 + 30 * BLOCK)))
         bench.now_s += 0.5
-    found = bench.lifecycle.residency.prompt_tokens["gpu"] - before
+    found = bench.parts.residency.prompt_tokens["gpu"] - before
     assert found == len(tokens(client.turns[1])) // BLOCK * BLOCK, "all of the parent's turn before"
-    outcomes = bench.lifecycle.pins.outcomes
+    outcomes = bench.engine.pins.outcomes
     assert outcomes[PinEnd.REUSED] >= 1 and outcomes[PinEnd.DIVERGED] == outcomes[PinEnd.EXPIRED] == 0
 
 
@@ -121,7 +121,7 @@ def test_under_one_name_a_subagent_takes_its_parents_pin(bench: Bench) -> None:
     for turn in CLIENTS["Claude Code"].turns:
         session = Turn(turn.agent, turn.path, {**turn.headers, "x-claude-code-agent-id": ""}, turn.body)
         bench.turn(sent(session)["job_id"], tokens(turn))
-    assert bench.lifecycle.pins.outcomes[PinEnd.DIVERGED] == 2, "where the subagent begins, and after it"
+    assert bench.engine.pins.outcomes[PinEnd.DIVERGED] == 2, "where the subagent begins, and after it"
 
 
 def test_a_hint_settles_which_of_two_equal_first_prompts_goes_on(bench: Bench) -> None:
@@ -129,9 +129,9 @@ def test_a_hint_settles_which_of_two_equal_first_prompts_goes_on(bench: Bench) -
     for key in ("a", "b"):
         bench.turn(None, prompt, 2, **{HINT_FIELD: key})
     bench.turn(None, [*prompt, *range(3000, 3040)], 2)
-    assert not bench.lifecycle.programs.records, "without a hint nobody knows whose it is"
+    assert not bench.engine.programs.records, "without a hint nobody knows whose it is"
     bench.turn(None, [*prompt, *range(3100, 3140)], 2, **{HINT_FIELD: "b"})
-    assert list(bench.lifecycle.programs.records) == ["~None-2"]
+    assert list(bench.engine.programs.records) == ["~None-2"]
 
 
 def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None:
@@ -139,16 +139,16 @@ def test_a_hint_does_not_link_a_prompt_that_goes_elsewhere(bench: Bench) -> None
     head = list(range(500, 660))
     for story in range(4):
         bench.turn(None, [*head, *[story] * 40], 2, **{HINT_FIELD: "one key for all"})
-    assert not bench.lifecycle.programs.records
+    assert not bench.engine.programs.records
     bench.turn(None, [*head, *[2] * 40, 7, 9, 9], 2, **{HINT_FIELD: "one key for all"})
-    assert list(bench.lifecycle.programs.records) == ["~None-3"]
+    assert list(bench.engine.programs.records) == ["~None-3"]
 
 
 def test_hints_without_end_fill_no_table(bench: Bench) -> None:
-    bench.lifecycle._prompt_linker._hinted.most = 20
+    bench.engine._linker._hinted.most = 20
     for i in range(100):
         bench.turn(None, [*range(i, i + 40)], 2, **{HINT_FIELD: f"key {i}"})
-    assert len(bench.lifecycle._prompt_linker._hinted) <= 20
+    assert len(bench.engine._linker._hinted) <= 20
 
 
 # unchanged requests ----------------------------------------------------------
@@ -227,7 +227,7 @@ def test_a_bad_header_is_passed_over_and_counted_and_the_request_served(
     found = without(headers, {})
     assert found == {UNUSED_FIELD: [label]} and label in LABELS
     bench.turn(None, list(range(40)), **found)
-    assert bench.lifecycle.ignored == {label: 1}
+    assert bench.parts.ignored == {label: 1}
 
 
 @pytest.mark.parametrize(("fields", "label"), BAD_FIELDS.values(), ids=BAD_FIELDS)

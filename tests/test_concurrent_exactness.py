@@ -58,4 +58,4 @@ def test_every_token_is_what_the_model_says_without_a_cache(llm: Any) -> None:
     assert max(off) < 1e-3
     until_stored(llm)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert not scheduler._lifecycle.pins.pinned and scheduler.get_kv_cache_usage() == 0.0
+    assert not scheduler._engine.pins.pinned and scheduler.get_kv_cache_usage() == 0.0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from continuum_lmcache.programs import table
 from continuum_lmcache.programs.divergence import LossCause, kept_hashes, losses_of, no_hashes, same_blocks
+from continuum_lmcache.programs.program import NOWHERE
 from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.types import FinishedTurn, ProgramId, TurnId
 
@@ -102,9 +103,9 @@ def test_a_return_looks_at_few_of_its_blocks() -> None:
 
 def turn(programs: ProgramTable, name: str, blocks: Sequence[int]) -> None:
     """One turn of a program."""
-    program, turn_id = ProgramId(name), TurnId(f"{name}'s turn")
-    programs.add_turn(0.0, turn_id, program)
-    programs.finish_turn(0.0, turn_id, FinishedTurn(program, 1, (), 0, 0, table.NOWHERE), blocks)
+    program = programs.add(0.0, ProgramId(name), "", 0.0, one_turn=False)
+    programs.add_turn(0.0, TurnId(f"{name}'s turn"), program)
+    programs.finish_turn(0.0, program, FinishedTurn(program.id, 1, (), 0, 0, NOWHERE), blocks, 9.0, False)
     programs.check()
 
 
@@ -114,7 +115,7 @@ def test_the_hashes_of_the_longest_idle_programs_are_dropped_first(monkeypatch: 
     for number in range(11):
         turn(programs, f"p{number}", range(10))
     assert [len(entry.hashes) for entry in programs.records.values()] == [0] * 6 + [10] * 5
-    programs.drop(ProgramId("p10"))
+    programs.drop(programs.records[ProgramId("p10")])
     turn(programs, "p9", range(20))
     programs.check()
 
@@ -182,7 +183,7 @@ def test_each_planted_change_is_recorded_and_counted(make: Make, tmp_path: Path)
         for tokens in prompts:
             bench.turn(job, tokens)
             bench.now_s += 1
-    totals = totals_of(bench.lifecycle)
+    totals = totals_of(bench.parts)
     assert totals["lost_returns"] == {"changed-first-third": 1, "changed-middle-third": 1}
     assert totals["lost_tokens"] == {"changed-first-third": 323, "changed-middle-third": 160}
     assert recorded(bench, tmp_path) == {

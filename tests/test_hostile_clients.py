@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from pin_tables import Tables
 from vllm.v1.request import RequestStatus
 
+from continuum_lmcache import engine
 from continuum_lmcache.programs.identity import FIELDS, UNUSED_FIELD, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
 from continuum_lmcache.telemetry.events import TurnArrived
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.tools.durations import MAX_KEYS, MAX_LEVELS, WINDOW, ToolDurations
 from continuum_lmcache.types import ProgramId, TurnId
-from continuum_lmcache.vllm_plugin import turn_lifecycle
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.sim.engine import simulate
@@ -36,7 +36,7 @@ NASTY = ["\x00\x1b[31m", "../../etc/passwd", 'a"}\n# HELP x', "\ud800", "é" * 2
 
 @pytest.fixture
 def bench(model: Path, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:  # noqa: F811
-    monkeypatch.setattr(turn_lifecycle, "MOST_PROGRAMS", 50)
+    monkeypatch.setattr(engine, "MOST_PROGRAMS", 50)
     settings(max_tenant_share=0.5, max_ttl_s=30, run_output_dir=tmp_path / "run")
     return Bench(ContinuumScheduler, model, blocks=40)
 
@@ -103,7 +103,7 @@ def test_a_hundred_thousand_ids_leave_a_table_of_its_bound() -> None:
         program, turn = ProgramId(f"job-{i}"), TurnId(f"turn-{i}")
         tables.arrived(float(i), turn, program, f"salt-{i}")
         recorder.record(TurnArrived(float(i), program, turn, 10))
-        tables.left(float(i), turn, program)
+        tables.left(float(i), program)
         if i % 100 == 0:
             for old in tables.idle(float(i), 3600.0):
                 tables.ended(old)
@@ -117,13 +117,13 @@ def test_ids_that_come_once_and_never_end_fill_no_table(bench: Bench) -> None:
     for i in range(400):
         bench.turn(f"job-{i}", prompt(20, i), this_func_call=f"tool-{i} x{i}")
         bench.now_s += 1
-    lifecycle = bench.lifecycle
-    assert len(lifecycle.programs.records) <= 50 + 11  # looked at every 10 s
-    assert not lifecycle.turns and not lifecycle.turns.to_rekey
-    assert len(lifecycle._prompt_linker._turns) <= 50 and all(
-        len(tails) <= MAX_TAILS for tails in lifecycle._prompt_linker._turns.values()
+    engine = bench.engine
+    assert len(engine.programs.records) <= 50 + 11  # looked at every 10 s
+    assert not engine.turns and not engine.turns.to_rekey
+    assert len(engine._linker._turns) <= 50 and all(
+        len(tails) <= MAX_TAILS for tails in engine._linker._turns.values()
     )
-    assert len(lifecycle.pins._deadlines) <= 61
+    assert len(engine.pins._deadlines) <= 61
 
 
 def test_tools_without_end_are_forgotten_beyond_the_bound() -> None:
@@ -139,10 +139,10 @@ def test_tools_without_end_are_forgotten_beyond_the_bound() -> None:
 def test_one_client_cannot_pin_more_than_its_share(bench: Bench) -> None:
     for i in range(12):
         bench.turn(f"greedy-{i}", prompt(64, i), salt="greedy")
-    assert bench.lifecycle.pins.pinned_blocks <= bench.lifecycle.pins.max_tenant_blocks
-    assert bench.lifecycle.pins.refused["tenant"] > 0
+    assert bench.engine.pins.pinned_blocks <= bench.engine.pins.max_tenant_blocks
+    assert bench.engine.pins.refused["tenant"] > 0
     bench.turn("victim", prompt(64, 99), salt="victim")
-    assert ProgramId(program_id("victim", "victim")) in bench.lifecycle.pins.pinned
+    assert ProgramId(program_id("victim", "victim")) in bench.engine.pins.pinned
 
 
 def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
@@ -154,7 +154,7 @@ def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
     for i in range(150):  # past the cold start
         bench.turn("liar", prompt(64, i), this_func_call="bash sleep")
         bench.now_s += 29
-    pins = bench.lifecycle.pins.pinned.values()
+    pins = bench.engine.pins.pinned.values()
     assert all(pin.deadline_s - pin.taken_s <= 30 for pin in pins)
     bench.advance(31)
     assert bench.used_blocks == 0
@@ -163,22 +163,22 @@ def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
 @pytest.mark.parametrize("field", ["job_id", "this_func_call", "last_func_call"])
 def test_a_field_of_a_megabyte_is_ignored_and_counted(bench: Bench, field: str) -> None:
     bench.turn(None, prompt(40), **{field: "x" * 2**20})
-    assert bench.lifecycle.ignored == {field: 1} and not bench.lifecycle.programs.records
+    assert bench.parts.ignored == {field: 1} and not bench.engine.programs.records
 
 
 @pytest.mark.parametrize("value", [[[]], [{}], [1, None], {"a": 1}, "job_id"], ids=str)
 def test_a_clients_own_list_of_unused_fields_ends_no_engine(bench: Bench, value: Any) -> None:
     """Token-in-token-out requests and LLM.generate bring extra_args past the API server's hooks."""
     bench.turn(None, prompt(40), **{UNUSED_FIELD: value})
-    assert not bench.lifecycle.ignored
+    assert not bench.parts.ignored
 
 
 @pytest.mark.parametrize("name", NASTY)
 def test_a_nasty_name_makes_neither_a_label_nor_a_file(bench: Bench, tmp_path: Path, name: str) -> None:
     bench.turn(name, prompt(40), salt=None, this_func_call=name[:40], out=2)
     bench.turn(None, prompt(40, 2), is_last_step=name)
-    labels = {label for metric in totals_of(bench.lifecycle).values() for label in metric}
-    assert name not in labels and set(bench.lifecycle.ignored) <= LABELS
+    labels = {label for metric in totals_of(bench.parts).values() for label in metric}
+    assert name not in labels and set(bench.parts.ignored) <= LABELS
     bench.scheduler.shutdown()
     files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {"scheduler_timestamps"}
@@ -202,21 +202,20 @@ def test_two_programs_have_one_name_only_if_they_are_one(a: tuple[str, str], b: 
 def test_a_client_whose_every_turn_is_its_last_loses_its_own_pins_and_nobody_elses(bench: Bench) -> None:
     bench.turn("victim", prompt(64, 99))
     bench.turn("liar", prompt(40, 1), is_last_step=True)
-    arrival_s = bench.lifecycle.end_claims._by_program[ProgramId("liar")].arrival_s
+    arrival_s = bench.engine.end_claims.ended[ProgramId("liar")].arrival_s
     for turn in range(2, 30):
         bench.turn("liar", prompt(40 + turn, 1), is_last_step=True)
-    lifecycle = bench.lifecycle
-    assert list(lifecycle.pins.pinned) == [ProgramId("victim")] == list(lifecycle.programs.records)
-    assert lifecycle.end_claims._by_program[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
-    assert not lifecycle.end_claims.is_trusted(""), "its word is not taken any more, nor is its KV dropped"
-    assert set(lifecycle.admission.admitted) == {ProgramId("victim")}
+    engine = bench.engine
+    assert list(engine.pins.pinned) == [ProgramId("victim")] == list(engine.programs.records)
+    assert engine.end_claims.ended[ProgramId("liar")].arrival_s == arrival_s, "no older, no newer"
+    assert not engine.end_claims.is_trusted(""), "its word is not taken any more, nor is its KV dropped"
 
 
 def test_one_tenants_lies_about_ends_cost_no_other_its_trust(bench: Bench) -> None:
     for turn in range(20):
         bench.turn("liar", prompt(40 + turn, 1), salt="liar", is_last_step=True)
-    assert bench.lifecycle.end_claims.is_trusted("victim")
-    assert not bench.lifecycle.end_claims.is_trusted("liar")
+    assert bench.engine.end_claims.is_trusted("victim")
+    assert not bench.engine.end_claims.is_trusted("liar")
 
 
 @pytest.mark.parametrize("tenant", ["victim", ""])
@@ -226,15 +225,17 @@ def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(
     tenant: str,
 ) -> None:
     settings(policy="continuum")
-    advisor = Bench(ContinuumScheduler, model).lifecycle.advisor
+    advisor = Bench(ContinuumScheduler, model).engine.advisor
     for number in range(150):
         advisor.gaps.observe(("pytest",), 2.0 + number % 3, tenant)
     before_s = advisor.expected_s(("pytest",), tenant)
-    for number in range(400):
-        advisor.give_up(ProgramId(f"p{number}"), ("pytest",), 1, "liar")
+    for _ in range(400):
+        advisor.count_overdue(("pytest",), 1, "liar")
         advisor.gaps.observe(("pytest",), 1e5, "liar")
     assert advisor.expected_s(("pytest",), tenant) == before_s
-    assert not advisor.returns_late(("pytest",), tenant) and not advisor.mostly_ends(("pytest",), tenant)
+    assert not advisor.keeps_no_memory(("pytest",), tenant) and not advisor.is_usually_last(
+        ("pytest",), tenant
+    )
     assert advisor.gaps.of(tenant).distribution(("pytest",)).mean_s < 4
     assert advisor.gaps.of("liar").lost_share(("pytest",)) == pytest.approx(0.5, abs=0.01)
     assert advisor.gaps.of("new").lost_share(("pytest",)) == 0.0, "others tell nothing against a new one"

@@ -264,9 +264,7 @@ class Machine(RuleBasedStateMachine):
         connector = self.bench.scheduler.connector
         if IS_STOCK:
             return
-        judged = self.judged = (
-            getattr(self, "judged", None) or self.bench.lifecycle.load_policy.tokens_to_load
-        )
+        judged = self.judged = getattr(self, "judged", None) or self.bench.engine.load_policy.tokens_to_load
         allowed = {"load": 1 << 30, "recompute": 0}
         connector.set_load_selector(
             lambda turn, where: min(judged(turn, where), allowed.get(way, where.dram_tokens))

@@ -64,7 +64,7 @@ def settle(bench: Bench) -> None:
     bench.run_until_idle()
     bench.advance(1000.0)
     check_books(bench)
-    assert bench.used_blocks == 0 and not bench.scheduler.requests and not bench.lifecycle.turns
+    assert bench.used_blocks == 0 and not bench.scheduler.requests and not bench.engine.turns
     bench.scheduler.reset_prefix_cache()
 
 
@@ -101,7 +101,7 @@ def held(bench: Bench) -> None:
     for i in range(60):
         bench.send(f"p{i}", prompt(100, i), out=4)
     bench.step()
-    leave(bench, next(turn.id for turn in bench.lifecycle.turns.values() if turn.held))
+    leave(bench, next(turn.id for turn in bench.engine.turns.values() if turn.in_line))
 
 
 def waiting(bench: Bench) -> None:

@@ -60,9 +60,9 @@ def test_a_program_in_llm_generate_is_pinned_reused_and_freed(llm: Any) -> None:
         return prompt + list(answer.outputs[0].token_ids)
 
     first = turn(ids(5 * BLOCK))
-    assert scheduler._lifecycle.pins.pinned_blocks == 5
+    assert scheduler._engine.pins.pinned_blocks == 5
     turn(first + ids(7, 1), is_last_step=True)
-    assert scheduler._lifecycle.residency.prompt_tokens["gpu"] == 5 * BLOCK
+    assert scheduler._parts.residency.prompt_tokens["gpu"] == 5 * BLOCK
     until_stored(llm)
     assert scheduler.get_kv_cache_usage() == 0.0
 
@@ -74,7 +74,7 @@ def test_the_cache_can_be_reset_while_a_pin_is_held(llm: Any) -> None:
     params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"job_id": "q"})
     llm.generate(TokensPrompt(prompt_token_ids=ids(3 * BLOCK, 5)), params, use_tqdm=False)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert scheduler._lifecycle.pins.pinned_blocks == 3
+    assert scheduler._engine.pins.pinned_blocks == 3
     until_stored(llm)
     assert llm.reset_prefix_cache()
     assert scheduler.get_kv_cache_usage() == 0.0
@@ -87,7 +87,7 @@ def test_a_reload_in_bfloat16_gives_the_logprobs_of_vllms_own_prefix_hit(llm: An
 
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
     prompt = TokensPrompt(prompt_token_ids=ids(2 * CHUNK + 64, 9))
-    tokens_by_tier = llm.llm_engine.engine_core.engine_core.scheduler._lifecycle.residency.prompt_tokens
+    tokens_by_tier = llm.llm_engine.engine_core.engine_core.scheduler._parts.residency.prompt_tokens
 
     def ask() -> list[dict[int, float]]:
         [answer] = llm.generate(prompt, params, use_tqdm=False)

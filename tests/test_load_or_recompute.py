@@ -149,26 +149,26 @@ def test_what_a_dram_has_kept_for_returns_says_what_it_will_keep(
     tmp_path: Path, contexts: int, least: float, most: float
 ) -> None:
     tiers = {"dram_gb": contexts * 7000 * A100.kv_bytes_per_token / 2**30}
-    survival = lifecycle_after(engine(tiers, a_profile(tmp_path))).advisor.survival
+    survival = engine_after(engine(tiers, a_profile(tmp_path))).advisor.survival
     assert least <= survival.chances()[Tier.DRAM] <= most
 
 
 def test_a_tier_that_holds_what_is_not_loaded_has_not_lost_it(tmp_path: Path) -> None:
-    survival = lifecycle_after(engine(DISK_ONLY, a_profile(tmp_path))).advisor.survival
+    survival = engine_after(engine(DISK_ONLY, a_profile(tmp_path))).advisor.survival
     assert survival.chances() == {Tier.SSD: 1.0}
 
 
 def counts(setup: Setup, programs: Sequence[Program] = ()) -> Counter[str]:
     """LoadPolicy's counts of a run."""
-    found: Counter[str] = lifecycle_after(setup, programs).load_policy.counts
+    found: Counter[str] = engine_after(setup, programs).load_policy.counts
     return found
 
 
-def lifecycle_after(setup: Setup, programs: Sequence[Program] = ()) -> Any:
-    """The scheduler's lifecycle at the end of a run."""
+def engine_after(setup: Setup, programs: Sequence[Program] = ()) -> Any:
+    """The scheduler's engine at the end of a run."""
     clock = VirtualClock()
     with ExitStack() as until, virtual_time(clock):
         scheduler: Any = build_scheduler(setup, clock, 10_000, until)
         until.callback(scheduler.shutdown)
         Simulation(partial(Agents, programs or rotation()), setup, [scheduler], clock).run()
-        return scheduler._lifecycle
+        return scheduler._engine

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
 
-from continuum_lmcache.telemetry.events import EventBus, TurnArrived
+from continuum_lmcache.telemetry.events import TurnArrived
 from continuum_lmcache.telemetry.samples import MOST_SAMPLES, MetricSamples, ToolLabels
 from continuum_lmcache.types import ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
@@ -51,7 +51,7 @@ def test_what_two_front_ends_get_adds_up_to_what_happened(make: Make) -> None:
     bench.advance(60.0)
     bench.turn(None, prompt(32, 50))
     heard = heard_by_front_ends(bench)
-    totals = totals_of(bench.lifecycle)
+    totals = totals_of(bench.parts)
     assert totals["pins"]["taken"] == 6
     for key in COUNTERS:
         front_ends: list[Counter[str]] = [Counter(), Counter()]
@@ -91,7 +91,7 @@ def test_a_busy_engine_reports_every_half_second_and_the_rest_in_its_last_step(m
     told_at = [at for at, stats in enumerate(bench.stats) if stats.kv_connector_stats]
     assert told_at == [4, 9, 14, 19, 24, 29, len(bench.stats) - 1], "a step takes 0.1 s"
     last = heard_by_front_ends(bench)[-1]
-    assert last["pinned_blocks"] == {"": bench.lifecycle.pins.pinned_blocks} == {"": 6}
+    assert last["pinned_blocks"] == {"": bench.engine.pins.pinned_blocks} == {"": 6}
     assert last["pins"] == {"taken": 1}, "the turn's end is told before the engine idles"
 
 
@@ -99,7 +99,7 @@ def test_a_return_is_reported_with_where_its_context_was(make: Make) -> None:
     bench = make(blocks=20)
     first = bench.turn("p", prompt(64), out=17)
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
-    told = bench.lifecycle.residency.returned_tokens
+    told = bench.parts.residency.returned_tokens
     assert told == {"gpu": 5 * BLOCK, "dram": 0, "ssd": 0, "none": len(first) - 5 * BLOCK}
 
 
@@ -107,7 +107,7 @@ def test_a_return_to_a_context_that_stayed_but_for_its_last_block_is_no_reload(m
     bench = make(blocks=40)
     first = bench.turn("p", prompt(64), out=17)
     bench.turn("p", first + prompt(80, 9), is_last_step=True)
-    assert bench.lifecycle.residency.returned_tokens["gpu"] == 5 * BLOCK < len(first)
+    assert bench.parts.residency.returned_tokens["gpu"] == 5 * BLOCK < len(first)
 
 
 def test_stats_without_our_news_are_left_alone() -> None:
@@ -144,9 +144,8 @@ def test_labels_are_plain_whatever_a_client_calls_its_tool(name: str) -> None:
 
 
 def test_what_nobody_takes_is_bounded() -> None:
-    seen, events = MetricSamples(), EventBus()
-    seen.listen(events)
+    seen = MetricSamples()
     for i in range(2 * MOST_SAMPLES):
-        events.publish(TurnArrived(float(i), ProgramId("p"), TurnId(f"t{i}"), 1, ("ls",), float(i)))
+        seen.add(TurnArrived(float(i), ProgramId("p"), TurnId(f"t{i}"), 1, ("ls",), float(i)))
     assert sum(map(len, seen.take_samples()["tool_gap"].values())) == MOST_SAMPLES
     assert seen.take_samples() == {}

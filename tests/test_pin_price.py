@@ -16,9 +16,9 @@ from test_policy_properties import BENEFITS_S, CEILINGS_S, SLACK, distributions
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.retention.pin_renewal import DECISIONS_A_STEP
 from continuum_lmcache.retention.ttl_solver import IDLE_PRICE, best_ttl
-from continuum_lmcache.types import Tier, TurnId
-from continuum_lmcache.vllm_plugin.memory.pin_renewal import DECISIONS_A_STEP
+from continuum_lmcache.types import ProgramId, Tier, TurnId
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 SOMEBODY = TurnId("somebody")
@@ -78,14 +78,14 @@ def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
     """An engine that has learned the gaps above, with p's 17 tokens pinned 10 s ago."""
     settings(policy="continuum", admission=False, run_output_dir=tmp_path)
     made = Bench(ContinuumScheduler, model, blocks=20)
-    made.lifecycle.advisor.rates, made.lifecycle.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
+    made.engine.advisor.rates, made.engine.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     made.turn("p", prompt(BLOCK))
     made.advance(10.0)
     return made
 
 
 def pinned(bench: Bench) -> bool:
-    return bool(bench.lifecycle.pins.pinned)
+    return bool(bench.engine.pins.pinned)
 
 
 def test_a_pin_is_kept_while_nobody_waits_and_given_up_when_somebody_begins_to(bench: Bench) -> None:
@@ -97,7 +97,7 @@ def test_a_pin_is_kept_while_nobody_waits_and_given_up_when_somebody_begins_to(b
     bench.step()
     bench.step(seconds=2.0)
     bench.step()
-    assert not pinned(bench) and bench.lifecycle.pins.outcomes.total() == 1
+    assert not pinned(bench) and bench.engine.pins.outcomes.total() == 1
 
 
 def test_a_pin_that_outlasts_every_gap_ends_on_an_idle_engine(bench: Bench) -> None:
@@ -108,12 +108,12 @@ def test_a_pin_that_outlasts_every_gap_ends_on_an_idle_engine(bench: Bench) -> N
 
 
 def test_no_pin_outlives_its_ceiling_by_being_looked_at_again(bench: Bench) -> None:
-    bench.lifecycle.advisor.gaps.observe(("other",), 1000.0)
+    bench.engine.advisor.gaps.observe(("other",), 1000.0)
     for _ in range(200):
-        bench.lifecycle.advisor.gaps.observe(("bash",), 250.0)
+        bench.engine.advisor.gaps.observe(("bash",), 250.0)
     for _ in range(40):
         bench.advance(10.0)
-        assert not pinned(bench) or bench.now_s - 1000.1 <= bench.lifecycle.config.max_ttl_s
+        assert not pinned(bench) or bench.now_s - 1000.1 <= bench.engine.config.max_ttl_s
     assert not pinned(bench)
 
 
@@ -121,9 +121,9 @@ def test_no_pin_outlives_its_ceiling_by_being_looked_at_again(bench: Bench) -> N
 def test_a_pin_worth_a_moment_more_does_not_wake_an_idle_engine_at_every_moment(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, ttl_s: float, next_look_s: float
 ) -> None:
-    [pin] = bench.lifecycle.pins.pinned.values()
+    [pin] = bench.engine.pins.pinned.values()
     moment = replace(pin.retention, ttl_s=ttl_s)
-    monkeypatch.setattr(bench.lifecycle.advisor, "retain", lambda *_: moment)
+    monkeypatch.setattr(bench.engine.advisor, "retain", lambda *_: moment)
     bench.now_s = bench.scheduler.next_due_s()
     bench.step(seconds=0.0)
     assert bench.scheduler.next_due_s() == pytest.approx(bench.now_s + next_look_s)
@@ -133,10 +133,10 @@ def test_while_a_turn_waits_a_pin_gets_no_more_than_the_moment_that_it_is_worth(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until 2026-11-24 it got a second, for which the turn waited."""
-    [pin] = bench.lifecycle.pins.pinned.values()
+    [pin] = bench.engine.pins.pinned.values()
     moment = replace(pin.retention, ttl_s=0.01)
-    monkeypatch.setattr(bench.lifecycle.advisor, "retain", lambda *_: moment)
-    bench.lifecycle.turns.refused_memory.add(SOMEBODY)
+    monkeypatch.setattr(bench.engine.advisor, "retain", lambda *_: moment)
+    bench.engine.turns.refused_memory.add(SOMEBODY)
     bench.now_s = bench.scheduler.next_due_s()
     bench.step(seconds=0.0)
     assert bench.scheduler.next_due_s() == pytest.approx(bench.now_s + 0.01)
@@ -151,7 +151,7 @@ def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
 ) -> None:
     settings(policy="continuum", admission=False)
     bench = Bench(ContinuumScheduler, model, blocks=100)
-    advisor = bench.lifecycle.advisor
+    advisor = bench.engine.advisor
     advisor.rates, advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     for i in range(50):
         bench.turn(f"p{i}", prompt(BLOCK, i))
@@ -160,9 +160,9 @@ def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
     retain = advisor.retain
     monkeypatch.setattr(advisor, "retain", lambda *a: seen.append(a[0].program) or retain(*a))
     if due:
-        bench.now_s = max(pin.deadline_s for pin in bench.lifecycle.pins.pinned.values())
+        bench.now_s = max(pin.deadline_s for pin in bench.engine.pins.pinned.values())
     else:
-        bench.lifecycle.turns.refused_memory.add(SOMEBODY)
+        bench.engine.turns.refused_memory.add(SOMEBODY)
     each: list[int] = []
     while len(set(seen)) < 50 and len(each) < 10:
         before = len(seen)
@@ -174,21 +174,19 @@ def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
 def test_a_pins_new_deadline_is_recorded(bench: Bench) -> None:
     bench.now_s = bench.scheduler.next_due_s()
     bench.step(seconds=0.0)
-    events = bench.lifecycle.recorder.snapshot()["p"]
-    [pin] = bench.lifecycle.pins.pinned.values()
+    events = bench.parts.recorder.snapshot()["p"]
+    [pin] = bench.engine.pins.pinned.values()
     renewed = [event for event in events if "renewed_time" in event]
-    assert renewed[-1]["deadline"] == pytest.approx(
-        pin.deadline_s + bench.lifecycle.recorder.epoch_s, abs=1e-5
-    )
+    assert renewed[-1]["deadline"] == pytest.approx(pin.deadline_s + bench.parts.recorder.epoch_s, abs=1e-5)
 
 
 def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: Bench) -> None:
-    turns = bench.lifecycle.turns
-    assert not bench.lifecycle.engine_load().is_memory_short
+    turns = bench.engine.turns
+    assert not bench.engine.load(9).is_memory_short
     turns.refused_memory.add(SOMEBODY)
-    assert bench.lifecycle.engine_load().is_memory_short
+    assert bench.engine.load(9).is_memory_short
     turns.drop(SOMEBODY)
-    assert not bench.lifecycle.engine_load().is_memory_short
+    assert not bench.engine.load(9).is_memory_short
 
 
 def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: Any) -> None:  # noqa: F811
@@ -197,30 +195,34 @@ def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: A
     for i in range(8):
         bench.send(f"p{i}", prompt(100, i), out=4)
     bench.step()
-    assert bench.lifecycle.admission.pending and not bench.lifecycle.turns.refused_memory
-    assert bench.lifecycle.engine_load().is_memory_short
+    assert bench.engine.admission.is_waited_for and not bench.engine.turns.refused_memory
+    assert bench.engine.load(9).is_memory_short
     bench.run_until_idle(5000)
-    assert not bench.lifecycle.engine_load().is_memory_short
+    assert not bench.engine.load(9).is_memory_short
 
 
 def test_a_program_that_starts_at_once_takes_no_pin(model: Path, settings: Any) -> None:  # noqa: F811
     """After 10 s of its tool a pin is not worth the other 20 at the full price."""
     settings(policy="continuum")
     bench = Bench(ContinuumScheduler, model, blocks=200)
-    bench.lifecycle.advisor.rates, bench.lifecycle.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
+    bench.engine.advisor.rates, bench.engine.advisor.gaps = CalibratedCosts(A_SECOND_A_TOKEN), learned()
     bench.turn("p", prompt(BLOCK))
     bench.send("runs", prompt(BLOCK, 1), out=60)
     for _ in range(5):
         bench.step(seconds=2.0)
     bench.send("starts", prompt(BLOCK, 2))
     bench.step()
-    assert not bench.lifecycle.admission.pending and "p" in bench.lifecycle.pins.pinned
+    assert not bench.engine.admission.is_waited_for and "p" in bench.engine.pins.pinned
 
 
 def test_what_shared_pins_free_is_counted_once_and_no_further_than_wanted(bench: Bench) -> None:
     first = bench.turn("q", prompt(3 * BLOCK, 5))
     bench.turn("r", [*first, *prompt(BLOCK, 6)])
-    blocks, held = bench.lifecycle.blocks, bench.lifecycle.pins.blocks
+    blocks, pinned = bench.parts.blocks, bench.engine.pins.pinned
+
+    def held(program: str) -> Any:
+        return pinned[ProgramId(program)].block_ids
+
     assert not blocks.can_free([held("q")], 1), "r's pin holds the same blocks"
     assert blocks.can_free(map(held, "qr"), 4) and not blocks.can_free(map(held, "qr"), 5)
     programs = iter(["p", "q", "r"])

@@ -1,16 +1,12 @@
-"""The tables of programs and pins: examples, and a state machine that tries to unbalance them."""
+"""The tables of programs and pins, by example. tests/test_engine.py has the state machine."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from pin_tables import Tables
 
 from continuum_lmcache.errors import InvariantError
-from continuum_lmcache.programs.table import ProgramReturn
-from continuum_lmcache.types import FinishedTurn, Pin, PinEnd, ProgramId, Residency, Retention, TurnId
+from continuum_lmcache.types import FinishedTurn, PinEnd, ProgramId, Residency, Retention, TurnId
 
 P, Q = ProgramId("p"), ProgramId("q")
 
@@ -29,14 +25,16 @@ def paused(
     """One turn of the program, finished at now_s."""
     tables.arrived(now_s, TurnId(f"{program}{now_s}"), program)
     tables.release(program, PinEnd.REUSED)
-    tables.finished(now_s, TurnId(f"{program}{now_s}"), turn(program, blocks), keep(ttl_s), shared_blocks)
+    tables.finished(now_s, turn(program, blocks), keep(ttl_s), shared_blocks)
 
 
 def test_a_return_says_which_tool_it_was_and_how_long() -> None:
     tables = Tables(10, 10)
     paused(tables, P, 5.0, ttl_s=2)
-    assert tables.arrived(8.5, TurnId("t2"), P) == ProgramReturn(("pytest", "bash"), 3.5)
-    assert tables.arrived(9.0, TurnId("t3"), P) is None, "a second request in the same pause is no return"
+    assert tables.arrived(8.5, TurnId("t2"), P) == 3.5
+    assert tables.programs.records[P].tool == ("pytest", "bash")
+    tables.left(9.0, P)
+    assert tables.arrived(9.5, TurnId("t3"), P) is None, "the gap ended once"
 
 
 def test_a_pin_is_due_at_its_deadline_and_not_before() -> None:
@@ -51,7 +49,7 @@ def test_a_pin_is_not_due_while_the_next_turn_is_here_and_is_once_that_leaves() 
     paused(tables, P, 0.0, ttl_s=2)
     tables.arrived(1.0, TurnId("next"), P)
     assert tables.pins.due(99.0) == [] and tables.pins.next_deadline_s() == 300.0
-    tables.left(100.0, TurnId("next"), P)
+    tables.left(100.0, P)
     assert tables.pins.due(100.0) == [P]
 
 
@@ -66,7 +64,7 @@ def test_a_pin_outlives_the_longest_ttl_for_nobody() -> None:
 def test_a_turn_that_runs_already_prolongs_no_pin() -> None:
     tables = Tables(10, 10)
     tables.arrived(0.0, TurnId("stream"), P)
-    tables.started(TurnId("stream"), P)
+    tables.started(P)
     paused(tables, P, 1.0, ttl_s=2)
     assert tables.pins.next_deadline_s() == 3.0 and tables.pins.due(3.0) == [P]
 
@@ -90,15 +88,15 @@ def test_a_second_pin_for_one_program_is_a_bug_and_says_so() -> None:
     paused(tables, P, 0.0, ttl_s=2)
     tables.arrived(1.0, TurnId("t"), P)
     with pytest.raises(InvariantError, match="'p' already holds a pin of 3 blocks"):
-        tables.finished(1.0, TurnId("t"), turn(P), keep(2))
+        tables.finished(1.0, turn(P), keep(2))
 
 
 def test_programs_beyond_the_limit_are_forgettable_longest_idle_first() -> None:
     tables = Tables(0, 0, max_programs=2)
     for at_s, program in enumerate("abcd"):
         paused(tables, ProgramId(program), float(at_s), ttl_s=0)
-    assert tables.idle(4.0, idle_s=1000) == ["a", "b"]
-    assert tables.idle(1003.0, idle_s=1000) == ["a", "b", "c", "d"]
+    assert [program.id for program in tables.idle(4.0, idle_s=1000)] == ["a", "b"]
+    assert [program.id for program in tables.idle(1003.0, idle_s=1000)] == ["a", "b", "c", "d"]
 
 
 def test_a_head_that_pins_share_counts_once_until_the_last_of_them_ends() -> None:
@@ -110,89 +108,3 @@ def test_a_head_that_pins_share_counts_once_until_the_last_of_them_ends() -> Non
         tables.release(ProgramId(program), PinEnd.EXPIRED)
         tables.check()
         assert tables.pins.pinned_blocks == (7 + left * 2 if left else 0)
-
-
-class Books(RuleBasedStateMachine):
-    """Programs arrive, pin, return, leave and are forgotten in any order; the tables always balance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables = Tables(max_pinned_blocks=20, max_tenant_blocks=12, max_programs=4, max_ttl_s=20.0)
-        self.now_s = 0.0
-        self.count = 0
-        self.live: dict[TurnId, ProgramId] = {}
-
-    @rule(seconds=st.floats(0, 20))
-    def time_passes(self, seconds: float) -> None:
-        self.now_s += seconds
-
-    @rule(program=st.sampled_from("abcdef"))
-    def a_turn_arrives(self, program: str) -> None:
-        if program in self.live.values():  # a further request of a name is no turn of it
-            return
-        self.count += 1
-        turn_id = TurnId(str(self.count))
-        self.tables.arrived(
-            self.now_s, turn_id, ProgramId(program), tenant="even" if program in "ace" else "odd"
-        )
-        self.live[turn_id] = ProgramId(program)
-
-    @precondition(lambda self: self.live)
-    @rule(
-        data=st.data(),
-        ttl_s=st.sampled_from([0.0, 0.5, 3.0, 50.0]),
-        blocks=st.integers(0, 9),
-        shared_blocks=st.integers(0, 5),
-    )
-    def a_turn_pauses(self, data: st.DataObject, ttl_s: float, blocks: int, shared_blocks: int) -> None:
-        turn_id = data.draw(st.sampled_from(sorted(self.live)))
-        program = self.live.pop(turn_id)
-        self.tables.release(program, PinEnd.SUPERSEDED)
-        self.tables.finished(self.now_s, turn_id, turn(program, blocks), keep(ttl_s), shared_blocks)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def a_turn_starts(self, data: st.DataObject) -> None:
-        turn_id = data.draw(st.sampled_from(sorted(self.live)))
-        self.tables.started(turn_id, self.live[turn_id])
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def a_turn_leaves(self, data: st.DataObject) -> None:
-        turn_id = data.draw(st.sampled_from(sorted(self.live)))
-        self.tables.left(self.now_s, turn_id, self.live.pop(turn_id))
-
-    @rule(program=st.sampled_from("abcdef"))
-    def a_program_ends(self, program: str) -> None:
-        if program in self.tables.programs.records and program not in self.live.values():
-            self.tables.release(ProgramId(program), PinEnd.ENDED)
-            assert self.tables.ended(ProgramId(program)).id == program
-
-    @rule()
-    def pins_expire(self) -> None:
-        for program in self.tables.pins.due(self.now_s):
-            assert self.tables.release(program, PinEnd.EXPIRED) is not None
-        assert all(self.ends_s(p) > self.now_s for p in self.tables.pins.pinned.values()), (
-            "a due pin was missed"
-        )
-
-    def ends_s(self, pin: Pin) -> float:
-        """When a pin ends, if there is no further event."""
-        last_s = pin.taken_s + 20.0
-        return last_s if self.tables.programs.records[pin.program].waiting else min(pin.deadline_s, last_s)
-
-    @rule()
-    def idle_ones_are_forgotten(self) -> None:
-        for program in self.tables.idle(self.now_s, idle_s=30):
-            assert self.tables.ended(program).id == program
-
-    @invariant()
-    def the_books_balance(self) -> None:
-        self.tables.check()
-        assert {t for p in self.tables.programs.records.values() for t in p.live} == set(self.live)
-        deadlines = [self.ends_s(pin) for pin in self.tables.pins.pinned.values()]
-        assert self.tables.pins.next_deadline_s() == min(deadlines, default=None)
-
-
-Books.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
-TestBooks = Books.TestCase

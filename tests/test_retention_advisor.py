@@ -11,8 +11,7 @@ from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, Transfe
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.retention.advisor import LEAST_EXPECTED_S, RetentionAdvisor
 from continuum_lmcache.retention.policies import POLICIES
-from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived
-from continuum_lmcache.types import NO_CALL, EngineLoad, FinishedTurn, ProgramId, Residency, Tier, TurnId
+from continuum_lmcache.types import NO_CALL, EngineLoad, FinishedTurn, ProgramId, Residency, Tier
 from experiments.policies import without
 
 KV_BYTES = 131_072  # Llama-3.1-8B's, a token
@@ -104,30 +103,25 @@ def test_older_programs_go_first_until_ended_programs_show_that_they_are_not_nea
 
 
 def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_more() -> None:
-    made, bash, events = advisor(10_000_000), ("bash",), EventBus()
+    made, bash = advisor(10_000_000), ("bash",)
     for i in range(100):
         made.gaps.observe(bash, 20.0 + i % 20)
-    made.listen(events)
     expected_s = [made.expected_s(bash)]
     for number in range(150):
-        made.give_up(ProgramId(f"gone-{number}"), bash, 3)
-        made.give_up(ProgramId(f"gone-{number}"), bash, 3)  # an hour later, again
+        made.count_overdue(bash, 3)
         if number in (30, 149):
             expected_s.append(made.expected_s(bash))
     assert expected_s[0] > expected_s[1] > expected_s[2]
-    for number in range(150):  # all were late
-        events.publish(TurnArrived(1.0, ProgramId(f"gone-{number}"), TurnId("t"), 10))
+    for _ in range(150):  # all were late
+        made.expect_again(bash, 3)
     assert made.expected_s(bash) == expected_s[0]
     assert not made.history._programs
-    made.give_up(ProgramId("a"), bash, 3)
-    events.publish(ProgramEnded(2.0, ProgramId("a"), 3))
-    assert list(made.history._programs) == [3] and made.gaps.lost_share(bash) > 0.0
 
 
 def test_a_program_whose_tool_mostly_never_returns_is_not_expected() -> None:
     made = advisor(10_000_000)
-    for number in range(200):
-        made.give_up(ProgramId(f"gone-{number}"), ("ask_human",), 1)
+    for _ in range(200):
+        made.count_overdue(("ask_human",), 1)
     assert made.expected_s(("ask_human",)) == 0.0
 
 
@@ -167,8 +161,8 @@ def test_a_turn_is_not_pinned_after_what_mostly_ends_programs(
         made.gaps.observe(("bash",), 0.05 + (i % 20) * 0.05)
     answer = replace(IN_DRAM, tool=NO_CALL, residency=NOWHERE)
     assert made.retain(answer, LOAD).ttl_s > 0.0, "nothing is known of answers"
-    for number in range(6):
-        made.give_up(ProgramId(f"gone-{number}"), NO_CALL, 3)
+    for _ in range(6):
+        made.count_overdue(NO_CALL, 3)
     keep = made.retain(answer, LOAD)
     assert (keep.ttl_s > 0.0) is not evicts
     assert keep.reason == ("returns-late" if evicts else "cdf")

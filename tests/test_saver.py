@@ -46,7 +46,7 @@ def test_an_engine_inside_an_application_leaves_the_applications_signals_alone(
 
 
 def test_what_was_learned_is_written_at_the_engines_end(bench: Bench, tmp_path: Path) -> None:
-    bench.lifecycle.advisor.gaps.observe(("bash",), 4.0)
+    bench.engine.advisor.gaps.observe(("bash",), 4.0)
     path, recording = tmp_path / "gaps.json", tmp_path / "run" / "scheduler_timestamps"
     assert not path.exists() and not recording.exists()
     bench.scheduler._parts.close()
@@ -60,7 +60,7 @@ def test_a_disk_that_hangs_keeps_neither_a_signal_nor_the_engines_end_waiting(
     hangs, goes_on, stopped = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(durations_file.os, "fsync", lambda _: hangs.set() or goes_on.wait())
     monkeypatch.setattr(assembly, "JOIN_S", 0.1)
-    parts = assembly.EngineParts(None, ToolDurations(), tmp_path / "gaps.json", None)  # type: ignore[arg-type]
+    parts = assembly.EngineParts(*[None] * 6, ToolDurations(), tmp_path / "gaps.json", None)  # type: ignore[arg-type]
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
     assembly.save_on_signals(parts)
     parts.start_save()

@@ -19,11 +19,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache import engine
 from continuum_lmcache.programs.identity import HINT_FIELD, TOOLS_FIELD
 from continuum_lmcache.telemetry.events import PinReleased, TurnFinished
 from continuum_lmcache.telemetry.recorder import META
-from continuum_lmcache.types import PinEnd
-from continuum_lmcache.vllm_plugin import requests, turn_lifecycle
+from continuum_lmcache.types import PinEnd, ProgramId
+from continuum_lmcache.vllm_plugin import requests
 from continuum_lmcache.vllm_plugin.hooks.prometheus import detach
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 from continuum_lmcache.vllm_plugin.tool_calls import ToolCallReader
@@ -49,14 +50,14 @@ def make(request: Any, model: Path, settings: Any) -> Iterator[Make]:  # noqa: F
     for bench in made:
         bench.run_until_idle()
         bench.scheduler.shutdown()
-        bench.lifecycle.check()
+        bench.engine.check()
         assert bench.used_blocks == 0, "blocks leaked"
-        assert len(bench.lifecycle.pins.pinned) == 0
-        assert not bench.lifecycle.turns
+        assert len(bench.engine.pins.pinned) == 0
+        assert not bench.engine.turns
 
 
 def outcomes(bench: Bench) -> dict[str, int]:
-    return {outcome.value: n for outcome, n in bench.lifecycle.pins.outcomes.items() if n}
+    return {outcome.value: n for outcome, n in bench.engine.pins.outcomes.items() if n}
 
 
 # what is recorded -----------------------------------------------------------
@@ -64,14 +65,15 @@ def outcomes(bench: Bench) -> dict[str, int]:
 
 def test_the_first_token_is_timed_from_the_turns_arrival(make: Make) -> None:
     """A prompt of 128 tokens in steps of 64 and 0.1 s; five tokens follow the first, and change nothing."""
-    bench, seen = make(budget_tokens=64), []
-    bench.lifecycle.events.subscribe(TurnFinished, seen.append)
+    bench = make(budget_tokens=64)
     bench.turn("p", prompt(128), out=6)
     bench.send("q", prompt(16, story=1), out=2)
     bench.now_s += 3.0  # it waits
     bench.run_until_idle()
     behind_s = 0.1 * bench._ahead  # the next step is scheduled before a step's output is read
-    assert [turn.first_token_s for turn in seen] == pytest.approx([0.2 + behind_s, 3.1 + behind_s])
+    assert [turn.first_token_s for turn in bench.events_of(TurnFinished)] == pytest.approx(
+        [0.2 + behind_s, 3.1 + behind_s]
+    )
 
 
 # how long a pin lives -------------------------------------------------------
@@ -92,7 +94,7 @@ def test_the_last_step_frees_at_once(make: Make) -> None:
     bench = make()
     bench.turn("p", prompt(64), is_last_step=True)
     assert bench.used_blocks == 0
-    assert not bench.lifecycle.programs.records
+    assert not bench.engine.programs.records
 
 
 def test_the_next_turn_hits_what_was_pinned_though_more_than_the_cache_has_passed(make: Make) -> None:
@@ -101,7 +103,7 @@ def test_the_next_turn_hits_what_was_pinned_though_more_than_the_cache_has_passe
     for story in range(1, 6):
         bench.turn(None, prompt(13 * BLOCK, story))  # 5 x 13 blocks through a cache of 19
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
-    assert bench.lifecycle.residency.prompt_tokens["gpu"] == 5 * BLOCK
+    assert bench.parts.residency.prompt_tokens["gpu"] == 5 * BLOCK
     assert outcomes(bench) == {"reused": 1}
 
 
@@ -111,7 +113,7 @@ def test_without_a_pin_the_same_traffic_evicts_it(make: Make) -> None:
     for story in range(1, 6):
         bench.turn(None, prompt(13 * BLOCK, story))
     bench.turn("p", first + prompt(10, 9), is_last_step=True)
-    assert bench.lifecycle.residency.prompt_tokens["gpu"] == 0
+    assert bench.parts.residency.prompt_tokens["gpu"] == 0
 
 
 def test_a_pin_outstays_its_ttl_while_the_next_turn_waits(make: Make) -> None:
@@ -189,7 +191,7 @@ def test_a_program_keeps_its_place_across_turns(make: Make) -> None:
 
 def takes_turns(bench: Bench) -> None:
     """From now on: a tier has room for twice the GPU's cache, and older programs are not nearer their end."""
-    admission = bench.lifecycle.admission
+    admission = bench.engine.admission
     admission.capacity = replace(admission.capacity, tier_tokens=2 * admission.capacity.gpu_tokens)
     admission.favors_started = lambda: False
 
@@ -225,7 +227,7 @@ def test_a_pinned_program_goes_before_an_older_one_without_a_pin(make: Make) -> 
     young = bench.send("young", prompt(60, 2), is_last_step=True)
     bench.run_until_idle()
     assert bench.order[-2:] == [young, old]
-    assert bench.lifecycle.pins.refused == {"budget": 1}
+    assert bench.engine.pins.refused == {"budget": 1}
 
 
 def test_a_turn_that_loses_its_pin_while_it_waits_loses_its_place_too(make: Make) -> None:
@@ -293,11 +295,11 @@ def test_pins_of_more_than_the_cache_reclaim_the_latest_programs_and_all_finish(
     bench = make(blocks=20, static_ttl_s=100, max_pinned_share=1)
     for story in range(8):
         bench.turn(f"p{story}", prompt(5 * BLOCK, story))
-    assert list(bench.lifecycle.pins.pinned)[:2] == ["p0", "p1"], "the first programs keep theirs"
+    assert list(bench.engine.pins.pinned)[:2] == ["p0", "p1"], "the first programs keep theirs"
     for story in range(8):
         bench.turn(f"p{story}", prompt(5 * BLOCK + 8, story), is_last_step=True)
     assert bench.used_blocks == 0
-    assert bench.lifecycle.pins.outcomes[PinEnd.RECLAIMED] > 0
+    assert bench.engine.pins.outcomes[PinEnd.RECLAIMED] > 0
 
 
 def test_a_waiting_turn_honours_pins_while_others_run(make: Make) -> None:
@@ -311,7 +313,7 @@ def test_a_waiting_turn_honours_pins_while_others_run(make: Make) -> None:
     assert waiting not in bench.order
     bench.run_until_idle()
     assert waiting in bench.order
-    assert "pinned" in bench.lifecycle.pins.pinned, "it fitted once the other was done"
+    assert "pinned" in bench.engine.pins.pinned, "it fitted once the other was done"
 
 
 def two_pins_beside_a_running_turn(make: Make) -> Bench:
@@ -360,12 +362,12 @@ def test_a_preempted_turn_that_goes_first_takes_the_pin_of_an_older_program_behi
     new = bench.send("new", prompt(26 * BLOCK, 3), out=100)
     while old not in bench.done:
         bench.step(0.5)
-    assert set(bench.preempted) == {new} and list(bench.lifecycle.pins.pinned) == ["old"]
+    assert set(bench.preempted) == {new} and list(bench.engine.pins.pinned) == ["old"]
     again = bench.send("old", bench.done[old] + prompt(2 * BLOCK, 5), out=2)
     while new not in bench.done:
         bench.step(0.5)
     assert again not in bench.done and outcomes(bench) == {"reclaimed": 1}
-    assert bench.lifecycle.programs.records, "the running turn has not ended"
+    assert bench.engine.programs.records, "the running turn has not ended"
     bench.run_until_idle()
 
 
@@ -394,8 +396,8 @@ def test_a_streaming_session_whose_input_ends_ends_like_any_turn(make: Make, is_
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         bench.scheduler.add_request(Request(session, tokens, params, None, resumable=goes_on))
         bench.run_until_idle()
-    assert bench.lifecycle.pins.taken == (0 if is_last else 1)
-    assert ("p" in bench.lifecycle.programs.records) is not is_last
+    assert bench.engine.pins.taken == (0 if is_last else 1)
+    assert ("p" in bench.engine.programs.records) is not is_last
 
 
 @pytest.mark.xfail(
@@ -420,10 +422,10 @@ def test_streaming_sessions_that_do_not_fit_together_go_on_one_after_the_other(
 def test_a_turn_that_left_before_it_ran_has_attained_nothing(make: Make) -> None:
     bench = make(blocks=200, policy="plas")
     tokens = bench.turn("p", prompt(64, 1), out=2)
-    before = bench.lifecycle.programs.records["p"].attained_tokens
+    before = bench.engine.programs.records["p"].attained_tokens
     left = bench.send("p", tokens + prompt(1500, 2), out=2)
     bench.scheduler.finish_requests([left], RequestStatus.FINISHED_ABORTED)
-    assert bench.lifecycle.programs.records["p"].attained_tokens == before > 0
+    assert bench.engine.programs.records["p"].attained_tokens == before > 0
 
 
 def test_a_turn_that_waited_too_long_takes_anybodys_pin(make: Make) -> None:
@@ -447,10 +449,10 @@ def test_the_wait_that_entitles_to_a_pin_ends_when_the_turn_gets_its_memory(make
     bench.step()
     waiting = bench.send("waiting", prompt(8 * BLOCK, 3), out=20, is_last_step=True)
     bench.step(seconds=20)
-    assert bench.lifecycle.turns[waiting].refused_s is not None
+    assert bench.engine.turns[waiting].refused_s is not None
     while waiting not in bench.order:
         bench.step()
-    assert running in bench.done and bench.lifecycle.turns[waiting].refused_s is None
+    assert running in bench.done and bench.engine.turns[waiting].refused_s is None
 
 
 def test_no_pin_is_dropped_in_vain(make: Make) -> None:
@@ -462,7 +464,7 @@ def test_no_pin_is_dropped_in_vain(make: Make) -> None:
     bench.send("waiting", prompt(16 * BLOCK, 3), is_last_step=True)
     for _ in range(10):
         bench.step()
-    assert bench.lifecycle.pins.taken == 1 and not outcomes(bench)
+    assert bench.engine.pins.taken == 1 and not outcomes(bench)
     bench.run_until_idle()
 
 
@@ -477,7 +479,7 @@ def test_pins_that_were_lent_come_back_whole_when_nothing_came_of_it(make: Make)
     stock, reclaimer._stock = reclaimer._stock, lambda *_args, **_kwargs: None
     used = bench.used_blocks
     assert reclaimer.allocate_slots(running, 1) is None
-    assert bench.used_blocks == used and len(bench.lifecycle.pins._blocks) == 2
+    assert bench.used_blocks == used and len(bench.engine.pins.pinned) == 2
     reclaimer._stock = stock
     bench.run_until_idle()
 
@@ -550,7 +552,7 @@ def test_a_stop_string_ends_a_turn_though_it_reaches_the_scheduler_as_an_abort(m
         bench.step()
     bench.scheduler.finish_requests(with_stop, RequestStatus.FINISHED_ABORTED)
     bench.run_until_idle()
-    assert bench.lifecycle.pins.taken == 1
+    assert bench.engine.pins.taken == 1
     assert bench.used_blocks == 4
 
 
@@ -562,7 +564,7 @@ def test_a_client_that_leaves_pins_nothing(make: Make, steps: int) -> None:
         bench.step()
     bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
     bench.run_until_idle()
-    assert bench.lifecycle.pins.taken == 0 and bench.used_blocks == 0
+    assert bench.engine.pins.taken == 0 and bench.used_blocks == 0
 
 
 def test_an_aborted_next_turn_leaves_the_pin_to_its_ttl(make: Make) -> None:
@@ -590,7 +592,7 @@ def test_a_program_that_comes_back_with_a_shorter_prompt_reuses_what_it_can(make
     bench.turn("p", prompt(64, 1))
     bench.turn("p", prompt(40, 1), is_last_step=True)
     assert outcomes(bench) == {"reused": 1}
-    assert bench.lifecycle.residency.prompt_tokens["gpu"] == 2 * BLOCK
+    assert bench.parts.residency.prompt_tokens["gpu"] == 2 * BLOCK
 
 
 def test_of_concurrent_requests_of_one_name_the_first_is_its_programs_turn(make: Make) -> None:
@@ -599,8 +601,8 @@ def test_of_concurrent_requests_of_one_name_the_first_is_its_programs_turn(make:
     fast = bench.send("p", prompt(64, 2), out=2)
     bench.run_until_idle()
     assert {slow, fast} <= set(bench.done)
-    assert not outcomes(bench) and list(bench.lifecycle.pins.pinned) == ["p"]
-    assert bench.lifecycle.pins.pinned["p"].turn.context_tokens == len(bench.done[slow])
+    assert not outcomes(bench) and list(bench.engine.pins.pinned) == ["p"]
+    assert bench.engine.pins.pinned["p"].turn.context_tokens == len(bench.done[slow])
 
 
 def test_a_last_step_beside_another_live_turn_leaks_nothing(make: Make) -> None:
@@ -618,19 +620,19 @@ def test_programs_that_never_report_their_end_are_forgotten(make: Make) -> None:
         bench.turn(f"p{story}", prompt(32, story))
     bench.now_s += 200
     bench.turn(None, prompt(32, 9))
-    assert not bench.lifecycle.programs.records
+    assert not bench.engine.programs.records
 
 
 def test_the_program_table_is_bounded_whatever_clients_send(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turn_lifecycle, "MOST_PROGRAMS", 10)
+    monkeypatch.setattr(engine, "MOST_PROGRAMS", 10)
     bench = make(static_ttl_s=0)
     for story in range(50):
         bench.turn(f"p{story}", prompt(16, story))
     bench.now_s += 11
     bench.turn(None, prompt(16, 99))
-    assert len(bench.lifecycle.programs.records) <= 10
+    assert len(bench.engine.programs.records) <= 10
 
 
 # tenants and wrong requests -------------------------------------------------
@@ -640,8 +642,8 @@ def test_equal_ids_under_different_cache_salts_are_different_programs(make: Make
     bench = make()
     bench.turn("p", prompt(64, 1), salt="tenant-a")
     bench.turn("p", prompt(64, 1), salt="tenant-b")
-    assert len(bench.lifecycle.programs.records) == 2
-    assert bench.lifecycle.residency.prompt_tokens["gpu"] == 0
+    assert len(bench.engine.programs.records) == 2
+    assert bench.parts.residency.prompt_tokens["gpu"] == 0
 
 
 def test_a_tenant_gets_no_more_than_its_share(make: Make) -> None:
@@ -649,8 +651,8 @@ def test_a_tenant_gets_no_more_than_its_share(make: Make) -> None:
     bench.turn("p", prompt(5 * BLOCK, 1), salt="greedy")
     bench.turn("q", prompt(5 * BLOCK, 2), salt="greedy")
     bench.turn("r", prompt(5 * BLOCK, 3), salt="modest")
-    assert bench.lifecycle.pins.refused == {"tenant": 1}
-    assert len(bench.lifecycle.pins.pinned) == 2
+    assert bench.engine.pins.refused == {"tenant": 1}
+    assert len(bench.engine.pins.pinned) == 2
 
 
 @pytest.mark.parametrize(
@@ -661,8 +663,8 @@ def test_a_tenant_gets_no_more_than_its_share(make: Make) -> None:
 def test_a_bad_field_that_got_here_is_ignored_and_counted(make: Make, fields: dict[str, Any]) -> None:
     bench = make()
     bench.turn(None, prompt(32), **fields)
-    assert bench.lifecycle.ignored == {next(iter(fields)): 1}
-    assert not bench.lifecycle.programs.records and bench.used_blocks == 0
+    assert bench.parts.ignored == {next(iter(fields)): 1}
+    assert not bench.engine.programs.records and bench.used_blocks == 0
 
 
 @pytest.mark.parametrize(("tools", "tool"), [("", ("python", "bash")), ("a digest", ())])
@@ -671,9 +673,9 @@ def test_a_bash_block_is_a_call_unless_the_request_offers_tools(
 ) -> None:
     bench = make()
     says = SimpleNamespace(decode=lambda *_, **__: "```bash\npython app.py\n```")
-    bench.lifecycle.tool_calls = ToolCallReader(says)
+    bench.parts.tool_calls = ToolCallReader(says)
     bench.turn("p", prompt(64), **({TOOLS_FIELD: tools} if tools else {}))
-    assert bench.lifecycle.programs.records["p"].tool == tool
+    assert bench.engine.programs.records["p"].tool == tool
 
 
 # programs without ids -------------------------------------------------------
@@ -688,13 +690,13 @@ def test_a_token_beyond_the_tokenizers_vocabulary_costs_a_turn_its_tools_name_an
     shutil.copy(Path(mistral_common.__file__).parent / "data" / source, tmp_path / name)
     tokenizer = get_tokenizer(str(tmp_path), tokenizer_mode="mistral")
     bench = make()
-    bench.lifecycle.tool_calls = ToolCallReader(tokenizer)
+    bench.parts.tool_calls = ToolCallReader(tokenizer)
     bench.send("p", [tokenizer.vocab_size + 5] * 40)
     (request,) = bench.scheduler.requests.values()
     bench.sampled = tokenizer.vocab_size + 5
     bench.run_until_idle()
     assert request.output_token_ids[-1] > tokenizer.vocab_size
-    assert bench.lifecycle.ignored == {"output_token_ids": 1} and list(bench.lifecycle.pins.pinned) == ["p"]
+    assert bench.parts.ignored == {"output_token_ids": 1} and list(bench.engine.pins.pinned) == ["p"]
 
 
 class PanicException(BaseException):
@@ -709,12 +711,12 @@ def test_no_error_of_a_models_own_tokenizer_ends_an_engine(
         raise error("unknown ids")
 
     bench, warnings = make(), list[str]()
-    bench.lifecycle.tool_calls = ToolCallReader(SimpleNamespace(decode=decode))
+    bench.parts.tool_calls = ToolCallReader(SimpleNamespace(decode=decode))
     monkeypatch.setattr(requests, "_next_warning_s", [0.0])
     monkeypatch.setattr(requests.logger, "warning", lambda *args: warnings.append(args[1]))
     for turn in range(3):
         bench.turn("p", prompt(40 + turn))
-    assert bench.lifecycle.ignored == {"output_token_ids": 3} and list(bench.lifecycle.pins.pinned) == ["p"]
+    assert bench.parts.ignored == {"output_token_ids": 3} and list(bench.engine.pins.pinned) == ["p"]
     (warning,) = warnings
     assert "SimpleNamespace.decode raised" in warning and "unknown ids" in warning
 
@@ -725,7 +727,7 @@ def test_requests_without_ids_become_a_program_once_one_extends_the_other(make: 
     assert bench.used_blocks == 0, "one turn is no program"
     bench.now_s += 3
     second = bench.turn(None, first + prompt(20, 5), out=20)
-    assert len(bench.lifecycle.pins.pinned) == 1
+    assert len(bench.engine.pins.pinned) == 1
     bench.turn(None, second + prompt(20, 6), out=2)
     assert outcomes(bench) == {"reused": 1}
 
@@ -735,7 +737,7 @@ def test_a_fork_of_a_finished_turn_is_a_program_of_its_own(make: Make) -> None:
     first = bench.turn(None, prompt(64, 1), out=20)
     bench.turn(None, first + prompt(20, 5), out=2)
     bench.turn(None, first + prompt(20, 6), out=2)
-    assert len(bench.lifecycle.programs.records) == 1
+    assert len(bench.engine.programs.records) == 1
 
 
 @pytest.mark.parametrize("fields", [{}, {HINT_FIELD: "a session"}], ids=["nothing", "a hint"])
@@ -753,8 +755,8 @@ def test_a_turn_sent_again_after_its_client_left_goes_on_with_its_program(
         bench.run_until_idle()
     third = bench.turn(None, second, out=20, **fields)
     bench.turn(None, third + prompt(20, 7), out=20, **fields)
-    (program,) = bench.lifecycle.programs.records.values()
-    assert program.turns == 3, "all but the first, of which no later one was known"
+    (program,) = bench.engine.programs.records.values()
+    assert program.turns == 4
 
 
 def test_the_beams_of_a_search_are_no_programs_and_teach_no_tool_gaps(make: Make) -> None:
@@ -766,24 +768,24 @@ def test_the_beams_of_a_search_are_no_programs_and_teach_no_tool_gaps(make: Make
             bench.send(None, prompt(64, 1) + beam)
         bench.run_until_idle()
         beams = [beams[i % len(beams)] + [200 + i if i else 7] for i in range(4)]
-    assert not bench.lifecycle.programs.records
-    assert bench.lifecycle.advisor.gaps.exact(()).n == 0
+    assert not bench.engine.programs.records
+    assert bench.engine.advisor.gaps.exact(()).n == 0
 
 
 def test_a_request_of_one_token_does_not_take_a_turn_from_its_program(make: Make) -> None:
     bench = make(blocks=40)
     first = bench.turn(None, prompt(64, 1), out=20)
     bench.turn(None, first + prompt(20, 5))
-    assert not bench.lifecycle.programs.records
+    assert not bench.engine.programs.records
     bench.turn(None, first + prompt(20, 5), out=2)
-    assert len(bench.lifecycle.programs.records) == 1
+    assert len(bench.engine.programs.records) == 1
 
 
 def test_inference_never_links_two_tenants(make: Make) -> None:
     bench = make()
     first = bench.turn(None, prompt(64, 1), out=20, salt="a")
     bench.turn(None, first + prompt(20, 5), out=2, salt="b")
-    assert not bench.lifecycle.programs.records
+    assert not bench.engine.programs.records
 
 
 # metrics --------------------------------------------------------------------
@@ -802,7 +804,7 @@ def test_a_turn_whose_output_comes_back_encoded_otherwise_is_still_linked(make: 
     bench = make(blocks=40)
     bench.turn(None, prompt(64, 1), out=20)
     bench.turn(None, prompt(64, 1) + prompt(30, 8), out=2)
-    assert len(bench.lifecycle.programs.records) == 1
+    assert len(bench.engine.programs.records) == 1
 
 
 def test_two_programs_with_one_system_prompt_are_not_linked(make: Make) -> None:
@@ -812,14 +814,14 @@ def test_two_programs_with_one_system_prompt_are_not_linked(make: Make) -> None:
     bench.turn(None, system + prompt(5, 3), out=2)
     bench.turn(None, system + prompt(5, 4), out=2)
     bench.turn(None, system + prompt(5, 4), out=2)
-    assert not bench.lifecycle.programs.records
+    assert not bench.engine.programs.records
 
 
 def test_nothing_is_held_of_a_run_that_nobody_records(make: Make) -> None:
     bench = make()
     bench.turn("p", prompt(64))
     bench.turn("p", prompt(96), is_last_step=True)
-    assert list(bench.lifecycle.recorder.snapshot()) == [META]
+    assert list(bench.parts.recorder.snapshot()) == [META]
 
 
 def test_preemption_and_resumption_are_recorded(make: Make, tmp_path: Path) -> None:
@@ -828,7 +830,7 @@ def test_preemption_and_resumption_are_recorded(make: Make, tmp_path: Path) -> N
     bench.step()
     bench.send("young", prompt(5 * BLOCK - 4, 2), out=30)
     bench.run_until_idle()
-    log = bench.lifecycle.recorder.snapshot()["young"]
+    log = bench.parts.recorder.snapshot()["young"]
     names = [next(iter(event)) for event in log]
     assert "Request_evicted_from_running_queue_time" in names and "evicted_to_running" in names
 
@@ -839,7 +841,7 @@ def test_an_aborted_turn_is_recorded_as_gone(make: Make, tmp_path: Path) -> None
     bench.step()
     bench.scheduler.finish_requests(gone, RequestStatus.FINISHED_ABORTED)
     bench.run_until_idle()
-    assert "Request_departure_time" in next(iter(bench.lifecycle.recorder.snapshot()["p"][-1:]))
+    assert "Request_departure_time" in next(iter(bench.parts.recorder.snapshot()["p"][-1:]))
 
 
 def test_a_preempted_turn_takes_its_new_place_when_its_programs_pin_comes_or_goes(make: Make) -> None:
@@ -850,11 +852,9 @@ def test_a_preempted_turn_takes_its_new_place_when_its_programs_pin_comes_or_goe
     bench.scheduler.reset_prefix_cache(reset_running_requests=True)
     waiting = bench.scheduler.requests[preempted]
     before = bench.scheduler.waiting.head_key()
-    bench.lifecycle.events.publish(
-        PinReleased(bench.now_s, bench.lifecycle.turns[preempted].program, PinEnd.RESET)
-    )
-    assert preempted in bench.lifecycle.turns.to_rekey
-    assert before == bench.lifecycle.queue_key(waiting)
+    bench.scheduler._events.carry_out([PinReleased(bench.now_s, ProgramId("p"), PinEnd.RESET)])
+    assert preempted in bench.engine.turns.to_rekey
+    assert before == bench.scheduler._events.queue_key(waiting)
 
 
 def test_a_preempted_turn_stays_first_while_its_kv_is_loaded_back(make: Make) -> None:
@@ -863,8 +863,8 @@ def test_a_preempted_turn_stays_first_while_its_kv_is_loaded_back(make: Make) ->
     preempted = bench.scheduler.requests[bench.send("p", prompt(32, 1), out=9)]
     bench.step()
     bench.scheduler.reset_prefix_cache(reset_running_requests=True)
-    before = bench.lifecycle.queue_key(preempted)
+    before = bench.scheduler._events.queue_key(preempted)
     preempted.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    assert bench.lifecycle.queue_key(preempted) <= before
-    assert bench.lifecycle.queue_key(preempted)[2:] == before[2:]
+    assert bench.scheduler._events.queue_key(preempted) <= before
+    assert bench.scheduler._events.queue_key(preempted)[2:] == before[2:]
     preempted.status = RequestStatus.PREEMPTED

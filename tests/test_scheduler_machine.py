@@ -23,7 +23,7 @@ from tier_bench import TierBench, check_books
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from continuum_lmcache.vllm_plugin import turn_lifecycle
+from continuum_lmcache import engine
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 from experiments.policies import setting
 
@@ -75,7 +75,7 @@ class Machine(RuleBasedStateMachine):
     def start(self, cls: Any, tier_blocks: int, favors_started: bool) -> None:
         """Without `favors_started` the programs take turns where the tier has room."""
         self.bench = TierBench(cls, self.model, BLOCKS, tier_blocks)
-        self.bench.lifecycle.admission.favors_started = lambda: favors_started
+        self.bench.engine.admission.favors_started = lambda: favors_started
         self.story: dict[Any, list[int]] = {}  # a program's tokens so far
         self.stories = 0
 
@@ -173,18 +173,18 @@ class Machine(RuleBasedStateMachine):
         assert not bench.scheduler.requests, f"still here: {list(bench.scheduler.requests)}"
         bench.now_s += 10_000
         self.step(0.1)
-        assert not bench.lifecycle.pins.pinned and bench.used_blocks == 0
-        assert not bench.lifecycle.turns and not bench.lifecycle.turns.preempted
-        assert not bench.lifecycle.admission.pending
-        outcomes = {f"pins {outcome.value}": n for outcome, n in bench.lifecycle.pins.outcomes.items()}
+        assert not bench.engine.pins.pinned and bench.used_blocks == 0
+        assert not bench.engine.turns and not bench.engine.turns.preempted
+        assert not bench.engine.admission.is_waited_for
+        outcomes = {f"pins {outcome.value}": n for outcome, n in bench.engine.pins.outcomes.items()}
         taken.update({"failed loads": bench.failed, "preempted": len(bench.preempted), **outcomes})
         bench.scheduler.shutdown()
 
     def step(self, seconds: float) -> None:
         taken["steps"] += 1
         self.bench.step(seconds)
-        taken["takes turns"] += self.bench.lifecycle.admission.takes_turns
-        taken["held by admission"] += bool(self.bench.lifecycle.admission.pending)
+        taken["takes turns"] += not self.bench.engine.admission.oldest_program_first
+        taken["held by admission"] += self.bench.engine.admission.is_waited_for
         check_books(self.bench)
 
 
@@ -197,7 +197,7 @@ def test_no_order_of_events_unbalances_the_books(
         monkeypatch.delenv(name)
     for name, value in SETTINGS.items():
         monkeypatch.setenv(f"CONTINUUM_{name.upper()}", str(value))
-    monkeypatch.setattr(turn_lifecycle, "MOST_PROGRAMS", 6)
+    monkeypatch.setattr(engine, "MOST_PROGRAMS", 6)
     Machine.model = model
     logging.getLogger("vllm").setLevel(logging.ERROR)
     first_seed = int(request.config.getoption("--hypothesis-seed") or 0)

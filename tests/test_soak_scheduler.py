@@ -9,17 +9,16 @@ import pytest
 pytest.importorskip("vllm")
 
 from continuum_lmcache.programs.table import ProgramTable
-from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.types import ProgramId
 from experiments.trust.soak_scheduler import LIMITS, SHOWN, SMALL, growing, soak, tables
 
 
 def test_every_container_that_our_objects_hold_is_counted_under_its_path() -> None:
     programs = ProgramTable(100)
     for name in "abc":
-        programs.add_turn(0.0, TurnId(name), ProgramId(name))
+        programs.add(0.0, ProgramId(name), "", 0.0, one_turn=False).prompt_hashes = [1, 2]
     counted = tables(programs)
-    assert counted[".records"] == 3 and counted[".records[].live"] == 3
-    assert counted[".records[].waiting"] == 3
+    assert counted[".records"] == 3 and counted[".records[].prompt_hashes"] == 6
 
 
 def test_a_table_that_grows_after_the_warm_up_is_named_and_one_below_its_bound_is_not() -> None:
@@ -35,6 +34,6 @@ def test_a_table_that_grows_after_the_warm_up_is_named_and_one_below_its_bound_i
 def test_a_short_soak_serves_everybody_and_samples_every_minute() -> None:
     run = soak(150.0, 5.0)
     assert len(run.samples) >= 3 and len(run.agents.jobs) == len(run.agents.programs)
-    assert all(counted[".programs.records"] for _, counted in run.samples[1:])
+    assert all(counted[".engine.programs.records"] for _, counted in run.samples[1:])
     _, counted = run.samples[-1]
     assert {*SHOWN.values(), *LIMITS} <= counted.keys(), "a table that moved is not looked for where it was"

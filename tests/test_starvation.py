@@ -78,17 +78,15 @@ def test_no_turn_waits_longer_than_the_bound_though_older_programs_never_pause(
 def test_of_the_answers_to_one_prompt_one_is_the_programs_turn(make: Any) -> None:
     """n = 4, a list of prompts, or a group of samples."""
     bench = make(60)
-    ended: list[TurnFinished] = []
-    bench.lifecycle.events.subscribe(TurnFinished, ended.append)
     bench.turn("agent", prompt(64, 1), out=4)
     bench.now_s += 3
     for out in (9, 2, 5, 7):
         bench.send("agent", prompt(80, 1), out)
     bench.run_until_idle()
-    assert [event.program for event in ended] == ["agent", "agent"]
-    assert bench.lifecycle.programs.records["agent"].turns == 2
-    assert bench.lifecycle.advisor.gaps.exact(()).n == 1, "the gap before them, and none between them"
-    assert list(bench.lifecycle.pins.pinned) == ["agent"]
+    assert [event.program for event in bench.events_of(TurnFinished)] == ["agent", "agent"]
+    assert bench.engine.programs.records["agent"].turns == 2
+    assert bench.engine.advisor.gaps.exact(()).n == 1, "the gap before them, and none between them"
+    assert list(bench.engine.pins.pinned) == ["agent"]
 
 
 def test_beams_under_a_session_id_are_no_turns(make: Any) -> None:
@@ -98,8 +96,8 @@ def test_beams_under_a_session_id_are_no_turns(make: Any) -> None:
         for beam in range(4):
             bench.send(None, prompt(64, 1) + [200 + beam] * token, session_id="session")
         bench.run_until_idle()
-    assert not bench.lifecycle.programs.records and not bench.lifecycle.pins.taken
-    assert bench.lifecycle.advisor.gaps.exact(()).n == 0
+    assert not bench.engine.programs.records and not bench.engine.pins.taken
+    assert bench.engine.advisor.gaps.exact(()).n == 0
 
 
 def test_conversations_that_share_a_name_are_told_apart_by_their_prompts(make: Any) -> None:
@@ -111,5 +109,5 @@ def test_conversations_that_share_a_name_are_told_apart_by_their_prompts(make: A
         while not set(sent) <= set(bench.done):
             bench.step()
         stories = [bench.done[request_id] + prompt(20, n) for n, request_id in enumerate(sent)]
-    assert len(bench.lifecycle.programs.records) == 1 + 3
-    assert len(bench.lifecycle.pins.pinned) == 3
+    assert len(bench.engine.programs.records) == 1 + 3
+    assert len(bench.engine.pins.pinned) == 3

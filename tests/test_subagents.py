@@ -37,16 +37,16 @@ def bench(model: Path, settings: Any, request: pytest.FixtureRequest) -> Iterato
     settings(policy="continuum", admission=False)
     made = Bench(ContinuumScheduler, model, blocks=60)
     made.step_seconds = lambda output: 0.01 + 1e-2 * output.total_num_scheduled_tokens
-    made.lifecycle.advisor.rates = CalibratedCosts(COSTS)
+    made.engine.advisor.rates = CalibratedCosts(COSTS)
     for tool, gaps_s in request.param.items():
         for gap_s in gaps_s:
-            made.lifecycle.advisor.gaps.observe((tool,), gap_s)
+            made.engine.advisor.gaps.observe((tool,), gap_s)
     yield made
     made.scheduler.shutdown()
 
 
 def pinned(bench: Bench) -> list[str]:
-    return [str(program).rpartition("/")[2] for program in bench.lifecycle.pins.pinned]
+    return [str(program).rpartition("/")[2] for program in bench.engine.pins.pinned]
 
 
 def parent_calls(bench: Bench) -> list[int]:
@@ -56,9 +56,9 @@ def parent_calls(bench: Bench) -> list[int]:
 
 def found_of(bench: Bench, tokens: list[int]) -> int:
     """The parent's next turn; how much of its prompt was still on the GPU."""
-    before = bench.lifecycle.residency.prompt_tokens["gpu"]
+    before = bench.parts.residency.prompt_tokens["gpu"]
     bench.turn("parent", [*tokens, *prompt(30, 99)], this_func_call="Task")
-    return int(bench.lifecycle.residency.prompt_tokens["gpu"] - before)
+    return int(bench.parts.residency.prompt_tokens["gpu"] - before)
 
 
 def test_a_parents_pin_lasts_through_many_turns_of_its_subagents(bench: Bench) -> None:
@@ -71,7 +71,7 @@ def test_a_parents_pin_lasts_through_many_turns_of_its_subagents(bench: Bench) -
             bench.advance(1.0)
         assert "parent" in pinned(bench)
     assert found_of(bench, tokens) >= CONTEXT
-    assert bench.lifecycle.pins.outcomes[PinEnd.RECLAIMED] == 0
+    assert bench.engine.pins.outcomes[PinEnd.RECLAIMED] == 0
 
 
 def test_where_memory_runs_out_the_subagents_pins_go_before_their_parents(bench: Bench) -> None:
@@ -81,7 +81,7 @@ def test_where_memory_runs_out_the_subagents_pins_go_before_their_parents(bench:
     assert pinned(bench) == ["parent", "child 1"]
     bench.turn("child 2", prompt(22 * BLOCK, 2), this_func_call="bash")
     assert pinned(bench) == ["parent", "child 2"]
-    assert bench.lifecycle.pins.outcomes == {PinEnd.RECLAIMED: 1}
+    assert bench.engine.pins.outcomes == {PinEnd.RECLAIMED: 1}
     assert found_of(bench, tokens) >= CONTEXT
 
 
@@ -96,5 +96,5 @@ def test_while_a_turn_waits_for_memory_a_parents_pin_is_worth_what_its_context_c
     for _ in range(30):
         bench.step(0.1)
     assert "parent" not in pinned(bench)
-    assert bench.lifecycle.pins.outcomes == {PinEnd.EXPIRED: 1}
+    assert bench.engine.pins.outcomes == {PinEnd.EXPIRED: 1}
     bench.run_until_idle()

@@ -26,7 +26,7 @@ def seconds_of(bench: Bench, load_s: float = LOAD_S) -> Callable[[Any], float]:
     """A step takes the time of its tokens and of the connector's loads."""
 
     def seconds(output: Any) -> float:
-        loaded = sum(bench.lifecycle.turns[new.req_id].loaded_tokens for new in output.scheduled_new_reqs)
+        loaded = sum(bench.engine.turns[new.req_id].loaded_tokens for new in output.scheduled_new_reqs)
         return COMPUTE_S * output.total_num_scheduled_tokens + load_s * loaded
 
     return seconds
@@ -59,7 +59,7 @@ def test_what_it_may_hold_does_not_cheapen_a_reload(bench: Bench) -> None:
 def test_a_step_that_may_wait_for_its_loads_teaches_nothing_of_the_prefill(bench: Bench) -> None:
     bench.step_seconds = seconds_of(bench, load_s=100 * COMPUTE_S)
     returns(bench, 12)
-    rates = bench.lifecycle.advisor.rates
+    rates = bench.engine.advisor.rates
     assert rates.costs.prefill_s(400) == pytest.approx(400 * COMPUTE_S, rel=0.25)
     assert rates.samples["prefill"] > 0 and rates.samples["dram"] == 0
 
@@ -84,6 +84,6 @@ def test_one_warning_says_so_at_the_start(
 
 
 def departures(bench: Bench) -> list[dict[str, Any]]:
-    events = [event for told in bench.lifecycle.recorder.snapshot().values() for event in told]
+    events = [event for told in bench.parts.recorder.snapshot().values() for event in told]
     found = [event for event in events if "Request_departure_time" in event]
     return sorted(found, key=lambda event: event["Request_departure_time"])

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.outputs import KVConnectorOutput
 
 from connectors.fake.scheduler_side import LoadJob
-from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.types import TurnId
 
 BYTES_PER_TOKEN = 8  # of the bench's one layer
 PATIENCE_STEPS = 200  # an engine with work and memory schedules something well before
@@ -42,7 +42,7 @@ class TierBench(Bench):
         self.queues = [q for q in vars(self.scheduler).values() if isinstance(q, RequestQueue)]
 
     def scheduled(self, output: Any) -> None:
-        if self.lifecycle is not None:
+        if self.engine is not None:
             check_books(self)
             check_pins(self)
         can_run = self.scheduler.get_num_unfinished_requests() and not self.loading
@@ -56,7 +56,7 @@ class TierBench(Bench):
             for i, r in self.scheduler.requests.items()
         ]
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        pinned = self.lifecycle.pins.pinned if self.lifecycle is not None else {}
+        pinned = self.engine.pins.pinned if self.engine is not None else {}
         pins = {program: pin.blocks for program, pin in pinned.items()}
         return f"the engine has work and does none: {states}, {free} blocks free, pins {pins}"
 
@@ -83,14 +83,14 @@ class TierBench(Bench):
 
 def check_books(bench: Bench) -> None:
     """Every reference on every block belongs to a request, a pin or a deferred free; none is lost."""
-    scheduler, lifecycle = bench.scheduler, bench.lifecycle
+    scheduler, engine = bench.scheduler, bench.engine
     pool = scheduler.kv_cache_manager.block_pool
     expected: Counter[int] = Counter()
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
         for blocks in manager.req_to_blocks.values():
             expected.update(b.block_id for b in blocks if not b.is_null)
-    for blocks in lifecycle.pins._blocks.values():
-        expected.update(b.block_id for b in blocks)
+    for pin in engine.pins.pinned.values():
+        expected.update(pin.block_ids)
     for _, blocks in getattr(scheduler, "deferred_frees", ()):
         expected.update(b.block_id for b in blocks if not b.is_null)
     for block in pool.blocks:
@@ -102,51 +102,34 @@ def check_books(bench: Bench) -> None:
 
 
 def check_pins(bench: TierBench) -> None:
-    """Right after schedule(): budgets, deadlines and the lifecycle's tables."""
-    lifecycle, pins = bench.lifecycle, bench.lifecycle.pins
-    lifecycle.check()
-    held = {program: len(blocks) for program, blocks in lifecycle.pins._blocks.items()}
-    assert held == {program: pin.blocks for program, pin in pins.pinned.items()}
+    """Right after schedule(): budgets, deadlines and the engine's tables."""
+    engine, pins = bench.engine, bench.engine.pins
+    engine.check()
     by_tenant: Counter[str] = Counter()
     for program, pin in pins.pinned.items():
-        by_tenant[lifecycle.programs.records[program].tenant] += pin.blocks
-        live = lifecycle.programs.records[program].live
-        assert live or pin.deadline_s > bench.now_s, f"{program!r} is overdue and nobody waits for it"
+        record = engine.programs.records[program]
+        by_tenant[record.tenant] += pin.blocks
+        assert record.turn or pin.deadline_s > bench.now_s, f"{program!r} is overdue and nobody waits for it"
     assert all(blocks <= pins.max_tenant_blocks for blocks in by_tenant.values()), by_tenant
     check_turns(bench)
-    check_admission(bench)
-
-
-def check_admission(bench: Bench) -> None:
-    """Held programs wait with all their turns; admitted ones are counted with all of theirs."""
-    lifecycle, admission = bench.lifecycle, bench.lifecycle.admission
-    admission.check()
-    live: Counter[ProgramId] = Counter()
-    held: Counter[ProgramId] = Counter()
-    for turn in lifecycle.turns.values():
-        (held if turn.held else live)[turn.program or ProgramId(f"~{turn.id}")] += 1
-    assert held == dict.fromkeys(admission.pending, 1)
-    assert live == {program: 1 for program, seen in admission.admitted.items() if seen.live}
 
 
 def check_turns(bench: TierBench) -> None:
-    """The lifecycle knows the live requests, and every waiting one is at the place of its key."""
-    scheduler, lifecycle = bench.scheduler, bench.lifecycle
+    """The engine knows the live requests: each is its program's turn, and is at the place of its key if it
+    waits."""
+    scheduler, engine = bench.scheduler, bench.engine
     live = {i: r for i, r in scheduler.requests.items() if not r.is_finished()}
-    assert set(lifecycle.turns) == set(live)
+    assert set(engine.turns) == set(live)
+    assert {t.program.turn for t in engine.turns.values()} == set(live)
     running = {r.request_id for r in scheduler.running}
-    assert lifecycle.turns.preempted <= set(live) - running, "a turn that runs counts as preempted"
+    assert engine.turns.preempted <= set(live) - running, "a turn that runs counts as preempted"
     waiting = Counter(request.request_id for queue in bench.queues for request in queue)
     assert set(waiting.values()) <= {1}, "a request stands in two queues"
-    served_least = lifecycle.config.policy.endswith("plas")  # a snapshot: its program may be served meanwhile
+    served_least = engine.config.policy.endswith("plas")  # a snapshot: its program may be served meanwhile
     for queue in bench.queues if not served_least else ():
         for key, number, request_id in queue._heap:
             newest = queue._live.get(request_id)
-            if (
-                newest is not None
-                and newest[0] == number
-                and TurnId(request_id) not in lifecycle.turns.to_rekey
-            ):
-                now = lifecycle.queue_key(newest[1])
+            if newest is not None and newest[0] == number and TurnId(request_id) not in engine.turns.to_rekey:
+                now = scheduler._events.queue_key(newest[1])
                 assert key == now, f"{request_id} waits with {key}, not {now}; {newest[1].status}"
     assert running.isdisjoint(waiting) and running | set(waiting) == set(live), "a request is lost"

@@ -1,58 +1,28 @@
-"""One record for each program, with its live turns.
+"""One record for each program, and the sums over them.
+
+    active    programs with a turn that is queued, loading or running: their KV must be on the GPU
+    started   these, and those in a tool call: theirs must be on the GPU or in a tier
 
 No clock and no I/O: every event has its time as an argument. Pins: retention/pin_table.py.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from continuum_lmcache.errors import InvariantError
+from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.programs.divergence import kept_hashes, no_hashes
-from continuum_lmcache.types import NO_CALL, FinishedTurn, ProgramId, QueueEntry, Residency, ToolKey, TurnId
+from continuum_lmcache.programs.program import NOT_COUNTED, Counted, Program, Stage
+from continuum_lmcache.programs.shared_prefixes import SharedPrefix, SharedPrefixesInUse
+from continuum_lmcache.types import NO_CALL, FinishedTurn, ProgramId, TurnId
 
-NOWHERE = Residency(0, 0, 0, 0)
 MOST_HASHES = 4_000_000  # of all programs, 32 MB; then the longest-idle ones lose theirs
-
-
-@dataclass(slots=True)
-class Program:
-    """An agent's run: turns of inference with tool calls between them."""
-
-    id: ProgramId
-    tenant: str
-    arrival_s: float
-    seen_s: float
-    turns: int = 0  # finished
-    attained_tokens: int = 0  # computed for it so far
-    residency: Residency = NOWHERE  # of the last finished turn's context, below the GPU, when it ended
-    live: set[TurnId] = field(default_factory=set)
-    waiting: set[TurnId] = field(default_factory=set)  # live turns that have not run yet
-    tool: ToolKey = ()  # called by the last finished turn
-    answers: int = 0  # of the finished turns, those that called no tool
-    finished_s: float | None = None  # when that turn finished; None if a later one is here
-    hashes: array[int] = field(default_factory=no_hashes)  # of the last finished turn's whole blocks
-
-    @property
-    def context_tokens(self) -> int:
-        """Of the last finished turn."""
-        return self.residency.total_tokens
-
-    @property
-    def is_conversation(self) -> bool:
-        """Whether no turn called a tool. A turn on another engine may have called one."""
-        return self.answers == self.turns
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramReturn:
-    """A program's next turn is here, after this tool gap."""
-
-    tool: ToolKey
-    gap_s: float
 
 
 @dataclass(slots=True)
@@ -60,111 +30,208 @@ class ProgramTable:
     """One record per program. Beyond `max_programs` the longest-idle ones are `idle_programs`."""
 
     max_programs: int
+    growth: ContextGrowth = field(default_factory=ContextGrowth)
     records: OrderedDict[ProgramId, Program] = field(default_factory=OrderedDict)  # idle longest first
+    in_stage: Counter[Stage] = field(default_factory=Counter)
+    one_turn: int = 0  # records of requests without a name
+    started_tokens: float = 0.0  # forecasts, without the heads that programs share
+    active_tokens: float = 0.0
+    heads: SharedPrefixesInUse = field(default_factory=SharedPrefixesInUse)  # of the started programs
+    _own_tokens: int = 0
     _hashes: int = 0  # that the records hold
+    _away: list[tuple[float, ProgramId]] = field(default_factory=list)  # heap, by expected_until_s
+    _told_ends: int = 0
+    _untold_ends: int = 0  # overdue programs, and those that were overdue until they were dropped
 
-    def add_turn(
-        self,
-        now_s: float,
-        turn: TurnId,
-        program: ProgramId,
-        tenant: str = "",
-        since_s: float | None = None,
-    ) -> ProgramReturn | None:
-        """A turn of `program` joins the queue. Returns its tool gap, if the program was in one.
+    # a program's life ------------------------------------------------------
 
-        `since_s`: the arrival of a program that is new here, if it was earlier.
-        """
-        entry = self.records.get(program)
-        if entry is None:
-            arrival_s = now_s if since_s is None else since_s
-            entry = self.records[program] = Program(program, tenant, arrival_s, now_s)
-        back = None
-        if entry.finished_s is not None and not entry.live:
-            back = ProgramReturn(entry.tool, now_s - entry.finished_s)
-            entry.finished_s = None
-        entry.live.add(turn)
-        entry.waiting.add(turn)
-        self._touch(now_s, entry)
-        return back
+    def add(self, now_s: float, name: ProgramId, tenant: str, arrival_s: float, one_turn: bool) -> Program:
+        """The program's record, a new one if it has none."""
+        program = self.records.get(name)
+        if program is None:
+            program = self.records[name] = Program(name, tenant, arrival_s, now_s, one_turn)
+            self.in_stage[program.stage] += 1
+            self.one_turn += one_turn
+        return program
 
-    def start_turn(self, turn: TurnId, program: ProgramId) -> None:
-        """A turn runs for the first time."""
-        self.records[program].waiting.discard(turn)
+    def move(self, program: Program, stage: Stage) -> None:
+        """The program does something else now, or as much with another context: count it so."""
+        self.in_stage[program.stage] -= 1
+        self.in_stage[stage] += 1
+        program.stage = stage
+        before, now = program.counted, self._counted(program)
+        program.counted = now
+        self.heads.take(now.head)
+        self.heads.release(before.head)
+        self._own_tokens += now.context_tokens - before.context_tokens
+        self.started_tokens += now.started_tokens - before.started_tokens
+        self.active_tokens += now.active_tokens - before.active_tokens
+
+    def drop(self, program: Program) -> None:
+        """Drop the record. It has no live turn, and its pin was released."""
+        self._keep_hashes(program, no_hashes())
+        self.move(program, Stage.IDLE)
+        self.in_stage[Stage.IDLE] -= 1
+        self.one_turn -= program.is_one_turn
+        del self.records[program.id]
+
+    # its turns -------------------------------------------------------------
+
+    def add_turn(self, now_s: float, turn: TurnId, program: Program) -> float | None:
+        """Its turn is here. Returns the tool gap in seconds, if the program was in one."""
+        gap_s = None if program.finished_s is None else now_s - program.finished_s
+        program.finished_s = None
+        program.turn, program.is_waiting = turn, True
+        self._touch(now_s, program)
+        return gap_s
+
+    def queue_turn(self, program: Program, prompt_tokens: int, head: SharedPrefix) -> None:
+        """The turn may run. A program that is not counted yet has its prompt's tokens."""
+        is_counted = program.stage in (Stage.ACTIVE, Stage.AWAY)
+        program.context_tokens = max(program.context_tokens if is_counted else 0, prompt_tokens)
+        program.ended_tokens = program.ended_tokens if is_counted else 0
+        program.head = head
+        self.move(program, Stage.ACTIVE)
+
+    def line_up(
+        self, now_s: float, program: Program, prompt_tokens: int, priority: int, hashes: Sequence[Hashable]
+    ) -> None:
+        """The turn waits until its program may start."""
+        program.line_since_s, program.priority, program.prompt_hashes = now_s, priority, hashes
+        program.context_tokens = prompt_tokens
+        self.move(program, Stage.IN_LINE)
 
     def finish_turn(
-        self, now_s: float, turn_id: TurnId, turn: FinishedTurn, hashes: Sequence[Hashable] = ()
-    ) -> None:
-        """A turn ended in a tool call. `hashes`: of its whole blocks."""
-        entry = self.records[turn.program]
-        self.remove_turn(now_s, turn_id, turn.program)
-        entry.turns += 1
-        entry.tool, entry.finished_s = turn.tool, now_s
-        entry.answers += turn.tool == NO_CALL
-        entry.residency = turn.residency
-        self._keep_hashes(entry, kept_hashes(entry.hashes, hashes))
-
-    def remove_turn(self, now_s: float, turn: TurnId, program: ProgramId) -> None:
-        """A turn ended or was aborted; the program may continue."""
-        entry = self.records[program]
-        entry.live.discard(turn)
-        entry.waiting.discard(turn)
-        self._touch(now_s, entry)
-
-    def drop(self, program: ProgramId) -> Program:
-        """Drop the record. No turn of it may be live, and its pin must have been released."""
-        entry = self.records.pop(program)
-        self._keep_hashes(entry, no_hashes())
-        return entry
-
-    def queue_entry(
         self,
-        program: ProgramId | None,
-        turn_arrival_s: float,
-        place_s: float,
-        priority: int,
-        preempted: bool,
-        pinned: bool,
-        overdue_s: float,
-    ) -> QueueEntry:
-        """The values that a turn's place in the waiting queue may depend on."""
-        entry = self.records.get(program) if program is not None else None
-        return QueueEntry(
-            preempted=preempted,
-            pinned=pinned,
-            priority=priority,
-            program_arrival_s=entry.arrival_s if entry else turn_arrival_s,
-            turn_arrival_s=turn_arrival_s,
-            place_s=place_s,
-            attained_tokens=entry.attained_tokens if entry else 0,
-            overdue_s=overdue_s,
-        )
+        now_s: float,
+        program: Program,
+        turn: FinishedTurn,
+        hashes: Sequence[Hashable],
+        expected_s: float,
+        starts_anew: bool,
+    ) -> None:
+        """The turn ended in a tool call, from which the program is expected back within `expected_s`.
+        `starts_anew`: later than that it waits in the line again. `hashes`: of the turn's whole blocks."""
+        self._end_turn(now_s, program)
+        program.turns += 1
+        program.called_tool |= turn.tool != NO_CALL
+        program.tool, program.finished_s, program.residency = turn.tool, now_s, turn.residency
+        if program.ended_tokens:
+            self.growth.add_turn(turn.context_tokens - program.ended_tokens)
+        program.ended_tokens = program.context_tokens = turn.context_tokens
+        program.starts_anew, program.expected_until_s = starts_anew, now_s + expected_s
+        self.move(program, Stage.AWAY)
+        heapq.heappush(self._away, (program.expected_until_s, program.id))
+        if len(self._away) > 64 and len(self._away) > 2 * self.in_stage[Stage.AWAY]:  # most are back
+            self._away = [entry for entry in self._away if self._is_away(*entry)]
+            heapq.heapify(self._away)
+        self._keep_hashes(program, kept_hashes(program.hashes, hashes))
 
-    def idle_programs(self, now_s: float, idle_s: float, pinned: Container[ProgramId]) -> list[ProgramId]:
+    def remove_turn(self, now_s: float, program: Program) -> None:
+        """The turn failed or was aborted; the program may continue."""
+        self._end_turn(now_s, program)
+        self.move(program, Stage.IDLE)
+
+    # its end ---------------------------------------------------------------
+
+    def expire_away(self, now_s: float, may_have_ended: bool = True) -> list[Program]:
+        """The programs that should have returned by now are overdue. Returns those that count as ended until
+        they return. Most clients never tell an end; where more ends were told than not, who is late has not
+        ended."""
+        found = []
+        while self._away and self._away[0][0] <= now_s:
+            until_s, name = heapq.heappop(self._away)
+            if self._is_away(until_s, name):
+                program = self.records[name]
+                program.counts_as_ended = may_have_ended and self._untold_ends >= self._told_ends
+                self.move(program, Stage.OVERDUE)
+                self._untold_ends += 1
+                if program.counts_as_ended:
+                    self.growth.add_program(program.turns)
+                    found.append(program)
+        return found
+
+    def expect_again(self, program: Program) -> None:
+        """An overdue program goes on, here or elsewhere."""
+        if program.stage is Stage.OVERDUE:
+            self._untold_ends -= 1
+            if program.counts_as_ended:
+                self.growth.remove_program(program.turns)
+            program.counts_as_ended = False
+
+    def count_end(self, program: Program) -> None:
+        """The program has ended after `program.turns`, if it had any."""
+        if program.turns:
+            self._told_ends += program.stage is not Stage.OVERDUE
+            if not program.counts_as_ended:
+                self.growth.add_program(program.turns)
+
+    def idle_programs(self, now_s: float, idle_s: float, pinned: Container[ProgramId]) -> list[Program]:
         """Programs without a live turn or a pin: no turn for `idle_s`, or beyond max_programs."""
         surplus = len(self.records) - self.max_programs
-        found: list[ProgramId] = []
-        for program, entry in self.records.items():
-            if now_s - entry.seen_s < idle_s and len(found) >= surplus:
+        found: list[Program] = []
+        for program in self.records.values():
+            if now_s - program.seen_s < idle_s and len(found) >= surplus:
                 break
-            if not entry.live and program not in pinned:
+            if program.turn is None and program.id not in pinned:
                 found.append(program)
         return found
 
-    def check(self) -> None:
-        """Raise InvariantError unless each record is consistent."""
-        for entry in self.records.values():
-            if len(entry.live) > 1:
-                raise InvariantError(f"program {entry.id!r} has more than one live turn: {entry.live}")
-            if not entry.waiting <= entry.live:
-                raise InvariantError(f"program {entry.id!r}: waiting turns are not live: {entry.waiting}")
-        if (held := sum(len(entry.hashes) for entry in self.records.values())) != self._hashes:
-            raise InvariantError(f"block hashes({self._hashes}) != sum of programs({held})")
+    # answers ---------------------------------------------------------------
 
-    def _keep_hashes(self, entry: Program, hashes: array[int]) -> None:
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that all programs have now, also those in line; a head in use counts once."""
+        return self._own_tokens + self.heads.tokens
+
+    def check(self) -> None:
+        """Raise InvariantError unless each record is consistent and the sums are those of the records."""
+        programs = self.records.values()
+        for program in programs:
+            has_turn = program.stage in (Stage.IN_LINE, Stage.ACTIVE)
+            if (program.turn is not None) is not has_turn or program.is_waiting > has_turn:
+                raise InvariantError(f"program {program.id!r} is {program.stage.value}, turn {program.turn}")
+            if program.counted != (NOT_COUNTED if program.stage in UNCOUNTED else program.counted):
+                raise InvariantError(f"program {program.id!r} is {program.stage.value} and counted")
+        for name, summed, counted in (
+            ("context tokens", self._own_tokens, sum(p.counted.context_tokens for p in programs)),
+            ("started tokens", self.started_tokens, sum(p.counted.started_tokens for p in programs)),
+            ("active tokens", self.active_tokens, sum(p.counted.active_tokens for p in programs)),
+            ("head tokens", self.heads.tokens, sum(h.tokens for h in {p.counted.head for p in programs})),
+            ("block hashes", self._hashes, sum(len(p.hashes) for p in programs)),
+            ("one-turn programs", self.one_turn, sum(p.is_one_turn for p in programs)),
+            *((s.value, self.in_stage[s], sum(p.stage is s for p in programs)) for s in Stage),
+        ):
+            slack = 1.0 if isinstance(summed, float) else 0.0
+            if not math.isclose(summed, counted, rel_tol=1e-6, abs_tol=slack):
+                raise InvariantError(f"{name}({summed:.1f}) != sum of programs({counted:.1f})")
+
+    # -----------------------------------------------------------------------
+
+    def _counted(self, program: Program) -> Counted:
+        if program.stage in UNCOUNTED:
+            return NOT_COUNTED
+        if program.stage is Stage.IN_LINE:
+            return Counted(program.context_tokens)
+        own_tokens, is_active = program.own_tokens, program.stage is Stage.ACTIVE
+        # in its first tool gap a program has not shown that it returns: it counts with what it holds
+        grows = not program.is_one_turn and (is_active or program.turns != 1)
+        forecast = self.growth.forecast_tokens(own_tokens, program.turns) if grows else own_tokens
+        return Counted(own_tokens, forecast, forecast if is_active else 0.0, program.head)
+
+    def _is_away(self, until_s: float, name: ProgramId) -> bool:
+        """Whether the program has not come back since it was expected until then."""
+        program = self.records.get(name)
+        return program is not None and program.stage is Stage.AWAY and program.expected_until_s == until_s
+
+    def _end_turn(self, now_s: float, program: Program) -> None:
+        program.turn, program.is_waiting = None, False
+        self._touch(now_s, program)
+
+    def _keep_hashes(self, program: Program, hashes: array[int]) -> None:
         """The program has these now. Above MOST_HASHES half of all are dropped: so that is rare."""
-        self._hashes += len(hashes) - len(entry.hashes)
-        entry.hashes = hashes
+        self._hashes += len(hashes) - len(program.hashes)
+        program.hashes = hashes
         if self._hashes > MOST_HASHES:
             for idle in self.records.values():
                 if self._hashes <= MOST_HASHES // 2:
@@ -172,6 +239,9 @@ class ProgramTable:
                 self._hashes -= len(idle.hashes)
                 idle.hashes = no_hashes()
 
-    def _touch(self, now_s: float, entry: Program) -> None:
-        entry.seen_s = now_s
-        self.records.move_to_end(entry.id)
+    def _touch(self, now_s: float, program: Program) -> None:
+        program.seen_s = now_s
+        self.records.move_to_end(program.id)
+
+
+UNCOUNTED = (Stage.IDLE, Stage.OVERDUE)

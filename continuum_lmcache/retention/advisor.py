@@ -6,22 +6,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from continuum_lmcache.bounded_dict import BoundedDict
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts, TierSurvival
 from continuum_lmcache.retention.engine_stats import EvictionStats
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.retention.ttl_solver import CONTENDED_PRICE, IDLE_PRICE
-from continuum_lmcache.telemetry.events import EventBus, ProgramEnded, TurnArrived, TurnStarted
 from continuum_lmcache.tools.call_parser import likely_slowest
 from continuum_lmcache.tools.durations import MAX_GAP_S, ToolDurations
 from continuum_lmcache.types import (
-    MOST_PROGRAMS,
     NO_CALL,
     EngineLoad,
     FinishedTurn,
-    ProgramId,
     QueueEntry,
     Residency,
     Retention,
@@ -33,7 +29,7 @@ TYPICAL_TOKENS = 20_000  # at this context, reloading and computing are compared
 CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
 EXPECTED_GAPS = 4.0  # times its mean gap: after that a program is no longer expected back
 LEAST_EXPECTED_S = 10.0
-MOSTLY = 0.5  # of the programs that made a call
+MOST = 0.5  # of the programs that made a call
 LEAST_ETA = 0.5  # from here on programs that began earlier are near their end; tuned (LOG.md, 2026-11-24)
 COLD_GAP_S = 1.0  # without a known gap: Exp(1)'s mean, as in the paper's cold start
 
@@ -55,8 +51,6 @@ class RetentionAdvisor:
         self.history = EvictionStats()
         self.rates = CalibratedCosts(costs)
         self.survival = TierSurvival(capacity_tokens or {})
-        # what `gaps` and `history` have of programs that may come back: tool, turns and tenant
-        self._given_up: BoundedDict[ProgramId, tuple[ToolKey, int, str]] = BoundedDict(MOST_PROGRAMS)
 
     def is_priced(self, context_tokens: int, reload_s: float) -> bool:
         """Whether a pin of this context costs only while a turn waits for memory. Where a tier
@@ -82,7 +76,7 @@ class RetentionAdvisor:
         Of gaps that end after an exponential time or, in a share q of cases, never, one that has lasted
         ln((1 - q) / q) mean gaps is as likely to end as not.
         """
-        if self.returns_late(tool, tenant):
+        if self.keeps_no_memory(tool, tenant):
             return 0.0
         own = self.gaps.of(tenant)
         lost, gaps = own.lost_share(tool), EXPECTED_GAPS
@@ -90,18 +84,18 @@ class RetentionAdvisor:
             gaps = min(gaps, math.log((1.0 - lost) / lost))
         return max(LEAST_EXPECTED_S, gaps * (own.distribution(tool).mean_s or COLD_GAP_S))
 
-    def mostly_ends(self, tool: ToolKey, tenant: str = "") -> bool:
+    def is_usually_last(self, tool: ToolKey, tenant: str = "") -> bool:
         """Whether most programs that called `tool` did not return: an answer without a call, `submit`."""
-        return self.features.evict_ended_programs and self.gaps.of(tenant).lost_share(tool) > MOSTLY
+        return self.features.evict_ended_programs and self.gaps.of(tenant).lost_share(tool) > MOST
 
-    def returns_late(self, tool: ToolKey, tenant: str = "") -> bool:
+    def keeps_no_memory(self, tool: ToolKey, tenant: str = "") -> bool:
         """Whether no memory should be kept for a program that called `tool`: most programs end with it, or it
         is an answer and most people take longer than LEAST_EXPECTED_S to reply.
 
         A slow tool is no such case: where it returns the program has many turns left (LOG.md, 2026-11-26).
         """
         late_s = LEAST_EXPECTED_S if tool == NO_CALL else math.inf
-        is_late = self.gaps.of(tenant).longer_share(tool, late_s) > MOSTLY
+        is_late = self.gaps.of(tenant).longer_share(tool, late_s) > MOST
         return self.features.evict_ended_programs and is_late
 
     def favors_started(self) -> bool:
@@ -117,7 +111,7 @@ class RetentionAdvisor:
     def retain(self, turn: FinishedTurn, load: EngineLoad) -> Retention:
         """For how long this turn's KV should stay, never beyond max_ttl_s."""
         reload_s = self.rates.costs.reload_s(turn.residency, self.survival.chances())
-        if self.returns_late(turn.tool, turn.tenant):
+        if self.keeps_no_memory(turn.tool, turn.tenant):
             return Retention(0.0, self.config.policy, "returns-late", reload_s=reload_s)
         is_idle = self.is_priced(turn.context_tokens, reload_s) and not load.is_memory_short
         load = replace(
@@ -137,37 +131,15 @@ class RetentionAdvisor:
         slowest = self.gaps.slowest(calls)
         return slowest if self.gaps.exact(slowest).n else likely_slowest(calls)
 
-    def listen(self, events: EventBus) -> None:
-        events.subscribe(TurnArrived, self._learn_gap)
-        events.subscribe(TurnStarted, self._learn_delay)
-        events.subscribe(ProgramEnded, self._learn_length)
-
-    def _learn_gap(self, event: TurnArrived) -> None:
-        self._withdraw(event.program)
-        if event.gap_s is not None:
-            self.gaps.observe(event.tool, event.gap_s, event.tenant)
-
-    def _learn_delay(self, event: TurnStarted) -> None:
-        if not event.resumed:
-            self.history.observe_queue_delay(event.queue_delay_s, event.evicted)
-
-    def _learn_length(self, event: ProgramEnded) -> None:
-        if self._given_up.pop(event.program, None) is None:
-            self.history.observe_program(event.turns)
-
-    def give_up(self, program: ProgramId, tool: ToolKey, turns: int, tenant: str = "") -> None:
+    def count_overdue(self, tool: ToolKey, turns: int, tenant: str = "") -> None:
         """A program in a call of `tool` is not expected back: until it returns, it ended after `turns`."""
-        if program not in self._given_up:
-            self._given_up[program] = (tool, turns, tenant)
-            self.gaps.censor(tool, MAX_GAP_S, tenant)
-            self.history.observe_program(turns)
+        self.gaps.censor(tool, MAX_GAP_S, tenant)
+        self.history.observe_program(turns)
 
-    def _withdraw(self, program: ProgramId) -> None:
-        """It is back."""
-        if (given_up := self._given_up.pop(program, None)) is not None:
-            tool, turns, tenant = given_up
-            self.gaps.withdraw_censored(tool, MAX_GAP_S, tenant)
-            self.history.withdraw_program(turns)
+    def expect_again(self, tool: ToolKey, turns: int, tenant: str = "") -> None:
+        """A program of `count_overdue` goes on after all."""
+        self.gaps.withdraw_censored(tool, MAX_GAP_S, tenant)
+        self.history.withdraw_program(turns)
 
     def observe_return(self, left: Residency, found: Residency, context_tokens: int) -> None:
         """A program is back whose context the GPU has lost: learn what the tiers have kept of it."""

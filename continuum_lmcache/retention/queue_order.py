@@ -21,6 +21,6 @@ def pinned_first(entry: QueueEntry) -> Order:
         not entry.preempted,
         entry.overdue_s,
         not entry.pinned,
-        entry.place_s,
+        entry.queued_since_s,
         entry.turn_arrival_s,
     )

@@ -1,15 +1,13 @@
-"""Frozen events of programs, turns and pins, and their subscribers.
+"""What happened to programs, turns and pins, and what was decided: frozen values, in order.
 
-The owner of a piece of state publishes; recorder, metrics and trackers subscribe. No publisher calls them by
-name, and subscribers return nothing: the parts that decide are called directly. Times
-are on the engine's clock.
+The engine returns them. The scheduler carries out those that are decisions; the recorder and the metrics read
+the same list. Times are on the engine's clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from continuum_lmcache.programs.divergence import PrefixLoss
 from continuum_lmcache.types import Pin, PinEnd, ProgramId, Residency, Retention, ToolKey, TurnId
@@ -71,8 +69,39 @@ class TurnFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class ProgramEnded:
+    """A program ended or was dropped. `turns`: how many it had."""
+
+    now_s: float
+    program: ProgramId
+    turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixLost:
+    """A returning program found less than its last turn left."""
+
+    now_s: float
+    program: ProgramId
+    turn: TurnId
+    loss: PrefixLoss
+
+
+# decisions, which the scheduler carries out --------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A program in line may start: its turn takes its place in the queue."""
+
+    now_s: float
+    program: ProgramId
+    turn: TurnId
+
+
+@dataclass(frozen=True, slots=True)
 class PinTaken:
-    """A finished turn's blocks stay on the GPU."""
+    """Hold a reference on each of a finished turn's blocks."""
 
     now_s: float
     pin: Pin
@@ -93,46 +122,34 @@ class PinRenewed:
 
 @dataclass(frozen=True, slots=True)
 class PinReleased:
-    """A pin ended."""
+    """A pin ended: drop its references, the last block's first, so that the prefix is evicted last."""
 
     now_s: float
     program: ProgramId
     why: PinEnd
+    block_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramEnded:
-    """A program ended or was dropped. `turns`: how many it had."""
-
-    now_s: float
-    program: ProgramId
-    turns: int
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixLost:
-    """A returning program found less than its last turn left."""
+class EvictFirst:
+    """The KV of the turn's own tokens, after its first `shared_tokens`, is hardly needed again."""
 
     now_s: float
     program: ProgramId
     turn: TurnId
-    loss: PrefixLoss
+    shared_tokens: int
 
 
-E = TypeVar("E")
-
-
-class EventBus:
-    """Calls the subscribers of an event's type, in the order in which they subscribed."""
-
-    def __init__(self) -> None:
-        self._subscribers: dict[type[Any], list[Callable[[Any], None]]] = {}
-
-    def subscribe(self, kind: type[E], listener: Callable[[E], None]) -> None:
-        """Have `listener` called with every event of this type."""
-        self._subscribers.setdefault(kind, []).append(listener)
-
-    def publish(self, event: object) -> None:
-        """Call all subscribers of this type."""
-        for listener in self._subscribers.get(type(event), ()):
-            listener(event)
+Event = (
+    TurnArrived
+    | TurnStarted
+    | TurnPreempted
+    | TurnFinished
+    | PrefixLost
+    | ProgramEnded
+    | Start
+    | PinTaken
+    | PinRenewed
+    | PinReleased
+    | EvictFirst
+)

@@ -47,13 +47,11 @@ class EventRecorder:
     def __post_init__(self) -> None:
         self._missing = BoundedDict(self.max_events)
 
-    def listen(self, events: event_types.EventBus) -> None:
-        for kind in RECORDED:
-            events.subscribe(kind, self.record)
-
-    def record(self, event: Any) -> None:
-        """Record one event of events.py, under the public prototype's name for it."""
-        RECORDED[type(event)](self, event)
+    def record(self, event: event_types.Event) -> None:
+        """Record one event of events.py, under the public prototype's name for it. Some have none."""
+        write = RECORDED.get(type(event))
+        if write is not None:
+            write(self, event)
 
     def _arrived(self, e: event_types.TurnArrived) -> None:
         self._add(e, "Request_arrival_time", e.turn, prompt_length=e.prompt_tokens)

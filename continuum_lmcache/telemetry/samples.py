@@ -9,7 +9,7 @@ import re
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from continuum_lmcache.telemetry.events import EventBus, PrefixLost, TurnArrived, TurnFinished, TurnStarted
+from continuum_lmcache.telemetry.events import Event, PrefixLost, TurnArrived, TurnFinished, TurnStarted
 from continuum_lmcache.types import ToolKey
 
 MOST_SAMPLES = 2_000  # kept until the next report; a step ends far fewer turns
@@ -60,11 +60,17 @@ class MetricSamples:
     lost_tokens: Counter[str] = field(default_factory=Counter)
     _samples: dict[str, deque[tuple[str, float]]] = field(default_factory=dict)
 
-    def listen(self, events: EventBus) -> None:
-        events.subscribe(TurnArrived, self._arrived)
-        events.subscribe(TurnStarted, self._started)
-        events.subscribe(TurnFinished, self._finished)
-        events.subscribe(PrefixLost, self._lost)
+    def add(self, event: Event) -> None:
+        """Take what the metrics show of the event."""
+        match event:
+            case TurnArrived():
+                self._arrived(event)
+            case TurnStarted():
+                self._started(event)
+            case TurnFinished():
+                self._finished(event)
+            case PrefixLost():
+                self._lost(event)
 
     def _arrived(self, event: TurnArrived) -> None:
         if event.gap_s is not None:

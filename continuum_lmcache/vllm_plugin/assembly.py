@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from continuum_lmcache import __version__
 from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.engine import Engine
 from continuum_lmcache.errors import ProfileError
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.telemetry.recorder import EventRecorder
+from continuum_lmcache.telemetry.samples import MetricSamples
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
 from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
 from continuum_lmcache.vllm_plugin.hooks.engine_args import TOOL_PARSER
+from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
+from continuum_lmcache.vllm_plugin.step_timer import StepTimer
 from continuum_lmcache.vllm_plugin.tool_calls import ToolCallReader
-from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
 logger = init_logger("vllm.continuum_lmcache")
 JOIN_S = 5.0  # how long the engine's end waits for the disk
@@ -39,10 +43,17 @@ JOIN_S = 5.0  # how long the engine's end waits for the disk
 class EngineParts:
     """One engine's parts, and the files that outlive it."""
 
-    lifecycle: TurnLifecycle
+    engine: Engine
+    residency: ResidencyLookup
+    blocks: GpuBlocks
+    step_timer: StepTimer
+    tool_calls: ToolCallReader
+    recorder: EventRecorder
     durations: ToolDurations
     durations_path: Path | None
     recording: RecordingWriter | None
+    samples: MetricSamples = field(default_factory=MetricSamples)
+    ignored: Counter[str] = field(default_factory=Counter)  # fields of requests, by name
     _saving: threading.Lock = field(default_factory=threading.Lock)  # an older save must not end last
 
     def save(self) -> None:
@@ -89,17 +100,16 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     tokenizer = getattr(scheduler.structured_output_manager, "tokenizer", None)
     told = vars(scheduler.vllm_config.scheduler_config)
     tool_calls = ToolCallReader(tokenizer, *(told.get(name, "") for name in TOOL_PARSER))
-    lifecycle = TurnLifecycle(
+    pool = scheduler.kv_cache_manager.block_pool
+    engine = Engine(
         advisor,
-        recorder,
-        scheduler.kv_cache_manager,
-        scheduler.hash_block_size,
+        pool.num_gpu_blocks,
         scheduler.block_size,
-        tool_calls,
-        residency,
+        scheduler.hash_block_size,
+        residency.has_tiers,
     )
-    if recording is not None:
-        recorder.listen(lifecycle.events)
+    blocks = GpuBlocks(scheduler.kv_cache_manager, scheduler.block_size)
+    step_timer = StepTimer(advisor.rates, residency)
     logger.info("KV below the GPU: %s", residency.mode)
     logger.info("tool calls are read by %s", tool_calls.source)
     if not residency.times_loads:
@@ -107,8 +117,9 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
             "the KV connector %s does not report where KV is: TTLs are computed as if it stored none",
             type(scheduler.connector).__name__,
         )
-    residency.store.set_load_selector(lifecycle.load_policy.tokens_to_load)
-    parts = EngineParts(lifecycle, advisor.gaps, durations_path, recording)
+    residency.store.set_load_selector(engine.load_policy.tokens_to_load)
+    files = (recorder, advisor.gaps, durations_path, recording)
+    parts = EngineParts(engine, residency, blocks, step_timer, tool_calls, *files)
     if (recording is not None or durations_path is not None) and owns_process():
         save_on_signals(parts)
     return parts

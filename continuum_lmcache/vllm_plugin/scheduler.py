@@ -31,13 +31,12 @@ from vllm.v1.request import Request, RequestStatus
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
-from continuum_lmcache.vllm_plugin.assembly import EngineParts, build_parts
+from continuum_lmcache.vllm_plugin.assembly import build_parts
 from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, weight_updates
 from continuum_lmcache.vllm_plugin.hooks.idle_timer import IdleTimer
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import MetricsDelta
-from continuum_lmcache.vllm_plugin.memory.pin_renewal import PinRenewal
 from continuum_lmcache.vllm_plugin.memory.reclaim import PinReclaimer
-from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
+from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
 from continuum_lmcache.vllm_plugin.waiting_queue import ProgramQueue
 
 REPORT_EVERY_S = 0.5  # more often than any scrape; gathering and sending the figures costs 0.1 ms
@@ -55,12 +54,11 @@ class ContinuumMixin(Scheduler):
         transfer = self.vllm_config.kv_transfer_config
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         config = ContinuumConfig.load(extra, os.environ)
-        self._parts: EngineParts = build_parts(self, config, self.clock())
-        self._lifecycle: TurnLifecycle = self._parts.lifecycle
-        lifecycle, advisor = self._lifecycle, self._lifecycle.advisor
-        self._turns, self._pins = lifecycle.turns, lifecycle.pins
-        self._step_timer, self._load_policy = lifecycle.step_timer, lifecycle.load_policy
-        self._metrics_delta = MetricsDelta(lifecycle)
+        self._parts = parts = build_parts(self, config, self.clock())
+        self._engine, self._step_timer = parts.engine, parts.step_timer
+        self._turns, self._pins, advisor = self._engine.turns, self._engine.pins, self._engine.advisor
+        self._events = events = TurnEvents(parts)
+        self._metrics_delta = MetricsDelta(parts)
         self._report_at_s = -math.inf
         self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
         self._decodes_first = advisor.features.measured_chunk
@@ -68,21 +66,11 @@ class ContinuumMixin(Scheduler):
         self._prompts_last = False  # among the running ones, in this step
         self._had_prompts = False  # in the last step; without them the requests need no check
         self._idle_timer: IdleTimer | None = None
-        self._renewal = PinRenewal(lifecycle.programs, self._pins, advisor, lifecycle.engine_load)
         self._running_changed = False
         self._report_due = False  # an idle engine's gauges are out of date
-        self._reclaimer = PinReclaimer(
-            self,
-            lifecycle.programs,
-            self._turns,
-            self._pins,
-            lifecycle.blocks,
-            lifecycle,
-            lambda: self.clock(),
-            config.pin_reclaim_after_s,
-        )
+        self._reclaimer = PinReclaimer(self, parts, events, lambda: self.clock(), config.pin_reclaim_after_s)
         self._queues = {
-            n: ProgramQueue(lifecycle.queue_key, self._reclaimer.on_waiting_peeked)
+            n: ProgramQueue(events.queue_key, self._reclaimer.on_waiting_peeked)
             for n, q in vars(self).items()
             if isinstance(q, RequestQueue)
         }
@@ -93,11 +81,8 @@ class ContinuumMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         now_s = self.clock()
         self._report_due = False
-        self._lifecycle.admit(now_s, bool(self.running), any(self._queues.values()))
-        self._renewal.renew_due(now_s)  # after admit: a program that starts at once waits for no pin
-        if self._pins.pinned:
-            self._lifecycle.expire(now_s)
-        self._lifecycle.refresh(now_s)
+        is_queued, prompt_share = any(self._queues.values()), self._step_timer.prompt_share
+        self._events.step(now_s, bool(self.running), is_queued, prompt_share)
         self._choose_chunk()
         self._reorder()
         self._reclaimer.on_step_start()
@@ -143,14 +128,13 @@ class ContinuumMixin(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         now_s = self.clock()
         for new in scheduler_output.scheduled_new_reqs:
-            self._lifecycle.on_first_run(now_s, self.requests[new.req_id])
+            self._events.ran(now_s, self.requests[new.req_id])
             self._running_changed = True
         if scheduler_output.scheduled_cached_reqs.resumed_req_ids:
             self._running_changed = True
-        for turn_id in scheduler_output.preempted_req_ids or ():
-            self._lifecycle.on_preemption(now_s, TurnId(turn_id))
+        self._events.preempted(now_s, scheduler_output.preempted_req_ids or ())
         if self._turns.preempted:
-            self._lifecycle.on_resume(now_s, scheduler_output.num_scheduled_tokens, self.requests)
+            self._events.resumed(now_s, scheduler_output.num_scheduled_tokens, self.requests)
         tokens, total = scheduler_output.num_scheduled_tokens, scheduler_output.total_num_scheduled_tokens
         self._had_prompts = total > len(tokens)
         turns, decodes = self._decoding(tokens) if self._had_prompts else (len(tokens), total)
@@ -169,7 +153,8 @@ class ContinuumMixin(Scheduler):
     ) -> Any:
         now_s = self.clock()
         if self._turns.without_token:  # before: a turn of one step ends in the next line
-            self._turns.on_output(now_s, model_runner_output)
+            places = model_runner_output.req_id_to_index
+            self._turns.on_output(now_s, places, model_runner_output.sampled_token_ids)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._step_timer.on_step(now_s, scheduler_output)  # after: the step's transfers are known now
         return outputs
@@ -181,7 +166,7 @@ class ContinuumMixin(Scheduler):
         if not self.requests:  # the first step after an idle time has nothing new to report
             self._report_at_s = now_s + REPORT_EVERY_S
         if request.request_id not in self.requests:
-            self._lifecycle.on_arrival(now_s, request)
+            self._events.arrived(now_s, request)
         else:  # a further piece of a streamed input, for which the session's place may have waited
             self._turns.to_rekey.add(TurnId(request.request_id))
             if not request.resumable and (turn := self._turns.get(TurnId(request.request_id))) is not None:
@@ -189,9 +174,9 @@ class ContinuumMixin(Scheduler):
         super().add_request(request)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._lifecycle.on_finish(self.clock(), request)
+        self._events.ended(self.clock(), request)
         freed = super()._free_request(request, *args, **kwargs)
-        self._lifecycle.on_freed()
+        self._parts.blocks.evict_first()
         return freed
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
@@ -241,13 +226,14 @@ class ContinuumMixin(Scheduler):
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         self._report_due |= bool(self._pins.pinned)
-        self._lifecycle.release_all(self.clock())
+        self._events.release_all_pins(self.clock())
         return super().reset_prefix_cache(*args, **kwargs)
 
     def on_new_weights(self) -> None:
         """Nobody may find KV of the old weights any more. Running requests go on with theirs, as in vLLM."""
         self._report_due |= bool(self._pins.pinned)
-        self._lifecycle.on_new_weights(self.clock())
+        self._events.release_all_pins(self.clock())
+        self._parts.blocks.forget_all()
         for request in self.requests.values():
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:  # compute what the load brings
                 request.num_computed_tokens = 0
@@ -255,7 +241,7 @@ class ContinuumMixin(Scheduler):
         self.reset_connector_cache()
 
     def shutdown(self) -> None:
-        self._lifecycle.release_all(self.clock())
+        self._events.release_all_pins(self.clock())
         self._parts.close()
         if self._idle_timer is not None:
             self._idle_timer.close()

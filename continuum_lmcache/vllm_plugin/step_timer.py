@@ -13,10 +13,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from continuum_lmcache.admission.prefill_chunk import StepTimes
 from continuum_lmcache.admission.prefill_share import PrefillShare
+from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.types import TurnId
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
-from continuum_lmcache.vllm_plugin.requests import TurnState
 
 LEAST_PREFILL_TOKENS = 128  # a step with fewer shows little of the prefill curve
 LEAST_PREFILL_SHARE = 0.9  # of a step's tokens: decoding is limited by other things
@@ -40,7 +40,7 @@ class StepTimer:
         self._last_s = 0.0
         self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for an untimed load
 
-    def on_run(self, turn: TurnState) -> None:
+    def on_run(self, turn: Turn) -> None:
         """The step that was just scheduled has this turn, for the first time or again."""
         if turn.loaded_tokens and not self._residency.times_loads:
             self._untimed.add(turn.id)

@@ -155,9 +155,9 @@ class Ours:
     def _report(self, now_s: float, replica: Replica) -> None:
         """From the figures that a replica has on Ray Serve. A slow replica does not report its speed."""
         programs = self._programs.setdefault(replica.index, ReplicaPrograms(most=100_000))
-        lifecycle = getattr(replica.scheduler, "_lifecycle", None)
-        curve = UNMEASURED.prefill if lifecycle is None else lifecycle.advisor.rates.costs.prefill
-        wait_s = programs.wait_s(now_s, curve, later_first=lifecycle is not None)
+        engine = getattr(replica.scheduler, "_engine", None)
+        curve = UNMEASURED.prefill if engine is None else engine.advisor.rates.costs.prefill
+        wait_s = programs.wait_s(now_s, curve, later_first=engine is not None)
         requests = replica.running + replica.waiting
         report = ReplicaReport(ReplicaId(str(replica.index)), now_s, requests, wait_s, curve)
         self.fleet.on_report(now_s, report, programs.changes(now_s))

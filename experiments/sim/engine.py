@@ -212,9 +212,9 @@ class Engine:
         return math.inf if due_s is None else due_s
 
     @property
-    def _pin_table(self) -> PinTable[Any] | None:
-        lifecycle = getattr(self.scheduler, "_lifecycle", None)  # a stock scheduler has none
-        return lifecycle.pins if lifecycle is not None else None
+    def _pin_table(self) -> PinTable | None:
+        engine = getattr(self.scheduler, "_engine", None)  # a stock scheduler has none
+        return engine.pins if engine is not None else None
 
     def check(self) -> None:
         """Raise InvariantError unless all blocks and pins were released."""

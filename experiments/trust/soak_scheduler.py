@@ -27,10 +27,10 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.admission.shared_prefixes import MOST_HEADS
+from continuum_lmcache import engine
 from continuum_lmcache.programs.end_claims import MAX_CLAIMS
+from continuum_lmcache.programs.shared_prefixes import MOST_HEADS
 from continuum_lmcache.retention.engine_stats import QUEUE_WINDOW
-from continuum_lmcache.vllm_plugin import turn_lifecycle
 from experiments.sim.agents import Agents
 from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.engine import Simulation
@@ -49,24 +49,22 @@ WARM_S = 2400.0  # idle programs are forgotten, and every CDF window is full
 SLACK = 1.25  # the last quarter's peak over the first one's after the warm-up
 SMALL = 32  # entries; growth in smaller containers may be noise
 LIMITS = {  # bounds that two hours do not reach, or reach by chance
-    ".end_claims._by_program": MAX_CLAIMS,
-    "._shared_prefixes._heads": MOST_HEADS,
-    ".advisor.history._delays_s": QUEUE_WINDOW,
+    ".engine.end_claims.ended": MAX_CLAIMS,
+    ".engine._shared_prefixes._heads": MOST_HEADS,
+    ".engine.advisor.history._delays_s": QUEUE_WINDOW,
 }
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
 TOOLS = ("bash", "python")
 OUR_CONTAINERS = (dict, list, set, frozenset, tuple, deque)
 SHOWN = {
-    "programs": ".programs.records",
-    "pins' deadlines (heap)": ".pins._deadlines",
-    "live turns": ".turns",
-    "programs admitted": ".admission.admitted",
-    "programs that wait to start": ".admission.pending",
-    "admission's line (heap)": ".admission._line",
-    "programs in a tool gap (heap)": ".admission._absent",
-    "finished turns by hash (prompt linker)": "._prompt_linker._turns",
-    "ended programs remembered": ".end_claims._by_program",
-    "shared heads": "._shared_prefixes._heads",
+    "programs": ".engine.programs.records",
+    "pins' deadlines (heap)": ".engine.pins._deadlines",
+    "live turns": ".engine.turns",
+    "admission's line (heap)": ".engine.admission._line",
+    "programs in a tool gap (heap)": ".engine.programs._away",
+    "finished turns by hash (prompt linker)": ".engine._linker._turns",
+    "ended programs remembered": ".engine.end_claims.ended",
+    "shared heads": ".engine._shared_prefixes._heads",
 }
 SETUP = Setup(
     policy="continuum",
@@ -104,11 +102,11 @@ def turns(rng: random.Random) -> list[TurnSpec]:
     return [*specs[:-1], replace(specs[-1], gap_s=None)]
 
 
-def tables(lifecycle: Any) -> Counter[str]:
+def tables(parts: Any) -> Counter[str]:
     """Entries of every container that our objects hold, by the path to it; a table's own, summed."""
     found: Counter[str] = Counter()
     seen: set[int] = set()
-    todo: deque[tuple[str, Any]] = deque([("", lifecycle)])
+    todo: deque[tuple[str, Any]] = deque([("", parts)])
     while todo:
         path, thing = todo.popleft()
         if id(thing) in seen:
@@ -141,7 +139,7 @@ class Soak(Simulation):
         super()._pass_time()
         now_s = self.clock.now_s
         if not self.samples or now_s - self.samples[-1][0] >= SAMPLE_S:
-            self.samples.append((now_s, tables(self.engines[0].scheduler._lifecycle)))
+            self.samples.append((now_s, tables(self.engines[0].scheduler._parts)))
 
 
 def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
@@ -149,12 +147,12 @@ def soak(seconds: float, every_s: float, setup: Setup = SETUP) -> Soak:
     load = programs(seconds, every_s)
     clock = VirtualClock()
     with ExitStack() as until, virtual_time(clock):
-        until.enter_context(patch.object(turn_lifecycle, "MOST_PROGRAMS", MAX_PROGRAMS))
+        until.enter_context(patch.object(engine, "MOST_PROGRAMS", MAX_PROGRAMS))
         folder = until.enter_context(TemporaryDirectory())
         setup = replace(setup, continuum={**setup.continuum, "run_output_dir": folder})
         longest = max(p.context_tokens for p in load)
         scheduler: Any = build_scheduler(setup, clock, longest + 1, until)
-        scheduler._lifecycle.recorder.max_events = RECORDED_EVENTS
+        scheduler._parts.recorder.max_events = RECORDED_EVENTS
         until.callback(scheduler.shutdown)
         run = Soak(partial(Agents, load), setup, [scheduler], clock)
         run.run()

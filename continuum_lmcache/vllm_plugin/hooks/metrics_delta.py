@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from continuum_lmcache.programs.program import Stage
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
 from continuum_lmcache.types import PinEnd
+from continuum_lmcache.vllm_plugin.assembly import EngineParts
 from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, MetricsPayload
-
-if TYPE_CHECKING:
-    from continuum_lmcache.vllm_plugin.turn_lifecycle import TurnLifecycle
 
 Totals = dict[str, dict[str, float]]  # by metric (prometheus.py), then by its label
 # reading an enum's value takes longer than a dict lookup
@@ -24,13 +21,13 @@ class MetricsDelta:
     must be reported once: a total would be counted by each API server that gets one.
     """
 
-    def __init__(self, lifecycle: TurnLifecycle) -> None:
-        self._lifecycle, self._samples = lifecycle, lifecycle.samples
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
         self._before: Totals = {}
 
     def delta(self) -> MetricsPayload:
         """The changes since the last call."""
-        now, before = totals_of(self._lifecycle), self._before
+        now, before = totals_of(self._parts), self._before
         changed: MetricsPayload = {}
         for key, figures in now.items():
             old = before.get(key, {})
@@ -45,32 +42,32 @@ class MetricsDelta:
             if moved:
                 changed[key] = moved
         self._before = now
-        return {**changed, **self._samples.take_samples()}
+        return {**changed, **self._parts.samples.take_samples()}
 
 
-def totals_of(lifecycle: TurnLifecycle) -> Totals:
+def totals_of(parts: EngineParts) -> Totals:
     """All figures of the engine now."""
-    pins, residency, advisor = lifecycle.pins, lifecycle.residency, lifecycle.advisor
-    admission, samples, history = lifecycle.admission, lifecycle.samples, advisor.history
+    engine, residency, samples = parts.engine, parts.residency, parts.samples
+    pins, programs, advisor = engine.pins, engine.programs, engine.advisor
     ends: dict[str, float] = {name: pins.outcomes[outcome] for outcome, name in OUTCOMES.items()}
     return {
         "pins": {"taken": pins.taken, **ends},
         "refused": REFUSALS | pins.refused,
         "ttl_decisions": dict(samples.decisions),
-        "ignored": dict(lifecycle.ignored),
+        "ignored": dict(parts.ignored),
         "pinned_blocks": {"": pins.pinned_blocks},
-        "programs": {"": len(lifecycle.programs.records)},
+        "programs": {"": len(programs.records) - programs.one_turn},
         "store_up": {"": float(residency.is_up)},
         "store_mode": {residency.mode: 1.0},
-        "load_decisions": dict(lifecycle.load_policy.counts),
+        "load_decisions": dict(engine.load_policy.counts),
         "policy": {advisor.config.policy: 1.0},
         "tier_capacity": {t.value: n for t, n in residency.capacity_tokens().items()},
         **residency.totals(),
         **rate_totals(advisor.rates),
-        "delay": {"": history.queue_delay_s},
-        "held": {"": len(admission.pending)},
-        "working_set": {"": admission.context_tokens},
-        "gpu_capacity": {"": lifecycle.kv_tokens},
+        "delay": {"": advisor.history.queue_delay_s},
+        "held": {"": programs.in_stage[Stage.IN_LINE]},
+        "working_set": {"": programs.context_tokens},
+        "gpu_capacity": {"": engine.kv_tokens},
         "lost_returns": dict(samples.lost_returns),
         "lost_tokens": dict(samples.lost_tokens),
     }

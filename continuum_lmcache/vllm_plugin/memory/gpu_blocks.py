@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -44,27 +44,29 @@ class GpuBlocks:
         )
         self.tokens_per_block = self._ended_tokens / max(self._ended_blocks, 1.0)
 
-    def pinnable(self, request_id: str, tokens: int) -> list[KVCacheBlock]:
-        """The full, hashed blocks of the request's first `tokens`, head first: what a next turn could hit.
+    @property
+    def kv_tokens(self) -> int:
+        """How many tokens' KV the GPU holds."""
+        return int(self._pool.num_gpu_blocks * self.tokens_per_block)
+
+    def pinnable(self, request_id: str, tokens: int) -> list[int]:
+        """The ids of the request's full, hashed blocks in its first `tokens`, head first: what a next turn
+        could hit.
 
         All blocks for models with more than one kind of KV, where a block's number does not give its tokens.
         """
         groups = self._manager.get_blocks(request_id).blocks
         if len(groups) == 1:
             groups = (groups[0][: tokens // self._block_tokens],)
-        return [b for group in groups for b in group if b._block_hash is not None and not b.is_null]
+        return [b.block_id for group in groups for b in group if b._block_hash is not None and not b.is_null]
 
-    def numbers(self, blocks: list[KVCacheBlock]) -> list[int]:
-        """By which a block is told that several pins hold."""
-        return [block.block_id for block in blocks]
-
-    def hold(self, blocks: list[KVCacheBlock]) -> None:
+    def hold(self, block_ids: Sequence[int]) -> None:
         """Add a reference to each; they are in use, or were freed in this call."""
-        self._pool.touch(blocks)
+        self._pool.touch([self._pool.blocks[i] for i in block_ids])
 
-    def release(self, blocks: list[KVCacheBlock]) -> None:
+    def release(self, block_ids: Sequence[int]) -> None:
         """Remove a reference from each, tail first: the tail is evicted first, the prefix last."""
-        self._pool.free_blocks(reversed(blocks))
+        self._pool.free_blocks([self._pool.blocks[i] for i in reversed(block_ids)])
 
     def note_ended(self, request_id: str, shared_tokens: int) -> None:
         """The request ends its program: its own blocks after its first `shared_tokens` should go first.
@@ -97,28 +99,29 @@ class GpuBlocks:
             live = (request_id for request_id, blocks in manager.req_to_blocks.items() if blocks)
             manager.num_cached_block.update(dict.fromkeys(live, sys.maxsize))  # all are cached, as it were
 
-    def is_used_by(self, request_id: str, held: list[KVCacheBlock]) -> bool:
+    def is_used_by(self, request_id: str, block_ids: Sequence[int]) -> bool:
         """Whether the request uses any of these blocks."""
         groups = self._manager.get_blocks(request_id).blocks
-        if held and groups[0] and groups[0][0] is held[0]:  # usually
+        if block_ids and groups[0] and groups[0][0].block_id == block_ids[0]:  # usually
             return True
         mine = {b.block_id for group in groups for b in group}
-        return any(b.block_id in mine for b in held)
+        return any(block_id in mine for block_id in block_ids)
 
-    def can_free(self, pins: Iterable[list[KVCacheBlock]], wanted_blocks: int) -> bool:
+    def can_free(self, pins: Iterable[Sequence[int]], wanted_blocks: int) -> bool:
         """Whether this many blocks would become free if all these pins were released.
 
         Called in each step that refuses a request: it stops at the pin that completes the number.
         """
         counts: Counter[int] = Counter()
-        freed = 0
-        for blocks in pins:
-            for block in blocks:
-                if block.ref_cnt == 1:
+        freed, blocks = 0, self._pool.blocks
+        for block_ids in pins:
+            for block_id in block_ids:
+                ref_cnt = blocks[block_id].ref_cnt
+                if ref_cnt == 1:
                     freed += 1
                     continue
-                counts[block.block_id] += 1
-                freed += counts[block.block_id] == block.ref_cnt
+                counts[block_id] += 1
+                freed += counts[block_id] == ref_cnt
             if freed >= wanted_blocks:
                 return True
         return freed >= wanted_blocks

@@ -14,35 +14,19 @@ then freed on trial, and taken back if the request does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache.programs.table import ProgramTable
-from continuum_lmcache.retention.pin_table import PinTable
-from continuum_lmcache.types import Pin, PinEnd, TurnId
-from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
-from continuum_lmcache.vllm_plugin.requests import TurnTable
+from continuum_lmcache.types import Pin, TurnId
+from continuum_lmcache.vllm_plugin.assembly import EngineParts
+from continuum_lmcache.vllm_plugin.turn_events import TurnEvents
 
 Allocate = Callable[..., KVCacheBlocks | None]
-
-
-class AllocationListener(Protocol):
-    """Called when waiting requests get their blocks, and asked for their order."""
-
-    def queue_key(self, request: Request) -> tuple[Any, ...]:
-        """A waiting request's place in the queue: the smallest is first."""
-
-    def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
-        """A request got its blocks; these tokens of its prompt were found on the GPU, these are loaded."""
-
-    def on_load_done(self, request: Request) -> None:
-        """A request got the rest of its blocks, after an asynchronous load."""
 
 
 class PinReclaimer:
@@ -57,17 +41,14 @@ class PinReclaimer:
     def __init__(
         self,
         scheduler: Scheduler,
-        programs: ProgramTable,
-        turns: TurnTable,
-        pins: PinTable[KVCacheBlock],
-        blocks: GpuBlocks,
-        listener: AllocationListener,
+        parts: EngineParts,
+        events: TurnEvents,
         clock: Callable[[], float],
         reclaim_after_s: float,
     ) -> None:
         self._scheduler, self._clock, self._reclaim_after_s = scheduler, clock, reclaim_after_s
-        self._programs, self._turns, self._pins, self._blocks = programs, turns, pins, blocks
-        self._listener = listener
+        engine, self._blocks, self._events = parts.engine, parts.blocks, events
+        self._programs, self._turns, self._pins = engine.programs, engine.turns, engine.pins
         self._manager = scheduler.kv_cache_manager
         self._stock = self._manager.allocate_slots
         self._block_size = scheduler.block_size
@@ -132,11 +113,11 @@ class PinReclaimer:
         if turn := self._turns.get(turn_id):
             turn.refused_s = None  # if it is preempted, its time begins again
         if request.num_computed_tokens:  # blocks for the rest, after an asynchronous load
-            self._listener.on_load_done(request)
+            self._events.on_load_done(request)
         else:
             hits = kwargs.get("num_new_computed_tokens", 0)
             loads = kwargs.get("num_external_computed_tokens", 0)
-            self._listener.on_allocated(request, hits, loads)
+            self._events.on_allocated(request, hits, loads)
 
     def _reclaim(
         self, request: Request, num_new_tokens: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -149,30 +130,29 @@ class PinReclaimer:
         need = self._missing_blocks(request, num_new_tokens, kwargs)
         wanted = need - self._blocks.free_count()
         most = sum(victim.blocks for victim in victims)  # at least as many as would become free
-        held = (self._pins.blocks(victim.program) for victim in victims)
-        if wanted > most or not self._blocks.can_free(held, wanted):
+        pinned = (victim.block_ids for victim in victims)
+        if wanted > most or not self._blocks.can_free(pinned, wanted):
             return None
         return self._release_until_fits(
-            now_s, victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs)
+            victims, need, lambda: self._stock(request, num_new_tokens, *args, **kwargs)
         )
 
     def _release_until_fits(
-        self, now_s: float, victims: list[Pin], need: int, allocate: Callable[[], KVCacheBlocks | None]
+        self, victims: list[Pin], need: int, allocate: Callable[[], KVCacheBlocks | None]
     ) -> KVCacheBlocks | None:
-        """Release pins one by one until the request fits; all or nothing."""
-        pins, freed = self._pins, []
+        """Free pins' blocks one pin after the other until the request fits; else hold them all again."""
+        freed: list[Pin] = []
         for victim in victims:
-            pins.free_on_trial(victim.program)
-            freed.append(victim.program)
+            self._blocks.release(victim.block_ids)
+            freed.append(victim)
             if self._blocks.free_count() < need:
                 continue
             blocks = allocate()
             if blocks is not None:
-                for program in freed:
-                    pins.release(now_s, program, PinEnd.RECLAIMED)
+                self._events.on_reclaimed(self._clock(), [pin.program for pin in freed])
                 return blocks
-        for program in reversed(freed):
-            pins.end_trial(program)
+        for pin in reversed(freed):
+            self._blocks.hold(pin.block_ids)
         return None
 
     def _may_reclaim(self, now_s: float, request: Request) -> bool:
@@ -199,7 +179,7 @@ class PinReclaimer:
     def _victims(self, request: Request) -> list[Pin]:
         """Latest-arrived programs first; the request's own program, whose prefix it may hit, at the end."""
         turn = self._turns.get(TurnId(request.request_id))
-        mine = turn.program if turn is not None else None
+        mine = turn.program.id if turn is not None else None
         victims = self._pins.victims(mine)
         own = self._pins.pinned.get(mine) if mine is not None else None
         return victims + ([own] if own is not None else [])
@@ -211,16 +191,17 @@ class PinReclaimer:
         if turn is None:
             return []
         programs = self._programs.records
-        if not any(programs[program].live for program in self._pins.pinned):
+        if all(programs[program].turn is None for program in self._pins.pinned):
             return []  # before all pins are sorted, in each step of a blocked queue
-        others = self._pins.victims(turn.program)
-        key = self._listener.queue_key(request)
-        return [pin for pin in others if self._waits_behind(key, programs[pin.program].live)]
+        others = self._pins.victims(turn.program.id)
+        key = self._events.queue_key(request)
+        return [pin for pin in others if self._waits_behind(key, programs[pin.program].turn)]
 
-    def _waits_behind(self, key: tuple[Any, ...], others: Iterable[TurnId]) -> bool:
-        """Whether one of these turns waits too, later in the queue than that key."""
-        key_of, requests = self._listener.queue_key, self._scheduler.requests
-        return any(key_of(requests[other]) > key for other in others if self._turns.is_waiting(other))
+    def _waits_behind(self, key: tuple[Any, ...], other: TurnId | None) -> bool:
+        """Whether this turn waits too, later in the queue than that key."""
+        if other is None or not self._turns.is_waiting(other):
+            return False
+        return self._events.queue_key(self._scheduler.requests[other]) > key
 
     def _missing_blocks(self, request: Request, num_new_tokens: int, kwargs: dict[str, Any]) -> int:
         """A lower bound of the free blocks that the request needs, without its prefix hits.

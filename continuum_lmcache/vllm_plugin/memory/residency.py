@@ -11,9 +11,9 @@ from typing import Any
 
 from vllm.v1.request import Request
 
+from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency, Tier
-from continuum_lmcache.vllm_plugin.requests import TurnState
 
 
 class ResidencyLookup:
@@ -36,7 +36,7 @@ class ResidencyLookup:
         hit = self._tier_hit(request, tokens)
         return Residency(0, hit.dram_tokens, hit.ssd_tokens, tokens)
 
-    def served_from(self, request: Request, turn: TurnState) -> Residency:
+    def served_from(self, request: Request, turn: Turn) -> Residency:
         """Where a turn's prompt comes from as it starts. Without a store a load counts as DRAM's."""
         total = request.num_prompt_tokens
         gpu = min(turn.gpu_tokens, total)

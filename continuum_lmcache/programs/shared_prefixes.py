@@ -19,6 +19,9 @@ class SharedPrefix:
     tokens: int = 0
 
 
+NO_HEAD = SharedPrefix()
+
+
 class SharedPrefixIndex:
     """Heads that a program's first turn found in the cache, so another program has them too.
 
@@ -39,7 +42,7 @@ class SharedPrefixIndex:
         """The longest head that another program has found; without tokens if there is none."""
         within = (depth for depth in set(self._heads.values()) if depth <= len(hashes))
         blocks = max((depth for depth in within if hashes[depth - 1] in self._heads), default=0)
-        return SharedPrefix(hashes[blocks - 1], blocks * self._block_tokens) if blocks else SharedPrefix()
+        return SharedPrefix(hashes[blocks - 1], blocks * self._block_tokens) if blocks else NO_HEAD
 
 
 class SharedPrefixesInUse:
@@ -57,11 +60,15 @@ class SharedPrefixesInUse:
 
     def take(self, head: SharedPrefix) -> None:
         """One more program begins with it."""
+        if not head.tokens:
+            return
         self.tokens += 0 if head in self._users else head.tokens
         self._users[head] += 1
 
     def release(self, head: SharedPrefix) -> None:
         """One program less."""
+        if not head.tokens:
+            return
         self._users[head] -= 1
         if not self._users[head]:
             del self._users[head]

@@ -1,0 +1,412 @@
+"""What happens to turns goes in, decisions come out: the one place that changes programs, turns and pins.
+
+    turn_arrived -> turn_ran -> turn_ended       in each step: tick; every REFRESH_S: refresh
+
+Each returns what happened and what was decided, in order (telemetry/events.py). No vLLM, no clock, no I/O:
+vllm_plugin/scheduler.py passes values and carries the decisions out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
+from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of
+from continuum_lmcache.programs.end_claims import EndClaims
+from continuum_lmcache.programs.identity import ProgramFields, program_id
+from continuum_lmcache.programs.program import Program
+from continuum_lmcache.programs.prompt_linker import HashedPrompt, ProgramLink, PromptLinker
+from continuum_lmcache.programs.shared_prefixes import SharedPrefixIndex
+from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.programs.turns import Turn, TurnTable
+from continuum_lmcache.reload.load_policy import Contention, LoadPolicy
+from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.retention.pin_renewal import PinRenewal
+from continuum_lmcache.retention.pin_table import PinTable
+from continuum_lmcache.retention.queue_order import LONGEST_WAIT_S, Order
+from continuum_lmcache.telemetry.events import (
+    Event,
+    EvictFirst,
+    PinReleased,
+    PinRenewed,
+    PinTaken,
+    PrefixLost,
+    ProgramEnded,
+    Start,
+    TurnArrived,
+    TurnFinished,
+    TurnPreempted,
+    TurnStarted,
+)
+from continuum_lmcache.types import (
+    MOST_PROGRAMS,
+    NO_CALL,
+    EngineLoad,
+    FinishedTurn,
+    PinEnd,
+    ProgramId,
+    Residency,
+    Tier,
+    ToolKey,
+    TurnId,
+)
+
+REFRESH_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class NewTurn:
+    """A request that has arrived."""
+
+    id: TurnId
+    fields: ProgramFields
+    tenant: str  # identity.tenant_of
+    priority: int
+    may_be_linked: bool  # a request without a name may be a turn of a program
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """How busy the engine is before a step."""
+
+    is_running: bool  # a turn runs
+    is_queued: bool  # a turn waits that may run
+    prompt_share: float  # of the latest steps' time, 0 to 1
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What a turn left that ended in a tool call."""
+
+    tools: Sequence[ToolKey]  # of its calls; NO_CALL alone for an answer, none where neither can be told
+    residency: Residency  # of its context, after the GPU evicts it
+    block_ids: Sequence[int]  # that a next turn could hit, head first
+    free_blocks: int  # of the GPU
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """How a turn ended."""
+
+    is_end: bool  # it did not fail, and its client did not leave
+    context_tokens: int
+    output_tokens: int
+    call: ToolCall | None = None  # if `Engine.ends_in_call`
+
+
+class Engine:
+    """One engine's programs, turns and pins: how each event changes them."""
+
+    def __init__(
+        self,
+        advisor: RetentionAdvisor,
+        total_blocks: int,
+        block_tokens: int,
+        hash_block_tokens: int,
+        has_tiers: bool,
+    ) -> None:
+        config = advisor.config
+        self.advisor, self.config = advisor, config
+        self.total_blocks, self.kv_tokens = total_blocks, total_blocks * block_tokens
+        self.turns, self.programs, self.end_claims = TurnTable(), ProgramTable(MOST_PROGRAMS), EndClaims()
+        budget = int(total_blocks * config.max_pinned_share)
+        tenant_budget = int(budget * config.max_tenant_share)
+        self.pins = PinTable(self.programs.records, budget, tenant_budget, config.max_ttl_s)
+        self._renewal = PinRenewal(self.pins, advisor)
+        self.load_policy = LoadPolicy(advisor.rates, self._contention, advisor.features.load_or_recompute)
+        self._hash_block_tokens = hash_block_tokens
+        self._shared_prefixes = SharedPrefixIndex(hash_block_tokens)
+        self.admission = AdmissionController(
+            self.programs,
+            KVCapacity(self.kv_tokens, advisor.cheap_tier_tokens()),
+            config.admission_max_hold_s,
+            self._shared_prefixes,
+            lambda: not has_tiers or advisor.favors_started(),
+        )
+        self._linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
+        self._refresh_at_s = 0.0
+
+    # a turn's life ---------------------------------------------------------
+
+    def turn_arrived(self, now_s: float, new: NewTurn, prompt: HashedPrompt) -> list[Event]:
+        """A request is here: find its program, learn from its tool gap, and let it run or wait in line.
+
+        A further request of a name whose turn is live is no next turn: it is one of n answers, of a list or a
+        group, or other people's. It counts as a request without a name, else they all had the program's
+        place; and it waits in line, else new programs would wait there for what is left.
+        """
+        fields, link = new.fields, None
+        name = program_id(fields.job_id, new.tenant) if fields.job_id is not None else None
+        if is_further := name is not None and self._has_turn(name):
+            fields, name = replace(fields, job_id=None), None
+        if name is None and new.may_be_linked:
+            link = self._linker.find_link(prompt, fields)
+            name = link.program if link is not None else None
+        new = replace(new, fields=fields)
+        if name is None:
+            self._add_one_turn(now_s, new, prompt, is_further)
+            return []
+        return [self._add_turn(now_s, name, new, prompt, link)]
+
+    def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt, is_further: bool) -> None:
+        """The request counts as a program that ends with it."""
+        name = f"~{new.id}"
+        while self._has_turn(ProgramId(name)):  # its client has used the id before
+            name += "~"
+        program = self.programs.add(now_s, ProgramId(name), new.tenant, now_s, one_turn=True)
+        self.programs.add_turn(now_s, new.id, program)
+        turn = Turn(new.id, program, new.fields, now_s, now_s, now_s, new.priority, new.may_be_linked)
+        self.turns[turn.id] = turn
+        waits = is_further and self.config.admission
+        sizes = (prompt.num_prompt_tokens, new.priority, prompt.block_hashes)
+        self.admission.on_arrival(now_s, program, *sizes, exempt=not waits)
+
+    def _add_turn(
+        self, now_s: float, name: ProgramId, new: NewTurn, prompt: HashedPrompt, link: ProgramLink | None
+    ) -> TurnArrived:
+        """The request is this program's next turn."""
+        fields, ended = new.fields, self.end_claims.withdraw(name)
+        arrival_s = now_s - (fields.age_s if fields.turns else 0.0)  # its age counts with its turns only
+        if (before := ended or link) is not None:
+            arrival_s = before.arrival_s
+        program = self.programs.add(now_s, name, new.tenant, arrival_s, one_turn=False)
+        oldest_first = self.admission.oldest_program_first
+        if program.counts_as_ended:
+            self.advisor.expect_again(program.tool, program.turns, program.tenant)
+        self.programs.expect_again(program)
+        gap_s, tool = self.programs.add_turn(now_s, new.id, program), fields.last_tool or program.tool
+        elsewhere = max(fields.turns, ended.turns if ended is not None else 0)
+        if elsewhere > program.turns:
+            program.turns, program.called_tool = elsewhere, True
+            gap_s = None  # it was elsewhere
+        elif link is not None:
+            program.turns = max(program.turns, 1)  # the first one had no program
+        self.admission.on_arrival(
+            now_s,
+            program,
+            prompt.num_prompt_tokens,
+            new.priority,
+            prompt.block_hashes,
+            exempt=not self.config.admission,
+        )
+        turn = Turn(new.id, program, fields, now_s, program.arrival_s, now_s, new.priority, link=link)
+        if not oldest_first or (turn.in_line and program.turns):  # it takes turns, or starts anew
+            turn.queued_since_s = now_s
+        self.turns[turn.id] = turn
+        tool = tool if gap_s is not None else ()
+        if gap_s is not None:
+            self.advisor.gaps.observe(tool, gap_s, program.tenant)
+        return TurnArrived(now_s, name, turn.id, prompt.num_prompt_tokens, tool, gap_s, program.tenant)
+
+    def turn_ran(
+        self, now_s: float, turn: Turn, prompt: HashedPrompt, served: Residency, uses_pin: bool
+    ) -> list[Event]:
+        """The turn runs for the first time: it holds its own blocks now, so its program's pin ends.
+
+        `served`: where its prompt came from. `uses_pin`: it has the pin's blocks.
+        """
+        turn.started_s = now_s
+        self.turns.without_token.add(turn.id)
+        program, hashes, found_tokens = turn.program, prompt.block_hashes, turn.found_tokens
+        program.is_waiting = False
+        if not program.turns:  # else it found what its own last turn left
+            self.admission.on_prefix_hit(program, hashes, found_tokens)
+        if program.is_one_turn:
+            return []
+        self.pins.turn_stopped_waiting(program.id)
+        prompt_tokens = prompt.num_prompt_tokens
+        context_tokens = min(program.last_tokens, prompt_tokens)
+        evicted = context_tokens - turn.gpu_tokens > SLACK_BLOCKS * self._hash_block_tokens
+        if evicted and not self.load_policy.has_declined(turn.id):  # else less was loaded than was held
+            self.advisor.survival.on_return(program.residency, served, context_tokens)
+        delay_s = now_s - turn.arrival_s
+        self.advisor.history.observe_queue_delay(delay_s, evicted)
+        events: list[Event] = [TurnStarted(now_s, program.id, turn.id, served, delay_s, evicted)]
+        sizes = (self._hash_block_tokens, program.last_tokens, prompt_tokens, found_tokens)
+        for loss in losses_of(program.hashes, hashes, *sizes):
+            events.append(PrefixLost(now_s, program.id, turn.id, loss))
+        return events + self._unpin(now_s, program.id, PinEnd.REUSED if uses_pin else PinEnd.DIVERGED)
+
+    def turn_preempted(self, now_s: float, turn: Turn) -> list[Event]:
+        """The turn lost its memory and waits again."""
+        if turn.program.is_one_turn:
+            return []
+        self.turns.preempted.add(turn.id)
+        return [TurnPreempted(now_s, turn.program.id, turn.id)]
+
+    def turn_resumed(self, now_s: float, turn: Turn, served: Residency) -> list[Event]:
+        """The preempted turn runs again."""
+        self.turns.preempted.discard(turn.id)
+        delay_s = now_s - turn.arrival_s
+        return [TurnStarted(now_s, turn.program.id, turn.id, served, delay_s, resumed=True)]
+
+    def ends_in_call(self, turn: Turn, is_end: bool) -> bool:
+        """Whether the turn's program goes on after a tool call, so that its KV may stay."""
+        return is_end and not turn.program.is_one_turn and not turn.fields.is_last_step
+
+    def turn_ended(self, now_s: float, turn: Turn, prompt: HashedPrompt, end: TurnEnd) -> list[Event]:
+        """The turn's request is about to be freed: keep its KV, if it ended in a tool call and that pays.
+        `prompt` has its output now."""
+        self.load_policy.on_turn_end(turn.id)
+        program = turn.program
+        if turn.started_s is not None:
+            program.attained_tokens += end.context_tokens - turn.found_tokens
+        if program.is_one_turn:
+            self.programs.remove_turn(now_s, program)
+            self.programs.drop(program)
+            if end.is_end and turn.may_be_linked and not turn.fields.is_last_step:
+                self._note_linkable(turn, prompt)
+            return []
+        if end.call is not None:
+            return self._end_in_call(now_s, turn, prompt, end, end.call)
+        if end.is_end:
+            return self._end_program(now_s, turn, prompt, end)
+        if turn.link is not None:
+            self._linker.put_back(turn.link)
+        return [self._end_without_pin(now_s, turn, end)]
+
+    def _end_in_call(
+        self, now_s: float, turn: Turn, prompt: HashedPrompt, end: TurnEnd, call: ToolCall
+    ) -> list[Event]:
+        """Decide for how long the turn's KV stays."""
+        program, advisor, tokens = turn.program, self.advisor, end.context_tokens
+        name, tenant = program.id, program.tenant
+        tool = advisor.slowest(call.tools)
+        blocks, number = len(call.block_ids), program.turns + 1
+        ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant)
+        keep = advisor.retain(ended, self.load(call.free_blocks))  # an older pin still counts as memory
+        events = self._unpin(now_s, name, PinEnd.SUPERSEDED)
+        is_conversation = tool == NO_CALL and not program.called_tool
+        starts_anew = is_conversation and advisor.keeps_no_memory(tool, tenant)
+        expected_s = advisor.expected_s(tool, tenant)
+        self.programs.finish_turn(now_s, program, ended, prompt.block_hashes, expected_s, starts_anew)
+        finished = (tool, tokens, end.output_tokens, False, keep, turn.first_token_s)
+        events.append(TurnFinished(now_s, name, turn.id, *finished))
+        if (pin := self.pins.take(now_s, ended, keep, call.block_ids)) is not None:
+            events.append(PinTaken(now_s, pin))
+        if advisor.is_usually_last(tool, tenant):  # after the pin: its blocks do not go first
+            events.append(self._evict_first(now_s, turn, prompt))
+        if turn.fields.job_id is None:
+            self._note_linkable(turn, prompt)
+        return events
+
+    def _end_program(self, now_s: float, turn: Turn, prompt: HashedPrompt, end: TurnEnd) -> list[Event]:
+        """The program's last turn: none of its KV is needed again."""
+        program = turn.program
+        events = self._unpin(now_s, program.id, PinEnd.ENDED)
+        events.append(self._end_without_pin(now_s, turn, end))
+        program.turns += 1
+        events.append(self._drop(now_s, program))
+        self.end_claims.claim(program)
+        evicts = self.advisor.features.evict_ended_programs
+        if evicts and self.end_claims.is_trusted(program.tenant):
+            events.append(self._evict_first(now_s, turn, prompt))
+        return events
+
+    def _end_without_pin(self, now_s: float, turn: Turn, end: TurnEnd) -> TurnFinished:
+        """The turn ended, but not in a tool call."""
+        program, is_last = turn.program, turn.fields.is_last_step
+        self.programs.remove_turn(now_s, program)
+        self.pins.turn_stopped_waiting(program.id)
+        finished = ((), end.context_tokens, end.output_tokens, is_last, None, turn.first_token_s)
+        return TurnFinished(now_s, program.id, turn.id, *finished)
+
+    def _note_linkable(self, turn: Turn, prompt: HashedPrompt) -> None:
+        """A prompt without a name may continue this turn."""
+        program, tokens = turn.program, turn.link.tokens if turn.link is not None else 0
+        self._linker.add_turn(prompt, program.id, program.arrival_s, tokens, turn.fields)
+
+    def _evict_first(self, now_s: float, turn: Turn, prompt: HashedPrompt) -> EvictFirst:
+        shared_tokens = self._shared_prefixes.head(prompt.block_hashes).tokens
+        return EvictFirst(now_s, turn.program.id, turn.id, shared_tokens)
+
+    def _drop(self, now_s: float, program: Program) -> ProgramEnded:
+        """The program ended, or is not waited for any more. Dropping its record is the whole clean-up."""
+        if not program.counts_as_ended:
+            if program.finished_s is not None:  # it never came back from its tool call
+                self.advisor.count_overdue(program.tool, program.turns, program.tenant)
+            else:
+                self.advisor.history.observe_program(program.turns)
+        self.programs.count_end(program)
+        self.programs.drop(program)
+        return ProgramEnded(now_s, program.id, program.turns)
+
+    # each step -------------------------------------------------------------
+
+    def tick(self, now_s: float, step: StepLoad) -> list[Event]:
+        """Start programs for which there is room; then, since a program that starts at once waits for no
+        pin, set pins' deadlines again and end the due ones."""
+        events = self._start_programs(now_s, step)
+        for pin in self._renewal.renew_due(now_s, self.load(step.free_blocks)):
+            events.append(PinRenewed(now_s, pin.program, pin.deadline_s))
+        for program in self.pins.due(now_s) if self.pins.pinned else ():
+            events += self._unpin(now_s, program, PinEnd.EXPIRED)
+        return events
+
+    def _start_programs(self, now_s: float, step: StepLoad) -> list[Event]:
+        for program in self.programs.expire_away(now_s, may_have_ended=self.config.admission):
+            self.advisor.count_overdue(program.tool, program.turns, program.tenant)
+        if not self.admission.is_waited_for:
+            return []
+        is_idle, prompt_share = not (step.is_running or step.is_queued), step.prompt_share
+        events: list[Event] = []
+        for program in self.admission.admit(now_s, is_idle, 1.0 if step.is_queued else prompt_share):
+            assert program.turn is not None
+            self.turns[program.turn].may_run_s = now_s
+            events.append(Start(now_s, program.id, program.turn))
+        return events
+
+    def is_refresh_due(self, now_s: float) -> bool:
+        return now_s >= self._refresh_at_s
+
+    def refresh(self, now_s: float, kv_tokens: int, tier_tokens: Mapping[Tier, int]) -> list[Event]:
+        """Every REFRESH_S: drop programs without a turn for `program_idle_s`, let turns that have waited for
+        too long go first, and resize the GPU's cache and the tiers.
+
+        Of tiers that several engines share, each has the less, the more of them run.
+        """
+        self._refresh_at_s = now_s + REFRESH_S
+        for turn in self.turns.values():
+            if turn.started_s is None and not turn.in_line and now_s - turn.may_run_s >= LONGEST_WAIT_S:
+                turn.overdue_s = turn.arrival_s
+                self.turns.to_rekey.add(turn.id)
+        self.kv_tokens, cheap_tokens = kv_tokens, self.admission.capacity.tier_tokens
+        if self.advisor.resize_tiers(tier_tokens):
+            cheap_tokens = self.advisor.cheap_tier_tokens()
+        self.admission.capacity = KVCapacity(kv_tokens, cheap_tokens)
+        idle = self.programs.idle_programs(now_s, self.config.program_idle_s, self.pins.pinned)
+        return [self._drop(now_s, program) for program in idle]
+
+    def release_pins(self, now_s: float, programs: Sequence[ProgramId], why: PinEnd) -> list[Event]:
+        """End these programs' pins: their memory was needed, or the cache is reset."""
+        return [event for program in programs for event in self._unpin(now_s, program, why)]
+
+    def _unpin(self, now_s: float, program: ProgramId, why: PinEnd) -> list[Event]:
+        pin = self.pins.release(program, why)
+        return [] if pin is None else [PinReleased(now_s, program, why, pin.block_ids)]
+
+    # answers ---------------------------------------------------------------
+
+    def order(self, turn: Turn, preempted: bool) -> Order:
+        """The turn's place in the waiting queue: the smallest is first."""
+        return self.advisor.order(turn.queue_entry(preempted, turn.program.id in self.pins.pinned))
+
+    def load(self, free_blocks: int) -> EngineLoad:
+        """How busy the engine is."""
+        is_short = bool(self.turns.refused_memory) or self.admission.is_waited_for
+        pinned = self.pins.pinned_blocks
+        return EngineLoad(self.total_blocks, free_blocks, pinned, is_memory_short=is_short)
+
+    def check(self) -> None:
+        """Raise InvariantError unless the tables balance."""
+        self.programs.check()
+        self.pins.check()
+
+    def _contention(self) -> Contention:
+        return Contention(len(self.turns) - 1, self.kv_tokens)
+
+    def _has_turn(self, name: ProgramId) -> bool:
+        program = self.programs.records.get(name)
+        return program is not None and program.turn is not None

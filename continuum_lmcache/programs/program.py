@@ -1,0 +1,85 @@
+"""What is known of one program: one record, with its stage."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from continuum_lmcache.programs.divergence import no_hashes
+from continuum_lmcache.programs.shared_prefixes import NO_HEAD, SharedPrefix
+from continuum_lmcache.types import ProgramId, Residency, ToolKey, TurnId
+
+NOWHERE = Residency(0, 0, 0, 0)
+
+
+class Stage(Enum):
+    """What a program does. `ProgramTable.move` alone changes it."""
+
+    __hash__ = object.__hash__  # Enum's own is Python code
+
+    IDLE = "idle"  # its last turn failed or was aborted: the next may come at any time, or never
+    IN_LINE = "in line"  # its turn waits until the program may start
+    ACTIVE = "active"  # its turn is queued, loading or running
+    AWAY = "away"  # in a tool call, expected back until `expected_until_s`
+    OVERDUE = "overdue"  # in a tool call, and not expected back any more
+
+
+class Counted(NamedTuple):
+    """A program's part of the sums over all programs, in tokens."""
+
+    context_tokens: int = 0  # that it has, without its head
+    started_tokens: float = 0.0  # forecast, if it has started
+    active_tokens: float = 0.0  # forecast, if its KV must be on the GPU
+    head: SharedPrefix = NO_HEAD  # counts once for all that begin with it
+
+
+NOT_COUNTED = Counted()
+
+
+@dataclass(slots=True)
+class Program:
+    """An agent's run: turns of inference with tool calls between them."""
+
+    id: ProgramId
+    tenant: str
+    arrival_s: float
+    seen_s: float
+    is_one_turn: bool = False  # a request without a program's name: it ends with its turn
+    stage: Stage = Stage.IDLE
+    turn: TurnId | None = None  # the live one
+    is_waiting: bool = False  # that turn has not run yet
+    # its finished turns
+    turns: int = 0
+    called_tool: bool = False  # one of them, or one on another engine may have
+    attained_tokens: int = 0  # computed for it so far
+    tool: ToolKey = ()  # called by the last one
+    finished_s: float | None = None  # when that ended; None if a later one is here
+    residency: Residency = NOWHERE  # of its context, below the GPU, when it ended
+    hashes: array[int] = field(default_factory=no_hashes)  # of its whole blocks
+    # its place in admission's line
+    priority: int = 0
+    line_since_s: float = 0.0
+    prompt_hashes: Sequence[Hashable] = ()  # of its prompt's whole blocks
+    # its size
+    context_tokens: int = 0  # now, or of its prompt in the line
+    head: SharedPrefix = NO_HEAD
+    ended_tokens: int = 0  # of the turn before, if the program was counted since then
+    counted: Counted = NOT_COUNTED
+    # its tool call
+    expected_until_s: float = math.inf
+    starts_anew: bool = False  # it waits in the line again, once it was overdue
+    counts_as_ended: bool = False  # while it is overdue: the statistics have its turns
+
+    @property
+    def last_tokens(self) -> int:
+        """The context of the last finished turn."""
+        return self.residency.total_tokens
+
+    @property
+    def own_tokens(self) -> int:
+        """Its context without the shared head."""
+        return max(0, self.context_tokens - self.head.tokens)

@@ -1,0 +1,94 @@
+"""A program's live turn: from its request's arrival until its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+
+from continuum_lmcache.programs.identity import ProgramFields
+from continuum_lmcache.programs.program import Program, Stage
+from continuum_lmcache.programs.prompt_linker import ProgramLink
+from continuum_lmcache.types import QueueEntry, TurnId
+
+
+@dataclass(slots=True)
+class Turn:
+    """A turn from its arrival until its end."""
+
+    id: TurnId
+    program: Program
+    fields: ProgramFields
+    arrival_s: float
+    queued_since_s: float  # what program order sorts by: its program's arrival, or its own
+    may_run_s: float  # its arrival, or its program's start
+    priority: int
+    may_be_linked: bool = False  # without a name it may be a turn of a program
+    link: ProgramLink | None = None  # to the turn that it continues, if it names no program
+    has_all_input: bool = False  # of a streaming session whose client has no more
+    refused_s: float | None = None  # when it was first in the queue and there were no blocks
+    overdue_s: float = math.inf  # its arrival, once it has waited for LONGEST_WAIT_S
+    started_s: float | None = None
+    first_token_s: float | None = None  # from its arrival
+    gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
+    loaded_tokens: int = 0  # of the prompt, loaded by the connector
+
+    @property
+    def in_line(self) -> bool:
+        """Whether it waits for its program's start."""
+        return self.program.stage is Stage.IN_LINE
+
+    @property
+    def found_tokens(self) -> int:
+        """Of the prompt, on the GPU or loaded."""
+        return self.gpu_tokens + self.loaded_tokens
+
+    @property
+    def running_rank(self) -> tuple[bool, int, float, float]:
+        """The order in which turns keep scarce memory. Last steps end soon, so they are first."""
+        return (not self.fields.is_last_step, self.priority, self.program.arrival_s, self.arrival_s)
+
+    def queue_entry(self, preempted: bool, pinned: bool) -> QueueEntry:
+        """The values that its place in the waiting queue may depend on."""
+        return QueueEntry(
+            preempted=preempted,
+            pinned=pinned,
+            priority=self.priority,
+            program_arrival_s=self.program.arrival_s,
+            turn_arrival_s=self.arrival_s,
+            queued_since_s=self.queued_since_s,
+            attained_tokens=self.program.attained_tokens,
+            overdue_s=self.overdue_s,
+        )
+
+
+class TurnTable(dict[TurnId, Turn]):
+    """Live turns by id: one record each. `drop` is the whole clean-up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_rekey: set[TurnId] = set()  # waiting turns whose key in the queue is out of date
+        self.preempted: set[TurnId] = set()  # turns that ran and do not run now
+        self.refused_memory: set[TurnId] = set()  # waiting turns that got no blocks
+        self.without_token: set[TurnId] = set()  # turns that ran and have not generated a token
+
+    def drop(self, turn_id: TurnId) -> Turn | None:
+        """Drop a turn that has ended; None: it was not known."""
+        self.preempted.discard(turn_id)
+        self.refused_memory.discard(turn_id)
+        self.without_token.discard(turn_id)
+        return self.pop(turn_id, None)
+
+    def on_output(self, now_s: float, places: dict[str, int], sampled: Sequence[Sized]) -> None:
+        """A step ended: note the turns that generated their first token in it. `sampled`: the tokens of each
+        request, at its place."""
+        if not sampled:
+            return
+        for turn_id in [t for t in self.without_token if t in places and len(sampled[places[t]])]:
+            self.without_token.discard(turn_id)
+            self[turn_id].first_token_s = now_s - self[turn_id].arrival_s
+
+    def is_waiting(self, turn_id: TurnId) -> bool:
+        """Whether the turn is in the queue and has not run yet."""
+        turn = self.get(turn_id)
+        return turn is not None and turn.started_s is None

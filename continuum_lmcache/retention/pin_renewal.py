@@ -1,0 +1,77 @@
+"""Computes TTLs of pins again: when they expire, and when a turn begins to wait for memory."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from continuum_lmcache.programs.program import Program
+from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.retention.pin_table import PinTable
+from continuum_lmcache.types import EngineLoad, Pin, ProgramId
+
+EVERY_S = 1.0  # between two looks at the memory, and between two decisions about a pin while it is not short
+"""At most one decision a second and pin. Else memory that is short in every other step would decide about
+every pin each time, and a pin worth a few more milliseconds would wake an idle engine for each of them. While
+a turn waits for memory, a pin that pays for a moment gets no more than that."""
+DECISIONS_A_STEP = 16  # each takes 0.15 ms where a tool's window is full: so no step waits for more than 3 ms
+
+
+@dataclass(slots=True)
+class PinRenewal:
+    """Sets pins' deadlines again, by their programs' gaps so far and the memory now."""
+
+    pins: PinTable
+    advisor: RetentionAdvisor
+    was_short: bool = False
+    next_check_s: float = 0.0  # of the memory
+    to_renew: deque[ProgramId] = field(default_factory=deque)  # TTLs of a time when memory was not short
+
+    def renew_due(self, now_s: float, load: EngineLoad) -> list[Pin]:
+        """Before pins expire: decide about due pins, and about all pins if memory has become short. Returns
+        them with their new deadlines.
+
+        A step makes at most DECISIONS_A_STEP decisions. Further due pins get EVERY_S more; the others wait.
+        """
+        pins, renewed = self.pins, list[Pin]()
+        if now_s >= self.next_check_s and self._became_short(now_s, load):
+            self.to_renew = deque(pins.pinned)
+        elif not self.was_short:
+            self.to_renew.clear()
+        due_s = pins.next_deadline_s()
+        if due_s is not None and due_s <= now_s:
+            due = (pin for pin in pins.pinned.values() if pin.deadline_s <= now_s)
+            for number, pin in enumerate([pin for pin in due if self._is_renewable(pin)]):
+                is_decided = number < DECISIONS_A_STEP
+                deadline_s = self._deadline_s(now_s, pin, load) if is_decided else now_s + EVERY_S
+                renewed.append(self._renew(pin, deadline_s))
+        while self.to_renew and len(renewed) < DECISIONS_A_STEP:
+            found = pins.pinned.get(self.to_renew.popleft())
+            if found is not None and self._is_renewable(found):
+                renewed.append(self._renew(found, self._deadline_s(now_s, found, load)))
+        return renewed
+
+    def _became_short(self, now_s: float, load: EngineLoad) -> bool:
+        before, self.was_short = self.was_short, load.is_memory_short
+        self.next_check_s = now_s + EVERY_S
+        return self.was_short and not before
+
+    def _is_renewable(self, pin: Pin) -> bool:
+        """Whether the pin's worth depends on the memory now, and its program is away."""
+        is_priced = self.advisor.is_priced(pin.turn.context_tokens, pin.retention.reload_s)
+        return is_priced and self._program(pin).turn is None
+
+    def _deadline_s(self, now_s: float, pin: Pin, load: EngineLoad) -> float:
+        """As if the pin began now, for a program that has been away this long."""
+        away_s = now_s - pin.taken_s
+        ttl_s = self.advisor.retain(pin.turn, replace(load, away_s=away_s)).ttl_s
+        if ttl_s > 0 and not load.is_memory_short:
+            ttl_s = max(ttl_s, EVERY_S)
+        return now_s + max(0.0, min(ttl_s, self.pins.max_ttl_s - away_s))
+
+    def _renew(self, pin: Pin, deadline_s: float) -> Pin:
+        self.pins.renew(pin.program, deadline_s)
+        return self.pins.pinned[pin.program]
+
+    def _program(self, pin: Pin) -> Program:
+        return self.pins.programs[pin.program]

@@ -1,0 +1,151 @@
+"""Tells the engine what happens to vLLM's requests, and carries out what it decides.
+
+Reads, on vLLM 0.30 to 0.33: Request.num_prompt_tokens, .num_tokens, .num_output_tokens,
+.num_computed_tokens, .num_preemptions, .status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+from vllm.v1.request import Request, RequestStatus
+
+from continuum_lmcache.engine import StepLoad, ToolCall, TurnEnd
+from continuum_lmcache.programs.turns import Turn
+from continuum_lmcache.telemetry.events import Event, EvictFirst, PinReleased, PinTaken, Start
+from continuum_lmcache.types import PinEnd, ProgramId, ToolKey, TurnId
+from continuum_lmcache.vllm_plugin.assembly import EngineParts
+from continuum_lmcache.vllm_plugin.requests import is_end_of_turn, new_turn
+
+
+class TurnEvents:
+    """One scheduler's requests as turns, from arrival to end."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts, self._engine, self._blocks = parts, parts.engine, parts.blocks
+        self._turns, self._pins, self._residency = parts.engine.turns, parts.engine.pins, parts.residency
+
+    def carry_out(self, events: Iterable[Event]) -> None:
+        """Do what was decided, in its order. Metrics and recording get the same list."""
+        for event in events:
+            match event:
+                case PinTaken():
+                    self._blocks.hold(event.pin.block_ids)
+                    self._rekey(event.program)
+                case PinReleased():
+                    if event.why is not PinEnd.RECLAIMED:  # a request has these blocks already
+                        self._blocks.release(event.block_ids)
+                    self._rekey(event.program)
+                case EvictFirst():
+                    self._blocks.note_ended(event.turn, event.shared_tokens)
+                case Start():
+                    self._turns.to_rekey.add(event.turn)
+            self._parts.samples.add(event)
+            if self._parts.recording is not None:
+                self._parts.recorder.record(event)
+
+    def _rekey(self, program: ProgramId) -> None:
+        """The place of the program's turn in the queue has changed, also if it is preempted."""
+        record = self._engine.programs.records.get(program)
+        if record is not None and record.turn is not None:
+            self._turns.to_rekey.add(record.turn)
+
+    def step(self, now_s: float, is_running: bool, is_queued: bool, prompt_share: float) -> None:
+        """A step is about to be scheduled."""
+        load = StepLoad(is_running, is_queued, prompt_share, self._blocks.free_count())
+        self.carry_out(self._engine.tick(now_s, load))
+        if self._engine.is_refresh_due(now_s):
+            sizes = (self._blocks.kv_tokens, self._residency.capacity_tokens())
+            self.carry_out(self._engine.refresh(now_s, *sizes))
+
+    # a request's life ------------------------------------------------------
+
+    def arrived(self, now_s: float, request: Request) -> None:
+        new, ignored = new_turn(request, self._engine.config)
+        self._parts.ignored.update(ignored)
+        self.carry_out(self._engine.turn_arrived(now_s, new, request))
+
+    def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
+        """A waiting request got its blocks; of its prompt some tokens were cached, and some are loaded."""
+        turn = self._turns.get(TurnId(request.request_id))
+        if turn is not None:
+            turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
+            self._engine.load_policy.on_allocated(turn.id)
+
+    def on_load_done(self, request: Request) -> None:
+        """An asynchronous load has ended; the tokens that now count as computed were loaded."""
+        turn = self._turns.get(TurnId(request.request_id))
+        if turn is not None:
+            came = max(0, request.num_computed_tokens - turn.gpu_tokens)
+            turn.loaded_tokens = min(turn.loaded_tokens, came)
+
+    def ran(self, now_s: float, request: Request) -> None:
+        """The request was scheduled as a new one."""
+        turn = self._turns.get(TurnId(request.request_id))
+        if turn is None or turn.started_s is not None:
+            return
+        self._parts.step_timer.on_run(turn)
+        served, program, uses_pin = self._residency.served_from(request, turn), turn.program, False
+        self._residency.count(served)
+        if not program.is_one_turn:
+            self._residency.count_returned(served, min(program.last_tokens, request.num_prompt_tokens))
+            pin = self._pins.pinned.get(program.id)
+            uses_pin = pin is not None and self._blocks.is_used_by(request.request_id, pin.block_ids)
+        self.carry_out(self._engine.turn_ran(now_s, turn, request, served, uses_pin))
+
+    def preempted(self, now_s: float, turn_ids: Iterable[str]) -> None:
+        """Running requests lost their memory and wait again."""
+        for turn in [self._turns[TurnId(i)] for i in turn_ids if i in self._turns]:
+            self.carry_out(self._engine.turn_preempted(now_s, turn))
+
+    def resumed(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
+        """Note the preempted turns that run again in this step."""
+        for turn in [self._turns[i] for i in self._turns.preempted if i in scheduled]:
+            self._parts.step_timer.on_run(turn)
+            served = self._residency.served_from(requests[turn.id], turn)
+            self.carry_out(self._engine.turn_resumed(now_s, turn, served))
+
+    def ended(self, now_s: float, request: Request) -> None:
+        """The request is about to be freed."""
+        turn = self._turns.drop(TurnId(request.request_id))
+        if turn is not None:
+            end = self._end_of(turn, request)
+            self.carry_out(self._engine.turn_ended(now_s, turn, request, end))
+
+    def _end_of(self, turn: Turn, request: Request) -> TurnEnd:
+        blocks, tokens = self._blocks, request.num_tokens
+        blocks.on_turn_end(request.request_id, request.num_computed_tokens)
+        is_end, call = is_end_of_turn(request) or turn.has_all_input, None
+        if self._engine.ends_in_call(turn, is_end):
+            call = ToolCall(
+                self._tools_of(turn, request),
+                self._residency.after_eviction(request, tokens),
+                blocks.pinnable(request.request_id, tokens),
+                blocks.free_count(),
+            )
+        return TurnEnd(is_end, tokens, request.num_output_tokens, call)
+
+    def _tools_of(self, turn: Turn, request: Request) -> Sequence[ToolKey]:
+        if turn.fields.this_tool:
+            return (turn.fields.this_tool,)
+        return self._parts.tool_calls.read(request, bool(turn.fields.tools), self._parts.ignored)
+
+    def on_reclaimed(self, now_s: float, programs: Sequence[ProgramId]) -> None:
+        """A request got blocks of these programs' pins."""
+        self.carry_out(self._engine.release_pins(now_s, programs, PinEnd.RECLAIMED))
+
+    def release_all_pins(self, now_s: float) -> None:
+        """Before a cache reset, sleep or shutdown."""
+        self.carry_out(self._engine.release_pins(now_s, list(self._pins.pinned), PinEnd.RESET))
+
+    # order -----------------------------------------------------------------
+
+    def queue_key(self, request: Request) -> tuple[Any, ...]:
+        """The request's place in the waiting queue: requests that hold memory first: others wait for it."""
+        turn = self._turns[TurnId(request.request_id)]
+        preempted = request.num_preemptions > 0  # its status does not show it while its KV is loaded back
+        order = self._engine.order(turn, preempted)
+        holds = request.num_computed_tokens > 0 or request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        unready = turn.in_line or request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        return (unready, not holds, *order, turn.arrival_s, turn.id)

@@ -1,0 +1,79 @@
+"""Admission and the program table, driven as the engine drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
+from continuum_lmcache.programs.context_growth import ContextGrowth
+from continuum_lmcache.programs.program import Program, Stage
+from continuum_lmcache.programs.table import ProgramTable
+from continuum_lmcache.types import FinishedTurn, ProgramId, Residency, TurnId
+
+
+class AdmissionRig:
+    """Programs by name."""
+
+    def __init__(self, capacity: KVCapacity, max_wait_s: float, growth: ContextGrowth | None = None) -> None:
+        self.programs = ProgramTable(100_000, growth or ContextGrowth())
+        self.admission = AdmissionController(self.programs, capacity, max_wait_s)
+
+    def stage(self, name: ProgramId) -> Stage:
+        return self.programs.records[name].stage
+
+    def on_arrival(
+        self,
+        now_s: float,
+        name: ProgramId,
+        prompt_tokens: int,
+        priority: int = 0,
+        turns: int = 0,
+        exempt: bool = False,
+        hashes: Sequence[Hashable] = (),
+    ) -> bool:
+        """Whether the turn may run at once. `turns`: of a program that ran elsewhere."""
+        program = self._arrived(now_s, name, one_turn=False)
+        program.turns = max(program.turns, turns)
+        self.admission.on_arrival(now_s, program, prompt_tokens, priority, hashes, exempt)
+        return program.stage is Stage.ACTIVE
+
+    def add_request(self, name: ProgramId, prompt_tokens: int, hashes: Sequence[Hashable] = ()) -> None:
+        """A request without a program."""
+        program = self._arrived(0.0, name, one_turn=True)
+        self.admission.on_arrival(0.0, program, prompt_tokens, hashes=hashes, exempt=True)
+
+    def _arrived(self, now_s: float, name: ProgramId, one_turn: bool) -> Program:
+        program = self.programs.add(now_s, name, "", now_s, one_turn)
+        self.programs.expect_again(program)
+        self.programs.add_turn(now_s, TurnId(name), program)
+        return program
+
+    def on_prefix_hit(self, name: ProgramId, hashes: Sequence[Hashable], tokens: int) -> None:
+        self.admission.on_prefix_hit(self.programs.records[name], hashes, tokens)
+
+    def admit(self, now_s: float, idle: bool, prompt_share: float = 1.0) -> list[ProgramId]:
+        self.programs.expire_away(now_s)
+        return [program.id for program in self.admission.admit(now_s, idle, prompt_share)]
+
+    def on_pause(
+        self, now_s: float, name: ProgramId, tokens: int, expected_s: float, starts_anew: bool = False
+    ) -> None:
+        """The turn ends in a tool call."""
+        ended = FinishedTurn(name, 1, ("bash",), tokens, 1, Residency(0, 0, 0, tokens))
+        self.programs.finish_turn(now_s, self.programs.records[name], ended, (), expected_s, starts_anew)
+
+    def remove_program(self, name: ProgramId, finished_turns: int = 0) -> None:
+        """The program ends after `finished_turns`, or its turn is aborted (0)."""
+        program = self.programs.records.get(name)
+        if program is None:
+            return
+        if not finished_turns:
+            self.programs.expect_again(program)
+            self.programs.remove_turn(0.0, program)
+        else:
+            program.turns = finished_turns
+            self.programs.count_end(program)
+            self.programs.drop(program)
+
+    def expire_absent(self, now_s: float) -> list[ProgramId]:
+        return [program.id for program in self.programs.expire_away(now_s)]

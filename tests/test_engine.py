@@ -1,0 +1,282 @@
+"""The engine without vLLM: what goes in, and the list that comes out. Times and tokens are invented."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from continuum_lmcache.config import ContinuumConfig
+from continuum_lmcache.engine import REFRESH_S, Engine, NewTurn, StepLoad, ToolCall, TurnEnd
+from continuum_lmcache.programs.identity import ProgramFields
+from continuum_lmcache.programs.program import Program, Stage
+from continuum_lmcache.programs.turns import Turn
+from continuum_lmcache.retention.advisor import RetentionAdvisor
+from continuum_lmcache.telemetry import events as event_types
+from continuum_lmcache.types import NO_CALL, Pin, ProgramId, Residency, Retention, TurnId
+
+BLOCK = 16
+MAX_WAIT_S = 60.0
+MAX_TTL_S = 20.0
+
+
+@dataclass
+class Prompt:
+    """Token ids. Prompts of one story are prefixes of each other."""
+
+    all_token_ids: Sequence[int]
+    num_prompt_tokens: int
+
+    @property
+    def block_hashes(self) -> list[int]:
+        return [hash((self.all_token_ids[0], end)) for end in range(self.num_prompt_tokens // BLOCK)]
+
+
+def prompt(tokens: int, story: int = 0) -> Prompt:
+    return Prompt([story] * tokens, tokens)
+
+
+class Rig:
+    """An engine whose decisions are carried out on counts of references."""
+
+    def __init__(self, blocks: int = 100, tier: bool = False, **config: Any) -> None:
+        self.engine = Engine(RetentionAdvisor(ContinuumConfig(**config)), blocks, BLOCK, BLOCK, tier)
+        self.now_s = 100.0
+        self.references: Counter[int] = Counter()  # of pins, by block
+        self.started: list[ProgramId] = []
+        self.prompts: dict[TurnId, Prompt] = {}
+        self._count = 0
+
+    def do(self, events: Iterable[Any]) -> list[Any]:
+        """Carry out what was decided."""
+        events = list(events)
+        for event in events:
+            match event:
+                case event_types.PinTaken():
+                    self.references.update(event.pin.block_ids)
+                case event_types.PinReleased():
+                    self.references.subtract(event.block_ids)
+                case event_types.Start():
+                    self.started.append(event.program)
+        return events
+
+    def arrive(self, job: str | None, said: Prompt, salt: str = "", **sent: Any) -> Turn:
+        self._count += 1
+        turn_id, priority = TurnId(f"t{self._count}"), sent.pop("priority", 0)
+        new = NewTurn(turn_id, ProgramFields(job_id=job, **sent), salt, priority, may_be_linked=True)
+        self.do(self.engine.turn_arrived(self.now_s, new, said))
+        self.prompts[turn_id] = said
+        return self.engine.turns[turn_id]
+
+    def run(self, turn: Turn, gpu_tokens: int = 0) -> list[Any]:
+        said, pin = self.prompts[turn.id], self.engine.pins.pinned.get(turn.program.id)
+        turn.gpu_tokens = min(gpu_tokens, said.num_prompt_tokens)
+        served = Residency(turn.gpu_tokens, 0, 0, said.num_prompt_tokens)
+        uses_pin = pin is not None and gpu_tokens > 0
+        return self.do(self.engine.turn_ran(self.now_s, turn, said, served, uses_pin))
+
+    def end(self, turn: Turn, is_end: bool = True, block_ids: Sequence[int] = ()) -> list[Any]:
+        """The turn generated one token."""
+        said = self.prompts.pop(turn.id)
+        tokens = said.num_prompt_tokens + 1
+        whole = Prompt([*said.all_token_ids, 7], said.num_prompt_tokens)
+        call = ToolCall(
+            [turn.fields.this_tool] if turn.fields.this_tool else [],
+            Residency(0, 0, 0, tokens),
+            block_ids,
+            50,
+        )
+        self.engine.turns.drop(turn.id)
+        in_call = self.engine.ends_in_call(turn, is_end)
+        end = TurnEnd(is_end, tokens, 1, call if in_call else None)
+        return self.do(self.engine.turn_ended(self.now_s, turn, whole, end))
+
+    def tick(self, idle: bool = True) -> list[Any]:
+        step = StepLoad(not idle, not idle, 1.0, 50)
+        events = self.do(self.engine.tick(self.now_s, step))
+        self.engine.check()
+        return events
+
+    def turn(self, job: str | None, tokens: int, block_ids: Sequence[int] = (), **sent: Any) -> list[Any]:
+        """A turn from its arrival to its end."""
+        turn = self.arrive(job, prompt(tokens), **sent)
+        self.tick()
+        self.run(turn)
+        return self.end(turn, block_ids=block_ids)
+
+
+def kinds(events: Iterable[Any]) -> list[str]:
+    return [type(event).__name__ for event in events]
+
+
+def test_a_turns_end_is_one_list_in_one_order() -> None:
+    """The old pin goes before the new one comes, and blocks that a pin holds are not evicted first."""
+    rig = Rig(policy="static-ttl", static_ttl_s=5)
+    assert kinds(rig.turn("p", 64, range(4), this_tool=("bash",))) == ["TurnFinished", "PinTaken"]
+    waiting = rig.arrive("p", prompt(80), this_tool=("bash",))
+    waiting.has_all_input = True  # a streaming session that ends before it ran
+    assert kinds(rig.end(waiting, block_ids=range(5))) == ["PinReleased", "TurnFinished", "PinTaken"]
+    assert set(+rig.references) == set(range(5))
+    assert kinds(Rig().turn("p", 96, is_last_step=True)) == ["TurnFinished", "ProgramEnded", "EvictFirst"]
+
+
+def test_after_a_call_from_which_few_return_the_turns_own_blocks_go_first() -> None:
+    rig = Rig()
+    for _ in range(20):
+        rig.engine.advisor.count_overdue(NO_CALL, 3)
+    events = rig.turn("p", 64, range(4), this_tool=NO_CALL)
+    assert kinds(events) == ["TurnFinished", "EvictFirst"] and events[0].retention.ttl_s == 0.0
+
+
+def test_a_step_starts_programs_before_it_looks_at_pins() -> None:
+    rig = Rig()
+    rig.engine.advisor.retain = lambda *_: Retention(1.0, "test", "test")  # type: ignore[method-assign]
+    rig.turn("p", 64, range(4))
+    rig.arrive("q", prompt(64, 1))
+    rig.now_s += 5
+    assert kinds(rig.tick()) == ["Start", "PinReleased"] and not +rig.references
+
+
+def test_a_program_is_overdue_after_its_call_and_active_again_once_it_is_back() -> None:
+    rig = Rig()
+    rig.turn("p", 64, this_tool=("bash",))
+    program = rig.engine.programs.records[ProgramId("p")]
+    assert program.stage is Stage.AWAY
+    rig.now_s += 1000
+    rig.tick()
+    assert program.stage is Stage.OVERDUE and program.counts_as_ended
+    assert rig.engine.advisor.gaps.lost_share(("bash",)) > 0.0
+    rig.arrive("p", prompt(80))
+    assert program.stage is Stage.ACTIVE and not program.counts_as_ended
+    assert rig.engine.advisor.gaps.lost_share(("bash",)) == 0.0
+
+
+def test_no_table_but_the_programs_own_holds_a_fact_of_a_program() -> None:
+    """Pins are things of their own; an ended program's record is kept whole; heaps hold times and names."""
+    rig = Rig(policy="static-ttl", static_ttl_s=5)
+    rig.turn("p", 64, range(4))
+    rig.turn("q", 64, is_last_step=True)
+    rig.arrive("r", prompt(64))
+    found = {
+        f"{type(owner).__name__}.{name}"
+        for owner in (rig.engine, *vars(rig.engine).values())
+        for name, table in attributes(owner)
+        if isinstance(table, dict) and {"p", "q", "r"} & set(table)
+    }
+    assert found == {"ProgramTable.records", "PinTable.programs", "PinTable.pinned", "EndClaims.ended"}
+    assert rig.engine.pins.programs is rig.engine.programs.records
+    assert all(isinstance(program, Program) for program in rig.engine.end_claims.ended.values())
+
+
+def attributes(thing: Any) -> list[tuple[str, Any]]:
+    names = [*getattr(thing, "__dict__", {}), *getattr(type(thing), "__slots__", ())]
+    return [(name, getattr(thing, name)) for name in names if hasattr(thing, name)]
+
+
+def test_every_kind_of_event_has_the_time_and_the_program() -> None:
+    for kind in event_types.Event.__args__:
+        assert fields(kind)[0].name == "now_s" and hasattr(kind, "program"), kind
+
+
+class Machine(RuleBasedStateMachine):
+    """Turns of named and unnamed programs in any order; pins of any length; an engine that is idle or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        limits = {"max_pinned_share": 0.2, "max_tenant_share": 0.6, "max_ttl_s": MAX_TTL_S}
+        self.rig = Rig(100, tier=True, program_idle_s=100, admission_max_hold_s=MAX_WAIT_S, **limits)
+        self.rig.engine.programs.max_programs = 6
+        self.rig.engine.advisor.retain = lambda *_: self.keep  # type: ignore[method-assign]
+        self.keep = Retention(0.0, "test", "test")
+        self.live: dict[TurnId, Turn] = {}
+        self.next_block = 1000
+        self.first: tuple[ProgramId, float] | None = None  # in line, and since when it is the first
+
+    @rule(seconds=st.floats(0, 30))
+    def time_passes(self, seconds: float) -> None:
+        self.rig.now_s += seconds
+
+    @rule(
+        job=st.sampled_from(["a", "b", "c", "d", "e", "f", None]),
+        tokens=st.integers(1, 2500),
+        story=st.integers(0, 2),
+        priority=st.integers(-1, 1),
+        last=st.integers(0, 7),
+        turns=st.sampled_from([0, 0, 0, 4]),
+    )
+    def a_turn_arrives(self, job: Any, tokens: int, story: int, priority: int, last: int, turns: int) -> None:
+        sent = {"priority": priority, "is_last_step": last == 7, "turns": turns}
+        turn = self.rig.arrive(
+            job, prompt(tokens, story), "even" if job in ("a", "c", "e") else "odd", **sent
+        )
+        self.live[turn.id] = turn
+
+    @precondition(lambda self: any(t.started_s is None and not t.in_line for t in self.live.values()))
+    @rule(data=st.data(), found_tokens=st.integers(0, 800))
+    def a_turn_runs(self, data: st.DataObject, found_tokens: int) -> None:
+        ready = sorted(t.id for t in self.live.values() if t.started_s is None and not t.in_line)
+        self.rig.run(self.live[data.draw(st.sampled_from(ready))], found_tokens)
+
+    @precondition(lambda self: self.live)
+    @rule(
+        data=st.data(),
+        ttl_s=st.sampled_from([0.0, 0.5, 3.0, 50.0]),
+        blocks=st.integers(0, 9),
+        shared=st.integers(0, 5),
+        is_end=st.booleans(),
+    )
+    def a_turn_ends(self, data: st.DataObject, ttl_s: float, blocks: int, shared: int, is_end: bool) -> None:
+        turn = self.live.pop(TurnId(data.draw(st.sampled_from(sorted(self.live)))))
+        self.keep = Retention(ttl_s, "test", "test")
+        own = range(self.next_block, self.next_block + max(0, blocks - shared))
+        self.next_block = own.stop
+        self.rig.end(
+            turn, is_end and turn.started_s is not None, block_ids=[*range(min(shared, blocks)), *own]
+        )
+
+    @rule(idle=st.booleans())
+    def a_step_passes(self, idle: bool) -> None:
+        engine = self.rig.engine
+        first, waited = engine.admission._next(), engine.admission.is_waited_for
+        started = [event for event in self.rig.tick(idle) if isinstance(event, event_types.Start)]
+        assert started or not (idle and waited), "an idle GPU always gets somebody who waits"
+        assert all(self.ends_s(p) > self.rig.now_s for p in engine.pins.pinned.values()), (
+            "a due pin was missed"
+        )
+        key = (first.id, first.line_since_s) if first is not None else None
+        if self.first is None or key != self.first[0]:
+            self.first = (key, self.rig.now_s) if key is not None else None  # type: ignore[assignment]
+        if self.first is not None and first is not None and first.stage is Stage.IN_LINE:
+            assert self.rig.now_s - self.first[1] < MAX_WAIT_S, "the first in line is held beyond the bound"
+
+    @rule(kv_blocks=st.sampled_from([100, 100, 60]))
+    def the_tables_are_refreshed(self, kv_blocks: int) -> None:
+        if self.rig.engine.is_refresh_due(self.rig.now_s):
+            self.rig.do(self.rig.engine.refresh(self.rig.now_s, kv_blocks * BLOCK, {}))
+            assert not self.rig.engine.is_refresh_due(self.rig.now_s + REFRESH_S / 2)
+
+    def ends_s(self, pin: Pin) -> float:
+        """When a pin ends, if there is no further event."""
+        last_s = pin.taken_s + MAX_TTL_S
+        waits = self.rig.engine.programs.records[pin.program].is_waiting
+        return last_s if waits else min(pin.deadline_s, last_s)
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        engine = self.rig.engine
+        engine.check()
+        assert engine.turns.keys() == self.live.keys()
+        assert {p.turn for p in engine.programs.records.values()} - {None} == self.live.keys()
+        assert sum(n > 0 for n in self.rig.references.values()) == engine.pins.pinned_blocks
+        assert min(self.rig.references.values(), default=0) >= 0
+        deadlines = [self.ends_s(pin) for pin in engine.pins.pinned.values()]
+        assert engine.pins.next_deadline_s() == min(deadlines, default=None)
+
+
+Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestMachine = Machine.TestCase
