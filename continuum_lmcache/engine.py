@@ -139,7 +139,7 @@ class Engine:
         """
         fields, link = new.fields, None
         name = program_id(fields.job_id, new.tenant) if fields.job_id is not None else None
-        if is_further := name is not None and self._has_turn(name):
+        if is_further := name is not None and self.programs.live_turn(name) is not None:
             fields, name = replace(fields, job_id=None), None
         if name is None and new.may_be_linked:
             link = self._linker.find_link(prompt, fields)
@@ -153,7 +153,7 @@ class Engine:
     def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt, is_further: bool) -> None:
         """The request counts as a program that ends with it."""
         name = f"~{new.id}"
-        while self._has_turn(ProgramId(name)):  # its client has used the id before
+        while self.programs.live_turn(ProgramId(name)) is not None:  # its client has used the id before
             name += "~"
         program = self.programs.add(now_s, ProgramId(name), new.tenant, now_s, one_turn=True)
         self.programs.add_turn(now_s, new.id, program)
@@ -406,7 +406,3 @@ class Engine:
 
     def _contention(self) -> Contention:
         return Contention(len(self.turns) - 1, self.kv_tokens)
-
-    def _has_turn(self, name: ProgramId) -> bool:
-        program = self.programs.records.get(name)
-        return program is not None and program.turn is not None

@@ -182,7 +182,7 @@ class TimedTurns(Timed):
         super().__init__(policy, 2_000_000, clock, until)
         self._tool = {"this_func_call": "bash"} if tool_named else {}
         if policy != STOCK:
-            self.scheduler._parts.tool_calls = ToolCallReader(byte_tokenizer())
+            self.scheduler._events.tool_calls = ToolCallReader(byte_tokenizer())
         self._turns = 0
         self._history: list[int] = []
 

@@ -82,6 +82,26 @@ def all_but_one(bench: Any) -> None:
     bench.turn("a", tokens, out=4)
 
 
+def test_a_request_that_ran_when_the_weights_changed_leaves_none_of_its_kv_in_a_tier(
+    model: Path,
+    settings_of: Any,  # noqa: F811
+) -> None:
+    """Found by the state machine: a chunk that it completed later was stored as the new weights'."""
+    settings_of(policy="fcfs")
+    bench = FakeBench(ContinuumScheduler, model, True, budget_tokens=64 + BLOCK)
+    bench.send("a", prompt(4 * CHUNK), 1)
+    bench.step()
+    bench.new_weights()
+    bench.scheduler.on_new_weights()
+    bench.run_until_idle()
+    bench.scheduler.reset_prefix_cache()
+    bench.turn("b", prompt(4 * CHUNK), out=4)
+    assert not bench.lmcache.loads
+    bench.scheduler.reset_prefix_cache()
+    bench.turn("c", prompt(4 * CHUNK), out=4)
+    assert bench.lmcache.loads, "what the new weights computed whole is loaded"
+
+
 # ---- LMCache's MP mode
 
 

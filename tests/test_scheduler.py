@@ -673,7 +673,7 @@ def test_a_bash_block_is_a_call_unless_the_request_offers_tools(
 ) -> None:
     bench = make()
     says = SimpleNamespace(decode=lambda *_, **__: "```bash\npython app.py\n```")
-    bench.parts.tool_calls = ToolCallReader(says)
+    bench.scheduler._events.tool_calls = ToolCallReader(says)
     bench.turn("p", prompt(64), **({TOOLS_FIELD: tools} if tools else {}))
     assert bench.engine.programs.records["p"].tool == tool
 
@@ -690,7 +690,7 @@ def test_a_token_beyond_the_tokenizers_vocabulary_costs_a_turn_its_tools_name_an
     shutil.copy(Path(mistral_common.__file__).parent / "data" / source, tmp_path / name)
     tokenizer = get_tokenizer(str(tmp_path), tokenizer_mode="mistral")
     bench = make()
-    bench.parts.tool_calls = ToolCallReader(tokenizer)
+    bench.scheduler._events.tool_calls = ToolCallReader(tokenizer)
     bench.send("p", [tokenizer.vocab_size + 5] * 40)
     (request,) = bench.scheduler.requests.values()
     bench.sampled = tokenizer.vocab_size + 5
@@ -711,7 +711,7 @@ def test_no_error_of_a_models_own_tokenizer_ends_an_engine(
         raise error("unknown ids")
 
     bench, warnings = make(), list[str]()
-    bench.parts.tool_calls = ToolCallReader(SimpleNamespace(decode=decode))
+    bench.scheduler._events.tool_calls = ToolCallReader(SimpleNamespace(decode=decode))
     monkeypatch.setattr(requests, "_next_warning_s", [0.0])
     monkeypatch.setattr(requests.logger, "warning", lambda *args: warnings.append(args[1]))
     for turn in range(3):

@@ -137,6 +137,7 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
 
     def reset_cache(self) -> bool:
         self.scheduler_side.store.clear()
+        self.scheduler_side.reset()
         return True
 
     # the worker's side

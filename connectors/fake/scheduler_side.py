@@ -59,6 +59,7 @@ class TrackedRequest:
     stored_chunks: int = 0  # leading chunks that need no store any more
     offered: bool = False  # looked up, and not allocated yet
     gpu_tokens: int = 0  # found on the GPU at the lookup
+    is_stale: bool = False  # its blocks have KV of before the tiers were emptied: none of it is stored
 
 
 class FakeSchedulerSide:
@@ -122,10 +123,15 @@ class FakeSchedulerSide:
         self._note_blocks(output)
         stores = []
         for request_id, scheduled_tokens in output.num_scheduled_tokens.items():
-            if seen := self.tracked.get(request_id):
+            if (seen := self.tracked.get(request_id)) and not seen.is_stale:
                 stores += self._stores_of(seen, scheduled_tokens)
         loads, self._loads = self._loads, []
         return FakeMetadata(loads, stores, self.store.take_evicted())
+
+    def reset(self) -> None:
+        """The tiers were emptied, perhaps since the weights are others: what requests hold is not stored."""
+        for seen in self.tracked.values():
+            seen.is_stale = bool(seen.block_ids)
 
     def finished(self, request_id: str) -> None:
         self.tracked.pop(request_id, None)
@@ -178,3 +184,4 @@ class FakeSchedulerSide:
             if (seen := self.tracked.get(request_id)) and block_ids is not None:
                 resumed = request_id in cached.resumed_req_ids  # then these are all of them
                 seen.block_ids = [*(() if resumed else seen.block_ids), *block_ids[0]]
+                seen.is_stale &= not resumed  # it computes all of them again

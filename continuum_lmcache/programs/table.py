@@ -184,6 +184,11 @@ class ProgramTable:
         """Tokens that all programs have now, also those in line; a head in use counts once."""
         return self._own_tokens + self.heads.tokens
 
+    def live_turn(self, name: ProgramId) -> TurnId | None:
+        """The program's turn that is here; None also for a program that is not known."""
+        program = self.records.get(name)
+        return None if program is None else program.turn
+
     def check(self) -> None:
         """Raise InvariantError unless each record is consistent and the sums are those of the records."""
         programs = self.records.values()

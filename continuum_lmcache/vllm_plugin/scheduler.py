@@ -55,7 +55,7 @@ class ContinuumMixin(Scheduler):
         extra = transfer.kv_connector_extra_config if transfer is not None else {}
         config = ContinuumConfig.load(extra, os.environ)
         self._parts = parts = build_parts(self, config, self.clock())
-        self._engine, self._step_timer = parts.engine, parts.step_timer
+        self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
         self._turns, self._pins, advisor = self._engine.turns, self._engine.pins, self._engine.advisor
         self._events = events = TurnEvents(parts)
         self._metrics_delta = MetricsDelta(parts)
@@ -176,7 +176,7 @@ class ContinuumMixin(Scheduler):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._events.ended(self.clock(), request)
         freed = super()._free_request(request, *args, **kwargs)
-        self._parts.blocks.evict_first()
+        self._blocks.evict_first()
         return freed
 
     def _update_waiting_for_remote_kv(self, request: Request) -> None:
@@ -233,7 +233,7 @@ class ContinuumMixin(Scheduler):
         """Nobody may find KV of the old weights any more. Running requests go on with theirs, as in vLLM."""
         self._report_due |= bool(self._pins.pinned)
         self._events.release_all_pins(self.clock())
-        self._parts.blocks.forget_all()
+        self._blocks.forget_all()
         for request in self.requests.values():
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:  # compute what the load brings
                 request.num_computed_tokens = 0

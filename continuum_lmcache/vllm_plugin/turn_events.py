@@ -23,8 +23,12 @@ class TurnEvents:
     """One scheduler's requests as turns, from arrival to end."""
 
     def __init__(self, parts: EngineParts) -> None:
-        self._parts, self._engine, self._blocks = parts, parts.engine, parts.blocks
-        self._turns, self._pins, self._residency = parts.engine.turns, parts.engine.pins, parts.residency
+        self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
+        engine, self._residency = parts.engine, parts.residency
+        self._turns, self._programs, self._pins = engine.turns, engine.programs, engine.pins
+        self._load_policy = engine.load_policy
+        self.tool_calls, self._ignored, self._samples = parts.tool_calls, parts.ignored, parts.samples
+        self._recorder = parts.recorder if parts.recording is not None else None
 
     def carry_out(self, events: Iterable[Event]) -> None:
         """Do what was decided, in its order. Metrics and recording get the same list."""
@@ -41,15 +45,15 @@ class TurnEvents:
                     self._blocks.note_ended(event.turn, event.shared_tokens)
                 case Start():
                     self._turns.to_rekey.add(event.turn)
-            self._parts.samples.add(event)
-            if self._parts.recording is not None:
-                self._parts.recorder.record(event)
+            self._samples.add(event)
+            if self._recorder is not None:
+                self._recorder.record(event)
 
     def _rekey(self, program: ProgramId) -> None:
         """The place of the program's turn in the queue has changed, also if it is preempted."""
-        record = self._engine.programs.records.get(program)
-        if record is not None and record.turn is not None:
-            self._turns.to_rekey.add(record.turn)
+        turn = self._programs.live_turn(program)
+        if turn is not None:
+            self._turns.to_rekey.add(turn)
 
     def step(self, now_s: float, is_running: bool, is_queued: bool, prompt_share: float) -> None:
         """A step is about to be scheduled."""
@@ -63,7 +67,7 @@ class TurnEvents:
 
     def arrived(self, now_s: float, request: Request) -> None:
         new, ignored = new_turn(request, self._engine.config)
-        self._parts.ignored.update(ignored)
+        self._ignored.update(ignored)
         self.carry_out(self._engine.turn_arrived(now_s, new, request))
 
     def on_allocated(self, request: Request, gpu_tokens: int, loaded_tokens: int) -> None:
@@ -71,7 +75,7 @@ class TurnEvents:
         turn = self._turns.get(TurnId(request.request_id))
         if turn is not None:
             turn.gpu_tokens, turn.loaded_tokens = gpu_tokens, loaded_tokens
-            self._engine.load_policy.on_allocated(turn.id)
+            self._load_policy.on_allocated(turn.id)
 
     def on_load_done(self, request: Request) -> None:
         """An asynchronous load has ended; the tokens that now count as computed were loaded."""
@@ -85,7 +89,7 @@ class TurnEvents:
         turn = self._turns.get(TurnId(request.request_id))
         if turn is None or turn.started_s is not None:
             return
-        self._parts.step_timer.on_run(turn)
+        self._step_timer.on_run(turn)
         served, program, uses_pin = self._residency.served_from(request, turn), turn.program, False
         self._residency.count(served)
         if not program.is_one_turn:
@@ -102,7 +106,7 @@ class TurnEvents:
     def resumed(self, now_s: float, scheduled: Container[str], requests: Mapping[str, Request]) -> None:
         """Note the preempted turns that run again in this step."""
         for turn in [self._turns[i] for i in self._turns.preempted if i in scheduled]:
-            self._parts.step_timer.on_run(turn)
+            self._step_timer.on_run(turn)
             served = self._residency.served_from(requests[turn.id], turn)
             self.carry_out(self._engine.turn_resumed(now_s, turn, served))
 
@@ -129,7 +133,7 @@ class TurnEvents:
     def _tools_of(self, turn: Turn, request: Request) -> Sequence[ToolKey]:
         if turn.fields.this_tool:
             return (turn.fields.this_tool,)
-        return self._parts.tool_calls.read(request, bool(turn.fields.tools), self._parts.ignored)
+        return self.tool_calls.read(request, bool(turn.fields.tools), self._ignored)
 
     def on_reclaimed(self, now_s: float, programs: Sequence[ProgramId]) -> None:
         """A request got blocks of these programs' pins."""

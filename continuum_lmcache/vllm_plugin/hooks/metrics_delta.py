@@ -22,7 +22,7 @@ class MetricsDelta:
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self._parts = parts
+        self._parts, self._samples = parts, parts.samples
         self._before: Totals = {}
 
     def delta(self) -> MetricsPayload:
@@ -42,7 +42,7 @@ class MetricsDelta:
             if moved:
                 changed[key] = moved
         self._before = now
-        return {**changed, **self._parts.samples.take_samples()}
+        return {**changed, **self._samples.take_samples()}
 
 
 def totals_of(parts: EngineParts) -> Totals:
