@@ -8,7 +8,7 @@ vllm_plugin/scheduler.py passes values and carries the decisions out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
@@ -73,7 +73,7 @@ class StepLoad:
     is_running: bool  # a turn runs
     is_queued: bool  # a turn waits that may run
     prompt_share: float  # of the latest steps' time, 0 to 1
-    free_blocks: int
+    free_blocks: Callable[[], int]  # of the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,17 +276,17 @@ class Engine:
         tool = advisor.slowest(call.tools)
         blocks, number = len(call.block_ids), program.turns + 1
         ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant)
-        keep = advisor.retain(ended, self.load(call.free_blocks))  # an older pin still counts as memory
+        outlook = advisor.outlook(tool, tenant)
+        keep = advisor.retain(ended, self.load(call.free_blocks), outlook)  # an older pin counts as memory
         events = self._unpin(now_s, name, PinEnd.SUPERSEDED)
-        is_conversation = tool == NO_CALL and not program.called_tool
-        starts_anew = is_conversation and advisor.keeps_no_memory(tool, tenant)
-        expected_s = advisor.expected_s(tool, tenant)
-        self.programs.finish_turn(now_s, program, ended, prompt.block_hashes, expected_s, starts_anew)
+        starts_anew = tool == NO_CALL and not program.called_tool and outlook.keeps_no_memory
+        expects = (outlook.expected_s, starts_anew)
+        self.programs.finish_turn(now_s, program, ended, prompt.block_hashes, *expects)
         finished = (tool, tokens, end.output_tokens, False, keep, turn.first_token_s)
         events.append(TurnFinished(now_s, name, turn.id, *finished))
         if (pin := self.pins.take(now_s, ended, keep, call.block_ids)) is not None:
             events.append(PinTaken(now_s, pin))
-        if advisor.is_usually_last(tool, tenant):  # after the pin: its blocks do not go first
+        if outlook.is_usually_last:  # after the pin: its blocks do not go first
             events.append(self._evict_first(now_s, turn, prompt))
         if turn.fields.job_id is None:
             self._note_linkable(turn, prompt)
@@ -339,7 +339,8 @@ class Engine:
         """Start programs for which there is room; then, since a program that starts at once waits for no
         pin, set pins' deadlines again and end the due ones."""
         events = self._start_programs(now_s, step)
-        for pin in self._renewal.renew_due(now_s, self.load(step.free_blocks)):
+        is_short = self._is_memory_short
+        for pin in self._renewal.renew_due(now_s, is_short, lambda: self.load(step.free_blocks())):
             events.append(PinRenewed(now_s, pin.program, pin.deadline_s))
         for program in self.pins.due(now_s) if self.pins.pinned else ():
             events += self._unpin(now_s, program, PinEnd.EXPIRED)
@@ -395,9 +396,13 @@ class Engine:
 
     def load(self, free_blocks: int) -> EngineLoad:
         """How busy the engine is."""
-        is_short = bool(self.turns.refused_memory) or self.admission.is_waited_for
-        pinned = self.pins.pinned_blocks
+        pinned, is_short = self.pins.pinned_blocks, self._is_memory_short
         return EngineLoad(self.total_blocks, free_blocks, pinned, is_memory_short=is_short)
+
+    @property
+    def _is_memory_short(self) -> bool:
+        """Whether a waiting turn was refused its blocks, or a program waits to start."""
+        return bool(self.turns.refused_memory) or self.admission.is_waited_for
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""

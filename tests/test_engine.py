@@ -97,7 +97,7 @@ class Rig:
         return self.do(self.engine.turn_ended(self.now_s, turn, whole, end))
 
     def tick(self, idle: bool = True) -> list[Any]:
-        step = StepLoad(not idle, not idle, 1.0, 50)
+        step = StepLoad(not idle, not idle, 1.0, lambda: 50)
         events = self.do(self.engine.tick(self.now_s, step))
         self.engine.check()
         return events

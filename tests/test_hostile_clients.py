@@ -228,13 +228,14 @@ def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(
     advisor = Bench(ContinuumScheduler, model).engine.advisor
     for number in range(150):
         advisor.gaps.observe(("pytest",), 2.0 + number % 3, tenant)
-    before_s = advisor.expected_s(("pytest",), tenant)
+    before_s = advisor.outlook(("pytest",), tenant).expected_s
     for _ in range(400):
         advisor.count_overdue(("pytest",), 1, "liar")
         advisor.gaps.observe(("pytest",), 1e5, "liar")
-    assert advisor.expected_s(("pytest",), tenant) == before_s
-    assert not advisor.keeps_no_memory(("pytest",), tenant) and not advisor.is_usually_last(
-        ("pytest",), tenant
+    assert advisor.outlook(("pytest",), tenant).expected_s == before_s
+    assert (
+        not advisor.outlook(("pytest",), tenant).keeps_no_memory
+        and not advisor.outlook(("pytest",), tenant).is_usually_last
     )
     assert advisor.gaps.of(tenant).distribution(("pytest",)).mean_s < 4
     assert advisor.gaps.of("liar").lost_share(("pytest",)) == pytest.approx(0.5, abs=0.01)

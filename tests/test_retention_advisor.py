@@ -106,15 +106,15 @@ def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_m
     made, bash = advisor(10_000_000), ("bash",)
     for i in range(100):
         made.gaps.observe(bash, 20.0 + i % 20)
-    expected_s = [made.expected_s(bash)]
+    expected_s = [made.outlook(bash).expected_s]
     for number in range(150):
         made.count_overdue(bash, 3)
         if number in (30, 149):
-            expected_s.append(made.expected_s(bash))
+            expected_s.append(made.outlook(bash).expected_s)
     assert expected_s[0] > expected_s[1] > expected_s[2]
     for _ in range(150):  # all were late
         made.expect_again(bash, 3)
-    assert made.expected_s(bash) == expected_s[0]
+    assert made.outlook(bash).expected_s == expected_s[0]
     assert not made.history._programs
 
 
@@ -122,7 +122,7 @@ def test_a_program_whose_tool_mostly_never_returns_is_not_expected() -> None:
     made = advisor(10_000_000)
     for _ in range(200):
         made.count_overdue(("ask_human",), 1)
-    assert made.expected_s(("ask_human",)) == 0.0
+    assert made.outlook(("ask_human",)).expected_s == 0.0
 
 
 def test_room_is_held_for_a_slow_tool_but_not_for_people_who_reply_as_late() -> None:
@@ -130,14 +130,14 @@ def test_room_is_held_for_a_slow_tool_but_not_for_people_who_reply_as_late() -> 
     for _ in range(6):
         made.gaps.observe(("make",), 60.0)
         made.gaps.observe(NO_CALL, 60.0)
-    assert made.expected_s(("make",)) >= LEAST_EXPECTED_S
-    assert made.expected_s(NO_CALL) == 0.0
+    assert made.outlook(("make",)).expected_s >= LEAST_EXPECTED_S
+    assert made.outlook(NO_CALL).expected_s == 0.0
     late, answer = (replace(IN_DRAM, tool=tool, residency=NOWHERE) for tool in (("make",), NO_CALL))
     assert made.retain(late, LOAD).ttl_s > 0.0
     assert made.retain(answer, LOAD).ttl_s == 0.0
     for _ in range(20):
         made.gaps.observe(NO_CALL, 1.0)
-    assert made.expected_s(NO_CALL) >= LEAST_EXPECTED_S
+    assert made.outlook(NO_CALL).expected_s >= LEAST_EXPECTED_S
     assert made.retain(answer, LOAD).ttl_s > 0.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel
@@ -32,6 +32,15 @@ LEAST_EXPECTED_S = 10.0
 MOST = 0.5  # of the programs that made a call
 LEAST_ETA = 0.5  # from here on programs that began earlier are near their end; tuned (LOG.md, 2026-11-24)
 COLD_GAP_S = 1.0  # without a known gap: Exp(1)'s mean, as in the paper's cold start
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is expected of a program in a call of a tool."""
+
+    is_usually_last: bool  # most programs that made the call did not return: an answer, `submit`
+    keeps_no_memory: bool  # and those that do return take long
+    expected_s: float  # for how long it is still expected back
 
 
 class RetentionAdvisor:
@@ -70,33 +79,23 @@ class RetentionAdvisor:
         tiers = self.survival.capacity_tokens.items()
         return max((n for t, n in tiers if self.rates.costs.reload_s(where[t]) < expensive_s), default=0)
 
-    def expected_s(self, tool: ToolKey, tenant: str = "") -> float:
-        """For how long a program in a call of `tool` is still expected back, by the observed gaps.
+    def outlook(self, tool: ToolKey, tenant: str = "") -> Outlook:
+        """What the observed gaps say of a program in a call of `tool`.
 
         Of gaps that end after an exponential time or, in a share q of cases, never, one that has lasted
-        ln((1 - q) / q) mean gaps is as likely to end as not.
+        ln((1 - q) / q) mean gaps is as likely to end as not: so long the program is expected back.
+        No memory is kept if most programs end with the call, or if it is an answer and most people take
+        longer than LEAST_EXPECTED_S to reply. A slow tool is no such case: where it returns the program has
+        many turns left (LOG.md, 2026-11-26).
         """
-        if self.keeps_no_memory(tool, tenant):
-            return 0.0
         own = self.gaps.of(tenant)
-        lost, gaps = own.lost_share(tool), EXPECTED_GAPS
-        if lost > 0.0:
-            gaps = min(gaps, math.log((1.0 - lost) / lost))
-        return max(LEAST_EXPECTED_S, gaps * (own.distribution(tool).mean_s or COLD_GAP_S))
-
-    def is_usually_last(self, tool: ToolKey, tenant: str = "") -> bool:
-        """Whether most programs that called `tool` did not return: an answer without a call, `submit`."""
-        return self.features.evict_ended_programs and self.gaps.of(tenant).lost_share(tool) > MOST
-
-    def keeps_no_memory(self, tool: ToolKey, tenant: str = "") -> bool:
-        """Whether no memory should be kept for a program that called `tool`: most programs end with it, or it
-        is an answer and most people take longer than LEAST_EXPECTED_S to reply.
-
-        A slow tool is no such case: where it returns the program has many turns left (LOG.md, 2026-11-26).
-        """
-        late_s = LEAST_EXPECTED_S if tool == NO_CALL else math.inf
-        is_late = self.gaps.of(tenant).longer_share(tool, late_s) > MOST
-        return self.features.evict_ended_programs and is_late
+        lost = own.lost_share(tool)
+        late = own.longer_share(tool, LEAST_EXPECTED_S) if tool == NO_CALL else lost
+        evicts, expected_s = self.features.evict_ended_programs, 0.0
+        if not (is_late := evicts and late > MOST):
+            gaps = min(EXPECTED_GAPS, math.log((1.0 - lost) / lost)) if lost > 0.0 else EXPECTED_GAPS
+            expected_s = max(LEAST_EXPECTED_S, gaps * (own.distribution(tool).mean_s or COLD_GAP_S))
+        return Outlook(evicts and lost > MOST, is_late, expected_s)
 
     def favors_started(self) -> bool:
         """Whether programs that began earlier go first for that alone: those with more turns done have fewer
@@ -108,10 +107,11 @@ class RetentionAdvisor:
         """A waiting turn's place: smallest first."""
         return self._policy.order(standing)
 
-    def retain(self, turn: FinishedTurn, load: EngineLoad) -> Retention:
-        """For how long this turn's KV should stay, never beyond max_ttl_s."""
+    def retain(self, turn: FinishedTurn, load: EngineLoad, outlook: Outlook | None = None) -> Retention:
+        """For how long this turn's KV should stay, never beyond max_ttl_s. `outlook`: of its tool, if it is
+        known."""
         reload_s = self.rates.costs.reload_s(turn.residency, self.survival.chances())
-        if self.keeps_no_memory(turn.tool, turn.tenant):
+        if (outlook or self.outlook(turn.tool, turn.tenant)).keeps_no_memory:
             return Retention(0.0, self.config.policy, "returns-late", reload_s=reload_s)
         is_idle = self.is_priced(turn.context_tokens, reload_s) and not load.is_memory_short
         load = replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from continuum_lmcache.programs.program import Program
@@ -27,14 +28,14 @@ class PinRenewal:
     next_check_s: float = 0.0  # of the memory
     to_renew: deque[ProgramId] = field(default_factory=deque)  # TTLs of a time when memory was not short
 
-    def renew_due(self, now_s: float, load: EngineLoad) -> list[Pin]:
+    def renew_due(self, now_s: float, is_memory_short: bool, load: Callable[[], EngineLoad]) -> list[Pin]:
         """Before pins expire: decide about due pins, and about all pins if memory has become short. Returns
         them with their new deadlines.
 
         A step makes at most DECISIONS_A_STEP decisions. Further due pins get EVERY_S more; the others wait.
         """
         pins, renewed = self.pins, list[Pin]()
-        if now_s >= self.next_check_s and self._became_short(now_s, load):
+        if now_s >= self.next_check_s and self._became_short(now_s, is_memory_short):
             self.to_renew = deque(pins.pinned)
         elif not self.was_short:
             self.to_renew.clear()
@@ -43,16 +44,16 @@ class PinRenewal:
             due = (pin for pin in pins.pinned.values() if pin.deadline_s <= now_s)
             for number, pin in enumerate([pin for pin in due if self._is_renewable(pin)]):
                 is_decided = number < DECISIONS_A_STEP
-                deadline_s = self._deadline_s(now_s, pin, load) if is_decided else now_s + EVERY_S
+                deadline_s = self._deadline_s(now_s, pin, load()) if is_decided else now_s + EVERY_S
                 renewed.append(self._renew(pin, deadline_s))
         while self.to_renew and len(renewed) < DECISIONS_A_STEP:
             found = pins.pinned.get(self.to_renew.popleft())
             if found is not None and self._is_renewable(found):
-                renewed.append(self._renew(found, self._deadline_s(now_s, found, load)))
+                renewed.append(self._renew(found, self._deadline_s(now_s, found, load())))
         return renewed
 
-    def _became_short(self, now_s: float, load: EngineLoad) -> bool:
-        before, self.was_short = self.was_short, load.is_memory_short
+    def _became_short(self, now_s: float, is_memory_short: bool) -> bool:
+        before, self.was_short = self.was_short, is_memory_short
         self.next_check_s = now_s + EVERY_S
         return self.was_short and not before
 

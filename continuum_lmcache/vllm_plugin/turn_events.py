@@ -57,7 +57,7 @@ class TurnEvents:
 
     def step(self, now_s: float, is_running: bool, is_queued: bool, prompt_share: float) -> None:
         """A step is about to be scheduled."""
-        load = StepLoad(is_running, is_queued, prompt_share, self._blocks.free_count())
+        load = StepLoad(is_running, is_queued, prompt_share, self._blocks.free_count)
         self.carry_out(self._engine.tick(now_s, load))
         if self._engine.is_refresh_due(now_s):
             sizes = (self._blocks.kv_tokens, self._residency.capacity_tokens())
