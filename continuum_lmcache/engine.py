@@ -47,6 +47,7 @@ from continuum_lmcache.types import (
     PinEnd,
     ProgramId,
     Residency,
+    Retention,
     Tier,
     ToolKey,
     TurnId,
@@ -152,16 +153,21 @@ class Engine:
 
     def _add_one_turn(self, now_s: float, new: NewTurn, prompt: HashedPrompt, is_further: bool) -> None:
         """The request counts as a program that ends with it."""
-        name = f"~{new.id}"
-        while self.programs.live_turn(ProgramId(name)) is not None:  # its client has used the id before
-            name += "~"
-        program = self.programs.add(now_s, ProgramId(name), new.tenant, now_s, one_turn=True)
+        name = ProgramId(f"~{new.id}")
+        while name in self.programs.records:  # its client has used the id before
+            name = ProgramId(f"{name}~")
+        program = self.programs.add(now_s, name, new.tenant, now_s, one_turn=True)
         self.programs.add_turn(now_s, new.id, program)
         turn = Turn(new.id, program, new.fields, now_s, now_s, now_s, new.priority, new.may_be_linked)
         self.turns[turn.id] = turn
-        waits = is_further and self.config.admission
-        sizes = (prompt.num_prompt_tokens, new.priority, prompt.block_hashes)
-        self.admission.on_arrival(now_s, program, *sizes, exempt=not waits)
+        self.admission.on_arrival(
+            now_s,
+            program,
+            prompt.num_prompt_tokens,
+            new.priority,
+            prompt.block_hashes,
+            exempt=not (is_further and self.config.admission),
+        )
 
     def _add_turn(
         self, now_s: float, name: ProgramId, new: NewTurn, prompt: HashedPrompt, link: ProgramLink | None
@@ -224,9 +230,15 @@ class Engine:
         delay_s = now_s - turn.arrival_s
         self.advisor.history.observe_queue_delay(delay_s, evicted)
         events: list[Event] = [TurnStarted(now_s, program.id, turn.id, served, delay_s, evicted)]
-        sizes = (self._hash_block_tokens, program.last_tokens, prompt_tokens, found_tokens)
-        for loss in losses_of(program.hashes, hashes, *sizes):
-            events.append(PrefixLost(now_s, program.id, turn.id, loss))
+        losses = losses_of(
+            program.hashes,
+            hashes,
+            block_tokens=self._hash_block_tokens,
+            context_tokens=program.last_tokens,
+            prompt_tokens=prompt_tokens,
+            found_tokens=found_tokens,
+        )
+        events += [PrefixLost(now_s, program.id, turn.id, loss) for loss in losses]
         return events + self._unpin(now_s, program.id, PinEnd.REUSED if uses_pin else PinEnd.DIVERGED)
 
     def turn_preempted(self, now_s: float, turn: Turn) -> list[Event]:
@@ -280,10 +292,15 @@ class Engine:
         keep = advisor.retain(ended, self.load(call.free_blocks), outlook)  # an older pin counts as memory
         events = self._unpin(now_s, name, PinEnd.SUPERSEDED)
         starts_anew = tool == NO_CALL and not program.called_tool and outlook.keeps_no_memory
-        expects = (outlook.expected_s, starts_anew)
-        self.programs.finish_turn(now_s, program, ended, prompt.block_hashes, *expects)
-        finished = (tool, tokens, end.output_tokens, False, keep, turn.first_token_s)
-        events.append(TurnFinished(now_s, name, turn.id, *finished))
+        self.programs.finish_turn(
+            now_s,
+            program,
+            ended,
+            prompt.block_hashes,
+            expected_s=outlook.expected_s,
+            starts_anew=starts_anew,
+        )
+        events.append(self._finished(now_s, turn, end, tool, keep))
         if (pin := self.pins.take(now_s, ended, keep, call.block_ids)) is not None:
             events.append(PinTaken(now_s, pin))
         if outlook.is_usually_last:  # after the pin: its blocks do not go first
@@ -307,11 +324,24 @@ class Engine:
 
     def _end_without_pin(self, now_s: float, turn: Turn, end: TurnEnd) -> TurnFinished:
         """The turn ended, but not in a tool call."""
-        program, is_last = turn.program, turn.fields.is_last_step
-        self.programs.remove_turn(now_s, program)
-        self.pins.turn_stopped_waiting(program.id)
-        finished = ((), end.context_tokens, end.output_tokens, is_last, None, turn.first_token_s)
-        return TurnFinished(now_s, program.id, turn.id, *finished)
+        self.programs.remove_turn(now_s, turn.program)
+        self.pins.turn_stopped_waiting(turn.program.id)
+        return self._finished(now_s, turn, end)
+
+    def _finished(
+        self, now_s: float, turn: Turn, end: TurnEnd, tool: ToolKey = (), keep: Retention | None = None
+    ) -> TurnFinished:
+        return TurnFinished(
+            now_s,
+            turn.program.id,
+            turn.id,
+            tool=tool,
+            context_tokens=end.context_tokens,
+            output_tokens=end.output_tokens,
+            is_last=turn.fields.is_last_step,
+            retention=keep,
+            first_token_s=turn.first_token_s,
+        )
 
     def _note_linkable(self, turn: Turn, prompt: HashedPrompt) -> None:
         """A prompt without a name may continue this turn."""

@@ -140,7 +140,3 @@ class RetentionAdvisor:
         """A program of `count_overdue` goes on after all."""
         self.gaps.withdraw_censored(tool, MAX_GAP_S, tenant)
         self.history.withdraw_program(turns)
-
-    def observe_return(self, left: Residency, found: Residency, context_tokens: int) -> None:
-        """A program is back whose context the GPU has lost: learn what the tiers have kept of it."""
-        self.survival.on_return(left, found, context_tokens)

@@ -118,8 +118,17 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
             type(scheduler.connector).__name__,
         )
     residency.store.set_load_selector(engine.load_policy.tokens_to_load)
-    files = (recorder, advisor.gaps, durations_path, recording)
-    parts = EngineParts(engine, residency, blocks, step_timer, tool_calls, *files)
+    parts = EngineParts(
+        engine,
+        residency,
+        blocks,
+        step_timer,
+        tool_calls,
+        recorder,
+        durations=advisor.gaps,
+        durations_path=durations_path,
+        recording=recording,
+    )
     if (recording is not None or durations_path is not None) and owns_process():
         save_on_signals(parts)
     return parts
