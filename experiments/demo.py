@@ -1,7 +1,6 @@
 """Shows the policy's gain on this machine: three servers, the same programs, more of them than fit.
 
     python -m experiments.demo                  # the first ten turns of programs like Claude Code's
-    python -m experiments.demo --generator swe  # programs drawn from the paper's Table 1
     TRACE=trace.jsonl python -m experiments.demo
 
 It measures the machine first and makes the pressure to fit (demo_scenario.py has the proportions). Then one
@@ -26,15 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 from continuum_lmcache.errors import TraceError
 from experiments import demo_report
 from experiments.client import ServerUnusable
-from experiments.demo_scenario import (
-    START_FACTOR,
-    WASTE,
-    WINDOWS_TOKENS,
-    Measured,
-    Scenario,
-    Work,
-    pressed,
-)
+from experiments.demo_scenario import START_FACTOR, WASTE, WINDOWS_TOKENS, Measured, Scenario, Work, pressed
 from experiments.demo_servers import CONTINUUM, FCFS, ORDER, ROOT, Contender, compared, measured
 from experiments.selection import Selection
 from experiments.server import ServerError
@@ -65,19 +56,13 @@ class Clock:
         self.console.print(f"[bold]\\[{self.stage}/{self.stages}][/] {what} (about {left} left)")
 
 
-def workload(
-    trace: Path | None,
-    source: str,
-    seed: int,
-    scenario: Scenario | None = None,
-    generator: str = GENERATOR,
-) -> Selection:
+def workload(trace: Path | None, seed: int, scenario: Scenario | None = None) -> Selection:
     """The programs of the demo; the whole choice of workload is here.
 
     Few arrivals of a Poisson process may come half as fast again as its rate, or half as slow: they are
     drawn closer or further apart, so that each seed's come at the scenario's.
     """
-    chosen = Selection(seed, trace, generator, source=source, max_context_tokens=WINDOWS_TOKENS[0])
+    chosen = Selection(seed, trace, GENERATOR, max_context_tokens=WINDOWS_TOKENS[0])
     if trace is None:
         chosen = replace(chosen, most_turns=MOST_TURNS)
     if scenario is None:
@@ -105,19 +90,12 @@ def expected_s(found: Measured, scenario: Scenario) -> float:
     return START_FACTOR * found.start_s + min(scenario.limit_s, work_s * (1 + WASTE) / 2)
 
 
-def demo(
-    trace: Path | None,
-    source: str,
-    seeds: int,
-    out: Path,
-    clock: Clock,
-    generator: str = GENERATOR,
-) -> str:
+def demo(trace: Path | None, seeds: int, out: Path, clock: Clock) -> str:
     """Measure, serve, compare; returns the result as Markdown.
 
     Raises ServerError, ServerUnusable, TraceError.
     """
-    chosen = workload(trace, source, 1, None, generator)
+    chosen = workload(trace, 1)
     drawn = chosen.programs(lambda _: None)  # a bad trace is known before a server starts
     work = Work.of(drawn, limited=trace is not None)
     contenders = (FCFS, ORDER, CONTINUUM)
@@ -135,18 +113,13 @@ def demo(
         left_s = each_s * (clock.stages - clock.stage)
         sent = f"{scenario.programs} programs, {scenario.limit_s:.0f} s at most"
         clock.announce(f"{who.name}, seed {seed}: {sent}", left_s)
-        chosen = workload(trace, source, seed, scenario, generator)
+        chosen = workload(trace, seed, scenario)
         paths[who.name].append(compared(who, scenario, chosen, model, out))
-    return demo_report.with_pressure(paths, scenario, out, clock.console)
+    return demo_report.write(paths, out, clock.console)
 
 
 def main(
     trace: Annotated[Path | None, typer.Option(envvar="TRACE", help="Replay a trace file instead.")] = None,
-    source: Annotated[str, typer.Option(help="Only programs of the trace from such sources.")] = "",
-    generator: Annotated[
-        str,
-        typer.Option(help="Of programs: fitted to a trace, or swe: the Table 1 of the paper."),
-    ] = GENERATOR,
     repeats: Annotated[int, typer.Option(min=1, help="Seeds 1 to N.")] = 1,
     readme: Annotated[
         bool,
@@ -158,7 +131,7 @@ def main(
     clock = Clock(Console(), time.monotonic(), 0)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        page = demo(trace, source, repeats, out, clock, generator)
+        page = demo(trace, repeats, out, clock)
     except (ServerError, ServerUnusable, TraceError, OSError) as error:
         raise SystemExit(f"demo: {error}") from error
     clock.console.print(f"{clock.spent_s:.0f} s in all; tables, figure and the servers' logs are in {out}/")

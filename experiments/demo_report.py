@@ -73,19 +73,10 @@ def scenario_words(found: Measured, scenario: Scenario) -> str:
     )
 
 
-def read(paths: Paths) -> Runs:
-    """The summaries by contender."""
-    return {name: next(iter(load(found).values())) for name, found in paths.items()}
-
-
-def with_pressure(paths: Paths, scenario: Scenario, out: Path, console: Console) -> str:
+def write(paths: Paths, out: Path, console: Console) -> str:
     """Table, CSV and figure into `out`; the page, without its figure."""
-    runs = read(paths)
-    held = proportions(paths, runs, scenario)
-    return write(runs, f"{gains(runs)}\n\n{verdict(held)}", out, console)
-
-
-def write(runs: Runs, conclusion: str, out: Path, console: Console) -> str:
+    runs = {name: next(iter(load(found).values())) for name, found in paths.items()}
+    conclusion = f"{gains(runs)}\n\n{verdict(proportions(paths, runs))}"
     cut = {CUT: lambda summary: float(len(summary["cut_s"]))}
     rows = comparison(runs, ROWS | (cut if any(s["cut_s"] for found in runs.values() for s in found) else {}))
     console.print(plain(rows, caption(runs)))
@@ -100,13 +91,13 @@ def write(runs: Runs, conclusion: str, out: Path, console: Console) -> str:
     return page
 
 
-def proportions(paths: Paths, runs: Runs, scenario: Scenario) -> tuple[Proportion, ...]:
+def proportions(paths: Paths, runs: Runs) -> tuple[Proportion, ...]:
     """How short memory was for the baseline; medians over the seeds."""
     by_seed = []
     for number, summary in enumerate(runs[FCFS.name]):
         best = max(found[number]["jobs_per_s"] for found in runs.values())
         records = records_of(paths[FCFS.name][number].with_suffix(".jsonl"))
-        by_seed.append(pressure(scenario, summary, records, best))
+        by_seed.append(pressure(summary, [r.t_arrive for r in records if r.turn == 1], best))
     return tuple(
         Proportion(one[0].words, statistics.median(p.value for p in one), one[0].least)
         for one in zip(*by_seed, strict=True)

@@ -10,13 +10,13 @@ The scenario keeps proportions, so that memory is as short on a slow machine as 
 - tool time: a third of the work, as 8 s are to 22.7 s in the paper's offload experiment (Continuum,
   arXiv 2511.02230, full version, Fig. 9). It has GPU KV for 7 contexts, and an hour for its backlog.
 
-After the run `pressure` checks by the measurements whether these proportions were reached.
+After the run `pressure` checks by the measurements whether memory was short.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,48 +187,15 @@ class Proportion:
 
 
 def pressure(
-    scenario: Scenario, summary: dict[str, Any], records: Sequence[TurnRecord], best_jobs_per_s: float
+    summary: Mapping[str, Any], arrivals_s: Sequence[float], best_jobs_per_s: float
 ) -> tuple[Proportion, ...]:
-    """Whether memory was short for the baseline, by its own replay and the fastest server's."""
-    memory_tokens = scenario.gpu_tokens + scenario.dram_tokens
-    arrivals_s = [r.t_arrive for r in records if r.turn == 1]
-    jps = (len(arrivals_s) - 1) / max(arrivals_s) if len(arrivals_s) > 1 and max(arrivals_s) else 0.0
-    return (
-        Proportion(
-            "arrivals over what this machine was measured to finish", jps / scenario.capacity_jps, 1.5
-        ),
-        Proportion("arrivals over what the fastest server finished", jps / best_jobs_per_s, 1.2),
-        Proportion(
-            "contexts under way, at their most, over what GPU and DRAM hold",
-            most_tokens(records) / memory_tokens,
-            1.5,
-        ),
-        Proportion("share of the tokens seen before that the GPU had lost", lost_share(summary), 0.25),
-    )
-
-
-def lost_share(summary: dict[str, Any]) -> float:
-    """The share of prompt tokens from earlier turns that the GPU had lost."""
+    """Whether memory was short for the baseline: by its own replay, and by the fastest server's programs a
+    second. `arrivals_s`: of the programs."""
+    last_s = max(arrivals_s, default=0.0)
+    jps = (len(arrivals_s) - 1) / last_s if last_s else 0.0
     before = summary["prompt_tokens"] - summary["new_tokens"]
-    return 1 - summary["tokens_by_source"].get("gpu", 0) / before if before > 0 else 0.0
-
-
-def most_tokens(records: Iterable[TurnRecord]) -> int:
-    """The largest sum of the contexts of all running programs.
-
-    A program runs from its first token to its last; its context is its prompts and outputs so far.
-    """
-    changes: list[tuple[float, int]] = []
-    contexts: dict[str, int] = {}
-    for r in sorted((r for r in records if r.t_first is not None), key=lambda r: r.turn):
-        assert r.t_first is not None and r.t_done is not None
-        changes.append((r.t_first, r.prompt_tokens - contexts.get(r.program, 0)))
-        changes.append((r.t_done, r.output_tokens))
-        contexts[r.program] = r.prompt_tokens + r.output_tokens
-        if r.turn == r.of_turns:
-            changes.append((r.t_done, -contexts[r.program]))
-    most = held = 0
-    for _, tokens in sorted(changes):
-        held += tokens
-        most = max(most, held)
-    return most
+    lost = 1 - summary["tokens_by_source"].get("gpu", 0) / before if before > 0 else 0.0
+    return (
+        Proportion("arrivals over what the fastest server finished", jps / best_jobs_per_s, 1.2),
+        Proportion("share of the tokens seen before that the GPU had lost", lost, 0.25),
+    )

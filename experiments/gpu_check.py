@@ -87,7 +87,7 @@ def rounding(job: Job) -> dict[str, Any]:
 
 
 def tokens(job: Job, dtype: str) -> dict[str, Any]:
-    from experiments.gpu.tokens import checked
+    from experiments.exactness import checked
 
     return checked(job.place.device, dtype, job.out)
 
@@ -116,9 +116,9 @@ def programs(job: Job) -> dict[str, Any]:
 
 
 def cost(job: Job) -> dict[str, Any]:  # noqa: ARG001 (every stage is given a job)
-    from experiments.gpu.cost import costs
+    from experiments.overhead import measured
 
-    return costs()
+    return {"table": measured(((1, 0), (16, 0), (256, 0)), rounds=30, repeats=3), "failed": ""}
 
 
 def save(job: Job, stage: str, found: Mapping[str, Any]) -> None:
@@ -223,7 +223,7 @@ def main(
         job = Job(place, out, stage_limit_s)
         save(job, chosen[0], STAGES[chosen[0]].run(job))
         sys.stdout.flush()
-        os._exit(0)  # no finalizers: experiments.gpu.tokens.NEVER_SHUT_DOWN
+        os._exit(0)  # no finalizers: an engine's may hang
     raise typer.Exit(checked(place, chosen, 60 * minutes, out))
 
 

@@ -33,7 +33,6 @@ class MpProcess:
     log: Path
     more: tuple[str, ...] = ()
     module: bool = True  # this package's tier module; False: LMCache's server as it comes
-    tuned: bool = True  # docs/lmcache.md's options; False: those without which no server with a disk starts
     disk_gb: float | None = None  # None: no bound, and nothing is evicted; 0: no disk
     port: int = field(default_factory=reserved_port)
     http_port: int = field(default_factory=reserved_port)
@@ -56,9 +55,7 @@ class MpProcess:
 
     def command(self) -> list[str]:
         disk = "" if self.disk_gb == 0 else str(self.disk)
-        words = options(
-            self.port, self.http_port, self.l1_gb, disk, self.disk_gb, module=self.module, tuned=self.tuned
-        )
+        words = options(self.port, self.http_port, self.l1_gb, disk, self.disk_gb, self.module)
         return [*script("lmcache", "lmcache.cli.main"), "server", *words, *self.more]
 
     def start(self) -> None:
@@ -123,7 +120,6 @@ def serve_mp(
     log: Path,
     *more: str,
     module: bool = True,
-    tuned: bool = True,
     disk_gb: float | None = None,
     wait: bool = True,
 ) -> Iterator[MpProcess]:
@@ -131,7 +127,7 @@ def serve_mp(
 
     Without `wait` it may still be starting: a vLLM that starts meanwhile takes longer to ask for it.
     """
-    mp = MpProcess(l1_gb, disk, log, more, module, tuned, disk_gb)
+    mp = MpProcess(l1_gb, disk, log, more, module, disk_gb)
     try:
         mp.begin()
         if wait:

@@ -4,12 +4,11 @@
     python -m experiments.offload_sweep all                    every figure, in minutes
     python -m experiments.offload_sweep fig9 --quick           seconds; a check that everything works
     python -m experiments.offload_sweep fig9 --full --jobs 16  what a claim needs; hours on two cores
-    python -m experiments.offload_sweep whatif --p95-s 200     the rate a machine holds, by its memory
     python -m experiments.offload_sweep fig14 --engine live    a real server per case; a minute each
     python -m experiments.offload_sweep pressure --engine live --jps 3     on a machine where 1 evicts nothing
 
-Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig12 chunk and batch, fig13 turns, fig14 disks,
-fig15 ablation, h1 h2 h3 a published sweep, whatif, peers; --engine live has fig8, fig9, fig10, fig14,
+Figures: fig8 no offload, fig9 DRAM, fig10 tails, fig14 disks, fig15 ablation,
+peers; --engine live has fig8, fig9, fig10, fig14,
 fig15, pressure, peers, agents and agents-mp, at a small machine's size (sweep/live_plans.py). `goals` is
 the table of the policy's goals, with seeds it was not tuned on (--full: all of them; --regimes: some).
 `traces` is the table on real agents' traces, which are not part of the project (sim/trace_programs.py).
@@ -21,7 +20,6 @@ among a figure's rows.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,12 +37,11 @@ from experiments.peers.install import missing
 from experiments.sim.trace_programs import FITTED, HALVES, traces_folder
 from experiments.sweep import closed_loop, goals, trace_goals
 from experiments.sweep.cases import Case, Point, SweepError
-from experiments.sweep.conditions import MACHINE, conditions, when
 from experiments.sweep.grids import Size
 from experiments.sweep.live_plans import LIVE_PLANS, paced
 from experiments.sweep.plans import PLANS, WORDS, Plan
-from experiments.sweep.readout import Found, ahead, by_seed, caption, figures_by_case, found, holds, table
-from experiments.sweep.rows import LIVE, Rows, code
+from experiments.sweep.readout import Found, ahead, by_seed, caption, figures_by_case, found, table
+from experiments.sweep.rows import LIVE, Rows
 from experiments.sweep.runner import complete
 from experiments.tables import markdown, plain, write_lines
 
@@ -133,14 +130,11 @@ def sweep(
     jobs: int,
     out: Path,
     suffix: str,
-    p95_s: float,
     is_live: bool = False,
-    docs: Path | None = None,
 ) -> None:
     """Run the missing cases, then write each figure, its table and its CSV, as NAME-SUFFIX.
 
-    `seeds` replace each figure's own; only wanted cases are run. `docs`: a folder for a second copy of the
-    output, for readers.
+    `seeds` replace each figure's own; only wanted cases are run.
     """
     rows = Rows(out / "live_sweep.csv", LIVE) if is_live else Rows(out / "offload_sweep.csv")
     of_each = {name: cases_of(plan, size, seeds, wants) for name, plan in plans.items()}
@@ -159,16 +153,10 @@ def sweep(
         console.print(plain(lines, f"{name}. {plan.title}"), caption(pairs), "", sep="\n")
         text = f"{plan.title}. {caption(pairs)}\n\n{markdown(lines)}\n"
         text += seed_by_seed(plan, pairs) if plan.by_seed else ""
-        if name == "whatif":
-            held = holds(plan, pairs, p95_s)
-            console.print(plain(held, plan.title), "")
-            text += f"\n{markdown(held)}\n"
         path.with_suffix(".md").write_text(text)
         if pairs:
             write_lines(figures_by_case(plan, pairs), path.with_suffix(".csv"))
             draw(plan, pairs, path)
-            if docs is not None:
-                into_docs(name, text, path, docs, is_live)
 
 
 def seed_by_seed(plan: Plan, pairs: Found) -> str:
@@ -176,23 +164,6 @@ def seed_by_seed(plan: Plan, pairs: Found) -> str:
     first, last = WORDS[plan.shows[0]], WORDS[plan.shows[-1]]
     head = f"\n## By seed: {first} / {last}\n\n{markdown(by_seed(plan, pairs))}\n"
     return f"{head}\n## Where others are ahead of {plan.baseline}\n\n{markdown(ahead(plan, pairs))}\n"
-
-
-def into_docs(figure: str, text: str, path: Path, docs: Path, is_live: bool) -> None:
-    """Copy the page, the CSV and the figure at `path`."""
-    name = f"{figure}-{'live' if is_live else 'simulated'}"
-    (docs / "figures").mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(path.with_suffix(".png"), (docs / "figures" / name).with_suffix(".png"))
-    shutil.copyfile(path.with_suffix(".csv"), (docs / name).with_suffix(".csv"))
-    title, _, rest = text.partition(". ")
-    options = f"{'--engine live ' if is_live else ''}--docs experiments/records"
-    command = f"python -m experiments.offload_sweep {figure} {options}"
-    where = "on real servers" if is_live else "in the simulator"
-    machine = f"{conditions()[MACHINE]}; " if is_live else ""
-    made = f"{machine}{conditions()['versions']}; rows of code {code('live' if is_live else 'point')}"
-    source = f"{made}, {when()}, every one: [{name}.csv]({name}.csv). Cells: the seeds' median and range."
-    page = f"# {title}, {where}\n\n    {command}\n\n{source}\n\n![{title}](figures/{name}.png)\n\n{rest}"
-    (docs / name).with_suffix(".md").write_text(page)
 
 
 def cases_of(plan: Plan, size: Size, seeds: list[int] | None, wants: Wanted) -> list[Case]:
@@ -273,13 +244,11 @@ def main(
     ] = "",
     contenders: Annotated[str, typer.Option(help="of a figure: these, between commas")] = "",
     tiers: Annotated[str, typer.Option(help=f"of a figure: of {', '.join(TIERS)}, between commas")] = "",
-    docs: Annotated[Path | None, typer.Option(help="also NAME-simulated or NAME-live in this folder")] = None,
     half: Annotated[str, typer.Option(help="traces: report, tune, or fitted (needs no trace)")] = "report",
     machines: Annotated[str, typer.Option(help="traces: cards, between commas")] = "a100,h200",
     untold_ends: Annotated[
         bool, typer.Option("--untold-ends", help="traces: clients do not say which turn is their last")
     ] = False,
-    p95_s: Annotated[float, typer.Option(help="whatif: the bound on the P95 of job times")] = 600.0,
     sessions: Annotated[str, typer.Option(help="sessions: how many are live, as 12,24")] = "",
     programs: Annotated[
         int, typer.Option(min=0, help="sessions: a batch of so many, by --sessions workers")
@@ -310,7 +279,7 @@ def main(
             closed_loop.tabulate(loops, jobs, out)
         if plans:
             wants, is_live = wanted(regimes, contenders, tiers), engine is Engine.LIVE
-            sweep(plans, size, chosen, wants, jobs, out, suffix, p95_s, is_live, docs)
+            sweep(plans, size, chosen, wants, jobs, out, suffix, is_live)
     except (SweepError, TraceError) as error:
         raise SystemExit(f"offload_sweep: {error}") from error
 

@@ -19,15 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -44,6 +42,7 @@ from experiments.sim.clock import VirtualClock, virtual_time
 from experiments.sim.serving import STOCK, Setup, build_scheduler
 from experiments.sim.step_time import MACHINES
 from experiments.sim.streams import block_hasher
+from experiments.tables import markdown
 
 BLOCK_TOKENS = 16  # vLLM's default
 MAX_MODEL_LEN = 50_000
@@ -70,22 +69,6 @@ ANSWERED = (  # what the model says in each step of a turn, and whether that is 
     *((ANSWER[-1:], True), ([], True)),
 )
 Costs = Mapping[str, Sequence[float]]  # by contender, in ms
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """The median of the repeats, and their range."""
-
-    middle: float
-    least: float
-    greatest: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(median(values), min(values), max(values))
-
-    def __str__(self) -> str:
-        return f"{self.middle:.3f} ({self.least:.3f} to {self.greatest:.3f})"
 
 
 def timed_ms(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -255,43 +238,39 @@ def turn_costs(rounds: int, repeats: int) -> list[Costs]:
         return list(in_turns({name: found.turn for name, found in timed.items()}, rounds, repeats))
 
 
-def more_ms(repeats: Sequence[Costs], name: str) -> Spread:
-    """The contender's median less stock's, by repeat."""
-    return Spread.of([median(costs[name]) - median(costs["stock"]) for costs in repeats])
+def more_ms(repeats: Sequence[Costs], name: str) -> list[float]:
+    """The contender's median less stock's, of each repeat."""
+    return [median(costs[name]) - median(costs["stock"]) for costs in repeats]
 
 
-def table(title: str, found: Sequence[Costs]) -> Table:
-    rows = Table("contender", title=f"{title}; CPU ms")
-    rows.add_column("median", justify="right")
-    rows.add_column("more than stock")
-    for name in found[0]:
-        middle_ms = median(median(costs[name]) for costs in found)
-        rows.add_row(name, f"{middle_ms:.3f}", str(more_ms(found, name)))
-    return rows
+def lines(what: str, repeats: Sequence[Costs], goal_ms: float | None) -> Iterator[list[str]]:
+    """A row for each contender; ours have a goal."""
+    for name in repeats[0]:
+        more = more_ms(repeats, name)
+        held = ""
+        if goal_ms is not None and not name.startswith("stock"):
+            held = f"{goal_ms:g}: {'met' if median(more) <= goal_ms else 'MISSED'}"
+        middle_ms = median(median(costs[name]) for costs in repeats)
+        found = f"{median(more):.3f} ({min(more):.3f} to {max(more):.3f})"
+        yield [what, name, f"{middle_ms:.3f}", found, held]
 
 
-def verdict(what: str, more: Spread, goal_ms: float) -> str:
-    """The extra cost beside its goal, in a line."""
-    found = "met" if more.middle <= goal_ms else "MISSED"
-    return f"{what}: {more} ms more than stock's, goal {goal_ms:g}: {found}"
+def measured(sizes: Sequence[tuple[int, int]], rounds: int, repeats: int) -> list[list[str]]:
+    """A table of decode steps at these numbers of running and waiting turns, and of finished turns."""
+    found = [["", "contender", "CPU ms", "more than stock's", "goal"]]
+    for running, waiting in sizes:
+        goal_ms = STEP_GOAL_MS if running <= GOAL_RUNNING else None
+        what = f"a decode step, {running} running, {waiting} waiting"
+        found += lines(what, step_costs(running, waiting, rounds, repeats), goal_ms)
+    return [*found, *lines("a finished turn", turn_costs(rounds, repeats), TURN_GOAL_MS)]
 
 
 def main(
     rounds: Annotated[int, typer.Option(help="steps that a median is taken over")] = 60,
     repeats: Annotated[int, typer.Option(help="medians that the range is taken over")] = 7,
 ) -> None:
-    """Print the tables, then each figure that has a goal beside it."""
-    console, verdicts = Console(width=140), []
-    for running, waiting in SIZES:
-        found, what = step_costs(running, waiting, rounds, repeats), f"{running} running, {waiting} waiting"
-        console.print(table(f"A decode step: {what}", found))
-        if running <= GOAL_RUNNING:
-            verdicts.append(verdict(f"a decode step, {what}", more_ms(found, "continuum"), STEP_GOAL_MS))
-    found = turn_costs(rounds, repeats)
-    console.print(table("A finished turn, from its arrival to the idle engine", found))
-    ours = [name for name in TURNS if not name.startswith("stock")]
-    verdicts += [verdict(f"a finished turn, {name}", more_ms(found, name), TURN_GOAL_MS) for name in ours]
-    console.print("\n".join(verdicts), highlight=False)
+    """Print each figure beside its goal."""
+    print(markdown(measured(SIZES, rounds, repeats)))
 
 
 if __name__ == "__main__":

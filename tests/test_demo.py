@@ -15,7 +15,6 @@ from experiments.demo_scenario import (
     START_FACTOR,
     Measured,
     Work,
-    most_tokens,
     pressed,
     pressure,
     rate,
@@ -28,7 +27,7 @@ from experiments.server import ServerError
 from experiments.sweep import conditions
 from experiments.tiny_model import KV_BYTES_PER_TOKEN
 
-WORK = Work.of(demo.workload(None, "", 1).programs(), limited=False)
+WORK = Work.of(demo.workload(None, 1).programs(), limited=False)
 MACHINES = {  # seconds to a server's start, a turn alone, and work a second
     "fast": Measured(12.0, 0.12, 2900.0),
     "slow": Measured(22.0, 0.30, 1000.0),
@@ -49,23 +48,20 @@ def record(program, turn, first_s, done_s, prompt=100, output=10, of_turns=2, ar
 
 
 def test_the_demo_draws_agents_programs_none_much_longer_than_the_middle_one():
-    chosen = replace(demo.workload(None, "", 1), max_context_tokens=None, jps=1.0)
+    chosen = replace(demo.workload(None, 1), max_context_tokens=None, jps=1.0)
     programs = chosen.programs()
     assert chosen.name == "agents-claude-code, first 10 turns" and len(programs) == demo.DRAWN
     assert max(len(p.turns) for p in programs) == demo.MOST_TURNS
     assert all(p.turns[-1].gap_s is None for p in programs)
     contexts = sorted(p.context_tokens for p in programs)
     assert contexts[-1] <= 3 * contexts[len(contexts) // 2]
-    assert demo.workload(None, "", 1, None, "swe").name == "table1-swe, first 10 turns"
-    with pytest.raises(TraceError, match="known: claude-code-swe"):
-        demo.workload(None, "", 1, None, "claude").programs()
 
 
 def test_on_any_machine_twice_as_many_programs_come_as_it_finishes(machine):
     scenario = pressed(machine, WORK, LEFT_S, 3)
     assert scenario.programs >= 12
     for seed in (1, 2, 3):
-        programs = demo.workload(None, "", seed, scenario).programs()
+        programs = demo.workload(None, seed, scenario).programs()
         jps = (len(programs) - 1) / programs[-1].arrival_s
         assert jps == pytest.approx(ARRIVALS * scenario.capacity_jps)
 
@@ -74,7 +70,7 @@ def test_on_any_machine_half_of_the_programs_need_far_more_than_gpu_and_dram_hol
     """Of a backlog that grows at half the rate of the arrivals, half is there when the last one comes."""
     scenario = pressed(machine, WORK, LEFT_S, 3)
     for seed in (1, 2, 3):
-        programs = demo.workload(None, "", seed, scenario).programs()
+        programs = demo.workload(None, seed, scenario).programs()
         contexts = [turn.input_tokens for program in programs for turn in program.turns]
         under_way = sum(contexts) / len(contexts) * len(programs) / 2
         assert under_way > 1.2 * (scenario.gpu_tokens + scenario.dram_tokens)
@@ -82,7 +78,7 @@ def test_on_any_machine_half_of_the_programs_need_far_more_than_gpu_and_dram_hol
 
 def test_on_any_machine_every_prompt_fits_the_gpu_and_the_free_part_of_dram(machine):
     scenario = pressed(machine, WORK, LEFT_S, 3)
-    longest = max(p.context_tokens for p in demo.workload(None, "", 1, scenario).programs())
+    longest = max(p.context_tokens for p in demo.workload(None, 1, scenario).programs())
     assert longest <= scenario.window_tokens <= scenario.gpu_tokens
     assert (1 - scenario.watermark) * scenario.l1_tokens >= scenario.window_tokens
 
@@ -113,9 +109,8 @@ def test_the_scenarios_sizes_are_those_of_the_small_model():
     assert KV_BYTES_PER_TOKEN["float32"] == 2 * KV_BYTES_PER_TOKEN["bfloat16"]
 
 
-@pytest.mark.parametrize("generator", ["claude-code", "claude-code-swe", "bfcl", "swe"])
-def test_the_machine_is_measured_with_a_program_of_several_turns(generator):
-    chosen = demo.workload(None, "", 1, None, generator)
+def test_the_machine_is_measured_with_a_program_of_several_turns():
+    chosen = demo.workload(None, 1)
     (program,) = replace(chosen, count=1, seed=demo_servers.alone_seed(chosen)).programs()
     assert len(program.turns) >= demo_servers.ALONE_TURNS
 
@@ -125,7 +120,7 @@ def test_a_trace_without_a_program_of_several_turns_is_an_error(tmp_path):
     turn = {"input_tokens": 9, "new_tokens": 9, "output_tokens": 1}
     trace.write_text(json.dumps({"program_id": "p", "arrival_s": 0.0, "turns": [turn]}) + "\n")
     with pytest.raises(TraceError, match="none has 3 turns"):
-        demo_servers.alone_seed(demo.workload(trace, "", 1))
+        demo_servers.alone_seed(demo.workload(trace, 1))
 
 
 def test_the_baselines_keep_lmcaches_own_connector_and_server(tmp_path):
@@ -171,7 +166,7 @@ def test_lmcaches_tokens_are_split_as_its_server_counted_them_and_what_is_not_ne
 
 
 def test_a_program_that_the_limit_cut_off_had_run_since_it_arrived():
-    programs = demo.workload(None, "", 1).programs()[:3]
+    programs = demo.workload(None, 1).programs()[:3]
     first, second, third = (replace(p, arrival_s=s) for p, s in zip(programs, (0.0, 4.0, 30.0), strict=True))
     over = record(first.program_id, 2, 1.0, 2.0)
     under_way = record(second.program_id, 1, 5.0, 6.0)
@@ -180,29 +175,13 @@ def test_a_program_that_the_limit_cut_off_had_run_since_it_arrived():
     assert new_tokens((second,), [under_way]) == second.turns[0].new_tokens
 
 
-def test_contexts_under_way_are_counted_from_a_programs_first_token_to_its_last():
-    turns = [
-        record("a", 1, 1.0, 2.0, prompt=100, output=10),
-        record("a", 2, 5.0, 6.0, prompt=150, output=10),
-        record("b", 1, 5.5, 7.0, prompt=300, output=10, of_turns=1),
-    ]
-    assert most_tokens(turns) == 150 + 300
-    assert most_tokens(turns[:1]) == 100 + 10
-
-
-def under_pressure(jps, lost):
-    scenario = pressed(MACHINES["fast"], WORK, LEFT_S, 3)
-    found = summary("fcfs", 1, [3.0], prompt_tokens=1000, new_tokens=0)
-    found["tokens_by_source"] = {"gpu": 1000 * (1 - lost)}
-    records = [record(f"p{i}", 1, 50.0, 60.0, prompt=1000, arrive_s=i / jps) for i in range(30)]
-    return pressure(scenario, found, records, scenario.capacity_jps)
-
-
 def test_the_check_says_that_the_pressure_held_only_if_every_proportion_did():
-    jps = pressed(MACHINES["fast"], WORK, LEFT_S, 3).jps
-    assert demo_report.verdict(under_pressure(jps, 0.6)).startswith("The pressure held")
-    for weak in (under_pressure(jps / 3, 0.6), under_pressure(jps, 0.1)):
-        said = demo_report.verdict(weak)
+    def under_pressure(jps, lost):
+        summary = {"prompt_tokens": 1000, "new_tokens": 0, "tokens_by_source": {"gpu": 1000 * (1 - lost)}}
+        return demo_report.verdict(pressure(summary, [i / jps for i in range(30)], best_jobs_per_s=1.0))
+
+    assert under_pressure(1.3, 0.6).startswith("The pressure held")
+    for said in (under_pressure(1.0, 0.6), under_pressure(1.3, 0.1)):
         assert said.startswith("**The pressure did not hold**") and "**not the" in said
 
 
@@ -221,9 +200,8 @@ def measured_paths(folder, **job_times_s):
 
 
 def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path):
-    scenario = pressed(MACHINES["fast"], WORK, LEFT_S, 3)
     paths = measured_paths(tmp_path, fcfs=[3.0], continuum=[2.0])
-    page = demo_report.with_pressure(paths, scenario, tmp_path, Console(quiet=True))
+    page = demo_report.write(paths, tmp_path, Console(quiet=True))
     said = (tmp_path / "comparison.md").read_text()
     assert page in said and conditions.machine() in said
     assert "|  | fcfs + LMCache | continuum + LMCache |" in said and "| 1 | 1.5 |" in said
@@ -268,7 +246,7 @@ def test_an_lmcache_server_that_died_ends_the_demo_with_the_end_of_its_log(tmp_p
 
 
 def test_failed_turns_end_the_demo_with_the_first_reason_and_the_end_of_the_servers_log(tmp_path):
-    job = Job("http://127.0.0.1:1/v1", "fcfs", demo.workload(None, "", 1), tmp_path)
+    job = Job("http://127.0.0.1:1/v1", "fcfs", demo.workload(None, 1), tmp_path)
     failed = record("p", 1, None, None, error="HTTP 500: out of memory")
     job.path.write_text(json.dumps(vars_of(failed)) + "\n")
     log = tmp_path / "server.log"
@@ -281,7 +259,6 @@ def test_a_trace_that_is_missing_is_known_before_a_server_starts(tmp_path):
     with pytest.raises(SystemExit, match="demo: .*missing.jsonl"):
         demo.main(
             trace=tmp_path / "missing.jsonl",
-            source="",
             repeats=1,
             readme=False,
             out=tmp_path,

@@ -6,32 +6,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from experiments.overhead import (
-    STEPS,
-    TOOL,
-    TURNS,
-    Spread,
-    TimedTurns,
-    more_ms,
-    one_clock,
-    step_costs,
-    turn_costs,
-    verdict,
-)
+from experiments.overhead import STEPS, TOOL, TURNS, TimedTurns, lines, one_clock, step_costs, turn_costs
 
 
-def test_a_difference_is_of_medians_of_one_repeat_and_its_range_over_the_repeats() -> None:
+def test_a_difference_is_of_medians_of_one_repeat_and_stands_beside_its_goal() -> None:
     calm = {"stock": [90, 90, 5000], "ours": [99, 99, 99]}
     slow = {"stock": [190, 190, 190], "ours": [190, 190, 9000]}
     jolt = {"stock": [90, 90, 90], "ours": [180, 180, 180]}
-    assert more_ms([calm, slow, jolt], "ours") == Spread(9, 0, 90)
-
-
-def test_each_figure_stands_beside_its_goal() -> None:
-    assert verdict("a step", Spread(0.02, 0.01, 0.09), 0.02) == (
-        "a step: 0.020 (0.010 to 0.090) ms more than stock's, goal 0.02: met"
-    )
-    assert verdict("a turn", Spread(0.38, 0.2, 0.5), 0.3).endswith("goal 0.3: MISSED")
+    for goal_ms, held in ((9.0, "9: met"), (8.0, "8: MISSED")):
+        stock, ours = lines("a step", [calm, slow, jolt], goal_ms)
+        assert stock == ["a step", "stock", "90.000", "0.000 (0.000 to 0.000)", ""]
+        assert ours == ["a step", "ours", "180.000", "9.000 (0.000 to 90.000)", held]
 
 
 def test_all_contenders_take_their_steps_in_one_process_beside_turns_that_wait() -> None:

@@ -17,7 +17,6 @@ from continuum_lmcache.programs.identity import ProgramFields
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS, PromptLinker
 from continuum_lmcache.types import ProgramId
 from experiments.driver import Plan
-from experiments.sim.workloads import with_thoughts
 from experiments.table1 import generate
 from experiments.workload import Program, TurnSpec, poisson_arrivals, scaled
 
@@ -81,7 +80,7 @@ def test_every_turn_finds_its_own_programs_last_one_and_no_other_tenants() -> No
 
 
 def test_answers_that_come_back_without_their_thoughts_are_linked_too() -> None:
-    counts = Replay(PLAN).run(with_thoughts(programs(), 4.0))
+    counts = Replay(PLAN).run([shortened(p, 0) for p in programs()])
     assert counts["wrong"] == counts["other tenant"] == 0
     ambiguous = counts["unlinked"]  # several draws for one prompt are ambiguous
     assert counts["right"] >= 0.95 * (counts["right"] + ambiguous)

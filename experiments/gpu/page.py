@@ -1,4 +1,4 @@
-"""Writes one page of the results, and one figure."""
+"""Writes one page of the results."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib
 import yaml
 
 from experiments.gpu.programs import off_by
 from experiments.tables import markdown
-
-matplotlib.use("Agg")  # no display
-from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
 
 Rows = Mapping[str, Mapping[str, Any]]
 TOKENS = ("exact", "rounding")
 
 
 def write(rows: Rows, setting: Mapping[str, Any], out: Path) -> None:
-    """OUT/gpu-check.md, and its figure where programs ran."""
+    """OUT/gpu-check.md."""
     (out / "gpu-check.md").write_text("\n\n".join(sections(rows, setting, out)) + "\n")
 
 
@@ -46,11 +42,9 @@ def sections(rows: Rows, setting: Mapping[str, Any], out: Path) -> Iterator[str]
         if errors := off_by(runs):
             share = 100 * median(abs(error) for error in errors)
             yield f"Simulated mean job times are off by {share:.0f} % in the median of {len(errors)} runs."
-        draw(runs, out / "gpu-check.png")
-        yield "![mean job times, measured and predicted](gpu-check.png)"
-    if (cost := rows.get("cost")) and "steps_ms" in cost:
+    if table := rows.get("cost", {}).get("table"):
         yield "## Our scheduler's own time"
-        yield markdown(cost_table(cost))
+        yield markdown(table)
 
 
 def facts(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -105,31 +99,3 @@ def programs_line(row: Mapping[str, Any]) -> list[str]:
     figures.append(row.get("predicted", {}).get("mean_s"))
     shown = ["" if value is None else f"{value:.2f}" for value in figures]
     return [row["load"], f"{row['jps']:.2f}", row["label"], *shown, str(row.get("cut", ""))]
-
-
-def cost_table(cost: Mapping[str, Any]) -> list[list[str]]:
-    lines = [["", "", "CPU ms"]]
-    for running, by_name in cost["steps_ms"].items():
-        lines += [[f"a step, {running} running", name, f"{ms:.3f}"] for name, ms in by_name.items()]
-    return lines + [["a finished turn", name, f"{ms:.3f}"] for name, ms in cost["turn_ms"].items()]
-
-
-def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Mean job times by contender, a panel a load; a mark where the simulator expected it."""
-    loads = list(dict.fromkeys(row["load"] for row in runs))
-    size = (5 * len(loads), 4)
-    figure, panels = plt.subplots(1, len(loads), figsize=size, layout="constrained", squeeze=False)
-    for axes, load in zip(panels[0], loads, strict=True):
-        mine = [row for row in runs if row["load"] == load and row.get("mean_s") is not None]
-        labels = [row["label"] for row in mine]
-        axes.barh(labels, [row["mean_s"] for row in mine], color="0.75", edgecolor="black", label="measured")
-        at = [(row["predicted"]["mean_s"], row["label"]) for row in mine if "predicted" in row]
-        if at:
-            axes.plot(*zip(*at, strict=True), "kx", label="simulated")
-        jps = mine[0]["jps"] if mine else 0.0
-        axes.set(xlabel="mean job time, s", xlim=(0, None), title=f"{load}: {jps:.2f} programs a second")
-        axes.invert_yaxis()
-        if mine:
-            axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -107,11 +107,6 @@ class Machine:
         """One step over `batch` (StepCurve.seconds)."""
         return self.step.seconds(batch)
 
-    def with_half_rate(self, tokens: float) -> Machine:
-        """The same machine with another efficiency of small chunks; the policy's profile has it too."""
-        step = {**self.profile["step"], "half_rate_tokens": tokens}
-        return self.from_profile({**self.profile, "step": step}, self.name, self.kv_tokens)
-
     def policy_profile(self, chunk_tokens: int, ssd_gbps: float | None) -> dict[str, Any]:
         """The profile for a policy, with the chunk and the disk of one setup."""
         found = {**self.profile, "chunk_tokens": chunk_tokens}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from experiments.table1 import Lognormal, Shape
@@ -54,50 +54,3 @@ def with_tool_time(programs: Iterable[Program], factor: float, from_s: float = 0
     return tuple(
         replace(p, turns=tuple(map(slowed, p.turns))) if p.arrival_s >= from_s else p for p in programs
     )
-
-
-def with_thoughts(programs: Iterable[Program], factor: float) -> tuple[Program, ...]:
-    """The programs of a model that thinks `factor` times its answer first; its template drops the thoughts.
-
-    Prompts are as long as before: an answer comes back behind its prompt, without the thought, so the
-    two part where the output begins.
-    """
-
-    def thinking(turns: Sequence[TurnSpec]) -> tuple[TurnSpec, ...]:
-        before = (0, *(turn.input_tokens for turn in turns))
-        return tuple(
-            replace(
-                turn,
-                new_tokens=turn.input_tokens - min(turn.kept_tokens, kept),
-                output_tokens=turn.output_tokens + round(factor * turn.output_tokens),
-            )
-            for kept, turn in zip(before, turns, strict=False)
-        )
-
-    return tuple(replace(p, turns=thinking(p.turns)) for p in programs)
-
-
-def with_turns(programs: Sequence[Program], factor: int) -> tuple[Program, ...]:
-    """The programs with `factor` times the turns, each adding and writing a `factor`-th of the tokens.
-
-    Tools are as long as before, so there is `factor` times as much tool time (the paper's Fig 13).
-    """
-    return tuple(replace(p, turns=_split(p.turns, factor)) for p in programs)
-
-
-def _split(turns: Sequence[TurnSpec], factor: int) -> tuple[TurnSpec, ...]:
-    found: list[TurnSpec] = []
-    for turn in turns:
-        kept = turn.kept_tokens if not found else min(turn.kept_tokens, found[-1].context_tokens)
-        news, outs = _shares(turn.new_tokens, factor), _shares(turn.output_tokens, factor)
-        for new, out in zip(news, outs, strict=True):
-            found.append(replace(turn, input_tokens=kept + new, new_tokens=new, output_tokens=out))
-            kept = found[-1].context_tokens
-    gaps_s = [t.gap_s for t in turns for _ in range(factor)]
-    between = [g if g is not None else gaps_s[0] for g in gaps_s[:-1]]
-    return tuple(replace(t, gap_s=g) for t, g in zip(found, [*between, None], strict=True))
-
-
-def _shares(tokens: int, parts: int) -> list[int]:
-    """`tokens` in `parts`, each at least 1."""
-    return [max(1, tokens * (i + 1) // parts - tokens * i // parts) for i in range(parts)]

@@ -38,11 +38,8 @@ class Point:
     ssd_gbps: float | None = None  # reads; None: the simulator's drive
     step_tokens: int = 2048
     max_seqs: int = 256
-    turns_factor: int = 1  # times the turns, each as much shorter
     tool_factor: float = 1.0  # times the tools' duration,
     tool_from_s: float = 0.0  # of the programs that arrive from then on
-    chunk_c0: float = 0.0  # tokens at which the machine's linear layers reach half their rate
-    fixed_chunk: bool = False  # a step's budget is vLLM's own
     max_ttl_s: float | None = None  # a setting of the scheduler's; None: its default
     wrong_hints: bool = False  # clients say the wrong tool, and end programs that go on
     untold_ends: bool = False  # clients do not say that a turn is their last, as most agents do not

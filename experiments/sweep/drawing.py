@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
@@ -72,10 +71,6 @@ def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) ->
         axes.plot([median(values)], [at], "|", color="black", markersize=13, markeredgewidth=2)
         ratio = f" x{spread(ratios(baseline, by_seed))}" if baseline else ""
         axes.text(1, at, ratio, transform=axes.get_yaxis_transform(), fontsize=6, va="center")
-    published = _published(plan, panel, names)
-    if published:
-        axes.plot(list(published.values()), list(published), "kD", fillstyle="none", label="published")
-        axes.legend(fontsize=7)
     every = [value for by_seed in labels.values() for value in by_seed.values()]
     if max(every) > WIDE * min(every):
         axes.set_xscale("log")
@@ -85,9 +80,3 @@ def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) ->
     axes.grid(axis="x", color="0.9")
     axes.set_title(panel, fontsize=9)
     axes.tick_params(axis="x", labelsize=7, which="both")
-
-
-def _published(plan: Plan, panel: str, names: Sequence[str]) -> dict[int, float]:
-    """Published figures, by line."""
-    published = {at: plan.published.get((panel, name)) for at, name in enumerate(names)}
-    return {at: figure for at, figure in published.items() if figure is not None}

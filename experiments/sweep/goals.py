@@ -38,7 +38,7 @@ class Goal:
     @property
     def order(self) -> Point:
         """Program order on the same machine: the reference of the tail."""
-        return replace(self.ours, contender=ORDER, max_ttl_s=None, fixed_chunk=False)
+        return replace(self.ours, contender=ORDER, max_ttl_s=None)
 
     @property
     def points(self) -> tuple[Point, ...]:
@@ -100,46 +100,24 @@ def harmless(programs: int) -> list[Goal]:
     ]
 
 
-MACHINES = {"h1": ("h200", 400.0), "h2": ("h100", 400.0), "h3": ("h200", 64.0)}
-
-
-def surveys(size: Size) -> list[Goal]:
-    """The published sweep: never slower than the best of three, at any rate."""
-    rates = (1.0, 3.0, 6.0, 10.0, 15.0) if size is Size.FULL else (1.0, 3.0)
-    names = MACHINES if size is Size.FULL else ("h1",)
-    return [survey(name, jps) for name in names for jps in rates]
-
-
-def survey(name: str, jps: float) -> Goal:
-    machine, dram_gb = MACHINES[name]
-    bare = Point(OURS, 1, jps, 0, "seeds-sweep", machine, step_tokens=8192, max_seqs=1024, merge_steps=1)
-    tiered = replace(bare, dram_gb=dram_gb)
+def survey(jps: float) -> Goal:
+    """The published sweep on an H200: at any rate never slower than the best of three."""
+    bare = Point(OURS, 1, jps, 0, "seeds-sweep", "h200", step_tokens=8192, max_seqs=1024, merge_steps=1)
+    tiered = replace(bare, dram_gb=400.0)
     rivals = (
         replace(bare, contender=STOCK),
         replace(bare, contender=PAPER),
         replace(tiered, contender=STOCK),
     )
-    return Goal(f"{name}, {jps:g}/s", tiered, rivals, 0.99, 1.00, worst_seed=True)
-
-
-def chunks(size: Size, programs: int) -> list[Goal]:
-    """The chunk budget from measured step times against the one vLLM was given."""
-    every_c0 = (0.0, 32.0, 64.0, 128.0, 256.0) if size is Size.FULL else (0.0, 64.0, 256.0)
-    fig9, h1 = swe(programs, 0.05), survey("h1", 3.0).ours
-    return [chunk(name, setting, c0) for name, setting in (("fig9", fig9), ("h1", h1)) for c0 in every_c0]
-
-
-def chunk(name: str, setting: Point, c0: float) -> Goal:
-    chosen = replace(setting, chunk_c0=c0, merge_steps=1)  # merged steps are none that a budget could cut
-    least, aim = (1.12, 1.16) if c0 == 0.0 else (0.99, 1.16)
-    return Goal(f"{name}, chunk chosen, c0 {c0:g}", chosen, (replace(chosen, fixed_chunk=True),), least, aim)
+    return Goal(f"h1, {jps:g}/s", tiered, rivals, 0.99, 1.00, worst_seed=True)
 
 
 def goals(size: Size, parts: str = "") -> list[Goal]:
-    """Smallest for `quick`, all rates and machines for `full`. `parts` of names, between semicolons, choose
+    """Smallest for `quick`, all rates for `full`. `parts` of names, between semicolons, choose
     some of them. Raises SweepError where none has such a name."""
     programs = PROGRAMS[size]
-    every = [*papers(programs), *harmless(programs), *surveys(size), *chunks(size, programs)]
+    rates = (1.0, 3.0, 6.0, 10.0, 15.0) if size is Size.FULL else (1.0, 3.0)
+    every = [*papers(programs), *harmless(programs), *map(survey, rates)]
     chosen = [goal for goal in every if is_wanted(goal.regime, parts)]
     if not chosen:
         known = "; ".join(goal.regime for goal in every)

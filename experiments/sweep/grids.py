@@ -2,7 +2,7 @@
 
 The default is for ten minutes on two cores: 30 programs, five seeds, decode steps merged. `full` is
 for claims: 80 programs, every contender everywhere, every step its own. The figures' numbers are
-those of arXiv 2511.02230's full version; h1 to h3 are hungchun0201/agentic-ai-survey's tables.
+those of arXiv 2511.02230's full version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ SLOW_DRAM_GB = 20.0  # in front of a disk
 TIERS = {"none": (0.0, 0.0), "DRAM": (1.5, 0.0), "DRAM, disk": (0.5, 4.0)}  # in sizes of the GPU's KV cache
 KV_CONTEXTS = 6.0  # mean final contexts in that, as 480k tokens are to Table 1's mean program
 CODING = "claude-code-swe"  # a shape of sim/fitted_programs.py
-PUBLISHED_SEED = 42
 Cases = Callable[[Size, Sequence[int]], list[Case]]
 
 
@@ -54,11 +53,6 @@ def points(size: Size, seeds: Sequence[int], contenders: Sequence[str], *setting
 def setting(jps: float, dram_gb: float = 0.0, ssd_gb: float = 0.0) -> Point:
     """A setting that points() completes."""
     return Point(STOCK, 1, jps, 0, dram_gb=dram_gb, ssd_gb=ssd_gb)
-
-
-def some(size: Size) -> Sequence[str]:
-    """The contenders of a figure with many settings."""
-    return CONTENDERS if size is Size.FULL else FEW
 
 
 def rates_of(size: Size) -> Sequence[float]:
@@ -102,42 +96,3 @@ def by_ssd(size: Size, seeds: Sequence[int]) -> list[Case]:
     sizes_gb = (0.0, 50.0, 100.0, 200.0, 400.0, 800.0) if size is Size.FULL else (0.0, 200.0)
     sized = [setting(rates_of(size)[-1], SLOW_DRAM_GB, ssd_gb) for ssd_gb in sizes_gb]
     return points(size, seeds, FEW if size is Size.QUICK else CONTENDERS, *sized)
-
-
-def by_batch(size: Size, seeds: Sequence[int]) -> list[Case]:
-    """The prefill chunk at the default batch, then the batch at the default chunk."""
-    base = setting(rates_of(size)[-1], DRAM_GB)
-    chunks = (512, 2048, 4096, 8192) if size is Size.FULL else (2048, 8192)
-    batches = (4, 8, 16) if size is Size.FULL else (8,)
-    chunked = [replace(base, step_tokens=tokens) for tokens in chunks]
-    return points(size, seeds, some(size), *chunked, *(replace(base, max_seqs=n) for n in batches))
-
-
-def by_turns(size: Size, seeds: Sequence[int]) -> list[Case]:
-    """The same tokens in more and shorter turns, with a tool after each."""
-    factors = {Size.QUICK: (1, 2), Size.DEFAULT: (1, 3)}.get(size, (1, 2, 3, 4, 5))
-    base = setting(rates_of(size)[-1], DRAM_GB)
-    return points(size, seeds, some(size), *(replace(base, turns_factor=n) for n in factors))
-
-
-def published(machine: str, dram_gb: float) -> Cases:
-    """The survey's sweep, with its one seed."""
-
-    def cases(size: Size, _seeds: Sequence[int]) -> list[Case]:
-        rates = {Size.QUICK: (1.0,), Size.DEFAULT: (1.0, 3.0, 6.0)}.get(size, (1.0, 3.0, 6.0, 10.0, 15.0))
-        names = CONTENDERS if size is Size.FULL else (*FEW, "mean-threshold")
-        one = Point(STOCK, 1, 0.0, PUBLISHED_SEED, "seeds-sweep", machine, step_tokens=8192, max_seqs=1024)
-        bare = [replace(one, jps=jps, merge_steps=1) for jps in rates]
-        tiered = [replace(point, dram_gb=dram_gb) for point in bare]
-        pairs = [*product(bare, (STOCK, "program-fcfs", "mean-threshold")), *product(tiered, names)]
-        return [replace(point, contender=name) for point, name in pairs]
-
-    return cases
-
-
-def by_memory(size: Size, seeds: Sequence[int]) -> list[Case]:
-    """Rates up to a P95 beyond any bound, for machines with increasing memory."""
-    rates = {Size.QUICK: (0.1,), Size.DEFAULT: (0.03, 0.05, 0.08)}.get(size, (0.02, 0.03, 0.04, 0.05, 0.06))
-    memory_gb = ((0.0, 0.0), (20.0, 0.0), (20.0, 400.0), (100.0, 0.0))
-    sized = [setting(jps, dram, ssd) for (dram, ssd), jps in product(memory_gb, rates)]
-    return points(size, seeds, [STOCK, "continuum"], *sized)

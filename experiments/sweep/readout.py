@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import mean
 
 from experiments.sweep.cases import Case, Live, Point, inputs
@@ -37,18 +36,14 @@ def ratios(baseline: BySeed, other: BySeed) -> list[float]:
 
 def table(plan: Plan, pairs: Found) -> list[list[str]]:
     """A header, then a line per panel and label: the median with its range, and the ratio's."""
-    extra = ["published"] if plan.published else []
-    lines = [["", "", *(WORDS[f] for f in plan.shows), f"{plan.baseline} / this", *extra]]
+    lines = [["", "", *(WORDS[f] for f in plan.shows), f"{plan.baseline} / this"]]
     laid = {figure: panels(plan, pairs, figure) for figure in plan.shows}
     first = plan.shows[0]
     for panel, labels in laid[first].items():
         for label, by_seed in labels.items():
             cells = [spread(list(laid[figure][panel][label].values())) for figure in plan.shows]
             ratio = spread(ratios(labels.get(plan.baseline, {}), by_seed))
-            published = plan.published.get((panel, label))
-            lines.append(
-                [panel, label, *cells, ratio, *("" if published is None else shown(published) for _ in extra)]
-            )
+            lines.append([panel, label, *cells, ratio])
     return lines
 
 
@@ -144,30 +139,3 @@ def _values(cases: Sequence[Case], name: str) -> str:
 
 def _ranged(values: set[int]) -> str:
     return str(min(values)) if len(values) == 1 else f"{min(values)} to {max(values)}"
-
-
-def holds(plan: Plan, pairs: Found, bound_s: float) -> list[list[str]]:
-    """The highest rate at which the P95 stays within the bound, by label: capacity planning.
-
-    The bound applies to the median over seeds, interpolated between the rates.
-    """
-    by_label: dict[str, dict[float, list[float]]] = {}
-    for case, row in pairs:
-        by_label.setdefault(plan.label(case), {}).setdefault(case.jps, []).append(float(row["job_p95_s"]))
-    lines = [["", f"programs/s at a P95 of {bound_s:g} s"]]
-    for label, by_rate in by_label.items():
-        curve = {jps: statistics.median(values) for jps, values in sorted(by_rate.items())}
-        lines.append([label, capacity(curve, bound_s)])
-    return lines
-
-
-def capacity(p95_s: Mapping[float, float], bound_s: float) -> str:
-    """The rate at which the curve first exceeds the bound, or a text if it does not."""
-    rates = list(p95_s)
-    if p95_s[rates[0]] > bound_s:
-        return f"below {rates[0]:g}"
-    for low, high in zip(rates, rates[1:], strict=False):
-        if p95_s[high] > bound_s:
-            share = (bound_s - p95_s[low]) / (p95_s[high] - p95_s[low])
-            return f"{low + share * (high - low):.3f}"
-    return f"{rates[-1]:g} or more"

@@ -15,7 +15,7 @@ from experiments.sim.serving import STOCK as STOCK_POLICY
 from experiments.sim.serving import Setup
 from experiments.sim.step_time import MACHINES, Machine
 from experiments.sim.trace_programs import arriving, half
-from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time, with_turns
+from experiments.sim.workloads import SMALL_SHAPES, seeds_sweep, with_tool_time
 from experiments.sweep.cases import (
     ENDLESS,
     MICHI,
@@ -28,7 +28,6 @@ from experiments.table1 import GENERATORS, draw
 from experiments.workload import Program, poisson_arrivals
 
 SHAPES = GENERATORS | SMALL_SHAPES
-FIXED_CHUNK = "experiments.policies:fixed_chunk"
 TRACE = "trace:"  # then its name and half (sim/trace_programs.py)
 SWEEP = "seeds-sweep"  # the published sweep brings its own arrivals: `programs` is not asked
 SHARED_TOKENS = {SWEEP: 64}  # of the prompts that all programs begin with; else the simulator's
@@ -53,8 +52,7 @@ def programs_of(point: Point) -> tuple[Program, ...]:
     else:
         known = ", ".join([*SHAPES, SWEEP])
         raise SweepError(f"workload is {point.workload!r}; known: {known}")
-    programs = with_tool_time(programs, point.tool_factor, point.tool_from_s)
-    return with_turns(programs, point.turns_factor) if point.turns_factor > 1 else programs
+    return with_tool_time(programs, point.tool_factor, point.tool_from_s)
 
 
 def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
@@ -66,9 +64,8 @@ def setup_of(point: Point, programs: tuple[Program, ...]) -> Setup:
         machine = replace(machine, kv_tokens=max(fits_all, int(point.kv_contexts * mean(contexts))))
     if point.contender == ENDLESS:
         machine = replace(machine, kv_tokens=sum(p.context_tokens + 64 for p in programs))
-    is_fixed = point.fixed_chunk and point.contender == "continuum"
     setup = Setup(
-        policy=FIXED_CHUNK if is_fixed else policy_of(point.contender),
+        policy=policy_of(point.contender),
         tiers=tiers_of(point, machine),
         machine=machine,
         step_tokens=point.step_tokens,
@@ -99,7 +96,7 @@ def machine_of(point: Point) -> Machine:
     """The card, before its memory is set."""
     if point.machine not in MACHINES:
         raise SweepError(f"machine is {point.machine!r}; known: {', '.join(MACHINES)}")
-    return MACHINES[point.machine].with_half_rate(point.chunk_c0)
+    return MACHINES[point.machine]
 
 
 def policy_of(contender: str) -> str:

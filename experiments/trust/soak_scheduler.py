@@ -1,4 +1,4 @@
-"""Checks that nothing in the scheduler grows without bound: hours of programs in virtual time; a figure.
+"""Checks that nothing in the scheduler grows without bound: hours of programs in virtual time.
 
     python -m experiments.trust.soak_scheduler
 
@@ -22,7 +22,6 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 from unittest.mock import patch
 
-import matplotlib
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for `python PATH` as well as -m
@@ -38,10 +37,6 @@ from experiments.sim.serving import Setup, build_scheduler
 from experiments.sim.step_time import MACHINES
 from experiments.workload import Program, TurnSpec
 
-matplotlib.use("Agg")  # no display
-from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
-
-FIGURE = Path(__file__).resolve().parents[1] / "records" / "soak-scheduler.png"
 SAMPLE_S = 60.0
 IDLE_S = 600.0  # continuum.program_idle_s and MOST_PROGRAMS of the run are small, so that the
 MAX_PROGRAMS = 400  # warm-up reaches them; an hour and 100,000 are the defaults
@@ -56,16 +51,6 @@ LIMITS = {  # bounds that two hours do not reach, or reach by chance
 RECORDED_EVENTS = 10_000  # of the recorder, whose default would take a day to reach
 TOOLS = ("bash", "python")
 OUR_CONTAINERS = (dict, list, set, frozenset, tuple, deque)
-SHOWN = {
-    "programs": ".engine.programs.records",
-    "pins' deadlines (heap)": ".engine.pins._deadlines",
-    "live turns": ".engine.turns",
-    "admission's line (heap)": ".engine.admission._line",
-    "programs in a tool gap (heap)": ".engine.programs._away",
-    "finished turns by hash (prompt linker)": ".engine._linker._turns",
-    "ended programs remembered": ".engine.end_claims.ended",
-    "shared heads": ".engine._shared_prefixes._heads",
-}
 SETUP = Setup(
     policy="continuum",
     machine=replace(MACHINES["a100"], kv_tokens=81_920),
@@ -172,34 +157,13 @@ def growing(samples: Samples, warm_s: float, until_s: float) -> dict[str, tuple[
     return found
 
 
-def draw(samples: Samples, warm_s: float, until_s: float, path: Path) -> None:
-    """Entries over time, one line a table; the CDF windows apart, since they are larger."""
-    kept = [(s / 60, c) for s, c in samples if s <= until_s]
-    minutes = [m for m, _ in kept]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for (label, name), style in zip(SHOWN.items(), ("-", "--", ":", "-.") * 3, strict=False):
-        left.plot(minutes, [c[name] for _, c in kept], style, label=label, linewidth=1.2)
-    windows = [sum(n for name, n in c.items() if name.endswith(".recent")) for _, c in kept]
-    right.plot(minutes, windows, "-", label="tool gaps in the CDF windows", color="0.2")
-    events = [c[".recorder._events"] for _, c in kept]
-    right.plot(minutes, events, "--", label="recorded events", color="0.5")
-    for axes, title in ((left, "Tables"), (right, "Windows and the recorder")):
-        axes.axvline(warm_s / 60, color="0.8")
-        axes.set(xlabel="virtual time, minutes", ylabel="entries", title=title, ylim=(0, None))
-        axes.legend(fontsize=7)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-
-
 def main(
     hours: Annotated[float, typer.Option(help="of virtual time")] = 2.0,
     every_s: Annotated[float, typer.Option(help="seconds between two programs")] = 2.5,
-    out: Annotated[Path, typer.Option(help="the figure")] = FIGURE,
 ) -> None:
     """Exit status 1 if a table grows."""
     seconds = hours * 3600
     run = soak(seconds, every_s)
-    draw(run.samples, min(WARM_S, seconds / 3), seconds, out)
     found = growing(run.samples, min(WARM_S, seconds / 3), seconds)
     print(f"{len(run.agents.jobs)} programs, {len(run.agents.turns)} turns, {run.engines[0].steps} steps")
     for name, (before, after) in found.items():

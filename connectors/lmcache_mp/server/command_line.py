@@ -19,26 +19,20 @@ def options(
     disk: str = "",
     disk_gb: float | None = None,
     module: bool = True,
-    tuned: bool = True,
 ) -> list[str]:
-    """The arguments after `lmcache server`, on loopback.
+    """The arguments after `lmcache server`, on loopback, with the options that docs/lmcache.md recommends.
 
     `disk`: the directory of L2, "" for no L2. `disk_gb`: its size; with None nothing is evicted.
-    `module`: with our tier module. `tuned`: with the other options that docs/lmcache.md recommends.
+    `module`: with our tier module.
     """
     words = ["--host", HOST, "--port", str(port), "--http-host", HOST, "--http-port", str(http_port)]
     words += ["--chunk-size", str(CHUNK_TOKENS), "--l1-size-gb", str(l1_gb), "--eviction-policy", "LRU"]
+    words += ["--supported-transfer-mode", "auto", "--shm-name", shm_name(port)]
     if disk:
-        l2: dict[str, Any] = {"type": "fs_native", "base_path": disk}
-        if tuned:
-            l2["use_odirect"] = True
+        l2: dict[str, Any] = {"type": "fs_native", "base_path": disk, "use_odirect": True}
         if disk_gb is not None:
             l2 |= {"max_capacity_gb": disk_gb, "eviction": {"eviction_policy": "LRU"}}
-        words += ["--l2-adapter", json.dumps(l2)]
-    if tuned:
-        words += ["--supported-transfer-mode", "auto", "--shm-name", shm_name(port)]
-    if tuned and disk:
-        words += ["--l2-prefetch-policy", "retain"]
+        words += ["--l2-adapter", json.dumps(l2), "--l2-prefetch-policy", "retain"]
     if module:
         words += ["--server-module", json.dumps({"module_path": MODULE})]
     return words
