@@ -14,7 +14,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from recorded import Run, written
 
-from continuum_lmcache.capacity.kv_budget import WorkerSpec
 from continuum_lmcache.console.lmcache_check import checked
 from continuum_lmcache.console.model_shapes import shape_of
 from continuum_lmcache.errors import ConfigError
@@ -374,9 +373,8 @@ SETTINGS = [
 
 def judged(extra: dict[str, Any]) -> None:
     """Check that the doctor has findings on these settings, and at most one tier of each kind."""
-    worker = WorkerSpec(False, 16, 131_072, "m")
     config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    found = checked(config, worker, 1, 4096)
+    found = checked(config, 1, 16, 131_072, 4096)
     assert found.tiers(131_072).keys() <= {Tier.DRAM, Tier.SSD}
     assert all(finding.evidence and finding.remedy for finding in found.findings)
 

@@ -41,7 +41,7 @@ from connectors.lmcache_mp.startup import (
     apply_defaults,
     caller,
     first_answer,
-    machine,
+    kv_bytes_of_rank,
     translate,
     warn_of_small_l1,
     warn_of_versions,
@@ -94,7 +94,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         is_first_worker = role == KVConnectorRole.WORKER and vllm_config.parallel_config.rank == 0
         with one_start(transfer_config(vllm_config).kv_connector_extra_config, is_first_worker):
             super().__init__(vllm_config, role, kv_cache_config)
-        self._kv_bytes_per_token = machine(vllm_config, kv_cache_config).kv_bytes_per_token
+        self._kv_bytes_per_token = kv_bytes_of_rank(vllm_config, kv_cache_config)
         self._worker: MpWorkerSide | None = None
         adapter = self.scheduler_adapter if role == KVConnectorRole.SCHEDULER else self.worker_adapter
         adapter.model_name += f"-{kv_fingerprint(vllm_config, kv_cache_config)}"

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import msgspec
 import zmq
-from lmcache import torch_device_type
 from lmcache.integration.vllm.utils import calculate_draft_layers, mla_enabled
 from lmcache.v1.multiprocess.protocols.server_module import ServerModuleCallRequest, ServerModuleCallResponse
 from vllm.config import VllmConfig
@@ -24,7 +23,6 @@ from connectors.lmcache_mp.translation import EngineShape, translated
 from connectors.lmcache_mp.wire import METHOD, MODULE, ChangesReply
 from connectors.transfer_config import transfer_config
 from continuum_lmcache import __version__
-from continuum_lmcache.capacity.kv_budget import WorkerSpec
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 
@@ -44,28 +42,26 @@ LOST_S = 300.0  # a request without an answer for so long counts as lost
 LMCACHE_VERSION = metadata.version("lmcache")
 
 
-def machine(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> WorkerSpec:
-    """The machine that LMCache's settings must fit. Before the KV cache is laid out, by the model's shape.
+def kv_bytes_of_rank(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> int:
+    """KV bytes of a token on one rank. Before the KV cache is laid out, by the model's shape.
 
     The shape lacks an indexer's layers, and the scales in `fp8_ds_mla` (DeepSeek V3.2).
     """
-    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    if kv_cache_config is not None:
+        return kv_bytes_per_token(kv_cache_config)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers = model.get_num_layers(parallel) + calculate_draft_layers(vllm_config)
     values = (1 if mla_enabled(model) else 2) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    dtype = get_kv_cache_torch_dtype(cache.cache_dtype, model.dtype)
-    shaped = layers * values * dtype.itemsize
-    size_bytes = kv_bytes_per_token(kv_cache_config) if kv_cache_config is not None else shaped
-    return WorkerSpec(torch_device_type == "cpu", cache.block_size, size_bytes, model.model)
+    dtype = get_kv_cache_torch_dtype(vllm_config.cache_config.cache_dtype, model.dtype)
+    return int(layers * values * dtype.itemsize)
 
 
 def translate(vllm_config: VllmConfig, log: bool) -> None:
     """Put the user's LMCache settings where LMCache's launcher reads them. Raises ConfigError."""
     transfer = transfer_config(vllm_config)
-    one = machine(vllm_config)
+    kv_bytes, block_tokens = kv_bytes_of_rank(vllm_config), vllm_config.cache_config.block_size
     ranks = 1 if mla_enabled(vllm_config.model_config) else vllm_config.parallel_config.world_size
-    shape = EngineShape(
-        ranks, one.block_tokens, one.kv_bytes_per_token * ranks, vllm_config.model_config.max_model_len
-    )
+    shape = EngineShape(ranks, block_tokens, kv_bytes * ranks, vllm_config.model_config.max_model_len)
     transfer.kv_connector_extra_config, line = translated(
         transfer.kv_connector_extra_config, os.environ, shape
     )

@@ -38,16 +38,6 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """One rank's worker: LMCache's settings must fit it."""
-
-    on_cpu: bool
-    block_tokens: int
-    kv_bytes_per_token: int
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """A device's memory, as vLLM divides it."""
 

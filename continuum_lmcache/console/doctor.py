@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from continuum_lmcache.capacity import kv_budget, plan_check
-from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget, ModelShape, WorkerSpec
+from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget, ModelShape
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad
 from continuum_lmcache.console import fleet
 from continuum_lmcache.console.lmcache_check import ConnectorSettings, checked, read
@@ -83,8 +83,8 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
     kv = kv_cache(query, on, shape, block_tokens)
     connector: ConnectorSettings | None = None
     if query.lmcache is not None:
-        worker = WorkerSpec(on.on_cpu, block_tokens, kv.bytes_per_token, shape.name)
-        connector = checked(read(query.lmcache), worker, ranks, shape.window_tokens)
+        size_bytes = kv.bytes_per_token * ranks
+        connector = checked(read(query.lmcache), ranks, block_tokens, size_bytes, shape.window_tokens)
     plan = DeploymentPlan(
         shape,
         kv,

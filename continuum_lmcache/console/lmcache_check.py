@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from continuum_lmcache.capacity.kv_budget import GIB, WorkerSpec
+from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.retention.policies import policy_named
@@ -54,9 +54,9 @@ def read(path: Path) -> Mapping[str, Any]:
 
 
 def checked(
-    config: Mapping[str, Any], worker: WorkerSpec, ranks: int, window_tokens: int
+    config: Mapping[str, Any], ranks: int, block_tokens: int, kv_bytes: int, window_tokens: int
 ) -> ConnectorSettings:
-    """The connector with all its problems. Wrong settings are findings, not errors."""
+    """The connector with all its problems; `kv_bytes`: of a token, all ranks. Wrong settings are findings."""
     kind, extra = config["kv_connector"], config.get(EXTRA, {})
     findings = list(outer_findings(config))
     findings += continuum_findings(extra)
@@ -64,7 +64,7 @@ def checked(
         return ConnectorSettings({}, tuple(findings))
     if kind == IN_PROCESS:
         extra = {AUTOSTART: True, **extra}
-    tiers_gib, more = server_sizes(extra, worker, ranks, window_tokens)
+    tiers_gib, more = server_sizes(extra, ranks, block_tokens, kv_bytes, window_tokens)
     return ConnectorSettings(tiers_gib, (*findings, *more))
 
 
@@ -103,7 +103,7 @@ def continuum_findings(extra: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def server_sizes(
-    extra: Mapping[str, Any], worker: WorkerSpec, ranks: int, window_tokens: int
+    extra: Mapping[str, Any], ranks: int, block_tokens: int, kv_bytes: int, window_tokens: int
 ) -> tuple[dict[Tier, float], list[Finding]]:
     """The sizes, in GiB, of the server that a worker starts, and why our connector would refuse it."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # otherwise its import logs to stdout
@@ -113,7 +113,7 @@ def server_sizes(
     except ModuleNotFoundError as missing:
         unread = f"{missing.name} is not installed here: lmcache.* keys were not read"
         return {}, [note("lmcache-not-installed", unread, "run doctor where the server runs")]
-    shape = EngineShape(ranks, worker.block_tokens, worker.kv_bytes_per_token * ranks, window_tokens)
+    shape = EngineShape(ranks, block_tokens, kv_bytes, window_tokens)
     try:
         found, said = translated(extra, os.environ, shape)
         with_defaults(found)

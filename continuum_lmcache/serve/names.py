@@ -19,10 +19,10 @@ import hmac
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from hashlib import sha256
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.middleware import Middleware
@@ -47,7 +47,6 @@ BODY = msgspec.defstruct(
     [(field, msgspec.Raw, msgspec.Raw(b"null")) for field in (*BODY_FIELDS, "vllm_xargs", "cache_salt")],
 )
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # msgspec refuses half a pair, as cut text may have it
-HEADER_TEXT = re.compile(r"([^;]*);(t?l?s?);(\d*);(\d+);(\d+\.\d+)")
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -81,19 +80,16 @@ class TurnName:
     age_s: float = 0.0  # since its first turn arrived
 
     def __str__(self) -> str:
-        rank = "" if self.rank is None else str(self.rank)
-        flags = "t" * self.is_turn + "l" * self.is_last + "s" * self.stays
-        return f"{quote(self.program, safe='')};{flags};{rank};{self.turns};{self.age_s:.3f}"
+        return json.dumps(astuple(self))
 
     @classmethod
     def parse(cls, text: str) -> TurnName:
         """The inverse of __str__; other text is a program's own name, as in X-Session-ID."""
-        if (written := HEADER_TEXT.fullmatch(text)) is None:
+        try:
+            found = cls(*json.loads(text))
+        except (ValueError, TypeError, RecursionError):
             return cls(program=text)
-        name, flags, rank, turns, age_s = written.groups()
-        is_turn, is_last, stays = (flag in flags for flag in "tls")
-        rank_number = int(rank) if rank else None
-        return cls(unquote(name), is_turn, is_last, stays, rank_number, int(turns), float(age_s))
+        return found if str(found) == text else cls(program=text)
 
 
 NO_TURN = TurnName(is_turn=False)
