@@ -74,7 +74,6 @@ class Clone:
             "HOME": str(self.root),
             "PATH": f"{self.commands}:{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin",
             "PIP_CONFIG_FILE": os.devnull,
-            "PIP_NO_COMPILE": "1",  # quicker
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.wheels),
         }
