@@ -52,6 +52,24 @@ BUSY = {
 QUIET = {"vllm:num_requests_running": 0, ON: 1, "continuum_programs": 1}
 
 
+@pytest.mark.parametrize(("chosen", "loads"), [(None, True), ("continuum,other", True), ("other", False)])
+def test_the_versions_are_told_and_whether_vllm_loads_the_plugin(
+    command: Command, monkeypatch: pytest.MonkeyPatch, chosen: str | None, loads: bool
+) -> None:
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", chosen)
+    ran = command("--version")
+    assert ran.status == (0 if loads else 1)
+    assert [line.split()[0] for line in ran.out.splitlines()] == [
+        "continuum-lmcache",
+        "vllm",
+        "lmcache",
+        "vLLM",
+    ]
+    assert "does not load the plugin: VLLM_PLUGINS is 'other'" in ran.out or loads
+
+
 def test_everything_wrong_with_a_server_is_reported_with_its_figure(command: Command) -> None:
     with metrics_server([page(BUSY)]) as url:
         ran = command("status", url, "--json")

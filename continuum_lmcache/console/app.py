@@ -10,8 +10,10 @@ Exit status: 0 no problem, 1 a problem was found, 2 bad input, in one line.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +21,7 @@ import typer
 from rich.console import Console
 from typer.exceptions import TyperException
 
+from continuum_lmcache import __version__
 from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
 from continuum_lmcache.console import fleet as fleets
@@ -29,10 +32,37 @@ from continuum_lmcache.recordings.figures import figures, summary
 from continuum_lmcache.recordings.reader import load
 
 BAD_INPUT = 2
-app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+PLUGIN = "continuum"  # its name among vLLM's plugins (pyproject.toml)
+app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
+
+
+def show_versions(wanted: bool) -> None:
+    """The versions that a bug report needs; exit status 1 if vLLM does not load the plugin."""
+    if not wanted:
+        return
+    print(f"continuum-lmcache {__version__}")
+    for name in ("vllm", "lmcache"):
+        try:
+            print(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            print(name, "is not installed here")
+    chosen = os.environ.get("VLLM_PLUGINS")  # of these names only, vLLM loads plugins
+    is_found = any(plugin.name == PLUGIN for plugin in metadata.entry_points(group="vllm.general_plugins"))
+    loads = is_found and (chosen is None or PLUGIN in chosen.split(","))
+    why = "" if loads or chosen is None else f": VLLM_PLUGINS is {chosen!r}, without {PLUGIN!r}"
+    print(f"vLLM {'loads' if loads else 'does not load'} the plugin{why}")
+    raise typer.Exit(0 if loads else 1)
 
 
 Json = Annotated[bool, typer.Option("--json", help="one JSON object instead of text")]
+Version = Annotated[
+    bool, typer.Option("--version", callback=show_versions, is_eager=True, help="of this, vLLM and LMCache")
+]
+
+
+@app.callback(help=__doc__)
+def options(version: Version = False) -> None:
+    pass
 
 
 @app.command()
