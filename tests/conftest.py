@@ -50,14 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
-@pytest.fixture(autouse=True)
-def _no_settings_of_an_earlier_test() -> Iterator[None]:
-    """LMCache has one configuration per process, and merges each connector's settings into it."""
-    yield
-    if (utils := sys.modules.get("lmcache.integration.vllm.utils")) is not None:
-        utils._config_instance = None
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _servers_end_before_the_log_does() -> Iterator[None]:
     yield

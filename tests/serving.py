@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,11 +32,14 @@ DTYPE = fast_dtype()
 KV_BYTES = KV_BYTES_PER_TOKEN[DTYPE]
 CHUNK_BYTES = CHUNK * KV_BYTES
 CHUNK_GIB = CHUNK_BYTES / 2**30
+HTTP = httpx.Client(  # one for all: each new one reads the system's certificates. A connection a request
+    timeout=PATIENCE_S, limits=httpx.Limits(max_keepalive_connections=0)
+)
 FORKING = [sys.executable, str(Path(forking_vllm.__file__))]
 
 
 @contextmanager
-def serve(model: Path, args: list[str], **settings: Any) -> Iterator[str]:
+def serve(model: Path, args: Sequence[str], **settings: Any) -> Iterator[str]:
     """experiments.server's, quicker: its processes are forks, and it computes in DTYPE."""
     with ExitStack() as running:
         with mock.patch.object(server, "script", lambda *_: FORKING):
@@ -75,14 +78,14 @@ class Server:
         extra = {"logprobs": 1, "return_token_ids": True}
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
         body |= extra | fields
-        response = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=600)
+        response = HTTP.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=600)
         assert response.status_code == 200, response.text
         choice = response.json()["choices"][0]
         return Answer(prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"])
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels, now."""
-        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
+        text = HTTP.get(f"{self.url}/metrics").text
         return sum(
             sample.value
             for family in text_string_to_metric_families(text)

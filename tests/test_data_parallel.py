@@ -10,9 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-import httpx
 import pytest
-from serving import BLOCK, Server, ids, serve
+from serving import BLOCK, HTTP, Server, ids, serve
 from waiting import wait_for
 
 pytestmark = pytest.mark.real
@@ -36,7 +35,7 @@ def found_tokens(server: Server, turn: int, program: int) -> int:
     """How much of a turn's prompt the engine that it came to had."""
     prompt = ids(turn * 2 * BLOCK + 1, story=program)
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "job_id": f"run-{program}"}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=600).json()
+    answer = HTTP.post(f"{server.url}/v1/completions", json=body, timeout=600).json()
     return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 

@@ -1,7 +1,7 @@
 """No request attends to KV of other tokens than its own, on a machine like a GPU's (kv_oracle.py).
 
-Both of LMCache's modes, vLLM's V1 and V2 model runners, one and two steps in flight. Each case runs over
-stock vLLM and LMCache too, where it is a strict xfail with the upstream issue, if one was found. Any order of
+LMCache's server, vLLM's V1 and V2 model runners, one and two steps in flight. Each case runs once over stock
+vLLM and LMCache too, where it is a strict xfail with the upstream issue, if one was found. Any order of
 events is tried in test_kv_oracle_machine.py.
 """
 
@@ -21,33 +21,22 @@ from bench import settings as settings_of  # noqa: F401
 from kv_oracle_fake import CHUNK, FakeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
 MakeMp = Callable[..., ServerBench]
-STOCK = (Scheduler, AsyncScheduler)
 OURS = (ContinuumScheduler, ContinuumAsyncScheduler)
 
 
-def cases(fault: str, but: str = "") -> Any:
-    """All schedulers and runners. With `fault` the stock ones fail, with LMCache's own connector, except
-    those in `but`.
-    """
-    found = []
-    for cls in (*OURS, *STOCK):
-        for runner in ("V1", "V2"):
-            name = f"{cls.__name__}-{runner}"
-            fails = cls in STOCK and name not in but.split()
-            marks = pytest.mark.xfail(strict=True, reason=fault) if fails else ()
-            found.append(pytest.param(cls, runner == "V2", id=name, marks=marks))
-    return pytest.mark.parametrize(("cls", "is_v2"), found)
-
-
-V1 = "Scheduler-V1 AsyncScheduler-V1"
-V2 = "Scheduler-V2 AsyncScheduler-V2"
-NOT_ON_0_30 = f"{V1} {V2}" if vllm.__version__.startswith("0.30.") else ""
+def cases(fault: str, also_on_0_30: bool = True) -> Any:
+    """Our schedulers over both runners, and stock vLLM with LMCache's own connector, which has this fault."""
+    stock = pytest.param(AsyncScheduler, True, id="stock", marks=pytest.mark.xfail(strict=True, reason=fault))
+    has_fault = also_on_0_30 or not vllm.__version__.startswith("0.30.")
+    ours = [(cls, is_v2) for cls in OURS for is_v2 in (False, True)]
+    names = [f"{cls.__name__}-V{1 + is_v2}" for cls, is_v2 in ours]
+    params = [pytest.param(*each, id=name) for each, name in zip(ours, names, strict=True)]
+    return pytest.mark.parametrize(("cls", "is_v2"), [*params, *([stock] if has_fault else [])])
 
 
 @pytest.fixture
@@ -56,7 +45,7 @@ def make_mp(model: Path, settings_of: Any, monkeypatch: pytest.MonkeyPatch) -> M
     in_one_process(monkeypatch)
 
     def build(cls: Any, is_v2: bool, **more: Any) -> ServerBench:
-        kind = StockServerBench if cls in STOCK else ServerBench
+        kind = StockServerBench if cls is AsyncScheduler else ServerBench
         return kind(cls, model, is_v2, **{"blocks": 80, "chunk": CHUNK, **more})
 
     return build
@@ -125,7 +114,7 @@ def test_what_a_failed_mp_load_should_have_brought_is_not_stored_before_it_is_co
     assert bench.lmcache.loads == 3
 
 
-@cases("LMCache counts its hit as computed where vLLM does not let a turn read it", NOT_ON_0_30)
+@cases("LMCache counts its hit as computed where vLLM does not let a turn read it", also_on_0_30=False)
 @pytest.mark.parametrize("is_eager", [False, True])
 def test_an_mp_turn_that_may_not_read_the_prefix_cache_stores_nothing_before_it_is_computed(
     cls: Any, is_v2: bool, is_eager: bool, make_mp: MakeMp
@@ -205,7 +194,7 @@ def test_a_finished_mp_turn_keeps_its_blocks_until_all_its_stores_have_ended(
     assert len(bench.lmcache.chunks) > 3
 
 
-@cases("LMCache reports whole chunks, though it leaves out what vLLM has of the first", "Scheduler-V1")
+@cases("LMCache reports whole chunks, though it leaves out what vLLM has of the first")
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_a_failed_mp_load_spoils_no_block_that_vllm_had(
     cls: Any, is_v2: bool, is_asked: bool, make_mp: MakeMp
@@ -271,7 +260,7 @@ def loads_under_way(bench: ServerBench, tokens: list[int]) -> str:
     return loading
 
 
-@cases("LMCache keeps an earlier lookup's hits when a later one finds nothing", NOT_ON_0_30)
+@cases("LMCache keeps an earlier lookup's hits when a later one finds nothing", also_on_0_30=False)
 def test_an_mp_turn_whose_server_dies_while_it_waits_is_not_stored_before_it_is_computed(
     cls: Any, is_v2: bool, make_mp: MakeMp
 ) -> None:

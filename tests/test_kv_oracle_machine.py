@@ -47,10 +47,7 @@ from continuum_lmcache.vllm_plugin.scheduler import (
 STEPS = int(os.environ.get("ORACLE_STEPS", "6000"))
 SEED = int(os.environ.get("ORACLE_SEED", "0"))
 IS_STOCK = bool(os.environ.get("ORACLE_STOCK"))
-ADAPTERS = {
-    "MP": StockServerBench if IS_STOCK else ServerBench,
-    "fake": FakeBench,
-}
+ADAPTERS = {"MP": StockServerBench if IS_STOCK else ServerBench, "fake": FakeBench}
 MIX = ["MP", "MP", "MP", "fake"]
 SCHEDULERS = (Scheduler, AsyncScheduler) if IS_STOCK else (ContinuumScheduler, ContinuumAsyncScheduler)
 SMALL, AS_ON_GPUS = (32, 18, 64), (256, 72, 256)  # tokens of a chunk, blocks, tokens of a step
@@ -106,10 +103,7 @@ class Machine(RuleBasedStateMachine):
             drafts=drafts,
             graphs=graphs,
             failure_policy="fail" if fails or IS_STOCK else "recompute",
-            settings={
-                "MP": {"lmcache.mp.eager_prefetch": is_eager},
-                "fake": {},
-            }[adapter],
+            settings={"lmcache.mp.eager_prefetch": is_eager} if adapter == "MP" else {},
         )
         self.bench.lmcache.lag, self.bench.lmcache.knows_all = lag, knows_all
         self.last: dict[str, str] = {}  # a program's last request
@@ -344,12 +338,7 @@ def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
     settings_of(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
     in_one_process(monkeypatch)
     run_machine(model, STEPS)
-    common = (
-        "loads, MP",
-        "short loads, MP",
-        "resumed",
-        "sessions went on",
-    )
+    common = ("loads, MP", "short loads, MP", "resumed", "sessions went on")
     assert all(taken[event] for event in common), taken
 
 

@@ -146,13 +146,13 @@ def test_tenants_with_other_salts_find_nothing_of_each_others(mp_rig: Make) -> N
 
 
 def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_evicts(mp_rig: Make) -> None:
-    """500 turns in two threads. Without an eviction meanwhile, a lookup finds what was located."""
+    """200 turns in two threads. Without an eviction meanwhile, a lookup finds what was located."""
     rig = mp_rig(12, 20)
     engines, unchanged, done = [rig, MpEngine(rig.server)], [], threading.Event()
 
     def turns(engine: MpEngine, seed: int) -> None:
         programs = Programs(CHUNK, seed)
-        for turn in range(250):
+        for turn in range(100):
             token_ids, request_id = programs.next_turn(), f"{seed}-{turn}"
             engine.follower.poll()
             before = engine.locate(token_ids)
@@ -175,7 +175,7 @@ def test_two_engines_on_one_server_load_right_kv_and_what_was_located_while_it_e
     done.set()
     evictor.join()
     assert errors == []
-    assert len(unchanged) > 400 and sum(hit > 0 for hit in unchanged) > 100
+    assert len(unchanged) > 150 and sum(hit > 0 for hit in unchanged) > 40
     engines[1].check()
     engines[1].close()
 

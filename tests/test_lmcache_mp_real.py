@@ -1,4 +1,4 @@
-"""A real vLLM server, a real LMCache MP server, and what happens when the second is killed.
+"""A real vLLM server, a real LMCache MP server; the second is killed, and the first gets new weights.
 
 The oracle is vLLM's own prefix hit of the same length, and for a prompt that is computed again its first
 answer: bfloat16 gives another prompt split, or another batch, other logits. Prompts are 256 * n + 64 tokens,
@@ -11,10 +11,12 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,10 +27,11 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("lmcache")
 
-from serving import CHUNK, CHUNK_GIB, Answer, Server, serve
+from serving import CHUNK, CHUNK_GIB, HTTP, Answer, Server, serve
 from waiting import PATIENCE_S, wait_for
 
 from experiments.mp_server import MpProcess, serve_mp
+from experiments.tiny_model import make_model
 
 pytestmark = pytest.mark.real
 ARGS = (
@@ -52,6 +55,7 @@ class Pair:
     vllm: Server
     mp: MpProcess
     log: Path
+    checkpoint: Path
 
     def ask(self, token_ids: list[int]) -> Answer:
         return self.vllm.complete(token_ids, is_last_step=True)
@@ -59,12 +63,32 @@ class Pair:
     def forget_gpu(self) -> None:
         """Drop vLLM's own cache. It refuses while a connector still has blocks of a finished request."""
         wait_for(lambda: self.vllm.usage == 0, "no block is held", every_s=0.05)
-        httpx.post(f"{self.vllm.url}/reset_prefix_cache", timeout=PATIENCE_S).raise_for_status()
+        HTTP.post(f"{self.vllm.url}/reset_prefix_cache").raise_for_status()
         time.sleep(0.3)  # the mirror is behind by a question's interval
 
     def clear_l1(self) -> None:
         self.mp.clear_l1()
         time.sleep(1.0)  # the mirror asks ten times a second, and later on a busy machine
+
+    def new_weights(self, checkpoint: Path) -> None:
+        """As verl and SkyRL change them."""
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
+        self._post("pause", mode="abort", clear_cache="true")
+        self._post("collective_rpc", reload)
+        self._post("resume")
+
+    def _post(self, path: str, body: object = None, **params: str) -> None:
+        sent = HTTP.post(f"{self.vllm.url}/{path}", json=body, params=params)
+        sent.raise_for_status()
+        assert "false" not in sent.text, sent.text
+
+    def answers_rightly(self, token_ids: list[int]) -> list[int]:
+        """Its answer, which is that with prompt_logprobs, for which vLLM reads no cache."""
+        served = self.ask(token_ids)
+        truth = self.vllm.complete(token_ids, prompt_logprobs=1)
+        assert served.output == truth.output
+        assert served.logprobs[-8:] == pytest.approx(truth.logprobs[-8:], abs=0.05)
+        return served.output
 
     def came_from(self, tier: str) -> float:
         return self.vllm.metric("continuum_prompt_tokens_total", tier=tier)
@@ -113,14 +137,17 @@ class Pair:
 def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("mp")
     with serve_mp(100 * CHUNK_GIB, folder / "disk", folder / "mp.log") as mp:
-        config = folder / "lmcache-mp.json"
-        config.write_text(json.dumps(mp.transfer_config))
-        args = [*ARGS, "--kv-transfer-config", str(config)]
-        log = folder / "vllm.log"
-        with serve(model, args, log=log, env={"VLLM_SERVER_DEV_MODE": "1"}) as url:
-            pair = Pair(Server(url), mp, log)
+        latest = Path(shutil.copytree(model, folder / "latest"))
+        with vllm_over(mp, latest, folder / "vllm.log") as pair:
             pair.stores()
             yield pair
+
+
+@contextmanager
+def vllm_over(mp: MpProcess, checkpoint: Path, log: Path) -> Iterator[Pair]:
+    args = [*ARGS, "--kv-transfer-config", json.dumps(mp.transfer_config)]
+    with serve(checkpoint, args, log=log, env={"VLLM_SERVER_DEV_MODE": "1"}) as url:
+        yield Pair(Server(url), mp, log, checkpoint)
 
 
 def test_reloads_from_l1_and_l2_give_the_logprobs_of_vllms_own_prefix_hit(pair: Pair) -> None:
@@ -158,7 +185,7 @@ def gives_up_behind(pair: Pair, out: int) -> bool:
     wait_for(lambda: pair.vllm.metric("vllm:prompt_tokens_total") > before, "the first runs", every_s=0.05)
     body = {"model": "tiny", "prompt": prompt(8), "max_tokens": 8}
     try:
-        httpx.post(f"{pair.vllm.url}/v1/completions", json=body, timeout=0.5)
+        HTTP.post(f"{pair.vllm.url}/v1/completions", json=body, timeout=0.5)
         return False
     except httpx.TimeoutException:
         return first.is_alive()
@@ -250,3 +277,22 @@ def test_a_killed_server_costs_computing_and_one_warning_and_is_used_again_when_
         cold, own = right[which]
         assert answer.logprobs in (cold.logprobs, own.logprobs), f"prompt {which} got other KV"
     pair.vllm.usage_becomes(0.0)
+
+
+def test_no_answer_is_from_kv_of_other_weights(pair: Pair, model: Path, tmp_path: Path) -> None:
+    """Twice new ones in a running engine, then another checkpoint in the folder of a new engine."""
+    other, p = make_model(tmp_path / "other", 1), prompt(20, 4)
+    before, written = sum(pair.loaded()), pair.written()
+    outputs = [pair.answers_rightly(p)]
+    for number, checkpoint in enumerate((other, model), 1):
+        wait_for(lambda least=written + 4 * number: pair.written() >= least, "its KV is on disk")
+        pair.new_weights(checkpoint)
+        outputs.append(pair.answers_rightly(p))
+    assert sum(pair.loaded()) == before and outputs[0] == outputs[2] != outputs[1]
+    pair.forget_gpu()
+    pair.ask(p)
+    wait_for(lambda: sum(pair.loaded()) > before, "the newest weights' own KV is loaded", every_s=0.5)
+    shutil.copy(other / "model.safetensors", pair.checkpoint)
+    with vllm_over(pair.mp, pair.checkpoint, tmp_path / "vllm.log") as new:
+        assert new.answers_rightly(p) == outputs[1]
+        assert sum(new.loaded()) == 0

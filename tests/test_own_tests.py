@@ -13,8 +13,9 @@ from experiments.trust.own_tests import EXPLAINED, QUICK, Difference, compare, d
 from experiments.trust.packages import Unreachable
 
 
+@pytest.mark.network
 def test_vllms_own_scheduler_tests_pass_alike_on_our_classes_and_stock() -> None:
-    """A part of them; `python -m experiments.trust.own_tests` runs them all."""
+    """A part of them, from vLLM's source archive; `python -m experiments.trust.own_tests` runs them all."""
     try:
         stock, ours = compare(version("vllm").partition("+")[0], QUICK)
     except Unreachable as error:

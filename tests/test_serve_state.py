@@ -68,18 +68,6 @@ async def started(replicas: str = "ab", **settings: Any) -> Host:
     return host
 
 
-def test_a_programs_turns_go_to_one_replica_and_programs_are_spread() -> None:
-    async def go() -> None:
-        host = await started()
-        at = {p: (await host.runs(p)).replica for p in "pqrs"}
-        assert sorted(at.values()) == ["a", "a", "b", "b"]
-        for program, replica in at.items():
-            again = await host.runs(program)
-            assert (again.replica, again.why, again.program_turns) == (replica, RouteReason.HOME, 1)
-
-    run_virtually(go())
-
-
 def test_programs_of_a_dead_replica_go_to_the_others_and_the_engine_learns_that_they_have_started() -> None:
     async def go() -> None:
         host = await started()

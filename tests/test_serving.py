@@ -1,18 +1,22 @@
-"""The product on a real server: stock vLLM, real LMCache, the plugin, and real clients.
+"""The product on a real server: stock vLLM, real LMCache, the plugin, real clients, and an operator's faults.
 
 One start of `continuum`, by the command itself, and one of stock `fcfs` serve all tests here. The cache is
-small (23 blocks of 128 tokens), so that a few requests are more than it holds.
+small (23 blocks of 128 tokens), so that a few requests are more than it holds. The last test ends the
+server; another one is started only for a test that runs after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +26,15 @@ import openai
 import psutil
 import pytest
 from console import Command
-from serving import BLOCK, CHUNK_GIB, DTYPE, OF_VLLM, Server, ids
+from prometheus_client.parser import text_string_to_metric_families
+from serving import BLOCK, CHUNK_GIB, DTYPE, HTTP, OF_VLLM, Server, ids
 from serving import serve as serve_forking
 from waiting import PATIENCE_S, wait_for
 
-from experiments.server import reserved_port, serve
+from continuum_lmcache.programs.identity import REFUSED
+from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.report.page import page
+from experiments.server import processes, reserved_port, serve
 
 pytestmark = pytest.mark.real
 
@@ -34,45 +42,82 @@ DOCS = Path(__file__).parent.parent / "docs" / "metrics.md"
 BLOCKS = 24  # one of them is vLLM's null block
 TTL_S = 10.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "16")
+DRAIN = ("--shutdown-timeout", "120")  # vLLM's default, 0, kills the engine at once and lets clients hang
+CANARY = "zanzibarquokka"  # in prompts, outputs and ids, and in no file
+MANY = 100
 
 
-V1 = {"kv_connector": "LMCacheConnectorV1"}  # ours under our policy
-OURS = {"kv_connector": "ContinuumLMCacheMPConnector", "kv_connector_module_path": "connectors.lmcache_mp"}
-
-
-def transfer_config(folder: Path, dram_chunks: int, connector: dict[str, str] = V1) -> Path:
+def transfer_config(folder: Path) -> Path:
     """A KV connector's settings as a file, as a user would write them."""
     extra = {
         "lmcache.mp.autostart": True,
         "lmcache.mp.port": reserved_port(),
         "lmcache.chunk_size": 256,
         "lmcache.local_cpu": True,
-        "lmcache.max_local_cpu_size": dram_chunks * CHUNK_GIB,
+        "lmcache.max_local_cpu_size": 150 * CHUNK_GIB,
         "lmcache.local_disk": f"file://{folder}/disk/",
         "lmcache.max_local_disk_size": 1,
     }
     path = folder / "lmcache.json"
-    path.write_text(json.dumps({**connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}))
+    config = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    path.write_text(json.dumps(config))
     return path
 
 
+@dataclass(frozen=True)
+class Continuum(Server):
+    """A server whose folder a test can reach."""
+
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def is_alive(self) -> bool:
+        try:
+            return HTTP.get(f"{self.url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def empty(self) -> None:
+        """End all pins, and forget the GPU's cache."""
+        wait_for(lambda: self.metric("vllm:num_requests_running") == 0, "nothing runs", every_s=0.1)
+        HTTP.post(f"{self.url}/reset_prefix_cache").raise_for_status()
+        self.usage_becomes(0.0)
+
+
 @pytest.fixture(scope="module")
-def continuum(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("continuum")
-    args = ["--kv-transfer-config", str(transfer_config(folder, 150)), "--scheduling-policy", "continuum"]
-    env = {"CONTINUUM_POLICY": "static-ttl", "CONTINUUM_STATIC_TTL_S": str(TTL_S)}
-    env["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
-    with serve(model, [*ARGS, *args, "--dtype", DTYPE], log=folder / "server.log", env=env) as url:
-        yield Server(url)
-        Server(url).usage_becomes(0.0)
+def serving_one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Continuum]]:
+    """The module's server, or another one if that has ended."""
+    started: list[Continuum] = []
+    with contextlib.ExitStack() as running:
+
+        def one() -> Continuum:
+            if not started or not started[-1].is_alive:
+                folder = tmp_path_factory.mktemp("continuum")
+                args = ["--kv-transfer-config", str(transfer_config(folder)), *DRAIN]
+                args += ["--scheduling-policy", "continuum", "--dtype", DTYPE]
+                env = {"CONTINUUM_POLICY": "static-ttl", "CONTINUUM_STATIC_TTL_S": str(TTL_S)}
+                env["CONTINUUM_RUN_OUTPUT_DIR"] = str(folder / "run")
+                env["VLLM_SERVER_DEV_MODE"] = "1"  # for /reset_prefix_cache
+                serving = serve(model, [*ARGS, *args], log=folder / "server.log", env=env)
+                started.append(Continuum(running.enter_context(serving), folder))
+            return started[-1]
+
+        yield one
+
+
+@pytest.fixture
+def continuum(serving_one: Callable[[], Continuum]) -> Continuum:
+    return serving_one()
 
 
 @pytest.fixture(scope="module")
 def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Stock fcfs with our connector."""
-    folder = tmp_path_factory.mktemp("fcfs")
-    args = ["--kv-transfer-config", str(transfer_config(folder, 150, OURS))]
-    with serve_forking(model, [*ARGS, *args], log=folder / "server.log") as url:
+    """vLLM's own policy, where this package is installed."""
+    with serve_forking(model, ARGS, log=tmp_path_factory.mktemp("fcfs") / "server.log") as url:
         yield Server(url)
 
 
@@ -86,9 +131,9 @@ def fill_the_cache(server: Server, story: int) -> None:
 
 
 def test_usage_holds_over_a_tool_gap_and_falls_on_an_idle_engine_when_the_ttl_is_over(
-    continuum: Server,
+    continuum: Continuum,
 ) -> None:
-    continuum.usage_becomes(0.0)
+    continuum.empty()
     sent_s = time.monotonic()
     continuum.complete(ids(5 * BLOCK, 1), job_id="gap")
     pinned = 5 / (BLOCKS - 1)
@@ -102,8 +147,8 @@ def test_usage_holds_over_a_tool_gap_and_falls_on_an_idle_engine_when_the_ttl_is
     assert continuum.pins("expired") >= 1
 
 
-def test_the_last_step_frees_at_once(continuum: Server) -> None:
-    continuum.usage_becomes(0.0)
+def test_the_last_step_frees_at_once(continuum: Continuum) -> None:
+    continuum.empty()
     before = continuum.pins("taken")
     first = continuum.complete(ids(5 * BLOCK, 2), job_id="last")
     took_a_pin(continuum, before)
@@ -117,7 +162,7 @@ def test_the_last_step_frees_at_once(continuum: Server) -> None:
 
 
 def test_a_pinned_programs_next_turn_hits_the_gpu_though_more_than_the_cache_has_passed(
-    continuum: Server,
+    continuum: Continuum,
 ) -> None:
     for _ in range(5):
         sent_s = time.monotonic()
@@ -130,7 +175,7 @@ def test_a_pinned_programs_next_turn_hits_the_gpu_though_more_than_the_cache_has
     assert continuum.metric("vllm:prefix_cache_hits_total") - before == 5 * BLOCK
 
 
-def test_an_unpinned_prefix_comes_back_from_lmcaches_dram(continuum: Server) -> None:
+def test_an_unpinned_prefix_comes_back_from_lmcaches_dram(continuum: Continuum) -> None:
     first = continuum.complete(ids(6 * BLOCK, 12))  # no job_id: no pin
     fill_the_cache(continuum, 30)
     gpu, dram = continuum.metric("vllm:prefix_cache_hits_total"), loaded(continuum, "dram")
@@ -145,7 +190,7 @@ def loaded(server: Server, tier: str) -> float:
     return server.metric("continuum_prompt_tokens_total", tier=tier)
 
 
-def test_outputs_equal_stock_fcfss_on_the_same_hits(continuum: Server, stock: Server) -> None:
+def test_outputs_equal_stock_fcfss_on_the_same_hits(continuum: Continuum, stock: Server) -> None:
     """Five turns of one program: every turn hits the last one's blocks, pinned or just cached."""
 
     def story(server: Server, **fields: str) -> list[list[int]]:
@@ -162,7 +207,7 @@ def test_outputs_equal_stock_fcfss_on_the_same_hits(continuum: Server, stock: Se
 # many at once ----------------------------------------------------------------
 
 
-def test_eight_programs_whose_pins_exceed_the_cache_all_finish(continuum: Server) -> None:
+def test_eight_programs_whose_pins_exceed_the_cache_all_finish(continuum: Continuum) -> None:
     """Each ends at 6 of the 23 blocks; together they need twice the cache."""
     taken, preempted = continuum.pins("taken"), continuum.metric("vllm:num_preemptions_total")
 
@@ -184,7 +229,7 @@ def test_eight_programs_whose_pins_exceed_the_cache_all_finish(continuum: Server
 
 
 @pytest.fixture
-def client(continuum: Server) -> openai.OpenAI:
+def client(continuum: Continuum) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{continuum.url}/v1", api_key="none", max_retries=0)
 
 
@@ -204,7 +249,7 @@ IDENTITIES = {
 
 @pytest.mark.parametrize("identity", IDENTITIES.values(), ids=IDENTITIES.keys())
 def test_openai_clients_name_their_program_on_three_endpoints(
-    continuum: Server, client: openai.OpenAI, identity: dict[str, dict[str, str]]
+    continuum: Continuum, client: openai.OpenAI, identity: dict[str, dict[str, str]]
 ) -> None:
     before = continuum.pins("taken")
     client.completions.create(model="tiny", prompt=WORDS + "a", max_tokens=4, **identity)
@@ -217,7 +262,9 @@ def test_openai_clients_name_their_program_on_three_endpoints(
 
 
 @pytest.mark.parametrize("identity", IDENTITIES.values(), ids=IDENTITIES.keys())
-def test_anthropic_clients_name_their_program(continuum: Server, identity: dict[str, dict[str, str]]) -> None:
+def test_anthropic_clients_name_their_program(
+    continuum: Continuum, identity: dict[str, dict[str, str]]
+) -> None:
     client = anthropic.Anthropic(base_url=continuum.url, api_key="none", max_retries=0)
     before = continuum.pins("taken")
     messages = [{"role": "user", "content": WORDS + "d"}]
@@ -225,10 +272,10 @@ def test_anthropic_clients_name_their_program(continuum: Server, identity: dict[
     took_a_pin(continuum, before)
 
 
-def test_claude_codes_subagent_leaves_its_parents_pin_alone(continuum: Server) -> None:
+def test_claude_codes_subagent_leaves_its_parents_pin_alone(continuum: Continuum) -> None:
     """The anthropic client streams with the headers that Claude Code sends; nothing else names a program."""
     client = anthropic.Anthropic(base_url=continuum.url, api_key="none", max_retries=0)
-    continuum.usage_becomes(0.0)
+    continuum.empty()
 
     def turn(session: str, said: list[str], **names: str) -> str:
         messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
@@ -257,7 +304,7 @@ def test_claude_codes_subagent_leaves_its_parents_pin_alone(continuum: Server) -
 
 
 def test_a_changed_header_and_a_compaction_are_told_apart_by_where_they_are(
-    continuum: Server, client: openai.OpenAI
+    continuum: Continuum, client: openai.OpenAI
 ) -> None:
     """Claude Code's, joined by a proxy; vLLM itself drops a billing header that begins a message."""
 
@@ -285,7 +332,7 @@ def test_a_changed_header_and_a_compaction_are_told_apart_by_where_they_are(
     become([headers + 1, compactions + 1])
 
 
-def test_is_last_step_takes_no_pin_on_any_endpoint(continuum: Server, client: openai.OpenAI) -> None:
+def test_is_last_step_takes_no_pin_on_any_endpoint(continuum: Continuum, client: openai.OpenAI) -> None:
     before = continuum.pins("taken")
     last = {"extra_body": {"job_id": "c9", "is_last_step": True}}
     client.completions.create(model="tiny", prompt=WORDS, max_tokens=4, **last)
@@ -298,7 +345,7 @@ def test_is_last_step_takes_no_pin_on_any_endpoint(continuum: Server, client: op
 
 
 def test_a_streamed_turn_and_one_with_a_stop_string_are_pinned(
-    continuum: Server, client: openai.OpenAI
+    continuum: Continuum, client: openai.OpenAI
 ) -> None:
     before = continuum.pins("taken")
     messages = [{"role": "user", "content": WORDS + "e"}]
@@ -335,12 +382,12 @@ BAD = {
 @pytest.mark.parametrize("fields", BAD.values(), ids=BAD.keys())
 @pytest.mark.parametrize("path", ["completions", "chat/completions", "responses", "messages"])
 def test_a_bad_field_gets_400_with_a_sentence(
-    continuum: Server, path: str, fields: dict[str, object]
+    continuum: Continuum, path: str, fields: dict[str, object]
 ) -> None:
     prompt = {"completions": {"prompt": "hi"}, "responses": {"input": "hi"}}
     body = prompt.get(path, {"messages": [{"role": "user", "content": "hi"}]})
     body = {"model": "tiny", "max_tokens": 2, **body, **fields}
-    response = httpx.post(f"{continuum.url}/v1/{path}", json=body, timeout=PATIENCE_S)
+    response = HTTP.post(f"{continuum.url}/v1/{path}", json=body)
     assert response.status_code == 400
     assert next(iter(fields.get("vllm_xargs", fields))) in response.json()["error"]["message"]
 
@@ -350,22 +397,22 @@ def test_stock_fcfs_reads_no_field_of_ours_and_shows_no_figure_of_our_scheduler(
     stock: Server, fields: dict[str, object]
 ) -> None:
     body = {"model": "tiny", "max_tokens": 2, "prompt": "hi", **fields}
-    assert httpx.post(f"{stock.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
-    assert "continuum_pins" not in httpx.get(f"{stock.url}/metrics", timeout=PATIENCE_S).text
+    assert HTTP.post(f"{stock.url}/v1/completions", json=body).status_code == 200
+    assert "continuum_pins" not in HTTP.get(f"{stock.url}/metrics").text
 
 
 # operation -------------------------------------------------------------------
 
 
-def test_reset_prefix_cache_with_pins_held(continuum: Server) -> None:
+def test_reset_prefix_cache_with_pins_held(continuum: Continuum) -> None:
     before = continuum.pins("reset")
     continuum.complete(ids(5 * BLOCK, 60), job_id="reset")
-    assert httpx.post(f"{continuum.url}/reset_prefix_cache", timeout=PATIENCE_S).status_code == 200
+    assert HTTP.post(f"{continuum.url}/reset_prefix_cache").status_code == 200
     continuum.usage_becomes(0.0)
     wait_for(lambda: continuum.pins("reset") > before, "its pin ended by the reset", every_s=0.1)
 
 
-def test_the_idle_engine_does_not_spin_while_it_holds_a_pin(continuum: Server) -> None:
+def test_the_idle_engine_does_not_spin_while_it_holds_a_pin(continuum: Continuum) -> None:
     for _ in range(5):
         continuum.complete(ids(5 * BLOCK, 61), job_id="idle")
         before_s = engine_cpu_s()
@@ -381,10 +428,10 @@ def test_the_idle_engine_does_not_spin_while_it_holds_a_pin(continuum: Server) -
 
 
 def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_lint(
-    continuum: Server,
+    continuum: Continuum,
 ) -> None:
     continuum.complete(ids(5 * BLOCK, 62), job_id="metrics")  # ours begin with the first step
-    text = httpx.get(f"{continuum.url}/metrics", timeout=PATIENCE_S).text
+    text = HTTP.get(f"{continuum.url}/metrics").text
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     listed = re.findall(r"^\| `(continuum_(?!fleet_)\w+)` \| (\w+) \|", DOCS.read_text(), re.MULTILINE)
     assert len(listed) == 27
@@ -396,7 +443,7 @@ def test_every_metric_of_the_docs_is_scraped_with_its_type_and_passes_promtools_
         assert complaints == []
 
 
-def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_reported(continuum: Server) -> None:
+def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_reported(continuum: Continuum) -> None:
     def count(histogram: str, **labels: str) -> float:
         return continuum.metric(f"{histogram}_count", **labels)
 
@@ -411,13 +458,13 @@ def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_reported(conti
     assert continuum.metric("continuum_gpu_capacity_tokens") == pytest.approx(BLOCKS * BLOCK, rel=0.05)
 
 
-def test_a_router_says_that_a_program_is_under_way(continuum: Server) -> None:
+def test_a_router_says_that_a_program_is_under_way(continuum: Continuum) -> None:
     programs = continuum.metric("continuum_programs")
     under_way = {"job_id": "from elsewhere", "program_turns": 3, "program_age_s": 9.5}
     continuum.complete(ids(5 * BLOCK, 33), **under_way)
     wait_for(lambda: continuum.metric("continuum_programs") == programs + 1, "it is known", every_s=0.1)
     bad = {"model": "tiny", "prompt": [1], "job_id": "p", "program_turns": "three"}
-    refused = httpx.post(f"{continuum.url}/v1/completions", json=bad, timeout=PATIENCE_S)
+    refused = HTTP.post(f"{continuum.url}/v1/completions", json=bad)
     assert refused.status_code == 400 and "program_turns must be a number" in refused.text
 
 
@@ -439,7 +486,7 @@ def engine_times(process: psutil.Process) -> Any:
 # the console ------------------------------------------------------------------
 
 
-def test_status_reads_a_running_server(continuum: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_reads_a_running_server(continuum: Continuum, capsys: pytest.CaptureFixture[str]) -> None:
     continuum.complete(ids(8 * BLOCK, 70))
     found = Command(capsys)("status", continuum.url, "--json").json
     assert found["summary"].startswith("continuum is on: policy ")
@@ -447,3 +494,132 @@ def test_status_reads_a_running_server(continuum: Server, capsys: pytest.Capture
     assert figures["running_turns"] is not None and figures["kv_usage"] is not None
     assert figures["prompt_tokens"].keys() >= {"gpu", "none"} and figures["finished_turns"] > 0
     assert figures["first_token_s"] > 0
+
+
+# ids and text of clients ------------------------------------------------------
+
+NASTY = {
+    "quotes": 'a"} 1\nvllm:evil_total{x="',
+    "controls": "\x00\x1b[2J\r\n",
+    "path": "../../../etc/passwd",
+    "right-to-left": "\u202egnp.exe",
+    "surrogate": "\ud800",
+    "wide": "💣" * 256,
+}
+
+
+@pytest.mark.parametrize("name", NASTY.values(), ids=NASTY.keys())
+def test_control_characters_in_ids_harm_neither_metrics_nor_files(continuum: Continuum, name: str) -> None:
+    body = {"model": "tiny", "prompt": ids(BLOCK), "max_tokens": 1, "job_id": name, "this_func_call": name}
+    response = HTTP.post(
+        f"{continuum.url}/v1/completions",
+        content=json.dumps(body),  # httpx itself encodes no lone surrogate
+        headers={"content-type": "application/json"},
+    )
+    is_refused = REFUSED.search(name) is not None
+    assert response.status_code == (400 if is_refused else 200), response.text
+    assert not is_refused or "job_id has a control character" in response.text
+    assert continuum.complete(ids(BLOCK), out=1).output
+
+    def metrics() -> set[str]:
+        text = HTTP.get(f"{continuum.url}/metrics").text
+        return {family.name for family in text_string_to_metric_families(text)}
+
+    wait_for(lambda: "continuum_pins" in metrics(), "a turn is in the metrics", every_s=0.1)
+    assert not any("evil" in name for name in metrics())
+
+
+def test_ids_and_tools_of_the_clients_own_leave_no_metric_of_their_own(continuum: Continuum) -> None:
+    """10^5 ids go to the scheduler itself elsewhere."""
+
+    def samples() -> int:
+        text = HTTP.get(f"{continuum.url}/metrics").text
+        return sum(line.startswith("continuum_") for line in text.splitlines())
+
+    def one(i: int) -> None:
+        continuum.complete(ids(4), out=1, job_id=f"one-of-many-{i}", this_func_call=f"tool-{i}")
+
+    before = samples()
+    with ThreadPoolExecutor(16) as pool:
+        assert len(list(pool.map(one, range(MANY)))) == MANY
+    assert samples() - before < MANY / 2
+    assert continuum.metric("continuum_programs") >= MANY
+
+
+def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(continuum: Continuum) -> None:
+    call = f"```bash\npytest tests/{CANARY} && cat {CANARY}.txt\n```"
+    message = {"role": "user", "content": f"the secret is {CANARY}"}
+    body = {
+        "model": "tiny",
+        "messages": [message],
+        "job_id": f"{CANARY}-1",
+        "structured_outputs": {"choice": [call]},
+        "max_tokens": len(call) + 8,
+    }
+    answer = HTTP.post(f"{continuum.url}/v1/chat/completions", json=body).json()
+    assert CANARY in answer["choices"][0]["message"]["content"]
+    texts = recorded(continuum, '"pytest"')
+    texts.append(page([load(continuum.run)]))
+    assert not any(secret in text for text in texts for secret in (CANARY, "one-of-many"))
+
+
+def recorded(continuum: Continuum, wanted: str) -> list[str]:
+    """The run's recording, requested until it has `wanted`."""
+    end_s = time.monotonic() + PATIENCE_S
+    while True:
+        ask_for_files(continuum)
+        time.sleep(0.2)
+        texts = [path.read_text() for path in continuum.run.iterdir() if path.suffix != ".tmp"]
+        if len(texts) == 1 and wanted in texts[0]:
+            return texts
+        assert time.monotonic() < end_s, f"{wanted!r} is not in {[*continuum.run.iterdir()]}"
+
+
+def ask_for_files(continuum: Continuum) -> None:
+    for process in processes(continuum.url):
+        if "EngineCore" in " ".join(process.cmdline()):
+            process.send_signal(signal.SIGUSR1)
+
+
+def test_a_recorders_folder_that_vanishes_costs_that_file_and_nothing_else(continuum: Continuum) -> None:
+    log = continuum.folder / "server.log"
+    shutil.rmtree(continuum.run)
+    ask_for_files(continuum)
+    wait_for(lambda: "recording not written" in log.read_text(), "the log says so", every_s=0.1)
+    continuum.complete(ids(2 * BLOCK, 90), job_id="unseen")
+    continuum.run.mkdir()
+    assert recorded(continuum, "Request_departure_time")
+
+
+# the end ----------------------------------------------------------------------
+
+
+def test_after_all_of_it_no_memory_is_held(continuum: Continuum) -> None:
+    continuum.usage_becomes(0.0)  # pins expire
+    assert continuum.metric("vllm:num_requests_running") == continuum.metric("vllm:num_requests_waiting") == 0
+
+
+def test_sigterm_under_load_answers_every_request_saves_the_recording_and_leaves_no_process(
+    continuum: Continuum,
+) -> None:
+    all_of_it = processes(continuum.url)
+
+    def story(i: int) -> int:
+        return len(continuum.complete(ids(BLOCK, i), out=100, job_id=f"last-{i}").output)
+
+    def prompt_tokens() -> float:
+        return continuum.metric("vllm:prompt_tokens_total")
+
+    before, stories = prompt_tokens(), []
+    with ThreadPoolExecutor(8) as pool:
+        while continuum.metric("vllm:num_requests_running") < 4:
+            assert len(stories) < 200, "four requests were never seen to run at once"
+            stories += [pool.submit(story, len(stories) + i) for i in range(8)]
+            while prompt_tokens() < before + len(stories) * BLOCK:  # after the signal it would be refused
+                time.sleep(0.01)
+        all_of_it[0].send_signal(signal.SIGTERM)
+        assert [story.result() for story in stories] == [100] * len(stories)
+    _, alive = psutil.wait_procs(all_of_it, timeout=300)
+    assert not alive
+    snapshot = json.loads((continuum.run / "scheduler_timestamps").read_text())
+    assert len(snapshot) >= len(stories)

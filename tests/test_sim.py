@@ -10,7 +10,7 @@ import pytest
 from continuum_lmcache.errors import InvariantError, TraceError
 from experiments.sim.agents import Agents
 from experiments.sim.engine import simulate
-from experiments.sim.serving import STOCK, Setup
+from experiments.sim.serving import Setup
 from experiments.sim.step_time import MACHINES
 from experiments.workload import Program, TurnSpec
 
@@ -196,7 +196,3 @@ def test_a_run_that_leaks_a_block_fails_with_the_equation() -> None:
         scheduler.kv_cache_manager.block_pool.get_new_blocks(1)
         with pytest.raises(InvariantError, match=r"free blocks\(319\) != blocks\(320\)"):
             Simulation(partial(Agents, [a_program("p")]), SMALL, [scheduler], clock).run()
-
-
-def test_the_setup_names_its_policy() -> None:
-    assert Setup().policy == STOCK
