@@ -10,8 +10,8 @@ import pytest
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import KVBudget
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad, advice
-from continuum_lmcache.console.model_shapes import KNOWN
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
+from continuum_lmcache.reload.model_shapes import KNOWN
 from continuum_lmcache.telemetry.findings import Severity
 from continuum_lmcache.types import Tier
 
@@ -44,7 +44,7 @@ def test_a_sound_plan_is_not_objected_to() -> None:
         ({"budget": blocks(0)}, "no-kv-cache", Severity.ERROR),
         ({"budget": blocks(2_499)}, "context-exceeds-kv-cache", Severity.ERROR),
         ({"shape": replace(SHAPE, window_tokens=39_999)}, "context-exceeds-window", Severity.WARNING),
-        ({"shape": replace(SHAPE, windowed_layers=16)}, "windowed-layers", Severity.NOTE),
+        ({"shape": replace(SHAPE, windowed_layers=16)}, "layers-of-several-kinds", Severity.NOTE),
         ({"tiers": {Tier.DRAM: 159_999}}, "tiers-smaller-than-gpu", Severity.NOTE),
         ({"tiers": {}, "concurrent_programs": 5}, "memory-smaller-than-programs", Severity.WARNING),
         ({"concurrent_programs": 21}, "memory-smaller-than-programs", Severity.WARNING),

@@ -7,7 +7,7 @@ import yaml
 
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.types import Residency
-from profiles.datasheets import CARDS, derived, path_of
+from profiles.datasheets import KV_TOKENS, derived, path_of
 
 FOLDER = Path(__file__).resolve().parent.parent / "profiles"
 PROFILES = sorted(FOLDER.glob("*.yaml"))
@@ -15,7 +15,7 @@ ORIGIN = {"date", "command", "device", "driver", "versions", "python", "repetiti
 
 
 def test_there_are_profiles():
-    assert {path_of(name) for name in CARDS} | {FOLDER / "cpu-tiny.yaml"} <= set(PROFILES)
+    assert {path_of(name) for name in KV_TOKENS} | {FOLDER / "cpu-tiny.yaml"} <= set(PROFILES)
 
 
 @pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.stem)
@@ -34,12 +34,12 @@ def test_a_profile_names_no_place(path):
     assert not [word for word in words if word.startswith("/")]
 
 
-@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize("name", KV_TOKENS)
 def test_a_derived_profile_is_what_its_data_sheet_gives(name):
     assert yaml.safe_load(path_of(name).read_text()) == derived(name)
 
 
-@pytest.mark.parametrize(("name", "from_disk"), [(name, name != "b200") for name in CARDS])
+@pytest.mark.parametrize(("name", "from_disk"), [(name, name != "b200") for name in KV_TOKENS])
 def test_every_card_gains_by_dram_and_all_but_the_fastest_by_a_disk(name, from_disk):
     """32,000 tokens of Llama 3.1 8B are 4.2 GB: 0.84 s from a disk of 5 GB/s; a B200 computes them sooner."""
     costs = CostModel.from_mapping(derived(name))

@@ -1,6 +1,6 @@
 """How much KV fits, step by step: from a model's shape and a device's memory to blocks and programs.
 
-    bytes per token = layers x values per layer x bytes per value
+    bytes per token = layers with full attention x values per layer x bytes per value
     KV cache        = memory x utilisation - weights - what a step needs     (or given)
     blocks          = KV cache / (block tokens x bytes per token)
 
@@ -13,28 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.reload.model_shapes import ModelShape
 
 GIB = 1024**3
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The properties of a model that its KV depends on."""
-
-    name: str
-    layers: int  # that keep KV of every token
-    kv_heads: int  # 0: latent attention (MLA), with the one latent on every rank
-    head_size: int  # of one head's K or V; of the latent with its rotary part where kv_heads is 0
-    kv_value_bytes: int
-    weight_bytes: float
-    window_tokens: int  # the longest context
-    source: str  # of these numbers
-    windowed_layers: int = 0  # of the layers: attend to a window only, and count in full all the same
-
-    def bytes_per_token(self, ranks: int = 1) -> int:
-        """KV of one token on one rank, all layers; a head is never split."""
-        vectors = 2 * max(1, self.kv_heads // ranks) if self.kv_heads else 1
-        return self.layers * vectors * self.head_size * self.kv_value_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +45,7 @@ class KVBudget:
     bytes_per_token: int
     block_tokens: int
     blocks: int
+    program_tokens: int  # of each program, beside its context (ModelShape.program_tokens)
 
     @property
     def tokens(self) -> int:
@@ -105,23 +87,28 @@ def _finished(
 ) -> KVBudget:
     per_token = BudgetLine("KV of a token", token_formula(shape, ranks), shape.bytes_per_token(ranks), "B")
     tokens = BudgetLine("tokens", f"{blocks:,} blocks x {block_tokens}", blocks * block_tokens, "tokens")
-    return KVBudget((per_token, *steps, tokens), shape.bytes_per_token(ranks), block_tokens, blocks)
+    own = shape.program_tokens(block_tokens, ranks)
+    return KVBudget((per_token, *steps, tokens), shape.bytes_per_token(ranks), block_tokens, blocks, own)
 
 
 def token_formula(shape: ModelShape, ranks: int) -> str:
     """The first line of the arithmetic."""
-    size = f"{shape.kv_value_bytes} B"
+    size, layers = f"{shape.kv_value_bytes} B", shape.bytes_per_token(ranks) // shape.layer_bytes(ranks)
     if shape.kv_heads == 0:
-        return f"{shape.layers} layers x {shape.head_size} latent values x {size}"
+        return f"{layers} layers x {shape.head_size} latent values x {size}"
     heads = max(1, shape.kv_heads // ranks)
-    return f"{shape.layers} layers x {heads} KV heads x {shape.head_size} x 2 (K and V) x {size}"
+    return f"{layers} layers x {heads} KV heads x {shape.head_size} x 2 (K and V) x {size}"
 
 
-def programs_that_fit(tokens: float, contexts_tokens: Sequence[int]) -> int:
-    """How many programs of the mean context fit into `tokens` of KV. Raises ConfigError without a context."""
+def programs_that_fit(tokens: float, contexts_tokens: Sequence[int], program_tokens: int = 0) -> int:
+    """How many programs of the mean context fit into `tokens` of KV; each takes `program_tokens` besides.
+
+    Raises ConfigError without a context.
+    """
     if not contexts_tokens:
         raise ConfigError("no context is known, so the programs that fit cannot be counted")
-    return int(tokens * len(contexts_tokens) // sum(contexts_tokens))
+    needed = sum(contexts_tokens) + len(contexts_tokens) * program_tokens
+    return int(tokens * len(contexts_tokens) // needed)
 
 
 def gib(size_bytes: float) -> str:

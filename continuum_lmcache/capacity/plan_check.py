@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from continuum_lmcache.capacity.break_even import break_even_tokens
-from continuum_lmcache.capacity.kv_budget import GIB, KVBudget, ModelShape, programs_that_fit
+from continuum_lmcache.capacity.kv_budget import GIB, KVBudget, programs_that_fit
 from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.reload.model_shapes import ModelShape
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
 
@@ -35,16 +36,19 @@ class DeploymentPlan:
 
     shape: ModelShape
     budget: KVBudget
-    costs: CostModel | None  # of this model: its KV bytes are the budget's. None: no profile
+    costs: CostModel | None  # of this model: its KV bytes are the budget's. None: not known
     demand: ExpectedLoad
     tiers: Mapping[Tier, int]  # tokens that DRAM and SSD hold
     concurrent_programs: int | None = None  # programs alive at the same time; None: not given
-    profiled_bytes_per_token: int | None = None  # of the profile's model
+    profiled_bytes_per_token: int | None = None  # of the profile's model; None: no profile
 
     @property
     def fits(self) -> int:
         """Programs of the mean context in the GPU's KV cache."""
-        return programs_that_fit(self.budget.tokens, self.demand.contexts_tokens)
+        return self.programs_in(self.budget.tokens)
+
+    def programs_in(self, tokens: int) -> int:
+        return programs_that_fit(tokens, self.demand.contexts_tokens, self.budget.program_tokens)
 
 
 def advice(plan: DeploymentPlan) -> list[Finding]:
@@ -73,12 +77,13 @@ def _memory(plan: DeploymentPlan) -> Iterator[Finding]:
             f"the longest context has {largest:,} tokens and the model's window {plan.shape.window_tokens:,}",
             "vLLM will refuse those turns: compact the history, or raise --max-model-len if the model allows",
         )
-    if plan.shape.windowed_layers:
+    if others := plan.shape.windowed_layers + plan.shape.state_layers:
+        unknown = plan.shape.state_layers and not plan.shape.state_bytes
         yield note(
-            "windowed-layers",
-            f"{plan.shape.windowed_layers} of {plan.shape.layers} layers attend to a window only; the budget "
-            "counts them in full",
-            "expect more room where vLLM's hybrid KV cache manager is on: its log has the size at the start",
+            "layers-of-several-kinds",
+            f"{others} of {plan.shape.layers + others} layers keep a window or a state: "
+            f"{plan.budget.program_tokens:,} tokens a program{', without the states' if unknown else ''}",
+            "compare with the size of the KV cache that vLLM logs at its start",
         )
 
 
@@ -118,8 +123,8 @@ def _costs(plan: DeploymentPlan) -> Iterator[Finding]:
                 f"leave the {tier.value} tier out, or make it faster",
             )
     if not plan.costs.measured:
-        yield note("not-measured", "at least one of the profile's rates is from a data sheet", MEASURE)
-    if plan.profiled_bytes_per_token != plan.budget.bytes_per_token:
+        yield note("not-measured", "at least one of the costs is from a data sheet", MEASURE)
+    if plan.profiled_bytes_per_token not in (None, plan.budget.bytes_per_token):
         yield warning(
             "profile-of-another-model",
             f"the profile is of a model with {plan.profiled_bytes_per_token:,} B of KV a token; this one has "

@@ -69,7 +69,7 @@ def options(version: Version = False) -> None:
 def doctor(
     model: Annotated[str, typer.Argument(help="config.json, a folder with one, or a name: Llama-3.1-8B")],
     profile: Annotated[Path | None, typer.Option(help="measured profile (YAML, see profiles/)")] = None,
-    gpu: Annotated[str, typer.Option(help="a100-80gb, h100, h200 or b200, for its memory")] = "",
+    gpu: Annotated[str, typer.Option(help="a card: h100, a100-40gb, rtx-5090, ...")] = "",
     memory_gib: Annotated[float | None, typer.Option(min=0.1, help="of one device, without --gpu")] = None,
     kv_gib: Annotated[float | None, typer.Option(min=0, help="KV cache (VLLM_CPU_KVCACHE_SPACE)")] = None,
     weights_gib: Annotated[float | None, typer.Option(min=0, help="weights, if not MODEL's own")] = None,
@@ -82,15 +82,16 @@ def doctor(
     context: Annotated[int | None, typer.Option(min=1, help="tokens of a program, without --run")] = None,
     programs: Annotated[int | None, typer.Option(min=1, help="alive at the same time")] = None,
     ray: Annotated[Path | None, typer.Option(help="a Serve config file of a fleet (docs/ray.yaml)")] = None,
+    explain: Annotated[bool, typer.Option(help="all findings and the arithmetic")] = False,
     as_json: Json = False,
 ) -> None:
     """Check a deployment of MODEL before it starts: KV budget, break-even of tiers, settings, versions."""
-    options = {name: value for name, value in locals().items() if name != "as_json"}
+    options = {name: value for name, value in locals().items() if name not in ("as_json", "explain")}
     found = doctors.diagnosis(doctors.DoctorQuery(**options))
     if as_json:
         print(json.dumps(doctor_output.as_json(found), indent=1))
     else:
-        doctor_output.show(found, Console())
+        doctor_output.show(found, Console(), explain)
     raise typer.Exit(0 if found.advisable else 1)
 
 

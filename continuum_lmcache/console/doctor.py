@@ -9,14 +9,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from continuum_lmcache.capacity import kv_budget, plan_check
-from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget, ModelShape
+from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad
 from continuum_lmcache.console import fleet
 from continuum_lmcache.console.lmcache_check import ConnectorSettings, checked, read
-from continuum_lmcache.console.machine_specs import MachineSpec, machine
-from continuum_lmcache.console.model_shapes import KV_BYTES, shape_of
+from continuum_lmcache.console.machine_specs import MIB, MachineSpec, machine
+from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.reload.cards import assumed_costs
+from continuum_lmcache.reload.cost_model import CostModel
+from continuum_lmcache.reload.model_shapes import KV_BYTES, ModelShape
 from continuum_lmcache.telemetry.findings import Finding, Severity, note, warning
 
 STEP_GIB = 2.0  # activations and CUDA graphs of an 8B model with vLLM's default batch, roughly
@@ -66,6 +69,12 @@ class Diagnosis:
         return all(finding.severity is Severity.NOTE for finding in self.findings)
 
     @property
+    def costs_from(self) -> str:
+        """Where the costs come from."""
+        is_measured = self.plan.costs is not None and self.plan.costs.measured
+        return f"{self.machine.source}, {'measured' if is_measured else 'not measured'}"
+
+    @property
     def verdict(self) -> str:
         """One sentence for all findings."""
         if self.advisable:
@@ -88,7 +97,7 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
     plan = DeploymentPlan(
         shape,
         kv,
-        replace(on.costs, kv_bytes_per_token=kv.bytes_per_token) if on.costs is not None else None,
+        costs_of(on, shape, kv.bytes_per_token, ranks),
         demand(query),
         connector.tiers(kv.bytes_per_token * ranks) if connector else {},
         query.programs,
@@ -102,6 +111,15 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
     )
     in_order = sorted(found, key=lambda finding: list(Severity).index(finding.severity))
     return Diagnosis(plan, on, tuple(in_order))
+
+
+def costs_of(on: MachineSpec, shape: ModelShape, bytes_per_token: int, ranks: int) -> CostModel | None:
+    """The profile's, else the card's by its data sheet; None where neither is known."""
+    if on.costs is not None:
+        return replace(on.costs, kv_bytes_per_token=bytes_per_token)
+    if on.card is None:
+        return None
+    return assumed_costs(on.card, shape.active_parameters, shape.attended_values, bytes_per_token, ranks)
 
 
 def model(query: DoctorQuery) -> ModelShape:
@@ -119,7 +137,8 @@ def kv_cache(query: DoctorQuery, on: MachineSpec, shape: ModelShape, block_token
     ranks = query.tensor_parallel_size
     if query.kv_gib is not None:
         return kv_budget.of_bytes(shape, query.kv_gib * GIB, block_tokens, ranks)
-    size = query.memory_gib * GIB if query.memory_gib is not None else on.device_bytes
+    given, card = query.memory_gib, on.card
+    size = given * GIB if given is not None else card.device_mib * MIB if card is not None else 0
     if not size:
         where = "give --kv-gib (VLLM_CPU_KVCACHE_SPACE)" if on.on_cpu else "give --gpu or --memory-gib"
         raise ConfigError(f"the memory of {on.device!r} is not known; {where}")

@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 from continuum_lmcache.capacity.break_even import break_even_tokens, linear_load_cost
-from continuum_lmcache.capacity.kv_budget import programs_that_fit
 from continuum_lmcache.console.doctor import Diagnosis
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.telemetry.findings import Finding, Severity
@@ -65,7 +64,7 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             "max_tokens": max(contexts),
         },
         "holds": {
-            place: {"tokens": tokens, "programs": programs_that_fit(tokens, contexts)}
+            place: {"tokens": tokens, "programs": plan.programs_in(tokens)}
             for place, tokens in holds(found).items()
         },
         "break_even_tokens": even and {n: v if math.isfinite(v) else None for n, v in even.items()},
@@ -77,23 +76,29 @@ def findings_json(findings: Iterable[Finding]) -> list[dict[str, str]]:
     return [{**asdict(finding), "severity": finding.severity.value} for finding in findings]
 
 
-def show(found: Diagnosis, console: Console) -> None:
-    """The verdict and what to do about it, then the arithmetic."""
+def show(found: Diagnosis, console: Console, explain: bool = False) -> None:
+    """The verdict and what to do first, in six lines; then, if asked, all findings and the arithmetic."""
     plan = found.plan
     console.print(Text(found.verdict, style="bold"))
     programs = f"{plan.fits:,} programs of {plan.demand.mean_tokens:,}"
     size = f"its KV cache holds {plan.budget.tokens:,} tokens, {programs}"
     console.print(Text(f"{plan.shape.name} on {found.machine.device}: {size}."), soft_wrap=True)
-    show_findings(found.findings, console)
+    if plan.costs is not None and plan.budget.blocks:
+        pays = [f"from {tier.value} {in_words(break_even_tokens(plan.costs, tier))}" for tier in TIERS]
+        console.print(Text(f"Loading pays {', '.join(pays)} ({found.costs_from})."), soft_wrap=True)
+    shown = found.findings if explain else found.findings[:1]
+    show_findings(shown, console)
+    if not explain:
+        more = f"{len(found.findings) - 1} more findings and " if len(found.findings) > 1 else ""
+        console.print(Text(f"{more}the arithmetic: --explain", style="dim"))
+        return
     if not plan.budget.blocks:
         return  # the rest would be of a server that cannot start
     titled("KV budget, one rank", arithmetic(found), console)
     mean = f"mean context {plan.demand.mean_tokens:,} tokens ({plan.demand.source})"
     titled(f"Programs that fit: {mean}", capacities(found), console)
     if plan.costs is not None:
-        measured = "measured" if plan.costs.measured else "not measured"
-        title = f"Seconds to bring a context back ({found.machine.source}, {measured})"
-        titled(title, times(found, plan.costs), console)
+        titled(f"Seconds to bring a context back ({found.costs_from})", times(found, plan.costs), console)
 
 
 def titled(title: str, table: Table, console: Console) -> None:
@@ -112,8 +117,7 @@ def arithmetic(found: Diagnosis) -> Table:
 def capacities(found: Diagnosis) -> Table:
     table = headed("where", "tokens", "programs")
     for place, tokens in holds(found).items():
-        programs = programs_that_fit(tokens, found.plan.demand.contexts_tokens)
-        table.add_row(place, f"{tokens:,}", f"{programs:,}")
+        table.add_row(place, f"{tokens:,}", f"{found.plan.programs_in(tokens):,}")
     return table
 
 
@@ -134,11 +138,11 @@ def in_words(tokens: float) -> str:
 
 
 def show_findings(findings: Iterable[Finding], console: Console) -> None:
-    """One line for each finding, and one for what to do."""
+    """Two lines for each finding: what was found, and what to do."""
     for f in findings:
-        console.print(Text(f"\n{f.severity.value.upper()} {f.name}", style=STYLES[f.severity]))
-        console.print(Text(f"  found: {f.evidence}"), soft_wrap=True)
-        console.print(Text(f"  do:    {f.remedy}"), soft_wrap=True)
+        name = Text(f"{f.severity.value.upper()} {f.name}", style=STYLES[f.severity])
+        console.print(name.append(f": {f.evidence}", style="default"), soft_wrap=True)
+        console.print(Text(f"  do: {f.remedy}"), soft_wrap=True)
 
 
 def headed(*heads: str) -> Table:

@@ -17,10 +17,6 @@ from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
 from continuum_lmcache.types import Tier
 
-FIELDS = frozenset(  # of vLLM 0.32's KVTransferConfig
-    {"kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port", "kv_connector_extra_config"}
-    | {"kv_connector_module_path", "enable_permute_local_kv", "kv_load_failure_policy"}
-)
 IN_PROCESS = "LMCacheConnectorV1"
 LMCACHE = (IN_PROCESS, "LMCacheMPConnector", "ContinuumLMCacheMPConnector")
 CORRECT = "correct it: no server starts with this setting"
@@ -71,11 +67,6 @@ def checked(
 def outer_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Problems outside the settings."""
     kind = config["kv_connector"]
-    if unknown := sorted(config.keys() - FIELDS):
-        evidence = f"{unknown[0]!r} is no field of vLLM 0.32's KV transfer config"
-        yield warning(
-            "unknown-field", evidence, f"vLLM refuses it; LMCache's and our settings go into {EXTRA}"
-        )
     if kind not in LMCACHE:
         known = ", ".join(LMCACHE)
         yield warning(

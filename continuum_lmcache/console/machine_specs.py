@@ -1,4 +1,4 @@
-"""A machine: its profile, and its device's memory where that is known."""
+"""A machine: its profile, and its card where that is known."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ from typing import Any
 import yaml
 
 from continuum_lmcache.errors import ConfigError, ProfileError, nearest
+from continuum_lmcache.reload.cards import CARDS, Card, card_of
 from continuum_lmcache.reload.cost_model import CostModel
 
 MIB = 1024**2
-GPU_MIB = {  # what nvidia-smi reports as the total of one card, less than the data sheet's round number
-    "a100-80gb": 81_920,
-    "h100": 81_559,
-    "h200": 143_771,
-    "b200": 183_359,
-}
 GPU_BLOCK_TOKENS = 16  # vLLM's defaults
 CPU_BLOCK_TOKENS = 128
 
@@ -30,7 +25,7 @@ class MachineSpec:
     source: str  # source of the costs
     costs: CostModel | None  # None: no profile was read
     device: str
-    device_bytes: float | None  # None: not known
+    card: Card | None  # None: not known
     on_cpu: bool
 
     @property
@@ -42,21 +37,17 @@ class MachineSpec:
 def machine(profile: Path | None, gpu: str) -> MachineSpec:
     """From a profile, a GPU's name, or both. Raises ConfigError or ProfileError."""
     gpu = gpu.lower()
-    if gpu and gpu not in GPU_MIB:
-        raise ConfigError(f"--gpu is {gpu!r}; {nearest(gpu, GPU_MIB)}; or give --memory-gib")
+    if gpu and gpu not in CARDS:
+        raise ConfigError(f"--gpu is {gpu!r}; {nearest(gpu, CARDS)}; or give --memory-gib")
     if profile is None:
-        return MachineSpec("no profile", None, gpu or "unknown", memory_of(gpu), False)
+        return MachineSpec("the card's data sheet", None, gpu or "unknown", CARDS.get(gpu), False)
     found = read(profile)
     costs = CostModel.from_mapping(found, str(profile))
     recorded = found.get("provenance")
     provenance = recorded if isinstance(recorded, Mapping) else {}  # for the reader: any value is possible
     device = gpu or str(provenance.get("device", "unknown"))
     on_cpu = "cores" in provenance  # profiles/machine.py notes them for a CPU only
-    return MachineSpec(str(profile), costs, device, memory_of(device), on_cpu)
-
-
-def memory_of(gpu: str) -> float | None:
-    return GPU_MIB[gpu] * MIB if gpu in GPU_MIB else None
+    return MachineSpec(str(profile), costs, device, CARDS.get(device) or card_of(device), on_cpu)
 
 
 def read(path: Path) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import vllm
 import yaml
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -21,8 +22,10 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from continuum_lmcache import __version__
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.engine import Engine
-from continuum_lmcache.errors import ProfileError
+from continuum_lmcache.errors import ConfigError, ProfileError
+from continuum_lmcache.reload.cards import assumed_costs, card_of
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
+from continuum_lmcache.reload.model_shapes import EXPERTS_PER_TOKEN, parameters, shape
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.telemetry.samples import MetricSamples
@@ -89,7 +92,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
     residency = ResidencyLookup(scheduler.connector)
     advisor = RetentionAdvisor(
         config,
-        costs_of(config, kv_bytes_per_token(scheduler.kv_cache_config)),
+        costs_of(config, kv_bytes_per_token(scheduler.kv_cache_config), scheduler.vllm_config),
         load_durations(durations_path) if durations_path else ToolDurations(),
         residency.capacity_tokens(),
     )
@@ -147,11 +150,11 @@ def run_facts(scheduler: Scheduler, config: ContinuumConfig) -> dict[str, str]:
     }
 
 
-def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> CostModel:
-    """The measured profile, or cautious costs that are marked as not measured."""
+def costs_of(config: ContinuumConfig, kv_bytes_per_token: int, on: VllmConfig) -> CostModel:
+    """The measured profile, or assumed costs that are marked as not measured."""
     if not config.profile:
         logger.warning("continuum.profile is not set: reload costs are assumed, not measured")
-        return replace(UNMEASURED, kv_bytes_per_token=kv_bytes_per_token)
+        return assumed(kv_bytes_per_token, on)
     path = Path(config.profile)
     try:
         costs = CostModel.from_mapping(yaml.safe_load(path.read_text()), str(path))
@@ -167,6 +170,21 @@ def costs_of(config: ContinuumConfig, kv_bytes_per_token: int) -> CostModel:
             kv_bytes_per_token,
         )
     return costs
+
+
+def assumed(kv_bytes_per_token: int, on: VllmConfig) -> CostModel:
+    """By the card's data sheet and the model's shape; where one is not known, of an 8B model on an H200."""
+    card, model_config = card_of(current_platform.get_device_name()), on.model_config
+    if card is not None:
+        model, where = model_config.hf_text_config.to_dict(), "the model's config"
+        try:
+            found = shape(model, where, "", 0.0, "", parameters(model, where, EXPERTS_PER_TOKEN))
+        except ConfigError as unknown:
+            logger.info("costs are not of this model: %s", unknown)
+        else:
+            sizes = (found.active_parameters, found.attended_values, kv_bytes_per_token)
+            return assumed_costs(card, *sizes, on.parallel_config.tensor_parallel_size)
+    return replace(UNMEASURED, kv_bytes_per_token=kv_bytes_per_token)
 
 
 def owns_process() -> bool:
