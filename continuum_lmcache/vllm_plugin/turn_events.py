@@ -125,7 +125,7 @@ class TurnEvents:
             call = ToolCall(
                 self._tools_of(turn, request),
                 self._residency.after_eviction(request, tokens),
-                blocks.pinnable(request.request_id, tokens),
+                blocks.pinnable(request, tokens),
                 blocks.free_count(),
             )
         return TurnEnd(is_end, tokens, request.num_output_tokens, call)

@@ -4,6 +4,7 @@ Private members used, unchanged from vLLM 0.30 to 0.33: KVCacheManager.get_block
 BlockPool.touch / free_blocks / get_num_free_blocks / free_block_queue, its remove / prepend_n,
 BlockPool.evict_blocks / blocks, each SingleTypeKVCacheManager's req_to_blocks and num_cached_block,
 KVCacheBlock.ref_cnt / is_null / _block_hash (`block_hash` is a call for each block of each turn).
+Read in 0.32: KVCacheCoordinator.find_longest_cache_hit, which changes nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request
 
 DENSITY_DECAY = 0.99  # each finished turn: half of the weight is that of the latest 70
 
@@ -49,19 +51,22 @@ class GpuBlocks:
         """How many tokens' KV the GPU holds."""
         return int(self._pool.num_gpu_blocks * self.tokens_per_block)
 
-    def pinnable(self, request_id: str, tokens: int) -> list[int]:
+    def pinnable(self, request: Request, tokens: int) -> list[int]:
         """The ids of the request's full, hashed blocks in its first `tokens`, head first: what a next turn
         could hit.
 
-        All blocks for models with more than one kind of KV, where a block's number does not give its tokens.
+        With more than one kind of KV vLLM's coordinator says that: of layers that keep a state, a hit needs
+        the last one at a block's end, which the request has freed while it generated.
         """
-        groups = self._manager.get_blocks(request_id).blocks
+        groups = self._manager.get_blocks(request.request_id).blocks
         if len(groups) == 1:
             groups = (groups[0][: tokens // self._block_tokens],)
+        else:
+            groups = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, tokens)[0]
         return [b.block_id for group in groups for b in group if b._block_hash is not None and not b.is_null]
 
     def hold(self, block_ids: Sequence[int]) -> None:
-        """Add a reference to each; they are in use, or were freed in this call."""
+        """Add a reference to each; they are in use, or were freed and are still in the cache."""
         self._pool.touch([self._pool.blocks[i] for i in block_ids])
 
     def release(self, block_ids: Sequence[int]) -> None:
