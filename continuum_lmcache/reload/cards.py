@@ -3,7 +3,8 @@
 Prefill compute is 2 FLOP per active parameter and token, and 4 per attended value for each pair of tokens,
 at a share of the sheet's dense bf16 rate. The shares of H100 and H200 are those with which a simulated vLLM
 comes within 7 % of the FCFS columns of github.com/hungchun0201/agentic-ai-survey; the others are assumed, as
-are the links and the disk.
+are the links and the disk. The figures of cards other than A100-80GB, H100, H200 and B200 were not yet
+compared with their sheets: a doctor's answer for them is a guess of a guess.
 """
 
 from __future__ import annotations
