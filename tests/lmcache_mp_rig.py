@@ -46,6 +46,7 @@ class MpEngine:
     LMCache's heartbeats are off: their answers come at any time, and say that the server is up.
     """
 
+    has_disk = True
     chunk_tokens = CHUNK
     bytes_per_token = LAYERS * 2 * HEADS * HEAD * 2
 

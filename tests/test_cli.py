@@ -211,6 +211,30 @@ def test_a_module_path_picks_the_connector_under_any_policy_and_ours_is_the_defa
     assert built.__name__.startswith("Continuum") == expected.startswith("connectors.")
 
 
+@pytest.mark.parametrize(
+    ("backend", "ours"),
+    [
+        ("native", ("ContinuumOffloadingConnector", "connectors.native")),
+        ("lmcache", ("ContinuumLMCacheMPConnector", "connectors.lmcache_mp")),
+    ],
+)
+def test_vllms_option_for_offloading_gets_our_connector_over_its_backend(
+    model: Path, backend: str, ours: tuple[str, str]
+) -> None:
+    asked = ("--kv-offloading-size", "3", "--kv-offloading-backend", backend)
+    args = parse("--model", str(model), "--scheduling-policy", "continuum", *asked)
+    config = args.create_engine_config()
+    config.__post_init__()  # as vLLM does in each engine's process
+    found = config.kv_transfer_config
+    assert (found.kv_connector, found.kv_connector_module_path) == ours
+    extra = found.kv_connector_extra_config
+    if backend == "native":
+        assert extra == {"cpu_bytes_to_use": 3 * 2**30, "offload_prompt_only": False}
+    else:
+        assert extra["lmcache.mp.autostart"] is True
+        assert extra["lmcache.mp.autostart.server_args"].startswith("--l1-size-gb 3 ")
+
+
 def test_a_connectors_file_is_taken_under_every_policy(model: Path) -> None:
     config = parse("--model", str(model), "--kv-transfer-config", "lmcache.json").create_engine_config()
     assert config.kv_transfer_config.kv_connector == "LMCacheMPConnector"
@@ -255,7 +279,7 @@ def test_lmcaches_own_connector_inside_multi_connector_is_named_and_ours_is_foun
     )
     engine(model, kv_transfer_config=both).create_engine_config()
     assert [line for line in lines if "inside MultiConnector" in line] == [
-        "LMCacheMPConnector inside MultiConnector is LMCache's own, without our checks; name "
+        "LMCacheMPConnector inside MultiConnector is the stock one, without our checks; name "
         "ContinuumLMCacheMPConnector there"
     ]
     found = KVConnectorFactory.get_connector_class_by_name("ContinuumLMCacheMPConnector")

@@ -234,9 +234,18 @@ def test_a_role_that_only_loads_is_an_error(command: Command, tmp_path: Path) ->
 
 
 def test_another_connectors_settings_are_not_judged(command: Command, tmp_path: Path) -> None:
-    path = lmcache_json(tmp_path, {"cpu_bytes_to_use": 1}, kv_connector="OffloadingConnector")
+    path = lmcache_json(tmp_path, {}, kv_connector="NixlConnector")
     ran = command("doctor", *H200, "--lmcache", path, "--json")
     assert (ran.status, "unknown-connector" in names(ran.json)) == (1, True)
+
+
+def test_vllms_own_offloading_is_a_tier_of_its_size(command: Command, tmp_path: Path) -> None:
+    for size_gib in (10, 20):
+        size = {"cpu_bytes_to_use": size_gib * 2**30}
+        path = lmcache_json(tmp_path, size, kv_connector="OffloadingConnector")
+        found = command("doctor", *H200, "--lmcache", path, "--json").json
+        assert "unknown-connector" not in names(found)
+        assert found["holds"]["dram"]["tokens"] == size_gib * 2**30 // 131_072
 
 
 def test_no_command_is_refused_in_one_line(command: Command) -> None:

@@ -1,10 +1,11 @@
 """After any events in any order, no request attends to KV that is not its own (kv_oracle.py).
 
     ORACLE_STEPS=1000000 ORACLE_SEED=7 python -m pytest -s tests/test_kv_oracle_machine.py
-    ORACLE_STOCK=1 ...      # vLLM's own scheduler and LMCache's own connectors: shows their known faults
+    ORACLE_STOCK=1 ...      # vLLM's own scheduler and the stock connectors: shows their known faults
+    ORACLE_MIX=native ...   # over vLLM's own offloading alone
 
-LMCache's server, and the simulator's fake connector; vLLM's V1 and V2 model runners; one
-and two steps in flight; with and without drafts; chunks of 32 tokens, and of 256 as on a GPU.
+LMCache's server, vLLM's own offloading, and the simulator's fake connector; vLLM's V1 and V2 model runners;
+one and two steps in flight; with and without drafts; chunks of 32 tokens, and of 256 as on a GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from kv_oracle import FULL, FULL_AND_PIECEWISE, PIECEWISE
 from kv_oracle_fake import FakeBench
+from kv_oracle_native import NativeBench, StockNativeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -47,8 +49,13 @@ from continuum_lmcache.vllm_plugin.scheduler import (
 STEPS = int(os.environ.get("ORACLE_STEPS", "6000"))
 SEED = int(os.environ.get("ORACLE_SEED", "0"))
 IS_STOCK = bool(os.environ.get("ORACLE_STOCK"))
-ADAPTERS = {"MP": StockServerBench if IS_STOCK else ServerBench, "fake": FakeBench}
-MIX = ["MP", "MP", "MP", "fake"]
+ADAPTERS = {
+    "MP": StockServerBench if IS_STOCK else ServerBench,
+    "native": StockNativeBench if IS_STOCK else NativeBench,
+    "fake": FakeBench,
+}
+MIXES = os.environ.get("ORACLE_MIX", "MP MP MP fake,native").split(",")
+MIX = MIXES[0].split()
 SCHEDULERS = (Scheduler, AsyncScheduler) if IS_STOCK else (ContinuumScheduler, ContinuumAsyncScheduler)
 SMALL, AS_ON_GPUS = (32, 18, 64), (256, 72, 256)  # tokens of a chunk, blocks, tokens of a step
 SERVER_TROUBLE = st.sampled_from(["slow", "slow", "silent", "silent", "killed"])
@@ -296,6 +303,7 @@ class Machine(RuleBasedStateMachine):
         bench.now_s += 10_000
         bench.step()
         assert bench.used_blocks == 0
+        taken[f"answers compared, {self.adapter}"] += getattr(bench, "compared", 0)
         loads, lost = f"loads, {self.adapter}", f"short loads, {self.adapter}"
         taken.update({loads: bench.lmcache.loads, lost: bench.lmcache.lost})
         worker = bench.worker
@@ -329,16 +337,20 @@ def run_machine(model: Path, steps: int) -> None:
         print(dict(taken))
 
 
+@pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.timeout(max(900, STEPS // 50))
 def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
+    mix: str,
     model: Path,
     settings_of: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings_of(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
     in_one_process(monkeypatch)
+    monkeypatch.setitem(globals(), "MIX", mix.split())
     run_machine(model, STEPS)
-    common = ("loads, MP", "short loads, MP", "resumed", "sessions went on")
+    common = ["resumed", "sessions went on"]
+    common += ["loads, MP", "short loads, MP"] if "MP" in mix else ["loads, native"]
     assert all(taken[event] for event in common), taken
 
 

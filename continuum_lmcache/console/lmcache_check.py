@@ -1,4 +1,4 @@
-"""Reads and checks an lmcache.json: its tiers, its known problems, and what to do."""
+"""Reads and checks the file of --kv-transfer-config: its tiers, its known problems, and what to do."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from continuum_lmcache.types import Tier
 
 IN_PROCESS = "LMCacheConnectorV1"
 LMCACHE = (IN_PROCESS, "LMCacheMPConnector", "ContinuumLMCacheMPConnector")
+NATIVE = ("OffloadingConnector", "ContinuumOffloadingConnector")
 CORRECT = "correct it: no server starts with this setting"
 EXTRA = "kv_connector_extra_config"
 AUTOSTART = "lmcache.mp.autostart"
@@ -28,7 +29,7 @@ AUTOSTART = "lmcache.mp.autostart"
 class ConnectorSettings:
     """The settings of an lmcache.json."""
 
-    tiers_gib: Mapping[Tier, float]  # of LMCache's server; empty where it has its own command line
+    tiers_gib: Mapping[Tier, float]  # empty where LMCache's server has its own command line
     findings: tuple[Finding, ...]
 
     def tiers(self, bytes_per_token: int) -> dict[Tier, int]:
@@ -56,6 +57,8 @@ def checked(
     kind, extra = config["kv_connector"], config.get(EXTRA, {})
     findings = list(outer_findings(config))
     findings += continuum_findings(extra)
+    if kind in NATIVE:
+        return ConnectorSettings({Tier.DRAM: extra.get("cpu_bytes_to_use", 0) / GIB}, tuple(findings))
     if kind not in LMCACHE:
         return ConnectorSettings({}, tuple(findings))
     if kind == IN_PROCESS:
@@ -67,8 +70,8 @@ def checked(
 def outer_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
     """Problems outside the settings."""
     kind = config["kv_connector"]
-    if kind not in LMCACHE:
-        known = ", ".join(LMCACHE)
+    if kind not in (*LMCACHE, *NATIVE):
+        known = ", ".join((*LMCACHE, *NATIVE))
         yield warning(
             "unknown-connector", f"kv_connector is {kind!r}", f"the doctor does not know it; known: {known}"
         )

@@ -16,13 +16,19 @@ from types import SimpleNamespace
 from typing import Protocol
 
 import torch
+from kv_oracle_native import BYTES_PER_TOKEN, CHUNK, NativeBench
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from connectors.fake.config import GB, FakeConfig
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
 from connectors.tier_model.lru_tier import chunk_names
-from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
+from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit
 from continuum_lmcache.types import Tier
+
+MODEL = Path(__file__).resolve().parents[2] / ".work" / "tiny-model"  # made by the fixture `model`
 
 
 class StoreUnderTest(Protocol):
@@ -30,6 +36,7 @@ class StoreUnderTest(Protocol):
 
     chunk_tokens: int
     bytes_per_token: int
+    has_disk: bool
 
     def locate(self, token_ids: Sequence[int]) -> TierHit:
         """The store's `locate`, of a prompt with these tokens."""
@@ -57,7 +64,7 @@ class FakeStore:
     """The fake connector's two halves around blocks whose content is a hash of their prefix."""
 
     chunk_tokens, block_tokens, bytes_per_token = 16, 4, 16  # two layers of 8 bytes a token
-    blocks = 1024
+    blocks, has_disk = 1024, True
 
     def __init__(self, dram_chunks: int, ssd_chunks: int, **settings: float) -> None:
         self.now_s = 0.0
@@ -172,7 +179,53 @@ class FakeStore:
         return TierHit(tokens[Tier.DRAM], tokens[Tier.SSD])
 
 
-STORES: dict[str, Callable[[int, int], StoreUnderTest]] = {"fake": FakeStore}
+class NativeStore:
+    """vLLM's own offloading, driven by vLLM's own scheduler on the oracle's GPU. It has no disk."""
+
+    chunk_tokens, bytes_per_token, has_disk = CHUNK, BYTES_PER_TOKEN, False
+
+    def __init__(self, dram_chunks: int, ssd_chunks: int) -> None:  # noqa: ARG002
+        self.bench = NativeBench(Scheduler, MODEL, True, blocks=60, chunks=dram_chunks, log_stats=False)
+        self.connector = self.bench.scheduler.connector
+
+    def run(self, token_ids: Sequence[int]) -> TierHit:
+        self.bench.scheduler.reset_prefix_cache()
+        self.bench.loaded_tokens = 0
+        self.bench.turn(None, list(token_ids))
+        return TierHit(self.bench.loaded_tokens, 0)
+
+    def locate(self, token_ids: Sequence[int]) -> TierHit:
+        return self.connector.locate(Prefix(token_ids, self._hashes(token_ids)))
+
+    def forget(self, token_ids: Sequence[int], kept_tokens: int = 0) -> None:
+        """As an eviction of these chunks: the manager has no call for it."""
+        manager, first = self.connector._chunks, -(-kept_tokens // CHUNK)
+        for key in list(self.connector._keys(Prefix(token_ids, self._hashes(token_ids))))[first:]:
+            if (held := manager._policy.get(key)) is not None:
+                manager._policy.remove(key)
+                manager._free_chunk(held)
+                manager._num_evictable_cache_chunks -= 1
+
+    def transfers(self) -> list[KVTransfer]:
+        return self.connector.transfers()
+
+    def settle(self) -> None:
+        while self.connector.has_pending_push_work():
+            self.bench.step()
+
+    def check(self) -> None:
+        assert self.bench.used_blocks == 0
+
+    def close(self) -> None:
+        self.bench.scheduler.shutdown()
+
+    def _hashes(self, token_ids: Sequence[int]) -> Sequence[bytes]:
+        return Request(
+            "", list(token_ids), SamplingParams(), None, block_hasher=self.bench.hasher
+        ).block_hashes
+
+
+STORES: dict[str, Callable[[int, int], StoreUnderTest]] = {"fake": FakeStore, "native": NativeStore}
 """Drivers by name, made from the chunks that DRAM and the disk have room for."""
 
 SERVER_MODULES = "lmcache.v1.multiprocess.protocols.server_module"  # LMCache 0.5.6 has them first

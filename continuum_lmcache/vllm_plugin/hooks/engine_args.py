@@ -2,7 +2,9 @@
 
 Seams, read in vLLM 0.30 to 0.33 and run on 0.32: EngineArgs.add_cli_args, .from_cli_args,
 .create_engine_config (vLLM loads plugins before it calls any). vLLM's own policy stays "fcfs" underneath; the
-scheduler class is set on the finished config, when asynchronous scheduling has been decided.
+scheduler class is set on the finished config, when asynchronous scheduling has been decided. From
+`--kv-offloading-size` VllmConfig.__post_init__ makes a KV transfer config, and would again in each engine's
+process: there CacheConfig.kv_offloading_size is None.
 """
 
 from __future__ import annotations
@@ -37,9 +39,15 @@ SUPPORTED = "continuum supports 0.30 to 0.33"
 CLOSE_TIMEOUT_S = 5
 TOOL_PARSER = ("tool_call_parser", "tool_parser_plugin")  # arguments of `vllm serve`
 AUTOSTART = "lmcache.mp.autostart"
-OURS = "ContinuumLMCacheMPConnector", "connectors.lmcache_mp"
+SERVER_ARGS = AUTOSTART + ".server_args"
+OVER_LMCACHE = "ContinuumLMCacheMPConnector", "connectors.lmcache_mp"
+OVER_NATIVE = "ContinuumOffloadingConnector", "connectors.native"
 IN_PROCESS = "LMCacheConnectorV1"  # LMCache in vLLM's own process; here its settings start LMCache's server
-LMCACHE = (IN_PROCESS, "LMCacheMPConnector")
+OURS = {  # connectors that our subclasses replace: name and module
+    IN_PROCESS: OVER_LMCACHE,
+    "LMCacheMPConnector": OVER_LMCACHE,
+    "OffloadingConnector": OVER_NATIVE,
+}
 
 
 def install() -> None:
@@ -47,9 +55,8 @@ def install() -> None:
     if getattr(EngineArgs, "_continuum", False):
         return
     EngineArgs._continuum = True  # type: ignore[attr-defined]
-    KVConnectorFactory.register_connector(
-        OURS[0], OURS[1], OURS[0]
-    )  # MultiConnector finds classes by name alone
+    for name, module in (OVER_LMCACHE, OVER_NATIVE):  # MultiConnector finds classes by name alone
+        KVConnectorFactory.register_connector(name, module, name)
     EngineArgs.add_cli_args = staticmethod(  # type: ignore[method-assign]
         with_continuum(EngineArgs.add_cli_args)
     )
@@ -190,23 +197,27 @@ def load_settings(config: VllmConfig) -> ContinuumConfig:
 
 
 def prepare_connector(config: VllmConfig) -> None:
-    """Replace LMCache's connector by our subclass, with its settings checked before any engine starts.
+    """Replace LMCache's or vLLM's connector by our subclass, with its settings checked before engines start.
 
-    To use LMCache's own under this policy, name its module: then its path is set already.
+    To use the stock one under this policy, name its module: then its path is set already.
     """
-    transfer = config.kv_transfer_config
+    transfer, cache = config.kv_transfer_config, config.cache_config
     if transfer is None or transfer.kv_connector is None:
         return
-    if transfer.kv_connector in LMCACHE and not transfer.kv_connector_module_path:
-        if transfer.kv_connector == IN_PROCESS:
-            transfer.kv_connector_extra_config.setdefault(AUTOSTART, True)
-        transfer.kv_connector, transfer.kv_connector_module_path = OURS
-    for inner in transfer.kv_connector_extra_config.get("connectors", []):
-        if transfer.kv_connector == "MultiConnector" and inner.get("kv_connector") in LMCACHE:
+    stock, extra = transfer.kv_connector, transfer.kv_connector_extra_config
+    if stock in OURS and not transfer.kv_connector_module_path:
+        transfer.kv_connector, transfer.kv_connector_module_path = OURS[stock]
+        size_gib, cache.kv_offloading_size = cache.kv_offloading_size, None
+        if OURS[stock] is OVER_LMCACHE and (stock == IN_PROCESS or size_gib is not None):
+            extra.setdefault(AUTOSTART, True)
+        if OURS[stock] is OVER_LMCACHE and size_gib is not None:  # --kv-offloading-backend lmcache
+            extra[SERVER_ARGS] = f"--l1-size-gb {size_gib:g} {extra.get(SERVER_ARGS, '')}"
+    for inner in extra.get("connectors", []):
+        if transfer.kv_connector == "MultiConnector" and inner.get("kv_connector") in OURS:
             logger.warning(
-                "%s inside MultiConnector is LMCache's own, without our checks; name %s there",
+                "%s inside MultiConnector is the stock one, without our checks; name %s there",
                 inner["kv_connector"],
-                OURS[0],
+                OURS[inner["kv_connector"]][0],
             )
     check = getattr(KVConnectorFactory.get_connector_class(transfer), "check_settings", None)
     if check is not None:

@@ -1,0 +1,197 @@
+"""vLLM's own offloading (`--kv-offloading-size`, OffloadingConnector) as the core's TierStore.
+
+The manager of the CPU's chunks lives in the scheduler's process, and is asked by block hash: what it says
+holds at that moment, so there is no mirror, no lease and no thread here. The worker's half is vLLM's alone.
+
+Read of vLLM 0.30 to 0.33 (vllm/v1/kv_offload, vllm/distributed/kv_transfer/kv_connector/v1/offloading):
+OffloadingConnector.connector_scheduler; its .config.kv_group_configs (tokens_per_chunk, hashes_per_chunk,
+group_idx, is_eagle_group, sliding_window_size_in_chunks), .manager, ._req_status (req, max_offload_tokens,
+num_locally_computed_tokens) and ._current_batch_jobs_to_flush; TieringOffloadingManager.primary_tier;
+CPUOffloadingManager._num_chunks; OffloadingWorkerMetadata.transfer_stats. CPUOffloadingManager.lookup changes
+nothing. On 0.33 a manager has a lock, for tiers with a thread of their own: a lookup in the CPU's dict needs
+none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice, takewhile
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    DirectionalTransferStats,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from connectors.transfer_config import transfer_config
+from continuum_lmcache.reload.cost_model import kv_bytes_per_token
+from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, LoadSelector, Prefix, TierHit, TierStore
+from continuum_lmcache.types import Residency, Tier, TurnId
+
+TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
+NOBODY = ReqContext(req_id="")
+
+
+class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
+    """OffloadingConnector that reports where KV is and what loads cost, and loads only what pays.
+
+    With several groups of layers, or a sliding window, it reports no tier: vLLM loads all that it finds then.
+    What only a lower tier of TieringOffloadingSpec holds counts as not there: a lookup moves it.
+    """
+
+    mode = "native"
+
+    @classmethod
+    def check_settings(cls, vllm_config: VllmConfig) -> None:
+        """Store outputs too, which the programs' next prompts contain. vLLM's default is prompts alone."""
+        transfer_config(vllm_config).kv_connector_extra_config.setdefault("offload_prompt_only", False)
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role != KVConnectorRole.SCHEDULER:
+            return
+        self._bytes_per_token = kv_bytes_per_token(kv_cache_config)  # of one rank
+        groups = self.scheduler.config.kv_group_configs
+        self._has_one_group = len(groups) == len(kv_cache_config.kv_cache_groups) == 1
+        self._group = groups[0]
+        if self._group.is_eagle_group or self._group.sliding_window_size_in_chunks is not None:
+            self._has_one_group = False
+        self._key_end = self._group.group_idx.to_bytes(4, "big")  # of an OffloadKey, after the block's hash
+        self._moved: deque[KVTransfer] = deque(maxlen=TRANSFERS_KEPT)
+        self._load_selector: LoadSelector | None = None  # None: load all that is found
+        self._loaded: dict[str, TierHit] = {}  # by request
+
+    # ---- the core's TierStore
+
+    def locate(self, prefix: Prefix) -> TierHit:
+        """What vLLM would load of this prefix, exactly. It would await a store that is under way."""
+        if not self._has_one_group:
+            return NOTHING
+        lookup, miss = self._chunks.lookup, LookupResult.MISS
+        held = takewhile(lambda key: lookup(key, NOBODY) is not miss, self._keys(prefix))
+        return TierHit(sum(1 for _ in held) * self._group.tokens_per_chunk, 0)
+
+    def hit_at_lookup(self, request_id: str) -> TierHit | None:
+        """What was held when the request's load began."""
+        return self._loaded.get(request_id)
+
+    def transfers(self) -> list[KVTransfer]:
+        """Those of all ranks, each with its own bytes, timed by the GPU without the wait for earlier ones."""
+        moved = list(self._moved)
+        self._moved.clear()
+        return moved
+
+    def capacity_tokens(self) -> dict[Tier, int]:
+        tokens = self._chunks._num_chunks * self._group.tokens_per_chunk if self._has_one_group else 0
+        return {Tier.DRAM: tokens} if tokens else {}
+
+    def set_load_selector(self, select: LoadSelector) -> None:
+        """Load what vLLM finds, or nothing: there is one tier."""
+        self._load_selector = select
+
+    # ---- vLLM's calls, of the scheduler
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        self._restart(request)
+        found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found and self._load_selector is not None:
+            where = Residency(num_computed_tokens, found, 0, request.num_tokens)
+            if self._load_selector(TurnId(request.request_id), where) < found:
+                return 0, False
+        return found, is_async
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            gpu_tokens = self.scheduler._req_status[request.request_id].num_locally_computed_tokens
+            self._loaded[request.request_id] = TierHit(gpu_tokens + num_external_tokens, 0)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """vLLM fails where a request that a reset has preempted loads in the next step: it has no store to
+        await then, since it would wait for that first."""
+        for new in scheduler_output.scheduled_new_reqs:
+            self._restart(self.scheduler._req_status[new.req_id].req)
+        loading = {job.req_id for job in self.scheduler._current_batch_load_jobs.values()}
+        if loading & (preempted := scheduler_output.preempted_req_ids or set()):
+            scheduler_output = replace(scheduler_output, preempted_req_ids=preempted - loading)
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        reported = connector_output.kv_connector_worker_meta
+        if isinstance(reported, OffloadingWorkerMetadata):
+            self._moved += self._timed("load", reported.transfer_stats.load)
+            self._moved += self._timed("store", reported.transfer_stats.store)
+        super().update_connector_output(connector_output)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self._loaded.pop(request.request_id, None)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def reset_cache(self) -> bool | None:
+        """From now on find and store nothing of what was computed before.
+
+        vLLM stores a live request's KV again after a reset: that of older weights, under names by which
+        others would find it. And it refuses a second reset before the next step.
+        """
+        scheduler = self.scheduler
+        flushed, scheduler._current_batch_jobs_to_flush = scheduler._current_batch_jobs_to_flush, set()
+        done = super().reset_cache()
+        scheduler._current_batch_jobs_to_flush |= flushed
+        for status in scheduler._req_status.values():
+            if status.req.num_computed_tokens:
+                status.max_offload_tokens = 0
+        return done
+
+    @property
+    def _chunks(self) -> Any:
+        """The manager of the CPU's chunks."""
+        manager = self.scheduler.manager
+        return getattr(manager, "primary_tier", manager)
+
+    def _restart(self, request: Request) -> None:
+        """Forget what no longer holds of a streaming session that has its next input: vLLM up to 0.32 would
+        add all its blocks to those it had, and go on with the name of a chunk that had ended with the token
+        that the input replaces."""
+        status, hashes = self.scheduler._req_status[request.request_id], request.block_hashes
+        for group, state in zip(self.scheduler.config.kv_group_configs, status.group_states, strict=True):
+            step, names = group.hashes_per_chunk, state.offload_keys
+            while names and names[-1][:-4] not in hashes[len(names) * step - 1 : len(names) * step]:
+                names.pop()
+            state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, len(names))
+            state.block_ids.clear()
+
+    def _keys(self, prefix: Prefix) -> Iterator[OffloadKey]:
+        """The names of the prefix's whole chunks."""
+        step = self._group.hashes_per_chunk
+        end = len(prefix.token_ids) // self._group.tokens_per_chunk * step
+        return (OffloadKey(each + self._key_end) for each in islice(prefix.block_hashes, step - 1, end, step))
+
+    def _timed(self, direction: str, moved: DirectionalTransferStats) -> list[KVTransfer]:
+        """Each transfer of a report, which has their sizes and the sum of their times."""
+        return [
+            KVTransfer(
+                *(Tier.DRAM, direction, round(size / self._bytes_per_token), int(size)),
+                duration_s=moved.time * size / moved.bytes,
+            )
+            for size in moved.sizes
+            if size
+        ]
