@@ -44,6 +44,7 @@ SETUPS = {
     "program-fcfs": replace(SMALL, policy="program-fcfs"),
     "continuum": replace(SMALL, policy="continuum"),
     "continuum, DRAM": replace(SMALL, policy="continuum", tiers=DRAM),
+    "continuum, vLLM's offloading": replace(SMALL, policy="continuum", tiers=DRAM, native=True),
     "static-ttl, DRAM": replace(SMALL, policy="static-ttl", tiers=DRAM),
     "continuum, async scheduler": replace(SMALL, policy="continuum", tiers=DRAM, async_scheduling=True),
     "merged decode": replace(SMALL, policy="continuum", tiers=DRAM, merge_steps=8),
@@ -116,6 +117,16 @@ def test_a_slow_load_holds_up_no_other_turn() -> None:
         assert result.tokens["dram"] > 800
         ends[name] = {job.program_id: job.job_s for job in result.jobs}
     assert ends["slow"]["d"] - ends["fast"]["d"] < 0.1 < 1.0 < ends["slow"]["p"] - ends["fast"]["p"]
+
+
+@pytest.mark.parametrize("dram_gb", [0.5, 8.0])
+def test_vllms_offloading_of_equal_size_and_rates_takes_as_long_as_lmcaches_model(dram_gb: float) -> None:
+    setup = replace(SMALL, policy="continuum", tiers={"dram_gb": dram_gb})
+    means_s = [
+        sum(job.job_s for job in simulate(many_programs(), replace(setup, native=native)).jobs)
+        for native in (False, True)
+    ]
+    assert means_s[1] == pytest.approx(means_s[0], rel=0.03)
 
 
 def test_tiers_without_room_change_nothing() -> None:

@@ -18,14 +18,16 @@ from functools import partial
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from connectors.fake.scheduler_side import FakeMetadata, LoadJob
 from continuum_lmcache.errors import InvariantError, TraceError
 from continuum_lmcache.retention.pin_table import PinTable
 from continuum_lmcache.types import Tier
+from experiments.sim import native
 from experiments.sim.agents import Agents
 from experiments.sim.clock import Timetable, VirtualClock, virtual_time
 from experiments.sim.peers import timed_modules
@@ -93,6 +95,7 @@ class Engine:
         self.poked = False  # since it was last asked to schedule
         self.gpu_free_s = 0.0
         self.loaded: set[str] = set()  # loads that are over, not yet reported
+        self.copies = native.copies_of(setup, timetable)
         self.ahead: dict[str, int] = {}  # tokens taken in a merged step, still to be scheduled
         self.steps = self.scheduled_tokens = self.preemptions = 0
         self.busy_s = 0.0
@@ -122,7 +125,7 @@ class Engine:
         """When it acts next, if there is no event before."""
         if self.under_way:
             return self.under_way[0].done_s
-        if self.poked or self.loaded:
+        if self.poked or self.loaded or self.copies.ended.completed_jobs:
             return -math.inf
         return self._due_s
 
@@ -154,8 +157,8 @@ class Engine:
         if merged > 1:
             sampled = dict.fromkeys(sampled, merged)
             self.ahead = dict.fromkeys(sampled, merged - 1)
-        self._start_loads(output.kv_connector_metadata)
-        self.gpu_free_s = max(self.clock.now_s, self.gpu_free_s) + forward_s
+        begins_s = self._start_loads(output.kv_connector_metadata)
+        self.gpu_free_s = max(begins_s, self.gpu_free_s) + forward_s
         self.busy_s += forward_s
         self.steps += merged
         self.scheduled_tokens += sum(new for new, _ in batch) * merged
@@ -176,11 +179,14 @@ class Engine:
     def _seconds(self, batch: Sequence[tuple[int, int]]) -> float:
         return self.setup.machine.seconds(batch) / self.speed
 
-    def _start_loads(self, meta: KVConnectorMetadata | None) -> None:
-        """Start the loads of a step. They run beside it."""
+    def _start_loads(self, meta: KVConnectorMetadata | None) -> float:
+        """Start the loads of a step. They run beside it. Returns when it may begin."""
+        if isinstance(meta, OffloadingConnectorMetadata):
+            return self.copies.start(self.clock.now_s, meta, self.loaded.add)
         for job in meta.loads if isinstance(meta, FakeMetadata) else ():
             self._note_tiers(job)
             self.timetable.at(self.clock.now_s + job.duration_s, partial(self.loaded.add, job.request_id))
+        return self.clock.now_s
 
     def _note_tiers(self, job: LoadJob) -> None:
         """A turn's tokens by source are those of its first load: a preempted one loads again."""
@@ -198,7 +204,7 @@ class Engine:
             req_ids=ids,
             req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
             sampled_token_ids=[self.agents.answer(i, sampled[i]) for i in ids],
-            kv_connector_output=KVConnectorOutput(finished_recving=loaded) if loaded else None,
+            kv_connector_output=self.copies.output(loaded),
         )
         for outputs in self.scheduler.update_from_output(output, ran).values():
             for said in outputs.outputs:
@@ -221,7 +227,8 @@ class Engine:
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         table, connector = self._pin_table, self.scheduler.connector
         pinned = table.pinned_blocks if table else 0
-        tracked = len(connector.scheduler_side.tracked) if connector else 0
+        side = getattr(connector, "scheduler_side", None)  # the fake connector's
+        tracked = len(side.tracked) if side else 0
         for holds, equation in (
             (not self.scheduler.requests, f"requests left({len(self.scheduler.requests)}) != 0"),
             (free == self.setup.blocks, f"free blocks({free}) != blocks({self.setup.blocks})"),
@@ -232,8 +239,8 @@ class Engine:
                 raise InvariantError(f"at the end of the run {equation}")
         if table:
             table.check()
-        if connector:
-            connector.scheduler_side.store.check()
+        if side:
+            side.store.check()
 
     @property
     def pins(self) -> dict[str, int]:

@@ -52,6 +52,7 @@ class Setup:
     max_seqs: int = 256
     block_tokens: int = 64  # 16 is vLLM's default, 2.6 times slower here, and 0.5 % different
     shared_tokens: int = 2048  # a system prompt that all programs begin with
+    native: bool = False  # DRAM is vLLM's own offloading; no disk
     async_scheduling: bool = False
     skip_blocked: bool = True  # do not ask in vain for a head that cannot be placed (patience.py)
     wrong_hints: bool = False  # clients name the wrong tool, and end programs that go on (agents.py)
@@ -144,9 +145,14 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
         profile.write_text(yaml.safe_dump(data))
         settings = {"policy": policies.setting(setup.policy), "profile": str(profile), **setup.continuum}
         extra |= {f"continuum.{key}": value for key, value in settings.items()}
+    connector, module = LabConnector.__name__, LabConnector.__module__
+    if setup.native:
+        connector, module = "LabOffloading", "experiments.sim.native"
+        extra["cpu_bytes_to_use"], extra["offload_prompt_only"] = tiers["dram_gb"] * 2**30, False
+        extra["blocks_per_chunk"] = tiers.get("chunk_tokens", 256) // setup.block_tokens
     return KVTransferConfig(
-        kv_connector=LabConnector.__name__,
-        kv_connector_module_path=LabConnector.__module__,
+        kv_connector=connector,
+        kv_connector_module_path=module,
         kv_role="kv_both",
         kv_connector_extra_config=extra,
     )
