@@ -15,7 +15,7 @@ from continuum_lmcache.admission.controller import AdmissionController, KVCapaci
 from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of
 from continuum_lmcache.programs.end_claims import EndClaims
 from continuum_lmcache.programs.identity import ProgramFields, program_id
-from continuum_lmcache.programs.program import Program
+from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.prompt_linker import HashedPrompt, ProgramLink, PromptLinker
 from continuum_lmcache.programs.shared_prefixes import SharedPrefixIndex
 from continuum_lmcache.programs.table import ProgramTable
@@ -24,7 +24,7 @@ from continuum_lmcache.reload.load_policy import Contention, LoadPolicy
 from continuum_lmcache.retention.advisor import RetentionAdvisor
 from continuum_lmcache.retention.pin_renewal import PinRenewal
 from continuum_lmcache.retention.pin_table import PinTable
-from continuum_lmcache.retention.queue_order import LONGEST_WAIT_S, Order
+from continuum_lmcache.retention.queue_order import Order
 from continuum_lmcache.telemetry.events import (
     Event,
     EvictFirst,
@@ -41,7 +41,6 @@ from continuum_lmcache.telemetry.events import (
 )
 from continuum_lmcache.types import (
     MOST_PROGRAMS,
-    NO_CALL,
     EngineLoad,
     FinishedTurn,
     PinEnd,
@@ -106,7 +105,6 @@ class Engine:
         total_blocks: int,
         block_tokens: int,
         hash_block_tokens: int,
-        has_tiers: bool,
     ) -> None:
         config = advisor.config
         self.advisor, self.config = advisor, config
@@ -123,8 +121,8 @@ class Engine:
             self.programs,
             KVCapacity(self.kv_tokens, advisor.cheap_tier_tokens()),
             config.admission_max_hold_s,
+            lambda: advisor.history.eta,
             self._shared_prefixes,
-            lambda: not has_tiers or advisor.favors_started(),
         )
         self._linker = PromptLinker(MOST_PROGRAMS, hash_block_tokens)
         self._refresh_at_s = 0.0
@@ -158,7 +156,7 @@ class Engine:
             name = ProgramId(f"{name}~")
         program = self.programs.add(now_s, name, new.tenant, now_s, one_turn=True)
         self.programs.add_turn(now_s, new.id, program)
-        turn = Turn(new.id, program, new.fields, now_s, now_s, now_s, new.priority, new.may_be_linked)
+        turn = Turn(new.id, program, new.fields, now_s, new.priority, new.may_be_linked)
         self.turns[turn.id] = turn
         self.admission.on_arrival(
             now_s,
@@ -178,14 +176,14 @@ class Engine:
         if (before := ended or link) is not None:
             arrival_s = before.arrival_s
         program = self.programs.add(now_s, name, new.tenant, arrival_s, one_turn=False)
-        oldest_first = self.admission.oldest_program_first
         if program.counts_as_ended:
             self.advisor.expect_again(program.tool, program.turns, program.tenant)
         self.programs.expect_again(program)
+        goes_on = program.stage is Stage.IDLE and (fields.turns > 0 or link is not None)  # not counted here
         gap_s, tool = self.programs.add_turn(now_s, new.id, program), fields.last_tool or program.tool
         elsewhere = max(fields.turns, ended.turns if ended is not None else 0)
         if elsewhere > program.turns:
-            program.turns, program.called_tool = elsewhere, True
+            program.turns = elsewhere
             gap_s = None  # it was elsewhere
         elif link is not None:
             program.turns = max(program.turns, 1)  # the first one had no program
@@ -195,16 +193,13 @@ class Engine:
             prompt.num_prompt_tokens,
             new.priority,
             prompt.block_hashes,
-            exempt=not self.config.admission,
+            exempt=not self.config.admission or goes_on,
         )
-        turn = Turn(new.id, program, fields, now_s, program.arrival_s, now_s, new.priority, link=link)
-        if not oldest_first or (turn.in_line and program.turns):  # it takes turns, or starts anew
-            turn.queued_since_s = now_s
-        self.turns[turn.id] = turn
+        self.turns[new.id] = Turn(new.id, program, fields, now_s, new.priority, link=link)
         tool = tool if gap_s is not None else ()
         if gap_s is not None:
             self.advisor.gaps.observe(tool, gap_s, program.tenant)
-        return TurnArrived(now_s, name, turn.id, prompt.num_prompt_tokens, tool, gap_s, program.tenant)
+        return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s, program.tenant)
 
     def turn_ran(
         self, now_s: float, turn: Turn, prompt: HashedPrompt, served: Residency, uses_pin: bool
@@ -228,7 +223,8 @@ class Engine:
         if evicted and not self.load_policy.has_declined(turn.id):  # else less was loaded than was held
             self.advisor.survival.on_return(program.residency, served, context_tokens)
         delay_s = now_s - turn.arrival_s
-        self.advisor.history.observe_queue_delay(delay_s, evicted)
+        if program.since_s <= turn.arrival_s:  # else it waited for its place, not for memory
+            self.advisor.history.observe_queue_delay(delay_s, evicted)
         events: list[Event] = [TurnStarted(now_s, program.id, turn.id, served, delay_s, evicted)]
         losses = losses_of(
             program.hashes,
@@ -290,15 +286,18 @@ class Engine:
         ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant)
         outlook = advisor.outlook(tool, tenant)
         keep = advisor.retain(ended, self.load(call.free_blocks), outlook)  # an older pin counts as memory
+        yields = self._yields(now_s, program, keep.reload_s)
+        if yields:
+            keep = replace(keep, ttl_s=0.0, reason="yields")
         events = self._unpin(now_s, name, PinEnd.SUPERSEDED)
-        starts_anew = tool == NO_CALL and not program.called_tool and outlook.keeps_no_memory
         self.programs.finish_turn(
             now_s,
             program,
             ended,
             prompt.block_hashes,
             expected_s=outlook.expected_s,
-            starts_anew=starts_anew,
+            reload_s=keep.reload_s,
+            yields=yields,
         )
         events.append(self._finished(now_s, turn, end, tool, keep))
         if (pin := self.pins.take(now_s, ended, keep, call.block_ids)) is not None:
@@ -308,6 +307,12 @@ class Engine:
         if turn.fields.job_id is None:
             self._note_linkable(turn, prompt)
         return events
+
+    def _yields(self, now_s: float, program: Program, reload_s: float) -> bool:
+        """Whether the program, at its turn's end, gives its place up."""
+        if not self.config.admission:
+            return False
+        return self.admission.gives_up_place(now_s, program, reload_s, self.turns.oldest_wait_s)
 
     def _end_program(self, now_s: float, turn: Turn, prompt: HashedPrompt, end: TurnEnd) -> list[Event]:
         """The program's last turn: none of its KV is needed again."""
@@ -369,7 +374,7 @@ class Engine:
         """Start programs for which there is room; then, since a program that starts at once waits for no
         pin, set pins' deadlines again and end the due ones."""
         events = self._start_programs(now_s, step)
-        is_short = self._is_memory_short
+        is_short = self.is_memory_short
         for pin in self._renewal.renew_due(now_s, is_short, lambda: self.load(step.free_blocks())):
             events.append(PinRenewed(now_s, pin.program, pin.deadline_s))
         for program in self.pins.due(now_s) if self.pins.pinned else ():
@@ -382,27 +387,19 @@ class Engine:
         if not self.admission.is_waited_for:
             return []
         is_idle, prompt_share = not (step.is_running or step.is_queued), step.prompt_share
-        events: list[Event] = []
-        for program in self.admission.admit(now_s, is_idle, 1.0 if step.is_queued else prompt_share):
-            assert program.turn is not None
-            self.turns[program.turn].may_run_s = now_s
-            events.append(Start(now_s, program.id, program.turn))
-        return events
+        started = self.admission.admit(now_s, is_idle, 1.0 if step.is_queued else prompt_share)
+        return [Start(now_s, program.id, turn) for program in started if (turn := program.turn) is not None]
 
     def is_refresh_due(self, now_s: float) -> bool:
         return now_s >= self._refresh_at_s
 
     def refresh(self, now_s: float, kv_tokens: int, tier_tokens: Mapping[Tier, int]) -> list[Event]:
-        """Every REFRESH_S: drop programs without a turn for `program_idle_s`, let turns that have waited for
-        too long go first, and resize the GPU's cache and the tiers.
+        """Every REFRESH_S: drop programs without a turn for `program_idle_s`, and resize the GPU's cache and
+        the tiers.
 
         Of tiers that several engines share, each has the less, the more of them run.
         """
         self._refresh_at_s = now_s + REFRESH_S
-        for turn in self.turns.values():
-            if turn.started_s is None and not turn.in_line and now_s - turn.may_run_s >= LONGEST_WAIT_S:
-                turn.overdue_s = turn.arrival_s
-                self.turns.to_rekey.add(turn.id)
         self.kv_tokens, cheap_tokens = kv_tokens, self.admission.capacity.tier_tokens
         if self.advisor.resize_tiers(tier_tokens):
             cheap_tokens = self.advisor.cheap_tier_tokens()
@@ -424,15 +421,15 @@ class Engine:
         """The turn's place in the waiting queue: the smallest is first."""
         return self.advisor.order(turn.queue_entry(preempted, turn.program.id in self.pins.pinned))
 
+    @property
+    def is_memory_short(self) -> bool:
+        """Whether a turn was refused its blocks, or a program waits for a place."""
+        return bool(self.turns.refused_memory) or self.admission.is_waited_for
+
     def load(self, free_blocks: int) -> EngineLoad:
         """How busy the engine is."""
-        pinned, is_short = self.pins.pinned_blocks, self._is_memory_short
+        pinned, is_short = self.pins.pinned_blocks, self.is_memory_short
         return EngineLoad(self.total_blocks, free_blocks, pinned, is_memory_short=is_short)
-
-    @property
-    def _is_memory_short(self) -> bool:
-        """Whether a waiting turn was refused its blocks, or a program waits to start."""
-        return bool(self.turns.refused_memory) or self.admission.is_waited_for
 
     def check(self) -> None:
         """Raise InvariantError unless the tables balance."""

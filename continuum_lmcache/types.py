@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -132,6 +131,5 @@ class QueueEntry:
     priority: int  # the client's, lower first (vLLM's convention); 0 unless honor_priority
     program_arrival_s: float
     turn_arrival_s: float
-    queued_since_s: float  # one of both, by AdmissionController.oldest_program_first when the turn arrived
+    program_since_s: float  # when it got its place in the order: its arrival, or when it was last let in
     attained_tokens: int  # tokens computed for the program so far
-    overdue_s: float = math.inf  # the turn's arrival, once it has waited for LONGEST_WAIT_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
@@ -14,9 +15,9 @@ from continuum_lmcache.types import FinishedTurn, ProgramId, Residency, TurnId
 class AdmissionRig:
     """Programs by name."""
 
-    def __init__(self, capacity: KVCapacity, max_wait_s: float, growth: ContextGrowth | None = None) -> None:
+    def __init__(self, capacity: KVCapacity, max_hold_s: float, growth: ContextGrowth | None = None) -> None:
         self.programs = ProgramTable(100_000, growth or ContextGrowth())
-        self.admission = AdmissionController(self.programs, capacity, max_wait_s)
+        self.admission = AdmissionController(self.programs, capacity, max_hold_s)
 
     def stage(self, name: ProgramId) -> Stage:
         return self.programs.records[name].stage
@@ -34,7 +35,7 @@ class AdmissionRig:
         """Whether the turn may run at once. `turns`: of a program that ran elsewhere."""
         program = self._arrived(now_s, name, one_turn=False)
         program.turns = max(program.turns, turns)
-        self.admission.on_arrival(now_s, program, prompt_tokens, priority, hashes, exempt)
+        self.admission.on_arrival(now_s, program, prompt_tokens, priority, hashes, exempt or turns > 0)
         return program.stage is Stage.ACTIVE
 
     def add_request(self, name: ProgramId, prompt_tokens: int, hashes: Sequence[Hashable] = ()) -> None:
@@ -56,11 +57,15 @@ class AdmissionRig:
         return [program.id for program in self.admission.admit(now_s, idle, prompt_share)]
 
     def on_pause(
-        self, now_s: float, name: ProgramId, tokens: int, expected_s: float, starts_anew: bool = False
+        self, now_s: float, name: ProgramId, tokens: int, expected_s: float, reload_s: float = 0.0
     ) -> None:
         """The turn ends in a tool call."""
+        program, programs = self.programs.records[name], self.programs
+        waiting = (p.line_since_s for p in programs.records.values() if p.stage is Stage.IN_LINE)
+        oldest_wait_s = min(waiting, default=math.inf)
+        yields = self.admission.gives_up_place(now_s, program, reload_s, oldest_wait_s)
         ended = FinishedTurn(name, 1, ("bash",), tokens, 1, Residency(0, 0, 0, tokens))
-        self.programs.finish_turn(now_s, self.programs.records[name], ended, (), expected_s, starts_anew)
+        programs.finish_turn(now_s, program, ended, (), expected_s, reload_s, yields)
 
     def remove_program(self, name: ProgramId, finished_turns: int = 0) -> None:
         """The program ends after `finished_turns`, or its turn is aborted (0)."""

@@ -6,8 +6,10 @@ import math
 
 import pytest
 from admission_rig import AdmissionRig
+from hypothesis import given
+from hypothesis import strategies as st
 
-from continuum_lmcache.admission.controller import BUSY_SHARE, KVCapacity
+from continuum_lmcache.admission.controller import BUSY_SHARE, SLICE_RELOADS, KVCapacity
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.programs.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
 from continuum_lmcache.programs.end_claims import LEAST_CLAIMS, EndClaims
@@ -16,7 +18,7 @@ from continuum_lmcache.programs.shared_prefixes import MOST_HEADS, SharedPrefix,
 from continuum_lmcache.types import ProgramId
 
 A, B, C = (ProgramId(name) for name in "abc")
-MAX_WAIT_S = 60.0
+HOLD_S = 60.0
 
 
 class AsTold(ContextGrowth):
@@ -32,7 +34,7 @@ def admission(active_tokens: int = 100_000, started_tokens: int = 100_000) -> Ad
     for _ in range(500):
         growth.add_turn(1000)
         growth.add_program(9)
-    return AdmissionRig(KVCapacity(active_tokens, started_tokens), MAX_WAIT_S, growth)
+    return AdmissionRig(KVCapacity(active_tokens, started_tokens), HOLD_S, growth)
 
 
 def admitted(at: AdmissionRig, now_s: float = 0.0, idle: bool = False) -> list[ProgramId]:
@@ -90,14 +92,102 @@ def test_an_idle_gpu_gets_one_program_whatever_its_size() -> None:
     assert admitted(at, idle=True) == [A]
 
 
-def test_the_first_in_line_waits_no_longer_than_its_bound_under_any_load() -> None:
+def test_a_program_that_has_had_its_slice_gives_way_to_one_that_has_waited_and_then_waits_itself() -> None:
     at = admission()
-    at.on_arrival(0.0, A, 90_000, exempt=True)
-    at.on_arrival(0.0, B, 90_000)
-    at.on_arrival(0.0, C, 90_000)
-    assert admitted(at, 0.0) == [] and admitted(at, MAX_WAIT_S - 1) == []
-    assert admitted(at, MAX_WAIT_S) == [B], "one, not the whole line"
-    assert admitted(at, 2 * MAX_WAIT_S) == [C]
+    at.on_arrival(0.0, A, 60_000)
+    assert admitted(at) == [A]
+    at.on_arrival(1.0, B, 60_000)
+    at.on_pause(HOLD_S, A, 60_000, expected_s=900.0)
+    assert admitted(at, HOLD_S) == [], "B has not waited for long"
+    assert at.on_arrival(HOLD_S + 1, A, 61_000)
+    at.on_pause(HOLD_S + 2, A, 61_000, expected_s=900.0)
+    assert at.stage(A) is Stage.YIELDED and admitted(at, HOLD_S + 2) == [B]
+    first_tokens = at.programs.growth.first_tokens
+    assert not at.on_arrival(HOLD_S + 3, A, 62_000) and admitted(at, HOLD_S + 3) == []
+    assert at.programs.growth.first_tokens == first_tokens, "a later prompt is no first one"
+    at.remove_program(B, finished_turns=3)
+    assert admitted(at, HOLD_S + 4) == [A] and at.programs.records[A].turns == 2
+
+
+@pytest.mark.parametrize(
+    ("reload_s", "yields"), [(0.0, True), (90.0 / SLICE_RELOADS, True), (110.0 / SLICE_RELOADS, False)]
+)
+def test_a_slice_is_longer_the_more_it_costs_to_bring_a_program_back(reload_s: float, yields: bool) -> None:
+    at = admission()
+    at.on_arrival(0.0, A, 60_000)
+    assert admitted(at) == [A]
+    at.on_arrival(1.0, B, 60_000)
+    at.on_pause(100.0, A, 60_000, expected_s=900.0, reload_s=reload_s)
+    assert (at.stage(A) is Stage.YIELDED) is yields
+
+
+def test_a_program_keeps_its_place_for_ever_while_nobody_waits() -> None:
+    at = admission()
+    at.on_arrival(0.0, A, 60_000)
+    assert admitted(at) == [A]
+    at.on_pause(10_000.0, A, 60_000, expected_s=900.0)
+    assert at.stage(A) is Stage.AWAY and at.on_arrival(10_001.0, A, 61_000)
+
+
+def test_who_has_yielded_and_does_not_return_counts_as_ended() -> None:
+    at = admission()
+    at.on_arrival(0.0, A, 60_000)
+    assert admitted(at) == [A]
+    at.on_arrival(1.0, B, 60_000)
+    at.on_pause(100.0, A, 60_000, expected_s=10.0)
+    assert at.stage(A) is Stage.YIELDED
+    assert at.expire_absent(111.0) == [A] and at.stage(A) is Stage.OVERDUE
+    at.programs.check()
+
+
+class Round:
+    """Programs of one size, without end. Turns take `turn_s`, tools nothing; `fits` programs have a place."""
+
+    def __init__(self, programs: int, fits: int, turn_s: float, reload_s: float) -> None:
+        growth = AsTold()
+        growth.add_turn(0)  # so a program needs what it has
+        self.at = AdmissionRig(KVCapacity(fits * 1000 + 500), HOLD_S, growth)
+        self.turn_s, self.reload_s = turn_s, reload_s
+        self.ends = dict[ProgramId, float]()  # of the turns that run
+        self.since = dict[ProgramId, float]()  # of those that wait
+        for n in range(programs):
+            self.arrive(0.0, ProgramId(f"p{n}"))
+
+    def arrive(self, now_s: float, name: ProgramId) -> None:
+        self.since[name] = now_s
+        if self.at.on_arrival(now_s, name, 1000):
+            self.start(now_s, name)
+
+    def start(self, now_s: float, name: ProgramId) -> float:
+        self.ends[name] = now_s + self.turn_s
+        return now_s - self.since.pop(name)
+
+    def step(self, now_s: float) -> float:
+        """Returns the longest wait of a turn that starts now."""
+        for name in [name for name, end_s in self.ends.items() if end_s <= now_s]:
+            del self.ends[name]
+            self.at.on_pause(now_s, name, 1000, expected_s=900.0, reload_s=self.reload_s)
+            self.arrive(now_s, name)
+        started = self.at.admit(now_s, idle=not self.ends)
+        return max((self.start(now_s, name) for name in started), default=0.0)
+
+
+@given(
+    programs=st.integers(1, 40),
+    fits=st.integers(1, 8),
+    turn_s=st.floats(1.0, 60.0),
+    reload_s=st.sampled_from([0.0, 0.1, 2.0, 20.0]),
+)
+def test_no_wait_is_longer_than_the_bound_that_the_gauge_shows_and_the_turns_under_way(
+    programs: int, fits: int, turn_s: float, reload_s: float
+) -> None:
+    run = Round(programs, fits, turn_s, reload_s)
+    bound_s = longest_s = 0.0
+    for tick in range(2000):
+        longest_s = max(longest_s, run.step(float(tick)))
+        bound_s = max(bound_s, run.at.admission.longest_wait_s)
+    longest_s = max([longest_s, *(2000 - since_s for since_s in run.since.values())])
+    assert longest_s <= bound_s + (1 + programs // fits) * (turn_s + 1)
 
 
 def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:
@@ -106,9 +196,10 @@ def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:
     at.on_arrival(0.0, B, 90_000)
     assert admitted(at, 0.0) == []
     at.remove_program(B)
-    at.on_arrival(MAX_WAIT_S, B, 90_000)
-    assert admitted(at, MAX_WAIT_S) == [], "what it waited before it left does not count"
-    assert admitted(at, 2 * MAX_WAIT_S) == [B]
+    at.on_arrival(1.0, C, 90_000)
+    at.on_arrival(HOLD_S, B, 90_000)
+    at.remove_program(A, finished_turns=1)
+    assert admitted(at, HOLD_S) == [C], "what B waited before it left does not count"
 
 
 def test_programs_in_a_tool_call_count_against_the_tiers_and_not_against_the_gpu() -> None:
@@ -162,7 +253,7 @@ def test_a_program_that_comes_back_late_had_not_ended() -> None:
     at.on_arrival(0.0, A, 1000, exempt=True)
     at.on_pause(1.0, A, 1000, expected_s=10.0)
     assert at.expire_absent(20.0) == [A] and at.programs.growth.turns_left(0) < usual
-    assert at.on_arrival(30.0, A, 1000, turns=1) and at.programs.growth.turns_left(0) == usual
+    assert not at.on_arrival(30.0, A, 1000) and at.programs.growth.turns_left(0) == usual
     at.remove_program(A, finished_turns=1)
     once = at.programs.growth.turns_left(0)
     at.remove_program(A)
@@ -193,16 +284,14 @@ def test_an_urgent_program_is_first_in_line_and_all_under_way_count_for_it() -> 
     assert admitted(at, 200.0) == [C]
 
 
-def test_a_conversation_whose_user_took_long_waits_in_the_line_again() -> None:
+def test_a_program_that_was_away_for_longer_than_expected_waits_in_the_line_again() -> None:
     at = admission()
     at.on_arrival(0.0, A, 60_000)
     assert admitted(at) == [A]
-    at.on_pause(1.0, A, 61_000, expected_s=0.0, starts_anew=True)
+    at.on_pause(1.0, A, 61_000, expected_s=0.0)
     at.on_arrival(2.0, B, 60_000)
     assert admitted(at, 2.0) == [B], "A is absent, and holds no room"
-    first_tokens = at.programs.growth.first_tokens
-    assert not at.on_arrival(3.0, A, 62_000, turns=1) and admitted(at, 3.0) == []
-    assert at.programs.growth.first_tokens == first_tokens, "a later prompt is no first one"
+    assert not at.on_arrival(3.0, A, 62_000) and admitted(at, 3.0) == []
     at.remove_program(B, finished_turns=3)
     assert admitted(at, 4.0) == [A] and at.programs.records[A].turns == 1
 
@@ -211,7 +300,7 @@ def test_a_conversation_that_is_back_before_it_is_missed_goes_on_at_once() -> No
     at = admission()
     at.on_arrival(0.0, A, 60_000)
     assert admitted(at) == [A]
-    at.on_pause(1.0, A, 61_000, expected_s=0.0, starts_anew=True)
+    at.on_pause(1.0, A, 61_000, expected_s=0.0)
     assert at.on_arrival(1.0, A, 62_000, turns=1)
 
 
@@ -266,22 +355,9 @@ def test_a_program_in_line_is_judged_by_its_own_tokens_once_its_head_is_known() 
     assert admitted(at) == [A, B], "nobody knows yet that they have 40,000 in common"
     at.on_prefix_hit(B, hashes, 40_000)
     assert admitted(at, 1.0) == [C]
-    assert at.on_arrival(2.0, A, 44_000, hashes=hashes)
+    at.on_pause(2.0, A, 44_000, expected_s=10.0)
+    assert at.on_arrival(3.0, A, 44_000, hashes=hashes)
     assert at.programs.context_tokens == 40_000 + 3 * 4_000, "the first one too, from its next turn on"
-
-
-@pytest.mark.parametrize(
-    ("started_tokens", "favors_started", "starts"),
-    [(300_000, False, 3), (300_000, True, 1), (199_000, False, 1)],
-)
-def test_where_a_tier_has_much_more_room_and_no_program_goes_first_the_tier_alone_limits(
-    started_tokens: int, favors_started: bool, starts: int
-) -> None:
-    at = admission(started_tokens=started_tokens)
-    at.admission.favors_started = lambda: favors_started
-    for program in (A, B, C):
-        at.on_arrival(0.0, program, 60_000)
-    assert len(admitted(at)) == starts
 
 
 def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is_no_room() -> None:
@@ -415,7 +491,7 @@ def test_turns_that_came_back_fill_no_table() -> None:
 def test_end_claims_are_trusted_until_too_many_ended_programs_come_back() -> None:
     claims = EndClaims()
     for i in range(2 * LEAST_CLAIMS):
-        claims.claim(Program(ProgramId(f"p{i}"), "", float(i), float(i)))
+        claims.claim(Program(ProgramId(f"p{i}"), "", float(i), float(i), float(i)))
     ended = claims.withdraw(ProgramId("p7"))
     assert ended is not None and ended.arrival_s == 7.0 and claims.withdraw(ProgramId("p7")) is None
     assert claims.is_trusted("")

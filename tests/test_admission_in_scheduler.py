@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 from bench import BLOCK, Bench, prompt, settings  # noqa: F401
-from tier_bench import TierBench
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
@@ -20,7 +19,8 @@ from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner, StepTim
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.engine import REFRESH_S
 from continuum_lmcache.programs.program import Stage
-from continuum_lmcache.types import ProgramId, Tier
+from continuum_lmcache.types import ProgramId, Tier, TurnId
+from continuum_lmcache.vllm_plugin import scheduler
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.trust.soak_scheduler import tables
@@ -174,28 +174,20 @@ def test_the_room_on_the_gpu_is_what_turns_of_a_model_with_windows_have_had(
     bench.scheduler.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("first", "waits"),
-    [
-        ({"this_func_call": "no call"}, True),
-        ({"this_func_call": "bash"}, False),
-        ({"this_func_call": "no call", "program_turns": 3}, False),  # what it called elsewhere is not known
-    ],
-)
-def test_a_conversation_that_was_away_waits_again_and_an_agents_program_does_not(
-    make: Make, first: dict[str, Any], waits: bool
+@pytest.mark.parametrize(("gap_s", "waits"), [(5.0, False), (60.0, True)])
+def test_a_program_that_was_away_for_longer_than_expected_waits_in_the_line_again(
+    make: Make, gap_s: float, waits: bool
 ) -> None:
     bench = make(blocks=20, max_ttl_s=0)  # 304 tokens
     for _ in range(6):
-        bench.engine.advisor.gaps.observe(("no call",), 60.0)
-    bench.turn("p", prompt(40, 1), **first)
-    bench.turn("p", prompt(60, 1), this_func_call="no call")
-    bench.advance(60.0)
+        bench.engine.advisor.gaps.observe(("bash",), 1.0)
+    bench.turn("p", prompt(60, 1), this_func_call="bash")
+    bench.advance(gap_s)
     bench.send("q", prompt(200, 2), out=40)
     for _ in range(20):  # prompts, and nothing else
         bench.step(0.1)
         bench.send(None, prompt(15, 99))
-    back = bench.send("p", prompt(150, 1), this_func_call="no call")
+    back = bench.send("p", prompt(150, 1), this_func_call="bash")
     bench.step(0.1)
     assert held(bench) == ([back] if waits else [])
 
@@ -436,7 +428,9 @@ def test_conversations_share_their_system_prompt_whether_or_not_they_have_names(
     bench.run_until_idle()
 
 
-def test_a_program_whose_end_was_claimed_keeps_its_place_when_it_comes_back(make: Make) -> None:
+def test_a_program_whose_end_was_claimed_is_the_same_one_when_it_comes_back_and_waits_in_line(
+    make: Make,
+) -> None:
     bench = make(blocks=20, max_ttl_s=0)
     bench.turn("p", prompt(64, 1), is_last_step=True)
     began_s = bench.now_s
@@ -444,7 +438,7 @@ def test_a_program_whose_end_was_claimed_keeps_its_place_when_it_comes_back(make
     bench.step()
     back = bench.send("p", prompt(80, 1))
     turn = bench.engine.turns[back]
-    assert not turn.in_line and turn.program.arrival_s < began_s
+    assert turn.in_line and turn.program.arrival_s < began_s
     assert bench.engine.end_claims.wrong == {"": 1}
 
 
@@ -456,8 +450,9 @@ def test_the_budget_is_vllms_own_until_steps_were_measured(make: Make) -> None:
     bench.send("a", prompt(64, 1), out=40)
     for _ in range(3):
         bench.step()
-    bench.send("b", prompt(700, 2))
-    assert bench.step() == 512
+    bench.send(None, prompt(700, 2))
+    bench.send(None, prompt(300, 3))
+    assert bench.step() == 512, "of which a prompt has at most half, so that a short one runs beside it"
 
 
 def test_an_inferred_program_is_not_held_while_its_context_counts_as_admitted(make: Make) -> None:
@@ -481,9 +476,13 @@ def measured_times() -> StepTimes:
     return times
 
 
-def test_steps_are_measured_and_then_prompts_are_cut_beside_decodes(make: Make) -> None:
+def test_steps_are_measured_and_then_prompts_are_cut_beside_decodes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step takes 4 ms and 0.1 ms a token, and some eight turns decode beside each prompt of 700 tokens."""
+    monkeypatch.setattr(scheduler, "BUSY_SHARE", 0.0)
     bench = make(blocks=4000, budget_tokens=512)
+    bench.scheduler.scheduler_config.long_prefill_token_threshold = 512
     bench.step_seconds = lambda output: 0.004 + 1e-4 * output.total_num_scheduled_tokens
     for number in range(40):
         bench.send(f"p{number}", prompt(700, number), out=160)
@@ -494,6 +493,21 @@ def test_steps_are_measured_and_then_prompts_are_cut_beside_decodes(make: Make) 
     assert fixed_s == pytest.approx(0.004, abs=0.003) and token_s == pytest.approx(1e-4, rel=0.1)
     bench.send("last", prompt(700, 99), out=2)
     assert 128 < bench.step() < 512
+
+
+def test_while_prompts_take_little_time_and_no_turn_waits_for_memory_no_prompt_is_cut(make: Make) -> None:
+    bench = make(blocks=400, budget_tokens=512)
+    bench.scheduler._chunks.times = measured_times()
+    bench.scheduler._chunks.record(4000, 10)
+    for number in range(8):
+        bench.send(f"p{number}", prompt(4, number), out=400)
+    for _ in range(40):
+        bench.step(1.0)
+    for number in range(8, 11):
+        bench.send(f"p{number}", prompt(700, number), out=2)
+    assert bench.step() == 512
+    bench.engine.turns.refused_memory.add(TurnId("waits"))
+    assert bench.step() < 512
 
 
 def test_with_measured_chunk_off_the_budget_stays_vllms(make: Make) -> None:
@@ -533,18 +547,3 @@ def test_where_memory_may_run_short_the_newest_program_is_still_the_victim(make:
     old = bench.send("old", prompt(400, 1), out=100)
     bench.run_until_idle()
     assert set(bench.preempted) == {young}, f"{old} came first"
-
-
-@pytest.mark.parametrize("tier_blocks", [96, 24, 0])
-def test_programs_take_turns_only_where_the_tier_is_large(
-    model: Path,
-    settings: Any,  # noqa: F811
-    tier_blocks: int,
-) -> None:
-    settings(policy="continuum")
-    bench = TierBench(ContinuumScheduler, model, 24, tier_blocks)
-    assert bench.engine.admission.oldest_program_first, "nothing is known of the programs' lengths"
-    for turns in (1, 2, 70, 3, 40, 5):
-        bench.engine.advisor.history.observe_program(turns)
-    assert bench.engine.admission.oldest_program_first == (tier_blocks != 96)
-    bench.scheduler.shutdown()

@@ -44,8 +44,8 @@ def prompt(tokens: int, story: int = 0) -> Prompt:
 class Rig:
     """An engine whose decisions are carried out on counts of references."""
 
-    def __init__(self, blocks: int = 100, tier: bool = False, **config: Any) -> None:
-        self.engine = Engine(RetentionAdvisor(ContinuumConfig(**config)), blocks, BLOCK, BLOCK, tier)
+    def __init__(self, blocks: int = 100, **config: Any) -> None:
+        self.engine = Engine(RetentionAdvisor(ContinuumConfig(**config)), blocks, BLOCK, BLOCK)
         self.now_s = 100.0
         self.references: Counter[int] = Counter()  # of pins, by block
         self.started: list[ProgramId] = []
@@ -152,6 +152,8 @@ def test_a_program_is_overdue_after_its_call_and_active_again_once_it_is_back() 
     assert program.stage is Stage.OVERDUE and program.counts_as_ended
     assert rig.engine.advisor.gaps.lost_share(("bash",)) > 0.0
     rig.arrive("p", prompt(80))
+    assert program.stage is Stage.IN_LINE
+    rig.tick()
     assert program.stage is Stage.ACTIVE and not program.counts_as_ended
     assert rig.engine.advisor.gaps.lost_share(("bash",)) == 0.0
 
@@ -189,13 +191,12 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         limits = {"max_pinned_share": 0.2, "max_tenant_share": 0.6, "max_ttl_s": MAX_TTL_S}
-        self.rig = Rig(100, tier=True, program_idle_s=100, admission_max_hold_s=MAX_WAIT_S, **limits)
+        self.rig = Rig(100, program_idle_s=100, admission_max_hold_s=MAX_WAIT_S, **limits)
         self.rig.engine.programs.max_programs = 6
         self.rig.engine.advisor.retain = lambda *_: self.keep  # type: ignore[method-assign]
         self.keep = Retention(0.0, "test", "test")
         self.live: dict[TurnId, Turn] = {}
         self.next_block = 1000
-        self.first: tuple[ProgramId, float] | None = None  # in line, and since when it is the first
 
     @rule(seconds=st.floats(0, 30))
     def time_passes(self, seconds: float) -> None:
@@ -232,27 +233,26 @@ class Machine(RuleBasedStateMachine):
     )
     def a_turn_ends(self, data: st.DataObject, ttl_s: float, blocks: int, shared: int, is_end: bool) -> None:
         turn = self.live.pop(TurnId(data.draw(st.sampled_from(sorted(self.live)))))
-        self.keep = Retention(ttl_s, "test", "test")
+        self.keep = Retention(ttl_s, "test", "test", reload_s=10 * ttl_s)
         own = range(self.next_block, self.next_block + max(0, blocks - shared))
         self.next_block = own.stop
         self.rig.end(
             turn, is_end and turn.started_s is not None, block_ids=[*range(min(shared, blocks)), *own]
         )
+        engine, program, now_s = self.rig.engine, turn.program, self.rig.now_s
+        if program.stage is Stage.AWAY and now_s - engine.turns.oldest_wait_s >= engine.admission.hold_s:
+            slice_s = engine.admission.slice_s(self.keep.reload_s)
+            assert now_s - program.since_s < slice_s, "it kept its place beyond its slice, though others wait"
 
     @rule(idle=st.booleans())
     def a_step_passes(self, idle: bool) -> None:
         engine = self.rig.engine
-        first, waited = engine.admission._next(), engine.admission.is_waited_for
+        waited = engine.admission.is_waited_for
         started = [event for event in self.rig.tick(idle) if isinstance(event, event_types.Start)]
         assert started or not (idle and waited), "an idle GPU always gets somebody who waits"
         assert all(self.ends_s(p) > self.rig.now_s for p in engine.pins.pinned.values()), (
             "a due pin was missed"
         )
-        key = (first.id, first.line_since_s) if first is not None else None
-        if self.first is None or key != self.first[0]:
-            self.first = (key, self.rig.now_s) if key is not None else None  # type: ignore[assignment]
-        if self.first is not None and first is not None and first.stage is Stage.IN_LINE:
-            assert self.rig.now_s - self.first[1] < MAX_WAIT_S, "the first in line is held beyond the bound"
 
     @rule(kv_blocks=st.sampled_from([100, 100, 60]))
     def the_tables_are_refreshed(self, kv_blocks: int) -> None:

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 from serving import FORKING
 
-from continuum_lmcache.admission.controller import ROOMY_TIMES
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.retention.policies import POLICIES, Policy
 from continuum_lmcache.types import QueueEntry, Retention
@@ -283,7 +282,6 @@ def test_agents_traces_run_live_over_lmcaches_server_with_a_dram_that_holds_ever
     assert len(cases) == 2 * 4 and {case.contender for case in cases} >= {STOCK, "continuum"}
     machine = machine_of(cases[0])
     contexts = [program.context_tokens for program in selection_of(cases[0]).programs(lambda _: None)]
-    assert WATERMARK * cases[0].dram_gb >= ROOMY_TIMES * machine.kv_gb
     assert cases[0].dram_gb * 1e9 > sum(contexts) * machine.kv_bytes_per_token
 
 

@@ -51,7 +51,7 @@ def standing(**changes):
         priority=0,
         program_arrival_s=100.0,
         turn_arrival_s=200.0,
-        queued_since_s=100.0,
+        program_since_s=100.0,
         attained_tokens=0,
     )
     return replace(base, **changes)
@@ -207,8 +207,8 @@ def test_fcfs_orders_by_the_turns_arrival_and_nothing_else():
 
 
 def test_a_program_keeps_its_place_across_turns():
-    old = standing(program_arrival_s=1.0, queued_since_s=1.0, turn_arrival_s=300.0)
-    new = standing(program_arrival_s=2.0, queued_since_s=2.0, turn_arrival_s=2.0)
+    old = standing(program_arrival_s=1.0, program_since_s=1.0, turn_arrival_s=300.0)
+    new = standing(program_arrival_s=2.0, program_since_s=2.0, turn_arrival_s=2.0)
     for policy in set(known()) - {"fcfs", "plas"}:
         assert first_of(policy, new, old) is old
     assert first_of("fcfs", new, old) is new
@@ -216,11 +216,11 @@ def test_a_program_keeps_its_place_across_turns():
 
 def test_continuum_orders_by_priority_then_preemption_then_pin_then_place():
     rising = [
-        standing(priority=-1, queued_since_s=9.0),
-        standing(preempted=True, queued_since_s=8.0),
-        standing(pinned=True, queued_since_s=7.0),
-        standing(queued_since_s=5.0),
-        standing(queued_since_s=6.0),
+        standing(priority=-1, program_since_s=9.0),
+        standing(preempted=True, program_since_s=8.0),
+        standing(pinned=True, program_since_s=7.0),
+        standing(program_since_s=5.0),
+        standing(program_since_s=6.0),
     ]
     falling = list(reversed(rising))
     assert sorted(falling, key=POLICIES["continuum"].order) == rising

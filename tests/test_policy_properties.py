@@ -112,7 +112,7 @@ STANDINGS = st.builds(
     priority=st.integers(-3, 3),
     program_arrival_s=st.floats(0, 1e6),
     turn_arrival_s=st.floats(0, 1e6),
-    queued_since_s=st.floats(0, 1e6),
+    program_since_s=st.floats(0, 1e6),
     attained_tokens=st.integers(0, 10**7),
 )
 
@@ -124,6 +124,6 @@ def test_waiting_longer_never_sends_a_turn_back(policy, waiting, earlier_s):
         waiting,
         turn_arrival_s=min(waiting.turn_arrival_s, earlier_s),
         program_arrival_s=min(waiting.program_arrival_s, earlier_s),
-        queued_since_s=min(waiting.queued_since_s, earlier_s),
+        program_since_s=min(waiting.program_since_s, earlier_s),
     )
     assert order(earlier) <= order(waiting)

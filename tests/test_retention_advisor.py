@@ -87,21 +87,6 @@ def test_a_tier_counts_as_room_if_it_is_faster_than_computing(disk_s: float, is_
     assert made.cheap_tier_tokens() == (tokens if is_room else tokens // 2), "the largest of these"
 
 
-def test_older_programs_go_first_until_ended_programs_show_that_they_are_not_nearer_their_end() -> None:
-    made, published = (
-        RetentionAdvisor(ContinuumConfig(policy=policy)) for policy in ("continuum", "continuum-published")
-    )
-    assert made.favors_started(), "nothing is known"
-    for turns in (9, 10, 11, 12):  # as in Table 1
-        made.history.observe_program(turns)
-    assert made.favors_started()
-    for turns in (1, 2, 70, 3, 40, 5):  # as in real agents' traces
-        for each in (made, published):
-            each.history.observe_program(turns)
-    assert not made.favors_started()
-    assert published.favors_started(), "the paper keeps a program's place"
-
-
 def test_the_more_programs_do_not_come_back_the_sooner_one_is_not_expected_any_more() -> None:
     made, bash = advisor(10_000_000), ("bash",)
     for i in range(100):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,34 +188,6 @@ def test_a_program_keeps_its_place_across_turns(make: Make) -> None:
     assert bench.order[-3:] == [a, b, stranger]
 
 
-def takes_turns(bench: Bench) -> None:
-    """From now on: a tier has room for twice the GPU's cache, and older programs are not nearer their end."""
-    admission = bench.engine.admission
-    admission.capacity = replace(admission.capacity, tier_tokens=2 * admission.capacity.gpu_tokens)
-    admission.favors_started = lambda: False
-
-
-def test_where_started_programs_take_turns_the_turn_that_came_first_goes_first(make: Make) -> None:
-    bench = a_and_b_behind_a_prompt(make)
-    takes_turns(bench)
-    sent = []
-    for job, story in (("b", 2), ("c", 4), ("a", 1)):
-        sent.append(bench.send(job, prompt(48, story), is_last_step=True))
-        bench.now_s += 0.01
-    bench.run_until_idle()
-    assert bench.order[-3:] == sent
-
-
-def test_a_turns_place_is_fixed_when_it_comes(make: Make) -> None:
-    bench = a_and_b_behind_a_prompt(make)
-    b = bench.send("b", prompt(48, 2), is_last_step=True)
-    takes_turns(bench)
-    bench.now_s += 0.01
-    a = bench.send("a", prompt(48, 1), is_last_step=True)
-    bench.run_until_idle()
-    assert bench.order[-2:] == [b, a], "b waits by its program's arrival, which was before a's turn"
-
-
 def test_a_pinned_program_goes_before_an_older_one_without_a_pin(make: Make) -> None:
     bench = make(blocks=40, budget_tokens=64, max_pinned_share=0.12)
     bench.turn("old", prompt(96, 1))  # 6 blocks: over the budget of 4
@@ -334,20 +305,6 @@ def test_a_waiting_turn_takes_the_pin_of_a_later_program_that_waits_behind_it(ma
     first = bench.send("first", prompt(9 * BLOCK, 1), is_last_step=True)
     bench.step()
     assert bench.order[-1] == first
-    assert outcomes(bench) == {"reclaimed": 1, "reused": 1}
-    bench.run_until_idle()
-
-
-def test_where_programs_take_turns_the_pin_of_an_older_program_that_waits_behind_is_taken(make: Make) -> None:
-    """As above, with the order of the turns in place of the programs'."""
-    bench = two_pins_beside_a_running_turn(make)
-    takes_turns(bench)
-    second = bench.send("second", prompt(9 * BLOCK, 2), is_last_step=True)
-    bench.step()
-    assert second not in bench.order, "the first program's tool runs: its pin is honoured"
-    first = bench.send("first", prompt(9 * BLOCK, 1), is_last_step=True)
-    bench.step()
-    assert second in bench.order and first not in bench.order
     assert outcomes(bench) == {"reclaimed": 1, "reused": 1}
     bench.run_until_idle()
 

@@ -24,6 +24,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from continuum_lmcache import engine
+from continuum_lmcache.programs.program import Stage
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 from experiments.policies import setting
 
@@ -55,7 +56,7 @@ TURN = st.fixed_dictionaries(
 POLICIES = ("continuum", "static-ttl", "program-fcfs", "continuum", "static-ttl", "plas", "fcfs")
 CLASSES = st.sampled_from([ContinuumScheduler, ContinuumAsyncScheduler])
 
-COMMON = ("failed loads", "preempted", "takes turns", "held by admission") + tuple(
+COMMON = ("failed loads", "preempted", "yielded", "held by admission") + tuple(
     f"pins {outcome}" for outcome in ("reused", "expired", "reclaimed", "reset")
 )
 
@@ -70,12 +71,12 @@ class Machine(RuleBasedStateMachine):
     @initialize(
         cls=CLASSES,
         tier_blocks=st.sampled_from([0, 12, 96]),
-        favors_started=st.booleans(),
+        eta=st.sampled_from([0.0, 1.0]),
     )
-    def start(self, cls: Any, tier_blocks: int, favors_started: bool) -> None:
-        """Without `favors_started` the programs take turns where the tier has room."""
+    def start(self, cls: Any, tier_blocks: int, eta: float) -> None:
+        """With an eta of 0 programs give their places up sooner."""
         self.bench = TierBench(cls, self.model, BLOCKS, tier_blocks)
-        self.bench.engine.admission.favors_started = lambda: favors_started
+        self.bench.engine.admission.eta = lambda: eta
         self.story: dict[Any, list[int]] = {}  # a program's tokens so far
         self.stories = 0
 
@@ -183,7 +184,7 @@ class Machine(RuleBasedStateMachine):
     def step(self, seconds: float) -> None:
         taken["steps"] += 1
         self.bench.step(seconds)
-        taken["takes turns"] += not self.bench.engine.admission.oldest_program_first
+        taken["yielded"] += self.bench.engine.programs.in_stage[Stage.YIELDED]
         taken["held by admission"] += self.bench.engine.admission.is_waited_for
         check_books(self.bench)
 

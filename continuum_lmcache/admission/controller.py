@@ -1,12 +1,12 @@
-"""Decides which new programs may start. They wait in a line while the started programs fill the KV cache.
+"""Decides which programs have a place. The others wait in a line while the started ones fill the KV cache.
 
 A started program returns for its next turn and needs its context again. When the GPU and the tiers hold as
 much as they can, one more program makes all of them reload or recompute. In the line it needs no memory
 (admission by working set: P. J. Denning, CACM 11(5), 1968; for agents CONCUR, arXiv 2601.22705).
 
 Two limits: the active programs' KV must fit the GPU, that of all started ones the GPU or a tier (table.py).
-If a tier holds twice what the GPU does, only the second limit applies: programs take turns on the GPU
-(`oldest_program_first`). No clock: times are arguments. Nothing here moves a block.
+A program keeps its place for a slice. Once a turn has waited for `max_hold_s`, who has had a slice goes
+to the line's end (docs/decisions/0009). No clock: times are arguments. Nothing here moves a block.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from continuum_lmcache.programs.table import ProgramTable
 from continuum_lmcache.types import ProgramId
 
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
-ROOMY_TIMES = 2.0  # the GPU's cache; in a tier of 1.5 turn-taking costs 3 %, in 4 it gains (LOG.md)
+MOST_ETA = 0.75  # so a hold is at most four times as long
+SLICE_RELOADS = 3.0  # of all programs with a place: so at most a third of the time goes into reloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,14 @@ class KVCapacity:
 
 @dataclass(slots=True)
 class AdmissionController:
-    """The line of programs that wait to start, by priority and then by arrival."""
+    """The line of programs that wait for a place, by priority and then by arrival."""
 
     programs: ProgramTable
     capacity: KVCapacity
-    max_wait_s: float
+    max_hold_s: float  # a wait from which programs that have had their slice give their places up
+    eta: Callable[[], float] = lambda: 0.0  # of eq. 2: near 1 if who began earlier is nearer the end
     shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
-    favors_started: Callable[[], bool] = lambda: True  # whether programs that began earlier go first
     _line: list[tuple[int, float, ProgramId]] = field(default_factory=list)  # heap: priority, arrival
-    _first: tuple[ProgramId, float] | None = None  # first in line, and when it came
-    _first_since_s: float = 0.0
 
     def on_arrival(
         self,
@@ -56,13 +55,10 @@ class AdmissionController:
     ) -> None:
         """A turn of the program is here: it may run, or waits in the line until `admit` starts the program.
 
-        A started program waits only to start anew, and an `exempt` one never. `hashes`: of its prompt's whole
-        blocks.
+        A program with a place does not wait, nor an `exempt` one. `hashes`: of its prompt's whole blocks.
         """
-        is_started = program.stage in (Stage.ACTIVE, Stage.AWAY)
-        anew = program.stage is Stage.OVERDUE and program.starts_anew
         head = self.shared_prefixes.head(hashes)
-        if is_started or exempt or (program.turns and not anew):
+        if program.stage is Stage.AWAY or exempt:
             self.programs.queue_turn(program, prompt_tokens, head)
             return
         self.programs.line_up(now_s, program, prompt_tokens, priority, hashes)
@@ -84,16 +80,12 @@ class AdmissionController:
         """
         found: list[Program] = []
         while (program := self._next()) is not None:
-            first = (program.id, program.line_since_s)  # one that left and came back is another
-            if first != self._first:
-                self._first, self._first_since_s = first, now_s
-            need = self._need_tokens(program)
-            # what fits into no empty engine waits for nothing: many such hold up the line no longer than one
-            since_s = self._first_since_s if need <= self._most_tokens else program.line_since_s
-            is_let_in = idle or prompt_share < BUSY_SHARE or now_s - since_s >= self.max_wait_s
-            if not (is_let_in or need <= self.headroom_tokens):
+            need, waited_s = self._need_tokens(program), now_s - program.line_since_s
+            fits_never = need > self._most_tokens and waited_s >= self.max_hold_s  # waiting brings it nothing
+            if not (idle or prompt_share < BUSY_SHARE or fits_never or need <= self.headroom_tokens):
                 break
             heapq.heappop(self._line)
+            program.since_s = now_s
             head = self.shared_prefixes.head(program.prompt_hashes)
             self.programs.queue_turn(program, program.context_tokens, head)
             found.append(program)
@@ -110,18 +102,34 @@ class AdmissionController:
         """The largest forecast that fits beside the started programs; below 0 where they are too many."""
         programs = self.programs
         fits = programs.growth.forecasts_that_fit(self.capacity.gpu_tokens)
-        room = max(fits, self.capacity.tier_tokens) - programs.started_tokens
-        if self.oldest_program_first:
-            room = min(room, fits - programs.active_tokens)
-        return room - programs.heads.tokens
+        started_room = max(fits, self.capacity.tier_tokens) - programs.started_tokens
+        return min(started_room, fits - programs.active_tokens) - programs.heads.tokens
 
     @property
-    def oldest_program_first(self) -> bool:
-        """Whether turns wait in the order in which their programs came. If not, started programs take turns
-        on the GPU: a tier has room for many more of them, so a wait costs no KV, and nothing is gained by
-        ending those first that began first (docs/decisions/0009)."""
-        is_roomy = self.capacity.tier_tokens >= ROOMY_TIMES * self.capacity.gpu_tokens
-        return self.favors_started() or not is_roomy
+    def hold_s(self) -> float:
+        """How long a turn waits before programs give way to it: longer where these are nearly done."""
+        return self.max_hold_s / (1.0 - min(max(self.eta(), 0.0), MOST_ETA))
+
+    def slice_s(self, reload_s: float) -> float:
+        """How long a program keeps its place though others wait, by PrefillReload of its context.
+
+        Each of n programs with a place gives it up once a slice. So reloads take n * `reload_s` a slice.
+        """
+        return SLICE_RELOADS * reload_s * self.programs.started
+
+    def gives_up_place(self, now_s: float, program: Program, reload_s: float, oldest_wait_s: float) -> bool:
+        """Whether a program whose turn ends gives its place up. `oldest_wait_s`: when the turn came that
+        waits longest, in the line or in the queue."""
+        is_waited_for = now_s - oldest_wait_s >= self.hold_s
+        return is_waited_for and now_s - program.since_s >= self.slice_s(reload_s)
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long a program that came now would wait for its place at most, beside the turns under way."""
+        programs, records = self.programs, self.programs.records.values()
+        placed = [p.reload_s for p in records if p.stage in (Stage.ACTIVE, Stage.AWAY)]
+        rounds = 1 + programs.in_stage[Stage.IN_LINE] // max(1, len(placed))
+        return self.hold_s + rounds * self.slice_s(max(placed, default=0.0))
 
     # -----------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class Stage(Enum):
     IN_LINE = "in line"  # its turn waits until the program may start
     ACTIVE = "active"  # its turn is queued, loading or running
     AWAY = "away"  # in a tool call, expected back until `expected_until_s`
+    YIELDED = "yielded"  # in a tool call; its slice is over, and others wait for its place
     OVERDUE = "overdue"  # in a tool call, and not expected back any more
 
 
@@ -48,17 +49,18 @@ class Program:
     tenant: str
     arrival_s: float
     seen_s: float
+    since_s: float  # when it got its place; its arrival where no program waits for one
     is_one_turn: bool = False  # a request without a program's name: it ends with its turn
     stage: Stage = Stage.IDLE
     turn: TurnId | None = None  # the live one
     is_waiting: bool = False  # that turn has not run yet
     # its finished turns
     turns: int = 0
-    called_tool: bool = False  # one of them, or one on another engine may have
     attained_tokens: int = 0  # computed for it so far
     tool: ToolKey = ()  # called by the last one
     finished_s: float | None = None  # when that ended; None if a later one is here
     residency: Residency = NOWHERE  # of its context, below the GPU, when it ended
+    reload_s: float = 0.0  # PrefillReload of that context
     hashes: array[int] = field(default_factory=no_hashes)  # of its whole blocks
     # its place in admission's line
     priority: int = 0
@@ -71,7 +73,6 @@ class Program:
     counted: Counted = NOT_COUNTED
     # its tool call
     expected_until_s: float = math.inf
-    starts_anew: bool = False  # it waits in the line again, once it was overdue
     counts_as_ended: bool = False  # while it is overdue: the statistics have its turns
 
     @property

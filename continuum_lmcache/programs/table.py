@@ -20,7 +20,7 @@ from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.programs.divergence import kept_hashes, no_hashes
 from continuum_lmcache.programs.program import NOT_COUNTED, Counted, Program, Stage
 from continuum_lmcache.programs.shared_prefixes import SharedPrefix, SharedPrefixesInUse
-from continuum_lmcache.types import NO_CALL, FinishedTurn, ProgramId, TurnId
+from continuum_lmcache.types import FinishedTurn, ProgramId, TurnId
 
 MOST_HASHES = 4_000_000  # of all programs, 32 MB; then the longest-idle ones lose theirs
 
@@ -49,7 +49,7 @@ class ProgramTable:
         """The program's record, a new one if it has none."""
         program = self.records.get(name)
         if program is None:
-            program = self.records[name] = Program(name, tenant, arrival_s, now_s, one_turn)
+            program = self.records[name] = Program(name, tenant, arrival_s, now_s, arrival_s, one_turn)
             self.in_stage[program.stage] += 1
             self.one_turn += one_turn
         return program
@@ -108,21 +108,23 @@ class ProgramTable:
         turn: FinishedTurn,
         hashes: Sequence[Hashable],
         expected_s: float,
-        starts_anew: bool,
+        reload_s: float = 0.0,
+        yields: bool = False,
     ) -> None:
         """The turn ended in a tool call, from which the program is expected back within `expected_s`.
-        `starts_anew`: later than that it waits in the line again. `hashes`: of the turn's whole blocks."""
+        `reload_s`: PrefillReload of its context. `yields`: it gives its place up. `hashes`: of the turn's
+        whole blocks."""
         self._end_turn(now_s, program)
         program.turns += 1
-        program.called_tool |= turn.tool != NO_CALL
         program.tool, program.finished_s, program.residency = turn.tool, now_s, turn.residency
         if program.ended_tokens:
             self.growth.add_turn(turn.context_tokens - program.ended_tokens)
         program.ended_tokens = program.context_tokens = turn.context_tokens
-        program.starts_anew, program.expected_until_s = starts_anew, now_s + expected_s
-        self.move(program, Stage.AWAY)
+        program.reload_s, program.expected_until_s = reload_s, now_s + expected_s
+        self.move(program, Stage.YIELDED if yields else Stage.AWAY)
         heapq.heappush(self._away, (program.expected_until_s, program.id))
-        if len(self._away) > 64 and len(self._away) > 2 * self.in_stage[Stage.AWAY]:  # most are back
+        away = self.in_stage[Stage.AWAY] + self.in_stage[Stage.YIELDED]
+        if len(self._away) > 64 and len(self._away) > 2 * away:  # most are back
             self._away = [entry for entry in self._away if self._is_away(*entry)]
             heapq.heapify(self._away)
         self._keep_hashes(program, kept_hashes(program.hashes, hashes))
@@ -180,6 +182,11 @@ class ProgramTable:
     # answers ---------------------------------------------------------------
 
     @property
+    def started(self) -> int:
+        """How many programs have a place."""
+        return self.in_stage[Stage.ACTIVE] + self.in_stage[Stage.AWAY]
+
+    @property
     def context_tokens(self) -> int:
         """Tokens that all programs have now, also those in line; a head in use counts once."""
         return self._own_tokens + self.heads.tokens
@@ -227,7 +234,9 @@ class ProgramTable:
     def _is_away(self, until_s: float, name: ProgramId) -> bool:
         """Whether the program has not come back since it was expected until then."""
         program = self.records.get(name)
-        return program is not None and program.stage is Stage.AWAY and program.expected_until_s == until_s
+        if program is None or program.stage not in (Stage.AWAY, Stage.YIELDED):
+            return False
+        return program.expected_until_s == until_s
 
     def _end_turn(self, now_s: float, program: Program) -> None:
         program.turn, program.is_waiting = None, False
@@ -249,4 +258,4 @@ class ProgramTable:
         self.records.move_to_end(program.id)
 
 
-UNCOUNTED = (Stage.IDLE, Stage.OVERDUE)
+UNCOUNTED = (Stage.IDLE, Stage.YIELDED, Stage.OVERDUE)

@@ -20,14 +20,11 @@ class Turn:
     program: Program
     fields: ProgramFields
     arrival_s: float
-    queued_since_s: float  # what program order sorts by: its program's arrival, or its own
-    may_run_s: float  # its arrival, or its program's start
     priority: int
     may_be_linked: bool = False  # without a name it may be a turn of a program
     link: ProgramLink | None = None  # to the turn that it continues, if it names no program
     has_all_input: bool = False  # of a streaming session whose client has no more
     refused_s: float | None = None  # when it was first in the queue and there were no blocks
-    overdue_s: float = math.inf  # its arrival, once it has waited for LONGEST_WAIT_S
     started_s: float | None = None
     first_token_s: float | None = None  # from its arrival
     gpu_tokens: int = 0  # of the prompt, found in vLLM's prefix cache
@@ -46,7 +43,7 @@ class Turn:
     @property
     def running_rank(self) -> tuple[bool, int, float, float]:
         """The order in which turns keep scarce memory. Last steps end soon, so they are first."""
-        return (not self.fields.is_last_step, self.priority, self.program.arrival_s, self.arrival_s)
+        return (not self.fields.is_last_step, self.priority, self.program.since_s, self.arrival_s)
 
     def queue_entry(self, preempted: bool, pinned: bool) -> QueueEntry:
         """The values that its place in the waiting queue may depend on."""
@@ -56,9 +53,8 @@ class Turn:
             priority=self.priority,
             program_arrival_s=self.program.arrival_s,
             turn_arrival_s=self.arrival_s,
-            queued_since_s=self.queued_since_s,
+            program_since_s=self.program.since_s,
             attained_tokens=self.program.attained_tokens,
-            overdue_s=self.overdue_s,
         )
 
 
@@ -87,6 +83,11 @@ class TurnTable(dict[TurnId, Turn]):
         for turn_id in [t for t in self.without_token if t in places and len(sampled[places[t]])]:
             self.without_token.discard(turn_id)
             self[turn_id].first_token_s = now_s - self[turn_id].arrival_s
+
+    @property
+    def oldest_wait_s(self) -> float:
+        """When the turn came that waits longest; infinite if none waits."""
+        return min((turn.arrival_s for turn in self.values() if turn.started_s is None), default=math.inf)
 
     def is_waiting(self, turn_id: TurnId) -> bool:
         """Whether the turn is in the queue and has not run yet."""

@@ -28,9 +28,8 @@ from continuum_lmcache.types import (
 TYPICAL_TOKENS = 20_000  # at this context, reloading and computing are compared
 CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
 EXPECTED_GAPS = 4.0  # times its mean gap: after that a program is no longer expected back
-LEAST_EXPECTED_S = 10.0
+LEAST_EXPECTED_S = 20.0
 MOST = 0.5  # of the programs that made a call
-LEAST_ETA = 0.5  # from here on programs that began earlier are near their end; tuned (LOG.md, 2026-11-24)
 COLD_GAP_S = 1.0  # without a known gap: Exp(1)'s mean, as in the paper's cold start
 
 
@@ -96,12 +95,6 @@ class RetentionAdvisor:
             gaps = min(EXPECTED_GAPS, math.log((1.0 - lost) / lost)) if lost > 0.0 else EXPECTED_GAPS
             expected_s = max(LEAST_EXPECTED_S, gaps * (own.distribution(tool).mean_s or COLD_GAP_S))
         return Outlook(evicts and lost > MOST, is_late, expected_s)
-
-    def favors_started(self) -> bool:
-        """Whether programs that began earlier go first for that alone: those with more turns done have fewer
-        left (eta of eq. 2), as Table 1's have. Of real agents' programs it hardly holds. Without admission
-        they always do."""
-        return not self.config.admission or self.history.eta >= LEAST_ETA
 
     def order(self, standing: QueueEntry) -> tuple[float, ...]:
         """A waiting turn's place: smallest first."""

@@ -109,7 +109,6 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         pool.num_gpu_blocks,
         scheduler.block_size,
         scheduler.hash_block_size,
-        residency.has_tiers,
     )
     blocks = GpuBlocks(scheduler.kv_cache_manager, scheduler.block_size)
     step_timer = StepTimer(advisor.rates, residency)

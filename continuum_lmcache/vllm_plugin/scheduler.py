@@ -28,6 +28,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from continuum_lmcache.admission.controller import BUSY_SHARE
 from continuum_lmcache.admission.prefill_chunk import PrefillChunkTuner
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.types import TurnId
@@ -63,6 +64,9 @@ class ContinuumMixin(Scheduler):
         self._chunks = PrefillChunkTuner(self.max_num_scheduled_tokens, self._step_timer.step_times)
         self._decodes_first = advisor.features.measured_chunk
         self._may_cut = self._may_cut_anywhere()
+        if self._decodes_first and self._may_cut and not self.scheduler_config.long_prefill_token_threshold:
+            half = self.max_num_scheduled_tokens // 2  # a short prompt runs beside a long one
+            self.scheduler_config.long_prefill_token_threshold = half
         self._prompts_last = False  # among the running ones, in this step
         self._had_prompts = False  # in the last step; without them the requests need no check
         self._idle_timer: IdleTimer | None = None
@@ -105,13 +109,17 @@ class ContinuumMixin(Scheduler):
             self._running_changed = decodes_first  # a finished prompt returns to its place
 
     def _choose_chunk(self) -> None:
-        """Schedule decodes before prompts, else an older program's prompt takes their share of the budget;
-        beside them as many prompt tokens as pay, by the times of earlier steps."""
+        """Schedule decodes before prompts, else older programs' prompts take their share of the budget.
+        Beside them as many prompt tokens as pay, by the times of earlier steps. vLLM's own budget while these
+        take little of the time and no turn waits for memory: then first tokens matter more."""
         if not self._decodes_first:
             return
         prompts = sum(request.is_prefill_chunk for request in self.running) if self._had_prompts else 0
         decoding, self._prompts_last = len(self.running) - prompts, prompts > 0
-        if self._may_cut:
+        is_busy = self._step_timer.prompt_share >= BUSY_SHARE or self._engine.is_memory_short
+        if self._may_cut and not is_busy:
+            self.max_num_scheduled_tokens = self._chunks.most_tokens
+        elif self._may_cut:
             waiting = sum(map(len, self._queues.values())) - self.num_waiting_for_streaming_input
             turns = (decoding, len(self.running), waiting, 1 + self.num_spec_tokens)
             self.max_num_scheduled_tokens = self._chunks.budget_tokens(*turns)

@@ -66,6 +66,7 @@ def totals_of(parts: EngineParts) -> Totals:
         **rate_totals(advisor.rates),
         "delay": {"": advisor.history.queue_delay_s},
         "held": {"": programs.in_stage[Stage.IN_LINE]},
+        "longest_wait": {"": engine.admission.longest_wait_s},
         "working_set": {"": programs.context_tokens},
         "gpu_capacity": {"": engine.kv_tokens},
         "lost_returns": dict(samples.lost_returns),

@@ -78,7 +78,12 @@ GAUGES = {  # the label's name last; "" where there is none
         "",
     ),
     "gpu_capacity": ("continuum_gpu_capacity_tokens", "Capacity of the GPU's KV cache in tokens", ""),
-    "held": ("continuum_programs_held", "New programs that wait in admission's line", ""),
+    "held": ("continuum_programs_held", "Programs that wait in admission's line for a place", ""),
+    "longest_wait": (
+        "continuum_longest_wait_seconds",
+        "How long a program that comes now waits for a place at most, beside the turns under way",
+        "",
+    ),
 }
 HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
     "ttl": ("continuum_ttl_seconds", "TTL of finished turns", "tool", TTL_BUCKETS_S),

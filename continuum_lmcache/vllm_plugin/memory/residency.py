@@ -23,7 +23,6 @@ class ResidencyLookup:
         self.times_loads = connector is None or isinstance(connector, TierStore)
         self.store = connector if isinstance(connector, TierStore) else TierStore()
         self.mode = "none" if connector is None else self.store.mode
-        self.has_tiers = bool(self.store.capacity_tokens())
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
         self.returned_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
 
