@@ -360,6 +360,17 @@ def test_a_program_in_line_is_judged_by_its_own_tokens_once_its_head_is_known() 
     assert at.programs.context_tokens == 40_000 + 3 * 4_000, "the first one too, from its next turn on"
 
 
+def test_a_program_keeps_the_hashes_of_its_prompt_only_while_it_waits_in_line() -> None:
+    """They are 32 bytes a block of a context, and a program's record lives for an hour."""
+    at = admission()
+    for program in (A, B):
+        at.on_arrival(0.0, program, 60_000, hashes=["a", "b"])
+    assert admitted(at) == [A]
+    assert not at.programs.records[A].prompt_hashes and at.programs.records[B].prompt_hashes == ["a", "b"]
+    at.remove_program(B)
+    assert not at.programs.records[B].prompt_hashes
+
+
 def test_while_prompts_leave_time_one_program_at_a_time_starts_although_there_is_no_room() -> None:
     at = admission()
     at.on_arrival(0.0, A, 90_000, exempt=True)

@@ -59,6 +59,8 @@ class ProgramTable:
         self.in_stage[program.stage] -= 1
         self.in_stage[stage] += 1
         program.stage = stage
+        if stage is not Stage.IN_LINE:
+            program.prompt_hashes = ()  # else a long prompt's hashes would outlive its request
         before, now = program.counted, self._counted(program)
         program.counted = now
         self.heads.take(now.head)
@@ -203,8 +205,10 @@ class ProgramTable:
             has_turn = program.stage in (Stage.IN_LINE, Stage.ACTIVE)
             if (program.turn is not None) is not has_turn or program.is_waiting > has_turn:
                 raise InvariantError(f"program {program.id!r} is {program.stage.value}, turn {program.turn}")
-            if program.counted != (NOT_COUNTED if program.stage in UNCOUNTED else program.counted):
+            if program.stage in UNCOUNTED and program.counted != NOT_COUNTED:
                 raise InvariantError(f"program {program.id!r} is {program.stage.value} and counted")
+            if program.prompt_hashes and program.stage is not Stage.IN_LINE:
+                raise InvariantError(f"program {program.id!r} is {program.stage.value} and keeps a prompt")
         for name, summed, counted in (
             ("context tokens", self._own_tokens, sum(p.counted.context_tokens for p in programs)),
             ("started tokens", self.started_tokens, sum(p.counted.started_tokens for p in programs)),
