@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,9 @@ def test_what_is_written_into_the_header_is_read_again(turn: TurnName) -> None:
 def test_a_session_that_ray_read_itself_is_a_programs_name(text: str) -> None:
     turn = TurnName.parse(text)
     assert turn == TurnName(program=text) or str(turn) == text
+
+
+@pytest.mark.parametrize("field", [{"program": ["victim"]}, {"turns": -1}, {"rank": "0"}, {"age_s": "1"}])
+def test_a_name_of_another_type_or_below_zero_is_no_header_of_ours(field: dict[str, Any]) -> None:
+    text = json.dumps(asdict(TurnName("p")) | field)
+    assert TurnName.parse(text) == TurnName(program=text)

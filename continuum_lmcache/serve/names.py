@@ -19,7 +19,7 @@ import hmac
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs
@@ -80,16 +80,17 @@ class TurnName:
     age_s: float = 0.0  # since its first turn arrived
 
     def __str__(self) -> str:
-        return json.dumps(astuple(self))
+        return json.dumps(asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> TurnName:
         """The inverse of __str__; other text is a program's own name, as in X-Session-ID."""
         try:
-            found = cls(*json.loads(text))
-        except (ValueError, TypeError, RecursionError):
+            found = msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, RecursionError):
             return cls(program=text)
-        return found if str(found) == text else cls(program=text)
+        is_ours = min(found.rank or 0, found.turns, found.age_s) >= 0 and str(found) == text
+        return found if is_ours else cls(program=text)
 
 
 NO_TURN = TurnName(is_turn=False)
