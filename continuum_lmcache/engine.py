@@ -156,16 +156,7 @@ class Engine:
             name = ProgramId(f"{name}~")
         program = self.programs.add(now_s, name, new.tenant, now_s, one_turn=True)
         self.programs.add_turn(now_s, new.id, program)
-        turn = Turn(new.id, program, new.fields, now_s, new.priority, new.may_be_linked)
-        self.turns[turn.id] = turn
-        self.admission.on_arrival(
-            now_s,
-            program,
-            prompt.num_prompt_tokens,
-            new.priority,
-            prompt.block_hashes,
-            exempt=not (is_further and self.config.admission),
-        )
+        self._queue_or_line_up(now_s, program, new, prompt, None, exempt=not is_further)
 
     def _add_turn(
         self, now_s: float, name: ProgramId, new: NewTurn, prompt: HashedPrompt, link: ProgramLink | None
@@ -179,27 +170,40 @@ class Engine:
         if program.counts_as_ended:
             self.advisor.expect_again(program.tool, program.turns, program.tenant)
         self.programs.expect_again(program)
-        goes_on = program.stage is Stage.IDLE and (fields.turns > 0 or link is not None)  # not counted here
-        gap_s, tool = self.programs.add_turn(now_s, new.id, program), fields.last_tool or program.tool
+        # on another engine, or in a first turn that had no program's name
+        has_started = program.stage is Stage.IDLE and (fields.turns > 0 or link is not None)
+        gap_s = self.programs.add_turn(now_s, new.id, program)
         elsewhere = max(fields.turns, ended.turns if ended is not None else 0)
         if elsewhere > program.turns:
             program.turns = elsewhere
             gap_s = None  # it was elsewhere
         elif link is not None:
             program.turns = max(program.turns, 1)  # the first one had no program
+        self._queue_or_line_up(now_s, program, new, prompt, link, exempt=has_started)
+        tool = (fields.last_tool or program.tool) if gap_s is not None else ()
+        if gap_s is not None:
+            self.advisor.gaps.observe(tool, gap_s, program.tenant)
+        return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s, program.tenant)
+
+    def _queue_or_line_up(
+        self,
+        now_s: float,
+        program: Program,
+        new: NewTurn,
+        prompt: HashedPrompt,
+        link: ProgramLink | None,
+        exempt: bool,
+    ) -> None:
+        """The program's turn is here: it may run, or waits in the line. Nobody does without admission."""
+        self.turns[new.id] = Turn(new.id, program, new.fields, now_s, new.priority, new.may_be_linked, link)
         self.admission.on_arrival(
             now_s,
             program,
             prompt.num_prompt_tokens,
             new.priority,
             prompt.block_hashes,
-            exempt=not self.config.admission or goes_on,
+            exempt=exempt or not self.config.admission,
         )
-        self.turns[new.id] = Turn(new.id, program, fields, now_s, new.priority, link=link)
-        tool = tool if gap_s is not None else ()
-        if gap_s is not None:
-            self.advisor.gaps.observe(tool, gap_s, program.tenant)
-        return TurnArrived(now_s, name, new.id, prompt.num_prompt_tokens, tool, gap_s, program.tenant)
 
     def turn_ran(
         self, now_s: float, turn: Turn, prompt: HashedPrompt, served: Residency, uses_pin: bool

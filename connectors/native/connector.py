@@ -189,7 +189,10 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
         """Each transfer of a report, which has their sizes and the sum of their times."""
         return [
             KVTransfer(
-                *(Tier.DRAM, direction, round(size / self._bytes_per_token), int(size)),
+                Tier.DRAM,
+                direction,
+                tokens=round(size / self._bytes_per_token),
+                size_bytes=int(size),
                 duration_s=moved.time * size / moved.bytes,
             )
             for size in moved.sizes

@@ -1,4 +1,7 @@
-"""A model's shape by the keys of its config.json, and the shapes of well-known models."""
+"""A model's shape by the keys of its config.json, and the shapes of well-known models.
+
+Most of the latter were not yet compared with their config.json: give the doctor a path to be sure.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ need_mamba_block_aligned_split, resumed_req_ids, num_waiting_for_streaming_input
 Changed: prev_step_scheduled_req_ids, _inflight_prefills, failed_recving_kv_req_ids.
 Before a step, sorted: running; set: max_num_scheduled_tokens.
 Wrapped on the instance, while a step is scheduled: kv_cache_manager.allocate_slots.
-Replaced after __init__: every RequestQueue attribute.
+Replaced after __init__: every RequestQueue attribute. Set there, if vLLM's user has not set it:
+scheduler_config.long_prefill_token_threshold.
 """
 
 from __future__ import annotations
