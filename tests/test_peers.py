@@ -16,6 +16,7 @@ from experiments.client import Client
 from experiments.driver import Plan, run
 from experiments.offload_sweep import TIERS, Engine, Wanted, cases_of, main, wanted
 from experiments.peers import install, live, settings
+from experiments.sim.sessions import play
 from experiments.sweep import simulated
 from experiments.sweep.cases import AGENTINFER, MICHI, PEERS, ROUTER, ROUTER_WARM, Live, Point, SweepError
 from experiments.sweep.grids import Size
@@ -173,6 +174,16 @@ def test_a_peer_runs_in_virtual_time_and_gives_the_clock_back(contender: str) ->
     from agentinfer.scheduling import runtime
 
     assert runtime.time is time
+
+
+@IN_THE_SIMULATOR
+@pytest.mark.parametrize("contender", [AGENTINFER, ROUTER_WARM])
+def test_a_peers_sessions_that_leave_while_turns_run_leave_nothing_behind(contender: str) -> None:
+    """`play` checks blocks and requests once the clients have left."""
+    pool = tuple(Program(f"p{n}", 0.0, (TurnSpec(4_000, 4_000, 900, gap_s=None),)) for n in range(3))
+    setup = simulated.setup_of(replace(SMALL, contender=contender), pool)
+    ran = play(pool, setup, sessions=3, seed=1, end_s=20.0)
+    assert any(turn.tokens and not turn.ended_program for turn in ran.turns)
 
 
 @IN_THE_SIMULATOR

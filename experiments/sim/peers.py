@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
 
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.reload.cost_model import CostModel
@@ -84,6 +85,15 @@ def scheduler_class(policy: str) -> type[Scheduler]:
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             self.looked_s = self.clock()
             return super().schedule(*args, **kwargs)
+
+        def finish_requests(self, *args: Any) -> Any:
+            """agentinfer expects ids and clients, as older vLLM returns them; later ones return requests."""
+
+            def native(*args: Any) -> list[Any]:
+                found = Scheduler.finish_requests(self, *args)
+                return [(r.request_id, r.client_index) if isinstance(r, Request) else r for r in found]
+
+            return self._agentcache.finish_requests(self, *args, native)
 
         def next_due_s(self) -> float | None:
             """Its next deadline; None: it waits for an event."""
