@@ -25,8 +25,10 @@ from continuum_lmcache.reload.cards import (
     DISK_BYTES_PER_S,
     DISK_FIXED_S,
     STEP_S,
+    Card,
     assumed_costs,
 )
+from continuum_lmcache.reload.cost_model import CostModel
 from profiles.timing import rounded
 
 HERE = Path(__file__).resolve().parent
@@ -42,32 +44,8 @@ def derived(name: str) -> dict[str, Any]:
     card = CARDS[name]
     kv_bytes_per_token = 2 * LAYERS * KV_HEADS * HEAD_SIZE * VALUE_BYTES
     costs = assumed_costs(card, PARAMETERS, LAYERS * HIDDEN, kv_bytes_per_token)
-    compute = {
-        "per_token_s": rounded(costs.prefill.per_token_s),
-        "per_pair_s": rounded(costs.prefill.per_pair_s),
-    }
-    memory_bytes_per_s = card.memory_bytes_per_s * card.memory_share
-    copy = asdict(costs.dram)
-    disk = {"fixed_s": DISK_FIXED_S, "samples": 0}
     return {
-        "prefill": {"fixed_s": STEP_S, **compute, "samples": 0},
-        "dram": copy,
-        "ssd": {"bytes_per_s": DISK_BYTES_PER_S, **disk},
-        "kv_bytes_per_token": kv_bytes_per_token,
-        "chunk_tokens": CHUNK_TOKENS,
-        "step": {
-            "fixed_s": STEP_S,
-            "per_sequence_s": 0.0,
-            "per_token_s": compute["per_token_s"],
-            "least_linear_s": rounded(VALUE_BYTES * PARAMETERS / memory_bytes_per_s),
-            "half_rate_tokens": 0.0,
-            "per_pair_s": compute["per_pair_s"],
-            "per_cached_token_s": rounded(kv_bytes_per_token / memory_bytes_per_s),
-            "samples": 0,
-        },
-        "dram_store": dict(copy),
-        "ssd_store": {"bytes_per_s": DISK_WRITE_BYTES_PER_S, **disk},
-        "kv_tokens": KV_TOKENS[name],
+        **sections(card, costs, VALUE_BYTES * PARAMETERS, KV_TOKENS[name]),
         "provenance": {
             "measured": False,
             "device": name,
@@ -83,6 +61,37 @@ def derived(name: str) -> dict[str, Any]:
             "limits": "under about 200 tokens a prefill takes as long as reading the weights: only in step",
             "command": "python -m profiles.datasheets",
         },
+    }
+
+
+def sections(card: Card, costs: CostModel, weight_bytes: float, kv_tokens: int) -> dict[str, Any]:
+    """A profile without its provenance. `weight_bytes`: that a decode of one rank reads."""
+    compute = {
+        "per_token_s": rounded(costs.prefill.per_token_s),
+        "per_pair_s": rounded(costs.prefill.per_pair_s),
+    }
+    memory_bytes_per_s = card.memory_bytes_per_s * card.memory_share
+    copy = asdict(costs.dram)
+    disk = {"fixed_s": DISK_FIXED_S, "samples": 0}
+    return {
+        "prefill": {"fixed_s": STEP_S, **compute, "samples": 0},
+        "dram": copy,
+        "ssd": {"bytes_per_s": DISK_BYTES_PER_S, **disk},
+        "kv_bytes_per_token": costs.kv_bytes_per_token,
+        "chunk_tokens": CHUNK_TOKENS,
+        "step": {
+            "fixed_s": STEP_S,
+            "per_sequence_s": 0.0,
+            "per_token_s": compute["per_token_s"],
+            "least_linear_s": rounded(weight_bytes / memory_bytes_per_s),
+            "half_rate_tokens": 0.0,
+            "per_pair_s": compute["per_pair_s"],
+            "per_cached_token_s": rounded(costs.kv_bytes_per_token / memory_bytes_per_s),
+            "samples": 0,
+        },
+        "dram_store": dict(copy),
+        "ssd_store": {"bytes_per_s": DISK_WRITE_BYTES_PER_S, **disk},
+        "kv_tokens": kv_tokens,
     }
 
 

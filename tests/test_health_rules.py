@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.telemetry.findings import Severity
-from continuum_lmcache.telemetry.health_rules import ServerFigures, diagnose, summary
+from continuum_lmcache.telemetry.health_rules import (
+    ServerFigures,
+    between,
+    diagnose,
+    summary,
+    would_help,
+)
 
 HEALTHY = ServerFigures(
     policy="continuum",
@@ -88,7 +94,42 @@ def test_the_summary_says_whether_it_is_on_and_what_it_brings() -> None:
         "70% gpu, 4% dram, 26% computed. Pins: 16 taken, 13 reused. "
         "First tokens came after 0.25 s on average."
     )
-    assert summary(ServerFigures(finished_turns=9)) == "continuum is NOT on here."
+    assert summary(STOCK).startswith("continuum is NOT on here. Would it help? yes: 90% of the KV cache")
+    assert "too early to tell: 9 turns ended" in summary(ServerFigures(finished_turns=9))
+
+
+STOCK = ServerFigures(
+    waiting_turns=3,
+    kv_usage=0.9,
+    finished_turns=100,
+    preemptions=0,
+    queried_tokens=1000,
+    found_tokens=300,
+)
+
+
+@pytest.mark.parametrize(
+    ("figures", "answer"),
+    [
+        ({}, "yes"),
+        ({"kv_usage": 0.1, "preemptions": 6}, "yes"),
+        ({"queried_tokens": None, "found_tokens": None}, "yes"),  # prefix caching may be off
+        ({"found_tokens": 800}, "little"),
+        ({"waiting_turns": 0}, "no"),
+        ({"kv_usage": 0.7, "preemptions": 5}, "no"),
+        ({"finished_turns": 19}, "too early to tell"),
+    ],
+)
+def test_a_stock_server_shows_whether_continuum_would_help(figures: dict[str, Any], answer: str) -> None:
+    assert would_help(replace(STOCK, **figures))[0] == answer
+
+
+def test_between_two_looks_counts_grow_and_the_fuller_state_counts() -> None:
+    busy = replace(STOCK, finished_turns=150, preemptions=None, found_tokens=340, kv_usage=0.2)
+    seen = between(STOCK, busy)
+    assert (seen.finished_turns, seen.found_tokens, seen.queried_tokens) == (50, 40, 0)
+    assert (seen.kv_usage, seen.preemptions) == (0.9, None)
+    assert would_help(between(busy, STOCK))[0] == "too early to tell", "it has started anew"
 
 
 @given(st.sets(st.sampled_from([f.name for f in fields(ServerFigures)])))

@@ -1,6 +1,7 @@
-"""Checks a deployment before it starts, watches a running server, and reports on a recorded run.
+"""Says whether continuum would help, checks a deployment, watches a server, and reports on a recorded run.
 
     continuum-lmcache doctor MODEL --gpu h200 --lmcache lmcache.json
+    continuum-lmcache estimate http://127.0.0.1:8000
     continuum-lmcache status http://127.0.0.1:8000
     continuum-lmcache report run/ other-run/
 
@@ -24,10 +25,11 @@ from typer.exceptions import TyperException
 from continuum_lmcache import __version__
 from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
+from continuum_lmcache.console import estimate as estimates
 from continuum_lmcache.console import fleet as fleets
 from continuum_lmcache.console import status as statuses
 from continuum_lmcache.console.metrics_page import scrape
-from continuum_lmcache.errors import ContinuumError
+from continuum_lmcache.errors import ConfigError, ContinuumError
 from continuum_lmcache.recordings.figures import figures, summary
 from continuum_lmcache.recordings.reader import load
 
@@ -93,6 +95,26 @@ def doctor(
     else:
         doctor_output.show(found, Console(), explain)
     raise typer.Exit(0 if found.advisable else 1)
+
+
+@app.command()
+def estimate(
+    url: Annotated[str, typer.Argument(help="base URL of a stock vLLM server, under its usual load")] = "",
+    seconds: Annotated[float, typer.Option(min=1, help="between the two looks at /metrics")] = 60.0,
+    trace: Annotated[Path | None, typer.Option(help="in place of URL: a trace of your agents' runs")] = None,
+    model: Annotated[str, typer.Option(help="with --trace: as the doctor's MODEL")] = "",
+    gpu: Annotated[str, typer.Option(help="with --trace: a card, h100")] = "",
+    dram_gb: Annotated[float, typer.Option(min=0, help="with --trace: of LMCache, 0 for none")] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Whether continuum would help: yes, little, no, or too early to tell, and because of what."""
+    if bool(url) == (trace is not None):
+        raise ConfigError("give the URL of a server, or --trace with --model and --gpu")
+    if trace is not None:
+        options = ("--model", model, "--gpu", gpu, "--dram-gb", dram_gb, *(["--json"] if as_json else []))
+        raise typer.Exit(estimates.of_trace(trace, *options))
+    answer, because = estimates.of_server(url.rstrip("/").removesuffix("/v1"), seconds)
+    print(json.dumps({"answer": answer, "because": because}) if as_json else f"{answer}: {because}")
 
 
 @app.command()

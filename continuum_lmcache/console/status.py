@@ -50,6 +50,12 @@ def average(page: MetricsPage, name: str) -> float | None:
     return seconds / count if seconds is not None and count else None
 
 
+def found_tokens(page: MetricsPage, name: str) -> float | None:
+    """The prefix cache's hits on the GPU, and those of the connector below it."""
+    hits = [page.total(f"vllm:{place}{name}") for place in ("", "external_")]
+    return sum(filter(None, hits)) if hits[0] is not None else None
+
+
 def by(label: str) -> Callable[[MetricsPage, str], dict[str, float]]:
     return lambda page, name: page.by(name, label)
 
@@ -64,6 +70,8 @@ FIELDS: Mapping[str, tuple[str, Callable[[MetricsPage, str], Any]]] = {  # figur
     "pinned_share": ("continuum_pinned_blocks", share_of_blocks),
     "finished_turns": ("vllm:request_success_total", MetricsPage.total),
     "preemptions": ("vllm:num_preemptions_total", MetricsPage.total),
+    "queried_tokens": ("vllm:prefix_cache_queries_total", MetricsPage.total),
+    "found_tokens": ("prefix_cache_hits_total", found_tokens),
     "first_token_s": ("vllm:time_to_first_token_seconds", average),
     "prompt_tokens": ("continuum_prompt_tokens_total", by("tier")),
     "pins": ("continuum_pins_total", by("outcome")),

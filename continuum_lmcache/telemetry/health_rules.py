@@ -16,6 +16,8 @@ LOW_BATCH_TURNS = 8.0  # running turns below which a GPU idles
 PREEMPTION_SHARE = 0.05  # preemptions per finished turn
 LOST_SHARE = 0.2  # of the computed prompt tokens: a client could have avoided to lose them
 LEAST_TURNS = 20.0  # finished: with fewer, no rule about shares applies
+SHORT_OF_MEMORY = 0.75  # share of the KV blocks at which a long prompt that waits can wait for memory
+FOUND_SHARE = 0.8  # of the prompt tokens in the caches: little is left to gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class ServerFigures:
     pinned_share: float | None = None  # share of them that pins hold
     finished_turns: float | None = None
     preemptions: float | None = None
+    queried_tokens: float | None = None  # prompt tokens for which the prefix cache was asked
+    found_tokens: float | None = None  # of these found on the GPU or by the connector
     first_token_s: float | None = None  # mean
     prompt_tokens: Mapping[str, float] = field(default_factory=dict)  # by tier; "none": computed
     pins: Mapping[str, float] = field(default_factory=dict)  # by outcome; "taken" counts all
@@ -142,6 +146,46 @@ def ignored(seen: ServerFigures) -> Iterator[Finding]:
         )
 
 
+def between(first: ServerFigures, last: ServerFigures) -> ServerFigures:
+    """What `would_help` asks of a server between two looks: how counts grew, and the fuller state."""
+
+    def grown(name: str) -> float | None:
+        then, now = getattr(first, name), getattr(last, name)
+        return None if then is None or now is None else now - then
+
+    def larger(name: str) -> float | None:
+        seen = [value for value in (getattr(first, name), getattr(last, name)) if value is not None]
+        return max(seen, default=None)
+
+    return ServerFigures(
+        policy=last.policy,
+        waiting_turns=larger("waiting_turns"),
+        kv_usage=larger("kv_usage"),
+        finished_turns=grown("finished_turns"),
+        preemptions=grown("preemptions"),
+        queried_tokens=grown("queried_tokens"),
+        found_tokens=grown("found_tokens"),
+    )
+
+
+def would_help(seen: ServerFigures) -> tuple[str, str]:
+    """Whether continuum would speed up agents on this stock server: yes, little, no, or too early to tell;
+    and because of what."""
+    turns, usage, waiting = seen.finished_turns or 0.0, seen.kv_usage or 0.0, seen.waiting_turns or 0.0
+    if not seen.judged:
+        return "too early to tell", f"{turns:.0f} turns ended, and fewer than {LEAST_TURNS:.0f} say nothing"
+    preempted = seen.preemptions or 0.0
+    state = f"{usage:.0%} of the KV cache is in use, {waiting:.0f} turns wait, {preempted:,.0f} preemptions"
+    found = (seen.found_tokens or 0.0) / seen.queried_tokens if seen.queried_tokens else 0.0
+    state += f" for {turns:,.0f} turns, and {found:.0%} of the prompt tokens were found in the caches"
+    is_short = (usage >= SHORT_OF_MEMORY and waiting >= 1) or preempted > PREEMPTION_SHARE * turns
+    if is_short and found < FOUND_SHARE:
+        return "yes", f"{state}: memory is short. Only where requests are agents' turns, not single questions"
+    if is_short:
+        return "little", f"{state}: memory is short, but little is computed again"
+    return "no", f"{state}: memory is not short. Ask again at the busiest hour"
+
+
 RULES = (off, store_down, low_batch, preempting, small_tier, changed_prompts, ignored)
 
 
@@ -153,7 +197,7 @@ def diagnose(seen: ServerFigures) -> list[Finding]:
 def summary(seen: ServerFigures) -> str:
     """Whether continuum is on, and what it brings."""
     if not seen.policy:
-        return "continuum is NOT on here."
+        return "continuum is NOT on here. Would it help? {}: {}.".format(*would_help(seen))
     parts = [f"continuum is on: policy {seen.policy}, {seen.programs or 0:,.0f} programs known."]
     if total := sum(seen.prompt_tokens.values()):
         shares = ", ".join(
