@@ -19,6 +19,7 @@ from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.vllm_plugin import register
 from continuum_lmcache.vllm_plugin.hooks import engine_args
 from continuum_lmcache.vllm_plugin.hooks.engine_args import SCHEDULERS, adopt
+from experiments.server import reserved_port
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -162,6 +163,34 @@ def test_a_mistyped_setting_ends_the_start(model: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("CONTINUUM_POLICY", "continum")
     with pytest.raises(ConfigError, match="did you mean 'continuum'"):
         engine(model).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "sentence"),
+    [
+        ("MAX_TTLS", "unknown key CONTINUUM_MAX_TTLS .*did you mean CONTINUUM_MAX_TTL_S.*"),
+        ("PROFILE", "continuum.profile 3: .*No such file or directory: '3'"),
+    ],
+)
+def test_on_the_command_line_a_wrong_setting_ends_in_one_sentence_before_the_engine_starts(
+    model: Path, monkeypatch: pytest.MonkeyPatch, variable: str, sentence: str
+) -> None:
+    monkeypatch.setenv(f"CONTINUUM_{variable}", "3")
+    with pytest.raises(SystemExit) as ended:
+        parse("--model", str(model), "--scheduling-policy", "continuum").create_engine_config()
+    assert re.fullmatch(f"vllm: error: {sentence}", str(ended.value.code))
+
+
+def test_on_the_command_line_an_lmcache_server_must_answer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("connectors.lmcache_mp.autostart.START_S", 0.1)
+    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": reserved_port()}
+    file = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    given = ("--scheduling-policy", "continuum", "--kv-transfer-config", json.dumps(file))
+    with pytest.raises(SystemExit) as ended:
+        parse("--model", str(model), *given).create_engine_config()
+    assert "no LMCache server has answered at tcp://127.0.0.1:" in str(ended.value.code)
 
 
 def test_a_server_with_vllms_own_policy_is_stock_where_this_package_is_installed(model: Path) -> None:

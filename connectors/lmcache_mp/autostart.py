@@ -21,11 +21,13 @@ from lmcache.integration.vllm.mp_server_launcher import is_mp_server_autostart_e
 from vllm.logger import init_logger
 
 from connectors.lmcache_mp.server.command_line import HOST, leftover_pool, shm_name
+from connectors.lmcache_mp.settings import server_urls
 from connectors.lmcache_mp.translation import parse_server_args, port_of
 from continuum_lmcache.errors import ConfigError, ServerError
 
 logger = init_logger("vllm.continuum.lmcache")
 ANSWER_S = 10.0  # a server may be busy
+START_S = 60.0  # and may start at the same time as vLLM
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -49,6 +51,20 @@ def one_start(extra: Mapping[str, Any], is_first_worker: bool) -> Iterator[None]
                 yield
         except ConnectionError as error:
             raise ServerError(f"LMCache's server did not start, and said why above: {error}") from error
+
+
+def find_server(extra: Mapping[str, Any]) -> None:
+    """Wait for a server that somebody else starts, maybe at the same time. Raises ConfigError."""
+    if is_mp_server_autostart_enabled(extra):
+        return
+    given = server_urls(extra.get("lmcache.mp.server_urls") or "")
+    url = given[0] if given else f"{extra.get('lmcache.mp.host', 'localhost')}:{port_of(extra)}"
+    url = url if "://" in url else f"tcp://{url}"
+    if url.startswith("tcp:") and not is_mp_server_healthy(url, zmq.Context.instance(), START_S):
+        raise ConfigError(
+            f"no LMCache server has answered at {url} for {START_S:.0f} s; start one (docs/lmcache.md), "
+            "correct lmcache.mp.host or lmcache.mp.port, or set lmcache.mp.autostart to true"
+        )
 
 
 def _is_running(port: int) -> bool:

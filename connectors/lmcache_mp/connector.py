@@ -33,7 +33,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.kv_names import WeightsVersion, kv_fingerprint
-from connectors.lmcache_mp.autostart import one_start
+from connectors.lmcache_mp.autostart import find_server, one_start
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import ReadLeases
 from connectors.lmcache_mp.settings import with_defaults
@@ -84,6 +84,8 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
                 "after a sleep the KV cache has other memory, and LMCache 0.5.6's server goes on with the "
                 "old one; drop --enable-sleep-mode or lmcache.mp.use_vmm_api"
             )
+
+    find_server = staticmethod(find_server)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

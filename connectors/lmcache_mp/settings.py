@@ -55,7 +55,7 @@ def with_defaults(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     for name, reason in UNSUPPORTED.items():
         if given.get(name):
             raise ConfigError(f"{MP}{name}: {reason}")
-    if len(_server_urls(given.get("server_urls", ""))) > 1:
+    if len(server_urls(given.get("server_urls", ""))) > 1:
         raise ConfigError(f"{MP}server_urls names several servers; this connector supports one")
     ours = {name: value for name, value in OURS.items() if name not in given}
     return {**extra, **{MP + name: value for name, value in ours.items()}}, ours
@@ -73,7 +73,7 @@ def _refuse_unread(extra: Mapping[str, Any]) -> None:
     refuse_unknown(others, (), "", EXTRA)
 
 
-def _server_urls(value: Any) -> list[str]:
+def server_urls(value: Any) -> list[str]:
     urls = value.split(",") if isinstance(value, str) else value
     if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
         raise ConfigError(f"{MP}server_urls is {value!r:.80}; it must be text, or a list of texts")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import vllm
-import yaml
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -22,7 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from continuum_lmcache import __version__
 from continuum_lmcache.config import ContinuumConfig
 from continuum_lmcache.engine import Engine
-from continuum_lmcache.errors import ConfigError, ProfileError
+from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cards import assumed_costs, card_of
 from continuum_lmcache.reload.cost_model import UNMEASURED, CostModel, kv_bytes_per_token
 from continuum_lmcache.reload.model_shapes import EXPERTS_PER_TOKEN, parameters, shape
@@ -32,7 +31,7 @@ from continuum_lmcache.telemetry.samples import MetricSamples
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.vllm_plugin.files.durations_file import load_durations, save_durations
 from continuum_lmcache.vllm_plugin.files.recording_files import RecordingWriter
-from continuum_lmcache.vllm_plugin.hooks.engine_args import TOOL_PARSER
+from continuum_lmcache.vllm_plugin.hooks.engine_args import TOOL_PARSER, read_profile
 from continuum_lmcache.vllm_plugin.memory.gpu_blocks import GpuBlocks
 from continuum_lmcache.vllm_plugin.memory.residency import ResidencyLookup
 from continuum_lmcache.vllm_plugin.step_timer import StepTimer
@@ -155,10 +154,7 @@ def costs_of(config: ContinuumConfig, kv_bytes_per_token: int, on: VllmConfig) -
         logger.warning("continuum.profile is not set: reload costs are assumed, not measured")
         return assumed(kv_bytes_per_token, on)
     path = Path(config.profile)
-    try:
-        costs = CostModel.from_mapping(yaml.safe_load(path.read_text()), str(path))
-    except (OSError, yaml.YAMLError) as error:
-        raise ProfileError(f"continuum.profile {path}: {error}") from error
+    costs = read_profile(path)
     if not costs.measured:
         logger.warning("continuum.profile %s was not measured: its numbers are from data sheets", path)
     if costs.kv_bytes_per_token != kv_bytes_per_token:

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import yaml
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -26,7 +27,8 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.errors import ConfigError, ContinuumError, ProfileError
+from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.retention.policies import policy_named
 from continuum_lmcache.vllm_plugin.hooks import data_parallel, prometheus, request_fields
 
@@ -127,12 +129,17 @@ def with_scheduler(stock: Callable[..., VllmConfig]) -> Callable[..., VllmConfig
             return stock(self, *args, **kwargs)
         refuse(self.scheduler_cls is not None, "--scheduler-cls is given too; drop one of the two")
         self.scheduling_policy = "fcfs"
+        is_command = TOOL_PARSER[0] in vars(self)
         try:
             config = stock(self, *args, **kwargs)
+            prepare_connector(config, is_command)
+            adopt(config)
+        except ContinuumError as error:
+            if not is_command:
+                raise
+            raise SystemExit(f"vllm: error: {error}") from None  # a sentence, without a traceback
         finally:
             self.scheduling_policy = POLICY
-        prepare_connector(config)
-        adopt(config)
         # no field of vLLM's, so no hash of the compiled model has it; each engine's process gets it
         vars(config.scheduler_config).update({name: getattr(self, name, "") for name in TOOL_PARSER})
         return config
@@ -193,13 +200,24 @@ def load_settings(config: VllmConfig) -> ContinuumConfig:
     extra = transfer.kv_connector_extra_config if transfer is not None else {}
     settings = ContinuumConfig.load(extra, os.environ)
     policy_named(settings.policy)
+    if settings.profile:
+        read_profile(Path(settings.profile))
     return settings
 
 
-def prepare_connector(config: VllmConfig) -> None:
+def read_profile(path: Path) -> CostModel:
+    """The costs in a profile. Raises ProfileError."""
+    try:
+        return CostModel.from_mapping(yaml.safe_load(path.read_text()), str(path))
+    except (OSError, yaml.YAMLError) as error:
+        raise ProfileError(f"continuum.profile {path}: {' '.join(str(error).split())}") from error
+
+
+def prepare_connector(config: VllmConfig, waits: bool) -> None:
     """Replace LMCache's or vLLM's connector by our subclass, with its settings checked before engines start.
 
-    To use the stock one under this policy, name its module: then its path is set already.
+    To use the stock one under this policy, name its module: then its path is set already. `waits`: until
+    LMCache's server is up, where no worker starts it.
     """
     transfer, cache = config.kv_transfer_config, config.cache_config
     if transfer is None or transfer.kv_connector is None:
@@ -219,9 +237,11 @@ def prepare_connector(config: VllmConfig) -> None:
                 inner["kv_connector"],
                 OURS[inner["kv_connector"]][0],
             )
-    check = getattr(KVConnectorFactory.get_connector_class(transfer), "check_settings", None)
-    if check is not None:
+    connector = KVConnectorFactory.get_connector_class(transfer)
+    if (check := getattr(connector, "check_settings", None)) is not None:
         check(config)
+    if waits and (find := getattr(connector, "find_server", None)) is not None:
+        find(extra)
 
 
 def refuse(conflict: bool, reason: str) -> None:
