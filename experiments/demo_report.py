@@ -15,7 +15,6 @@ from experiments.server import fast_dtype
 from experiments.sweep.conditions import machine, versions, when
 from experiments.tables import (
     PINS,
-    RATIO,
     Rows,
     Summary,
     at,
@@ -51,13 +50,7 @@ ROWS: Rows = {
     **{f"pins {name}": at("pins", name) for name in PINS},
 }
 CUT = "programs cut off by the time limit"
-IN_README = (  # rows; experiments/records/demo has all of them
-    "job time mean, s",
-    RATIO,
-    "first token of a first turn, longest, s",
-    "first token of a later turn, longest, s",
-    CUT,
-)
+IN_README = ("job time mean, s", "first token of a later turn, longest, s", CUT)  # rows beside the sentence
 CUT_NOTE = "A program that was cut off counts with its time so far, which favours the slower."
 HELD = f"The pressure held, by what {FCFS.name} met:"
 
@@ -76,13 +69,15 @@ def scenario_words(found: Measured, scenario: Scenario) -> str:
 def write(paths: Paths, out: Path, console: Console) -> str:
     """Table, CSV and figure into `out`; the page, without its figure."""
     runs = {name: next(iter(load(found).values())) for name, found in paths.items()}
-    conclusion = f"{gains(runs)}\n\n{verdict(proportions(paths, runs))}"
+    is_cut = any(summary["cut_s"] for found in runs.values() for summary in found)
+    conclusion = f"{CUT_NOTE}\n\n" * is_cut + verdict(proportions(paths, runs))
     cut = {CUT: lambda summary: float(len(summary["cut_s"]))}
-    rows = comparison(runs, ROWS | (cut if any(s["cut_s"] for found in runs.values() for s in found) else {}))
+    rows = comparison(runs, ROWS | (cut if is_cut else {}))
+    console.print(gains(runs), style="bold", soft_wrap=True)
     console.print(plain(rows, caption(runs)))
     console.print(conclusion.replace("**", ""), soft_wrap=True)
     page = (
-        f"{caption(runs)}\n\n{machine()}; {versions()}; {fast_dtype()}; {when()}\n\n"
+        f"{gains(runs)}\n\n{caption(runs)}\n\n{machine()}; {versions()}; {fast_dtype()}; {when()}\n\n"
         f"{markdown(rows)}\n\n{conclusion}\n"
     )
     (out / "comparison.md").write_text(f"{page}\n![figure](comparison.png)\n")
@@ -119,21 +114,20 @@ def verdict(held: Sequence[Proportion]) -> str:
 
 
 def gains(runs: Runs) -> str:
-    """Ratios to the baseline in a sentence, and how much longer first turns wait."""
-    baseline, *others = runs
-    clauses = []
-    for name in others:
-        found = ratios(runs[baseline], runs[name])
-        ranged = f" ({shown(min(found))} to {shown(max(found))})" if len(found) > 1 else ""
-        clauses.append(f"over that of {name}: {statistics.median(found):.2f}{ranged}")
-    waits = ", ".join(
-        f"{shown(statistics.median(s['first_ttft_s']['max'] for s in found))} s with {name}"
-        for name, found in runs.items()
-    )
-    is_cut = any(summary["cut_s"] for found in runs.values() for summary in found)
+    """What the last contender brings over the first, and its price; medians over the seeds."""
+    stock, ours = list(runs)[0], list(runs)[-1]
+
+    def of(figure: str) -> list[str]:
+        read = ROWS[figure]
+        values = ([v for s in runs[who] if (v := read(s)) is not None] for who in (ours, stock))
+        return [shown(statistics.median(each)) for each in values]
+
+    ours_s, stock_s = of("job time mean, s")
+    wait_s, stock_wait_s = of("first token of a first turn, longest, s")
+    times = shown(statistics.median(ratios(runs[stock], runs[ours])))
     return (
-        f"Mean job time of {baseline} {', '.join(clauses)} (above 1: {baseline} is slower). "
-        f"The longest wait of a new program for its first token: {waits}." + f" {CUT_NOTE}" * is_cut
+        f"Agents finished {times} times as soon as with {stock} ({ours_s} s for {stock_s}). The price: a new "
+        f"agent waited up to {wait_s} s for its first token (up to {stock_wait_s} s with {stock})."
     )
 
 
@@ -154,7 +148,8 @@ def excerpt(page: str) -> str:
     rows = [number for number, line in enumerate(lines) if line.startswith("|")]
     head, body = lines[rows[0] : rows[0] + 2], [lines[number] for number in rows[2:]]
     kept = [*head, *(row for row in body if row.split("|")[1].strip() in IN_README)]
-    conditions = " ".join(f"{line.partition('; Python')[0]}." for line in lines[: rows[0]] if line)
+    said, *about = (line for line in lines[: rows[0]] if line)
+    conditions = " ".join(f"{line.partition('; Python')[0]}." for line in about)
     after = "\n".join(lines[rows[-1] + 1 :]).strip()
     if held:
         cut_note = f"{CUT_NOTE} " * (CUT_NOTE in after)
@@ -163,7 +158,7 @@ def excerpt(page: str) -> str:
         )
     else:
         words = f"{conditions}\n\n{after}"
-    return "\n".join([*kept, "", words]) + "\n"
+    return "\n".join([f"**{said}**", "", *kept, "", words]) + "\n"
 
 
 def filled(readme: str, page: str) -> str:

@@ -1,28 +1,47 @@
-"""The figure for the table: the distribution of job times, and the sources of the prompts' KV."""
+"""The pictures: dark blue is continuum, black is stock vLLM, all else is grey.
+
+python -m experiments.figures       README's picture, from experiments/records/figures/tiers.csv
+"""
 
 from __future__ import annotations
 
+import csv
+import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
 from experiments.tables import SOURCES, Summary, caption
 
 matplotlib.use("Agg")  # no display
 from matplotlib import pyplot as plt  # noqa: E402 (after the backend is chosen)
 from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 
+OURS, STOCK, OTHER = "#1b3a5b", "black", "0.6"
 LINES = ("-", "--", ":", "-.")  # told apart without colour
-FILLS = {  # light to dark as a token gets dearer, hatched so that neighbours differ in grey
-    "gpu": ("0.92", ""),
-    "dram": ("0.78", "//"),
-    "ssd": ("0.62", "xx"),
-    "offload": ("0.70", "//"),
-    "again": ("0.45", ".."),
-    "computed": ("0.30", ""),
+FILLS = {  # blue: kept, the darker the nearer; grey: new; black: lost and computed again
+    "gpu": ("#1b3a5b", ""),
+    "dram": ("#7f9bb8", "//"),
+    "ssd": ("#cfdae6", "xx"),
+    "offload": ("#7f9bb8", "//"),
+    "computed": ("0.8", ""),
+    "again": ("black", ""),
 }
+RECORDS = Path(__file__).parent / "records" / "figures"
+SHOWN = {"fcfs": "stock vLLM", "continuum-published": "the paper's policy", "continuum": "continuum"}
+
+
+def colour(label: str) -> str:
+    """By what served: "fcfs + LMCache" is stock vLLM's."""
+    name = label.partition(" ")[0].partition("+")[0]
+    return {"continuum": OURS, "fcfs": STOCK}.get(name, OTHER)
 
 
 def draw(runs: dict[str, list[Summary]], path: Path) -> list[Path]:
@@ -30,7 +49,11 @@ def draw(runs: dict[str, list[Summary]], path: Path) -> list[Path]:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     draw_job_times(left, runs)
     draw_sources(right, runs)
-    figure.suptitle(caption(runs), fontsize=9)
+    figure.supxlabel(caption(runs), fontsize=8)
+    return save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> list[Path]:
     written = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
     for target in written:
         figure.savefig(target, dpi=150)
@@ -39,30 +62,61 @@ def draw(runs: dict[str, list[Summary]], path: Path) -> list[Path]:
 
 
 def draw_job_times(axes: Axes, runs: dict[str, list[Summary]]) -> None:
-    """The share of programs finished within a time; all seeds of a label together."""
+    """The share of all programs that finished within a time, all seeds of a label together; where some were
+    cut off the curve ends below 1."""
     for index, (label, summaries) in enumerate(runs.items()):
-        times_s = np.sort([s for summary in summaries for s in summary["job_times_s"]])
-        if len(times_s):
-            shade = str(0.6 * index / max(1, len(runs) - 1))
-            axes.ecdf(times_s, label=label, linestyle=LINES[index % len(LINES)], color=shade, linewidth=2)
-    axes.set(xlabel="job time, s", ylabel="share of programs", xlim=(0, None), title="Job time")
+        cut = Counter(s for summary in summaries for s in summary.get("cut_s", []))
+        timed = Counter(s for summary in summaries for s in summary["job_times_s"])
+        times_s = sorted((timed - cut).elements())
+        shares = np.arange(len(times_s) + 1) / max(1, len(times_s) + cut.total())
+        style = {"linestyle": LINES[index % len(LINES)], "color": colour(label), "linewidth": 2}
+        if times_s:
+            axes.step([times_s[0], *times_s], shares, where="post", label=label, **style)
+    axes.set(xlabel="seconds since the agent began", ylabel="share of agents that have finished")
+    axes.set(xlim=(0, None), ylim=(0, 1.02), title="How long does an agent take?")
     if axes.lines:
-        axes.legend(loc="upper left", fontsize="small")
+        axes.legend(loc="lower right", fontsize="small")
 
 
 def draw_sources(axes: Axes, runs: dict[str, list[Summary]]) -> None:
-    """Prompt tokens by source, stacked; the mean over a label's seeds."""
-    labels = list(runs)
-    ticks = [textwrap.fill(label, 16) for label in labels]
-    bottoms = np.zeros(len(labels))
+    """Shares of the prompt tokens by source, stacked; over all seeds of a label."""
+    ticks = [textwrap.fill(label, 16) for label in runs]
+    every = [sum(map(Counter, (s["tokens_by_source"] for s in found)), Counter()) for found in runs.values()]
+    bottoms = np.zeros(len(runs))
     for source, (shade, hatch) in FILLS.items():
-        heights = np.array(
-            [np.mean([s["tokens_by_source"].get(source, 0) for s in runs[label]]) / 1000 for label in labels]
-        )
+        heights = np.array([100 * tokens[source] / max(1, tokens.total()) for tokens in every])
         if heights.any():
             name = SOURCES[source]
-            axes.bar(ticks, heights, 0.6, bottoms, label=name, color=shade, hatch=hatch, edgecolor="black")
+            axes.bar(ticks, heights, 0.6, bottoms, label=name, color=shade, hatch=hatch, edgecolor="white")
             bottoms += heights
-    axes.set(ylabel="prompt tokens, thousands", title="Where the KV came from")
+    axes.set(ylabel="% of the prompt tokens", title="Where does a prompt's KV come from?")
     if axes.patches:
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def draw_tiers(rows: Path, path: Path) -> list[Path]:
+    """Benefit left, price right, by where KV goes when the GPU is full; medians over the draws."""
+    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+    with rows.open() as file:
+        for row in csv.DictReader(file):
+            found.setdefault((row["setting"], row["contender"]), []).append(row)
+    settings = list(dict.fromkeys(setting for setting, _ in found))
+    figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    titles = {
+        "job_mean_s": "How long does an agent take?",
+        "ttft_max_s": "The longest wait for a first token?",
+    }
+    for axes, (column, title) in zip(panels, titles.items(), strict=True):
+        for index, (contender, label) in enumerate(SHOWN.items()):
+            places = np.arange(len(settings)) + 0.27 * (index - 1)
+            values = [[float(r[column]) for r in found[setting, contender]] for setting in settings]
+            bars = axes.bar(places, [median(v) for v in values], 0.25, color=colour(contender), label=label)
+            axes.bar_label(bars, fmt="{:,.0f}", fontsize=8)
+        axes.set_xticks(range(len(settings)), [textwrap.fill(setting, 18) for setting in settings])
+        axes.set(ylabel="seconds", title=title)
+    panels[0].legend(fontsize="small")
+    return save(figure, path)
+
+
+if __name__ == "__main__":
+    print(*draw_tiers(RECORDS / "tiers.csv", RECORDS / "benefit-and-price"), sep="\n")

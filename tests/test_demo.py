@@ -205,6 +205,10 @@ def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path)
     said = (tmp_path / "comparison.md").read_text()
     assert page in said and conditions.machine() in said
     assert "|  | fcfs + LMCache | continuum + LMCache |" in said and "| 1 | 1.5 |" in said
+    assert said.startswith(
+        "Agents finished 1.5 times as soon as with fcfs + LMCache (2 s for 3). The price: a new agent waited "
+        "up to 1 s for its first token (up to 1 s with fcfs + LMCache).\n"
+    )
     assert all((tmp_path / f"comparison.{kind}").exists() for kind in ("csv", "png", "svg"))
 
 
@@ -228,7 +232,9 @@ def test_the_readme_shows_the_chief_rows_of_the_demos_page_unedited():
 
 def test_pressure_that_did_not_hold_is_reported_in_the_readme_too():
     failed = "**The pressure did not hold**, by what fcfs met: ...\n\n- arrivals: 1.0 (**not 2**)\n"
-    page = f"caption\n\n|  | a |\n|---|---:|\n| job time mean, s | 1 |\n| pins taken | 2 |\n\n{failed}"
+    page = (
+        f"gain\n\ncaption\n\n|  | a |\n|---|---:|\n| job time mean, s | 1 |\n| pins taken | 2 |\n\n{failed}"
+    )
     shown = demo_report.excerpt(page)
     assert failed in shown and "job time mean" in shown and "pins taken" not in shown
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments.figures import draw
+from experiments.figures import OTHER, OURS, RECORDS, STOCK, draw, draw_job_times, draw_tiers, plt
 from experiments.summary import figures
 from experiments.tables import RATIO, SummaryError, comparison, load, main, markdown, shown, spread, write_csv
 
@@ -91,6 +91,22 @@ def test_the_csv_has_every_run_unrounded(runs, tmp_path):
 def test_the_figure_is_drawn_as_png_and_svg(runs, tmp_path):
     png, svg = draw(runs, tmp_path / "figure")
     assert png.read_bytes().startswith(b"\x89PNG") and "<svg" in svg.read_text()
+
+
+def test_a_curve_of_programs_that_were_cut_off_ends_below_one():
+    axes = plt.figure().subplots()
+    whole, cut = (
+        summary("continuum", 1, [1.0, 2.0]),
+        summary("fcfs", 1, [3.0, 4.0, 9.0, 9.0], cut_s=[9.0, 9.0]),
+    )
+    draw_job_times(axes, {"fcfs + LMCache": [cut], "continuum + LMCache": [whole], "other": [whole]})
+    assert [line.get_ydata()[-1] for line in axes.lines] == [0.5, 1.0, 1.0]
+    assert [line.get_color() for line in axes.lines] == [STOCK, OURS, OTHER]
+
+
+def test_readmes_figure_is_drawn_from_the_records(tmp_path):
+    png, svg = draw_tiers(RECORDS / "tiers.csv", tmp_path / "figure")
+    assert png.exists() and "<svg" in svg.read_text()
 
 
 def test_the_figure_is_drawn_without_finished_jobs_or_metrics_too(tmp_path):
