@@ -145,16 +145,6 @@ def test_what_does_not_fit_is_said_first_and_alone(command: Command) -> None:
     assert "KV budget" not in command("doctor", "Llama-3.1-70B", "--gpu", "H100", "--explain").out
 
 
-def test_another_version_than_those_checked_is_a_warning(
-    command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "continuum_lmcache.console.doctor.version", {"vllm": "0.29.1", "lmcache": "0.5.6"}.get
-    )
-    found = command("doctor", *H200, "--json").json
-    assert "vllm 0.29.1 is installed here" in [f["evidence"] for f in found["findings"]]
-
-
 def test_programs_and_gaps_come_from_a_recording(command: Command, tmp_path: Path) -> None:
     run = Run()
     run.turn("p", "p1", (0, 0, 1), prompt_tokens=1000)
@@ -477,41 +467,6 @@ def test_the_shape_estimate_of_llama_8b_is_its_published_size(tmp_path: Path) ->
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     found = shape_of(str(config_json(tmp_path, **shape, **heads)))
     assert found.weight_bytes / 2 == pytest.approx(8.03e9, rel=0.001)
-
-
-# a fleet's file ----------------------------------------------------------------
-
-RAY = Path(__file__).resolve().parent.parent / "docs" / "ray.yaml"
-
-
-def test_the_example_of_a_fleet_is_well(command: Command) -> None:
-    report = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", RAY, "--json").json
-    assert not [each for each in report["findings"] if each["name"].startswith("fleet")]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "named"),
-    [
-        ("host: 127.0.0.1", "host: 0.0.0.0", "fleet-public-address"),
-        ("host: 127.0.0.1", "host: 8.8.8.8", "fleet-public-address"),
-        ("names:middlewares", "names:nothing", "fleet-unnamed-turns"),
-        ("vllm: --scheduling-policy continuum", "vllm: --max-num-seqs 8", "fleet-stock-engines"),
-    ],
-)
-def test_what_is_wrong_with_a_fleets_file_is_reported(
-    command: Command, tmp_path: Path, old: str, new: str, named: str
-) -> None:
-    path = tmp_path / "ray.yaml"
-    path.write_text(RAY.read_text().replace(old, new))
-    report = command("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", path, "--json").json
-    assert [each["name"] for each in report["findings"] if each["name"].startswith("fleet")] == [named]
-
-
-@pytest.mark.parametrize("text", ["", "[1", "- 1", "applications: [{import_path: x:y}]", "applications: 3"])
-def test_what_is_no_fleets_file_is_refused_in_one_line(command: Command, tmp_path: Path, text: str) -> None:
-    path = tmp_path / "ray.yaml"
-    path.write_text(text)
-    assert str(path) in command.refused("doctor", "Llama-3.1-8B", "--gpu", "h200", "--ray", path)
 
 
 def test_a_mistyped_model_is_answered_with_the_nearest_known_one_in_any_case() -> None:

@@ -52,7 +52,6 @@ def test_a_sound_plan_is_not_objected_to() -> None:
         ({"costs": replace(COSTS, ssd=replace(SLOW, samples=0))}, "ssd-slower-than-recompute", Severity.NOTE),
         ({"costs": replace(COSTS, ssd=TransferRate(5e9, 0, 0))}, "not-measured", Severity.NOTE),
         ({"costs": None}, "no-profile", Severity.NOTE),
-        ({"profiled_bytes_per_token": 8192}, "profile-of-another-model", Severity.WARNING),
     ],
 )
 def test_each_objection_has_a_plan_that_earns_it(change: Any, name: str, severity: Severity) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,28 @@ def test_the_figures_come_as_json_without_a_page(command: Command, tmp_path: Pat
     (found, again) = command("report", run, run, "--json").json["runs"]
     assert found == again and found["pins"] == {"taken": 2, "reused": 1}
     assert found["summary"].startswith("3 programs") and not (tmp_path / "report.html").exists()
+
+
+def test_one_program_is_explained_by_its_events_and_decisions(command: Command, tmp_path: Path) -> None:
+    keep = replace(KEEP, benefit_s=1.5, reload_s=0.4)  # T * eta + PrefillReload, and the second alone
+    run = Run()
+    run.turn("a", "a1", (0, 1, 4), prompt_tokens=100, keep=keep)
+    run.unpinned(6, "a", PinEnd.REUSED)
+    run.turn("b", "b1", (1, 2, 3))
+    path = written(tmp_path, run.recorder)
+    ran = command("report", path, "--program", "a")
+    kinds = [line.split()[2] for line in ran.out.splitlines()]
+    assert kinds == ["Request_arrival", "waiting_to_running", "Request_departure", "pinned", "unpinned"]
+    for words in (
+        "4.000 s",
+        "ttl_s 3.0",
+        "probability 0.75",
+        "benefit_s 1.5",
+        "reload_s 0.4",
+        "outcome reused",
+    ):
+        assert words in ran.out
+    assert "no program 'c'" in command.refused("report", path, "--program", "c")
 
 
 def test_bad_input_ends_in_one_line(command: Command, tmp_path: Path) -> None:

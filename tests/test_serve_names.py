@@ -15,7 +15,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.console import fleet
 from continuum_lmcache.programs.identity import program_id
 from continuum_lmcache.programs.session_fields import TABLE
 from continuum_lmcache.serve.names import (
@@ -153,10 +152,10 @@ def test_a_turn_that_continues_a_stored_answer_stays_with_its_replica() -> None:
     assert (named.program, named.stays) == ("run", True)
 
 
-def test_the_doctor_the_example_and_the_application_agree_on_the_proxies_environment() -> None:
+def test_the_example_and_the_application_agree_on_the_proxies_environment() -> None:
     page = yaml.safe_load((ROOT / "docs" / "ray.yaml").read_text())
     given = page["controller_options"]["runtime_env"]["env_vars"]
-    assert given == ENVIRONMENT == fleet.ENVIRONMENT
+    assert given == ENVIRONMENT
     assert [each.cls for each in middlewares()] == [NameTurns]
 
 

@@ -40,7 +40,6 @@ class DeploymentPlan:
     demand: ExpectedLoad
     tiers: Mapping[Tier, int]  # tokens that DRAM and SSD hold
     concurrent_programs: int | None = None  # programs alive at the same time; None: not given
-    profiled_bytes_per_token: int | None = None  # of the profile's model; None: no profile
 
     @property
     def fits(self) -> int:
@@ -124,13 +123,6 @@ def _costs(plan: DeploymentPlan) -> Iterator[Finding]:
             )
     if not plan.costs.measured:
         yield note("not-measured", "at least one of the costs is from a data sheet", MEASURE)
-    if plan.profiled_bytes_per_token not in (None, plan.budget.bytes_per_token):
-        yield warning(
-            "profile-of-another-model",
-            f"the profile is of a model with {plan.profiled_bytes_per_token:,} B of KV a token; this one has "
-            f"{plan.budget.bytes_per_token:,} B on a rank",
-            f"prefill times are not this model's: {MEASURE}",
-        )
 
 
 def _gib(plan: DeploymentPlan, tokens: int) -> str:

@@ -31,9 +31,10 @@ from continuum_lmcache.console import status as statuses
 from continuum_lmcache.console.metrics_page import scrape
 from continuum_lmcache.errors import ConfigError, ContinuumError
 from continuum_lmcache.recordings.figures import figures, summary
-from continuum_lmcache.recordings.reader import load
+from continuum_lmcache.recordings.reader import load, story
 
 BAD_INPUT = 2
+SUPPORTED = {"vllm": "0.30 to 0.33", "lmcache": "0.5.5, 0.5.6"}
 PLUGIN = "continuum"  # its name among vLLM's plugins (pyproject.toml)
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
 
@@ -43,9 +44,9 @@ def show_versions(wanted: bool) -> None:
     if not wanted:
         return
     print(f"continuum-lmcache {__version__}")
-    for name in ("vllm", "lmcache"):
+    for name, supported in SUPPORTED.items():
         try:
-            print(name, metadata.version(name))
+            print(name, metadata.version(name), f"(supported: {supported})")
         except metadata.PackageNotFoundError:
             print(name, "is not installed here")
     chosen = os.environ.get("VLLM_PLUGINS")  # of these names only, vLLM loads plugins
@@ -83,7 +84,6 @@ def doctor(
     run: Annotated[Path | None, typer.Option(help="a recording, whose programs are to be served")] = None,
     context: Annotated[int | None, typer.Option(min=1, help="tokens of a program, without --run")] = None,
     programs: Annotated[int | None, typer.Option(min=1, help="alive at the same time")] = None,
-    ray: Annotated[Path | None, typer.Option(help="a Serve config file of a fleet (docs/ray.yaml)")] = None,
     explain: Annotated[bool, typer.Option(help="all findings and the arithmetic")] = False,
     as_json: Json = False,
 ) -> None:
@@ -146,9 +146,15 @@ def report(
     run: Annotated[Path, typer.Argument(help="a recording: file or directory (docs/recording.md)")],
     other: Annotated[Path | None, typer.Argument(help="a second one, shown beside it")] = None,
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("report.html"),
+    program: Annotated[
+        str, typer.Option(help="instead of a page, every event and decision of this one")
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """What happened in a recorded run, as one HTML page that needs no network; or in two, side by side."""
+    if program:
+        print(*story(run, program), sep="\n")
+        return
     runs = [load(path) for path in (run, other) if path is not None]
     if as_json:
         found = [{"name": one.name, "summary": summary(one), **figures(one)} for one in runs]

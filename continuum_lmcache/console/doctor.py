@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from continuum_lmcache.capacity import kv_budget, plan_check
 from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget
 from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad
-from continuum_lmcache.console import fleet
 from continuum_lmcache.console.lmcache_check import ConnectorSettings, checked, read
 from continuum_lmcache.console.machine_specs import MIB, MachineSpec, machine
 from continuum_lmcache.console.model_files import shape_of
@@ -20,13 +17,12 @@ from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.reload.cards import assumed_costs
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.reload.model_shapes import KV_BYTES, ModelShape
-from continuum_lmcache.telemetry.findings import Finding, Severity, note, warning
+from continuum_lmcache.telemetry.findings import Finding, Severity, note
 
 STEP_GIB = 2.0  # activations and CUDA graphs of an 8B model with vLLM's default batch, roughly
 TABLE1 = ExpectedLoad(
     "the mean of Continuum's Table 1, SWE-Bench; --context or --run give yours", (70_126,), assumed=True
 )
-VERSIONS = {"vllm": ("0.30.", "0.31.", "0.32.", "0.33."), "lmcache": ("0.5.5", "0.5.6")}
 NO_CONNECTOR = note(
     "no-connector",
     "no lmcache.json was given: there is no tier below the GPU, and LMCache's settings were not checked",
@@ -52,7 +48,6 @@ class DoctorQuery:
     run: Path | None = None
     context: int | None = None  # tokens of a program
     programs: int | None = None  # alive at the same time
-    ray: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +96,10 @@ def diagnosis(query: DoctorQuery) -> Diagnosis:
         demand(query),
         connector.tiers(kv.bytes_per_token * ranks) if connector else {},
         query.programs,
-        on.costs.kv_bytes_per_token if on.costs is not None else None,
     )
     found = (
         *plan_check.advice(plan),
         *(connector.findings if connector else [NO_CONNECTOR]),
-        *(fleet.of_config(query.ray) if query.ray is not None else ()),
-        *versions(),
     )
     in_order = sorted(found, key=lambda finding: list(Severity).index(finding.severity))
     return Diagnosis(plan, on, tuple(in_order))
@@ -155,15 +147,3 @@ def demand(query: DoctorQuery) -> ExpectedLoad:
         longest = (max(t.prompt_tokens + t.output_tokens for t in p.turns) for p in programs)
         return ExpectedLoad(query.run.name, tuple(longest))
     return ExpectedLoad("as given", (query.context,)) if query.context is not None else TABLE1
-
-
-def versions() -> Iterator[Finding]:
-    """Of vLLM and LMCache where the doctor runs, if they are installed there."""
-    for package, known in VERSIONS.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        if not found.startswith(known):
-            evidence = f"{package} {found} is installed here"
-            yield warning("version", evidence, f"take {known[0].rstrip('.')} to {known[-1].rstrip('.')}")

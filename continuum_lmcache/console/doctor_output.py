@@ -11,14 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from continuum_lmcache.capacity.break_even import break_even_tokens, linear_load_cost
+from continuum_lmcache.capacity.break_even import break_even_tokens
 from continuum_lmcache.console.doctor import Diagnosis
-from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.telemetry.findings import Finding, Severity
 from continuum_lmcache.types import Tier
 
 SCHEMA = 2
-CONTEXTS_TOKENS = (1_024, 8_192, 32_768)
 TIERS = (Tier.DRAM, Tier.SSD)
 STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
@@ -27,17 +25,6 @@ def holds(found: Diagnosis) -> dict[str, int]:
     """Tokens that each place holds."""
     plan = found.plan
     return {"gpu": plan.budget.tokens, **{tier.value: tokens for tier, tokens in plan.tiers.items()}}
-
-
-def seconds_at(found: Diagnosis, costs: CostModel) -> dict[int, list[float]]:
-    """For round contexts and the mean, within the window: seconds to compute, and to load from each tier."""
-    contexts = sorted({*CONTEXTS_TOKENS, found.plan.demand.mean_tokens})
-    loads = [linear_load_cost(costs, tier) for tier in TIERS]
-    return {
-        tokens: [costs.prefill_s(tokens), *(load.seconds(tokens) for load in loads)]
-        for tokens in contexts
-        if tokens <= found.plan.shape.window_tokens
-    }
 
 
 def as_json(found: Diagnosis) -> dict[str, Any]:
@@ -97,8 +84,6 @@ def show(found: Diagnosis, console: Console, explain: bool = False) -> None:
     titled("KV budget, one rank", arithmetic(found), console)
     mean = f"mean context {plan.demand.mean_tokens:,} tokens ({plan.demand.source})"
     titled(f"Programs that fit: {mean}", capacities(found), console)
-    if plan.costs is not None:
-        titled(f"Seconds to bring a context back ({found.costs_from})", times(found, plan.costs), console)
 
 
 def titled(title: str, table: Table, console: Console) -> None:
@@ -118,15 +103,6 @@ def capacities(found: Diagnosis) -> Table:
     table = headed("where", "tokens", "programs")
     for place, tokens in holds(found).items():
         table.add_row(place, f"{tokens:,}", f"{found.plan.programs_in(tokens):,}")
-    return table
-
-
-def times(found: Diagnosis, costs: CostModel) -> Table:
-    table = headed("tokens", "recompute", *(tier.value for tier in TIERS))
-    for tokens, seconds in seconds_at(found, costs).items():
-        table.add_row(f"{tokens:,}", *(f"{s:.4g}" for s in seconds))
-    table.add_section()
-    table.add_row("loading pays", "", *(in_words(break_even_tokens(costs, tier)) for tier in TIERS))
     return table
 
 

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import httpx
-import yaml
 
-from continuum_lmcache.console.metrics_page import TIMEOUT_S, inner
-from continuum_lmcache.errors import ConfigError, ServerError
-from continuum_lmcache.telemetry.findings import Finding, note, warning
+from continuum_lmcache.console.metrics_page import TIMEOUT_S
+from continuum_lmcache.errors import ServerError
+from continuum_lmcache.telemetry.findings import Finding, warning
 
-BUILD = "continuum_lmcache.serve.app:build"
-ENVIRONMENT = {  # of Ray's proxies, as in continuum_lmcache.serve.app: a test compares them
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "continuum_lmcache.serve.names:middlewares",
-    "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-continuum-turn",
-}
 FIGURES = ("report_age_seconds", "programs", "requests", "wait_seconds")  # of each replica
-LOOPBACK, EVERYWHERE = "127.0.0.1", ("0.0.0.0", "::")
-CONTINUUM = "--scheduling-policy continuum"
 
 
 def fleet_at(url: str) -> Mapping[str, Any] | None:
@@ -33,13 +24,12 @@ def fleet_at(url: str) -> Mapping[str, Any] | None:
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         raise ServerError(f"{url}/fleet: {answer.text[:200]}")
     try:
-        report = answer.json() if answer.is_success else None
-    except ValueError:
+        report: Mapping[str, Any] = answer.json()
+        numbers = [row[field] for row in report["replicas"] for field in FIGURES]
+        numbers.append(report["config"]["report_age_s"])
+    except (ValueError, LookupError, TypeError):
         return None
-    rows = report.get("replicas") if isinstance(report, dict) else None
-    numbers = [inner(row, field) for row in rows for field in FIGURES] if isinstance(rows, list) else [None]
-    limit_s = inner(report, "config", "report_age_s")
-    return report if all(isinstance(each, int | float) for each in (*numbers, limit_s)) else None
+    return report if answer.is_success and all(isinstance(one, int | float) for one in numbers) else None
 
 
 def findings(report: Mapping[str, Any]) -> Iterator[Finding]:
@@ -62,42 +52,6 @@ def findings(report: Mapping[str, Any]) -> Iterator[Finding]:
                 )
     if report.get("thrash"):
         yield warning("fleet-thrash", f"{report['thrash']} moves within the cooldown", "a bug: report it")
-
-
-def of_config(path: Path) -> Iterator[Finding]:
-    """Problems in a Serve config file. Raises ConfigError if it is not one."""
-    try:
-        page = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as why:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(why).split())}") from why
-    apps = inner(page, "applications")
-    listed = apps if isinstance(apps, list) else []
-    ours = [app for app in listed if inner(app, "import_path") == BUILD]
-    if not ours:
-        raise ConfigError(f"{path} has no application with import_path: {BUILD}")
-    host = str(inner(page, "http_options", "host") or LOOPBACK)
-    if host in EVERYWHERE or is_public(f"{host}:"):
-        yield warning(
-            "fleet-public-address",
-            f"http_options.host is {host}: the proxies listen there and require no API key",
-            "bind to a private address, or give vLLM --api-key",
-        )
-    given = inner(page, "controller_options", "runtime_env", "env_vars")
-    for name, value in ENVIRONMENT.items():
-        if inner(given, name) != value:
-            yield warning(
-                "fleet-unnamed-turns",
-                f"controller_options' env_vars have no {name}={value}",
-                "add it, or export it before each `ray start`: else only X-Session-ID names a program",
-            )
-    for app in ours:
-        options = str(inner(app, "args", "vllm") or CONTINUUM)
-        if CONTINUUM not in " ".join(options.replace("=", " ").split()):
-            yield note(
-                "fleet-stock-engines",
-                f"args.vllm has no {CONTINUUM}: {options}",
-                "add it: else no replica holds new programs back, and no turn's KV is pinned",
-            )
 
 
 def is_public(address: str) -> bool:

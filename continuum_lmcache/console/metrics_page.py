@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -83,13 +82,3 @@ def answer(url: str, path: str) -> httpx.Response:
     if response.status_code != httpx.codes.OK:
         raise ServerError(f"{url}{path}: HTTP {response.status_code}; is this a vLLM server's base URL?")
     return response
-
-
-def inner(outer: Any, *keys: str | int) -> Any:
-    """A value inside nested objects and lists; None if it, or one around it, is missing."""
-    for key in keys:
-        try:
-            outer = outer[key]
-        except (LookupError, TypeError):
-            return None
-    return outer

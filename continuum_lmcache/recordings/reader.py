@@ -8,12 +8,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.telemetry.recorder import FORMAT, META, Event
 
+TIMED = ("_time", "_to_running")  # ends of events' names
 FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?")
 FACTS = ("model", "policy", "machine", "versions")  # of the header
 SOURCES = {"GPU": "gpu_tokens", "DRAM": "dram_tokens", "disk": "ssd_tokens"}
@@ -175,6 +177,33 @@ def load(path: Path) -> Recording:
     about = {name: "".join(c for c in fact[:200] if c.isprintable()) for name, fact in facts.items()}
     dropped = sum(head["dropped"] for head in heads)
     return Recording(str(path), tuple(found), max(timed, key=lambda t: t[0])[0], about, dict(lost), dropped)
+
+
+def story(path: Path, program: str) -> Iterator[str]:
+    """A line for each event of a program: seconds since its first, and all that was recorded of it.
+
+    Raises TraceError for a program that is not there.
+    """
+    found = [each for file in files(path) for each in events(file, contents(file)) if each[0] == program]
+    timed = [(*next(iter(event.items()), ("", None)), event) for _, event, _ in found]
+    ordered = sorted(
+        (each for each in timed if each[0].endswith(TIMED) and is_number(each[1])), key=itemgetter(1)
+    )
+    if not ordered:
+        raise TraceError(
+            f"{path}: no program {program!r}; names are hashes, unless the server has continuum.record_ids: "
+            "the report's timeline lists them"
+        )
+    for kind, at_s, event in ordered:
+        yield f"{at_s - ordered[0][1]:10.3f} s  {kind.removesuffix('_time')}  {facts(event, kind)}".rstrip()
+
+
+def facts(event: Event, kind: str) -> str:
+    """An event's fields, with those of its decision."""
+    decision = event.get("retention")
+    flat = event | (decision if isinstance(decision, dict) else {})
+    shown = {name: value for name, value in flat.items() if name not in (kind, "retention")}
+    return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, "", []))
 
 
 def files(path: Path) -> list[Path]:

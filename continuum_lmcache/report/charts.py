@@ -15,7 +15,6 @@ from continuum_lmcache.report.timeline import STATES, Span, spans
 LETTERS = ("A", "B")
 LINES = ("solid", "dash")
 COLOURS = ("#1b3a5b", "#d9822b")
-SYMBOLS = ("circle", "diamond-open")
 LAYOUT = {
     "template": "plotly_white",
     "font": {"size": 12},
@@ -35,7 +34,6 @@ PATTERNS = ("", "/", "x", ".")
 PROGRAMS_SHOWN = 300
 ROW_PX = 16
 NAME_CHARS = 40
-FLOOR_S = 1e-3  # shorter times are drawn here: the axis is logarithmic, and a TTL may be 0
 
 
 def plain(text: str) -> str:
@@ -106,31 +104,6 @@ def shares(letter: str, line: str, colour: str, values_s: Sequence[float], legen
         showlegend=legend,
         mode="lines",
         line={"shape": "hv", "dash": line, "color": colour},
-    )
-
-
-def ttl_against_gap(runs: Sequence[Recording]) -> go.Figure:
-    """For each decision its TTL, and how long the program was away afterwards."""
-    figure = go.Figure()
-    largest_s = 1.0
-    for letter, colour, symbol, run in zip(LETTERS, COLOURS, SYMBOLS, runs, strict=False):
-        seen = [(t.gap_s, t.ttl_s, t.tool) for t in run.turns if t.gap_s is not None and t.ttl_s is not None]
-        largest_s = max([largest_s, *(seconds for gap_s, ttl_s, _ in seen for seconds in (gap_s, ttl_s))])
-        figure.add_scatter(
-            x=[max(gap_s, FLOOR_S) for gap_s, _, _ in seen],
-            y=[max(ttl_s, FLOOR_S) for _, ttl_s, _ in seen],
-            hovertext=[f"{plain(tool or 'no tool')}<br>gap {g:.3g} s, TTL {s:.3g} s" for g, s, tool in seen],
-            hoverinfo="text",
-            name=letter,
-            mode="markers",
-            marker={"color": colour, "symbol": symbol, "size": 8, "opacity": 0.7},
-        )
-    ends, line = [FLOOR_S, largest_s], {"color": "#999999"}
-    figure.add_scatter(x=ends, y=ends, mode="lines", line=line, name="TTL = gap", hoverinfo="skip")
-    figure.update_xaxes(title="the gap that followed, s", type="log")
-    figure.update_yaxes(title=f"TTL, s; 0 is drawn at {FLOOR_S:g}", type="log")
-    return figure.update_layout(
-        LAYOUT, title="TTL against the gap that followed (above the line: long enough)", height=420
     )
 
 

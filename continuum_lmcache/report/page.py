@@ -44,7 +44,6 @@ def page(runs: Sequence[Recording]) -> str:
             *timelines(runs),
             div(charts.first_tokens(runs), "first-tokens"),
             div(charts.prompt_sources(runs), "sources"),
-            div(charts.ttl_against_gap(runs), "ttl"),
             table(letters, [dict(rows(figures(run))) for run in runs]),
         ]
     )

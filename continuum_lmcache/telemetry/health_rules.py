@@ -149,22 +149,16 @@ def ignored(seen: ServerFigures) -> Iterator[Finding]:
 def between(first: ServerFigures, last: ServerFigures) -> ServerFigures:
     """What `would_help` asks of a server between two looks: how counts grew, and the fuller state."""
 
-    def grown(name: str) -> float | None:
-        then, now = getattr(first, name), getattr(last, name)
+    def grown(then: float | None, now: float | None) -> float | None:
         return None if then is None or now is None else now - then
 
-    def larger(name: str) -> float | None:
-        seen = [value for value in (getattr(first, name), getattr(last, name)) if value is not None]
-        return max(seen, default=None)
-
     return ServerFigures(
-        policy=last.policy,
-        waiting_turns=larger("waiting_turns"),
-        kv_usage=larger("kv_usage"),
-        finished_turns=grown("finished_turns"),
-        preemptions=grown("preemptions"),
-        queried_tokens=grown("queried_tokens"),
-        found_tokens=grown("found_tokens"),
+        waiting_turns=max(first.waiting_turns or 0.0, last.waiting_turns or 0.0),
+        kv_usage=max(first.kv_usage or 0.0, last.kv_usage or 0.0),
+        finished_turns=grown(first.finished_turns, last.finished_turns),
+        preemptions=grown(first.preemptions, last.preemptions),
+        queried_tokens=grown(first.queried_tokens, last.queried_tokens),
+        found_tokens=grown(first.found_tokens, last.found_tokens),
     )
 
 
