@@ -144,6 +144,12 @@ def test_each_query_asks_for_metrics_that_there_are() -> None:
         assert names(query) and names(query) <= there, query
 
 
+def test_each_panel_is_of_the_chosen_servers() -> None:
+    for query in asked():
+        metrics = re.findall(r"(?:continuum_|vllm:)\w+", query)
+        assert query.count('{instance=~"$instance"') == len(metrics), query
+
+
 def test_a_real_prometheus_parses_each_query(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
