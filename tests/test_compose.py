@@ -1,4 +1,4 @@
-"""docs/compose as far as a machine without Docker can tell: files, options, versions, ports and paths."""
+"""docs/compose and docs/kubernetes.yaml as far as a machine without Docker can tell: files and options."""
 
 from __future__ import annotations
 
@@ -61,3 +61,18 @@ def test_vllm_takes_the_command_in_the_versions_that_are_supported() -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(shlex.split(command)[1:])
     assert args.scheduling_policy == "continuum" and args.kv_transfer_config.kv_connector
     assert args.tool_call_parser in ToolParserManager.list_registered()
+
+
+def test_the_pods_options_are_vllms_and_its_volumes_are_there() -> None:
+    pytest.importorskip("vllm")
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    deployment, service = yaml.safe_load_all((FOLDER.parent / "kubernetes.yaml").read_text())
+    pod = deployment["spec"]["template"]
+    assert pod["metadata"]["labels"].items() >= service["spec"]["selector"].items()
+    [container] = pod["spec"]["containers"]
+    args = [arg.replace("/etc/continuum/", str(FOLDER.parents[1]) + "/") for arg in container["args"]]
+    assert make_arg_parser(FlexibleArgumentParser()).parse_args(args).scheduling_policy == "continuum"
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["spec"]["volumes"]}
