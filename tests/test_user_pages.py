@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md")),
-    *(ROOT / "docs" / f"{name}.md" for name in ("how-it-works", "results", "weight-updates")),
-    *(ROOT / "docs" / f"{name}.md" for name in ("lmcache", "fleet")),
-]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
 MOST_NUMBERS = 4
 WRITTEN_BY_A_COMMAND = re.compile(r"<!-- .*?-->.*?<!-- /.*?-->", re.DOTALL)
 NO_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|^    .*$|^\|.*$|^```.*?^```", re.MULTILINE | re.DOTALL)

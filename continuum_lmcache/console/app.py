@@ -111,8 +111,7 @@ def estimate(
     if bool(url) == (trace is not None):
         raise ConfigError("give the URL of a server, or --trace with --model and --gpu")
     if trace is not None:
-        options = ("--model", model, "--gpu", gpu, "--dram-gb", dram_gb, *(["--json"] if as_json else []))
-        raise typer.Exit(estimates.of_trace(trace, *options))
+        raise typer.Exit(estimates.of_trace(trace, "--model", model, "--gpu", gpu, "--dram-gb", dram_gb))
     answer, because = estimates.of_server(url.rstrip("/").removesuffix("/v1"), seconds)
     print(json.dumps({"answer": answer, "because": because}) if as_json else f"{answer}: {because}")
 
