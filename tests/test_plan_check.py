@@ -26,7 +26,6 @@ PLAN = DeploymentPlan(
     COSTS,
     ExpectedLoad("by hand", (40_000,)),
     {Tier.DRAM: 400_000, Tier.SSD: 800_000},
-    profiled_bytes_per_token=131_072,
 )
 
 
