@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from console import Command, metrics_server
 
-from continuum_lmcache.console import estimate
+from continuum_lmcache.console import app
 
 BEFORE = """vllm:kv_cache_usage_perc 0.5
 vllm:num_requests_waiting 0
@@ -29,7 +29,7 @@ vllm:external_prefix_cache_hits_total 100
 
 @pytest.fixture
 def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    monkeypatch.setattr(estimate.time, "sleep", lambda _s: None)
+    monkeypatch.setattr(app.time, "sleep", lambda _s: None)
     return Command(capsys)
 
 
@@ -51,7 +51,7 @@ def test_a_server_that_runs_continuum_is_sent_to_status(command: Command) -> Non
 def test_without_a_clone_a_trace_is_refused_with_what_to_do(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "SIMULATION", tmp_path / "estimate.py")
+    monkeypatch.setattr(app, "SIMULATION", tmp_path / "estimate.py")
     assert "git clone" in command.refused("estimate", "--trace", "my.jsonl", "--model", "Qwen3-8B")
     assert "give the URL" in command.refused("estimate")
 

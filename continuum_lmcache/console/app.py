@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -25,15 +27,20 @@ from typer.exceptions import TyperException
 from continuum_lmcache import __version__
 from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
-from continuum_lmcache.console import estimate as estimates
 from continuum_lmcache.console import fleet as fleets
 from continuum_lmcache.console import status as statuses
 from continuum_lmcache.console.metrics_page import scrape
 from continuum_lmcache.errors import ConfigError, ContinuumError
 from continuum_lmcache.recordings.figures import figures, summary
 from continuum_lmcache.recordings.reader import load, story
+from continuum_lmcache.telemetry.health_rules import between, would_help
 
 BAD_INPUT = 2
+SIMULATION = Path(__file__).parents[2] / "experiments" / "estimate.py"  # in a clone
+NO_SIMULATION = (
+    "a trace needs the simulator, which only a clone has: git clone this project's repository, run make "
+    "install in it, and give the same command as .venv/bin/continuum-lmcache"
+)
 SUPPORTED = {"vllm": "0.30 to 0.33", "lmcache": "0.5.5, 0.5.6"}
 PLUGIN = "continuum"  # its name among vLLM's plugins (pyproject.toml)
 app = typer.Typer(help=__doc__, pretty_exceptions_enable=False)
@@ -111,8 +118,18 @@ def estimate(
     if bool(url) == (trace is not None):
         raise ConfigError("give the URL of a server, or --trace with --model and --gpu")
     if trace is not None:
-        raise typer.Exit(estimates.of_trace(trace, "--model", model, "--gpu", gpu, "--dram-gb", dram_gb))
-    answer, because = estimates.of_server(url.rstrip("/").removesuffix("/v1"), seconds)
+        if not SIMULATION.is_file():
+            raise ConfigError(NO_SIMULATION)
+        options = ["--model", model, "--gpu", gpu, "--dram-gb", str(dram_gb)]
+        raise typer.Exit(
+            subprocess.run([sys.executable, SIMULATION, trace, *options], check=False).returncode
+        )
+    at = url.rstrip("/").removesuffix("/v1")
+    first = statuses.figures(scrape(at))
+    if first.policy:
+        raise ConfigError(f"{at} runs continuum; ask `continuum-lmcache status {at}` what it brings")
+    time.sleep(seconds)
+    answer, because = would_help(between(first, statuses.figures(scrape(at))))
     print(json.dumps({"answer": answer, "because": because}) if as_json else f"{answer}: {because}")
 
 

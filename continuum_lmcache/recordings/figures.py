@@ -20,8 +20,8 @@ def figures(run: Recording) -> dict[str, Any]:
     outcomes = Counter(pin.outcome for pin in pins)
     return {
         **run.about,
-        "start": at(run.start_s),
-        "end": at(run.end_s),
+        "start": formatdate(run.start_s, usegmt=True),
+        "end": formatdate(run.end_s, usegmt=True),
         "seconds": run.end_s - run.start_s,
         "programs": len(run.programs),
         "programs_complete": len(complete),
@@ -34,7 +34,6 @@ def figures(run: Recording) -> dict[str, Any]:
         "preemptions": sum(turn.preemptions for turn in turns),
         "pins": {"taken": len(pins), "reused": outcomes["reused"]},
         "pins_by_outcome": dict(outcomes.most_common()),
-        "pin_held_s": spread([(run.end_s if p.ended_s is None else p.ended_s) - p.taken_s for p in pins]),
     }
 
 
@@ -60,10 +59,6 @@ def first_tokens_s(run: Recording) -> dict[str, list[float]]:
 def sources(turns: Sequence[RecordedTurn]) -> dict[str, int]:
     """Prompt tokens by the source of their KV, when turns were first scheduled."""
     return {place: sum(turn.sources.get(place, 0) for turn in turns) for place in (*SOURCES, "computed")}
-
-
-def at(time_s: float) -> str:
-    return formatdate(time_s, usegmt=True)
 
 
 def count(number: int, what: str) -> str:
