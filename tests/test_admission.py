@@ -190,6 +190,16 @@ def test_no_wait_is_longer_than_the_bound_that_the_gauge_shows_and_the_turns_und
     assert longest_s <= bound_s + (1 + programs // fits) * (turn_s + 1)
 
 
+def test_the_gauge_looks_at_no_program_that_was_idle_for_longer_than_those_with_a_place() -> None:
+    """Records of overdue programs stay for an hour, up to 100,000 of them."""
+    at = admission()
+    at.on_arrival(0.0, A, 10, exempt=True)
+    at.on_pause(0.0, A, 10, expected_s=10.0, reload_s=0.5)
+    at.programs.records[B] = None  # type: ignore[assignment]
+    at.programs.records.move_to_end(B, last=False)
+    assert at.admission.longest_wait_s == HOLD_S + at.admission.slice_s(0.5)
+
+
 def test_a_program_that_left_the_line_and_comes_back_waits_anew() -> None:
     at = admission()
     at.on_arrival(0.0, A, 90_000, exempt=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.shared_prefixes import SharedPrefixIndex
@@ -126,10 +127,11 @@ class AdmissionController:
     @property
     def longest_wait_s(self) -> float:
         """How long a program that came now would wait for its place at most, beside the turns under way."""
-        programs, records = self.programs, self.programs.records.values()
-        placed = [p.reload_s for p in records if p.stage in (Stage.ACTIVE, Stage.AWAY)]
-        rounds = 1 + programs.in_stage[Stage.IN_LINE] // max(1, len(placed))
-        return self.hold_s + rounds * self.slice_s(max(placed, default=0.0))
+        programs, started = self.programs, self.programs.started
+        latest_first = reversed(programs.records.values())  # so it ends before thousands that are overdue
+        placed = (p.reload_s for p in latest_first if p.stage in (Stage.ACTIVE, Stage.AWAY))
+        rounds = 1 + programs.in_stage[Stage.IN_LINE] // max(1, started)
+        return self.hold_s + rounds * self.slice_s(max(islice(placed, started), default=0.0))
 
     # -----------------------------------------------------------------------
 
