@@ -31,9 +31,10 @@ class AdmissionRig:
         turns: int = 0,
         exempt: bool = False,
         hashes: Sequence[Hashable] = (),
+        tenant: str = "",
     ) -> bool:
         """Whether the turn may run at once. `turns`: of a program that ran elsewhere."""
-        program = self._arrived(now_s, name, one_turn=False)
+        program = self._arrived(now_s, name, one_turn=False, tenant=tenant)
         program.turns = max(program.turns, turns)
         self.admission.on_arrival(now_s, program, prompt_tokens, priority, hashes, exempt or turns > 0)
         return program.stage is Stage.ACTIVE
@@ -43,8 +44,8 @@ class AdmissionRig:
         program = self._arrived(0.0, name, one_turn=True)
         self.admission.on_arrival(0.0, program, prompt_tokens, hashes=hashes, exempt=True)
 
-    def _arrived(self, now_s: float, name: ProgramId, one_turn: bool) -> Program:
-        program = self.programs.add(now_s, name, "", now_s, one_turn)
+    def _arrived(self, now_s: float, name: ProgramId, one_turn: bool, tenant: str = "") -> Program:
+        program = self.programs.add(now_s, name, tenant, now_s, one_turn)
         self.programs.expect_again(program)
         self.programs.add_turn(now_s, TurnId(name), program)
         return program

@@ -141,53 +141,90 @@ def test_who_has_yielded_and_does_not_return_counts_as_ended() -> None:
 
 
 class Round:
-    """Programs of one size, without end. Turns take `turn_s`, tools nothing; `fits` programs have a place."""
+    """Programs of one size, without end. Turns take `turn_s`, tools nothing; `fits` programs have a place.
 
-    def __init__(self, programs: int, fits: int, turn_s: float, reload_s: float) -> None:
+    The last `few` programs are another tenant's, who comes later.
+    """
+
+    def __init__(self, programs: int, fits: int, turn_s: float, reload_s: float, few: int = 0) -> None:
         growth = AsTold()
         growth.add_turn(0)  # so a program needs what it has
         self.at = AdmissionRig(KVCapacity(fits * 1000 + 500), HOLD_S, growth)
         self.turn_s, self.reload_s = turn_s, reload_s
         self.ends = dict[ProgramId, float]()  # of the turns that run
         self.since = dict[ProgramId, float]()  # of those that wait
+        self.few = [ProgramId(f"few{n}") for n in range(few)]
         for n in range(programs):
             self.arrive(0.0, ProgramId(f"p{n}"))
+        for name in self.few:
+            self.arrive(1.0, name)
 
     def arrive(self, now_s: float, name: ProgramId) -> None:
         self.since[name] = now_s
-        if self.at.on_arrival(now_s, name, 1000):
+        if self.at.on_arrival(now_s, name, 1000, tenant="few" if name in self.few else ""):
             self.start(now_s, name)
 
     def start(self, now_s: float, name: ProgramId) -> float:
         self.ends[name] = now_s + self.turn_s
         return now_s - self.since.pop(name)
 
-    def step(self, now_s: float) -> float:
-        """Returns the longest wait of a turn that starts now."""
+    def step(self, now_s: float) -> dict[ProgramId, float]:
+        """The waits of turns that start now."""
         for name in [name for name, end_s in self.ends.items() if end_s <= now_s]:
             del self.ends[name]
             self.at.on_pause(now_s, name, 1000, expected_s=900.0, reload_s=self.reload_s)
             self.arrive(now_s, name)
         started = self.at.admit(now_s, idle=not self.ends)
-        return max((self.start(now_s, name) for name in started), default=0.0)
+        return {name: self.start(now_s, name) for name in started}
 
 
 @given(
     programs=st.integers(1, 40),
+    few=st.integers(0, 4),
     fits=st.integers(1, 8),
     turn_s=st.floats(1.0, 60.0),
     reload_s=st.sampled_from([0.0, 0.1, 2.0, 20.0]),
 )
 def test_no_wait_is_longer_than_the_bound_that_the_gauge_shows_and_the_turns_under_way(
-    programs: int, fits: int, turn_s: float, reload_s: float
+    programs: int, few: int, fits: int, turn_s: float, reload_s: float
 ) -> None:
-    run = Round(programs, fits, turn_s, reload_s)
+    run = Round(programs, fits, turn_s, reload_s, few)
     bound_s = longest_s = 0.0
     for tick in range(2000):
-        longest_s = max(longest_s, run.step(float(tick)))
+        longest_s = max([longest_s, *run.step(float(tick)).values()])
         bound_s = max(bound_s, run.at.admission.longest_wait_s)
     longest_s = max([longest_s, *(2000 - since_s for since_s in run.since.values())])
-    assert longest_s <= bound_s + (1 + programs // fits) * (turn_s + 1)
+    assert longest_s <= bound_s + (1 + (1 + bool(few)) * max(programs, few) // fits) * (turn_s + 1)
+
+
+def waits_of_few_s(programs: int) -> list[float]:
+    """In the hour of a tenant with two programs, beside another with so many."""
+    run, found = Round(programs, fits=4, turn_s=5.0, reload_s=2.0, few=2), list[float]()
+    for tick in range(3600):
+        found += [wait_s for name, wait_s in run.step(float(tick)).items() if name in run.few]
+    return [*found, *(3600 - since_s for name, since_s in run.since.items() if name in run.few)]
+
+
+def test_a_tenants_wait_does_not_grow_with_the_programs_of_another() -> None:
+    beside_ten, beside_hundred = waits_of_few_s(10), waits_of_few_s(100)
+    assert max(beside_hundred) <= max(beside_ten) < HOLD_S + SLICE_RELOADS * 2.0 * 4
+    assert len(beside_hundred) > 100
+
+
+def test_a_tenants_own_programs_are_served_in_their_order_and_those_that_left_cost_it_no_turn() -> None:
+    at = admission()
+    at.on_arrival(0.0, ProgramId("busy"), 90_000, exempt=True)
+    for n in range(6):
+        at.on_arrival(1.0 + n, ProgramId(f"p{n}"), 60_000)
+    at.on_arrival(9.0, A, 60_000, tenant="few")
+    for n in (0, 3):
+        at.remove_program(ProgramId(f"p{n}"))
+    served, place = [], ProgramId("busy")
+    for _ in range(5):
+        at.remove_program(place, finished_turns=1)
+        (place,) = admitted(at, 10.0)
+        served.append(place)
+    assert served == ["p1", A, "p2", "p4", "p5"]
 
 
 def test_the_gauge_looks_at_no_program_that_was_idle_for_longer_than_those_with_a_place() -> None:

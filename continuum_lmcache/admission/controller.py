@@ -12,6 +12,7 @@ to the line's end (docs/decisions/0009). No clock: times are arguments. Nothing 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -36,14 +37,15 @@ class KVCapacity:
 
 @dataclass(slots=True)
 class AdmissionController:
-    """The line of programs that wait for a place, by priority and then by arrival."""
+    """The line of programs that wait for a place: by priority, then tenants by turns, then by arrival."""
 
     programs: ProgramTable
     capacity: KVCapacity
     max_hold_s: float  # a wait from which programs that have had their slice give their places up
     eta: Callable[[], float] = lambda: 0.0  # of eq. 2: near 1 if who began earlier is nearer the end
     shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
-    _line: list[tuple[int, float, ProgramId]] = field(default_factory=list)  # heap: priority, arrival
+    _lines: OrderedDict[str, list[tuple[int, float, ProgramId]]] = field(default_factory=OrderedDict)
+    """By tenant, whose turn it is first: a heap by priority and arrival, not empty."""
 
     def on_arrival(
         self,
@@ -63,7 +65,7 @@ class AdmissionController:
             self.programs.queue_turn(program, prompt_tokens, head)
             return
         self.programs.line_up(now_s, program, prompt_tokens, priority, hashes)
-        heapq.heappush(self._line, (priority, now_s, program.id))
+        heapq.heappush(self._lines.setdefault(program.tenant, []), (priority, now_s, program.id))
         if not program.turns and not program.is_one_turn:
             self.programs.growth.add_first_prompt(max(0, prompt_tokens - head.tokens))
 
@@ -85,7 +87,7 @@ class AdmissionController:
             fits_never = need > self._most_tokens and waited_s >= self.max_hold_s  # waiting brings it nothing
             if not (idle or prompt_share < BUSY_SHARE or fits_never or need <= self.headroom_tokens):
                 break
-            heapq.heappop(self._line)
+            self._pop(program.tenant)
             program.since_s = now_s
             head = self.shared_prefixes.head(program.prompt_hashes)
             self.programs.queue_turn(program, program.context_tokens, head)
@@ -129,9 +131,12 @@ class AdmissionController:
         """How long a program that came now would wait for its place at most, beside the turns under way."""
         programs, started = self.programs, self.programs.started
         latest_first = reversed(programs.records.values())  # so it ends before thousands that are overdue
-        placed = (p.reload_s for p in latest_first if p.stage in (Stage.ACTIVE, Stage.AWAY))
-        rounds = 1 + programs.in_stage[Stage.IN_LINE] // max(1, started)
-        return self.hold_s + rounds * self.slice_s(max(islice(placed, started), default=0.0))
+        has_place = (p for p in latest_first if p.stage in (Stage.ACTIVE, Stage.AWAY))
+        placed = list(islice(has_place, started))
+        tenants = {*self._lines, *(program.tenant for program in placed)}
+        of_one = min(programs.in_stage[Stage.IN_LINE], max(map(len, self._lines.values()), default=0))
+        rounds = 1 + len(tenants) * of_one // max(1, started)
+        return self.hold_s + rounds * self.slice_s(max((p.reload_s for p in placed), default=0.0))
 
     # -----------------------------------------------------------------------
 
@@ -151,10 +156,19 @@ class AdmissionController:
 
     def _next(self) -> Program | None:
         """First in line; programs that left are skipped."""
-        while self._line:
-            _, arrival_s, name = self._line[0]
+        while self._lines:
+            tenant = min(self._lines, key=lambda name: self._lines[name][0][0])  # of equals the first
+            _, arrival_s, name = self._lines[tenant][0]
             program = self.programs.records.get(name)
             if program is not None and program.stage is Stage.IN_LINE and program.line_since_s == arrival_s:
                 return program
-            heapq.heappop(self._line)
+            self._pop(tenant, has_left=True)
         return None
+
+    def _pop(self, tenant: str, has_left: bool = False) -> None:
+        """The tenant's first in line has a place now, or has left. In the first case others go before it."""
+        heapq.heappop(self._lines[tenant])
+        if not self._lines[tenant]:
+            del self._lines[tenant]
+        elif not has_left:
+            self._lines.move_to_end(tenant)
