@@ -75,6 +75,7 @@ FIELDS: Mapping[str, tuple[str, Callable[[MetricsPage, str], Any]]] = {  # figur
     "first_token_s": ("vllm:time_to_first_token_seconds", average),
     "prompt_tokens": ("continuum_prompt_tokens_total", by("tier")),
     "pins": ("continuum_pins_total", by("outcome")),
+    "ttl_decisions": ("continuum_ttl_decisions_total", by("reason")),
     "working_set_tokens": ("continuum_working_set_tokens", MetricsPage.total),
     "tier_capacity_tokens": ("continuum_tier_capacity_tokens", by("tier")),
     "tier_store_up": ("continuum_tier_store_up", MetricsPage.least),

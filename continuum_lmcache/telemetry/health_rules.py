@@ -38,6 +38,7 @@ class ServerFigures:
     first_token_s: float | None = None  # mean
     prompt_tokens: Mapping[str, float] = field(default_factory=dict)  # by tier; "none": computed
     pins: Mapping[str, float] = field(default_factory=dict)  # by outcome; "taken" counts all
+    ttl_decisions: Mapping[str, float] = field(default_factory=dict)  # finished turns by their TTL's reason
     working_set_tokens: float | None = None  # of all contexts that are expected to continue
     tier_capacity_tokens: Mapping[str, float] = field(default_factory=dict)
     tier_store_up: float | None = None  # 1: LMCache's server answers
@@ -180,6 +181,12 @@ def would_help(seen: ServerFigures) -> tuple[str, str]:
     return "no", f"{state}: memory is not short. Ask again at the busiest hour"
 
 
+WHY_NOT_PINNED = {  # by the reason of a TTL; most often one of 0
+    "cold-start": "no tool gap is known yet, and to compute such a context again takes less than a second",
+    "cdf": "to load or compute the contexts again costs less than the gaps of their tools",
+    "returns-late": "most programs end with such a call, or stay away for long",
+    "yields": "programs gave their places up to others that waited",
+}
 RULES = (off, store_down, low_batch, preempting, small_tier, changed_prompts, ignored)
 
 
@@ -200,6 +207,9 @@ def summary(seen: ServerFigures) -> str:
         )
         parts.append(f"Prompt tokens by the source of their KV: {shares}.")
     parts.append(f"Pins: {seen.pins.get('taken', 0):,.0f} taken, {seen.pins.get('reused', 0):,.0f} reused.")
+    if seen.ttl_decisions and not seen.pins.get("taken"):
+        reason = max(seen.ttl_decisions, key=lambda name: seen.ttl_decisions[name])
+        parts.append(f"No turn was pinned: {WHY_NOT_PINNED.get(reason, reason)}.")
     if seen.first_token_s is not None:
         parts.append(f"First tokens came after {seen.first_token_s:.3g} s on average.")
     return " ".join(parts)
