@@ -164,10 +164,11 @@ mean_threshold = Policy(mean_threshold_ttl, pinned_first, PUBLISHED)
 plas = Policy(no_retention, least_attained_service, PUBLISHED)
 infercept = Policy(infercept_ttl, program_order, PUBLISHED)
 three_way = Policy(three_way_ttl, pinned_first, PUBLISHED)
+no_pins = Policy(no_retention, pinned_first)
 fixed_chunk = Policy(continuum, pinned_first, Features(measured_chunk=False))
 always_loads = Policy(static_ttl, pinned_first, replace(PUBLISHED, load_or_recompute=False))
 
-BASELINES = ("fcfs", "program-fcfs", "mean-threshold", "plas", "infercept", "three-way")
+BASELINES = ("fcfs", "program-fcfs", "mean-threshold", "plas", "infercept", "three-way", "no-pins")
 
 
 def known() -> list[str]:

@@ -5,10 +5,10 @@
     python -m experiments.switches load_or_recompute --regimes "slow disk" --ssd-gbps 0.2
     python -m experiments.switches                  # each switch in each regime: about an hour of a core
 
-A switch is one of the policy's Features, or a setting that is true or false. infer_programs is run with
-clients that name no program. In the simulator: an assumed A100 unless the regime has another machine, decode
-steps merged. The ratio is that of mean job times, off / on, seed by seed: above 1 the switch gains. Rows are
-printed as they end.
+A switch is one of the policy's Features, `pins`, or a setting that is true or false. infer_programs is run
+with clients that name no program. In the simulator: an assumed A100 unless the regime has another machine,
+decode steps merged. The ratio is that of mean job times, off / on, seed by seed: above 1 the switch gains.
+Rows are printed as they end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 from continuum_lmcache.config import KEYS
 from continuum_lmcache.retention.policies import Features
 from experiments.offload_sweep import seeds_of
-from experiments.policies import registered, without
+from experiments.policies import no_retention, registered, without
 from experiments.sim.engine import simulate
 from experiments.sim.result import Result
 from experiments.sweep.cases import Point
@@ -37,7 +37,8 @@ from experiments.sweep.goals import is_wanted, papers, swe
 from experiments.sweep.simulated import programs_of, setup_of
 
 FEATURES = tuple(f.name for f in fields(Features))
-SWITCHES = (*FEATURES, "infer_programs")
+PINS = "pins"
+SWITCHES = (*FEATURES, "infer_programs", PINS)
 WITHOUT = "without"  # a policy's name while its run lasts
 
 
@@ -67,8 +68,9 @@ def with_switches(point: Point, switches: Sequence[str], are_on: bool) -> Result
     if are_on:
         return simulate(programs, setup)
     features = [name for name in switches if name in FEATURES]
-    settings = dict.fromkeys((name for name in switches if name not in FEATURES), False)
-    with registered(WITHOUT, without(setup.policy, *features)):
+    settings = dict.fromkeys((name for name in switches if name not in (*FEATURES, PINS)), False)
+    policy = without(setup.policy, *features)
+    with registered(WITHOUT, replace(policy, retain=no_retention) if PINS in switches else policy):
         return simulate(programs, replace(setup, policy=WITHOUT, continuum={**setup.continuum, **settings}))
 
 
@@ -100,7 +102,7 @@ def chosen(names: str | None) -> Sequence[tuple[str, ...]]:
     if names is None:
         return [(name,) for name in SWITCHES]
     switches = tuple(names.split(","))
-    known = list(dict.fromkeys([*FEATURES, *(name for name, kind in KEYS.items() if kind == "bool")]))
+    known = list(dict.fromkeys([*FEATURES, PINS, *(name for name, kind in KEYS.items() if kind == "bool")]))
     for name in switches:
         if name not in known:
             raise typer.BadParameter(f"{name!r} is no switch; known: {', '.join(known)}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import typer
 
 from experiments.sweep.cases import Point
-from experiments.switches import SWITCHES, chosen, jobs, line, pair
+from experiments.switches import PINS, SWITCHES, chosen, jobs, line, pair
 
 
 def test_each_switch_is_tried_alone_or_those_that_are_named_together() -> None:
@@ -31,4 +33,6 @@ def test_both_runs_of_a_pair_are_of_one_seed_and_differ_in_the_switches_alone() 
     assert admission.ratio != 1.0
     joint = pair(point, ("admission", "priced_pins", "measured_chunk"), 3)
     assert joint.off not in (admission.off, joint.on), "the others are off too"
+    pins = pair(replace(point, programs=8), [PINS], 3)
+    assert pins.on.pins["taken"] > 0 and not pins.off.pins.get("taken")
     assert line("admission", [admission]).startswith(f"| admission | {admission.ratio:.3f}")

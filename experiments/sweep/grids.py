@@ -31,7 +31,7 @@ CONTENDERS = (
 )
 PEER_CONTENDERS = (STOCK, MICHI, AGENTINFER, *ROUTERS, "continuum-published", "continuum")
 FEW = (STOCK, "program-fcfs", "infercept", "continuum-published", "continuum")
-ABLATION = (STOCK, "program-fcfs", "static-ttl", "continuum-published", "continuum")  # each adds one part
+ABLATION = (STOCK, "program-fcfs", "static-ttl", "continuum-published", "no-pins", "continuum")
 DRAM_GB = 100.0  # the paper's, for an A100
 SLOW_DRAM_GB = 20.0  # in front of a disk
 TIERS = {"none": (0.0, 0.0), "DRAM": (1.5, 0.0), "DRAM, disk": (0.5, 4.0)}  # in sizes of the GPU's KV cache
