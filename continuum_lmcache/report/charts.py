@@ -14,7 +14,7 @@ from continuum_lmcache.report.timeline import STATES, Span, spans
 
 LETTERS = ("A", "B")
 LINES = ("solid", "dash")
-COLOURS = ("#1b3a5b", "#d9822b")
+OURS, OTHER = "#1b3a5b", "#8c8c8c"  # lines of continuum and of other policies
 LAYOUT = {
     "template": "plotly_white",
     "font": {"size": 12},
@@ -29,7 +29,7 @@ STATE_STYLES = {  # state -> colour, width of the bar
     "tool": ("#dfe4ea", 0.8),
     "pinned": ("#3c9d6d", 0.3),
 }
-FILLS = ("#1b3a5b", "#6f93b7", "#c9d6e3", "#d9822b")  # as many as there are sources
+FILLS = ("#1b3a5b", "#6f93b7", "#c9d6e3", "#8c8c8c")  # as many as there are sources
 PATTERNS = ("", "/", "x", ".")
 PROGRAMS_SHOWN = 300
 ROW_PX = 16
@@ -84,7 +84,8 @@ def first_tokens(runs: Sequence[Recording]) -> go.Figure:
     waits = [first_tokens_s(run) for run in runs]
     figure = make_subplots(rows=1, cols=len(waits[0]), subplot_titles=list(waits[0]))
     for column, name in enumerate(waits[0], 1):
-        for letter, line, colour, found in zip(LETTERS, LINES, COLOURS, waits, strict=False):
+        for letter, line, run, found in zip(LETTERS, LINES, runs, waits, strict=False):
+            colour = OURS if run.about["policy"] == "continuum" else OTHER
             if found[name]:
                 figure.add_trace(shares(letter, line, colour, found[name], column == 1), row=1, col=column)
     figure.update_xaxes(title="seconds from arrival to first token", rangemode="tozero")

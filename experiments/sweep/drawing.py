@@ -1,4 +1,7 @@
-"""A figure as PNG and SVG: a panel per setting, a line per contender, a dot per seed. No colour is needed."""
+"""A figure as PNG and SVG: a panel per setting, a line per contender, a dot per seed.
+
+Dark blue is continuum, black stock vLLM, all else grey.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from statistics import median
 
 import matplotlib
 
+from experiments.figures import colour
 from experiments.sweep.plans import WORDS, Plan
 from experiments.sweep.readout import BySeed, Found, caption, panels, ratios
 from experiments.tables import spread
@@ -65,10 +69,10 @@ def draw(plan: Plan, pairs: Found, path: Path) -> list[Path]:
 def draw_panel(axes: Axes, panel: str, labels: dict[str, BySeed], plan: Plan) -> None:
     """A line per label, with a dot per seed; at the right edge its ratio to the baseline, seed by seed."""
     names, baseline = list(labels), labels.get(plan.baseline, {})
-    for at, by_seed in enumerate(labels.values()):
+    for at, (label, by_seed) in enumerate(labels.items()):
         values = list(by_seed.values())
-        axes.plot(values, [at] * len(values), "o", color="0.55", markersize=4, markeredgewidth=0)
-        axes.plot([median(values)], [at], "|", color="black", markersize=13, markeredgewidth=2)
+        axes.plot(values, [at] * len(values), "o", color=colour(label), markersize=4, markeredgewidth=0)
+        axes.plot([median(values)], [at], "|", color=colour(label), markersize=13, markeredgewidth=2)
         ratio = f" x{spread(ratios(baseline, by_seed))}" if baseline else ""
         axes.text(1, at, ratio, transform=axes.get_yaxis_transform(), fontsize=6, va="center")
     every = [value for by_seed in labels.values() for value in by_seed.values()]
