@@ -125,9 +125,10 @@ def gains(runs: Runs) -> str:
     ours_s, stock_s = of("job time mean, s")
     wait_s, stock_wait_s = of("first token of a first turn, longest, s")
     times = shown(statistics.median(ratios(runs[stock], runs[ours])))
+    words = stock.replace("fcfs +", "stock vLLM and")
     return (
-        f"Agents finished {times} times as soon as with {stock} ({ours_s} s for {stock_s}). The price: a new "
-        f"agent waited up to {wait_s} s for its first token (up to {stock_wait_s} s with {stock})."
+        f"Agents finished {times} times as soon as with {words} ({ours_s} s for {stock_s}). The price: a new "
+        f"agent waited up to {wait_s} s for its first token (up to {stock_wait_s} s with {words})."
     )
 
 

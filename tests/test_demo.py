@@ -206,8 +206,8 @@ def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path)
     assert page in said and conditions.machine() in said
     assert "|  | fcfs + LMCache | continuum + LMCache |" in said and "| 1 | 1.5 |" in said
     assert said.startswith(
-        "Agents finished 1.5 times as soon as with fcfs + LMCache (2 s for 3). The price: a new agent waited "
-        "up to 1 s for its first token (up to 1 s with fcfs + LMCache).\n"
+        "Agents finished 1.5 times as soon as with stock vLLM and LMCache (2 s for 3). The price: a new "
+        "agent waited up to 1 s for its first token (up to 1 s with stock vLLM and LMCache).\n"
     )
     assert all((tmp_path / f"comparison.{kind}").exists() for kind in ("csv", "png", "svg"))
 
