@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from connectors.tier_model.bandwidth_link import BandwidthLink
 from connectors.tier_model.lru_tier import chunk_names
-from connectors.tier_model.tier_spec import TierSpec
+from connectors.tier_model.tier_spec import GB, TierSpec
 from connectors.tier_model.two_tier_cache import TwoTierCache
 from continuum_lmcache.reload.tier_store import TierHit
 from continuum_lmcache.types import Tier
@@ -21,8 +21,9 @@ SLOW = 1e-6
 
 
 def a_store(dram_chunks: float, ssd_chunks: float = 0, **rates: float) -> TwoTierCache:
-    size = {"dram_bytes": dram_chunks * CHUNK * BYTES, "ssd_bytes": ssd_chunks * CHUNK * BYTES}
-    return TwoTierCache(TierSpec(BYTES, CHUNK, **size, **rates))
+    chunk_gb = CHUNK * BYTES / GB
+    spec = TierSpec(dram_chunks * chunk_gb, ssd_chunks * chunk_gb, CHUNK, **rates)
+    return TwoTierCache(spec, BYTES)
 
 
 def test_a_write_to_the_disk_is_not_there_before_it_ends() -> None:
@@ -52,7 +53,7 @@ def test_the_disk_serves_only_what_follows_the_run_in_dram() -> None:
     store.store(0.0, "abcdef"[:4])
     store.store(0.0, "xy")  # pushes a and b out of DRAM
     assert store.locate(0.0, "abcd") == TierHit(0, 4 * CHUNK)
-    store.ssd.forget("c")
+    del store.ssd.names["c"]
     assert store.locate(0.0, "abcd") == TierHit(0, 2 * CHUNK)
 
 
@@ -71,7 +72,7 @@ def test_loads_queue_on_their_links() -> None:
     assert store.load(0.0, "ab").done_s == 2.5
     assert store.load(1.0, "abc").done_s == 5.5
     assert store.load(9.0, "abc", gpu_tokens=2 * CHUNK).done_s == 10.5
-    assert store.dram.forget("b") and store.dram.forget("c")
+    del store.dram.names["b"], store.dram.names["c"]
     assert store.load(20.0, "abc").done_s == 20.0 + 2 * 2 + 3 + 0.5  # the disk, then one copy of all
     assert store.locate(20.0, "abc") == TierHit(3 * CHUNK, 0)
 

@@ -11,7 +11,6 @@ and executes each step's metadata. FakeConfig lists the settings.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,11 +19,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorWorkerMetadata,
 )
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import KVConnectorOutput
 
 from connectors.fake.config import FakeConfig
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
@@ -40,27 +37,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-UNLIMITED_CHUNKS = 1 << 50
-
-
-@dataclass
-class TransferReport(KVConnectorWorkerMetadata):
-    """What a step moved, sent from the workers to the scheduler."""
-
-    transfers: list[KVTransfer]
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> TransferReport:
-        """Ranks move their shares at the same time: bytes are summed, the slowest time counts."""
-        assert isinstance(other, TransferReport)
-        pairs = zip(self.transfers, other.transfers, strict=True)
-        return TransferReport(
-            [
-                replace(a, size_bytes=a.size_bytes + b.size_bytes, duration_s=max(a.duration_s, b.duration_s))
-                for a, b in pairs
-            ]
-        )
-
-
 class FakeConnector(TierStore, KVConnectorBase_V1):
     """vLLM's connector interface over `FakeSchedulerSide` or `FakeWorkerSide`, by its role."""
 
@@ -72,7 +48,6 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config, *args)
         self.config = FakeConfig.load(transfer_config(vllm_config).kv_connector_extra_config)
-        self._moved: list[KVTransfer] = []
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1:
             raise ConfigError(f"the model keeps {len(groups)} groups of KV; FakeConnector moves one alone")
@@ -83,7 +58,7 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
                 self.config, bytes_per_token, spec.block_size, time.monotonic, self.namer
             )
         else:
-            self.worker = FakeWorkerSide(self.config, spec.block_size)
+            self.worker = FakeWorkerSide(self.config.corrupt)
 
     # TierStore, in the scheduler
 
@@ -97,16 +72,14 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
         self.scheduler_side.load_selector = select
 
     def transfers(self) -> list[KVTransfer]:
-        """The transfers since the last call, oldest first: with `fake.sleep` by the rates, else timed."""
-        moved, self._moved = self._moved, []
-        return self.scheduler_side.store.transfers() if self.config.sleep else moved
+        """The transfers since the last call, oldest first, by the rates."""
+        return self.scheduler_side.store.transfers()
 
     def capacity_tokens(self) -> dict[Tier, int]:
         """The size of each tier; of a tier that several schedulers share, this one's part."""
-        spec = self.scheduler_side.store.spec
-        sizes = {Tier.DRAM: spec.dram_bytes, Tier.SSD: spec.ssd_bytes}
-        chunks = {name: int(min(spec.chunks(size), UNLIMITED_CHUNKS)) for name, size in sizes.items()}
-        return {name: n * self.config.chunk_tokens for name, n in chunks.items() if n}
+        store = self.scheduler_side.store
+        chunks = {Tier.DRAM: store.dram.capacity, Tier.SSD: store.ssd.capacity}
+        return {tier: int(n) * self.config.chunk_tokens for tier, n in chunks.items() if n}
 
     # the scheduler's side of vLLM's interface
 
@@ -126,10 +99,6 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self.scheduler_side.step(scheduler_output)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if isinstance(connector_output.kv_connector_worker_meta, TransferReport):
-            self._moved += connector_output.kv_connector_worker_meta.transfers
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, None]:  # noqa: ARG002
         self.scheduler_side.finished(request.request_id)
@@ -160,9 +129,6 @@ class FakeConnector(TierStore, KVConnectorBase_V1):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[None, set[str]]:  # noqa: ARG002
         return None, self.worker.take_loaded()
-
-    def build_connector_worker_meta(self) -> TransferReport:
-        return TransferReport(self.worker.take_transfers())
 
     @property
     def _metadata(self) -> FakeMetadata:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 from connectors.fake.config import FakeConfig
 from connectors.tier_model.lru_tier import ChunkName, Namer, chunk_names
 from connectors.tier_model.two_tier_cache import ActiveLoad, TwoTierCache
+from continuum_lmcache.config import require
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.load_policy import residency_of_offer
 from continuum_lmcache.reload.tier_store import LoadSelector
@@ -74,7 +75,13 @@ class FakeSchedulerSide:
         namer: Namer = chunk_names,
     ) -> None:
         self.config, self.block_tokens, self.clock, self.namer = config, block_tokens, clock, namer
-        self.store = TwoTierCache(config.tier_spec(bytes_per_token, block_tokens))
+        self.store = TwoTierCache(config, bytes_per_token)
+        require(
+            config.chunk_tokens % block_tokens == 0,
+            "fake.chunk_tokens",
+            config.chunk_tokens,
+            f"a multiple of the engine's blocks of {block_tokens} tokens: only whole blocks are moved",
+        )
         self.tracked: dict[str, TrackedRequest] = {}
         self.load_selector: LoadSelector | None = None  # None: load all that is found
         self._loads: list[LoadJob] = []

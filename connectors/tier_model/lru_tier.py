@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -38,7 +38,6 @@ class LruTier:
     capacity: float  # in chunks
     names: OrderedDict[ChunkName, None] = field(default_factory=OrderedDict)
     reserved: int = 0  # places reserved for unfinished writes
-    count: Counter[str] = field(default_factory=Counter)  # admitted, evicted, forgotten
 
     def make_room(self, keep: Collection[ChunkName] = ()) -> list[ChunkName] | None:
         """Evict until one more chunk fits, never from `keep`; None if that is impossible."""
@@ -48,29 +47,15 @@ class LruTier:
             if victim is None:
                 return None
             del self.names[victim]
-            self.count["evicted"] += 1
             evicted.append(victim)
         return evicted
-
-    def admit(self, name: ChunkName) -> None:
-        self.names[name] = None
-        self.count["admitted"] += 1
 
     def touch(self, hit: Sequence[ChunkName]) -> None:
         """Tail first, so that the head becomes the most recently used."""
         for name in reversed(hit):
             self.names.move_to_end(name)
 
-    def forget(self, name: ChunkName) -> bool:
-        if name not in self.names:
-            return False
-        del self.names[name]
-        self.count["forgotten"] += 1
-        return True
-
     def check(self, tier: str) -> None:
-        held, c = len(self.names), self.count
+        held = len(self.names)
         if held + self.reserved > self.capacity:
             raise InvariantError(f"{tier}: held({held}) + reserved({self.reserved}) > {self.capacity}")
-        if held != c["admitted"] - c["evicted"] - c["forgotten"]:
-            raise InvariantError(f"{tier}: held({held}) != admitted - evicted - forgotten {dict(c)}")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from connectors.tier_model.bandwidth_link import BandwidthLink
 from connectors.tier_model.lru_tier import ChunkName, LruTier
-from connectors.tier_model.tier_spec import TierSpec
+from connectors.tier_model.tier_spec import GB, TierSpec
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.reload.tier_store import KVTransfer, TierHit
 from continuum_lmcache.types import Tier
@@ -40,10 +40,10 @@ class ActiveLoad:
 class TwoTierCache:
     """Which chunks are in DRAM and on disk."""
 
-    def __init__(self, spec: TierSpec) -> None:
-        self.spec = spec
-        self.dram = LruTier(spec.chunks(spec.dram_bytes))
-        self.ssd = LruTier(spec.chunks(spec.ssd_bytes))
+    def __init__(self, spec: TierSpec, bytes_per_token: int) -> None:
+        self.spec, self.chunk_bytes = spec, spec.chunk_tokens * bytes_per_token
+        self.dram = LruTier(spec.dram_gb * GB // self.chunk_bytes)
+        self.ssd = LruTier(spec.ssd_gb * GB // self.chunk_bytes)
         self.pending: dict[ChunkName, float] = {}  # disk writes by when they end, soonest first
         self.to_gpu, self.from_gpu = BandwidthLink(spec.load_gbps), BandwidthLink(spec.store_gbps)
         self.disk_read = BandwidthLink(spec.ssd_load_gbps)
@@ -103,7 +103,7 @@ class TwoTierCache:
         for name in due:
             del self.pending[name]
             self.ssd.reserved -= 1
-            self.ssd.admit(name)
+            self.ssd.names[name] = None
         self._record(Tier.SSD, "store", due, self.disk_write.seconds(self._size(due)))
 
     def touch(
@@ -116,19 +116,17 @@ class TwoTierCache:
         self.ssd.touch(names[dram:end])
         return names[:dram], names[dram:end]
 
-    def forget(self, names: Iterable[ChunkName]) -> int:
-        """Drop chunks from every tier, with unfinished writes. Returns how many there were."""
-        known = [n for n in names if self.has(n)]
-        for name in known:
-            self.dram.forget(name)
-            self.ssd.forget(name)
+    def forget(self, names: Iterable[ChunkName]) -> None:
+        """Drop chunks from every tier, with unfinished writes."""
+        for name in names:
+            self.dram.names.pop(name, None)
+            self.ssd.names.pop(name, None)
             if self.pending.pop(name, None) is not None:
                 self.ssd.reserved -= 1
             self._evicted[name] = None
-        return len(known)
 
-    def clear(self) -> int:
-        return self.forget([*self.dram.names, *self.ssd.names, *self.pending])
+    def clear(self) -> None:
+        self.forget([*self.dram.names, *self.ssd.names, *self.pending])
 
     def has(self, name: ChunkName) -> bool:
         """Whether any tier has the chunk or writes it."""
@@ -160,7 +158,7 @@ class TwoTierCache:
         if evicted is None:
             return False
         self._evicted.update(dict.fromkeys(evicted))
-        self.dram.admit(name)
+        self.dram.names[name] = None
         return True
 
     def _promote(self, names: Sequence[ChunkName], keep: Collection[ChunkName]) -> None:
@@ -177,10 +175,10 @@ class TwoTierCache:
                 return
             self._evicted.update(dict.fromkeys(evicted))
             self.ssd.reserved += 1
-            self.pending[name] = self.disk_write.reserve(now_s, self.spec.chunk_bytes)
+            self.pending[name] = self.disk_write.reserve(now_s, self.chunk_bytes)
 
     def _size(self, names: Collection[ChunkName]) -> int:
-        return len(names) * self.spec.chunk_bytes
+        return len(names) * self.chunk_bytes
 
     def _record(
         self, tier: Tier, direction: str, names: Sequence[ChunkName], duration_s: float, turn: str = ""

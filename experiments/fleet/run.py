@@ -171,7 +171,7 @@ class FleetRun(Simulation):
         spec = replica.store.spec
         chunks = found_tokens // spec.chunk_tokens - has_tokens // spec.chunk_tokens
         now_s = self.clock.now_s
-        ready_s = self.links[replica.index].reserve(now_s, chunks * spec.chunk_bytes)
+        ready_s = self.links[replica.index].reserve(now_s, chunks * replica.store.chunk_bytes)
         self.found.copies_s.append(ready_s - now_s)
         replica.sent[turn.id].hit_tokens = found_tokens
         return ready_s

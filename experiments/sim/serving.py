@@ -136,7 +136,7 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     """
     tiers: dict[str, Any] = {"dram_gb": 0.0}
     if setup.tiers is not None:
-        tiers = {"sleep": True, **rates(setup.machine), **setup.tiers}  # timed, as a server's are
+        tiers = {**rates(setup.machine), **setup.tiers}
     extra = {f"fake.{key}": value for key, value in tiers.items()}
     if setup.policy not in (STOCK, *PEERS):
         chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")

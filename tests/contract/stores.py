@@ -21,10 +21,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from connectors.fake.config import GB, FakeConfig
+from connectors.fake.config import FakeConfig
 from connectors.fake.scheduler_side import FakeMetadata, FakeSchedulerSide
 from connectors.fake.worker_side import FakeWorkerSide
 from connectors.tier_model.lru_tier import chunk_names
+from connectors.tier_model.tier_spec import GB
 from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit
 from continuum_lmcache.types import Tier
 
@@ -78,7 +79,7 @@ class FakeStore:
         self.scheduler_side = FakeSchedulerSide(
             config, self.bytes_per_token, self.block_tokens, lambda: self.now_s
         )
-        self.worker = FakeWorkerSide(config, self.block_tokens)
+        self.worker = FakeWorkerSide()
         self.kv = {name: torch.zeros(self.blocks, self.block_tokens, dtype=torch.int64) for name in "ab"}
         self.worker.register(self.kv, self.blocks)
         self.ids = map(str, count())
@@ -113,7 +114,7 @@ class FakeStore:
         self.scheduler_side.store.forget(names[-(-kept_tokens // self.chunk_tokens) :])
 
     def transfers(self) -> list[KVTransfer]:
-        return self.worker.take_transfers()
+        return self.scheduler_side.store.transfers()
 
     def check(self) -> None:
         self.scheduler_side.store.check()
