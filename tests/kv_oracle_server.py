@@ -193,7 +193,7 @@ class SpanServer:
         held = [NumberedChange(self._tick, False, True, self.reported[last]) for last in self.chunks]
         reply = ChangesReply(
             *("epoch", self._tick, True, held, [], 1 << 40, 0, 1 << 40, LEASE_S, "blake3", self.now_s),
-            knows_all=self.knows_all,
+            *("", "", 1, self.knows_all),
         )
         return ServerModuleCallResponse(True, msgspec.msgpack.encode(reply), "")
 

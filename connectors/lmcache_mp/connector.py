@@ -311,7 +311,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._leases.on_admission(request.request_id)
+        self._leases.forget(request.request_id)
         self._declined.discard(request.request_id)
         self._selected.discard(request.request_id)
         if num_external_tokens:

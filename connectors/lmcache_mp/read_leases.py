@@ -43,11 +43,6 @@ class ReadLeases:
         """Whether the request's lookup was submitted, and its lease is neither used nor returned."""
         return request_id in self._submitted_s
 
-    def on_admission(self, request_id: str) -> None:
-        """The request was admitted: its load ends the lease, or its release does."""
-        self._submitted_s.pop(request_id, None)
-        self._returning.pop(request_id, None)
-
     def renew_if_old(self, request_id: str, tracker: Any) -> bool:
         """Return an old lease to the server. True: it is being returned, so the lookup must wait."""
         if request_id not in self._returning and self._is_old(request_id):
@@ -84,6 +79,7 @@ class ReadLeases:
         self._adapter.cleanup_lookup_result(request_id)
 
     def forget(self, request_id: str) -> None:
+        """The request was admitted or has ended: its load ends the lease, or its release does."""
         self._submitted_s.pop(request_id, None)
         self._returning.pop(request_id, None)
 

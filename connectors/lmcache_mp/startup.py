@@ -145,7 +145,7 @@ def warn_of_versions(reply: ChangesReply) -> None:
                 "LMCache's MP server runs %s %s, vLLM %s: install the same release on both sides; else "
                 "loads and stores may fail, and prompts are computed",
                 package,
-                there or "of an earlier release",
+                there,
                 here,
             )
 

@@ -158,33 +158,6 @@ def decoded(payload: bytes) -> ChangesReply:
         ) from error
 
 
-class ChunkHashes:
-    """LMCache's own chunk hashes, cached: to hash 8k tokens takes a millisecond.
-
-    `first`: the hash before the first chunk. `extend`: that of a chunk's tokens after another hash.
-    The cache's key is Python's hash of a chunk's tokens and the hash before it. A collision gives a
-    wrong estimate of where KV is, never wrong KV: LMCache computes its own hashes.
-    """
-
-    def __init__(
-        self, first: Callable[[], Any], extend: Callable[[list[int], Any], Any], chunk_tokens: int
-    ) -> None:
-        self._first, self._extend, self._chunk_tokens = first, extend, chunk_tokens
-        self._memo: BoundedDict[tuple[int, int], int] = BoundedDict(MEMO_CHUNKS)
-
-    def of(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """The hash of each full chunk, lazily, head first."""
-        before = self._first()
-        for start in range(0, len(token_ids) - self._chunk_tokens + 1, self._chunk_tokens):
-            chunk = token_ids[start : start + self._chunk_tokens]
-            key = (before, hash(tuple(chunk)))
-            found = self._memo.get(key)
-            if found is None:
-                found = self._memo[key] = self._extend(list(chunk), before)
-            before = found
-            yield found
-
-
 class MpTiers:
     """The core's TierStore over an MP server: answers from the mirror, and never waits."""
 
@@ -194,7 +167,7 @@ class MpTiers:
         self._poller, self._bytes_per_token = poller, bytes_per_token
         self._longest_prompt_tokens = longest_prompt_tokens
         self._hasher, self._chunk_tokens = hasher, hasher.chunk_size
-        self._hashes = ChunkHashes(lambda: hasher.none_hash, hasher.hash_tokens, hasher.chunk_size)
+        self._hashes: BoundedDict[tuple[int, int], int] = BoundedDict(MEMO_CHUNKS)
         self._join = LoadLookupJoin()
         self._transfers: deque[KVTransfer] = deque(maxlen=MAX_TRANSFERS)
 
@@ -243,4 +216,17 @@ class MpTiers:
         self._transfers += report.stores + self._join.join(report.loads, lookups)
 
     def _names(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
-        return (chunk_name(self._hasher.hash_to_bytes(h), salt) for h in self._hashes.of(token_ids))
+        """Of each full chunk, lazily, head first.
+
+        LMCache's own hashes, remembered: to hash 8k tokens takes a millisecond. The key is Python's hash of a
+        chunk's tokens, and the hash before it. A collision gives a wrong estimate of where KV is, never wrong
+        KV: LMCache computes its own hashes.
+        """
+        chunk_hash = self._hasher.none_hash
+        for start in range(0, len(token_ids) - self._chunk_tokens + 1, self._chunk_tokens):
+            chunk = token_ids[start : start + self._chunk_tokens]
+            key = (chunk_hash, hash(tuple(chunk)))
+            if key not in self._hashes:
+                self._hashes[key] = self._hasher.hash_tokens(list(chunk), chunk_hash)
+            chunk_hash = self._hashes[key]
+            yield chunk_name(self._hasher.hash_to_bytes(chunk_hash), salt)

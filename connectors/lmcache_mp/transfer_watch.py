@@ -38,13 +38,17 @@ class WatchedFuture:
 
 
 @dataclass(eq=False, slots=True)
-class TransferTiming:
-    """The times of one transfer."""
+class Transfer:
+    """One running load or store."""
 
+    request_id: str
+    is_load: bool
     tokens: int
+    submitted_s: float
     future: WatchedFuture
     event: Any  # what the server waits for; None: the transfer ended as it was submitted
-    ready_s: float | None  # when that event had ended
+    give_up_s: float  # when it counts as failed
+    ready_s: float | None = None  # when that event had ended
     duration_s: float | None = None  # of the transfer alone
 
 
@@ -54,44 +58,45 @@ class TransferWatch:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()  # of the fields below
-        self._running: list[TransferTiming] = []
+        self._running: list[Transfer] = []
         self._link_free_s = 0.0  # when the last transfer ended
         self._is_busy = threading.Event()
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def add(self, tokens: int, future: WatchedFuture, event: Any, submitted_s: float) -> TransferTiming:
+    def add(self, transfer: Transfer) -> None:
         """Poll this transfer from now on."""
-        timing = TransferTiming(tokens, future, event, submitted_s if event is None else None)
+        if transfer.event is None:
+            transfer.ready_s = transfer.submitted_s
         with self._lock:
-            self._running.append(timing)
-        if event is not None and self._thread is None:
+            self._running.append(transfer)
+        if transfer.event is None:
+            return
+        if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="continuum-mp-transfers", daemon=True)
             self._thread.start()
-        if event is not None:
-            self._is_busy.set()
-        return timing
+        self._is_busy.set()
 
-    def forget(self, timing: TransferTiming) -> None:
+    def forget(self, transfer: Transfer) -> None:
         """The transfer was given up."""
         with self._lock:
-            self._running = [running for running in self._running if running is not timing]
+            self._running = [running for running in self._running if running is not transfer]
 
     def poll(self) -> None:
         """Note which transfers have begun and ended since the last call."""
         with self._lock:
             now_s = self._clock()
-            for timing in self._running:
-                if timing.ready_s is None and timing.event.query():
-                    timing.ready_s = now_s
+            for transfer in self._running:
+                if transfer.ready_s is None and transfer.event.query():
+                    transfer.ready_s = now_s
             ended = [t for t in self._running if t.ready_s is not None and t.future.query()]
             if not ended:
                 return
-            self._running = [timing for timing in self._running if timing not in ended]
+            self._running = [transfer for transfer in self._running if transfer not in ended]
             began_s = max(self._link_free_s, min(t.ready_s for t in ended if t.ready_s is not None))
-            whole = max(1, sum(timing.tokens for timing in ended))
-            for timing in ended:
-                timing.duration_s = (now_s - began_s) * timing.tokens / whole
+            whole = max(1, sum(transfer.tokens for transfer in ended))
+            for transfer in ended:
+                transfer.duration_s = (now_s - began_s) * transfer.tokens / whole
             self._link_free_s = now_s
 
     def close(self) -> None:

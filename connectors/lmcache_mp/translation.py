@@ -9,8 +9,8 @@ all ranks' KV. What has no counterpart is named, or refused where KV would lie e
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
-import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -47,18 +47,10 @@ ELSEWHERE = frozenset(  # settings by which LMCache would put KV somewhere else
     | {"storage_plugins", "remote_storage_plugins", "external_lookup_client"}
 )
 NAMES = _CONFIG_DEFINITIONS.keys() | _CONFIG_ALIASES.keys() | {"max_tokens_per_load"}
+MISSPELT = 0.85  # how much a variable's name is like a setting's, 0 to 1
 BARE_KEYS = frozenset(  # of LMCacheConnectorV1, without a prefix
     {"lmcache_rpc_port", "discard_partial_chunks", "skip_last_n_tokens", "use_native", "use_layerwise"}
 )
-# variables that LMCache 0.5.6 reads elsewhere, and so does its server
-READ_BY_LMCACHE = re.compile(
-    "(config_file|device_backend|disable_banner|force_skip_save|gpu_staging_buffer_bytes|log_level|mq_timeout|"
-    "musa_handle_transfer|musa_native_kv_transfer|offload_rpc_port|request_telemetry_\\w+|"
-    "rocm_enable_batch_memcpy|server_url|track_usage|usage_track_\\w+|use_upstream_mp|"
-    "(ec|mp|coordinator|controller|resp|aerospike|runtime_plugin)_.*)$"
-)
-# Kubernetes puts these into every pod that has a Service whose name begins with "lmcache"
-KUBERNETES = re.compile(r".*(service_host|service_port\w*|port_\d+_(tcp|udp|sctp)\w*)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,13 +237,12 @@ def _from_file(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The settings among the variables, and misspelt ones. Others are LMCache's own, or a deployment's."""
     named = {k.removeprefix("LMCACHE_").lower(): v for k, v in environ.items() if k.startswith("LMCACHE_")}
     return {
         name: value.strip("'\"")
         for name, value in named.items()
-        if not READ_BY_LMCACHE.match(name)
-        and not KUBERNETES.match(name)
-        and not value.startswith(("tcp://", "udp://", "sctp://"))
+        if name in NAMES or difflib.get_close_matches(name, TRANSLATED, 1, MISSPELT)
     }
 
 

@@ -53,11 +53,11 @@ class ChangesReply(msgspec.Struct, frozen=True):
     dram_spare_bytes: int  # of L1, kept free by eviction for reads from L2
     read_lease_s: float  # for how long a lookup locks what it found
     hash_algorithm: str
-    clock_s: float = 0.0  # of the server's machine, at the answer
-    lmcache: str = ""  # LMCache's version in the server; "": a release that does not send it
-    continuum: str = ""  # this package's
-    schedulers: int = 1  # that have asked lately: the tiers are theirs together
-    knows_all: bool = False  # whether the changes tell all that the tiers hold
+    clock_s: float  # of the server's machine, at the answer
+    lmcache: str  # LMCache's version in the server
+    continuum: str  # this package's
+    schedulers: int  # that have asked lately: the tiers are theirs together
+    knows_all: bool  # whether the changes tell all that the tiers hold
 
 
 def chunk_name(chunk_hash: bytes, salt: str) -> bytes:

@@ -25,7 +25,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from lmcache.v1.multiprocess.futures import MessagingFuture
@@ -34,26 +33,13 @@ from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrive
 from connectors.lmcache_mp.load_join import MpReport
 from connectors.lmcache_mp.read_leases import LEASE_SHARE
 from connectors.lmcache_mp.server.deadline import with_deadline
-from connectors.lmcache_mp.transfer_watch import TransferTiming, TransferWatch, WatchedFuture
+from connectors.lmcache_mp.transfer_watch import Transfer, TransferWatch, WatchedFuture
 from continuum_lmcache.reload.tier_store import KVTransfer
 from continuum_lmcache.types import Tier
 
 STALL_S = 5.0  # a live server answers in milliseconds
 HEALTHY = threading.Event()
 HEALTHY.set()
-
-
-@dataclass(slots=True)
-class PendingTransfer:
-    """One running load or store."""
-
-    request_id: str
-    is_load: bool
-    tokens: int
-    start_s: float
-    future: WatchedFuture
-    timing: TransferTiming
-    give_up_s: float = math.inf  # when it counts as failed
 
 
 class MpWorkerSide:
@@ -73,7 +59,7 @@ class MpWorkerSide:
         self._kv_bytes_per_token = kv_bytes_per_token
         self._longest_load_s = lease_s * LEASE_SHARE
         self._connection_lost = threading.Event()  # so the server that got the requests is gone
-        self._running: list[PendingTransfer] = []
+        self._running: list[Transfer] = []
         self._storing: set[str] = set()  # requests that LMCache reports as stored while a store still runs
         self.watch = TransferWatch(clock)
         self._fresh = MpReport()
@@ -206,18 +192,18 @@ class MpWorkerSide:
     def _track(
         self, request_id: str, is_load: bool, tokens: int, start_s: float, future: WatchedFuture, event: Any
     ) -> None:
-        timing = self.watch.add(tokens, future, event, start_s)
         end_s = start_s + self._adapter._mq_timeout if self._has_one_clock else math.inf
-        transfer = PendingTransfer(request_id, is_load, tokens, start_s, future, timing, end_s)
+        transfer = Transfer(request_id, is_load, tokens, start_s, future, event, end_s)
+        self.watch.add(transfer)
         self._running.append(transfer)
         if transfer.future.query():  # on a CPU it has ended already: take the time now, not at the next poll
             self._running.pop()
             self._ended(transfer)
 
-    def _ended(self, transfer: PendingTransfer) -> None:
+    def _ended(self, transfer: Transfer) -> None:
         self.watch.poll()  # its end may not have been seen yet
-        duration_s = transfer.timing.duration_s
-        if transfer.is_load and self._clock() - transfer.start_s > self._longest_load_s:
+        duration_s = transfer.duration_s
+        if transfer.is_load and self._clock() - transfer.submitted_s > self._longest_load_s:
             self._fail(transfer)  # the lease may have ended during the load
         elif transfer.future.result(timeout=0) and duration_s:
             sizes = transfer.tokens, transfer.tokens * self._kv_bytes_per_token
@@ -227,9 +213,9 @@ class MpWorkerSide:
             else:
                 self._fresh.stores.append(KVTransfer(Tier.DRAM, "store", *sizes, duration_s))
 
-    def _fail(self, transfer: PendingTransfer) -> None:
+    def _fail(self, transfer: Transfer) -> None:
         """Replace a failed transfer's future by a failed one, which the adapter reports."""
-        self.watch.forget(transfer.timing)
+        self.watch.forget(transfer)
         failed: MessagingFuture[bool] = MessagingFuture()
         failed.set_result(False)
         stores, loads = self._adapter.store_futures, self._adapter.retrieve_futures
