@@ -67,19 +67,6 @@ def test_a_program_in_llm_generate_is_pinned_reused_and_freed(llm: Any) -> None:
     assert scheduler.get_kv_cache_usage() == 0.0
 
 
-def test_the_cache_can_be_reset_while_a_pin_is_held(llm: Any) -> None:
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    params = SamplingParams(max_tokens=2, ignore_eos=True, extra_args={"job_id": "q"})
-    llm.generate(TokensPrompt(prompt_token_ids=ids(3 * BLOCK, 5)), params, use_tqdm=False)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert scheduler._engine.pins.pinned_blocks == 3
-    until_stored(llm)
-    assert llm.reset_prefix_cache()
-    assert scheduler.get_kv_cache_usage() == 0.0
-
-
 def test_a_reload_in_bfloat16_gives_the_logprobs_of_vllms_own_prefix_hit(llm: Any) -> None:
     """Other tests of loads compute in float32 on a CPU without instructions for bfloat16."""
     from vllm import SamplingParams

@@ -3,14 +3,11 @@
 import json
 import math
 import tracemalloc
-from collections import Counter
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from pin_tables import Tables
 
 from continuum_lmcache.errors import InvariantError
 from continuum_lmcache.telemetry import events as event_types
@@ -208,72 +205,3 @@ def test_hashed_ids_do_not_reveal_the_name_and_agree_under_one_salt() -> None:
 
     assert "alice" not in told(b"one")
     assert told(b"one") == told(b"one") != told(b"two")
-
-
-class PinsInALedger(RuleBasedStateMachine):
-    """The tables publish, the recorder subscribes: every pin begins once and ends once, or is open."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now_s = 0.0
-        self.tables = Tables(max_pinned_blocks=30, max_tenant_blocks=30)
-        self.recorder = EventRecorder(EPOCH_S)
-        self.live: list[tuple[ProgramId, TurnId]] = []
-        self.turns = 0
-
-    @rule(program=programs, wait_s=st.floats(0, 3))
-    def arrive(self, program: ProgramId, wait_s: float) -> None:
-        self.now_s += wait_s
-        self.turns += 1
-        turn = TurnId(f"t{self.turns}")
-        self.tables.arrived(self.now_s, turn, program)
-        self.recorder.record(TurnArrived(self.now_s, program, turn, 10))
-        self.live.append((program, turn))
-        self.release(program, PinEnd.REUSED)
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), ttl_s=st.floats(0, 4))
-    def finish(self, data: st.DataObject, ttl_s: float) -> None:
-        program, turn = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        keep = Retention(ttl_s, "continuum", "cdf")
-        self.release(program, PinEnd.DIVERGED)
-        value = FinishedTurn(program, 1, (), 10, 10, Residency(0, 0, 0, 10))
-        pin = self.tables.finished(self.now_s, value, keep)
-        self.recorder.record(TurnFinished(self.now_s, program, turn, (), 10, 1, False, keep))
-        if pin is not None:
-            self.recorder.record(PinTaken(self.now_s, pin))
-
-    @rule(wait_s=st.floats(0, 5))
-    def expire(self, wait_s: float) -> None:
-        self.now_s += wait_s
-        for program in self.tables.pins.due(self.now_s):
-            self.release(program, PinEnd.EXPIRED)
-
-    @rule()
-    def reclaim(self) -> None:
-        for program in list(self.tables.pins.pinned)[:1]:
-            self.release(program, PinEnd.RECLAIMED)
-
-    def release(self, program: ProgramId, outcome: PinEnd) -> None:
-        if self.tables.release(program, outcome):
-            self.recorder.record(PinReleased(self.now_s, program, outcome))
-
-    @invariant()
-    def pins_balance(self) -> None:
-        ends: Counter[str] = Counter()
-        for name, events in self.recorder.snapshot().items():
-            held = False
-            for event in events:
-                if "pinned_time" in event:
-                    assert not held
-                    held = True
-                elif "unpinned_time" in event:
-                    assert held
-                    held = False
-                    ends[event["outcome"]] += 1
-            assert held == (name in self.tables.pins.pinned)
-        assert ends == {outcome.value: n for outcome, n in self.tables.pins.outcomes.items()}
-
-
-TestPinsInALedger = PinsInALedger.TestCase
-TestPinsInALedger.settings = settings(max_examples=60, stateful_step_count=30)

@@ -147,17 +147,6 @@ def test_usage_holds_over_a_tool_gap_and_falls_on_an_idle_engine_when_the_ttl_is
     assert continuum.pins("expired") >= 1
 
 
-def test_the_last_step_frees_at_once(continuum: Continuum) -> None:
-    continuum.empty()
-    before = continuum.pins("taken")
-    first = continuum.complete(ids(5 * BLOCK, 2), job_id="last")
-    took_a_pin(continuum, before)
-    assert continuum.usage > 0
-    continuum.complete(first.tokens + ids(9, 3), job_id="last", is_last_step=True)
-    continuum.usage_becomes(0.0)
-    assert continuum.pins("taken") == before + 1, "no pin was left to a TTL"
-
-
 # where the next turn finds its prefix ----------------------------------------
 
 
@@ -202,27 +191,6 @@ def test_outputs_equal_stock_fcfss_on_the_same_hits(continuum: Continuum, stock:
         return outputs
 
     assert story(continuum, job_id="same") == story(stock)
-
-
-# many at once ----------------------------------------------------------------
-
-
-def test_eight_programs_whose_pins_exceed_the_cache_all_finish(continuum: Continuum) -> None:
-    """Each ends at 6 of the 23 blocks; together they need twice the cache."""
-    taken, preempted = continuum.pins("taken"), continuum.metric("vllm:num_preemptions_total")
-
-    def program(number: int) -> int:
-        context = ids(3 * BLOCK, 100 + number)
-        for turn in range(4):
-            fields = {"job_id": f"many-{number}", "is_last_step": turn == 3}
-            context = continuum.complete(context, out=16, **fields).tokens + ids(100, 200 + number + turn)
-        return turn
-
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(program, range(8))) == [3] * 8
-    assert continuum.pins("taken") > taken
-    continuum.usage_becomes(0.0)
-    print(f"preempted {continuum.metric('vllm:num_preemptions_total') - preempted:.0f}")
 
 
 # real clients ----------------------------------------------------------------
@@ -456,16 +424,6 @@ def test_a_pins_life_is_in_the_histograms_and_the_tiers_sizes_are_reported(conti
     assert continuum.metric("continuum_tier_capacity_tokens", tier="dram") >= 30_000
     assert continuum.metric("continuum_policy_info", policy="static-ttl") == 1
     assert continuum.metric("continuum_gpu_capacity_tokens") == pytest.approx(BLOCKS * BLOCK, rel=0.05)
-
-
-def test_a_router_says_that_a_program_is_under_way(continuum: Continuum) -> None:
-    programs = continuum.metric("continuum_programs")
-    under_way = {"job_id": "from elsewhere", "program_turns": 3, "program_age_s": 9.5}
-    continuum.complete(ids(5 * BLOCK, 33), **under_way)
-    wait_for(lambda: continuum.metric("continuum_programs") == programs + 1, "it is known", every_s=0.1)
-    bad = {"model": "tiny", "prompt": [1], "job_id": "p", "program_turns": "three"}
-    refused = HTTP.post(f"{continuum.url}/v1/completions", json=bad)
-    assert refused.status_code == 400 and "program_turns must be a number" in refused.text
 
 
 def engine_cpu_s() -> float:
