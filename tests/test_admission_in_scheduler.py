@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,7 @@ def test_the_room_in_a_tier_follows_its_size_which_shrinks_as_other_engines_come
     engine, store = bench.engine, bench.scheduler.connector.scheduler_side.store
     whole_tokens = engine.admission.capacity.tier_tokens
     assert whole_tokens == bench.scheduler.connector.capacity_tokens()[Tier.DRAM]
-    store.spec = replace(store.spec, dram_bytes=store.spec.dram_bytes / 4)
+    store.dram.capacity //= 4
     bench.advance(REFRESH_S)
     bench.step()
     assert engine.admission.capacity.tier_tokens == pytest.approx(whole_tokens / 4, abs=BLOCK)
