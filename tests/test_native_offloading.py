@@ -40,7 +40,7 @@ def test_a_turn_loads_what_the_cpu_holds_and_the_scheduler_counts_and_times_it(m
     bench.scheduler.reset_prefix_cache()
     bench.turn("a", first + prompt(9, 2))
     residency, held_tokens = bench.parts.residency, len(first) // CHUNK * CHUNK
-    assert residency.mode == "native" and residency.capacity_tokens()
+    assert residency.mode == "native" and residency.store.capacity_tokens()
     assert residency.prompt_tokens["dram"] == held_tokens > len(tokens), "outputs are stored too"
     assert bench.engine.advisor.rates.samples["dram"] == bench.lmcache.loads == 1
     assert bench.scheduler.connector.capacity_tokens() == {Tier.DRAM: CHUNKS * CHUNK}
@@ -133,4 +133,4 @@ def test_a_model_with_several_kinds_of_layers_counts_as_without_tiers(
         "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
     }
     bench = Bench(ContinuumScheduler, model, 60, transfer=transfer, spec=[full, window])
-    assert not bench.parts.residency.capacity_tokens()
+    assert not bench.parts.residency.store.capacity_tokens()

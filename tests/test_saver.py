@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,6 @@ from waiting import wait_for
 
 from continuum_lmcache.tools.durations import ToolDurations
 from continuum_lmcache.vllm_plugin import assembly
-from continuum_lmcache.vllm_plugin.files import durations_file
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_a_disk_that_hangs_keeps_neither_a_signal_nor_the_engines_end_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs, goes_on, stopped = threading.Event(), threading.Event(), threading.Event()
-    monkeypatch.setattr(durations_file.os, "fsync", lambda _: hangs.set() or goes_on.wait())
+    monkeypatch.setattr(os, "fsync", lambda _: hangs.set() or goes_on.wait())
     monkeypatch.setattr(assembly, "JOIN_S", 0.1)
     parts = assembly.EngineParts(*[None] * 6, ToolDurations(), tmp_path / "gaps.json", None)  # type: ignore[arg-type]
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}

@@ -111,17 +111,14 @@ class EventRecorder:
 
         Lists are copies; events are shared and never change. Safe in a signal handler.
         """
-        found: dict[str, list[Event]] = {META: [self.header()]}
+        header = {"format": FORMAT, "hashed_ids": self.hash_ids, "dropped": self._dropped, **self.about}
+        found: dict[str, list[Event]] = {META: [header]}
         for name, event in self._events.copy():
             found.setdefault(name, []).append(event)
         for name, count in list(self._missing.items()):
             if name in found:
                 found[name].append({"events_dropped": count})
         return found
-
-    def header(self) -> Event:
-        """The properties of the recording that a reader needs."""
-        return {"format": FORMAT, "hashed_ids": self.hash_ids, "dropped": self._dropped, **self.about}
 
     def _add(self, of: Any, kind: str, turn: TurnId | None = None, **facts: Any) -> None:
         event: Event = {kind: self._wall_s(of.now_s)}

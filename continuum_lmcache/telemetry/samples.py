@@ -10,7 +10,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from continuum_lmcache.telemetry.events import Event, PrefixLost, TurnArrived, TurnFinished, TurnStarted
-from continuum_lmcache.types import ToolKey
+from continuum_lmcache.types import Retention, ToolKey
 
 MOST_SAMPLES = 2_000  # kept until the next report; a step ends far fewer turns
 UNSAFE = re.compile(r"[^A-Za-z0-9_.:/+-]+")
@@ -63,32 +63,17 @@ class MetricSamples:
     def add(self, event: Event) -> None:
         """Take what the metrics show of the event."""
         match event:
-            case TurnArrived():
-                self._arrived(event)
-            case TurnStarted():
-                self._started(event)
-            case TurnFinished():
-                self._finished(event)
-            case PrefixLost():
-                self._lost(event)
-
-    def _arrived(self, event: TurnArrived) -> None:
-        if event.gap_s is not None:
-            self._add("tool_gap", self.tools.of(event.tool), event.gap_s)
-
-    def _started(self, event: TurnStarted) -> None:
-        if not event.resumed:
-            self._add("queue_delay", "lost" if event.evicted else "kept", event.queue_delay_s)
-
-    def _finished(self, event: TurnFinished) -> None:
-        if (keep := event.retention) is not None:
-            self._add("ttl", self.tools.of(event.tool), keep.ttl_s)
-            self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
-
-    def _lost(self, event: PrefixLost) -> None:
-        label = f"{event.loss.cause.value}-{event.loss.third}-third"
-        self.lost_returns[label] += 1
-        self.lost_tokens[label] += event.loss.tokens
+            case TurnArrived() if event.gap_s is not None:
+                self._add("tool_gap", self.tools.of(event.tool), event.gap_s)
+            case TurnStarted(resumed=False):
+                self._add("queue_delay", "lost" if event.evicted else "kept", event.queue_delay_s)
+            case TurnFinished(retention=Retention() as keep):
+                self._add("ttl", self.tools.of(event.tool), keep.ttl_s)
+                self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
+            case PrefixLost(loss=loss):
+                label = f"{loss.cause.value}-{loss.third}-third"
+                self.lost_returns[label] += 1
+                self.lost_tokens[label] += loss.tokens
 
     def take_samples(self) -> dict[str, Samples]:
         """The samples since the last call, by metric and label."""

@@ -93,7 +93,7 @@ def build_parts(scheduler: Scheduler, config: ContinuumConfig, now_s: float) -> 
         config,
         costs_of(config, kv_bytes_per_token(scheduler.kv_cache_config), scheduler.vllm_config),
         load_durations(durations_path) if durations_path else ToolDurations(),
-        residency.capacity_tokens(),
+        residency.store.capacity_tokens(),
     )
     folder = config.run_output_dir or os.environ.get("RUN_OUTPUT_DIR", "")
     about = run_facts(scheduler, config) if folder else {}

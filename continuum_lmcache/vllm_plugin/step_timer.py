@@ -45,11 +45,6 @@ class StepTimer:
         if turn.loaded_tokens and not self._residency.times_loads:
             self._untimed.add(turn.id)
 
-    @property
-    def prompt_share(self) -> float:
-        """The share of the latest steps' time in which prompts were computed, 0 to 1."""
-        return self.prompt_time.share
-
     def on_schedule(
         self, now_s: float, output: SchedulerOutput, prompt_tokens: int, decoding_turns: int
     ) -> None:
@@ -69,7 +64,7 @@ class StepTimer:
             self._learn_prefill(took_s, output, launch.prompt_tokens)
         if launch.decoded_each:
             self.step_times.on_decodes(took_s, launch.decoded_each)
-        for transfer in self._residency.transfers():
+        for transfer in self._residency.store.transfers():
             self._rates.observe(transfer)
 
     def _learn_prefill(self, took_s: float, output: SchedulerOutput, prompt_tokens: int) -> None:

@@ -60,7 +60,7 @@ class TurnEvents:
         load = StepLoad(is_running, is_queued, prompt_share, self._blocks.free_count)
         self.carry_out(self._engine.tick(now_s, load))
         if self._engine.is_refresh_due(now_s):
-            tier_tokens = self._residency.capacity_tokens()
+            tier_tokens = self._residency.store.capacity_tokens()
             self.carry_out(self._engine.refresh(now_s, self._blocks.kv_tokens, tier_tokens))
 
     # a request's life ------------------------------------------------------

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 from pathlib import Path
 
 from continuum_lmcache.errors import DurationsError
 from continuum_lmcache.tools.durations import ToolDurations
+from continuum_lmcache.vllm_plugin.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +33,9 @@ def load_durations(path: Path) -> ToolDurations:
 
 
 def save_durations(path: Path, durations: ToolDurations) -> None:
-    """Write all or nothing: a reader sees the old file or the new one. Raises OSError."""
+    """Write all or nothing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(durations.dumps())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, [durations.dumps()])
 
 
 def set_aside(path: Path, error: Exception) -> None:

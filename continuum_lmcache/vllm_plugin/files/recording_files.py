@@ -7,16 +7,15 @@ No failure of the disk reaches the engine: it is logged once, and counted.
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.telemetry.recorder import META, Event, EventRecorder
+from continuum_lmcache.vllm_plugin.files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +41,17 @@ class RecordingWriter:
             ) from error
         self._recorder = recorder
         self.lost: Counter[str] = Counter()  # "flush": snapshots that the disk refused
-        self._drafts = itertools.count()
 
     def flush(self) -> bool:
         """Write the whole snapshot, or nothing. False if the disk refused it.
 
-        Any thread may call it: the snapshot's lists are copies and its events never change. A signal
-        handler may interrupt another flush, so each has its own draft.
+        Any thread may call it, also in a signal handler: the snapshot's lists are copies and its events never
+        change.
         """
         snapshot = self._recorder.snapshot()
         snapshot[META][0]["lost"] = dict(self.lost)
-        draft = self.path.with_name(f"{self.path.name}.{os.getpid()}-{next(self._drafts)}.tmp")
         try:
-            write_whole(draft, pieces(snapshot))
-            draft.replace(self.path)
+            write_whole(self.path, pieces(snapshot))
         except OSError as error:
             self.lost["flush"] += 1
             if self.lost["flush"] == 1:
@@ -74,17 +70,3 @@ def pieces(snapshot: dict[str, list[Event]]) -> Iterator[str]:
         yield "]"
         opening = ", "
     yield "}"
-
-
-def write_whole(path: Path, texts: Iterable[str]) -> None:
-    """Write a file that only its owner reads, and wait until it is on the disk; leave none behind on
-    failure."""
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.writelines(texts)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise

@@ -6,14 +6,13 @@ A connector that does not report where KV is counts as no tier: what the GPU los
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.request import Request
 
 from continuum_lmcache.programs.turns import Turn
-from continuum_lmcache.reload.tier_store import KVTransfer, Prefix, TierHit, TierStore
-from continuum_lmcache.types import Residency, Tier
+from continuum_lmcache.reload.tier_store import Prefix, TierHit, TierStore
+from continuum_lmcache.types import Residency
 
 
 class ResidencyLookup:
@@ -26,10 +25,6 @@ class ResidencyLookup:
         self.prompt_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
         self.returned_tokens: Counter[str] = Counter(gpu=0, dram=0, ssd=0, none=0)
 
-    @property
-    def is_up(self) -> bool:
-        return self.store.is_up
-
     def after_eviction(self, request: Request, tokens: int) -> Residency:
         """Where the context's first `tokens` would come from after the GPU evicts them."""
         hit = self._tier_hit(request, tokens)
@@ -40,19 +35,12 @@ class ResidencyLookup:
         total = request.num_prompt_tokens
         gpu = min(turn.gpu_tokens, total)
         loaded = min(turn.loaded_tokens, total - gpu)
-        in_dram = self._source(request, total).dram_tokens if loaded and self.times_loads else total
+        in_dram = total
+        if loaded and self.times_loads:
+            found = self.store.hit_at_lookup(request.request_id) or self._tier_hit(request, total)
+            in_dram = found.dram_tokens
         dram = max(0, min(in_dram - gpu, loaded))
         return Residency(gpu, dram, loaded - dram, total)
-
-    def capacity_tokens(self) -> Mapping[Tier, int]:
-        return self.store.capacity_tokens()
-
-    def transfers(self) -> list[KVTransfer]:
-        return self.store.transfers()
-
-    def totals(self) -> dict[str, dict[str, float]]:
-        """For the metrics: the sources of prompts' tokens."""
-        return {"prompt_tokens": dict(self.prompt_tokens), "returned_tokens": dict(self.returned_tokens)}
 
     def count(self, served: Residency) -> None:
         self.prompt_tokens["gpu"] += served.gpu_tokens
@@ -68,11 +56,6 @@ class ResidencyLookup:
             self.returned_tokens[tier] += min(tokens, left_tokens)
             left_tokens -= min(tokens, left_tokens)
         self.returned_tokens["none"] += left_tokens
-
-    def _source(self, request: Request, tokens: int) -> TierHit:
-        """Where a load came from."""
-        found = self.store.hit_at_lookup(request.request_id)
-        return self._tier_hit(request, tokens) if found is None else found
 
     def _tier_hit(self, request: Request, tokens: int) -> TierHit:
         token_ids = request.all_token_ids[:tokens]
