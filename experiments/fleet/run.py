@@ -184,5 +184,5 @@ class FleetRun(Simulation):
         keep = set(names)
         for name in names:
             if name not in store.dram.names and store.dram.make_room(keep) is not None:
-                store.dram.admit(name)
+                store.dram.names[name] = None
         replica.engine.add(turn.request)
