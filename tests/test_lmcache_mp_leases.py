@@ -66,9 +66,6 @@ def waiting_request(
         _found={},
         _leases=ReadLeases(rig.scheduler, 300.0, clock),
         _load_selector=None,
-        _declined=set(),
-        _selected=set(),
-        _no_lookup={},
         _end_session=rig.scheduler.end_session,
         _unknown_session="",
     )
@@ -287,7 +284,6 @@ def test_a_server_hears_of_the_end_of_those_sessions_that_it_knows(waiting: Wait
         connector.request_finished(request, [])
         assert ended == ["waits"] * ends
         ended.clear()
-    assert not connector._no_lookup
 
 
 def test_a_turn_that_was_looked_up_once_ends_its_session_though_the_gpu_has_its_kv_later(
@@ -298,7 +294,7 @@ def test_a_turn_that_was_looked_up_once_ends_its_session_though_the_gpu_has_its_
     assert look_up(connector, request) == 2 * CHUNK
     clock.now_s = 101.0
     wait_for(lambda: connector.get_num_new_matched_tokens(request, 2 * CHUNK) == (0, False))
-    assert connector._no_lookup
+    assert connector.request_trackers["waits"].no_lookup
     connector.request_finished(request, [])
 
 
@@ -323,7 +319,6 @@ def test_a_load_that_would_be_slower_than_computing_is_not_looked_up(waiting: Wa
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False), "and not priced at every step"
     assert len(asked) == 1
     connector.request_finished(request, [])
-    assert not connector._declined and not connector._selected
 
 
 def test_where_only_drams_part_pays_the_disks_is_not_read(mp_rig: Make) -> None:

@@ -183,7 +183,7 @@ def test_a_config_file_that_cannot_be_read_is_refused(name: str, tmp_path: Path)
     )
 
 
-@pytest.mark.parametrize("name", ["BLEND_RECOMPUTE_RATIO", "CHUNK_SIZ", "MAX_LOCAL_CPU_SZE"])
+@pytest.mark.parametrize("name", ["BLEND_RECOMPUTE_RATIOS", "CHUNK_SIZ", "MAX_LOCAL_CPU_SZE"])
 def test_a_setting_without_a_counterpart_and_a_misspelt_one_are_named_and_do_not_end_the_start(
     name: str,
 ) -> None:

@@ -58,9 +58,8 @@ from continuum_lmcache.types import Residency, Tier, TurnId
 
 
 class NoLookup(NamedTuple):
-    """A waiting request that was not looked up."""
+    """Why a waiting request was not looked up."""
 
-    tracker: Any  # LMCache's, in which this was noted: a preempted request gets another
     computed_tokens: int  # that the GPU had of it
     mirror_number: int  # of the mirror by which this was decided
     stored_tokens: int  # that the tiers held of it
@@ -116,9 +115,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self._version = WeightsVersion()
         self._found: dict[str, TierHit] = {}
         self._load_selector: LoadSelector | None = None  # None: load all that is found
-        self._declined: set[str] = set()  # requests that compute what they could load
-        self._selected: set[str] = set()  # waiting requests for which the selector chose before the lookup
-        self._no_lookup: dict[str, NoLookup] = {}  # by request
         self._end_session, adapter.end_session = adapter.end_session, self._end_known_session
         self._unknown_session = ""  # a request that ends, of which the server has never heard
         self._loading: set[str] = set()  # requests whose load the workers have not reported as ended
@@ -190,7 +186,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             # vLLM would ask, and drop the answer, while LMCache would count what it found as computed, and
             # store blocks before they are computed
             return 0, False
-        if request.request_id in self._declined:
+        if tracker.is_declined:
             # LMCache counts from what the GPU has when the request is placed, not from when it was declined
             align = self._hit_alignment_tokens
             tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
@@ -202,7 +198,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         )
         if not has_asked and not self._needs_lookup(request, tracker, num_computed_tokens):
             return 0, False
-        self._no_lookup.pop(request.request_id, None)
+        tracker.no_lookup = None
         self._note_lookup(request.request_id, tracker)
         if tracker.state == LMCacheMPRequestState.PREFETCHING:
             # an earlier lookup's hits: LMCache keeps them when a later lookup finds nothing, counts that many
@@ -211,7 +207,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found and self._leases.renew_if_old(request.request_id, tracker):
             return None, True  # an eager lookup's answer arrives late
-        if found and self._load_selector is not None and request.request_id not in self._selected:
+        if found and self._load_selector is not None and not tracker.is_selected:
             where = Residency(num_computed_tokens, found, 0, request.num_tokens)
             if not self._load_selector(TurnId(request.request_id), where):
                 self._decline(request.request_id, tracker)
@@ -238,6 +234,9 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         if tracker is not known:
             tracker.cache_salt = self._version.salt(tracker.cache_salt)
             tracker.weights = self._version.number
+            tracker.is_declined = False  # it computes what it could load
+            tracker.is_selected = False  # the selector chose before the lookup
+            tracker.no_lookup = None
         return tracker
 
     def _tracker_of_these_weights(self, request: Request) -> Any:
@@ -253,8 +252,6 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         self.scheduler_adapter.cleanup_lookup_result(request_id)
         if request_id in self._found:  # the server has begun a session, which ends with the request
             self._found[request_id] = NOTHING
-        self._declined.discard(request_id)
-        self._selected.discard(request_id)
         del self.request_trackers[request_id]
         return self._get_or_create_request_tracker(request)
 
@@ -269,8 +266,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         request_id, number = request.request_id, self._tiers.mirror_number
         if number is None:
             return True
-        known = self._no_lookup.get(request_id)
-        if known is not None and known.tracker is tracker and known[1:3] == (computed_tokens, number):
+        if tracker.no_lookup is not None and tracker.no_lookup[:2] == (computed_tokens, number):
             return False
         token_ids = tracker.get_token_ids()
         held = self._tiers.locate(token_ids, tracker.cache_salt)
@@ -284,7 +280,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         else:
             where = residency_of_offer(held, computed_tokens, found, request.num_tokens)
             chosen = self._load_selector(TurnId(request_id), where)
-            self._selected.add(request_id)
+            tracker.is_selected = True
             if chosen:
                 if chosen < found:  # of a lookup that was submitted LMCache submits no other
                     self.scheduler_adapter.maybe_submit_lookup_request(
@@ -295,25 +291,25 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
                         reserve_last_token=self._reserve_last_token_for_lookup,
                     )
                 return True
-            self._declined.add(request_id)
+            tracker.is_declined = True
         align = self._hit_alignment_tokens
         tracker.num_vllm_hit_tokens = computed_tokens // align * align
         tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, held_tokens  # not stored again
-        self._no_lookup[request_id] = NoLookup(tracker, computed_tokens, number, held_tokens)
+        tracker.no_lookup = NoLookup(computed_tokens, number, held_tokens)
         return False
 
     def _decline(self, request_id: str, tracker: Any) -> None:
         """Unlock what was found. It stays stored, so LMCache need not store it again once it is computed."""
         self._leases.release(request_id, tracker)
         tracker.num_lmcache_hit_tokens = 0
-        self._declined.add(request_id)
+        tracker.is_declined = True
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self._leases.forget(request.request_id)
-        self._declined.discard(request.request_id)
-        self._selected.discard(request.request_id)
+        tracker = self.request_trackers[request.request_id]
+        tracker.is_declined = tracker.is_selected = False
         if num_external_tokens:
             self._loading.add(request.request_id)
         else:
@@ -358,12 +354,9 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         # a request that was never first in the queue has no tracker, and no lookup
         if tracker := self.request_trackers.get(request.request_id):
             self._leases.release(request.request_id, tracker)
-        self._unknown_session = "" if self._has_session(request) else request.request_id
-        self._no_lookup.pop(request.request_id, None)
+        self._unknown_session = "" if self._has_session(request, tracker) else request.request_id
         self._leases.forget(request.request_id)
         self._found.pop(request.request_id, None)
-        self._declined.discard(request.request_id)
-        self._selected.discard(request.request_id)
         if request.request_id in self._loading:
             self._ended_while_loading.add(request.request_id)
         if "cached_token_stats" in (request.kv_transfer_params or {}):
@@ -371,13 +364,12 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         is_storing, parameters = super().request_finished(request, block_ids)
         return is_storing, parameters
 
-    def _has_session(self, request: Request) -> bool:
+    def _has_session(self, request: Request, tracker: Any) -> bool:
         """Whether the server may know the request: a lookup or a store has begun its session."""
-        request_id = request.request_id
-        no_lookup = self._no_lookup.get(request_id)
-        if no_lookup is None or request_id in self._found or request.num_preemptions:
+        no_lookup = tracker.no_lookup if tracker is not None else None
+        if no_lookup is None or request.request_id in self._found or request.num_preemptions:
             return True
-        return bool(no_lookup.tracker.num_stored_tokens > no_lookup.stored_tokens)
+        return bool(tracker.num_stored_tokens > no_lookup.stored_tokens)
 
     def _end_known_session(self, request_id: str) -> None:
         """LMCache's end_session. Of a session that neither a lookup nor a store has begun the server would

@@ -86,7 +86,7 @@ class ContinuumMixin(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         now_s = self.clock()
         self._report_due = False
-        is_queued, prompt_share = any(self._queues.values()), self._step_timer.prompt_time.share
+        is_queued, prompt_share = any(self._queues.values()), self._step_timer.prompt_share
         self._events.step(now_s, bool(self.running), is_queued, prompt_share)
         self._choose_chunk()
         self._reorder()
@@ -117,7 +117,7 @@ class ContinuumMixin(Scheduler):
             return
         prompts = sum(request.is_prefill_chunk for request in self.running) if self._had_prompts else 0
         decoding, self._prompts_last = len(self.running) - prompts, prompts > 0
-        is_busy = self._step_timer.prompt_time.share >= BUSY_SHARE or self._engine.is_memory_short
+        is_busy = self._step_timer.prompt_share >= BUSY_SHARE or self._engine.is_memory_short
         if self._may_cut and not is_busy:
             self.max_num_scheduled_tokens = self._chunks.most_tokens
         elif self._may_cut:

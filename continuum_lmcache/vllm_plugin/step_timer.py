@@ -35,15 +35,20 @@ class StepTimer:
 
     def __init__(self, rates: CalibratedCosts, residency: ResidencyLookup) -> None:
         self.prompt_time, self.step_times = PrefillShare(), StepTimes()
-        self._rates, self._residency = rates, residency
+        self._rates, self._store, self._times_loads = rates, residency.store, residency.times_loads
         self._flight: dict[int, StepLaunch] = {}  # by id of the step's output
         self._last_s = 0.0
         self._untimed: set[TurnId] = set()  # turns in flight whose step may wait for an untimed load
 
     def on_run(self, turn: Turn) -> None:
         """The step that was just scheduled has this turn, for the first time or again."""
-        if turn.loaded_tokens and not self._residency.times_loads:
+        if turn.loaded_tokens and not self._times_loads:
             self._untimed.add(turn.id)
+
+    @property
+    def prompt_share(self) -> float:
+        """The share of the latest steps' time in which prompts were computed, 0 to 1."""
+        return self.prompt_time.share
 
     def on_schedule(
         self, now_s: float, output: SchedulerOutput, prompt_tokens: int, decoding_turns: int
@@ -64,7 +69,7 @@ class StepTimer:
             self._learn_prefill(took_s, output, launch.prompt_tokens)
         if launch.decoded_each:
             self.step_times.on_decodes(took_s, launch.decoded_each)
-        for transfer in self._residency.store.transfers():
+        for transfer in self._store.transfers():
             self._rates.observe(transfer)
 
     def _learn_prefill(self, took_s: float, output: SchedulerOutput, prompt_tokens: int) -> None:

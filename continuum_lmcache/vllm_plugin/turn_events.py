@@ -24,7 +24,7 @@ class TurnEvents:
 
     def __init__(self, parts: EngineParts) -> None:
         self._engine, self._blocks, self._step_timer = parts.engine, parts.blocks, parts.step_timer
-        engine, self._residency = parts.engine, parts.residency
+        engine, self._residency, self._store = parts.engine, parts.residency, parts.residency.store
         self._turns, self._programs, self._pins = engine.turns, engine.programs, engine.pins
         self._load_policy = engine.load_policy
         self.tool_calls, self._ignored, self._samples = parts.tool_calls, parts.ignored, parts.samples
@@ -60,7 +60,7 @@ class TurnEvents:
         load = StepLoad(is_running, is_queued, prompt_share, self._blocks.free_count)
         self.carry_out(self._engine.tick(now_s, load))
         if self._engine.is_refresh_due(now_s):
-            tier_tokens = self._residency.store.capacity_tokens()
+            tier_tokens = self._store.capacity_tokens()
             self.carry_out(self._engine.refresh(now_s, self._blocks.kv_tokens, tier_tokens))
 
     # a request's life ------------------------------------------------------
