@@ -83,7 +83,7 @@ class NameMover(OffloadingWorker):
 class NativeBench(OracleBench):
     """The oracle with vLLM's own offloading. `settings` are its own."""
 
-    connector, module = "ContinuumOffloadingConnector", "connectors.native"
+    connector, module = "ContinuumOffloadingConnector", "connectors.native.connector"
 
     def __init__(
         self, *args: Any, chunk: int = CHUNK, chunks: int = CHUNKS, settings: Any = None, **more: Any

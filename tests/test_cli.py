@@ -243,7 +243,7 @@ def test_a_module_path_picks_the_connector_under_any_policy_and_ours_is_the_defa
 @pytest.mark.parametrize(
     ("backend", "ours"),
     [
-        ("native", ("ContinuumOffloadingConnector", "connectors.native")),
+        ("native", ("ContinuumOffloadingConnector", "connectors.native.connector")),
         ("lmcache", ("ContinuumLMCacheMPConnector", "connectors.lmcache_mp")),
     ],
 )

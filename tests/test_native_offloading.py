@@ -128,7 +128,7 @@ def test_a_model_with_several_kinds_of_layers_counts_as_without_tiers(
     )
     transfer = {
         "kv_connector": "ContinuumOffloadingConnector",
-        "kv_connector_module_path": "connectors.native",
+        "kv_connector_module_path": "connectors.native.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20},
     }

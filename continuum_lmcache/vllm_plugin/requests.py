@@ -6,8 +6,6 @@ Reads, on vLLM 0.30 to 0.33: Request.sampling_params.extra_args, .cache_salt, .b
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +20,6 @@ from continuum_lmcache.programs.session_fields import unused_fields
 from continuum_lmcache.types import TurnId
 
 logger = init_logger("vllm.continuum_lmcache")
-_next_warning_s = [-math.inf]
 
 STOPPED = {
     getattr(RequestStatus, name)
@@ -92,11 +89,3 @@ def is_end_of_turn(request: Request) -> bool:
     params = request.sampling_params
     has_stop = params is not None and bool(params.stop)
     return has_stop and request.status == RequestStatus.FINISHED_ABORTED and request.num_output_tokens > 0
-
-
-def warn_each_minute(message: str) -> None:
-    """Log a warning that clients can cause, once a minute at most."""
-    now_s = time.monotonic()
-    if now_s >= _next_warning_s[0]:
-        _next_warning_s[0] = now_s + 60.0
-        logger.warning("%s (logged once a minute)", message)

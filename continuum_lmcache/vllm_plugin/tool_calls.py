@@ -31,7 +31,6 @@ from continuum_lmcache.tools.call_parser import (
     without_thinking,
 )
 from continuum_lmcache.types import NO_CALL, ToolKey
-from continuum_lmcache.vllm_plugin.requests import warn_each_minute
 
 logger = init_logger("vllm.continuum_lmcache")
 ANY_REQUEST = ChatCompletionRequest(messages=[], seed=None)  # without tools, so each name is taken as it is
@@ -100,7 +99,8 @@ def any_error(ignored: Counter[str] | None = None, what: str = "") -> Iterator[l
         errors.append(error)
         if ignored is not None:
             ignored["output_token_ids"] += 1
-            warn_each_minute(f"A turn's tool is not known: {what} raised {error!r:.200}")
+            name = type(error).__name__
+            logger.warning_once("A turn's tool is not known: %s raised %s (logged once)", what, name)
 
 
 def whole_arguments(parser: ToolParser) -> ToolParser:

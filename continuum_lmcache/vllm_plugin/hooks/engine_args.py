@@ -43,7 +43,7 @@ TOOL_PARSER = ("tool_call_parser", "tool_parser_plugin")  # arguments of `vllm s
 AUTOSTART = "lmcache.mp.autostart"
 SERVER_ARGS = AUTOSTART + ".server_args"
 OVER_LMCACHE = "ContinuumLMCacheMPConnector", "connectors.lmcache_mp"
-OVER_NATIVE = "ContinuumOffloadingConnector", "connectors.native"
+OVER_NATIVE = "ContinuumOffloadingConnector", "connectors.native.connector"
 IN_PROCESS = "LMCacheConnectorV1"  # LMCache in vLLM's own process; here its settings start LMCache's server
 OURS = {  # connectors that our subclasses replace: name and module
     IN_PROCESS: OVER_LMCACHE,
