@@ -128,9 +128,9 @@ class MpEngine:
         assert came == hit_tokens
         loads: list[KVTransfer] = []
         if hit_tokens:
-            wait_for(lambda: loads.extend(self._take()) or any(t.direction == "load" for t in loads))
+            wait_for(lambda: loads.extend(self._take()) or loads)
         self.store(request_id, token_ids, came)
-        by_tier = {load.tier: load.tokens for load in loads if load.direction == "load"}
+        by_tier = {load.tier: load.tokens for load in loads}
         assert sum(by_tier.values()) == came
         return TierHit(by_tier.get(Tier.DRAM, 0), by_tier.get(Tier.SSD, 0))
 

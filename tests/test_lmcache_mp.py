@@ -490,11 +490,11 @@ def test_the_server_leaves_out_a_store_that_comes_too_late(
 
 
 def test_a_load_is_reported_by_tier_when_both_sides_have_reported_it() -> None:
-    load = KVTransfer(Tier.DRAM, "load", 400, 4000, 0.4, "r")
+    load = KVTransfer(Tier.DRAM, 400, 4000, 0.4, "r")
     lookup = LookupResult(1, "r", 100, 300, 0.9)
     expected = [
-        KVTransfer(Tier.DRAM, "load", 100, 1000, 0.1, "r"),
-        KVTransfer(Tier.SSD, "load", 300, 3000, 1.2, "r"),
+        KVTransfer(Tier.DRAM, 100, 1000, 0.1, "r"),
+        KVTransfer(Tier.SSD, 300, 3000, 1.2, "r"),
     ]
     for loads, lookups in ([load], []), ([], [lookup]):
         book = LoadLookupJoin()
@@ -513,7 +513,7 @@ def test_reading_l2_is_timed_and_counted_as_the_disks(mp_rig: Make) -> None:
     rig.settle()
     rig.transfers()
     assert rig.run(prompt(1, 2)) == TierHit(0, 2 * CHUNK)
-    (load,) = [t for t in rig.transfers() if t.direction == "load"]
+    (load,) = rig.transfers()
     assert load.tier is Tier.SSD and load.tokens == 2 * CHUNK and load.duration_s > 0
 
 
@@ -530,7 +530,7 @@ def test_the_time_until_l2_reads_counts_as_the_disks_too(
         rig.settle()
     rig.transfers()
     assert rig.run(prompt(1, 2)) == TierHit(0, 2 * CHUNK)
-    (read,) = [t for t in rig.transfers() if t.direction == "load"]
+    (read,) = rig.transfers()
     assert read.duration_s > wait_s
 
 

@@ -173,7 +173,7 @@ def test_a_tier_that_is_fast_again_is_found_out():
     policy = LoadPolicy(rates)
     for _ in range(4000):
         if policy.tokens_to_load(TURN, ON_DISK):
-            rates.observe(KVTransfer(Tier.SSD, "load", 1000, 1000, 0.3))
+            rates.observe(KVTransfer(Tier.SSD, 1000, 1000, 0.3))
         policy.on_allocated(TURN)
     assert choose_load(rates.costs, ON_DISK).decision is LoadReason.LOAD
     assert policy.counts["load"] > 2000

@@ -35,7 +35,7 @@ def test_a_rate_is_never_shown_without_its_samples_and_0_means_assumed() -> None
 def test_measurements_move_the_rates_and_their_samples_together() -> None:
     rates = CalibratedCosts(UNMEASURED)
     for _ in range(5):
-        rates.observe(KVTransfer(Tier.SSD, "load", 1000, 10**9, 10.0))
+        rates.observe(KVTransfer(Tier.SSD, 1000, 10**9, 10.0))
     rates.observe_prefill(took_s=1.0, predicted_s=0.5)
     exporter().observe(rate_totals(rates), ENGINE)
     samples = {r: gauge("continuum_rate_samples", rate=r) for r in ("prefill", "dram", "ssd")}

@@ -52,7 +52,7 @@ def test_loads_at_a_tenth_of_the_rate_lengthen_the_ttl_within_fifty() -> None:
     made = advisor(10_000_000)
     before_s = ttl_s(made)
     size_bytes = CONTEXT * KV_BYTES
-    slow = KVTransfer(Tier.DRAM, "load", CONTEXT, size_bytes, size_bytes / 2.5e9)
+    slow = KVTransfer(Tier.DRAM, CONTEXT, size_bytes, size_bytes / 2.5e9)
     for _ in range(50):
         made.rates.observe(slow)
     assert ttl_s(made) > before_s

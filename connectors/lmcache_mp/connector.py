@@ -135,7 +135,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         return self._tiers.locate(prefix.token_ids, self._version.salt(prefix.salt))
 
     def transfers(self) -> list[KVTransfer]:
-        """Loads and stores since the last call, timed by rank 0; reads of L2, timed by the server."""
+        """Loads since the last call, timed by rank 0; reads of L2, timed by the server."""
         return self._tiers.transfers()
 
     def capacity_tokens(self) -> dict[Tier, int]:

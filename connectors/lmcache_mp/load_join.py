@@ -1,4 +1,4 @@
-"""How long MP's asynchronous loads and stores took, by tier.
+"""How long MP's asynchronous loads took, by tier.
 
 The worker knows when a load began and ended. Only the server knows what it read from L2 for the load,
 and how long that took (lookup_log.py). Both have the request's id, by which this module joins them.
@@ -7,7 +7,7 @@ and how long that took (lookup_log.py). Both have the request's id, by which thi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
@@ -21,17 +21,16 @@ MAX_ENTRIES = 10_000  # beyond it the oldest is dropped: another engine's lookup
 
 @dataclass
 class MpReport(KVConnectorWorkerMetadata):
-    """What rank 0 moved since its last report. The other ranks move their shares in the same time.
+    """What rank 0 loaded since its last report. The other ranks load their shares in the same time.
 
-    Loads are those from L1 to the GPU, so all of them are DRAM's.
+    These are loads from L1 to the GPU, so all of them are DRAM's.
     """
 
-    loads: list[KVTransfer] = field(default_factory=list)
-    stores: list[KVTransfer] = field(default_factory=list)
+    loads: list[KVTransfer]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MpReport:
         assert isinstance(other, MpReport)
-        return MpReport(self.loads + other.loads, self.stores + other.stores)
+        return MpReport(self.loads + other.loads)
 
 
 class LoadLookupJoin:

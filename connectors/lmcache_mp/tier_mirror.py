@@ -193,7 +193,7 @@ class MpTiers:
         return TierHit(dram_chunks * self._chunk_tokens, ssd_chunks * self._chunk_tokens)
 
     def transfers(self) -> list[KVTransfer]:
-        self.apply_report(MpReport())
+        self.apply_report(MpReport([]))
         taken = list(self._transfers)
         self._transfers.clear()
         return taken
@@ -211,9 +211,9 @@ class MpTiers:
         return found
 
     def apply_report(self, report: MpReport) -> None:
-        """Apply the worker's timed loads and stores, and the server's lookups."""
+        """Apply the worker's timed loads, and the server's lookups."""
         lookups = [self._poller.lookups.popleft() for _ in range(len(self._poller.lookups))]
-        self._transfers += report.stores + self._join.join(report.loads, lookups)
+        self._transfers += self._join.join(report.loads, lookups)
 
     def _names(self, token_ids: Sequence[int], salt: str) -> Iterator[bytes]:
         """Of each full chunk, lazily, head first.

@@ -62,7 +62,7 @@ class MpWorkerSide:
         self._running: list[Transfer] = []
         self._storing: set[str] = set()  # requests that LMCache reports as stored while a store still runs
         self.watch = TransferWatch(clock)
-        self._fresh = MpReport()
+        self._fresh: list[KVTransfer] = []  # loads since the last report
         self._store, adapter.submit_store_request = adapter.submit_store_request, self.store
         self._retrieve, adapter.submit_retrieve_request = adapter.submit_retrieve_request, self.retrieve
         if queue := getattr(adapter.req_client, "_message_queue_client", None):  # else gRPC
@@ -166,9 +166,9 @@ class MpWorkerSide:
             self._fail(transfer)
 
     def report(self) -> MpReport | None:
-        """The transfers that ended since the last report, from rank 0."""
-        fresh, self._fresh = self._fresh, MpReport()
-        return fresh if self._rank == 0 and (fresh.loads or fresh.stores) else None
+        """The loads that ended since the last report, from rank 0."""
+        fresh, self._fresh = self._fresh, []
+        return MpReport(fresh) if self._rank == 0 and fresh else None
 
     def _prepare_submit(self) -> float:
         """Limit the adapter's own wait, and return the time. Each registration makes a new context.
@@ -202,16 +202,13 @@ class MpWorkerSide:
 
     def _ended(self, transfer: Transfer) -> None:
         self.watch.poll()  # its end may not have been seen yet
-        duration_s = transfer.duration_s
-        if transfer.is_load and self._clock() - transfer.submitted_s > self._longest_load_s:
+        if not transfer.is_load:
+            return
+        if self._clock() - transfer.submitted_s > self._longest_load_s:
             self._fail(transfer)  # the lease may have ended during the load
-        elif transfer.future.result(timeout=0) and duration_s:
+        elif transfer.future.result(timeout=0) and transfer.duration_s:
             sizes = transfer.tokens, transfer.tokens * self._kv_bytes_per_token
-            if transfer.is_load:
-                loaded = KVTransfer(Tier.DRAM, "load", *sizes, duration_s, transfer.request_id)
-                self._fresh.loads.append(loaded)
-            else:
-                self._fresh.stores.append(KVTransfer(Tier.DRAM, "store", *sizes, duration_s))
+            self._fresh.append(KVTransfer(Tier.DRAM, *sizes, transfer.duration_s, transfer.request_id))
 
     def _fail(self, transfer: Transfer) -> None:
         """Replace a failed transfer's future by a failed one, which the adapter reports."""

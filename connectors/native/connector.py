@@ -136,8 +136,7 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reported = connector_output.kv_connector_worker_meta
         if isinstance(reported, OffloadingWorkerMetadata):
-            self._moved += self._timed("load", reported.transfer_stats.load)
-            self._moved += self._timed("store", reported.transfer_stats.store)
+            self._moved += self._timed(reported.transfer_stats.load)
         super().update_connector_output(connector_output)
 
     def request_finished_all_groups(
@@ -185,12 +184,11 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
         end = len(prefix.token_ids) // self._group.tokens_per_chunk * step
         return (OffloadKey(each + self._key_end) for each in islice(prefix.block_hashes, step - 1, end, step))
 
-    def _timed(self, direction: str, moved: DirectionalTransferStats) -> list[KVTransfer]:
-        """Each transfer of a report, which has their sizes and the sum of their times."""
+    def _timed(self, moved: DirectionalTransferStats) -> list[KVTransfer]:
+        """Each load of a report, which has their sizes and the sum of their times."""
         return [
             KVTransfer(
                 Tier.DRAM,
-                direction,
                 tokens=round(size / self._bytes_per_token),
                 size_bytes=int(size),
                 duration_s=moved.time * size / moved.bytes,

@@ -21,13 +21,12 @@ class TierSpec:
     ssd_gb: float = 0.0
     chunk_tokens: int = 256
     load_gbps: float = math.inf  # DRAM to GPU
-    store_gbps: float = math.inf  # GPU to DRAM
     ssd_load_gbps: float = math.inf
     ssd_store_gbps: float = math.inf
     load_latency_s: float = 0.0  # added to every load, whatever its size
 
     def __post_init__(self) -> None:
-        for name in ("chunk_tokens", "load_gbps", "store_gbps", "ssd_load_gbps", "ssd_store_gbps"):
+        for name in ("chunk_tokens", "load_gbps", "ssd_load_gbps", "ssd_store_gbps"):
             require(getattr(self, name) > 0, f"{name} of a tier", getattr(self, name), "more than 0")
         for name in ("dram_gb", "ssd_gb", "load_latency_s"):
             require(getattr(self, name) >= 0, f"{name} of a tier", getattr(self, name), "0 or more")

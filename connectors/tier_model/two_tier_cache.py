@@ -45,7 +45,7 @@ class TwoTierCache:
         self.dram = LruTier(spec.dram_gb * GB // self.chunk_bytes)
         self.ssd = LruTier(spec.ssd_gb * GB // self.chunk_bytes)
         self.pending: dict[ChunkName, float] = {}  # disk writes by when they end, soonest first
-        self.to_gpu, self.from_gpu = BandwidthLink(spec.load_gbps), BandwidthLink(spec.store_gbps)
+        self.to_gpu = BandwidthLink(spec.load_gbps)
         self.disk_read = BandwidthLink(spec.ssd_load_gbps)
         self.disk_write = BandwidthLink(spec.ssd_store_gbps)
         self._transfers: deque[KVTransfer] = deque(maxlen=TRANSFERS_KEPT)
@@ -75,8 +75,13 @@ class TwoTierCache:
         read_s = self.disk_read.reserve(now_s, ssd_bytes) if ssd else now_s
         done_s = self.to_gpu.reserve(read_s, size_bytes) + self.spec.load_latency_s
         ssd_s = self.disk_read.seconds(ssd_bytes) + self.to_gpu.seconds(ssd_bytes)
-        self._record(Tier.DRAM, "load", dram, self.to_gpu.seconds(self._size(dram)), turn)
-        self._record(Tier.SSD, "load", ssd, ssd_s, turn)
+        for tier, chunks, took_s in (
+            (Tier.DRAM, dram, self.to_gpu.seconds(self._size(dram))),
+            (Tier.SSD, ssd, ssd_s),
+        ):
+            if chunks:
+                tokens = len(chunks) * self.spec.chunk_tokens
+                self._transfers.append(KVTransfer(tier, tokens, self._size(chunks), took_s, turn))
         return ActiveLoad(dram, ssd, done_s)
 
     def store(self, now_s: float, names: Sequence[ChunkName]) -> Sequence[ChunkName]:
@@ -87,10 +92,11 @@ class TwoTierCache:
         self.finish_writes(now_s)
         new = [n for n in names if not self.has(n)]
         keep = set(names)  # a prompt larger than DRAM is cut short; it does not evict its own chunks
-        into_dram = [n for n in names if n not in self.dram.names and self._admit(n, keep)]
+        for name in names:
+            if name not in self.dram.names:
+                self._admit(name, keep)
         for name in names:
             self._write(now_s, name)
-        self._record(Tier.DRAM, "store", into_dram, self.from_gpu.seconds(self._size(into_dram)))
         return [n for n in new if self.has(n)]
 
     def finish_writes(self, now_s: float) -> None:
@@ -104,7 +110,6 @@ class TwoTierCache:
             del self.pending[name]
             self.ssd.reserved -= 1
             self.ssd.names[name] = None
-        self._record(Tier.SSD, "store", due, self.disk_write.seconds(self._size(due)))
 
     def touch(
         self, now_s: float, names: Sequence[ChunkName]
@@ -133,7 +138,7 @@ class TwoTierCache:
         return name in self.dram.names or name in self.ssd.names or name in self.pending
 
     def transfers(self) -> list[KVTransfer]:
-        """Transfers since the last call, oldest first, without the time they waited for a link."""
+        """Loads since the last call, oldest first, without the time they waited for a link."""
         moved = list(self._transfers)
         self._transfers.clear()
         return moved
@@ -179,13 +184,6 @@ class TwoTierCache:
 
     def _size(self, names: Collection[ChunkName]) -> int:
         return len(names) * self.chunk_bytes
-
-    def _record(
-        self, tier: Tier, direction: str, names: Sequence[ChunkName], duration_s: float, turn: str = ""
-    ) -> None:
-        if names:
-            tokens = len(names) * self.spec.chunk_tokens
-            self._transfers.append(KVTransfer(tier, direction, tokens, self._size(names), duration_s, turn))
 
 
 def _leading(names: Sequence[ChunkName], held: Collection[ChunkName]) -> int:

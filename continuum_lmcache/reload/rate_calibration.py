@@ -82,8 +82,8 @@ class CalibratedCosts:
         self.pace = RateDrift(prior=prior(costs.prefill))
 
     def observe(self, moved: KVTransfer) -> None:
-        """Learn from one load. Stores run beside the steps, and delay none."""
-        if moved.direction == "store" or not is_plausible(moved) or moved.tier not in self.drifts:
+        """Learn from one load."""
+        if not is_plausible(moved) or moved.tier not in self.drifts:
             return
         rate = self._profile.dram if moved.tier is Tier.DRAM else self._profile.ssd
         predicted_s = rate.seconds(moved.size_bytes)

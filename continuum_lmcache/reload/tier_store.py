@@ -30,10 +30,9 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """One timed transfer of KV from or to a tier."""
+    """One timed load of KV from a tier. Stores run beside the steps, and delay none."""
 
     tier: Tier
-    direction: str  # "load" or "store"
     tokens: int
     size_bytes: int
     duration_s: float
@@ -71,7 +70,7 @@ class TierStore:
         return None
 
     def transfers(self) -> list[KVTransfer]:
-        """The transfers since the last call, oldest first."""
+        """The loads that have ended since the last call, oldest first."""
         return []
 
     def capacity_tokens(self) -> Mapping[Tier, int]:

@@ -137,7 +137,7 @@ def _connector(setup: Setup, folder: Path) -> KVTransferConfig:
     tiers: dict[str, Any] = {"dram_gb": 0.0}
     if setup.tiers is not None:
         tiers = {**rates(setup.machine), **setup.tiers}
-    extra = {f"fake.{key}": value for key, value in tiers.items()}
+    extra = {f"fake.{key}": value for key, value in tiers.items() if key != "store_gbps"}  # native's alone
     if setup.policy not in (STOCK, *PEERS):
         chunk_tokens, ssd_gbps = tiers.get("chunk_tokens", 256), tiers.get("ssd_load_gbps")
         data = setup.machine.policy_profile(chunk_tokens, ssd_gbps)
