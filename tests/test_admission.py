@@ -33,7 +33,7 @@ def admission(active_tokens: int = 100_000, started_tokens: int = 100_000) -> Ad
     growth = AsTold()
     for _ in range(500):
         growth.add_turn(1000)
-        growth.add_program(9)
+        growth.program_ended(9)
     return AdmissionRig(KVCapacity(active_tokens, started_tokens), HOLD_S, growth)
 
 
@@ -457,7 +457,7 @@ def test_growth_starts_from_a_prior_and_ends_at_what_was_seen() -> None:
     assert growth.turn_tokens == 5_000
     for _ in range(300):
         growth.add_turn(500)
-        growth.add_program(4)
+        growth.program_ended(4)
     assert growth.turn_tokens == 500
     assert growth.turns_left(0) == pytest.approx(4, rel=0.05)
     assert growth.turns_left(30) == 1.0, "it is here although nothing lasted so long: one more turn"
@@ -470,7 +470,7 @@ def programs(growth: ContextGrowth, firsts: range, final_tokens: int, turns: int
         growth.add_first_prompt(first)
         for _ in range(turns):
             growth.add_turn((final_tokens - first) // turns)
-        growth.add_program(turns)
+        growth.program_ended(turns)
     return growth
 
 
@@ -494,7 +494,7 @@ def test_first_prompts_unlike_each_other_cost_no_room() -> None:
     growth = ContextGrowth()
     for first in (10, 100, 1_000, 10_000, 100_000) * 8:  # conversations: most have one turn
         growth.add_first_prompt(first)
-        growth.add_program(1)
+        growth.program_ended(1)
     assert 0.9 < growth.forecasts_that_fit(126_000) / 126_000 < 1.05
 
 

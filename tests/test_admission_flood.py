@@ -25,7 +25,7 @@ def learned() -> ContextGrowth:
     for _ in range(30):
         growth.add_first_prompt(300)
         growth.add_turn(72)
-        growth.add_program(6)
+        growth.program_ended(6)
     return growth
 
 

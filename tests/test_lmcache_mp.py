@@ -223,7 +223,7 @@ def test_a_mirror_that_asks_now_and_then_holds_what_lies_whole_in_each_tier(data
     mirror.apply_report(reply_to(log, mirror))
     for ssd in (False, True):
         whole = {bytes([c]) for c in range(4) if {(ssd, c, 0), (ssd, c, 1)} <= pieces}
-        assert mirror._held[ssd] == whole
+        assert mirror._stored[ssd] == whole
 
 
 def reply_to(log: TierChangeLog, mirror: MpTierMirror) -> ChangesReply:

@@ -187,7 +187,7 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             # store blocks before they are computed
             return 0, False
         if tracker.is_declined:
-            # LMCache counts from what the GPU has when the request is placed, not from when it was declined
+            # the GPU may hold more now than when the load was declined; LMCache counts from this number
             align = self._hit_alignment_tokens
             tracker.num_vllm_hit_tokens = num_computed_tokens // align * align
             return 0, False
@@ -269,16 +269,16 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
         if tracker.no_lookup is not None and tracker.no_lookup[:2] == (computed_tokens, number):
             return False
         token_ids = tracker.get_token_ids()
-        held = self._tiers.locate(token_ids, tracker.cache_salt)
-        held_tokens = held.dram_tokens + held.ssd_tokens
-        found = held_tokens - computed_tokens
+        stored = self._tiers.locate(token_ids, tracker.cache_salt)
+        stored_tokens = stored.dram_tokens + stored.ssd_tokens
+        found = stored_tokens - computed_tokens
         if found <= 0:
             if not self._tiers.knows_all and 2 * computed_tokens < request.num_tokens:
                 return True
         elif self._load_selector is None:
             return True
         else:
-            where = residency_of_offer(held, computed_tokens, found, request.num_tokens)
+            where = residency_of_offer(stored, computed_tokens, found, request.num_tokens)
             chosen = self._load_selector(TurnId(request_id), where)
             tracker.is_selected = True
             if chosen:
@@ -294,8 +294,8 @@ class ContinuumLMCacheMPConnector(TierStore, LMCacheMPConnector):
             tracker.is_declined = True
         align = self._hit_alignment_tokens
         tracker.num_vllm_hit_tokens = computed_tokens // align * align
-        tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, held_tokens  # not stored again
-        tracker.no_lookup = NoLookup(computed_tokens, number, held_tokens)
+        tracker.num_lmcache_hit_tokens, tracker.num_stored_tokens = 0, stored_tokens  # not stored again
+        tracker.no_lookup = NoLookup(computed_tokens, number, stored_tokens)
         return False
 
     def _decline(self, request_id: str, tracker: Any) -> None:

@@ -39,17 +39,17 @@ class MpTierMirror:
     """Which chunks the server's L1 and L2 hold. One thread writes; others may read meanwhile."""
 
     def __init__(self) -> None:
-        self._held: tuple[set[bytes], set[bytes]] = (set(), set())
+        self._stored: tuple[set[bytes], set[bytes]] = (set(), set())
         self.epoch: str | None = None
         self.number = 0
 
     def apply_report(self, reply: ChangesReply) -> None:
         """Apply an answer."""
-        held: tuple[set[bytes], set[bytes]] = (set(), set()) if reply.is_snapshot else self._held
+        stored: tuple[set[bytes], set[bytes]] = (set(), set()) if reply.is_snapshot else self._stored
         for change in reply.changes:
-            tier = held[change.ssd]
+            tier = stored[change.ssd]
             (tier.add if change.admitted else tier.discard)(change.chunk)
-        self._held, self.epoch, self.number = held, reply.epoch, reply.number
+        self._stored, self.epoch, self.number = stored, reply.epoch, reply.number
 
     def plan(self, names: Iterable[bytes]) -> tuple[int, int]:
         """(chunks from L1, chunks from L2) that a lookup would find of this prefix.
@@ -57,7 +57,7 @@ class MpTierMirror:
         The server takes each chunk from L1 where it can and the missing ones from L2, so the two may
         alternate (`DefaultPrefetchPolicy.plan_load`). The first chunk that is in neither ends the prefix.
         """
-        in_l1, in_l2 = self._held
+        in_l1, in_l2 = self._stored
         dram = ssd = 0
         for name in names:
             if name in in_l1:

@@ -35,14 +35,14 @@ class ContextGrowth:
         """A turn ended with `tokens` more than the program's last one. A context that shrank counts as 0."""
         self._growths.append(max(0, tokens))
 
-    def add_program(self, turns: int) -> None:
+    def program_ended(self, turns: int) -> None:
         """A program ended after this many turns."""
         if 1 <= turns <= MAX_TURNS:
             self._lengths.append(turns)
             self._left.clear()
 
     def remove_program(self, turns: int) -> None:
-        """A program of `add_program` goes on after all; nothing if the window has moved past it."""
+        """A program of `program_ended` goes on after all; nothing if the window has moved past it."""
         if turns in self._lengths:
             self._lengths.remove(turns)
             self._left.clear()

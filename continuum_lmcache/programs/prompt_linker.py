@@ -214,8 +214,8 @@ class PromptLinker:
 def unstable_suffix(prompt_tokens: int, matched_tokens: int, opening_tokens: int) -> int:
     """How many of a prompt's last tokens may not come back.
 
-    Other programs send the same system prompt, and forks the same history. So it is only the opening of the
-    answer after a first prompt, and at most half of what a later one adds to the turn before.
+    After a first prompt only the answer's opening may change: other programs send the same system prompt.
+    Later at most half of the tokens that the prompt added: forks send the same history.
     """
     if not matched_tokens:
         return opening_tokens

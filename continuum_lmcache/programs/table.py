@@ -151,7 +151,7 @@ class ProgramTable:
                 self.move(program, Stage.OVERDUE)
                 self._untold_ends += 1
                 if program.counts_as_ended:
-                    self.growth.add_program(program.turns)
+                    self.growth.program_ended(program.turns)
                     found.append(program)
         return found
 
@@ -168,7 +168,7 @@ class ProgramTable:
         if program.turns:
             self._told_ends += program.stage is not Stage.OVERDUE
             if not program.counts_as_ended:
-                self.growth.add_program(program.turns)
+                self.growth.program_ended(program.turns)
 
     def idle_programs(self, now_s: float, idle_s: float, pinned: Container[ProgramId]) -> list[Program]:
         """Programs without a live turn or a pin: no turn for `idle_s`, or beyond max_programs."""

@@ -98,9 +98,9 @@ class RetentionAdvisor:
             expected_s = max(LEAST_EXPECTED_S, gaps * (own.distribution(tool).mean_s or COLD_GAP_S))
         return Outlook(evicts and lost > MOST, is_late, expected_s)
 
-    def order(self, standing: QueueEntry) -> tuple[float, ...]:
+    def order(self, entry: QueueEntry) -> tuple[float, ...]:
         """A waiting turn's place: smallest first."""
-        return self._policy.order(standing)
+        return self._policy.order(entry)
 
     def retain(self, turn: FinishedTurn, load: EngineLoad, outlook: Outlook | None = None) -> Retention:
         """For how long this turn's KV should stay, never beyond max_ttl_s. `outlook`: of its tool, if it is

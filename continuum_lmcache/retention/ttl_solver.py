@@ -38,8 +38,8 @@ def best_ttl(seen: DurationDistribution, benefit_s: float, max_ttl_s: float, pri
 
     P is a staircase, so between two recorded gaps only the cost grows: no tau in between can be
     better. The ceiling limits the candidates, not the answer, since the best TTL below it
-    need not be the ceiling itself. Of PART gaps none gains more than the last one's P at the first one's
-    cost: parts that cannot have the best are skipped.
+    need not be the ceiling itself. Gaps are searched in parts of PART. A part is skipped if even its last
+    probability at its first cost would not win.
     """
     if seen.level == "cold":
         return best_cold_ttl(benefit_s / price, max_ttl_s)
