@@ -41,7 +41,7 @@ class ContextGrowth:
             self._lengths.append(turns)
             self._left.clear()
 
-    def remove_program(self, turns: int) -> None:
+    def program_goes_on(self, turns: int) -> None:
         """A program of `program_ended` goes on after all; nothing if the window has moved past it."""
         if turns in self._lengths:
             self._lengths.remove(turns)

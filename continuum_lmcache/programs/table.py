@@ -160,7 +160,7 @@ class ProgramTable:
         if program.stage is Stage.OVERDUE:
             self._untold_ends -= 1
             if program.counts_as_ended:
-                self.growth.remove_program(program.turns)
+                self.growth.program_goes_on(program.turns)
             program.counts_as_ended = False
 
     def count_end(self, program: Program) -> None:
