@@ -68,7 +68,6 @@ def test_one_command_starts_lmcaches_server_a_second_engine_shares_it_and_it_goe
         "LMCACHE_MAX_LOCAL_DISK_SIZE": "1",
         "LMCACHE_CHUNK_SIZE": "256",
         "LMCACHE_CONFIG_FILE": str(yaml),
-        "LMCACHE_BLEND_RECOMPUTE_RATIO": "0.15",  # of LMCache 0.3
         "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
     }
     extra = SHIPPED["kv_connector_extra_config"] | {"lmcache.mp.port": port}
@@ -77,7 +76,7 @@ def test_one_command_starts_lmcaches_server_a_second_engine_shares_it_and_it_goe
         (process,) = servers_at(port)
         said = next(line for line in log.read_text().splitlines() if "LMCache's server on port" in line)
         assert said.count(f'"base_path": "{disk}/"') == 1 and "--chunk-size 256" in said
-        assert "without effect: LMCACHE_BLEND_RECOMPUTE_RATIO, local_device" in said
+        assert "without effect: local_device" in said
         output = first.complete(PROMPT, is_last_step=True).output
         wait_for(lambda: reloads(first), "a load from DRAM", every_s=0.5)
         wait_for(lambda: any(disk.iterdir()), "something is on the disk")

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 
@@ -36,7 +35,7 @@ from experiments.tiny_model import make_model
 pytestmark = pytest.mark.real
 ARGS = (
     *("--scheduling-policy", "continuum", "--max-model-len", "3072", "--num-gpu-blocks-override", "26"),
-    *("--max-num-seqs", "1"),  # whoever comes second queues
+    *("--max-num-seqs", "1"),
 )
 
 
@@ -169,28 +168,6 @@ def test_the_mode_is_in_the_log_and_in_the_metrics(pair: Pair) -> None:
     assert "KV below the GPU: lmcache-mp" in pair.log.read_text()
     assert pair.vllm.metric("continuum_tier_store_info", mode="lmcache-mp") == 1
     assert pair.vllm.metric("continuum_tier_store_up") == 1
-
-
-def test_a_client_that_gives_up_in_the_queue_costs_nobody_else_anything(pair: Pair) -> None:
-    assert any(gives_up_behind(pair, out) for out in (400, 1200, 2400)), "it never queued for so long"
-    assert pair.ask(prompt(9)).output
-    pair.vllm.usage_becomes(0.0)
-
-
-def gives_up_behind(pair: Pair, out: int) -> bool:
-    """Whether a client gives up while a turn of `out` tokens runs; a fast machine may serve both in time."""
-    first = threading.Thread(target=lambda: pair.vllm.complete(prompt(7), out=out))
-    before = pair.vllm.metric("vllm:prompt_tokens_total")
-    first.start()
-    wait_for(lambda: pair.vllm.metric("vllm:prompt_tokens_total") > before, "the first runs", every_s=0.05)
-    body = {"model": "tiny", "prompt": prompt(8), "max_tokens": 8}
-    try:
-        HTTP.post(f"{pair.vllm.url}/v1/completions", json=body, timeout=0.5)
-        return False
-    except httpx.TimeoutException:
-        return first.is_alive()
-    finally:
-        first.join()
 
 
 def test_noise_in_l1_is_noticed(pair: Pair) -> None:
