@@ -1,21 +1,16 @@
-"""`--api-server-count 2`: two front-ends share one engine's programs, its figures and its end.
+"""`--api-server-count 2`: two front-ends share one engine's programs and its figures.
 
-One server. Each request has a connection of its own, so that either front-end may take it. The last test
-ends the server.
+One server. Each request has a connection of its own, so that either front-end may take it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 from prometheus_client.mmap_dict import MmapedDict
@@ -28,10 +23,9 @@ from experiments.server import processes
 pytestmark = pytest.mark.real
 
 PROGRAMS = 24
-SHARED = 2  # one name under two keys
 TTL_S = 600.0
 ARGS = ("--max-model-len", "1024", "--num-gpu-blocks-override", "96", "--scheduling-policy", "continuum")
-TWO = ("--api-server-count", "2", "--shutdown-timeout", "3", "--api-key", "key-of-ann", "key-of-bob")
+TWO = ("--api-server-count", "2", "--api-key", "key-of-ann", "key-of-bob")
 
 
 @dataclass(frozen=True)
@@ -123,32 +117,3 @@ def test_a_program_stays_with_its_key_whichever_front_end_takes_its_turns(server
     assert "shared" in server.recording()
     written = b"".join(path.read_bytes() for path in server.folder.rglob("*") if path.is_file())
     assert b"key-of" not in written, "neither the log, nor a recording, nor a figure holds a key"
-
-
-def test_sigterm_under_load_leaves_no_process_and_a_recording_of_what_was_before(server: Pair) -> None:
-    """vLLM 0.32's front-ends leave their engine at once, whatever the timeout, and wait for answers that
-    no longer come; the engine is killed with them, perhaps while it writes. So SIGUSR1 comes first.
-    """
-    all_of_it = processes(server.url)
-
-    def story(i: int) -> None:
-        with contextlib.suppress(httpx.TransportError):
-            server.complete(ids(BLOCK, 2000 + i), out=400, job_id=f"last-{i}")
-
-    def arrived() -> float:
-        return server.metric("vllm:prompt_tokens_total")
-
-    before, stories = arrived(), []
-    with ThreadPoolExecutor(8) as pool:
-        while server.metric("vllm:num_requests_running") < 4:
-            assert all(story.exception() is None for story in stories if story.done())
-            assert len(stories) < 200, "four requests were never seen to run at once"
-            stories += [pool.submit(story, len(stories) + i) for i in range(8)]
-            while arrived() < before + len(stories) * BLOCK:  # after the signal it would be refused
-                time.sleep(0.01)
-        server.recording()
-        all_of_it[0].send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(all_of_it, timeout=300)
-    assert not alive
-    events = json.loads((server.folder / "run" / "scheduler_timestamps").read_text())
-    assert len(events.keys() - {"_recording"}) >= PROGRAMS + SHARED + len(stories)
