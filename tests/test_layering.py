@@ -7,10 +7,10 @@ experiments -> connectors -> core <- vllm_plugin, console, report, recordings
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,14 +38,16 @@ CONNECTORS = sorted((ROOT / "connectors").rglob("*.py"))
 MOST_FILES = 12  # of a folder of the product, its __init__ among them
 
 
-def imported(path: Path, at_import: bool = False) -> Iterator[str]:
+@functools.cache
+def imported(path: Path, at_import: bool = False) -> frozenset[str]:
     """Modules that a file imports; `at_import`: those only that it needs to be imported itself."""
-    tree = ast.parse(path.read_text())
+    tree, found = ast.parse(path.read_text()), set[str]()
     for node in [*tree.body] if at_import else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            yield node.module or ""
+            found.add(node.module or "")
+    return frozenset(found)
 
 
 def tops(path: Path) -> set[str]:
