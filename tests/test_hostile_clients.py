@@ -13,16 +13,13 @@ import pytest
 from bench import Bench, prompt, settings  # noqa: F401
 from hypothesis import given
 from hypothesis import strategies as st
-from pin_tables import Tables
 from vllm.v1.request import RequestStatus
 
 from continuum_lmcache import engine
 from continuum_lmcache.programs.identity import FIELDS, UNUSED_FIELD, program_id
 from continuum_lmcache.programs.prompt_linker import MAX_TAILS
-from continuum_lmcache.telemetry.events import TurnArrived
-from continuum_lmcache.telemetry.recorder import EventRecorder
 from continuum_lmcache.tools.durations import MAX_KEYS, MAX_LEVELS, WINDOW, ToolDurations
-from continuum_lmcache.types import ProgramId, TurnId
+from continuum_lmcache.types import ProgramId
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
 from experiments.sim.engine import simulate
@@ -94,23 +91,6 @@ def test_tags_that_no_file_name_and_no_message_can_have_are_dropped() -> None:
     )
     drop_invalid(request)
     assert request.kv_transfer_params == told
-
-
-def test_a_hundred_thousand_ids_leave_a_table_of_its_bound() -> None:
-    tables = Tables(100, 100, max_programs=1000)
-    recorder = EventRecorder(0.0, max_events=1000)
-    for i in range(100_000):
-        program, turn = ProgramId(f"job-{i}"), TurnId(f"turn-{i}")
-        tables.arrived(float(i), turn, program, f"salt-{i}")
-        recorder.record(TurnArrived(float(i), program, turn, 10))
-        tables.left(float(i), program)
-        if i % 100 == 0:
-            for old in tables.idle(float(i), 3600.0):
-                tables.ended(old)
-    assert len(tables.programs.records) <= 1100
-    assert not tables.pins._by_tenant and not tables.pins._deadlines
-    assert len(recorder.snapshot()) <= 1001
-    tables.check()
 
 
 def test_ids_that_come_once_and_never_end_fill_no_table(bench: Bench) -> None:

@@ -603,15 +603,6 @@ def test_equal_ids_under_different_cache_salts_are_different_programs(make: Make
     assert bench.parts.residency.prompt_tokens["gpu"] == 0
 
 
-def test_a_tenant_gets_no_more_than_its_share(make: Make) -> None:
-    bench = make(blocks=41, max_pinned_share=1, max_tenant_share=0.2)
-    bench.turn("p", prompt(5 * BLOCK, 1), salt="greedy")
-    bench.turn("q", prompt(5 * BLOCK, 2), salt="greedy")
-    bench.turn("r", prompt(5 * BLOCK, 3), salt="modest")
-    assert bench.engine.pins.refused == {"tenant": 1}
-    assert len(bench.engine.pins.pinned) == 2
-
-
 @pytest.mark.parametrize(
     "fields",
     [{"job_id": {"a": 1}}, {"job_id": "x" * 10**6}, {"job_id": ""}, {"is_last_step": "maybe"}],

@@ -44,7 +44,6 @@ TTL_S = 10.0
 ARGS = ("--max-model-len", "2560", "--num-gpu-blocks-override", str(BLOCKS), "--max-num-seqs", "16")
 DRAIN = ("--shutdown-timeout", "120")  # vLLM's default, 0, kills the engine at once and lets clients hang
 CANARY = "zanzibarquokka"  # in prompts, outputs and ids, and in no file
-MANY = 100
 
 
 def transfer_config(folder: Path) -> Path:
@@ -487,23 +486,6 @@ def test_control_characters_in_ids_harm_neither_metrics_nor_files(continuum: Con
     assert not any("evil" in name for name in metrics())
 
 
-def test_ids_and_tools_of_the_clients_own_leave_no_metric_of_their_own(continuum: Continuum) -> None:
-    """10^5 ids go to the scheduler itself elsewhere."""
-
-    def samples() -> int:
-        text = HTTP.get(f"{continuum.url}/metrics").text
-        return sum(line.startswith("continuum_") for line in text.splitlines())
-
-    def one(i: int) -> None:
-        continuum.complete(ids(4), out=1, job_id=f"one-of-many-{i}", this_func_call=f"tool-{i}")
-
-    before = samples()
-    with ThreadPoolExecutor(16) as pool:
-        assert len(list(pool.map(one, range(MANY)))) == MANY
-    assert samples() - before < MANY / 2
-    assert continuum.metric("continuum_programs") >= MANY
-
-
 def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(continuum: Continuum) -> None:
     call = f"```bash\npytest tests/{CANARY} && cat {CANARY}.txt\n```"
     message = {"role": "user", "content": f"the secret is {CANARY}"}
@@ -518,7 +500,7 @@ def test_no_text_of_a_prompt_an_output_or_an_id_is_in_any_file_of_the_run(contin
     assert CANARY in answer["choices"][0]["message"]["content"]
     texts = recorded(continuum, '"pytest"')
     texts.append(page([load(continuum.run)]))
-    assert not any(secret in text for text in texts for secret in (CANARY, "one-of-many"))
+    assert not any(CANARY in text for text in texts)
 
 
 def recorded(continuum: Continuum, wanted: str) -> list[str]:
