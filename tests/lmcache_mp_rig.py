@@ -167,7 +167,7 @@ class MpEngine:
     def _take(self) -> list[KVTransfer]:
         """The transfers timed since the last call, joined with the server's lookups."""
         self.follower.poll()
-        self.tiers.apply_report(self.worker.report() or MpReport())
+        self.tiers.apply_report(self.worker.report() or MpReport([]))
         fresh = self.tiers.transfers()
         self._transfers += fresh
         return fresh
