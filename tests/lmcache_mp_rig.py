@@ -157,7 +157,7 @@ class MpEngine:
         """The mirror equals the server, and no lock is left."""
         self.settle()
         held = tuple({key.chunk_hash for key in tier} for tier in self.server.held())
-        assert self.follower.mirror._held == held
+        assert self.follower.mirror._stored == held
         wait_for(lambda: not any(entry.read_lock.is_locked() for entry in self.server.l1._objects.values()))
 
     def close(self) -> None:

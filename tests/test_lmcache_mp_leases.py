@@ -380,5 +380,5 @@ def test_a_load_longer_than_a_third_of_the_lease_is_not_trusted(mp_rig: Make) ->
 
     rig.worker._retrieve = slow
     assert rig.load("slow", prompt(1, 2), rig.lookup("slow", prompt(1, 2))) == 0
-    assert rig.worker.report().loads[1:] == []
+    assert rig.worker.report() is None
     rig.scheduler.end_session("slow")
