@@ -259,6 +259,7 @@ def predicted(who: Contender, chosen: Selection, place: Place, machine: Machine)
             "dram_gb": place.dram_gib,
             "ssd_gb": place.ssd_gb * GB / 2**30,
             "chunk_tokens": 256,
+            "save_decode_cache": True,
         }
     setup = Setup(
         policy=STOCK if who.order == "fcfs" else who.order,
