@@ -7,9 +7,8 @@ Blocks of 16 tokens. Every step generates one token per scheduled request that h
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
-
-from continuum_lmcache.retention.policies import POLICIES  # noqa: E402
-from experiments import policies  # noqa: E402
 
 BLOCK = 16
 
@@ -226,23 +222,3 @@ class Bench:
     def used_blocks(self) -> int:
         pool = self.scheduler.kv_cache_manager.block_pool
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()  # one is vLLM's null block
-
-
-@pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Sets CONTINUUM_* variables for a bench; `without`: some of the policy's features."""
-    for name in [n for n in os.environ if n.startswith("CONTINUUM_")]:
-        monkeypatch.delenv(name)
-
-    def put(without: Sequence[str] = (), policy: str = "", **values: Any) -> None:
-        if policy:
-            values["policy"] = policies.setting(policy)
-        for name, value in values.items():
-            monkeypatch.setenv(f"CONTINUUM_{name.upper()}", str(value))
-        if without:
-            variant = policies.without(os.environ["CONTINUUM_POLICY"], *without)
-            monkeypatch.setitem(POLICIES, "variant", variant)
-            monkeypatch.setenv("CONTINUUM_POLICY", "variant")
-
-    put(policy="static-ttl", static_ttl_s=8, record_ids=True)
-    yield put

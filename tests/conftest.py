@@ -1,10 +1,10 @@
-"""Shared fixtures: the small model, real servers (one start per configuration), the traces' folder."""
+"""Shared fixtures: settings for a bench, the small model, LMCache's server, the traces' folder."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 from filelock import FileLock
 
+from continuum_lmcache.retention.policies import POLICIES
+from experiments import policies
 from experiments.tiny_model import make_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,3 +87,23 @@ def traces() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no traces in {folder} (set TRACES_DIR)")
     return folder
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets CONTINUUM_* variables for a bench; `without`: some of the policy's features."""
+    for name in [n for n in os.environ if n.startswith("CONTINUUM_")]:
+        monkeypatch.delenv(name)
+
+    def put(without: Sequence[str] = (), policy: str = "", **values: Any) -> None:
+        if policy:
+            values["policy"] = policies.setting(policy)
+        for name, value in values.items():
+            monkeypatch.setenv(f"CONTINUUM_{name.upper()}", str(value))
+        if without:
+            variant = policies.without(os.environ["CONTINUUM_POLICY"], *without)
+            monkeypatch.setitem(POLICIES, "variant", variant)
+            monkeypatch.setenv("CONTINUUM_POLICY", "variant")
+
+    put(policy="static-ttl", static_ttl_s=8, record_ids=True)
+    return put

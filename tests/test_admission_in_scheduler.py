@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from bench import BLOCK, Bench, prompt
 from vllm.sampling_params import SamplingParams
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
@@ -34,7 +34,7 @@ DRAM = {
 
 
 @pytest.fixture
-def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
+def make(model: Path, settings: Any) -> Iterator[Make]:
     """A bench under this project's own policy; checks at the end that nothing leaked."""
     made: list[Bench] = []
 
@@ -154,8 +154,7 @@ def test_an_idle_session_does_not_keep_a_program_waiting(make: Make) -> None:
 
 
 def test_the_room_on_the_gpu_is_what_turns_of_a_model_with_windows_have_had(
-    model: Path,
-    settings: Any,  # noqa: F811
+    model: Path, settings: Any
 ) -> None:
     """A group of layers keeps all tokens, three keep a window of 64: 16 tokens have up to four blocks."""
     settings(policy="continuum")
@@ -311,10 +310,7 @@ def test_a_held_turn_is_admitted_although_another_of_its_program_left(make: Make
 
 @pytest.mark.parametrize("chunked", [True, False])
 def test_a_prompt_that_may_not_be_cut_runs_beside_decodes(
-    model: Path,
-    settings: Any,  # noqa: F811
-    tmp_path: Path,
-    chunked: bool,
+    model: Path, settings: Any, tmp_path: Path, chunked: bool
 ) -> None:
     rate = {"bytes_per_s": 1e9, "fixed_s": 0.001, "samples": 9}
     prefill = {"fixed_s": 0.004, "per_token_s": 2e-5, "per_pair_s": 1e-10, "samples": 9}

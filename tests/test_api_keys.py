@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench import Bench, prompt, settings  # noqa: F401
+from bench import Bench, prompt
 from entry_points import BODIES, app, post
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -26,7 +26,7 @@ KEYS = ["key-of-ann", "key-of-bob"]
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:  # noqa: F811
+def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:
     settings(run_output_dir=tmp_path)
     made = Bench(ContinuumScheduler, model, blocks=60)
     yield made
@@ -114,7 +114,7 @@ def test_a_prompt_that_goes_on_where_another_keys_turn_ended_is_not_linked_to_it
     assert len(bench.engine.programs.records) == 1
 
 
-def test_a_tenants_share_is_that_of_its_key(model: Path, settings: Any) -> None:  # noqa: F811
+def test_a_tenants_share_is_that_of_its_key(model: Path, settings: Any) -> None:
     settings(max_tenant_share=0.5)
     bench = Bench(ContinuumScheduler, model, blocks=40)
     for i in range(12):

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench import BLOCK, Bench, settings  # noqa: F401
+from bench import BLOCK, Bench
 from client_requests import CHILD, CLIENTS, ENDS, PARENT, Client, Turn, codex
 from entry_points import BODIES, app, post, send
 
@@ -28,7 +28,7 @@ EVERY = pytest.mark.parametrize("client", CLIENTS.values(), ids=CLIENTS)
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any) -> Bench:  # noqa: F811
+def bench(model: Path, settings: Any) -> Bench:
     settings(policy="static-ttl")
     return Bench(ContinuumScheduler, model, blocks=60)
 

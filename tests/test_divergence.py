@@ -123,7 +123,7 @@ def test_the_hashes_of_the_longest_idle_programs_are_dropped_first(monkeypatch: 
 # in the scheduler -----------------------------------------------------------
 
 pytest.importorskip("vllm")
-from bench import Bench, prompt, settings  # noqa: E402, F401
+from bench import Bench, prompt  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
 
 from continuum_lmcache.vllm_plugin.hooks.metrics_delta import totals_of  # noqa: E402
@@ -150,7 +150,7 @@ class LoadingBench(Bench):
 
 
 @pytest.fixture
-def make(model: Path, settings: Any, tmp_path: Path) -> Iterator[Make]:  # noqa: F811
+def make(model: Path, settings: Any, tmp_path: Path) -> Iterator[Make]:
     made: list[Bench] = []
 
     def build(blocks: int = 400, transfer: dict[str, Any] | None = None, **values: Any) -> Bench:

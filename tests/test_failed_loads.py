@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import prompt, settings  # noqa: F401
+from bench import prompt
 from tier_bench import TierBench
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -22,7 +22,7 @@ Make = Callable[[Any], TierBench]
 
 
 @pytest.fixture
-def make(model: Path, settings: Any) -> Make:  # noqa: F811
+def make(model: Path, settings: Any) -> Make:
     settings(policy="fcfs")
     return lambda cls: TierBench(cls, model, blocks=24, tier_blocks=96)
 

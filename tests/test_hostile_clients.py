@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench import Bench, prompt, settings  # noqa: F401
+from bench import Bench, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.request import RequestStatus
@@ -32,7 +32,7 @@ NASTY = ["\x00\x1b[31m", "../../etc/passwd", 'a"}\n# HELP x', "\ud800", "é" * 2
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:  # noqa: F811
+def bench(model: Path, settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(engine, "MOST_PROGRAMS", 50)
     settings(max_tenant_share=0.5, max_ttl_s=30, run_output_dir=tmp_path / "run")
     return Bench(ContinuumScheduler, model, blocks=40)
@@ -59,10 +59,7 @@ KV_TRANSFER_PARAMS: list[Any] = [  # of these that are no mapping, vLLM passes o
 
 @pytest.mark.parametrize("params", KV_TRANSFER_PARAMS, ids=str)
 def test_no_kv_transfer_params_end_an_engine_with_lmcache(
-    model: Path,
-    settings: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    params: Any,
+    model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch, params: Any
 ) -> None:
     """They come from any client of the API, to LMCache's own adapters. One of the turns leaves at once."""
     pytest.importorskip("lmcache")
@@ -126,8 +123,7 @@ def test_one_client_cannot_pin_more_than_its_share(bench: Bench) -> None:
 
 
 def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
-    model: Path,
-    settings: Any,  # noqa: F811
+    model: Path, settings: Any
 ) -> None:
     settings(policy="continuum", max_ttl_s=30)
     bench = Bench(ContinuumScheduler, model, blocks=60)
@@ -200,9 +196,7 @@ def test_one_tenants_lies_about_ends_cost_no_other_its_trust(bench: Bench) -> No
 
 @pytest.mark.parametrize("tenant", ["victim", ""])
 def test_tools_that_never_return_for_one_tenant_end_no_pins_of_another(
-    model: Path,
-    settings: Any,  # noqa: F811
-    tenant: str,
+    model: Path, settings: Any, tenant: str
 ) -> None:
     settings(policy="continuum")
     advisor = Bench(ContinuumScheduler, model).engine.advisor

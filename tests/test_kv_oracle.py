@@ -17,7 +17,6 @@ pytest.importorskip("lmcache")
 
 import vllm
 from bench import BLOCK, prompt
-from bench import settings as settings_of  # noqa: F401
 from kv_oracle_fake import CHUNK, FakeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -40,8 +39,8 @@ def cases(fault: str, also_on_0_30: bool = True) -> Any:
 
 
 @pytest.fixture
-def make_mp(model: Path, settings_of: Any, monkeypatch: pytest.MonkeyPatch) -> MakeMp:  # noqa: F811
-    settings_of(policy="fcfs")
+def make_mp(model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> MakeMp:
+    settings(policy="fcfs")
     in_one_process(monkeypatch)
 
     def build(cls: Any, is_v2: bool, **more: Any) -> ServerBench:
@@ -51,9 +50,9 @@ def make_mp(model: Path, settings_of: Any, monkeypatch: pytest.MonkeyPatch) -> M
     return build
 
 
-def test_a_connector_that_loads_nothing_is_found_out(model: Path, settings_of: Any) -> None:  # noqa: F811
+def test_a_connector_that_loads_nothing_is_found_out(model: Path, settings: Any) -> None:
     """The simulator's connector, with that setting."""
-    settings_of(policy="fcfs")
+    settings(policy="fcfs")
     for corrupt in (False, True):
         settings = {"fake.corrupt": corrupt}
         bench = FakeBench(ContinuumScheduler, model, True, settings=settings)
@@ -72,11 +71,10 @@ def all_but_one(bench: Any) -> None:
 
 
 def test_a_request_that_ran_when_the_weights_changed_leaves_none_of_its_kv_in_a_tier(
-    model: Path,
-    settings_of: Any,  # noqa: F811
+    model: Path, settings: Any
 ) -> None:
     """Found by the state machine: a chunk that it completed later was stored as the new weights'."""
-    settings_of(policy="fcfs")
+    settings(policy="fcfs")
     bench = FakeBench(ContinuumScheduler, model, True, budget_tokens=64 + BLOCK)
     bench.send("a", prompt(4 * CHUNK), 1)
     bench.step()

@@ -24,7 +24,6 @@ pytest.importorskip("lmcache")
 
 import vllm
 from bench import BLOCK, prompt
-from bench import settings as settings_of  # noqa: F401
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -340,12 +339,9 @@ def run_machine(model: Path, steps: int) -> None:
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.timeout(max(900, STEPS // 50))
 def test_no_order_of_events_lets_a_request_attend_to_kv_that_is_not_its_own(
-    mix: str,
-    model: Path,
-    settings_of: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    mix: str, model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings_of(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
+    settings(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
     in_one_process(monkeypatch)
     monkeypatch.setitem(globals(), "MIX", mix.split())
     run_machine(model, STEPS)
@@ -364,12 +360,9 @@ MENDS = {
 
 @pytest.mark.parametrize("mend", MENDS)
 def test_the_machine_finds_kv_of_other_weights_where_a_mend_is_taken_out(
-    mend: str,
-    model: Path,
-    settings_of: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    mend: str, model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings_of(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
+    settings(policy="static-ttl", static_ttl_s=1, max_pinned_share=0.4)
     in_one_process(monkeypatch)
     MENDS[mend](monkeypatch)
     with pytest.raises(AssertionError, match="KV of other tokens"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench import BLOCK, Bench, prompt, settings  # noqa: F401 (a fixture)
+from bench import BLOCK, Bench, prompt
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumScheduler
@@ -25,10 +25,7 @@ STATE = MambaSpec(
     ("other", "most_blocks"), [(WINDOW, 5), (STATE, 2)], ids=["sliding windows", "states"]
 )
 def test_a_pin_keeps_of_each_group_what_a_return_reuses_and_no_more(
-    model: Path,
-    settings: Any,  # noqa: F811
-    other: Any,
-    most_blocks: int,
+    model: Path, settings: Any, other: Any, most_blocks: int
 ) -> None:
     settings(policy="static-ttl", static_ttl_s=1000)
     bench = Bench(ContinuumScheduler, model, 400, 64, spec=[FULL, other, other, other])

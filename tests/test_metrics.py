@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from bench import BLOCK, Bench, prompt
 
 from continuum_lmcache.telemetry.events import TurnArrived
 from continuum_lmcache.telemetry.samples import MOST_SAMPLES, MetricSamples, ToolLabels
@@ -24,7 +24,7 @@ Make = Callable[..., Bench]
 
 
 @pytest.fixture
-def make(model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
+def make(model: Path, settings: Any) -> Iterator[Make]:
     made: list[Bench] = []
 
     def build(blocks: int = 20, budget_tokens: int = 2048, **values: Any) -> Bench:

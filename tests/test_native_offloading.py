@@ -13,7 +13,6 @@ pytest.importorskip("lmcache")
 
 import torch
 from bench import BLOCK, Bench, prompt
-from bench import settings as settings_of  # noqa: F401
 from kv_oracle_native import CHUNK, CHUNKS, NativeBench
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.engine.core import EngineCore
@@ -28,8 +27,8 @@ Make = Callable[..., NativeBench]
 
 
 @pytest.fixture(params=[ContinuumScheduler, ContinuumAsyncScheduler])
-def make(request: Any, model: Path, settings_of: Any) -> Make:  # noqa: F811
-    settings_of(policy="fcfs")
+def make(request: Any, model: Path, settings: Any) -> Make:
+    settings(policy="fcfs")
     return lambda **more: NativeBench(request.param, model, True, **{"blocks": 60, **more})
 
 
@@ -117,11 +116,8 @@ def test_faults_of_vllms_offloading_are_mended_and_are_found_without_the_mend(
         happens(bench)
 
 
-def test_a_model_with_several_kinds_of_layers_counts_as_without_tiers(
-    model: Path,
-    settings_of: Any,  # noqa: F811
-) -> None:
-    settings_of(policy="fcfs")
+def test_a_model_with_several_kinds_of_layers_counts_as_without_tiers(model: Path, settings: Any) -> None:
+    settings(policy="fcfs")
     full = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
     window = SlidingWindowSpec(
         block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32, sliding_window=64

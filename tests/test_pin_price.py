@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from bench import BLOCK, Bench, prompt
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_policies import A_SECOND_A_TOKEN, IDLE, decide, learned, turn
@@ -74,7 +74,7 @@ def test_where_a_tier_brings_the_context_back_for_little_it_is_too():
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
+def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:
     """An engine that has learned the gaps above, with p's 17 tokens pinned 10 s ago."""
     settings(policy="continuum", admission=False, run_output_dir=tmp_path)
     made = Bench(ContinuumScheduler, model, blocks=20)
@@ -144,10 +144,7 @@ def test_while_a_turn_waits_a_pin_gets_no_more_than_the_moment_that_it_is_worth(
 
 @pytest.mark.parametrize("due", [False, True])
 def test_a_step_looks_at_few_pins_again_and_all_get_their_look(
-    model: Path,
-    settings: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    due: bool,
+    model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch, due: bool
 ) -> None:
     settings(policy="continuum", admission=False)
     bench = Bench(ContinuumScheduler, model, blocks=100)
@@ -189,7 +186,7 @@ def test_memory_is_short_while_a_turn_that_was_refused_is_here_and_waits(bench: 
     assert not bench.engine.load(9).is_memory_short
 
 
-def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: Any) -> None:  # noqa: F811
+def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: Any) -> None:
     settings(policy="continuum")
     bench = Bench(ContinuumScheduler, model, blocks=20)
     for i in range(8):
@@ -201,7 +198,7 @@ def test_memory_is_short_while_a_program_waits_to_start(model: Path, settings: A
     assert not bench.engine.load(9).is_memory_short
 
 
-def test_a_program_that_starts_at_once_takes_no_pin(model: Path, settings: Any) -> None:  # noqa: F811
+def test_a_program_that_starts_at_once_takes_no_pin(model: Path, settings: Any) -> None:
     """After 10 s of its tool a pin is not worth the other 20 at the full price."""
     settings(policy="continuum")
     bench = Bench(ContinuumScheduler, model, blocks=200)

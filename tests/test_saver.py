@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import Bench, prompt, settings  # noqa: F401
+from bench import Bench, prompt
 from waiting import wait_for
 
 from continuum_lmcache.tools.durations import ToolDurations
@@ -23,7 +23,7 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:  # noqa: F811
+def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:
     settings(tool_durations_file=tmp_path / "gaps.json", run_output_dir=tmp_path / "run")
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     made = Bench(ContinuumScheduler, model)
@@ -34,9 +34,7 @@ def bench(model: Path, settings: Any, tmp_path: Path) -> Iterator[Bench]:  # noq
 
 
 def test_an_engine_inside_an_application_leaves_the_applications_signals_alone(
-    model: Path,
-    settings: Any,  # noqa: F811
-    tmp_path: Path,
+    model: Path, settings: Any, tmp_path: Path
 ) -> None:
     settings(run_output_dir=tmp_path / "run")
     before = [signal.getsignal(number) for number in SIGNALS]

@@ -11,7 +11,7 @@ from typing import Any
 import mistral_common
 import pytest
 import torch
-from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from bench import BLOCK, Bench, prompt
 from vllm.sampling_params import SamplingParams
 from vllm.tokenizers import get_tokenizer
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -36,7 +36,7 @@ Make = Callable[..., Bench]
 
 
 @pytest.fixture(params=[ContinuumScheduler, ContinuumAsyncScheduler], ids=["sync", "async"])
-def make(request: Any, model: Path, settings: Any) -> Iterator[Make]:  # noqa: F811
+def make(request: Any, model: Path, settings: Any) -> Iterator[Make]:
     """A bench for each of the two classes; checks at the end that nothing leaked."""
     made: list[Bench] = []
 
@@ -362,9 +362,7 @@ def test_a_streaming_session_whose_input_ends_ends_like_any_turn(make: Make, is_
 )
 @pytest.mark.parametrize("cls", [Scheduler, ContinuumScheduler])
 def test_streaming_sessions_that_do_not_fit_together_go_on_one_after_the_other(
-    model: Path,
-    settings: Any,  # noqa: F811
-    cls: Any,
+    model: Path, settings: Any, cls: Any
 ) -> None:
     settings()
     bench = Bench(cls, model, blocks=21)
@@ -442,8 +440,7 @@ def test_pins_that_were_lent_come_back_whole_when_nothing_came_of_it(make: Make)
 
 
 def test_where_all_layers_have_windows_a_prompt_longer_than_the_cache_takes_pins_at_once(
-    model: Path,
-    settings: Any,  # noqa: F811
+    model: Path, settings: Any
 ) -> None:
     settings(static_ttl_s=300)
     windows = SlidingWindowSpec(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import Bench, prompt, settings  # noqa: F401
+from bench import Bench, prompt
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from continuum_lmcache.telemetry.events import TurnFinished
@@ -17,7 +17,7 @@ POLICIES = ["continuum", "static-ttl"]
 
 
 @pytest.fixture
-def make(model: Path, settings: Any) -> Callable[..., Bench]:  # noqa: F811
+def make(model: Path, settings: Any) -> Callable[..., Bench]:
     def build(blocks: int, scheduler: Any = ContinuumScheduler, **values: Any) -> Bench:
         settings(**values)
         return Bench(scheduler, model, blocks, 256)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from bench import Bench, ModelRunnerOutput, prompt, settings  # noqa: F401
+from bench import Bench, ModelRunnerOutput, prompt
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
@@ -63,7 +63,7 @@ class GpuBench(Bench):
 
 
 @pytest.fixture
-def make(model: Path, settings: Any, tmp_path: Path) -> Any:  # noqa: F811
+def make(model: Path, settings: Any, tmp_path: Path) -> Any:
     (tmp_path / "profile.yaml").write_text(yaml.safe_dump(PROFILE))
     settings(policy="continuum", profile=tmp_path / "profile.yaml")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from bench import BLOCK, Bench, prompt
 
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.rate_calibration import CalibratedCosts
@@ -32,7 +32,7 @@ EXPERIENCE = {"nothing was learned yet": {}, "such calls take 10 to 30 s": LEARN
 
 
 @pytest.fixture(params=EXPERIENCE.values(), ids=EXPERIENCE)
-def bench(model: Path, settings: Any, request: pytest.FixtureRequest) -> Iterator[Bench]:  # noqa: F811
+def bench(model: Path, settings: Any, request: pytest.FixtureRequest) -> Iterator[Bench]:
     """This project's policy, on a GPU with 59 blocks, without admission's line."""
     settings(policy="continuum", admission=False)
     made = Bench(ContinuumScheduler, model, blocks=60)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import BLOCK, Bench, prompt, settings  # noqa: F401
+from bench import BLOCK, Bench, prompt
 
 from continuum_lmcache.vllm_plugin import assembly
 from continuum_lmcache.vllm_plugin.hooks.prometheus import detach
@@ -33,7 +33,7 @@ def seconds_of(bench: Bench, load_s: float = LOAD_S) -> Callable[[Any], float]:
 
 
 @pytest.fixture
-def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:  # noqa: F811
+def bench(model: Path, settings: Any, tmp_path: Path) -> Bench:
     settings(policy="program-fcfs", run_output_dir=tmp_path)
     made = Bench(ContinuumScheduler, model, blocks=60, transfer=TRANSFER)
     made.step_seconds = seconds_of(made)
@@ -72,9 +72,7 @@ def test_its_kind_is_in_the_metrics(bench: Bench) -> None:
 
 
 def test_one_warning_says_so_at_the_start(
-    model: Path,
-    settings: Any,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(assembly.logger, "warning", lambda text, *args: said.append(text % args))
