@@ -136,12 +136,6 @@ def test_a_tool_that_claims_to_take_for_ever_buys_no_more_than_the_longest_ttl(
     assert bench.used_blocks == 0
 
 
-@pytest.mark.parametrize("field", ["job_id", "this_func_call", "last_func_call"])
-def test_a_field_of_a_megabyte_is_ignored_and_counted(bench: Bench, field: str) -> None:
-    bench.turn(None, prompt(40), **{field: "x" * 2**20})
-    assert bench.parts.ignored == {field: 1} and not bench.engine.programs.records
-
-
 @pytest.mark.parametrize("value", [[[]], [{}], [1, None], {"a": 1}, "job_id"], ids=str)
 def test_a_clients_own_list_of_unused_fields_ends_no_engine(bench: Bench, value: Any) -> None:
     """Token-in-token-out requests and LLM.generate bring extra_args past the API server's hooks."""

@@ -18,7 +18,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
-from continuum_lmcache import engine
 from continuum_lmcache.programs.identity import HINT_FIELD, TOOLS_FIELD
 from continuum_lmcache.telemetry.events import PinReleased, TurnFinished
 from continuum_lmcache.telemetry.recorder import META
@@ -577,18 +576,6 @@ def test_programs_that_never_report_their_end_are_forgotten(make: Make) -> None:
     assert not bench.engine.programs.records
 
 
-def test_the_program_table_is_bounded_whatever_clients_send(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine, "MOST_PROGRAMS", 10)
-    bench = make(static_ttl_s=0)
-    for story in range(50):
-        bench.turn(f"p{story}", prompt(16, story))
-    bench.now_s += 11
-    bench.turn(None, prompt(16, 99))
-    assert len(bench.engine.programs.records) <= 10
-
-
 # tenants and wrong requests -------------------------------------------------
 
 
@@ -741,23 +728,6 @@ def test_the_stats_carry_the_pins_and_lose_them_again_before_vllm_looks(make: Ma
     assert sum(news.get("pins", {}).get("taken", 0) for news in counts) == 1
     assert {"": 4} in [news.get("pinned_blocks") for news in counts]
     assert {stats.kv_connector_stats for stats in bench.stats} == {None}
-
-
-def test_a_turn_whose_output_comes_back_encoded_otherwise_is_still_linked(make: Make) -> None:
-    bench = make(blocks=40)
-    bench.turn(None, prompt(64, 1), out=20)
-    bench.turn(None, prompt(64, 1) + prompt(30, 8), out=2)
-    assert len(bench.engine.programs.records) == 1
-
-
-def test_two_programs_with_one_system_prompt_are_not_linked(make: Make) -> None:
-    bench = make(blocks=40)
-    system = prompt(64, 1)
-    bench.turn(None, system + prompt(5, 2), out=2)
-    bench.turn(None, system + prompt(5, 3), out=2)
-    bench.turn(None, system + prompt(5, 4), out=2)
-    bench.turn(None, system + prompt(5, 4), out=2)
-    assert not bench.engine.programs.records
 
 
 def test_nothing_is_held_of_a_run_that_nobody_records(make: Make) -> None:
