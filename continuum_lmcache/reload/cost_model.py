@@ -99,7 +99,7 @@ class CostModel:
         """
         held_tokens = where.dram_tokens + where.ssd_tokens
         if not held_tokens:
-            return self.prefill_s(where.total_tokens - where.gpu_tokens, where.gpu_tokens)
+            return self.prefill.seconds(where.total_tokens - where.gpu_tokens, where.gpu_tokens)
         has_disk = Tier.SSD in survival or where.ssd_tokens > 0
         disk_keeps = survival.get(Tier.SSD, 1.0) if has_disk else 0.0
         dram_keeps = survival.get(Tier.DRAM, 1.0) if where.dram_tokens else 0.0
@@ -134,7 +134,7 @@ class CostModel:
             loaded_tokens=dram_tokens + ssd_tokens,
             dram_s=self.dram.seconds(dram_tokens * self.kv_bytes_per_token),
             ssd_s=self.ssd.seconds(ssd_bytes) + self.dram.seconds(ssd_bytes),
-            prefill_s=self.prefill_s(where.total_tokens - there_tokens, there_tokens),
+            prefill_s=self.prefill.seconds(where.total_tokens - there_tokens, there_tokens),
         )
 
 

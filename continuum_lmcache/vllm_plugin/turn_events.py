@@ -14,7 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from continuum_lmcache.engine import StepLoad, ToolCall, TurnEnd
 from continuum_lmcache.programs.turns import Turn
 from continuum_lmcache.telemetry.events import Event, EvictFirst, PinReleased, PinTaken, Start
-from continuum_lmcache.types import PinEnd, ProgramId, ToolKey, TurnId
+from continuum_lmcache.types import PinEnd, ProgramId, TurnId
 from continuum_lmcache.vllm_plugin.assembly import EngineParts
 from continuum_lmcache.vllm_plugin.requests import is_end_of_turn, new_turn
 
@@ -122,18 +122,14 @@ class TurnEvents:
         blocks.on_turn_end(request.request_id, request.num_computed_tokens)
         is_end, call = is_end_of_turn(request) or turn.has_all_input, None
         if self._engine.ends_in_call(turn, is_end):
+            named, offers_tools = turn.fields.this_tool, bool(turn.fields.tools)
             call = ToolCall(
-                self._tools_of(turn, request),
+                (named,) if named else self.tool_calls.read(request, offers_tools, self._ignored),
                 self._residency.after_eviction(request, tokens),
                 blocks.pinnable(request, tokens),
                 blocks.free_count(),
             )
         return TurnEnd(is_end, tokens, request.num_output_tokens, call)
-
-    def _tools_of(self, turn: Turn, request: Request) -> Sequence[ToolKey]:
-        if turn.fields.this_tool:
-            return (turn.fields.this_tool,)
-        return self.tool_calls.read(request, bool(turn.fields.tools), self._ignored)
 
     def on_reclaimed(self, now_s: float, programs: Sequence[ProgramId]) -> None:
         """A request got blocks of these programs' pins."""
