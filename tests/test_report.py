@@ -167,7 +167,7 @@ def test_one_program_is_explained_by_its_events_and_decisions(command: Command, 
     assert kinds == ["Request_arrival", "waiting_to_running", "Request_departure", "pinned", "unpinned"]
     for words in (
         "4.000 s",
-        "ttl_s 3.0",
+        "ttl_s 3,",
         "probability 0.75",
         "benefit_s 1.5",
         "reload_s 0.4",

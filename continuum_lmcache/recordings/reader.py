@@ -202,8 +202,9 @@ def facts(event: Event, kind: str) -> str:
     """An event's fields, with those of its decision."""
     decision = event.get("retention")
     flat = event | (decision if isinstance(decision, dict) else {})
-    shown = {name: value for name, value in flat.items() if name not in (kind, "retention")}
-    return ", ".join(f"{name} {value}" for name, value in shown.items() if value not in (None, "", []))
+    short = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in flat.items()}
+    left_out = (kind, "retention")
+    return ", ".join(f"{n} {v}" for n, v in short.items() if n not in left_out and v not in (None, "", []))
 
 
 def files(path: Path) -> list[Path]:

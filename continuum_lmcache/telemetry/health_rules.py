@@ -198,6 +198,8 @@ def diagnose(seen: ServerFigures) -> list[Finding]:
 def summary(seen: ServerFigures) -> str:
     """Whether continuum is on, and what it brings."""
     if not seen.policy:
+        if not seen.finished_turns:
+            return "continuum is NOT on here, or has served nothing yet."
         return "continuum is NOT on here. Would it help? {}: {}.".format(*would_help(seen))
     parts = [f"continuum is on: policy {seen.policy}, {seen.programs or 0:,.0f} programs known."]
     if total := sum(seen.prompt_tokens.values()):
