@@ -10,7 +10,7 @@ without a cache, give the log probability that every generated token should have
 mean of its tokens' errors.
 
     roomy     in bfloat16 alone: no connector, enough KV for all: the effect of rounding
-    pressed   LMCache's server with DRAM and a disk, too little of everything
+    pressed   LMCache's server with DRAM and a disk, too little of everything; or vLLM's own offloading
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ ROOMY_TOKENS = PROGRAMS * 2048
 EVICTED_S = 1.1  # LMCache's server evicts once a second; on a GPU a program is over by then
 EXACT = {"cpu": 1e-3, "cuda": 2e-2}  # in float32, how far a log probability may be off; GPUs round matmuls
 ROUNDING = 2.0  # in bfloat16: times the roomy run's worst turn
-WAYS = ("gpu", "dram", "ssd", "preemptions")
+LMCACHE, NATIVE = "lmcache", "native"  # below the GPU; vLLM's own has a worker for GPUs alone
+WAYS = {LMCACHE: ("gpu", "dram", "ssd", "preemptions"), NATIVE: ("gpu", "dram", "preemptions")}
 RETRIED = 3  # every so many programs, one with a first prompt of whole chunks repeats it exactly
 
 
@@ -101,31 +102,37 @@ class Conversation:
     turns: int = 0
 
 
-def tiers(disk: Path, dtype: str) -> dict[str, Any]:
-    """LMCache's settings: L1 and `disk` too small for all programs, so that both take part."""
-    return {
+def below(tier: str, disk: Path, dtype: str) -> dict[str, Any]:
+    """The engine's options for what is below the GPU: too small for all, so that it all takes part."""
+    chunk_gib = CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30
+    if tier == NATIVE:
+        return {"kv_offloading_size": DRAM_CHUNKS * chunk_gib}
+    from vllm.config import KVTransferConfig
+
+    extra = {
         "lmcache.mp.port": reserved_port(),
-        "lmcache.max_local_cpu_size": DRAM_CHUNKS * CHUNK * KV_BYTES_PER_TOKEN[dtype] / 2**30,
+        "lmcache.max_local_cpu_size": DRAM_CHUNKS * chunk_gib,
         "lmcache.local_disk": f"file://{disk}/",
         "lmcache.max_local_disk_size": 2,
-        "continuum.run_output_dir": f"{disk}/run",
     }
+    config = KVTransferConfig(
+        kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    return {"kv_transfer_config": config}
 
 
 def engine(
-    connector: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
     kind: Kind = CPU,
     dtype: str = "float32",
     kv_tokens: int | None = None,
 ) -> Any:
-    """An LLM with a KV connector, or none. The environment has SETTINGS and the kind's own.
+    """An LLM with these options beside the kind's own. The environment has SETTINGS and the kind's.
 
     `kv_tokens` is the capacity of its cache, by default the kind's.
     """
     from vllm import LLM
-    from vllm.config import KVTransferConfig
 
-    both = {"kv_role": "kv_both"}
     longest_tokens = 2048
     kv_tokens = kind.kv_tokens if kv_tokens is None else kv_tokens
     kv_bytes = max(kv_tokens, longest_tokens) * KV_BYTES_PER_TOKEN[dtype]
@@ -137,8 +144,7 @@ def engine(
         num_gpu_blocks_override=kv_tokens // kind.block_tokens,
         kv_cache_memory_bytes=kv_bytes,  # else vLLM measures what others on this GPU take meanwhile
         disable_log_stats=False,
-        kv_transfer_config=None if connector is None else KVTransferConfig(**(both | connector)),
-        **kind.options,
+        **{**kind.options, **options},
     )
 
 
@@ -255,13 +261,13 @@ def sources(llm: Any) -> Counter[str]:
     return found
 
 
-def checked(device: str, dtype: str, folder: Path) -> dict[str, Any]:
+def checked(device: str, dtype: str, folder: Path, tier: str = LMCACHE) -> dict[str, Any]:
     """One dtype on "cpu" or "cuda". `failed` has the problems; "" if nothing is."""
     kind = KINDS[device]
     os.environ.update(SETTINGS | dict(kind.env))
     played: dict[str, list[Conversation]] = {}
     if dtype != "float32":
-        llm = engine(None, kind, dtype, ROOMY_TOKENS)
+        llm = engine({}, kind, dtype, ROOMY_TOKENS)
         played["roomy"] = play(llm, PROGRAMS, seed=0)
         llm.llm_engine.engine_core.shutdown()
         del llm
@@ -269,10 +275,10 @@ def checked(device: str, dtype: str, folder: Path) -> dict[str, Any]:
         # An engine that is not shut down may still write there.
         folder_of_run = TemporaryDirectory(dir=folder, prefix="disk-", ignore_cleanup_errors=True)
         disk = Path(until.enter_context(folder_of_run)).resolve()
-        extra = tiers(disk, dtype)
-        llm = engine({"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": extra}, kind, dtype)
+        os.environ["CONTINUUM_RUN_OUTPUT_DIR"] = str(disk / "run")
+        llm = engine(below(tier, disk, dtype), kind, dtype)
         until.callback(llm.llm_engine.engine_core.shutdown)
-        played["pressed"] = play_all_ways(llm, PROGRAMS, WAYS, EVICTED_S if device == "cuda" else 0.0)
+        played["pressed"] = play_all_ways(llm, PROGRAMS, WAYS[tier], EVICTED_S if device == "cuda" else 0.0)
         found = sources(llm)
     model = reference(device)
     off = {
@@ -280,10 +286,10 @@ def checked(device: str, dtype: str, folder: Path) -> dict[str, Any]:
         for name, conversations in played.items()
     }
     figures = {name: figures_of(turns) for name, turns in off.items()}
-    missing = [way for way in WAYS if not found[way]]
+    missing = [way for way in WAYS[tier] if not found[way]]
     failed = [f"no prompt came by way of: {', '.join(missing)}"] if missing else []
     failed += wrong(figures, EXACT[device] if dtype == "float32" else None)
-    return {"dtype": dtype, "ways": dict(found), **figures, "failed": "; ".join(failed)}
+    return {"dtype": dtype, "tier": tier, "ways": dict(found), **figures, "failed": "; ".join(failed)}
 
 
 def turns_off(

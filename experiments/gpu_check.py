@@ -1,4 +1,4 @@
-"""Checks a GPU in twenty minutes: does it run, are tokens right, what does it cost and gain?
+"""Checks a GPU in half an hour: does it run, are tokens right, what does it cost and gain?
 
     python -m experiments.gpu_check --out gpu-check
 
@@ -8,10 +8,12 @@ Each stage has its own process and a time limit. Its results are in OUT when it 
     versions   what is installed, and on which device
     exact      token for token against plain PyTorch, float32, LMCache's server: GPU, DRAM, disk,
                recompute, a prompt that is cached whole
+    native     the same over vLLM's own offloading (--kv-offloading-size); its worker needs a GPU
     rounding   bfloat16, as vLLM serves it: no further off than without any cache
     profile    profiles/measure.py: prefill, steps by chunk and batch, copies, disk
-    programs   H1's programs at two loads: fcfs, continuum, program order, without LMCache and with it;
-               beside each the simulator's prediction from that profile
+    agents     fcfs, continuum and the paper's policy: pairs where memory is ample, then more live sessions
+               of Claude Code's programs than the KV cache holds, without LMCache and with it
+    simulated  the same sessions in the simulator, from that profile
     cost       our scheduler's own time, beside the step's
 
 With --only, stages that ran before in OUT stay on the page. It also runs on a machine without a GPU,
@@ -46,7 +48,7 @@ from experiments.tiny_model import make_model
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".work"
 LEAST_S = 10.0  # a stage that has less is not begun
-LAST_RUN_S = 25.0  # of `programs`: predicting and stopping, after the last replay
+STOPPING_S = 10.0  # of `agents`: after the last replay
 PROFILE_SHARE = 0.3  # of the profile's limit: the rest is the engine's start
 
 
@@ -79,17 +81,23 @@ def versions(job: Job) -> dict[str, Any]:
 
 
 def exact(job: Job) -> dict[str, Any]:
-    return tokens(job, "float32")
+    return tokens(job, "float32", "lmcache")
+
+
+def native(job: Job) -> dict[str, Any]:
+    if not job.place.on_gpu:
+        return {"failed": "", "skipped": "vLLM refuses its own offloading on a CPU"}
+    return tokens(job, "float32", "native")
 
 
 def rounding(job: Job) -> dict[str, Any]:
-    return tokens(job, "bfloat16")
+    return tokens(job, "bfloat16", "lmcache")
 
 
-def tokens(job: Job, dtype: str) -> dict[str, Any]:
+def tokens(job: Job, dtype: str, tier: str) -> dict[str, Any]:
     from experiments.exactness import checked
 
-    return checked(job.place.device, dtype, job.out)
+    return checked(job.place.device, dtype, job.out, tier)
 
 
 def profile(job: Job) -> dict[str, Any]:
@@ -105,14 +113,19 @@ def profile(job: Job) -> dict[str, Any]:
     return {"last_lines": lines[-4:], "failed": failed}
 
 
-def programs(job: Job) -> dict[str, Any]:
-    from experiments.gpu.programs import measured
+def agents(job: Job) -> dict[str, Any]:
+    from experiments.gpu.agents import measured
 
-    until_s = time.monotonic() + job.limit_s - LAST_RUN_S
+    until_s = time.monotonic() + job.limit_s - STOPPING_S
     model = model_for(job.place, WORK)
-    return measured(
-        job.place, model, job.profile, job.out, until_s, lambda found: save(job, "programs", found)
-    )
+    return measured(job.place, model, job.profile, job.out, until_s, lambda found: save(job, "agents", found))
+
+
+def simulated(job: Job) -> dict[str, Any]:
+    from experiments.gpu.agents import simulated
+
+    live = json.loads((job.out / "agents.json").read_text())["rows"]
+    return {"rows": simulated(live, job.place, job.profile, job.out), "failed": ""}
 
 
 def cost(job: Job) -> dict[str, Any]:  # noqa: ARG001 (every stage is given a job)
@@ -128,9 +141,11 @@ def save(job: Job, stage: str, found: Mapping[str, Any]) -> None:
 STAGES = {
     "versions": Stage(versions, 30),
     "exact": Stage(exact, 240, timed=False),
+    "native": Stage(native, 240, timed=False),
     "rounding": Stage(rounding, 240, timed=False),
     "profile": Stage(profile, 300),
-    "programs": Stage(programs, 600),
+    "agents": Stage(agents, 900),
+    "simulated": Stage(simulated, 400),
     "cost": Stage(cost, 40),
 }
 
@@ -206,7 +221,7 @@ app = typer.Typer(add_completion=False)
 def main(
     out: Annotated[Path, typer.Option(help="results, logs and the page")] = Path("gpu-check"),
     only: Annotated[str, typer.Option(help=f"of {', '.join(STAGES)}; several with commas")] = "",
-    minutes: Annotated[float, typer.Option(min=0.5, help="for all stages")] = 20.0,
+    minutes: Annotated[float, typer.Option(min=0.5, help="for all stages")] = 30.0,
     device: Annotated[str, typer.Option(help="cpu or cuda; default: vLLM's build")] = "",
     stage_limit_s: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:

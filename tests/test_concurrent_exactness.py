@@ -16,14 +16,15 @@ from waiting import until_stored
 
 from experiments.exactness import (
     CPU,
+    LMCACHE,
     SETTINGS,
     WAYS,
+    below,
     engine,
     off_by,
     play_all_ways,
     reference,
     sources,
-    tiers,
 )
 
 pytestmark = pytest.mark.real
@@ -39,20 +40,18 @@ def llm(model: Path, disk: Path) -> Iterator[Any]:  # noqa: ARG001
     with pytest.MonkeyPatch.context() as env:
         for name, value in (SETTINGS | dict(CPU.env)).items():
             env.setenv(name, value)
+        env.setenv("CONTINUUM_RUN_OUTPUT_DIR", str(disk / "run"))
         fork_from_now_on(env.setattr)
-        connector = {
-            "kv_connector": "LMCacheConnectorV1",
-            "kv_connector_extra_config": tiers(disk, "float32"),
-        }
-        made = engine(connector)
+        made = engine(below(LMCACHE, disk, "float32"))
         yield made
         made.llm_engine.engine_core.shutdown()
 
 
 def test_every_token_is_what_the_model_says_without_a_cache(llm: Any) -> None:
-    conversations, model = play_all_ways(llm, 8, WAYS), reference()
+    ways = WAYS[LMCACHE]
+    conversations, model = play_all_ways(llm, 8, ways), reference()
     found = sources(llm)
-    assert min(found[way] for way in WAYS) > 0, f"a way was not met: {found}"
+    assert min(found[way] for way in ways) > 0, f"a way was not met: {found}"
     off = [delta for conversation in conversations for delta in off_by(conversation, model)]
     assert len(off) % ((8 * 3 + 3) * 40) == 0  # three of the prompts were asked again
     assert max(off) < 1e-3

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +23,7 @@ from typer.testing import CliRunner
 from waiting import PATIENCE_S
 
 from experiments import exactness, gpu_check
-from experiments.gpu import page, place, programs
+from experiments.gpu import agents, page, place
 from experiments.gpu_check import STAGES, app, run_stage
 from profiles.grids import CPU, GPU, GPU_QUICK, QUICK, Grid
 
@@ -78,25 +79,28 @@ def test_as_many_servers_start_together_as_the_memory_holds(monkeypatch: pytest.
             torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=int(gb * 1e9))
         )
 
+    memory(150.7)
+    assert [len(group) for group in agents.groups(place.GPU)] == [3, 2]
     memory(85.0)
-    assert [len(group) for group in programs.groups(place.GPU)] == [2, 2, 2]
-    memory(24.0)
-    assert {len(group) for group in programs.groups(place.GPU)} == {1}
-    assert {len(group) for group in programs.groups(place.CPU)} == {1}
+    assert {len(group) for group in agents.groups(place.GPU)} == {1}
+    assert {len(group) for group in agents.groups(place.CPU)} == {1}
 
 
-def test_loads_are_set_by_what_the_machine_can_finish() -> None:
-    machine = programs.machine_of(Path("profiles/h100-llama-3.1-8b.yaml"), place.GPU)
-    jobs = programs.programs(place.GPU)
-    assert len(jobs) == place.GPU.programs
-    assert 1.0 < programs.capacity_jps(machine, jobs) < 10.0, "H1's author met 3 to 6 a second on an H100"
+@pytest.mark.parametrize("where", [place.CPU, place.GPU], ids=["cpu", "gpu"])
+def test_the_agents_programs_fit_the_window_and_so_many_sessions_do_not_fit_the_memory(
+    where: place.Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRACES_DIR", str(tmp_path / "none"))  # as on a host without the traces
+    trace = agents.written(agents.pool(where), tmp_path / "programs.jsonl")
+    chosen = agents.selection(trace, 24).programs(print)
+    assert max(program.context_tokens for program in chosen) <= where.window_tokens
+    mean_tokens = fmean(turn.context_tokens for program in chosen for turn in program.turns)
+    assert max(where.sessions) * mean_tokens > where.kv_tokens > 4 * mean_tokens
 
 
-def test_programs_come_back_from_the_trace_they_are_written_to(tmp_path: Path) -> None:
-    trace = programs.written(programs.programs(place.CPU), tmp_path / "programs.jsonl")
-    chosen = programs.selection(trace, place.CPU, 2.0).programs(print)
-    assert len(chosen) == place.CPU.programs
-    assert max(program.context_tokens for program in chosen) <= place.CPU.window_tokens
+def test_programs_of_the_pairs_fit_the_memory_many_times_over() -> None:
+    programs = [agents.alike(str(i)) for i in range(max(agents.LEVEL_SESSIONS))]
+    assert 3 * sum(program.context_tokens for program in programs) < place.GPU.kv_tokens
 
 
 def test_a_stage_that_outlives_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:
@@ -136,13 +140,17 @@ def test_an_unknown_stage_is_refused_by_name(tmp_path: Path) -> None:
     assert ran.exit_code == 2 and "exakt" in ran.output and "rounding" in ran.output
 
 
-def test_the_page_shows_runs_beside_the_simulators_predictions(tmp_path: Path) -> None:
-    row = {"load": "below", "jps": 1.5, "label": "fcfs", "mean_s": 2.0, "p95_s": 3.0, "ttft_max_s": 0.5}
-    runs = [row | {"cut": 0, "errors": 0, "predicted": {"mean_s": 2.2}}]
-    page.write({"programs": {"rows": runs, "failed": "", "seconds": 9.0}}, {"device": "cpu"}, tmp_path)
+def test_the_page_shows_pairs_and_sessions_beside_the_simulators_figures(tmp_path: Path) -> None:
+    fcfs = {"tpot_s": 0.004, "first_ttft_s": 0.1, "later_ttft_s": 0.02}
+    pairs = [{"sessions": 4, "pair": 0, "continuum": fcfs | {"tpot_s": 0.005}, "fcfs": fcfs}]
+    run = {"label": "fcfs", "sessions": 24, "tokens_per_s": 320.0, "ttft_max_s": 9.5, "errors": 0}
+    cut = {"label": "continuum", "sessions": 24, "why": "no time was left"}
+    of_agents = {"level": pairs, "rows": [run, cut], "failed": "", "seconds": 9.0}
+    of_simulator = {"rows": [run | {"tokens_per_s": 311.0}], "failed": "", "seconds": 9.0}
+    page.write({"agents": of_agents, "simulated": of_simulator}, {"device": "cpu"}, tmp_path)
     text = (tmp_path / "gpu-check.md").read_text()
-    assert "| below | 1.50 | fcfs | 2.00 | 3.00 | 0.50 | 2.20 | 0 |" in text
-    assert "off by 10 %" in text
+    assert "| 4 | a token | 4.00 | 5.00 | 1.2500 |" in text
+    assert "| 24 | fcfs | 320 (311) |" in text and "| 24 | continuum | no time was left |" in text
 
 
 def test_stages_fit_the_default_limit_on_a_card() -> None:
@@ -153,13 +161,14 @@ def test_stages_fit_the_default_limit_on_a_card() -> None:
 
 
 def test_on_a_card_stages_that_judge_tokens_run_side_by_side_and_timed_ones_alone() -> None:
-    tokens_stages = ["exact", "rounding"]
+    tokens_stages = ["exact", "native", "rounding"]
     assert gpu_check.groups(place.GPU, list(STAGES)) == [
-        ["versions"], tokens_stages, ["profile"], ["programs"], ["cost"]
+        ["versions"], tokens_stages, ["profile"], ["agents"], ["simulated"], ["cost"]
     ]  # fmt: skip
     assert gpu_check.groups(place.CPU, list(STAGES)) == [[name] for name in STAGES]
 
 
 def test_no_two_loads_on_one_server_send_the_same_prompts() -> None:
-    """LMCache would hold the second one's, and the server that came first would look slower."""
-    assert len({load.seed for load in programs.LOADS.values()}) == len(programs.LOADS)
+    """A cache would hold the second one's, and the server that came first would look slower."""
+    seeds = [agents.selection(Path("programs.jsonl"), count).seed for count in place.GPU.sessions]
+    assert len(set(seeds)) == len(seeds)

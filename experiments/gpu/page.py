@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 import yaml
 
-from experiments.gpu.programs import off_by
+from experiments.gpu.agents import FIGURES
+from experiments.no_pressure import estimate
 from experiments.tables import markdown
 
 Rows = Mapping[str, Mapping[str, Any]]
-TOKENS = ("exact", "rounding")
+TOKENS = ("exact", "native", "rounding")
+LEVEL = {"tpot_s": "a token", "first_ttft_s": "first token of a first turn", "later_ttft_s": "of a later one"}
 
 
 def write(rows: Rows, setting: Mapping[str, Any], out: Path) -> None:
@@ -36,12 +38,12 @@ def sections(rows: Rows, setting: Mapping[str, Any], out: Path) -> Iterator[str]
     if (out / "profile.yaml").exists() and "profile" in rows:
         yield "## What it costs"
         yield from profile_of(yaml.safe_load((out / "profile.yaml").read_text()))
-    if runs := rows.get("programs", {}).get("rows"):
-        yield "## H1's programs"
-        yield markdown(programs_table(runs))
-        if errors := off_by(runs):
-            share = 100 * median(abs(error) for error in errors)
-            yield f"Simulated mean job times are off by {share:.0f} % in the median of {len(errors)} runs."
+    if pairs := rows.get("agents", {}).get("level"):
+        yield "## Where memory is ample"
+        yield markdown(level_table(pairs))
+    if live := rows.get("agents", {}).get("rows"):
+        yield "## Live sessions of Claude Code's programs"
+        yield markdown(sessions_table(live, rows.get("simulated", {}).get("rows", ())))
     if table := rows.get("cost", {}).get("table"):
         yield "## Our scheduler's own time"
         yield markdown(table)
@@ -88,14 +90,30 @@ def profile_of(profile: Mapping[str, Any]) -> Iterator[str]:
     yield markdown([["chunk, tokens", "context, tokens", "decoding", "step, ms", "n"], *lines])
 
 
-def programs_table(runs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    head = ["load", "programs a second", "", "mean job, s", "P95, s", "longest first token, s"]
-    head += ["simulated, s", "cut"]
-    return [head, *(programs_line(row) for row in sorted(runs, key=lambda row: row["jps"]))]
+def level_table(pairs: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A line for each number of sessions and figure: the means in ms, and the ratio of each pair."""
+    names = [name for name in pairs[0] if name not in ("sessions", "pair")]
+    stock, ours = sorted(names, key=lambda name: name != "fcfs")
+    lines = []
+    for count in dict.fromkeys(pair["sessions"] for pair in pairs):
+        of = [pair for pair in pairs if pair["sessions"] == count]
+        for figure, words in LEVEL.items():
+            means = [1e3 * fmean(pair[name][figure] for pair in of) for name in (stock, ours)]
+            ratios = [pair[ours][figure] / pair[stock][figure] for pair in of]
+            lines.append([str(count), words, *(f"{ms:.2f}" for ms in means), estimate(ratios)])
+    return [["sessions", "time", f"{stock}, ms", f"{ours}, ms", "ratio"], *lines]
 
 
-def programs_line(row: Mapping[str, Any]) -> list[str]:
-    figures = [row.get(name) for name in ("mean_s", "p95_s", "ttft_max_s")]
-    figures.append(row.get("predicted", {}).get("mean_s"))
-    shown = ["" if value is None else f"{value:.2f}" for value in figures]
-    return [row["load"], f"{row['jps']:.2f}", row["label"], *shown, str(row.get("cut", ""))]
+def sessions_table(
+    live: Sequence[Mapping[str, Any]], simulated: Sequence[Mapping[str, Any]]
+) -> list[list[str]]:
+    """A line for each run, with the simulator's figure in brackets."""
+    lines = []
+    for row in live:
+        line = [str(row["sessions"]), row["label"]]
+        played = [r for r in simulated if (r["label"], r["sessions"]) == (row["label"], row["sessions"])]
+        for name in FIGURES:
+            cell = f"{row[name]:.3g}" if name in row else row.get("why", "")
+            line.append(f"{cell} ({played[0][name]:.3g})" if played and name in row else cell)
+        lines.append(line)
+    return [["sessions", "", *FIGURES], *lines]

@@ -47,12 +47,14 @@ class Place:
     device: str  # as torch names it
     block_tokens: int
     window_tokens: int
-    kv_tokens: int  # of each server: six of the longest contexts
+    kv_tokens: int  # of each server
     kv_bytes_per_token: int
     dram_tokens: int
     ssd_gb: float
     weights_gb: float
-    programs: int  # of each replay
+    sessions: tuple[int, ...]  # live at once: past the cliff first, then at it
+    warm_up_s: float  # of live sessions
+    counted_s: float
     profile: str  # the policy's, where none was measured
     step_tokens: int
     max_seqs: int
@@ -89,7 +91,9 @@ CPU = Place(
     dram_tokens=12 * 4096,
     ssd_gb=2.0,
     weights_gb=0.1,
-    programs=8,
+    sessions=(24,),
+    warm_up_s=20.0,
+    counted_s=60.0,
     profile="cpu-tiny.yaml",
     step_tokens=2048,
     max_seqs=64,
@@ -98,13 +102,15 @@ CPU = Place(
 GPU = Place(
     device="cuda",
     block_tokens=16,
-    window_tokens=16384,
-    kv_tokens=6 * 13312,
+    window_tokens=32768,
+    kv_tokens=6 * 32768,
     kv_bytes_per_token=131072,
-    dram_tokens=12 * 13312,
+    dram_tokens=12 * 32768,
     ssd_gb=20.0,
     weights_gb=16.1,
-    programs=24,
+    sessions=(24, 12),
+    warm_up_s=30.0,
+    counted_s=100.0,
     profile="h100-llama-3.1-8b.yaml",
     step_tokens=8192,
     max_seqs=64,  # each size up to twice this is captured as a graph at the start
