@@ -51,12 +51,6 @@ def output(
     )
 
 
-def generate(request: Any, tokens: int) -> None:
-    request.num_computed_tokens += tokens
-    request.all_token_ids.append(7)
-    request.num_tokens += 1
-
-
 def test_a_chunk_is_stored_by_the_step_that_completes_it() -> None:
     planner = a_planner()
     request = a_request("r", 20)
@@ -68,20 +62,6 @@ def test_a_chunk_is_stored_by_the_step_that_completes_it() -> None:
     second = planner.step(output({"r": 11}, more={"r": [4, 5]}))
     assert [c.block_ids for c in second.stores] == [(3, 4)]
     assert not planner.step(output({"r": 0})).stores
-
-
-@pytest.mark.parametrize(("saved", "chunks"), [(True, [(5, 6)]), (False, [])])
-def test_generated_tokens_are_stored_only_if_asked(saved: bool, chunks: list[tuple[int, int]]) -> None:
-    planner = a_planner(save_decode_cache=saved)
-    request = a_request("r", 14)
-    planner.offered_tokens(request, 0)
-    planner.on_alloc(request, [3, 4, 5, 6], 0)
-    assert len(planner.step(output({"r": 14}, new={"r": [3, 4, 5, 6]})).stores) == 1
-    generate(request, 14)
-    stores = [planner.step(output({"r": 1})).stores]
-    generate(request, 1)
-    stores.append(planner.step(output({"r": 1})).stores)
-    assert [c.block_ids for step in stores for c in step] == chunks
 
 
 def test_a_sampled_token_that_nobody_knows_yet_completes_no_chunk() -> None:

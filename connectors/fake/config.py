@@ -14,9 +14,8 @@ PREFIX = "fake."
 
 @dataclass(frozen=True, slots=True)
 class FakeConfig(TierSpec):
-    """The tiers, and what the connector does with them."""
+    """The tiers, and a fault for tests."""
 
-    save_decode_cache: bool = True  # LMCache's default is false: generated tokens are then not stored
     corrupt: bool = False  # load nothing, but report it as loaded: a test that still passes checks nothing
 
     @classmethod

@@ -168,8 +168,6 @@ class FakeSchedulerSide:
         """Chunks that this step completes."""
         request, span = seen.request, self.blocks_per_chunk
         end = min(request.num_computed_tokens + scheduled_tokens, request.num_tokens)
-        if not self.config.save_decode_cache:
-            end = min(end, request.num_prompt_tokens)
         end_chunk = end // self.config.chunk_tokens
         if end_chunk <= seen.stored_chunks:
             return []

@@ -233,7 +233,6 @@ def setup(label: str, place: Place, machine: Machine) -> Setup:
         "dram_gb": place.dram_gib,
         "ssd_gb": place.ssd_gb * GB / 2**30,
         "chunk_tokens": 256,
-        "save_decode_cache": True,
     }
     return Setup(
         policy=STOCK if order == "fcfs" else order,
