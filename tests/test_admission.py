@@ -156,8 +156,6 @@ class Round:
         self.few = [ProgramId(f"few{n}") for n in range(few)]
         for n in range(programs):
             self.arrive(0.0, ProgramId(f"p{n}"))
-        for name in self.few:
-            self.arrive(1.0, name)
 
     def arrive(self, now_s: float, name: ProgramId) -> None:
         self.since[name] = now_s
@@ -173,6 +171,8 @@ class Round:
         for name in [name for name, end_s in self.ends.items() if end_s <= now_s]:
             del self.ends[name]
             self.at.on_pause(now_s, name, 1000, expected_s=900.0, reload_s=self.reload_s)
+            self.arrive(now_s, name)
+        for name in self.few if now_s == 1.0 else ():
             self.arrive(now_s, name)
         started = self.at.admit(now_s, idle=not self.ends)
         return {name: self.start(now_s, name) for name in started}
