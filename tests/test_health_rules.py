@@ -113,10 +113,14 @@ STOCK = ServerFigures(
     [
         ({}, "yes"),
         ({"kv_usage": 0.1, "preemptions": 6}, "yes"),
+        (
+            {"kv_usage": 0.54, "waiting_turns": 6, "found_tokens": 0},
+            "yes",
+        ),  # a real one, 12 agents, room for 5
         ({"queried_tokens": None, "found_tokens": None}, "yes"),  # prefix caching may be off
         ({"found_tokens": 800}, "little"),
         ({"waiting_turns": 0}, "no"),
-        ({"kv_usage": 0.7, "preemptions": 5}, "no"),
+        ({"kv_usage": 0.49, "preemptions": 5}, "no"),
         ({"finished_turns": 19}, "too early to tell"),
     ],
 )

@@ -16,7 +16,7 @@ LOW_BATCH_TURNS = 8.0  # running turns below which a GPU idles
 PREEMPTION_SHARE = 0.05  # preemptions per finished turn
 LOST_SHARE = 0.2  # of the computed prompt tokens: a client could have avoided to lose them
 LEAST_TURNS = 20.0  # finished: with fewer, no rule about shares applies
-SHORT_OF_MEMORY = 0.75  # share of the KV blocks at which a long prompt that waits can wait for memory
+SHORT_OF_MEMORY = 0.5  # share of the KV blocks at one moment: a prompt that waits may wait for memory
 FOUND_SHARE = 0.8  # of the prompt tokens in the caches: little is left to gain
 
 
