@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity, PlaceLeft
 from continuum_lmcache.programs.divergence import SLACK_BLOCKS, losses_of
 from continuum_lmcache.programs.end_claims import EndClaims
 from continuum_lmcache.programs.identity import ProgramFields, program_id
@@ -121,6 +121,7 @@ class Engine:
             self.programs,
             KVCapacity(self.kv_tokens, advisor.cheap_tier_tokens()),
             config.admission_max_hold_s,
+            config.first_token_limit_s,
             lambda: advisor.history.eta,
             self._shared_prefixes,
         )
@@ -290,7 +291,10 @@ class Engine:
         ended = FinishedTurn(name, number, tool, tokens, blocks, call.residency, tenant)
         outlook = advisor.outlook(tool, tenant)
         keep = advisor.retain(ended, self.load(call.free_blocks), outlook)  # an older pin counts as memory
-        yields = self._yields(now_s, program, keep.reload_s)
+        left = PlaceLeft(ended.context_tokens, keep.reload_s, outlook.gap_s)
+        yields = self.config.admission and self.admission.gives_up_place(
+            now_s, program, left, self.turns.waiting_since_s
+        )
         if yields:
             keep = replace(keep, ttl_s=0.0, reason="yields")
         events = self._unpin(now_s, name, PinEnd.SUPERSEDED)
@@ -311,12 +315,6 @@ class Engine:
         if turn.fields.job_id is None:
             self._note_linkable(turn, prompt)
         return events
-
-    def _yields(self, now_s: float, program: Program, reload_s: float) -> bool:
-        """Whether the program, at its turn's end, gives its place up."""
-        if not self.config.admission:
-            return False
-        return self.admission.gives_up_place(now_s, program, reload_s, self.turns.oldest_wait_s)
 
     def _end_program(self, now_s: float, turn: Turn, prompt: HashedPrompt, end: TurnEnd) -> list[Event]:
         """The program's last turn: none of its KV is needed again."""

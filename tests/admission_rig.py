@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 
-from continuum_lmcache.admission.controller import AdmissionController, KVCapacity
+from continuum_lmcache.admission.controller import AdmissionController, KVCapacity, PlaceLeft
 from continuum_lmcache.programs.context_growth import ContextGrowth
 from continuum_lmcache.programs.program import Program, Stage
 from continuum_lmcache.programs.table import ProgramTable
@@ -58,13 +57,19 @@ class AdmissionRig:
         return [program.id for program in self.admission.admit(now_s, idle, prompt_share)]
 
     def on_pause(
-        self, now_s: float, name: ProgramId, tokens: int, expected_s: float, reload_s: float = 0.0
+        self,
+        now_s: float,
+        name: ProgramId,
+        tokens: int,
+        expected_s: float,
+        reload_s: float = 0.0,
+        gap_s: float = 0.0,
     ) -> None:
         """The turn ends in a tool call."""
         program, programs = self.programs.records[name], self.programs
-        waiting = (p.line_since_s for p in programs.records.values() if p.stage is Stage.IN_LINE)
-        oldest_wait_s = min(waiting, default=math.inf)
-        yields = self.admission.gives_up_place(now_s, program, reload_s, oldest_wait_s)
+        waiting = [p.line_since_s for p in programs.records.values() if p.stage is Stage.IN_LINE]
+        left = PlaceLeft(tokens, reload_s, gap_s)
+        yields = self.admission.gives_up_place(now_s, program, left, waiting)
         ended = FinishedTurn(name, 1, ("bash",), tokens, 1, Residency(0, 0, 0, tokens))
         programs.finish_turn(now_s, program, ended, (), expected_s, reload_s, yields)
 

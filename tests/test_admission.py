@@ -9,7 +9,7 @@ from admission_rig import AdmissionRig
 from hypothesis import given
 from hypothesis import strategies as st
 
-from continuum_lmcache.admission.controller import BUSY_SHARE, SLICE_RELOADS, KVCapacity
+from continuum_lmcache.admission.controller import BUSY_SHARE, RATE_TURNS, SLICE_RELOADS, KVCapacity
 from continuum_lmcache.admission.prefill_share import PrefillShare
 from continuum_lmcache.programs.context_growth import PRIOR_TURNS, WINDOW, ContextGrowth
 from continuum_lmcache.programs.end_claims import LEAST_CLAIMS, EndClaims
@@ -119,6 +119,44 @@ def test_a_slice_is_longer_the_more_it_costs_to_bring_a_program_back(reload_s: f
     at.on_arrival(1.0, B, 60_000)
     at.on_pause(100.0, A, 60_000, expected_s=900.0, reload_s=reload_s)
     assert (at.stage(A) is Stage.YIELDED) is yields
+
+
+CHEAP = {"reload_s": 6.0, "gap_s": 6.7}  # of 60,000 of 100,000 tokens: the cache is filled again in 10 s
+
+
+@pytest.mark.parametrize(
+    ("more", "waits_s", "tier_tokens", "yields"),
+    [
+        (CHEAP, 1.0, 0, True),
+        (CHEAP | {"gap_s": 6.6}, 1.0, 0, False),
+        (CHEAP | {"reload_s": 6.1}, 1.0, 0, False),
+        (CHEAP, 19.9, 0, True),
+        (CHEAP, 20.1, 0, False),
+        (CHEAP, 1.0, 100_001, False),
+    ],
+    ids=["cheap", "short gap", "slow reload", "in time", "too many wait", "a tier"],
+)
+def test_a_program_gives_way_at_once_where_its_gap_is_long_and_others_would_not_wait_for_too_long(
+    more: dict[str, float], waits_s: float, tier_tokens: int, yields: bool
+) -> None:
+    """With one turn that waits and one that ends each `waits_s`, the mean wait is as long. Then the line
+    lets everybody in, too."""
+    at = admission(started_tokens=tier_tokens)
+    at.admission.first_token_limit_s = 30.0
+    for end in range(RATE_TURNS + 1):
+        name, now_s = ProgramId(f"{end}"), 100 + end * waits_s
+        at.on_arrival(now_s - waits_s / 2, name, 60_000)
+        assert admitted(at, now_s - waits_s / 2) == [name]
+        if end == RATE_TURNS:
+            at.on_arrival(now_s, B, 60_000)
+        at.on_pause(now_s, name, 60_000, 900.0, **more)
+        if end < RATE_TURNS:
+            assert at.stage(name) is Stage.AWAY, "nobody waits"
+            at.on_arrival(now_s, name, 60_000)
+            at.remove_program(name, finished_turns=9)
+    assert (at.stage(name) is Stage.YIELDED) is yields
+    at.on_arrival(now_s, C, 60_000)
+    assert (C in [*admitted(at, now_s), *admitted(at, now_s)]) is yields
 
 
 def test_a_program_keeps_its_place_for_ever_while_nobody_waits() -> None:

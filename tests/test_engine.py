@@ -240,7 +240,8 @@ class Machine(RuleBasedStateMachine):
             turn, is_end and turn.started_s is not None, block_ids=[*range(min(shared, blocks)), *own]
         )
         engine, program, now_s = self.rig.engine, turn.program, self.rig.now_s
-        if program.stage is Stage.AWAY and now_s - engine.turns.oldest_wait_s >= engine.admission.hold_s:
+        oldest_s = min(engine.turns.waiting_since_s, default=now_s)
+        if program.stage is Stage.AWAY and now_s - oldest_s >= engine.admission.hold_s:
             slice_s = engine.admission.slice_s(self.keep.reload_s)
             assert now_s - program.since_s < slice_s, "it kept its place beyond its slice, though others wait"
 

@@ -6,13 +6,14 @@ much as they can, one more program makes all of them reload or recompute. In the
 
 Two limits: the active programs' KV must fit the GPU, that of all started ones the GPU or a tier (table.py).
 A program keeps its place for a slice. Once a turn has waited for `max_hold_s`, who has had a slice goes
-to the line's end (docs/decisions/0009). No clock: times are arguments. Nothing here moves a block.
+to the line's end. Where a place is not worth a tool gap, everybody does at every turn's end
+(docs/decisions/0009). No clock: times are arguments. Nothing here moves a block.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -25,6 +26,11 @@ from continuum_lmcache.types import ProgramId
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
 MOST_ETA = 0.75  # so a hold is at most four times as long
 SLICE_RELOADS = 3.0  # of all programs with a place: so at most a third of the time goes into reloads
+REFILL_GAPS = (
+    1.5  # in this many gaps of a tool the GPU's whole cache is filled again: a place is not worth one
+)
+LONGEST_WAITS = 1.5  # mean waits: the 90th percentile where turns go by arrival
+RATE_TURNS = 32  # the latest, whose ends give the rate of turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +41,23 @@ class KVCapacity:
     tier_tokens: int = 0  # for all started ones, if more than the GPU has: the largest cheap tier's
 
 
+@dataclass(frozen=True, slots=True)
+class PlaceLeft:
+    """What a program's place is worth in the tool gap that begins."""
+
+    context_tokens: int
+    reload_s: float  # PrefillReload of the context
+    gap_s: float  # the tool's mean gap
+
+    def refill_s(self, gpu_tokens: int) -> float:
+        """The time to bring contexts like this one back into all of the GPU's cache.
+
+        In this time the memory of one context yields as much as the reload of one costs. So for a longer gap
+        another program uses the memory better.
+        """
+        return self.reload_s * gpu_tokens / max(1, self.context_tokens)
+
+
 @dataclass(slots=True)
 class AdmissionController:
     """The line of programs that wait for a place: by priority, then tenants by turns, then by arrival."""
@@ -42,8 +65,11 @@ class AdmissionController:
     programs: ProgramTable
     capacity: KVCapacity
     max_hold_s: float  # a wait from which programs that have had their slice give their places up
+    first_token_limit_s: float = 0.0  # all turns may wait so long, where a place is not worth a gap
     eta: Callable[[], float] = lambda: 0.0  # of eq. 2: near 1 if who began earlier is nearer the end
     shared_prefixes: SharedPrefixIndex = field(default_factory=lambda: SharedPrefixIndex(block_tokens=16))
+    _turn_ends_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_TURNS))
+    _shares_waits: bool = False  # nobody keeps a place, and nobody stands in the line
     _lines: OrderedDict[str, list[tuple[int, float, ProgramId]]] = field(default_factory=OrderedDict)
     """By tenant, whose turn it is first: a heap by priority and arrival, not empty."""
 
@@ -85,7 +111,13 @@ class AdmissionController:
         while (program := self._next()) is not None:
             need, waited_s = self._need_tokens(program), now_s - program.line_since_s
             fits_never = need > self._most_tokens and waited_s >= self.max_hold_s  # waiting brings it nothing
-            if not (idle or prompt_share < BUSY_SHARE or fits_never or need <= self.headroom_tokens):
+            if not (
+                idle
+                or self._shares_waits
+                or prompt_share < BUSY_SHARE
+                or fits_never
+                or need <= self.headroom_tokens
+            ):
                 break
             self._pop(program.tenant)
             program.since_s = now_s
@@ -120,11 +152,32 @@ class AdmissionController:
         """
         return SLICE_RELOADS * reload_s * self.programs.started
 
-    def gives_up_place(self, now_s: float, program: Program, reload_s: float, oldest_wait_s: float) -> bool:
-        """Whether a program whose turn ends gives its place up. `oldest_wait_s`: when the turn came that
-        waits longest, in the line or in the queue."""
-        is_waited_for = now_s - oldest_wait_s >= self.hold_s
-        return is_waited_for and now_s - program.since_s >= self.slice_s(reload_s)
+    def gives_up_place(
+        self, now_s: float, program: Program, left: PlaceLeft, waiting_since_s: Sequence[float]
+    ) -> bool:
+        """Whether a program whose turn ends gives its place up.
+
+        `waiting_since_s`: when each of the turns came that wait, in the line or in the queue.
+        """
+        self._turn_ends_s.append(now_s)
+        is_waited_for = bool(waiting_since_s)
+        has_tier = self.capacity.tier_tokens > self.capacity.gpu_tokens
+        is_worth_gap = has_tier or left.refill_s(self.capacity.gpu_tokens) >= REFILL_GAPS * left.gap_s
+        self._shares_waits = not is_worth_gap and self._can_share(now_s, len(waiting_since_s))
+        if self._shares_waits or not is_waited_for:
+            return is_waited_for
+        has_had_slice = now_s - program.since_s >= self.slice_s(left.reload_s)
+        return has_had_slice and now_s - min(waiting_since_s) >= self.hold_s
+
+    def _can_share(self, now_s: float, waiting: int) -> bool:
+        """Whether first tokens come in time where all turns wait equally long.
+
+        The mean wait is the number of waiting turns over turns a second, whoever waits (J. D. C. Little,
+        Operations Research 9(3), 1961).
+        """
+        passed_s = now_s - self._turn_ends_s[0]
+        mean_wait_s = waiting * passed_s / max(1, len(self._turn_ends_s) - 1)
+        return LONGEST_WAITS * mean_wait_s <= self.first_token_limit_s
 
     @property
     def longest_wait_s(self) -> float:

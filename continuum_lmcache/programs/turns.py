@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 
@@ -85,9 +84,9 @@ class TurnTable(dict[TurnId, Turn]):
             self[turn_id].first_token_s = now_s - self[turn_id].arrival_s
 
     @property
-    def oldest_wait_s(self) -> float:
-        """When the turn came that waits longest; infinite if none waits."""
-        return min((turn.arrival_s for turn in self.values() if turn.started_s is None), default=math.inf)
+    def waiting_since_s(self) -> list[float]:
+        """When each of the turns came that have not run yet."""
+        return [turn.arrival_s for turn in self.values() if turn.started_s is None]
 
     def is_waiting(self, turn_id: TurnId) -> bool:
         """Whether the turn is in the queue and has not run yet."""
