@@ -144,7 +144,7 @@ STAGES = {
     "native": Stage(native, 240, timed=False),
     "rounding": Stage(rounding, 240, timed=False),
     "profile": Stage(profile, 300),
-    "agents": Stage(agents, 900),
+    "agents": Stage(agents, 840),
     "simulated": Stage(simulated, 400),
     "cost": Stage(cost, 40),
 }
