@@ -138,9 +138,9 @@ def test_between_two_looks_counts_grow_and_the_fuller_state_counts() -> None:
 
 def test_where_no_turn_was_pinned_the_summary_says_why() -> None:
     """Also for a user who watches the first five turns of a small model for pins."""
-    short = replace(HEALTHY, pins={"taken": 0.0}, ttl_decisions={"cold-start": 5.0, "cdf": 1.0})
+    short = replace(HEALTHY, pins={"taken": 0.0}, ttl_decisions={"cold-start-no-pin": 5.0, "cdf-no-pin": 1.0})
     assert "No turn was pinned: no tool gap is known yet, and to compute such a context" in summary(short)
-    own = replace(short, ttl_decisions={"budget-of-my-own": 5.0})
+    own = replace(short, ttl_decisions={"budget-of-my-own-no-pin": 5.0})
     assert "No turn was pinned: budget-of-my-own." in summary(own)
     assert "No turn" not in summary(replace(short, pins={"taken": 1.0}))
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
+from continuum_lmcache.telemetry.samples import NO_PIN
 
 MEMORY_FULL = 0.9  # share of the KV blocks
 LOW_BATCH_TURNS = 8.0  # running turns below which a GPU idles
@@ -181,7 +182,7 @@ def would_help(seen: ServerFigures) -> tuple[str, str]:
     return "no", f"{state}: memory is not short. Ask again at the busiest hour"
 
 
-WHY_NOT_PINNED = {  # by the reason of a TTL; most often one of 0
+WHY_NOT_PINNED = {  # by the reason of a TTL of 0
     "cold-start": "no tool gap is known yet, and to compute such a context again takes less than a second",
     "cdf": "to load or compute the contexts again costs less than the gaps of their tools",
     "returns-late": "most programs end with such a call, or stay away for long",
@@ -210,7 +211,8 @@ def summary(seen: ServerFigures) -> str:
         parts.append(f"Prompt tokens by the source of their KV: {shares}.")
     parts.append(f"Pins: {seen.pins.get('taken', 0):,.0f} taken, {seen.pins.get('reused', 0):,.0f} reused.")
     if seen.ttl_decisions and not seen.pins.get("taken"):
-        reason = max(seen.ttl_decisions, key=lambda name: seen.ttl_decisions[name])
+        label = max(seen.ttl_decisions, key=lambda name: seen.ttl_decisions[name])
+        reason = label.removesuffix(NO_PIN)
         parts.append(f"No turn was pinned: {WHY_NOT_PINNED.get(reason, reason)}.")
     if seen.first_token_s is not None:
         parts.append(f"First tokens came after {seen.first_token_s:.3g} s on average.")

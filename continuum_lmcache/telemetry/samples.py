@@ -16,6 +16,7 @@ MOST_SAMPLES = 2_000  # kept until the next report; a step ends far fewer turns
 UNSAFE = re.compile(r"[^A-Za-z0-9_.:/+-]+")
 MAX_LABEL_CHARS = 40
 OTHER, UNKNOWN = "other", "unknown"
+NO_PIN = "-no-pin"  # after the reason of a TTL of 0
 
 Samples = dict[str, list[float]]  # by label
 
@@ -69,7 +70,7 @@ class MetricSamples:
                 self._add("queue_delay", "lost" if event.evicted else "kept", event.queue_delay_s)
             case TurnFinished(retention=Retention() as keep):
                 self._add("ttl", self.tools.of(event.tool), keep.ttl_s)
-                self.decisions[keep.reason if keep.ttl_s > 0 else f"{keep.reason}-no-pin"] += 1
+                self.decisions[keep.reason if keep.ttl_s > 0 else keep.reason + NO_PIN] += 1
             case PrefixLost(loss=loss):
                 label = f"{loss.cause.value}-{loss.third}-third"
                 self.lost_returns[label] += 1
