@@ -16,8 +16,9 @@ Each stage has its own process and a time limit. Its results are in OUT when it 
     simulated  the same sessions in the simulator, from that profile
     cost       our scheduler's own time, beside the step's
 
-With --only, stages that ran before in OUT stay on the page. It also runs on a machine without a GPU,
-with the small model, to test itself; its times mean nothing there.
+With --only, stages that ran before in OUT stay on the page. With --queue the first stage runs that has
+not passed there, for a card that is at hand for a quarter of an hour now and then. It also runs on a
+machine without a GPU, with the small model, to test itself; its times mean nothing there.
 Exit status 1 if a stage failed or did not finish.
 """
 
@@ -156,6 +157,12 @@ def earlier(out: Path, chosen: list[str]) -> dict[str, Mapping[str, Any]]:
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
+def unfinished(out: Path) -> list[str]:
+    """The stages that have not passed in OUT, in order."""
+    rows = earlier(out, [])
+    return [name for name in STAGES if name not in rows or rows[name]["failed"]]
+
+
 def groups(place: Place, chosen: list[str]) -> list[list[str]]:
     """The stages in order; those in one group run at the same time."""
     at_once = groupby(chosen, lambda name: place.on_gpu and not STAGES[name].timed)
@@ -221,6 +228,9 @@ app = typer.Typer(add_completion=False)
 def main(
     out: Annotated[Path, typer.Option(help="results, logs and the page")] = Path("gpu-check"),
     only: Annotated[str, typer.Option(help=f"of {', '.join(STAGES)}; several with commas")] = "",
+    queue: Annotated[
+        bool, typer.Option("--queue", help="the first stage that has not passed in OUT")
+    ] = False,
     minutes: Annotated[float, typer.Option(min=0.5, help="for all stages")] = 30.0,
     device: Annotated[str, typer.Option(help="cpu or cuda; default: vLLM's build")] = "",
     stage_limit_s: Annotated[float, typer.Option(hidden=True)] = 0.0,
@@ -234,6 +244,9 @@ def main(
         raise typer.BadParameter(f"{device if place is None else unknown[0]!r} is not known; known: {known}")
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    if queue and not (chosen := unfinished(out)[:1]):
+        typer.echo(f"every stage has passed in {out}")
+        raise typer.Exit
     if stage_limit_s:  # this is a stage's own process
         job = Job(place, out, stage_limit_s)
         save(job, chosen[0], STAGES[chosen[0]].run(job))

@@ -135,6 +135,22 @@ def test_after_every_stage_the_page_has_it_and_those_that_ran_before(tmp_path: P
     assert "| versions |" in text and "lmcache" in text and "| cost | 3 | no cores |" in text
 
 
+def test_the_queues_next_stage_is_the_first_that_has_not_passed(tmp_path: Path) -> None:
+    assert gpu_check.unfinished(tmp_path) == list(STAGES)
+    ran = CliRunner().invoke(app, ["--queue", "--out", str(tmp_path)])
+    assert ran.exit_code == 0 and "versions: ok" in ran.output and "exact" not in ran.output
+    (tmp_path / "exact.json").write_text(json.dumps({"failed": "", "seconds": 3.0}))
+    (tmp_path / "native.json").write_text(json.dumps({"failed": "no card", "seconds": 3.0}))
+    assert gpu_check.unfinished(tmp_path)[0] == "native"
+
+
+def test_nothing_runs_where_the_queue_is_empty(tmp_path: Path) -> None:
+    for name in STAGES:
+        (tmp_path / f"{name}.json").write_text(json.dumps({"failed": "", "seconds": 3.0}))
+    ran = CliRunner().invoke(app, ["--queue", "--out", str(tmp_path)])
+    assert ran.exit_code == 0 and "every stage has passed" in ran.output
+
+
 def test_an_unknown_stage_is_refused_by_name(tmp_path: Path) -> None:
     ran = CliRunner().invoke(app, ["--only", "exakt", "--out", str(tmp_path)])
     assert ran.exit_code == 2 and "exakt" in ran.output and "rounding" in ran.output
