@@ -176,7 +176,7 @@ def test_the_room_on_the_gpu_is_what_turns_of_a_model_with_windows_have_had(
 def test_a_program_that_was_away_for_longer_than_expected_waits_in_the_line_again(
     make: Make, gap_s: float, waits: bool
 ) -> None:
-    bench = make(blocks=20, max_ttl_s=0)  # 304 tokens
+    bench = make(blocks=20, max_ttl_s=0, first_token_limit_s=0)  # 304 tokens
     for _ in range(6):
         bench.engine.advisor.gaps.observe(("bash",), 1.0)
     bench.turn("p", prompt(60, 1), this_func_call="bash")

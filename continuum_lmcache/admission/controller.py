@@ -177,7 +177,7 @@ class AdmissionController:
         """
         passed_s = now_s - self._turn_ends_s[0]
         mean_wait_s = waiting * passed_s / max(1, len(self._turn_ends_s) - 1)
-        return LONGEST_WAITS * mean_wait_s <= self.first_token_limit_s
+        return LONGEST_WAITS * mean_wait_s < self.first_token_limit_s
 
     @property
     def longest_wait_s(self) -> float:
