@@ -103,8 +103,9 @@ def test_the_figures_count_once_whoever_is_asked(server: Pair) -> None:
 
 def test_a_program_stays_with_its_key_whichever_front_end_takes_its_turns(server: Pair) -> None:
     bob = replace(server, key="key-of-bob")
+    reused, ended, held = server.pins("reused"), server.pins("ended"), server.pins_held() + 1
     first = server.complete(ids(BLOCK + 9, 900), out=2, job_id="shared")
-    reused, ended, held = server.pins("reused"), server.pins("ended"), server.pins_held()
+    wait_for(lambda: server.pins_held() == held, "its pin is counted", every_s=0.1)
     for i in range(6):
         bob.complete(ids(BLOCK, 901 + i), out=2, job_id="shared", is_last_step=True)
     assert (server.pins("ended"), server.pins_held()) == (ended, held)
