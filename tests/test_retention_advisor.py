@@ -40,6 +40,16 @@ def ttl_s(made: RetentionAdvisor) -> float:
     return made.retain(IN_DRAM, LOAD).ttl_s
 
 
+def test_a_tools_mean_gap_is_its_own_once_one_has_ended_and_0_while_none_is_known() -> None:
+    """Other tools' gaps would have a server that has seen fast ones give the slow one's memory away late."""
+    made = RetentionAdvisor(ContinuumConfig(), COSTS)
+    assert made.outlook(("make",)).gap_s == 0.0
+    for _ in range(200):
+        made.gaps.observe(("ls",), 0.05)
+    made.gaps.observe(("make",), 6.0)
+    assert made.outlook(("make",)).gap_s == 6.0
+
+
 def test_a_dram_that_turns_over_before_the_return_lengthens_the_ttl() -> None:
     kept, turned_over = advisor(30_000), advisor(30_000)
     for _ in range(10):

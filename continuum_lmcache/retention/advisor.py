@@ -42,7 +42,7 @@ class Outlook:
     is_usually_last: bool  # most programs that made the call did not return: an answer, `submit`
     keeps_no_memory: bool  # and those that do return take long
     expected_s: float  # for how long it is still expected back
-    gap_s: float  # the mean of its gaps that ended, however few
+    gap_s: float  # the mean of its gaps that ended, however few; 0 while none is known
 
 
 class RetentionAdvisor:
@@ -97,7 +97,7 @@ class RetentionAdvisor:
         if not (is_late := evicts and late > MOST):
             gaps = min(EXPECTED_GAPS, math.log((1.0 - lost) / lost)) if lost > 0.0 else EXPECTED_GAPS
             expected_s = max(LEAST_EXPECTED_S, gaps * (own.distribution(tool).mean_s or COLD_GAP_S))
-        gap_s = own.most_specific(tool).mean_s or COLD_GAP_S
+        gap_s = own.most_specific(tool).mean_s or 0.0
         return Outlook(evicts and lost > MOST, is_late, expected_s, gap_s)
 
     def order(self, entry: QueueEntry) -> tuple[float, ...]:
