@@ -29,6 +29,7 @@ SLICE_RELOADS = 3.0  # of all programs with a place: so at most a third of the t
 REFILL_GAPS = (
     1.5  # in this many gaps of a tool the GPU's whole cache is filled again: a place is not worth one
 )
+LEAST_GAP_S = 1.0  # with gaps of 0.3 s a burst of programs ended a quarter later (make demo)
 LONGEST_WAITS = 1.5  # mean waits: the 90th percentile where turns go by arrival
 RATE_TURNS = 32  # the latest, whose ends give the rate of turns
 
@@ -162,7 +163,8 @@ class AdmissionController:
         self._turn_ends_s.append(now_s)
         is_waited_for = bool(waiting_since_s)
         has_tier = self.capacity.tier_tokens > self.capacity.gpu_tokens
-        is_worth_gap = has_tier or left.refill_s(self.capacity.gpu_tokens) >= REFILL_GAPS * left.gap_s
+        refill_s = left.refill_s(self.capacity.gpu_tokens)
+        is_worth_gap = has_tier or left.gap_s < LEAST_GAP_S or refill_s >= REFILL_GAPS * left.gap_s
         self._shares_waits = not is_worth_gap and self._can_share(now_s, len(waiting_since_s))
         if self._shares_waits or not is_waited_for:
             return is_waited_for
