@@ -40,7 +40,7 @@ from experiments.replay import ORDINARY
 from experiments.server import ServerError, fast_dtype, processes, serve
 from experiments.sweep.conditions import machine
 from experiments.tiny_model import make_model
-from experiments.workload import Program, TurnSpec
+from experiments.workload import Program, growing
 
 STOCK, OURS = "fcfs", "continuum"
 ALONE = {"VLLM_PLUGINS": ""}  # vLLM without this package
@@ -103,17 +103,9 @@ async def mean_job_s(url: str, programs: Sequence[Program], plan: Plan) -> float
 
 def programs_of(pair: int, count: int) -> list[Program]:
     """Programs of a pair: of equal size, with tokens of their own (the driver draws them by name)."""
-    found = []
-    for number in range(count):
-        turns: list[TurnSpec] = []
-        for turn in range(TURNS):
-            new_tokens = NEW_TOKENS if turn else FIRST_TOKENS
-            prompt_tokens = new_tokens + (turns[-1].context_tokens if turns else 0)
-            gap_s = GAP_S if turn < TURNS - 1 else None
-            output_tokens = OUTPUT_TOKENS[(turn + number) % 2]
-            turns.append(TurnSpec(prompt_tokens, new_tokens, output_tokens, "bash", "ls", gap_s))
-        found.append(Program(f"pair{pair}-{number}", 0.0, tuple(turns)))
-    return found
+    new_tokens = (FIRST_TOKENS, *[NEW_TOKENS] * (TURNS - 1))
+    outputs = [[OUTPUT_TOKENS[(turn + number) % 2] for turn in range(TURNS)] for number in range(count)]
+    return [growing(f"pair{pair}-{number}", new_tokens, of, GAP_S) for number, of in enumerate(outputs)]
 
 
 @contextlib.contextmanager

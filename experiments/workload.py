@@ -19,6 +19,17 @@ from experiments.trace import load_trace as load_trace
 ARRIVALS, GAPS, SHAPES, SAMPLE, SESSIONS = range(5)  # which stream of a seed: draws must not share numbers
 
 
+def growing(
+    name: str, new_tokens: Sequence[int], output_tokens: Sequence[int], gap_s: float = 0.0
+) -> Program:
+    """A program of shell calls. Each prompt is the last one, its answer, and so many new tokens."""
+    turns: list[TurnSpec] = []
+    for number, (new, output) in enumerate(zip(new_tokens, output_tokens, strict=True), 1):
+        prompt = new + (turns[-1].context_tokens if turns else 0)
+        turns.append(TurnSpec(prompt, new, output, "bash", "ls", gap_s if number < len(new_tokens) else None))
+    return Program(name, 0.0, tuple(turns))
+
+
 def scaled(programs: Sequence[Program], max_context_tokens: int) -> tuple[Program, ...]:
     """The same programs, shortened so that the longest context fits `max_context_tokens`.
 

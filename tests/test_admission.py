@@ -133,8 +133,13 @@ CHEAP = {"reload_s": 6.0, "gap_s": 6.7}  # of 60,000 of 100,000 tokens: the cach
         (CHEAP, 19.9, 0, True),
         (CHEAP, 20.1, 0, False),
         (CHEAP, 1.0, 100_001, False),
+        ({"reload_s": 0.1, "gap_s": 1.0}, 1.0, 0, True),
+        ({"reload_s": 0.1, "gap_s": 0.9}, 1.0, 0, False),
     ],
-    ids=["cheap", "short gap", "slow reload", "in time", "too many wait", "a tier"],
+    ids=[
+        *("cheap", "short gap", "slow reload", "in time", "too many wait", "a tier"),
+        *("a second", "less than a second"),
+    ],
 )
 def test_a_program_gives_way_at_once_where_its_gap_is_long_and_others_would_not_wait_for_too_long(
     more: dict[str, float], waits_s: float, tier_tokens: int, yields: bool

@@ -25,6 +25,7 @@ from waiting import PATIENCE_S
 from experiments import exactness, gpu_check
 from experiments.gpu import agents, page, place
 from experiments.gpu_check import STAGES, app, run_stage
+from experiments.workload import growing
 from profiles.grids import CPU, GPU, GPU_QUICK, QUICK, Grid
 
 
@@ -99,8 +100,8 @@ def test_the_agents_programs_fit_the_window_and_so_many_sessions_do_not_fit_the_
 
 
 def test_programs_of_the_pairs_fit_the_memory_many_times_over() -> None:
-    programs = [agents.alike(str(i)) for i in range(max(agents.LEVEL_SESSIONS))]
-    assert 3 * sum(program.context_tokens for program in programs) < place.GPU.kv_tokens
+    program = growing("p", agents.PAIR_TOKENS, agents.PAIR_OUTPUTS, agents.PAIR_GAP_S)
+    assert 3 * max(agents.LEVEL_SESSIONS) * program.context_tokens < place.GPU.kv_tokens
 
 
 def test_a_stage_that_outlives_its_limit_is_ended_and_says_so(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from experiments.sim.agents import Agents
 from experiments.sim.engine import simulate
 from experiments.sim.serving import Setup
 from experiments.sim.step_time import MACHINES
-from experiments.workload import Program, TurnSpec
+from experiments.workload import Program, growing
 
 A100 = MACHINES["a100"]
 SMALL = Setup(machine=replace(A100, kv_tokens=20_480), shared_tokens=128)
@@ -22,12 +22,8 @@ def a_program(
     name: str, turns: int = 3, prompt: int = 2000, output: int = 20, arrival_s: float = 0.0
 ) -> Program:
     """Each prompt is the last one, its answer, and 500 tokens more; tools take 2 s."""
-    specs: list[TurnSpec] = []
-    for _ in range(turns):
-        kept = specs[-1].context_tokens if specs else 0
-        new = 500 if specs else prompt
-        specs.append(TurnSpec(kept + new, new, output, "bash", "", 2.0))
-    return Program(name, arrival_s, (*specs[:-1], replace(specs[-1], gap_s=None)))
+    program = growing(name, (prompt, *[500] * (turns - 1)), [output] * turns, gap_s=2.0)
+    return replace(program, arrival_s=arrival_s)
 
 
 def many_programs(programs: int = 12, every_s: float = 0.3, **shape: int) -> list[Program]:

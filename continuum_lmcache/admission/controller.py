@@ -26,10 +26,8 @@ from continuum_lmcache.types import ProgramId
 BUSY_SHARE = 0.35  # of the time for prompts: traces have 0.03 to 0.33, Table 1 0.57 to 0.70 (LOG.md)
 MOST_ETA = 0.75  # so a hold is at most four times as long
 SLICE_RELOADS = 3.0  # of all programs with a place: so at most a third of the time goes into reloads
-REFILL_GAPS = (
-    1.5  # in this many gaps of a tool the GPU's whole cache is filled again: a place is not worth one
-)
-LEAST_GAP_S = 1.0  # with gaps of 0.3 s a burst of programs ended a quarter later (make demo)
+REFILL_GAPS = 1.5  # a place is not worth a tool gap if the GPU's whole cache is filled again in so many gaps
+LEAST_GAP_S = 1.0  # and if the gap is no shorter: at 0.3 s a burst of programs ended a quarter later (LOG.md)
 LONGEST_WAITS = 1.5  # mean waits: the 90th percentile where turns go by arrival
 RATE_TURNS = 32  # the latest, whose ends give the rate of turns
 

@@ -28,9 +28,7 @@ from continuum_lmcache.types import (
 TYPICAL_TOKENS = 20_000  # at this context, reloading and computing are compared
 CHEAP_SHARE = 0.5  # of the prefill: a reload below this is cheap
 EXPECTED_GAPS = 4.0  # times its mean gap: after that a program is no longer expected back
-LEAST_EXPECTED_S = (
-    20.0  # at 10, the longest gap in the field's measure, programs lost their room (decision 9)
-)
+LEAST_EXPECTED_S = 20.0  # at 10, the longest gap in the field's measure, programs lost their room
 MOST = 0.5  # of the programs that made a call
 COLD_GAP_S = 1.0  # without a known gap: Exp(1)'s mean, as in the paper's cold start
 

@@ -39,7 +39,7 @@ from experiments.sessions import capped, figures
 from experiments.sim.serving import STOCK, Setup
 from experiments.sim.step_time import Machine
 from experiments.sim.trace_programs import FITTED, half
-from experiments.workload import Program, TurnSpec, scaled
+from experiments.workload import Program, growing, scaled
 
 TRACE = "claude-code"
 SEED = 3
@@ -48,8 +48,9 @@ START_S = 300.0  # four servers at once on an H200 whose disk was cold: 160 to 1
 LEVEL_SESSIONS = (1, 4, 16)
 PAIRS = 5
 WARM_UP = (4, PAIRS)  # sessions, and the pair's number
-PAIR_TURNS, PAIR_GAP_S = 4, 0.05
-PAIR_TOKENS = (1500, 250, 100)  # of a first prompt, what a later one adds, and an output
+PAIR_TOKENS = (1500, 250, 250, 250)  # new in each turn's prompt
+PAIR_OUTPUTS = (100, 100, 100, 100)
+PAIR_GAP_S = 0.05
 FIGURES = ("tokens_per_s", "goodput_10", "goodput_30", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "ttft_max_s")
 
 
@@ -112,7 +113,8 @@ def measured(
     trace = written(pool(place), out / "programs.jsonl")
     found: dict[str, Any] = {"level": [], "rows": []}
     left_out: dict[str, str] = {}
-    for group in groups(place):
+    every = groups(place)
+    for group in every:
         left_s = until_s - time.monotonic()
         if left_s < 60:
             left_out |= {who.label: "no time was left" for who in group}
@@ -125,9 +127,10 @@ def measured(
                 else:
                     servers.append(Server(who, came))
             try:
-                for row in () if found["level"] else level(servers):
-                    found["level"].append(row)
-                    save(found)
+                if group is every[0]:
+                    for row in level(servers):
+                        found["level"].append(row)
+                        save(found)
             except ServerUnusable as error:
                 left_out["level"] = str(error)
             for sessions in place.sessions:
@@ -160,22 +163,14 @@ async def together(server: Server, pair: int, count: int) -> list[TurnRecord]:
     plan = Plan("tiny", 1000 * count + pair, ORDINARY, identify=untold)
     async with Client(f"{server.url}/v1", 60) as client:
         await run(
-            [alike(f"pair{count}-{pair}-{i}") for i in range(count)], plan, client.complete, found.append
+            [growing(f"pair{count}-{pair}-{i}", PAIR_TOKENS, PAIR_OUTPUTS, PAIR_GAP_S) for i in range(count)],
+            plan,
+            client.complete,
+            found.append,
         )
     if failed := [turn for turn in found if turn.error is not None]:
         raise ServerUnusable(f"{server.url}: {failed[0].program} failed: {failed[0].error}")
     return found
-
-
-def alike(name: str) -> Program:
-    first, more, output = PAIR_TOKENS
-    turns: list[TurnSpec] = []
-    for number in range(PAIR_TURNS):
-        new = more if number else first
-        prompt_tokens = new + (turns[-1].context_tokens if turns else 0)
-        gap_s = PAIR_GAP_S if number < PAIR_TURNS - 1 else None
-        turns.append(TurnSpec(prompt_tokens, new, output, "bash", "ls", gap_s))
-    return Program(name, 0.0, tuple(turns))
 
 
 def pace(turns: Sequence[TurnRecord]) -> dict[str, float]:
