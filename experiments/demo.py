@@ -31,7 +31,8 @@ from experiments.selection import Selection
 from experiments.server import ServerError
 from experiments.tiny_model import make_model
 
-TOTAL_S = 300.0  # for a run of one seed, all included; a slow start or two may add a minute
+TOTAL_S = 420.0  # for a run of one seed, all included; a slow start or two may add a minute. In 300 a slow
+# machine ends few of stock vLLM's programs
 GENERATOR = "claude-code"  # the fitted one with the most contexts on the GPU at this number of programs
 MOST_TURNS = 10  # of a generated program: with all of them a slow machine ends too few in the time
 DRAWN = 40  # programs drawn to size the workload before the scenario is known

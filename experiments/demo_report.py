@@ -126,9 +126,18 @@ def gains(runs: Runs) -> str:
     wait_s, stock_wait_s = of("first token of a first turn, longest, s")
     times = shown(statistics.median(ratios(runs[stock], runs[ours])))
     words = stock.replace("fcfs +", "stock vLLM and")
+    if any(summary["cut_s"] for summary in runs[stock]):
+        programs, ended = (sum(summary[key] for summary in runs[ours]) for key in ("programs", "finished"))
+        stock_ended = sum(summary["finished"] for summary in runs[stock])
+        gain = (
+            f"{ended} of {programs} agents finished within {runs[stock][0]['wall_s']:.0f} s, with {words} "
+            f"{stock_ended}: at least {times} times as soon."
+        )
+    else:
+        gain = f"Agents finished {times} times as soon as with {words} ({ours_s} s for {stock_s})."
     return (
-        f"Agents finished {times} times as soon as with {words} ({ours_s} s for {stock_s}). The price: a new "
-        f"agent waited up to {wait_s} s for its first token (up to {stock_wait_s} s with {words})."
+        f"{gain} The price: a new agent waited up to {wait_s} s for its first token (up to {stock_wait_s} s "
+        f"with {words})."
     )
 
 

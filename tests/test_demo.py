@@ -212,6 +212,17 @@ def test_a_report_has_one_table_and_one_figure_with_the_baseline_first(tmp_path)
     assert all((tmp_path / f"comparison.{kind}").exists() for kind in ("csv", "png", "svg"))
 
 
+def test_where_the_time_limit_cut_programs_off_the_page_begins_with_how_many_finished(tmp_path):
+    paths = measured_paths(tmp_path, fcfs=[6.0, 9.0], continuum=[4.0, 5.0])
+    for who, finished, cut in ((FCFS, 1, [9.0]), (CONTINUUM, 2, [])):
+        (path,) = paths[who.name]
+        content = json.loads(path.read_text()) | {"finished": finished, "cut_s": cut, "wall_s": 9.4}
+        path.write_text(json.dumps(content))
+    assert demo_report.write(paths, tmp_path, Console(quiet=True)).startswith(
+        "2 of 2 agents finished within 9 s, with stock vLLM and LMCache 1: at least 1.67 times as soon. "
+    )
+
+
 def vars_of(turn):
     return {name: getattr(turn, name) for name in TurnRecord.__slots__}
 
