@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S
 
-from continuum_lmcache.console import fleet, metrics_page
+from continuum_lmcache.console import metrics_page
 from continuum_lmcache.console.app import main
+from continuum_lmcache.console.metrics_page import MetricsPage, page_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class Command:
     def __call__(self, *arguments: object) -> Ran:
         self._capsys.readouterr()
         with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
-            for client in (metrics_page, fleet):
-                patched.setattr(client, "TIMEOUT_S", PATIENCE_S)
+            patched.setattr(metrics_page, "TIMEOUT_S", PATIENCE_S)
             main([str(a) for a in arguments])
         out, err = self._capsys.readouterr()
         return Ran(int(ended.value.code or 0), out, err)
@@ -51,6 +51,16 @@ class Command:
         assert (ran.status, ran.out) == (2, ""), ran
         (line,) = ran.err.splitlines()
         return line
+
+
+def text_of(samples: Mapping[str, float]) -> str:
+    """A page of metrics: each value by its name, with labels."""
+    return "".join(f"{name} {value}\n" for name, value in samples.items())
+
+
+def page_with(samples: Mapping[str, float]) -> MetricsPage:
+    """The page of a server that has these metrics."""
+    return page_of(text_of({"vllm:x": 1, **samples}), "http://h")
 
 
 @contextmanager

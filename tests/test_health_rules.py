@@ -2,155 +2,160 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+from console import page_with
 from hypothesis import given
 from hypothesis import strategies as st
 
+from continuum_lmcache.console.health_rules import RUNNING, WAITING, diagnose, summary, would_help
 from continuum_lmcache.telemetry.findings import Severity
-from continuum_lmcache.telemetry.health_rules import (
-    ServerFigures,
-    between,
-    diagnose,
-    summary,
-    would_help,
-)
 
-HEALTHY = ServerFigures(
-    policy="continuum",
-    programs=10,
-    running_turns=8,
-    waiting_turns=9,
-    held_programs=2,
-    kv_usage=0.95,
-    pinned_share=0.3,
-    finished_turns=100,
-    preemptions=5,
-    first_token_s=0.25,
-    prompt_tokens={"gpu": 70_000, "dram": 4_000, "none": 26_000},
-    pins={"taken": 16, "reused": 13},
-    working_set_tokens=200_000,
-    tier_capacity_tokens={"dram": 200_000, "ssd": 150_000},
-    tier_store_up=1,
-    lost_tokens={"changed-first-third": 5_200, "evicted-first-third": 20_000},
-    ignored_fields={"priority": 0},
-)
-CASES: dict[str, Any] = {
-    "continuum-is-off": {"policy": ""},
-    "tier-store-down": {"tier_store_up": 0},
-    "low-batch-memory-full": {"running_turns": 7},
-    "preemptions": {"preemptions": 6},
-    "tier-too-small": {"working_set_tokens": 200_001},
-    "prompts-change-in-first-third": {"lost_tokens": {"changed-first-third": 5_201}},
-    "prompts-change-in-last-third": {"lost_tokens": {"changed-last-third": 5_201}},
-    "ignored-fields": {"ignored_fields": {"job-id": 3}},
+USAGE, PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
+FINISHED, QUERIED = "vllm:request_success_total", "vllm:prefix_cache_queries_total"
+FOUND, BELOW = "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
+ON, UP = 'continuum_policy_info{policy="continuum"}', "continuum_tier_store_up"
+CONTEXTS, LOST = "continuum_working_set_tokens", 'continuum_lost_tokens_total{cause="%s"}'
+TAKEN, DECIDED = 'continuum_pins_total{outcome="taken"}', 'continuum_ttl_decisions_total{reason="%s"}'
+HEALTHY: dict[str, float] = {
+    ON: 1,
+    "continuum_programs": 10,
+    RUNNING: 8,
+    WAITING: 9,
+    USAGE: 0.95,
+    'vllm:cache_config_info{engine="0",num_gpu_blocks="60"}': 1,
+    'vllm:cache_config_info{engine="1",num_gpu_blocks="40"}': 1,
+    "continuum_pinned_blocks": 30,
+    FINISHED: 100,
+    PREEMPTIONS: 5,
+    "vllm:time_to_first_token_seconds_sum": 25,
+    "vllm:time_to_first_token_seconds_count": 100,
+    'continuum_prompt_tokens_total{tier="gpu"}': 70_000,
+    'continuum_prompt_tokens_total{tier="dram"}': 4_000,
+    'continuum_prompt_tokens_total{tier="none"}': 26_000,
+    TAKEN: 16,
+    'continuum_pins_total{outcome="reused"}': 13,
+    CONTEXTS: 200_000,
+    'continuum_tier_capacity_tokens{tier="dram"}': 200_000,
+    'continuum_tier_capacity_tokens{tier="ssd"}': 150_000,
+    UP: 1,
+    LOST % "changed-first-third": 5_200,
+    LOST % "evicted-first-third": 20_000,
+    'continuum_ignored_fields_total{field="priority"}': 0,
+}
+CASES: dict[str, dict[str, float | None]] = {
+    "continuum-is-off": {ON: None},
+    "tier-store-down": {UP: 0},
+    "low-batch-memory-full": {RUNNING: 7},
+    "preemptions": {PREEMPTIONS: 6},
+    "tier-too-small": {CONTEXTS: 200_001},
+    "prompts-change-in-first-third": {LOST % "changed-first-third": 5_201},
+    "prompts-change-in-last-third": {LOST % "changed-last-third": 5_201},
+    "ignored-fields": {'continuum_ignored_fields_total{field="job-id"}': 3},
 }
 
 
+def healthy(changes: Any = ()) -> Any:
+    """A page of HEALTHY with other values; None: without that metric."""
+    return page_with({name: n for name, n in (HEALTHY | dict(changes)).items() if n is not None})
+
+
 def test_a_server_at_every_limit_is_well() -> None:
-    assert diagnose(HEALTHY) == []
+    assert diagnose(healthy()) == []
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_beyond_a_limit_is_found_alone_and_says_what_to_do(name: str) -> None:
-    (found,) = diagnose(replace(HEALTHY, **CASES[name]))
+    (found,) = diagnose(healthy(CASES[name]))
     assert found.name == name and len(found.remedy) > 20
 
 
 def test_what_stops_the_gain_is_an_error_and_a_misspelt_field_a_note() -> None:
-    severities = {name: diagnose(replace(HEALTHY, **case))[0].severity for name, case in CASES.items()}
+    severities = {name: diagnose(healthy(case))[0].severity for name, case in CASES.items()}
     errors = {name for name, severity in severities.items() if severity is Severity.ERROR}
     assert errors == {"continuum-is-off", "tier-store-down"}
     assert severities["ignored-fields"] is Severity.NOTE
 
 
 def test_memory_full_of_pins_is_reported_as_such() -> None:
-    (found,) = diagnose(replace(HEALTHY, running_turns=2))
+    (found,) = diagnose(healthy({RUNNING: 2}))
     assert "30% of it by pins" in found.evidence
 
 
 def test_a_full_server_with_an_empty_queue_is_only_busy() -> None:
-    assert diagnose(replace(HEALTHY, running_turns=1, waiting_turns=0)) == []
-    assert diagnose(replace(HEALTHY, running_turns=1, kv_usage=0.89)) == []
+    assert diagnose(healthy({RUNNING: 1, WAITING: 0})) == []
+    assert diagnose(healthy({RUNNING: 1, USAGE: 0.89})) == []
 
 
 def test_shares_of_a_few_turns_are_not_judged() -> None:
-    few = replace(HEALTHY, finished_turns=19, preemptions=9, lost_tokens={"changed-first-third": 26_000})
-    assert diagnose(few) == []
+    few = {FINISHED: 19, PREEMPTIONS: 9, LOST % "changed-first-third": 26_000}
+    assert diagnose(healthy(few)) == []
 
 
 def test_a_server_that_has_served_nothing_may_still_be_on() -> None:
-    (found,) = diagnose(ServerFigures())
+    (found,) = diagnose(page_with({}))
     assert "send a request" in found.remedy
-    (found,) = diagnose(ServerFigures(finished_turns=5))
+    (found,) = diagnose(page_with({FINISHED: 5}))
     assert "send a request" not in found.remedy
 
 
 def test_the_summary_says_whether_it_is_on_and_what_it_brings() -> None:
-    assert summary(HEALTHY) == (
+    assert summary(healthy()) == (
         "continuum is on: policy continuum, 10 programs known. Prompt tokens by the source of their KV: "
         "70% gpu, 4% dram, 26% computed. Pins: 16 taken, 13 reused. "
         "First tokens came after 0.25 s on average."
     )
-    assert summary(STOCK).startswith("continuum is NOT on here. Would it help? yes: 90% of the KV cache")
-    assert "too early to tell: 9 turns ended" in summary(ServerFigures(finished_turns=9))
+    assert summary(page_with(STOCK)).startswith("continuum is NOT on here. Would it help? yes: 90% of the KV")
+    assert "too early to tell: 9 turns ended" in summary(page_with({FINISHED: 9}))
 
 
-STOCK = ServerFigures(
-    waiting_turns=3,
-    kv_usage=0.9,
-    finished_turns=100,
-    preemptions=0,
-    queried_tokens=1000,
-    found_tokens=300,
-)
+STOCK: dict[str, float] = {WAITING: 3, USAGE: 0.9, FINISHED: 100, PREEMPTIONS: 0, QUERIED: 1000, FOUND: 300}
 
 
 @pytest.mark.parametrize(
     ("figures", "answer"),
     [
         ({}, "yes"),
-        ({"kv_usage": 0.1, "preemptions": 6}, "yes"),
-        (
-            {"kv_usage": 0.54, "waiting_turns": 6, "found_tokens": 0},
-            "yes",
-        ),  # a real one, 12 agents, room for 5
-        ({"queried_tokens": None, "found_tokens": None}, "yes"),  # prefix caching may be off
-        ({"found_tokens": 800}, "little"),
-        ({"waiting_turns": 0}, "no"),
-        ({"kv_usage": 0.49, "preemptions": 5}, "no"),
-        ({"finished_turns": 19}, "too early to tell"),
+        ({USAGE: 0.1, PREEMPTIONS: 6}, "yes"),
+        ({USAGE: 0.54, WAITING: 6, FOUND: 0}, "yes"),  # a real one, 12 agents, room for 5
+        ({QUERIED: 0, FOUND: 0}, "yes"),  # prefix caching may be off
+        ({FOUND: 800}, "little"),
+        ({BELOW: 500}, "little"),
+        ({WAITING: 0}, "no"),
+        ({USAGE: 0.49, PREEMPTIONS: 5}, "no"),
+        ({FINISHED: 19}, "too early to tell"),
     ],
 )
-def test_a_stock_server_shows_whether_continuum_would_help(figures: dict[str, Any], answer: str) -> None:
-    assert would_help(replace(STOCK, **figures))[0] == answer
+def test_a_stock_server_shows_whether_continuum_would_help(figures: dict[str, float], answer: str) -> None:
+    assert would_help(page_with(STOCK | figures))[0] == answer
 
 
 def test_between_two_looks_counts_grow_and_the_fuller_state_counts() -> None:
-    busy = replace(STOCK, finished_turns=150, preemptions=None, found_tokens=340, kv_usage=0.2)
-    seen = between(STOCK, busy)
-    assert (seen.finished_turns, seen.found_tokens, seen.queried_tokens) == (50, 40, 0)
-    assert (seen.kv_usage, seen.preemptions) == (0.9, None)
-    assert would_help(between(busy, STOCK))[0] == "too early to tell", "it has started anew"
+    later = STOCK | {FINISHED: 150, PREEMPTIONS: 2, QUERIED: 1100, FOUND: 340, USAGE: 0.2}
+    answer, because = would_help(page_with(later), page_with(STOCK))
+    assert answer == "yes" and because.startswith(
+        "90% of the KV cache is in use, 3 turns wait, 2 preemptions for 50 turns, and 40% of the prompt"
+    )
+    assert would_help(page_with(STOCK), page_with(later))[0] == "too early to tell", "it has started anew"
 
 
 def test_where_no_turn_was_pinned_the_summary_says_why() -> None:
     """Also for a user who watches the first five turns of a small model for pins."""
-    short = replace(HEALTHY, pins={"taken": 0.0}, ttl_decisions={"cold-start-no-pin": 5.0, "cdf-no-pin": 1.0})
-    assert "No turn was pinned: no tool gap is known yet, and to compute such a context" in summary(short)
-    own = replace(short, ttl_decisions={"budget-of-my-own-no-pin": 5.0})
-    assert "No turn was pinned: budget-of-my-own." in summary(own)
-    assert "No turn" not in summary(replace(short, pins={"taken": 1.0}))
+    short = {TAKEN: 0, DECIDED % "cold-start-no-pin": 5, DECIDED % "cdf-no-pin": 1}
+    assert "No turn was pinned: no tool gap is known yet, and to compute such a context" in summary(
+        healthy(short)
+    )
+    own = {TAKEN: 0, DECIDED % "budget-of-my-own-no-pin": 5}
+    assert "No turn was pinned: budget-of-my-own." in summary(healthy(own))
+    assert "No turn" not in summary(healthy(short | {TAKEN: 1}))
 
 
-@given(st.sets(st.sampled_from([f.name for f in fields(ServerFigures)])))
-def test_any_figure_can_be_missing(gone: set[str]) -> None:
-    empty = ServerFigures()
-    bad = {k: v for case in CASES.values() for k, v in case.items() if k != "policy"}
-    seen = replace(replace(HEALTHY, **bad), **{name: getattr(empty, name) for name in gone})
+@given(st.sets(st.sampled_from(list(HEALTHY))))
+def test_any_metric_can_be_missing(gone: set[str]) -> None:
+    bad = {k: v for case in CASES.values() for k, v in case.items() if k != ON}
+    seen = healthy(bad | dict.fromkeys(gone))
     found = {finding.name for finding in diagnose(seen)}
-    assert ("continuum-is-off" in found) == ("policy" in gone)
-    assert ("tier-store-down" in found) == ("tier_store_up" not in gone)
+    assert ("continuum-is-off" in found) == (ON in gone)
+    assert ("tier-store-down" in found) == (UP not in gone)
     assert summary(seen)

@@ -57,11 +57,7 @@ class ReportingReplica:
             self._programs.on_stop(TurnId(name), 10, is_last=False)
 
 
-def test_a_replica_reports_each_period_and_soon_after_a_turns_end_and_to_a_new_state_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("continuum_lmcache.serve.replica.addresses", dict)
-
+def test_a_replica_reports_each_period_and_soon_after_a_turns_end_and_to_a_new_state_all() -> None:
     async def go() -> None:
         replica = ReportingReplica()
         reports = asyncio.create_task(Replica._report(replica))  # type: ignore[arg-type]

@@ -27,13 +27,13 @@ from typer.exceptions import TyperException
 from continuum_lmcache import __version__
 from continuum_lmcache.console import doctor as doctors
 from continuum_lmcache.console import doctor_output
-from continuum_lmcache.console import fleet as fleets
 from continuum_lmcache.console import status as statuses
+from continuum_lmcache.console.health_rules import policy, would_help
 from continuum_lmcache.console.metrics_page import scrape
 from continuum_lmcache.errors import ConfigError, ContinuumError
 from continuum_lmcache.recordings.figures import figures, summary
 from continuum_lmcache.recordings.reader import load, story
-from continuum_lmcache.telemetry.health_rules import between, would_help
+from continuum_lmcache.telemetry.findings import plain
 
 BAD_INPUT = 2
 SIMULATION = Path(__file__).parents[2] / "experiments" / "estimate.py"  # in a clone
@@ -98,7 +98,7 @@ def doctor(
     options = {name: value for name, value in locals().items() if name not in ("as_json", "explain")}
     found = doctors.diagnosis(doctors.DoctorQuery(**options))
     if as_json:
-        print(json.dumps(doctor_output.as_json(found), indent=1))
+        print(json.dumps(doctor_output.as_json(found), indent=1, default=plain))
     else:
         doctor_output.show(found, Console(), explain)
     raise typer.Exit(0 if found.advisable else 1)
@@ -125,35 +125,25 @@ def estimate(
             subprocess.run([sys.executable, SIMULATION, trace, *options], check=False).returncode
         )
     at = url.rstrip("/").removesuffix("/v1")
-    first = statuses.figures(scrape(at))
-    if first.policy:
+    first = scrape(at)
+    if policy(first):
         raise ConfigError(f"{at} runs continuum; ask `continuum-lmcache status {at}` what it brings")
     time.sleep(seconds)
-    answer, because = would_help(between(first, statuses.figures(scrape(at))))
+    answer, because = would_help(scrape(at), first)
     print(json.dumps({"answer": answer, "because": because}) if as_json else f"{answer}: {because}")
 
 
 @app.command()
 def status(
-    urls: Annotated[
-        list[str], typer.Argument(metavar="URL...", help="base URLs of vLLM servers or fleets, without /v1")
-    ],
+    url: Annotated[str, typer.Argument(help="base URL of a vLLM server or a fleet, without /v1")],
     as_json: Json = False,
 ) -> None:
     """Whether continuum is on, what it brings, and what is wrong. Exit status 1: off, or wrong."""
-    at, console = [url.rstrip("/").removesuffix("/v1") for url in urls], Console()
-    reports = {url: fleet for url in at if (fleet := fleets.fleet_at(url)) is not None}
-    places = [place for url in at for place in statuses.places_at(url, reports.get(url))]
-    seen = [statuses.figures(scrape(*place)) for place in places]
-    servers = [statuses.as_json(one) for one in seen]
-    found = statuses.joined(places, servers, reports)
+    found = statuses.status_of(url.rstrip("/").removesuffix("/v1"))
     if as_json:
-        print(json.dumps(servers[0] if places == [(at[0], None)] else found, indent=1))
+        print(json.dumps(found, indent=1, default=plain))
     else:
-        for url, fleet in reports.items():
-            statuses.show_fleet(url, fleet, console)
-        for (url, rank), one in zip(places, seen, strict=True):
-            statuses.show(url if rank is None else f"{url}, replica {rank}", one, console)
+        statuses.show(found, Console())
     raise typer.Exit(0 if found["ok"] else 1)
 
 

@@ -55,12 +55,8 @@ def as_json(found: Diagnosis) -> dict[str, Any]:
             for place, tokens in holds(found).items()
         },
         "break_even_tokens": even and {n: v if math.isfinite(v) else None for n, v in even.items()},
-        "findings": findings_json(found.findings),
+        "findings": found.findings,
     }
-
-
-def findings_json(findings: Iterable[Finding]) -> list[dict[str, str]]:
-    return [{**asdict(finding), "severity": finding.severity.value} for finding in findings]
 
 
 def show(found: Diagnosis, console: Console, explain: bool = False) -> None:

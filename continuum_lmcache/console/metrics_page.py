@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,49 +13,47 @@ from prometheus_client.parser import text_string_to_metric_families
 from continuum_lmcache.errors import ServerError
 
 TIMEOUT_S = 10.0
-Labels = Mapping[str, str]
+OF_A_REPLICA = ("rank", "report_age_seconds", "programs", "requests", "wait_seconds")  # in /fleet
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
     """One scrape of /metrics: every sample's name, labels and value."""
 
-    samples: tuple[tuple[str, Labels, float], ...]
+    samples: tuple[tuple[str, Mapping[str, str], float], ...]
 
-    def of(self, name: str) -> Iterator[tuple[Labels, float]]:
-        return ((labels, value) for found, labels, value in self.samples if found == name)
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """Sums over engines by a label; {} if the server does not have the metric."""
+        found: dict[str, float] = {}
+        for each, labels, value in self.samples:
+            if each == name:
+                key = labels.get(label, "")
+                found[key] = found.get(key, 0.0) + value
+        return found
+
+    def values(self, name: str) -> list[float]:
+        """One for each engine, or for each set of labels."""
+        return [value for each, _, value in self.samples if each == name]
 
     def total(self, name: str) -> float | None:
         """The sum over engines and labels; None: the server does not have it."""
-        values = [value for _, value in self.of(name)]
+        values = self.values(name)
         return sum(values) if values else None
 
-    def mean(self, name: str) -> float | None:
-        """The mean over engines."""
-        values = [value for _, value in self.of(name)]
-        return sum(values) / len(values) if values else None
-
-    def least(self, name: str) -> float | None:
-        """The least over engines."""
-        return min((value for _, value in self.of(name)), default=None)
-
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """Sums by a label; {} if the server does not have it."""
-        found: dict[str, float] = {}
-        for labels, value in self.of(name):
-            key = labels.get(label, "")
-            found[key] = found.get(key, 0.0) + value
-        return found
-
-    def info(self, name: str) -> Labels:
-        """The labels of an info metric's first sample."""
-        return next((labels for labels, _ in self.of(name)), {})
+    def count(self, name: str) -> float:
+        """The sum over engines and labels; 0: the server does not have it."""
+        return sum(self.values(name))
 
 
 def scrape(url: str, replica: int | None = None) -> MetricsPage:
     """The server's /metrics; `replica`: of one in a fleet (docs/ray.md). Raises ServerError."""
     path = "/metrics" if replica is None else f"/metrics?replica={replica}"
-    return page_of(answer(url, path).text, url)
+    response = get(url, path)
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        raise ServerError(f"{url}{path}: the server asks for its API key; set VLLM_API_KEY to it")
+    if response.status_code != httpx.codes.OK:
+        raise ServerError(f"{url}{path}: HTTP {response.status_code}; is this a vLLM server's base URL?")
+    return page_of(response.text, url)
 
 
 def page_of(text: str, url: str) -> MetricsPage:
@@ -69,16 +68,28 @@ def page_of(text: str, url: str) -> MetricsPage:
     return page
 
 
-def answer(url: str, path: str) -> httpx.Response:
-    """GET with the API key of VLLM_API_KEY, if it is set; or ServerError with the reason."""
+def fleet_at(url: str) -> Mapping[str, Any] | None:
+    """The report of a fleet on Ray Serve, at /fleet (docs/ray.md). None: it is one server, not a fleet.
+
+    Raises ServerError if none answers, or the fleet's state does not.
+    """
+    response = get(url, "/fleet")
+    if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        raise ServerError(f"{url}/fleet: {response.text[:200]}")
+    try:
+        report: Mapping[str, Any] = response.json()
+        numbers = [row[field] for row in report["replicas"] for field in OF_A_REPLICA]
+        numbers.append(report["config"]["report_age_s"])
+    except (ValueError, LookupError, TypeError):
+        return None
+    return report if response.is_success and all(isinstance(one, int | float) for one in numbers) else None
+
+
+def get(url: str, path: str) -> httpx.Response:
+    """GET with the API key of VLLM_API_KEY, if it is set. Raises ServerError if nothing answers."""
     key = os.environ.get("VLLM_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        response = httpx.get(url + path, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
+        return httpx.get(url + path, headers=headers, timeout=TIMEOUT_S, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(f"{url}{path}: {error}; is the server up, and is this its base URL?") from error
-    if response.status_code == httpx.codes.UNAUTHORIZED:
-        raise ServerError(f"{url}{path}: the server asks for its API key; set VLLM_API_KEY to it")
-    if response.status_code != httpx.codes.OK:
-        raise ServerError(f"{url}{path}: HTTP {response.status_code}; is this a vLLM server's base URL?")
-    return response

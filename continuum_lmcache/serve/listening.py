@@ -9,11 +9,14 @@ deployment's class was made; no setting names the address.
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 from typing import Any
 
 import ray
 from ray.serve._private import replica
 
+logger = logging.getLogger("ray.serve")
 EVERYWHERE = "[::]"
 stock = replica.add_port_to_grpc_server
 
@@ -21,6 +24,12 @@ stock = replica.add_port_to_grpc_server
 def listen_on_node_address_only() -> None:
     """In the process of a replica, from its deployment's `__init__`."""
     address = ray.util.get_node_ip_address()
+    if ipaddress.ip_address(address).is_global:
+        logger.warning(
+            "This node's address %s is public: put Ray and LMCache on loopback or a private network, since "
+            "LMCache has no authentication",
+            address,
+        )
 
     def add_port(server: Any, place: str) -> int:
         return int(stock(server, place.replace(EVERYWHERE, f"[{address}]" if ":" in address else address)))

@@ -14,7 +14,6 @@ import time
 from functools import partial
 from typing import Any
 
-import ray
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from ray import serve
 from ray.exceptions import RayError
@@ -124,7 +123,7 @@ class Replica:
     async def _report(self) -> None:
         """Report to the state each REPORT_S and as soon as a turn has ended: how busy this replica is, and
         its programs that have changed; to a new state all of them."""
-        reported_to, properties = "", {"rank": self.rank, "pid": os.getpid(), "addresses": addresses()}
+        reported_to, properties = "", {"rank": self.rank, "pid": os.getpid()}
         while True:
             self._changed.clear()
             self._engine.report_prefills()
@@ -156,8 +155,3 @@ class Replica:
         curve = measured or UNMEASURED.prefill
         wait_s = self._programs.wait_s(now_s, curve, later_first=measured is not None)
         return ReplicaReport(ReplicaId(self._name), 0.0, requests(gauges), wait_s, curve)
-
-
-def addresses() -> dict[str, str]:
-    """Where Ray listens on this node."""
-    return {"Ray": ray.util.get_node_ip_address()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
 
 
 class Severity(Enum):
@@ -34,3 +35,8 @@ def warning(name: str, evidence: str, remedy: str) -> Finding:
 
 def note(name: str, evidence: str, remedy: str) -> Finding:
     return Finding(name, Severity.NOTE, evidence, remedy)
+
+
+def plain(value: Any) -> Any:
+    """For `json.dumps(default=plain)`: an enum's value, a dataclass as an object."""
+    return value.value if isinstance(value, Enum) else asdict(value)

@@ -1,0 +1,214 @@
+"""Checks a running server by one page of its /metrics. Each rule names what to do.
+
+Counts are since the server's start. A rule whose metrics a server does not report finds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from continuum_lmcache.console.metrics_page import MetricsPage
+from continuum_lmcache.telemetry.findings import Finding, error, note, warning
+from continuum_lmcache.telemetry.samples import NO_PIN
+
+MEMORY_FULL = 0.9  # share of the KV blocks
+LOW_BATCH_TURNS = 8.0  # running turns below which a GPU idles
+PREEMPTION_SHARE = 0.05  # preemptions per finished turn
+LOST_SHARE = 0.2  # of the computed prompt tokens: a client could have avoided to lose them
+LEAST_TURNS = 20.0  # finished: with fewer, no rule about shares applies
+SHORT_OF_MEMORY = 0.5  # share of the KV blocks at one moment: a prompt that waits may wait for memory
+FOUND_SHARE = 0.8  # of the prompt tokens in the caches: little is left to gain
+
+RUNNING, WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
+FINISHED, PREEMPTIONS = "vllm:request_success_total", "vllm:num_preemptions_total"
+QUERIED = "vllm:prefix_cache_queries_total"  # prompt tokens
+FOUND = ("vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total")  # on the GPU, and below it
+FIRST_TOKEN = "vllm:time_to_first_token_seconds"
+
+
+def policy(page: MetricsPage) -> str:
+    """The policy in use; "": continuum is not on."""
+    return next(iter(page.by("continuum_policy_info", "policy")), "")
+
+
+def kv_usage(page: MetricsPage) -> float | None:
+    """The share of the GPU's KV blocks in use, mean over engines."""
+    shares = page.values("vllm:kv_cache_usage_perc")
+    return sum(shares) / len(shares) if shares else None
+
+
+def pinned_share(page: MetricsPage) -> float | None:
+    """The share of all engines' KV blocks that pins hold."""
+    sizes = page.by("vllm:cache_config_info", "num_gpu_blocks")  # by size, the number of engines that have it
+    blocks = sum(int(size) * engines for size, engines in sizes.items() if size.isdecimal())
+    pinned = page.total("continuum_pinned_blocks")
+    return pinned / blocks if pinned is not None and blocks else None
+
+
+def has_served_enough(page: MetricsPage) -> bool:
+    """Whether enough turns have ended to judge shares of them."""
+    return page.count(FINISHED) >= LEAST_TURNS
+
+
+def off(page: MetricsPage) -> Iterator[Finding]:
+    """The server runs without our scheduler."""
+    if not policy(page):
+        never = ", or it has served nothing yet: send a request, and ask again"
+        yield error(
+            "continuum-is-off",
+            "the server reports no continuum_policy_info",
+            f"start it with --scheduling-policy continuum{'' if page.count(FINISHED) else never}",
+        )
+
+
+def store_down(page: MetricsPage) -> Iterator[Finding]:
+    """LMCache's server does not answer."""
+    if min(page.values("continuum_tier_store_up"), default=1) < 1:
+        yield error(
+            "tier-store-down",
+            "LMCache's server does not answer: what the GPU loses is computed again",
+            "check that it runs and can be reached; serving continues meanwhile",
+        )
+
+
+def low_batch(page: MetricsPage) -> Iterator[Finding]:
+    """Memory is full while few turns run and others wait: memory limits this server, not compute."""
+    running, waiting, usage = page.total(RUNNING), page.count(WAITING), kv_usage(page) or 0.0
+    if running is None or running >= LOW_BATCH_TURNS or waiting < 1 or usage < MEMORY_FULL:
+        return
+    pinned = pinned_share(page)
+    held = f", {pinned:.0%} of it by pins" if pinned else ""
+    yield warning(
+        "low-batch-memory-full",
+        f"{running:.0f} turns run and {waiting:.0f} wait while {usage:.0%} of the KV cache is in use{held}",
+        "give the KV cache more memory (--gpu-memory-utilization, tensor parallelism, --kv-cache-dtype fp8), "
+        "or lower continuum.max_pinned_share if pins hold much of it",
+    )
+
+
+def preempting(page: MetricsPage) -> Iterator[Finding]:
+    """Running turns lose their memory, and what they had computed."""
+    preemptions, finished = page.count(PREEMPTIONS), page.count(FINISHED)
+    if has_served_enough(page) and preemptions > PREEMPTION_SHARE * finished:
+        yield warning(
+            "preemptions",
+            f"{preemptions:,.0f} preemptions for {finished:,.0f} finished turns",
+            "too many long contexts run at once: lower --max-num-seqs, or give the KV cache more memory",
+        )
+
+
+def small_tier(page: MetricsPage) -> Iterator[Finding]:
+    """The largest tier holds less than the programs' contexts."""
+    largest = max(page.by("continuum_tier_capacity_tokens", "tier").values(), default=None)
+    contexts = page.count("continuum_working_set_tokens")
+    if largest is not None and largest < contexts:
+        yield warning(
+            "tier-too-small",
+            f"the programs' contexts add up to {contexts:,.0f} tokens, and the largest tier "
+            f"holds {largest:,.0f}",
+            "it evicts KV before the program returns: give LMCache's server more DRAM (--l1-size-gb) "
+            "or a disk",
+        )
+
+
+REMEDIES = {  # for prompts that change, by the third of the turn before in which they do
+    "first": "text near the beginning is new in each prompt: send it last, or leave it out "
+    "(a time; a list of tools; Claude Code: CLAUDE_CODE_ATTRIBUTION_HEADER=0)",
+    "middle": "clients shorten or edit their histories: do that less often, and then by more",
+    "last": "answers come back changed: send them back as they were, and serve with a chat template that "
+    "keeps the model's thinking where the model allows it",
+}
+
+
+def lost_tokens(page: MetricsPage) -> dict[str, float]:
+    """Tokens that returning programs had left and compute again, by cause and third."""
+    return {cause: n for cause, n in page.by("continuum_lost_tokens_total", "cause").items() if n}
+
+
+def changed_prompts(page: MetricsPage) -> Iterator[Finding]:
+    """Prompts differ from the turns before them, and what follows is computed again."""
+    computed = page.by("continuum_prompt_tokens_total", "tier").get("none", 0.0)
+    for third, remedy in REMEDIES.items():
+        lost = lost_tokens(page).get(f"changed-{third}-third", 0.0)
+        if has_served_enough(page) and lost > LOST_SHARE * computed:
+            yield warning(
+                f"prompts-change-in-{third}-third",
+                f"prompts differ from the turn before in its {third} third: {lost:,.0f} of {computed:,.0f} "
+                "computed tokens were computed again",
+                remedy,
+            )
+
+
+def ignored(page: MetricsPage) -> Iterator[Finding]:
+    """Requests have fields that cannot be used."""
+    if found := {name: n for name, n in page.by("continuum_ignored_fields_total", "field").items() if n}:
+        listed = ", ".join(f"{name} in {n:,.0f}" for name, n in sorted(found.items()))
+        yield note(
+            "ignored-fields",
+            f"fields of requests were ignored: {listed}",
+            "correct the client (docs/clients.md), or set continuum.honor_priority or honor_program_age",
+        )
+
+
+RULES = (off, store_down, low_batch, preempting, small_tier, changed_prompts, ignored)
+
+
+def diagnose(page: MetricsPage) -> list[Finding]:
+    """All findings, in the order of RULES; [] if nothing is wrong, as far as the figures show."""
+    return [finding for rule in RULES for finding in rule(page)]
+
+
+def would_help(now: MetricsPage, before: MetricsPage | None = None) -> tuple[str, str]:
+    """Whether continuum would speed up agents on this stock server: yes, little, no, or too early to tell;
+    and because of what. Counts are since `before` (None: the start); of two states the fuller one counts."""
+
+    def grown(name: str) -> float:
+        return now.count(name) - (before.count(name) if before else 0.0)
+
+    looks, turns, preempted = [now, before or now], grown(FINISHED), grown(PREEMPTIONS)
+    if turns < LEAST_TURNS:
+        return "too early to tell", f"{turns:.0f} turns ended, and fewer than {LEAST_TURNS:.0f} say nothing"
+    usage = max(kv_usage(look) or 0.0 for look in looks)
+    waiting = max(look.count(WAITING) for look in looks)
+    queried = grown(QUERIED)
+    found = sum(map(grown, FOUND)) / queried if queried else 0.0
+    state = (
+        f"{usage:.0%} of the KV cache is in use, {waiting:.0f} turns wait, {preempted:,.0f} preemptions for "
+        f"{turns:,.0f} turns, and {found:.0%} of the prompt tokens were found in the caches"
+    )
+    is_short = (usage >= SHORT_OF_MEMORY and waiting >= 1) or preempted > PREEMPTION_SHARE * turns
+    if is_short and found < FOUND_SHARE:
+        return "yes", f"{state}: memory is short. Only where requests are agents' turns, not single questions"
+    if is_short:
+        return "little", f"{state}: memory is short, but little is computed again"
+    return "no", f"{state}: memory is not short. Ask again at the busiest hour"
+
+
+WHY_NOT_PINNED = {  # by the reason of a TTL of 0
+    "cold-start": "no tool gap is known yet, and to compute such a context again takes less than a second",
+    "cdf": "to load or compute the contexts again costs less than the gaps of their tools",
+    "returns-late": "most programs end with such a call, or stay away for long",
+    "yields": "programs gave their places up to others that waited",
+}
+
+
+def summary(page: MetricsPage) -> str:
+    """Whether continuum is on, and what it brings."""
+    if not (name := policy(page)):
+        if not page.count(FINISHED):
+            return "continuum is NOT on here, or has served nothing yet."
+        return "continuum is NOT on here. Would it help? {}: {}.".format(*would_help(page))
+    parts = [f"continuum is on: policy {name}, {page.count('continuum_programs'):,.0f} programs known."]
+    tokens = page.by("continuum_prompt_tokens_total", "tier")
+    if total := sum(tokens.values()):
+        shares = (f"{n / total:.0%} {'computed' if tier == 'none' else tier}" for tier, n in tokens.items())
+        parts.append(f"Prompt tokens by the source of their KV: {', '.join(shares)}.")
+    pins = page.by("continuum_pins_total", "outcome")
+    parts.append(f"Pins: {pins.get('taken', 0):,.0f} taken, {pins.get('reused', 0):,.0f} reused.")
+    decisions = page.by("continuum_ttl_decisions_total", "reason")
+    if decisions and not pins.get("taken"):
+        reason = max(decisions, key=lambda each: decisions[each]).removesuffix(NO_PIN)
+        parts.append(f"No turn was pinned: {WHY_NOT_PINNED.get(reason, reason)}.")
+    if turns := page.count(f"{FIRST_TOKEN}_count"):
+        parts.append(f"First tokens came after {page.count(f'{FIRST_TOKEN}_sum') / turns:.3g} s on average.")
+    return " ".join(parts)
