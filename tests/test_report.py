@@ -15,8 +15,12 @@ from hypothesis import strategies as st
 from recorded import KEEP, Run, recording, saved, written
 
 from continuum_lmcache.recordings.reader import load
-from continuum_lmcache.report.timeline import Span, spans
 from continuum_lmcache.types import PinEnd
+
+pytest.importorskip("plotly")
+
+from continuum_lmcache.report import page as pages
+from continuum_lmcache.report.charts import spans
 
 HOSTILE = "</script><script>document.title='taken'</script><b>"
 
@@ -41,9 +45,6 @@ def story(name: str = "a") -> Run:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A report of two runs, written once: the second has the first's story, and a job of 7 s in b's place."""
-    pytest.importorskip("plotly")
-    from continuum_lmcache.report import page as pages
-
     folder = tmp_path_factory.mktemp("report")
     (folder / "x").mkdir()
     (folder / "y").mkdir()
@@ -60,8 +61,9 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_programs_states_are_the_recordings_own_times(tmp_path: Path) -> None:
     run = load(written(tmp_path, story().recorder))
-    mine = [(s.state, round(s.start_s, 3), round(s.end_s, 3)) for s in spans(run) if s.program == "a"]
-    assert mine == [
+    a = next(program for program in run.programs if program.id == "a")
+    found = [(s.state, s.start_s - run.start_s, s.end_s - run.start_s) for s in spans(a, run.end_s)]
+    assert [(state, round(start_s, 3), round(end_s, 3)) for state, start_s, end_s in found] == [
         ("queued", 0, 1),
         ("running", 1, 4),
         ("tool", 4, 6),
@@ -76,11 +78,8 @@ def test_what_was_going_on_at_the_end_lasts_until_then(tmp_path: Path) -> None:
     run = load(
         saved(tmp_path, recording({"runs": [arrival(100.0), start(101.0)], "waits": [arrival(109.0)]}))
     )
-    assert [(s.program, s.state, s.start_s, s.end_s) for s in spans(run)] == [
-        ("runs", "queued", 0, 1),
-        ("runs", "running", 1, 9),
-        ("waits", "queued", 9, 9),
-    ]
+    runs, waits = ([(s.state, s.start_s, s.end_s) for s in spans(p, run.end_s)] for p in run.programs)
+    assert runs == [("queued", 100, 101), ("running", 101, 109)] and waits == [("queued", 109, 109)]
 
 
 def arrival(at_s: float, turn: str = "t") -> dict[str, Any]:
@@ -110,10 +109,11 @@ def test_a_program_is_in_one_state_at_a_time_but_for_its_pin(gaps_s: list[float]
         events.append((arrival, start, end)[i % 3](now_s, f"t{i // 3}"))
     with tempfile.TemporaryDirectory() as folder:
         run = load(saved(Path(folder), recording({"p": events})))
-    mine: list[Span] = [span for span in spans(run) if span.state != "pinned"]
+    (program,) = run.programs
+    mine = list(spans(program, run.end_s))
     for earlier, later in zip(mine, mine[1:], strict=False):
         assert later.start_s == pytest.approx(earlier.end_s, abs=1e-5)
-    assert mine[0].start_s == 0
+    assert mine[0].start_s == run.start_s
 
 
 # the page -----------------------------------------------------------------------

@@ -8,17 +8,29 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from continuum_lmcache.errors import TraceError
 from continuum_lmcache.telemetry.recorder import FORMAT, META, Event
 
-TIMED = ("_time", "_to_running")  # ends of events' names
 FILE_NAME = re.compile(r"scheduler_timestamps(_dp\d+)?")
 FACTS = ("model", "policy", "machine", "versions")  # of the header
 SOURCES = {"GPU": "gpu_tokens", "DRAM": "dram_tokens", "disk": "ssd_tokens"}
+TIMED = ("_time", "_to_running")  # ends of events' names; the time is an event's first field
+LAST_S = 1e11  # no wall clock shows more
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEvent:
+    """One event of a program."""
+
+    program: str
+    where: str  # in the file
+    kind: str  # the name of its time
+    time_s: float  # wall time; infinite for what is no event (`events_dropped`)
+    fields: Event
 
 
 @dataclass(slots=True)
@@ -69,68 +81,42 @@ class RecordedProgram:
         """First arrival to last departure, tools included (arXiv 2511.02230 §6)."""
         return max(turn.departure_s or 0.0 for turn in self.turns) - self.turns[0].arrival_s
 
-    def add(self, kind: str, event: Event, time_s: float) -> None:
-        """Apply one event. What belongs to a turn or pin whose beginning is missing is left out."""
-        if kind == "Request_arrival_time":
+    def add(self, kind: str, time_s: float, event: Event) -> None:
+        """Apply one event. What belongs to a turn or pin whose beginning is missing is left out.
+
+        Raises LookupError, TypeError or ValueError for fields that no recorder writes.
+        """
+        if kind == "events_dropped":
+            self.is_cut = True
+        elif kind == "Request_arrival_time":
             if self._last is not None and self._last.departure_s is not None and not self._live:
                 self._last.gap_s = round(time_s - self._last.departure_s, 6)
-            turn = self._live[event["turn"]] = RecordedTurn(time_s, event["prompt_length"])
+            turn = self._live[event["turn"]] = RecordedTurn(time_s, int(event["prompt_length"]))
             self.turns.append(turn)
         elif kind == "pinned_time":
-            self.pins.append(RecordedPin(time_s, event["blocks"]))
+            self.pins.append(RecordedPin(time_s, int(event["blocks"])))
         elif kind == "unpinned_time":
             if self.pins and self.pins[-1].ended_s is None:
-                self.pins[-1].ended_s, self.pins[-1].outcome = time_s, event["outcome"]
+                self.pins[-1].ended_s, self.pins[-1].outcome = time_s, str(event["outcome"])
         elif (found := self._live.get(event["turn"])) is not None:
-            self._change(found, kind, event, time_s)
+            self._change(found, kind, time_s, event)
 
-    def _change(self, turn: RecordedTurn, kind: str, event: Event, time_s: float) -> None:
+    def _change(self, turn: RecordedTurn, kind: str, time_s: float, event: Event) -> None:
         if kind == "Request_evicted_from_running_queue_time":
             turn.preemptions += 1
         elif kind == "waiting_to_running":
-            turn.started_s, turn.prompt_tokens = time_s, event["prompt_length"]
-            turn.sources = {place: event[name] for place, name in SOURCES.items()}
+            turn.started_s, turn.prompt_tokens = time_s, int(event["prompt_length"])
+            turn.sources = {place: int(event[name]) for place, name in SOURCES.items()}
             turn.sources["computed"] = max(0, turn.prompt_tokens - sum(turn.sources.values()))
-        else:
+        elif kind == "Request_departure_time":
             del self._live[event["turn"]]
-            turn.departure_s, turn.output_tokens = time_s, event["output_tokens"]
-            turn.first_token_s, turn.tool = event["first_token_s"], (event["tool"] or [""])[0]
-            if event["retention"] is not None:
-                turn.ttl_s = event["retention"]["ttl_s"]
+            turn.departure_s, turn.output_tokens = time_s, int(event["output_tokens"])
+            if (wait_s := event["first_token_s"]) is not None:
+                turn.first_token_s = float(wait_s)
+            turn.tool = str((event["tool"] or [""])[0])
+            if (decision := event["retention"]) and decision["ttl_s"] is not None:
+                turn.ttl_s = float(decision["ttl_s"])
             self._last = turn
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def is_decision(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, dict) and (value.get("ttl_s") is None or is_number(value["ttl_s"]))
-    )
-
-
-def is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-NUMBER = ("a number", is_number)
-TEXT = ("text", lambda value: isinstance(value, str))
-STARTED = {"turn": TEXT, "prompt_length": NUMBER, **dict.fromkeys(SOURCES.values(), NUMBER)}
-FIELDS: dict[str, dict[str, Any]] = {  # event, by the name of its time -> the fields that are read
-    "Request_arrival_time": {"turn": TEXT, "prompt_length": NUMBER},
-    "waiting_to_running": STARTED,
-    "Request_evicted_from_running_queue_time": {"turn": TEXT},
-    "Request_departure_time": {
-        "turn": TEXT,
-        "output_tokens": NUMBER,
-        "first_token_s": ("a number or null", lambda value: value is None or is_number(value)),
-        "tool": ("a list of names", is_names),
-        "retention": ("null, or an object with ttl_s", is_decision),
-    },
-    "pinned_time": {"blocks": NUMBER},
-    "unpinned_time": {"outcome": TEXT},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,28 +141,26 @@ class Recording:
 
 def load(path: Path) -> Recording:
     """A recording from its file, or from its directory with every rank's. Raises TraceError."""
-    heads: list[Event] = []
-    timed: list[tuple[float, str, str, Event]] = []
+    heads, found = read(path)
     programs: dict[str, RecordedProgram] = {}
     lost: Counter[str] = Counter()
-    for file in files(path):
-        jobs = contents(file)
-        heads.append(header(file, jobs.pop(META, None)))
-        for name, event, where in events(file, jobs):
-            program = programs.setdefault(name, RecordedProgram(name))
-            program.is_cut |= "events_dropped" in event
-            if isinstance(event.get("cause"), str) and is_number(event.get("lost_tokens")):
-                lost[event["cause"]] += event["lost_tokens"]
-            timed += [(time_s, name, kind, event) for kind, time_s in checked(event, where)]
-    for time_s, name, kind, event in sorted(timed, key=lambda item: item[0]):
-        programs[name].add(kind, event, time_s)
-    found = sorted((p for p in programs.values() if p.turns), key=lambda p: p.turns[0].arrival_s)
-    if not found:
+    for each in found:
+        program = programs.setdefault(each.program, RecordedProgram(each.program))
+        try:
+            program.add(each.kind, each.time_s, each.fields)
+            if each.kind == "lost_time":
+                lost[str(each.fields["cause"])] += int(each.fields["lost_tokens"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise TraceError(
+                f"{each.where}: {error!r} in {each.fields!r:.200}; no recorder wrote this"
+            ) from error
+    arrived = sorted((p for p in programs.values() if p.turns), key=lambda p: p.turns[0].arrival_s)
+    if not arrived:
         raise TraceError(f"{path}: no program arrived in this recording")
     facts = {name: str(heads[0].get(name, "")) for name in FACTS}
     about = {name: "".join(c for c in fact[:200] if c.isprintable()) for name, fact in facts.items()}
-    dropped = sum(head["dropped"] for head in heads)
-    return Recording(str(path), tuple(found), max(timed, key=lambda t: t[0])[0], about, dict(lost), dropped)
+    end_s = max(each.time_s for each in found if each.time_s < math.inf)
+    return Recording(str(path), tuple(arrived), end_s, about, dict(lost), sum(h["dropped"] for h in heads))
 
 
 def story(path: Path, program: str) -> Iterator[str]:
@@ -184,43 +168,47 @@ def story(path: Path, program: str) -> Iterator[str]:
 
     Raises TraceError for a program that is not there.
     """
-    found = [each for file in files(path) for each in events(file, contents(file)) if each[0] == program]
-    timed = [(*next(iter(event.items()), ("", None)), event) for _, event, _ in found]
-    ordered = sorted(
-        (each for each in timed if each[0].endswith(TIMED) and is_number(each[1])), key=itemgetter(1)
-    )
-    if not ordered:
+    found = [each for each in read(path)[1] if each.program == program and each.time_s < math.inf]
+    if not found:
         raise TraceError(
             f"{path}: no program {program!r}; names are hashes, unless the server has continuum.record_ids: "
             "the report's timeline lists them"
         )
-    for kind, at_s, event in ordered:
-        yield f"{at_s - ordered[0][1]:10.3f} s  {kind.removesuffix('_time')}  {facts(event, kind)}".rstrip()
+    for event in found:
+        kind, since_s = event.kind.removesuffix("_time"), event.time_s - found[0].time_s
+        yield f"{since_s:10.3f} s  {kind}  {facts_of(event)}".rstrip()
 
 
-def facts(event: Event, kind: str) -> str:
+def facts_of(event: RecordedEvent) -> str:
     """An event's fields, with those of its decision."""
-    decision = event.get("retention")
-    flat = event | (decision if isinstance(decision, dict) else {})
+    decision = event.fields.get("retention")
+    flat = event.fields | (decision if isinstance(decision, dict) else {})
     short = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in flat.items()}
-    left_out = (kind, "retention")
+    left_out = (event.kind, "retention")
     return ", ".join(f"{n} {v}" for n, v in short.items() if n not in left_out and v not in (None, "", []))
 
 
-def files(path: Path) -> list[Path]:
-    """The files to read: the file itself, or one per rank from a directory."""
-    if path.is_file():
-        return [path]
-    found = sorted(file for file in path.glob("scheduler_timestamps*") if FILE_NAME.fullmatch(file.name))
-    if not found:
+def read(path: Path) -> tuple[list[Event], list[RecordedEvent]]:
+    """The headers and all events, in the order of their times, of a file or of a directory with one a rank.
+
+    Raises TraceError.
+    """
+    in_folder = [each for each in path.glob("scheduler_timestamps*") if FILE_NAME.fullmatch(each.name)]
+    files = [path] if path.is_file() else sorted(in_folder)
+    if not files:
         raise TraceError(f"{path}: no recording here; expected a file or directory of scheduler_timestamps")
-    return found
+    heads, found = [], list[RecordedEvent]()
+    for file in files:
+        jobs = contents(file)
+        heads.append(header(file, jobs.pop(META, None)))
+        found += events(file, jobs)
+    return heads, sorted(found, key=attrgetter("time_s"))
 
 
 def contents(file: Path) -> dict[str, Any]:
     """The file's JSON object: {program: [event, ...]}."""
     try:
-        jobs = json.loads(file.read_text(encoding="utf-8", errors="replace"))
+        jobs = json.loads(file.read_text(encoding="utf-8", errors="replace"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{file}: not JSON: {error}; was it cut while being written?") from error
     if not isinstance(jobs, dict):
@@ -231,7 +219,7 @@ def contents(file: Path) -> dict[str, Any]:
 def header(file: Path, found: Any) -> Event:
     """The recording's properties; a file without them, or of another format, is refused."""
     head = found[0] if isinstance(found, list) and found and isinstance(found[0], dict) else {}
-    if head.get("format") != FORMAT or not is_number(head.get("dropped")):
+    if head.get("format") != FORMAT or not isinstance(head.get("dropped"), int):
         raise TraceError(
             f"{file}: recording format {head.get('format')!r:.80}, and this version reads format {FORMAT}; "
             "record the run again, or read the file with the version that wrote it"
@@ -239,8 +227,8 @@ def header(file: Path, found: Any) -> Event:
     return head
 
 
-def events(file: Path, jobs: dict[str, Any]) -> Iterator[tuple[str, Event, str]]:
-    """Each event with its program and its place in the file."""
+def events(file: Path, jobs: dict[str, Any]) -> Iterator[RecordedEvent]:
+    """Each event of a file, as it is written there."""
     for name, listed in jobs.items():
         if not isinstance(listed, list):
             raise TraceError(f"{file}: program {name!r} is not a list of events")
@@ -248,13 +236,13 @@ def events(file: Path, jobs: dict[str, Any]) -> Iterator[tuple[str, Event, str]]
             where = f"{file}: program {name!r}, event {number}"
             if not isinstance(event, dict):
                 raise TraceError(f"{where}: {event!r:.80} is not an event; expected an object")
-            yield name, event, where
+            kind, time_s = next(iter(event.items()), ("", None))
+            if not kind.endswith(TIMED):
+                time_s = math.inf
+            elif not isinstance(time_s, int | float) or not 0 <= time_s < LAST_S:
+                raise TraceError(f"{where}: {kind} is {time_s!r:.80}; it must be seconds since 1970")
+            yield RecordedEvent(name, where, kind, time_s, event)
 
 
-def checked(event: Event, where: str) -> Iterator[tuple[str, float]]:
-    """The event's name and time, if it is one that is read. Raises TraceError for a wrong field."""
-    for kind in FIELDS.keys() & event.keys():
-        for name, (expected, holds) in {kind: NUMBER, **FIELDS[kind]}.items():
-            if name not in event or not holds(event[name]):
-                raise TraceError(f"{where}: {name} is {event.get(name)!r:.80}; it must be {expected}")
-        yield kind, event[kind]
+def refuse(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
