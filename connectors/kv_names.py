@@ -27,28 +27,35 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.continuum.lmcache")
-CONFIGURATION = re.compile(r"config\.json|.*quant.*\.json")
+CONFIGURATION = re.compile(r"(config|params|.*quant.*)\.json|(configuration|modeling)_.*\.py")
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 PIECES, PIECE_BYTES = 8, 1024  # of each tensor
 PARTS = 1024  # of a file that does not list its tensors
+OF_CACHE = ("cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype")
+OF_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size")
+OF_MODEL = ("revision", "model_weights", "dtype", "quantization", "quantization_config", "config_format")
 
 
 def kv_fingerprint(config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     """16 hexadecimal digits of all that decides the bytes of a token's KV, beside the tokens."""
-    parallel, speculative = config.parallel_config, config.speculative_config
-    models = [config.model_config, getattr(speculative, "draft_model_config", None)]
+    models = [config.model_config, getattr(config.speculative_config, "draft_model_config", None)]
     parts = [
-        config.cache_config.cache_dtype,
+        _values(config.cache_config, OF_CACHE),
         # on a CPU a block's bytes are packed together
         [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups],
-        [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+        _values(config.parallel_config, OF_RANKS),
         *(_of_model(model, config.load_config) for model in models if model is not None),
     ]
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
+def _values(config: Any, names: tuple[str, ...]) -> list[str]:
+    """Not each supported vLLM has all of them."""
+    return [str(getattr(config, name, None)) for name in names]
+
+
 def _of_model(model: ModelConfig, load: LoadConfig) -> list[Any]:
-    files = _files(model, load.download_dir)
+    files = _files(model.model, model.revision, load.download_dir)
     if load.load_format == "dummy":
         files = [path for path in files if path.suffix not in WEIGHTS]
     elif not any(path.suffix in WEIGHTS for path in files):
@@ -57,9 +64,12 @@ def _of_model(model: ModelConfig, load: LoadConfig) -> list[Any]:
             "tiers, so do not give it to other weights (docs/weight-updates.md)",
             model.model,
         )
+    if model.hf_config_path:
+        others = _files(model.hf_config_path, model.revision, load.download_dir)
+        files += [path for path in others if path.suffix not in WEIGHTS]
     name = lambda overrides: getattr(overrides, "__qualname__", "")  # noqa: E731
     return [
-        [model.revision, model.model_weights, str(model.dtype), model.quantization],
+        _values(model, OF_MODEL),
         json.dumps(model.hf_overrides, sort_keys=True, default=name),
         model.max_model_len if "longrope" in str(model.hf_config) else 0,  # of which vLLM chooses the factors
         model.seed if load.load_format == "dummy" else 0,
@@ -67,15 +77,15 @@ def _of_model(model: ModelConfig, load: LoadConfig) -> list[Any]:
     ]
 
 
-def _files(model: ModelConfig, download_dir: str | None) -> list[Path]:
-    """The checkpoint's weights, and the configuration of the model and of its quantization."""
-    place = Path(model.model)
+def _files(name: str, revision: str | None, download_dir: str | None) -> list[Path]:
+    """The checkpoint's weights, the configuration of the model and of its quantization, and its own code."""
+    place = Path(name)
     if place.is_file():
         return [place]
     if not place.is_dir():
         download = partial(snapshot_download, cache_dir=download_dir, local_files_only=True)
         try:
-            place = Path(download(model.model, revision=model.revision))
+            place = Path(download(name, revision=revision))
         except (LocalEntryNotFoundError, HFValidationError):
             return []
     files = (path for path in sorted(place.iterdir()) if path.is_file())

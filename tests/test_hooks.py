@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, request_fields
+from continuum_lmcache.vllm_plugin.hooks import idle_timer, prometheus, request_fields, weight_updates
 
 Install = Callable[[], None]
 SEAMS = [  # module, class, method, what wraps it
@@ -31,6 +31,7 @@ SEAMS = [  # module, class, method, what wraps it
     ("vllm.entrypoints.anthropic.serving", "AnthropicServingMessages", "create_messages", request_fields),
     ("vllm.v1.metrics.loggers", "StatLoggerManager", "record", prometheus),
     ("vllm.v1.engine.core", "EngineCoreProc", "_process_input_queue", idle_timer),
+    ("vllm.v1.engine.core", "EngineCore", "collective_rpc", weight_updates),
 ]
 
 

@@ -30,6 +30,7 @@ class Deployment:
     def __init__(self, folder: Path) -> None:
         self.model = SimpleNamespace(
             model=str(folder),
+            hf_config_path=None,
             revision=None,
             model_weights="",
             dtype=torch.bfloat16,
@@ -39,18 +40,19 @@ class Deployment:
             max_model_len=4096,
             seed=0,
         )
-        self.load, self.cache_dtype, self.block_tokens = LoadConfig(), "auto", 16
-        self.tensor_parallel = self.pipeline_parallel = 1
+        self.load, self.block_tokens = LoadConfig(), 16
+        self.cache = SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[])
+        self.ranks = SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1
+        )
         self.draft: Any = None
 
     def fingerprint(self) -> str:
         config: Any = SimpleNamespace(
             model_config=self.model,
             load_config=self.load,
-            cache_config=SimpleNamespace(cache_dtype=self.cache_dtype),
-            parallel_config=SimpleNamespace(
-                tensor_parallel_size=self.tensor_parallel, pipeline_parallel_size=self.pipeline_parallel
-            ),
+            cache_config=self.cache,
+            parallel_config=self.ranks,
             speculative_config=SimpleNamespace(draft_model_config=self.draft) if self.draft else None,
         )
         spec = SimpleNamespace(block_size=self.block_tokens)
@@ -91,22 +93,36 @@ def test_another_checkpoint_in_the_same_folder_has_another_name(
     assert here.fingerprint() != before
 
 
+def elsewhere(it: Deployment, **values: Any) -> str:
+    """A folder that has a configuration alone, for vLLM's --hf-config-path."""
+    folder = Path(it.model.model).with_name("configuration")
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda it: vars(it).update(cache_dtype="fp8_e4m3"),
+        lambda it: vars(it.cache).update(cache_dtype="fp8_e4m3"),
+        lambda it: vars(it.cache).update(kv_cache_dtype_skip_layers=["0"]),
         lambda it: vars(it).update(block_tokens=32),
-        lambda it: vars(it).update(tensor_parallel=2),
-        lambda it: vars(it).update(pipeline_parallel=2),
+        lambda it: vars(it.ranks).update(tensor_parallel_size=2),
+        lambda it: vars(it.ranks).update(pipeline_parallel_size=2),
+        lambda it: vars(it.ranks).update(decode_context_parallel_size=2),
         lambda it: vars(it).update(load=LoadConfig(load_format="dummy")),
         lambda it: vars(it).update(draft=it.model),
         lambda it: vars(it.model).update(dtype=torch.float16),
         lambda it: vars(it.model).update(quantization="fp8"),
+        lambda it: vars(it.model).update(quantization_config={"linear_scheme": "fp8_per_block"}),
         lambda it: vars(it.model).update(revision="v2"),
         lambda it: vars(it.model).update(hf_overrides={"rope_parameters": {"rope_theta": 1e6}}),
         lambda it: vars(it.model).update(hf_overrides=halve),
         lambda it: (Path(it.model.model) / "config.json").write_text(json.dumps({"rope_theta": 1})),
         lambda it: (Path(it.model.model) / "hf_quant_config.json").write_text("{}"),
+        lambda it: (Path(it.model.model) / "params.json").write_text(json.dumps({"rope_theta": 1})),
+        lambda it: (Path(it.model.model) / "modeling_own.py").touch(),
+        lambda it: vars(it.model).update(hf_config_path=elsewhere(it, rope_theta=1)),
     ],
 )
 def test_whatever_else_changes_the_bytes_of_kv_changes_the_name(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from bench import BLOCK, prompt
 from kv_oracle_fake import CHUNK, FakeBench
 from kv_oracle_server import ServerBench, StockServerBench, in_one_process
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
@@ -87,6 +89,16 @@ def test_a_request_that_ran_when_the_weights_changed_leaves_none_of_its_kv_in_a_
     bench.scheduler.reset_prefix_cache()
     bench.turn("c", prompt(4 * CHUNK), out=4)
     assert bench.lmcache.loads, "what the new weights computed whole is loaded"
+
+
+def test_weights_do_not_change_above_a_tier_that_keeps_its_kv(model: Path, settings: Any) -> None:
+    settings(policy="fcfs")
+    bench = FakeBench(ContinuumScheduler, model, True)
+    bench.scheduler.connector.reset_cache = lambda: False
+    worker = SimpleNamespace(collective_rpc=lambda *_: bench.new_weights())
+    with pytest.raises(RuntimeError, match="kept its cache"):
+        EngineCore.collective_rpc(SimpleNamespace(scheduler=bench.scheduler, model_executor=worker), "sync")  # type: ignore[arg-type]
+    assert bench.worker.weights == 0
 
 
 # ---- LMCache's MP mode

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from connectors.native.connector import ContinuumOffloadingConnector
+from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.types import Tier
 from continuum_lmcache.vllm_plugin.scheduler import ContinuumAsyncScheduler, ContinuumScheduler
 
@@ -114,6 +115,13 @@ def test_faults_of_vllms_offloading_are_mended_and_are_found_without_the_mend(
     monkeypatch.setattr(ContinuumOffloadingConnector, *MENDS[happens])
     with pytest.raises(AssertionError):
         happens(bench)
+
+
+def test_a_store_below_the_cpu_is_refused_as_it_outlives_the_weights(model: Path, settings: Any) -> None:
+    settings(policy="fcfs")
+    tiers = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": "/tmp/kv"}]}
+    with pytest.raises(ConfigError, match="spec_name TieringOffloadingSpec.*would be read; remove it"):
+        NativeBench(ContinuumScheduler, model, True, settings=tiers)
 
 
 def test_a_model_with_several_kinds_of_layers_counts_as_without_tiers(model: Path, settings: Any) -> None:

@@ -167,7 +167,18 @@ def test_a_replica_that_reports_nothing_is_named(command: Command) -> None:
     assert [each["severity"] for each in printed["findings"]] == ["warning"] and not printed["ok"]
 
 
-@pytest.mark.parametrize("other", [{"replicas": [1]}, {"replicas": [{}]}, {"config": {}}, {"config": 3}])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"replicas": [1]},
+        {"replicas": [{}]},
+        {"replicas": [fleet()["replicas"][0] | {"rank": "a"}]},  # type: ignore[index]
+        {"config": {}},
+        {"config": 3},
+        {"turns": ["home"]},
+        {"turns": {"home": "all"}},
+    ],
+)
 def test_another_services_page_at_the_same_path_is_no_fleet(
     command: Command, other: dict[str, object]
 ) -> None:

@@ -6,10 +6,8 @@ holds at that moment, so there is no mirror, no lease and no thread here. The wo
 Read of vLLM 0.30 to 0.33 (vllm/v1/kv_offload, vllm/distributed/kv_transfer/kv_connector/v1/offloading):
 OffloadingConnector.connector_scheduler; its .config.kv_group_configs (tokens_per_chunk, hashes_per_chunk,
 group_idx, is_eagle_group, sliding_window_size_in_chunks), .manager, ._req_status (req, max_offload_tokens,
-num_locally_computed_tokens) and ._current_batch_jobs_to_flush; TieringOffloadingManager.primary_tier;
-CPUOffloadingManager._num_chunks; OffloadingWorkerMetadata.transfer_stats. CPUOffloadingManager.lookup changes
-nothing. On 0.33 a manager has a lock, for tiers with a thread of their own: a lookup in the CPU's dict needs
-none.
+num_locally_computed_tokens) and ._current_batch_jobs_to_flush; CPUOffloadingManager._num_chunks;
+OffloadingWorkerMetadata.transfer_stats. CPUOffloadingManager.lookup changes nothing.
 """
 
 from __future__ import annotations
@@ -35,31 +33,40 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from connectors.transfer_config import transfer_config
+from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.cost_model import kv_bytes_per_token
 from continuum_lmcache.reload.tier_store import NOTHING, KVTransfer, LoadSelector, Prefix, TierHit, TierStore
 from continuum_lmcache.types import Residency, Tier, TurnId
 
 TRANSFERS_KEPT = 4096  # the oldest are dropped when transfers() is not called
 NOBODY = ReqContext(req_id="")
+IN_CPU_MEMORY = "CPUOffloadingSpec"
 
 
 class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
     """OffloadingConnector that reports where KV is and what loads cost, and loads only what pays.
 
     With several groups of layers, or a sliding window, it reports no tier: vLLM loads all that it finds then.
-    What only a lower tier of TieringOffloadingSpec holds counts as not there: a lookup moves it.
     """
 
     mode = "native"
 
     @classmethod
     def check_settings(cls, vllm_config: VllmConfig) -> None:
-        """Store outputs too, which the programs' next prompts contain. vLLM's default is prompts alone."""
-        transfer_config(vllm_config).kv_connector_extra_config.setdefault("offload_prompt_only", False)
+        """Store outputs too, which the programs' next prompts contain. vLLM's default is prompts alone.
+        Raises ConfigError for another store, whose files may outlive the weights under the same names."""
+        extra = transfer_config(vllm_config).kv_connector_extra_config
+        if (spec := extra.get("spec_name", IN_CPU_MEMORY)) != IN_CPU_MEMORY:
+            raise ConfigError(
+                f"spec_name {spec}: what lies below CPU memory stays there when the weights change, and "
+                "would be read; remove it, or take LMCache's server for a disk (docs/lmcache.md)"
+            )
+        extra.setdefault("offload_prompt_only", False)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        self.check_settings(vllm_config)  # inside MultiConnector no other code has
         super().__init__(vllm_config, role, kv_cache_config)
         if role != KVConnectorRole.SCHEDULER:
             return
@@ -80,7 +87,7 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
         """What vLLM would load of this prefix, exactly. It would await a store that is under way."""
         if not self._has_one_group:
             return NOTHING
-        lookup, miss = self._chunks.lookup, LookupResult.MISS
+        lookup, miss = self.scheduler.manager.lookup, LookupResult.MISS
         held = takewhile(lambda key: lookup(key, NOBODY) is not miss, self._keys(prefix))
         return TierHit(sum(1 for _ in held) * self._group.tokens_per_chunk, 0)
 
@@ -95,8 +102,8 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
         return moved
 
     def capacity_tokens(self) -> dict[Tier, int]:
-        tokens = self._chunks._num_chunks * self._group.tokens_per_chunk if self._has_one_group else 0
-        return {Tier.DRAM: tokens} if tokens else {}
+        manager: Any = self.scheduler.manager
+        return {Tier.DRAM: manager._num_chunks * self._group.tokens_per_chunk} if self._has_one_group else {}
 
     def set_load_selector(self, select: LoadSelector) -> None:
         """Load what vLLM finds, or nothing: there is one tier."""
@@ -159,12 +166,6 @@ class ContinuumOffloadingConnector(TierStore, OffloadingConnector):
             if status.req.num_computed_tokens:
                 status.max_offload_tokens = 0
         return done
-
-    @property
-    def _chunks(self) -> Any:
-        """The manager of the CPU's chunks."""
-        manager = self.scheduler.manager
-        return getattr(manager, "primary_tier", manager)
 
     def _restart(self, request: Request) -> None:
         """Forget what no longer holds of a streaming session that has its next input: vLLM up to 0.32 would

@@ -79,8 +79,8 @@ def fleet_at(url: str) -> Mapping[str, Any] | None:
     try:
         report: Mapping[str, Any] = response.json()
         numbers = [row[field] for row in report["replicas"] for field in OF_A_REPLICA]
-        numbers.append(report["config"]["report_age_s"])
-    except (ValueError, LookupError, TypeError):
+        numbers += [report["config"]["report_age_s"], *report.get("turns", {}).values()]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
     return report if response.is_success and all(isinstance(one, int | float) for one in numbers) else None
 

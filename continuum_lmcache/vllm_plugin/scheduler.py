@@ -239,7 +239,8 @@ class ContinuumMixin(Scheduler):
         return super().reset_prefix_cache(*args, **kwargs)
 
     def on_new_weights(self) -> None:
-        """Nobody may find KV of the old weights any more. Running requests go on with theirs, as in vLLM."""
+        """Nobody may find KV of the old weights any more. Running requests go on with theirs, as in vLLM.
+        Raises RuntimeError, before the weights change, if a connector says that its tiers keep some."""
         self._report_due |= bool(self._pins.pinned)
         self._events.release_all_pins(self.clock())
         self._blocks.forget_all()
@@ -247,7 +248,8 @@ class ContinuumMixin(Scheduler):
             if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:  # compute what the load brings
                 request.num_computed_tokens = 0
                 self.failed_recving_kv_req_ids.add(request.request_id)
-        self.reset_connector_cache()
+        if self.reset_connector_cache() is False:
+            raise RuntimeError("the KV connector kept its cache, so the weights may not change")
 
     def shutdown(self) -> None:
         self._events.release_all_pins(self.clock())

@@ -1,28 +1,44 @@
-"""Tells the scheduler of calls that load weights: vLLM's (reload_weights, update_weights), and those of
-trainers' worker extensions. Sleep and pause reset the connector's cache themselves.
+"""Tells the scheduler of calls that may change weights: vLLM's (reload_weights, update_weights), those of
+trainers' worker extensions, an adapter that replaces itself, a trainer's word that it has changed them.
+Sleep and pause reset the connector's cache themselves.
 
-Seam, unchanged from vLLM 0.30 to 0.33: EngineCore.collective_rpc, which runs between two steps.
+Seams, from vLLM 0.30 to 0.33, run between two steps: EngineCore.collective_rpc, .add_lora, and
+.set_weight_version, which not all of these have.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from continuum_lmcache.vllm_plugin.hooks import wrapping
 
-LOADS = re.compile(r"weight|param|load|apply_model", re.IGNORECASE)
+READS = re.compile(r"_*(get|is|has|list|check|compute|report|save|dump|log|profile)(_|$)")
+MAY_CHANGE: Mapping[str, Callable[..., bool]] = {  # by EngineCore's method: whether its arguments say so
+    "collective_rpc": lambda method, *_, **__: not (isinstance(method, str) and READS.match(method)),
+    "add_lora": lambda lora_request: bool(lora_request.load_inplace),
+    "set_weight_version": lambda weight_version: True,  # noqa: ARG005
+}
 
 
 def install() -> None:
     """Once a process, when our scheduler is built."""
     from vllm.v1.engine.core import EngineCore
 
-    stock = EngineCore.collective_rpc
+    for name, may_change in MAY_CHANGE.items():
+        if hasattr(EngineCore, name):
+            _note_before(EngineCore, name, may_change)
 
-    @wrapping.hook(EngineCore)
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        note = getattr(self.scheduler, "on_new_weights", None)
-        if note is not None and (not isinstance(method, str) or LOADS.search(method)):  # a function: any
+
+def _note_before(engine: Any, name: str, may_change: Callable[..., bool]) -> None:
+    stock = getattr(engine, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        note = getattr(getattr(self, "scheduler", None), "on_new_weights", None)  # none while it begins
+        if note is not None and may_change(*args, **kwargs):
             note()
-        return stock(self, method, *args, **kwargs)
+        return stock(self, *args, **kwargs)
+
+    call.__name__ = name
+    wrapping.hook(engine)(call)
