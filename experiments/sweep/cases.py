@@ -91,10 +91,11 @@ class SessionPoint:
     programs: int = 0  # of the batch; 0: sessions without end
     dram_kv: float = 0.0  # DRAM in sizes of the GPU's KV cache
     kv_contexts: float = 0.0  # as a Point's
-    warm_up_s: float = 1800.0  # before it counts: the first full prompt of every session
-    counted_s: float = 3600.0
+    warm_up_s: float = 1200.0  # before it counts: the first full prompt of every session
+    counted_s: float = 2400.0
     step_tokens: int = 8192
-    merge_steps: int = 8
+    block_tokens: int = 256  # contexts have 100,000 tokens; smaller blocks take three times as long
+    merge_steps: int = 32
 
     @property
     def label(self) -> str:

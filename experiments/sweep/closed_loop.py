@@ -29,7 +29,7 @@ from experiments.tables import markdown, plain
 CONTENDERS = (STOCK, "continuum-published", ROUTER_WARM, "continuum")
 TRACE = "trace:"
 WINDOW_TOKENS = 262_144  # Qwen3-Coder's
-SESSIONS_OF = {"none": (12, 16, 20, 24, 32), "dram": (32, 64, 96, 128, 192)}  # the public figures' N
+SESSIONS_OF = {"none": (12, 16, 24, 32, 48), "dram": (32, 64, 96, 128, 192)}  # around the public figures' N
 DRAM_KV = 3.9  # their tier, in sizes of the KV cache
 SHOWN = {
     "tokens_per_s": ("tok/s", 0),
@@ -75,7 +75,7 @@ def points(
         raise SweepError(f"--sessions {sessions!r} is no list of numbers above 0, as 12,24")
     base = SessionPoint(STOCK, 0, 0, TRACE + trace, programs=programs)
     if programs:
-        base = replace(base, machine="a100", kv_contexts=KV_CONTEXTS, step_tokens=2048)
+        base = replace(base, machine="a100", kv_contexts=KV_CONTEXTS, step_tokens=2048, block_tokens=64)
     if size is Size.QUICK:
         base = replace(base, warm_up_s=60.0, counted_s=240.0)
     found = []
@@ -131,7 +131,7 @@ def run(point: SessionPoint) -> dict[str, Any]:
         merge_steps=point.merge_steps,
     )
     programs = drawn(pool, point.programs, point.seed) if point.programs else capped(pool, GAP_CAP_S)
-    setup = setup_of(engine, programs)
+    setup = replace(setup_of(engine, programs), block_tokens=point.block_tokens)
     if point.programs:
         ran = play_batch(programs, setup, point.sessions)
         start_s, end_s = 0.0, ran.end_s
