@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH
 
 from continuum_lmcache import config
 from continuum_lmcache.config import ContinuumConfig
-from continuum_lmcache.serve.state import COUNTS, OF_A_REPLICA
+from continuum_lmcache.serve.gauges import TURNS, WAIT
 from continuum_lmcache.vllm_plugin.hooks.prometheus import COUNTERS, GAUGES, HISTOGRAMS
 
 ROOT = Path(__file__).parents[1]
@@ -49,8 +49,8 @@ Each event is reported once, to the API server of vLLM that gets the step's stat
 `--api-server-count` above 1 Prometheus' sums over their processes are right. While the engine is
 busy the figures are up to half a second old.
 
-Only a fleet on Ray Serve reports `continuum_fleet_*`, at `/fleet/metrics` ([ray.md](ray.md)). The other
-metrics of a replica are at `/metrics?replica=N`.
+Only replicas of a fleet on Ray Serve report `continuum_fleet_*`, without the label `engine`. All metrics of a
+replica are at `/metrics?replica=N` ([ray.md](ray.md)).
 
 [docs/grafana/continuum.json](grafana/continuum.json) is a dashboard of one server on one screen: import it in
 Grafana and choose the Prometheus. It was not tried in Grafana: a real Prometheus ran its queries on a real
@@ -66,12 +66,7 @@ def metric_rows() -> list[tuple[str, str, str, str]]:
     rows = [(f"{name}_total", "counter", label, text) for name, text, label in COUNTERS.values()]
     rows += [(name, "gauge", label, text) for name, text, label in GAUGES.values()]
     rows += [(name, "histogram", label, text) for name, text, label, _ in HISTOGRAMS.values()]
-    rows += [
-        (f"continuum_fleet_{name}_total", "counter", label, text) for name, (label, text) in COUNTS.items()
-    ]
-    rows += [
-        (f"continuum_fleet_replica_{name}", "gauge", "replica", text) for name, text in OF_A_REPLICA.items()
-    ]
+    rows += [(f"{TURNS[0]}_total", "counter", "why", TURNS[1]), (WAIT[0], "gauge", "", WAIT[1])]
     return sorted(rows)
 
 

@@ -11,7 +11,6 @@ import pytest
 from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.fleet.fleet import GONE_S, Fleet, FleetConfig, Route, RouteReason
 from continuum_lmcache.fleet.homes import hashed_replica
-from continuum_lmcache.fleet.moves import MoveCase, ReplicaOption, decide
 from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import PrefillCurve
 from continuum_lmcache.types import ProgramId
@@ -195,31 +194,6 @@ def test_a_program_ends_by_its_homes_word_and_idle_ones_and_the_oldest_of_too_ma
 
 # moves ----------------------------------------------------------------------
 
-HOME, AWAY = ReplicaOption(A, wait_s=20.0), ReplicaOption(B, wait_s=1.0, recompute_s=3.0)
-CASE = MoveCase(HOME, [AWAY], math.inf)
-DEAR, STALE, CHEAP = (
-    replace(AWAY, recompute_s=9.0),
-    replace(AWAY, is_fresh=False),
-    replace(AWAY, replica=C, recompute_s=0.5),
-)
-
-
-@pytest.mark.parametrize(
-    ("case", "target"),
-    [
-        (CASE, B),
-        (replace(CASE, others=[DEAR]), None),  # 19 s saved, 2 x 9 s and 2 s
-        (replace(CASE, others=[STALE]), None),
-        (replace(CASE, others=[]), None),
-        (replace(CASE, home=replace(HOME, is_fresh=False)), None),
-        (replace(CASE, since_move_s=29.9), None),
-        (replace(CASE, others=[AWAY, CHEAP]), C),
-    ],
-)
-def test_a_move_must_save_more_than_its_kv_costs(case: MoveCase, target: str | None) -> None:
-    assert decide("cost", case, cooldown_s=30.0) == target
-    assert decide("never", case, cooldown_s=30.0) is None
-
 
 def waits_at_home(**settings: Any) -> Host:
     """Program p between two turns, with a context of 3 tokens of a second each; its home a is busy."""
@@ -230,6 +204,33 @@ def waits_at_home(**settings: Any) -> Host:
     return host
 
 
+@pytest.mark.parametrize(
+    ("away", "why"),
+    [
+        ({}, RouteReason.MOVED),  # 20 s saved, 2 x 3 s and 2 s
+        ({"wait_s": 11.9}, RouteReason.MOVED),
+        ({"wait_s": 12.0}, RouteReason.HOME),
+        ({"prefill": PrefillCurve(0.0, 3.0, 0.0, samples=1)}, RouteReason.HOME),
+    ],
+)
+def test_a_move_must_save_more_than_its_kv_costs(away: dict[str, Any], why: RouteReason) -> None:
+    host = waits_at_home()
+    host.news(1.1, "b", **{"prefill": SECOND_A_TOKEN} | away)
+    assert host.sends("p").why is why
+
+
+def test_nothing_moves_by_an_old_report_and_of_two_replicas_the_better_one_gets_the_program() -> None:
+    for late, now_s, target in (("", 1.0, C), ("a", 4.5, A), ("bc", 4.5, A), ("c", 4.5, B)):
+        host = waits_at_home(replicas=3)
+        host.news(1.0, "b", wait_s=1.0, prefill=SECOND_A_TOKEN)
+        host.news(1.0, "c", prefill=SECOND_A_TOKEN)
+        for name in sorted({*"abc"} - {*late}):
+            latest = host.fleet.replicas[ReplicaId(name)].report
+            host.fleet.on_report(now_s, replace(latest, at_s=now_s))
+        host.now_s = now_s
+        assert host.sends("p").replica == target, late
+
+
 def test_a_program_moves_between_turns_where_that_pays_and_not_again_while_it_cools() -> None:
     host = waits_at_home(cooldown_s=30.0)
     route = host.sends("p")
@@ -238,7 +239,6 @@ def test_a_program_moves_between_turns_where_that_pays_and_not_again_while_it_co
         host.news(at_s, "a", prefill=SECOND_A_TOKEN)
         host.news(at_s, "b", wait_s=99.0, prefill=SECOND_A_TOKEN)
         assert host.sends("p").why is why
-    assert not host.fleet.thrash
 
 
 def test_a_program_stays_while_a_turn_of_it_is_in_flight_or_may_be() -> None:

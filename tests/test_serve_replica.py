@@ -9,6 +9,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import REGISTRY
 from virtual_loop import run_virtually
 
 pytest.importorskip("ray")
@@ -84,6 +85,13 @@ def test_a_stored_answers_id_names_the_program_for_its_next_turn() -> None:
     found = {known.program: known.turns for known in programs.known(0.0)}
     answers = {hidden("resp_0a1b", KEY): 0, hidden("resp_0a1c", KEY): 1}
     assert found == {"p0": 0, "p1": 1, "p2": 2} | answers
+
+
+def test_prompts_are_counted_by_the_reason_for_their_replica() -> None:
+    before = REGISTRY.get_sample_value("continuum_fleet_turns_total", {"why": "moved"}) or 0.0
+    prompt = TurnPrompt(ReplicaPrograms(10), KEY, TurnId("t"), TurnName("p", why="moved"))
+    prompt.on_start(SimpleNamespace(extra_args=None), 90, "cmpl-1")
+    assert REGISTRY.get_sample_value("continuum_fleet_turns_total", {"why": "moved"}) == before + 1
 
 
 def test_the_engine_takes_the_fields_of_a_program_that_is_very_old() -> None:

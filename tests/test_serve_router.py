@@ -100,7 +100,7 @@ def test_a_turn_goes_where_the_state_sends_it_with_its_programs_turns_and_age() 
         pending = turn(program="p")
         assert await sent(made, pending) == "b"
         told = TurnName.parse(pending.metadata.session_id)
-        assert (told.turns, told.age_s) == (3, 7.5)
+        assert (told.turns, told.age_s, told.why) == (3, 7.5, "home")
 
     asyncio.run(go())
 

@@ -6,10 +6,14 @@ admits new programs for itself.
 
 Where a turn goes:
     of a new program, or of none      to the replica with the fewest requests, of those with a fresh report
-    of a program with a home          home; elsewhere, if a mover decides so between turns (moves.py)
+    of a program with a home          home; elsewhere, where a move pays
     of a program that lost its home   to the replica of a keyed hash (homes.py), its home from then on
 
 The hash also picks a new program's replica if no report is fresh: without reports a fleet is a hash ring.
+
+A move saves waiting at home and costs the context's KV, which the other replica must compute. It is
+considered as a turn arrives, between turns only. Nothing moves by old reports, and no program moves twice
+within `cooldown_s`, so thrash (several moves within it) is impossible.
 
 A program is `identity.program_id(job_id, tenant)`, or a hash of it: ids of two tenants never collide. What
 is known of a program comes from the replica that serves it (`on_report`), so a fleet that has lost its state
@@ -29,7 +33,6 @@ from typing import Any
 from continuum_lmcache.config import parsed, refuse_unknown
 from continuum_lmcache.errors import ConfigError, InvariantError
 from continuum_lmcache.fleet.homes import hashed_replica
-from continuum_lmcache.fleet.moves import MOVERS, MoveCase, ReplicaOption, decide
 from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaReport
 from continuum_lmcache.types import MOST_PROGRAMS, ProgramId
 
@@ -37,8 +40,11 @@ PREFIX = "fleet."
 REMOVED = {
     **dict.fromkeys(("max_line", "max_wait_s", "max_rehome_s"), "each engine admits new programs for itself"),
     **dict.fromkeys(("move_age_s", "first_turn_age_s"), "fleet.report_age_s is for both"),
-    **dict.fromkeys(("cost_factor", "margin_s"), "they are constants of fleet/moves.py"),
+    **dict.fromkeys(("cost_factor", "margin_s"), "they are constants of fleet/fleet.py"),
 }
+MOVERS = ("never", "cost")
+COST_FACTOR = 2.0  # the wait that a move saves must be this many times the cost of the KV
+MARGIN_S = 2.0  # and this much more: the hysteresis
 GONE_S = 60.0  # a replica without a report for so long is dropped; with its next report it is back
 
 
@@ -46,7 +52,7 @@ GONE_S = 60.0  # a replica without a report for so long is dropped; with its nex
 class FleetConfig:
     """Settings of a fleet. Times in seconds."""
 
-    mover: str = "cost"  # a name of moves.MOVERS
+    mover: str = "cost"  # of MOVERS; "never": no program moves while its home is there
     cooldown_s: float = 30.0  # between two moves of a program, at least
     report_age_s: float = 3.0  # no new program, and no move, where the latest report is older
     max_programs: int = MOST_PROGRAMS  # beyond this number the longest-idle ones are forgotten
@@ -135,7 +141,6 @@ class Fleet:
         self.programs: OrderedDict[ProgramId, FleetProgram] = OrderedDict()  # idle longest first
         self.homes: Counter[ReplicaId] = Counter()  # programs by home
         self.routes: Counter[RouteReason] = Counter()
-        self.thrash = 0  # moves within cooldown_s of the program's last one; must stay 0
 
     def on_report(self, now_s: float, report: ReplicaReport, programs: Iterable[KnownProgram] = ()) -> None:
         """A replica's report, with its programs that have changed; the first one adds the replica. An older
@@ -183,7 +188,6 @@ class Fleet:
             why = RouteReason.REHOMED
         elif may_move and (target := self._target(now_s, entry, there)) is not None:
             there[target].sent_s += self._recompute_s(entry, there[target])
-            self.thrash += now_s - entry.moved_s < self.config.cooldown_s
             self._settle(entry, target)
             entry.moved_s = now_s
             why = RouteReason.MOVED
@@ -207,8 +211,6 @@ class Fleet:
         seen_s = [entry.seen_s for entry in self.programs.values()]
         if seen_s != sorted(seen_s):
             raise InvariantError("programs are not in the order in which they were seen")
-        if self.thrash:
-            raise InvariantError(f"thrash({self.thrash}) != 0")
 
     # -----------------------------------------------------------------------
 
@@ -220,19 +222,24 @@ class Fleet:
     def _target(
         self, now_s: float, entry: FleetProgram, there: Mapping[ReplicaId, ReplicaState]
     ) -> ReplicaId | None:
-        """Where the program should move; None: it stays. It stays while a turn of it is in flight, or may be:
-        home has not reported since the latest was sent."""
+        """Where the saved wait most exceeds the KV's cost, if it does by COST_FACTOR and MARGIN_S; else None.
+
+        The program stays while a turn of it is in flight, or may be: home has not reported since the latest
+        was sent.
+        """
         home = there[entry.home]
         if entry.live or home.report.at_s <= entry.sent_s or not home.wait_s:
             return None
-        options = [
-            ReplicaOption(name, p.wait_s, self._recompute_s(entry, p), self.is_fresh(now_s, name))
-            for name, p in there.items()
-            if name != entry.home
-        ]
-        at_home = ReplicaOption(entry.home, home.wait_s, is_fresh=self.is_fresh(now_s, entry.home))
-        case = MoveCase(at_home, options, now_s - entry.moved_s)
-        return decide(self.config.mover, case, self.config.cooldown_s)
+        cools = now_s - entry.moved_s < self.config.cooldown_s
+        if cools or self.config.mover == "never" or not self.is_fresh(now_s, entry.home):
+            return None
+        gains_s = {
+            name: home.wait_s - other.wait_s - COST_FACTOR * self._recompute_s(entry, other)
+            for name, other in there.items()
+            if name != entry.home and self.is_fresh(now_s, name)
+        }
+        best = max(gains_s, key=gains_s.__getitem__, default=None)
+        return best if best is not None and gains_s[best] > MARGIN_S else None
 
     @staticmethod
     def _recompute_s(entry: FleetProgram, state: ReplicaState) -> float:

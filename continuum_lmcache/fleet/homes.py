@@ -47,7 +47,6 @@ class Homes(Generic[Replica]):
     """
 
     def __init__(self, most: int, key: bytes) -> None:
-        self.most = most
         self._key = key
         self._replicas: BoundedDict[bytes, Replica] = BoundedDict(most)
 
@@ -65,11 +64,3 @@ class Homes(Generic[Replica]):
 
     def forget(self, program: ProgramId) -> None:
         self._replicas.pop(digest(program, self._key), None)
-
-    def __len__(self) -> int:
-        return len(self._replicas)
-
-    def check(self) -> None:
-        """Raise AssertionError if the table is inconsistent."""
-        assert len(self._replicas) <= self.most, f"{len(self._replicas)} homes, {self.most} at most"
-        assert all(len(name) == NAME_BYTES for name in self._replicas), "a name is no digest"

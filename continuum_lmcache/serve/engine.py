@@ -15,6 +15,7 @@ from typing import Any
 from ray.serve.context import _get_serve_request_context
 
 from continuum_lmcache.programs.identity import MOST_AGE_S, MOST_TURNS
+from continuum_lmcache.serve import gauges
 from continuum_lmcache.serve.names import TurnName, hidden
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.types import ProgramId, TurnId
@@ -46,6 +47,7 @@ class TurnPrompt:
         self.programs.on_start(
             time.monotonic(), self.turn, program, name.turns, name.age_s, prompt_tokens, answer
         )
+        gauges.turns.labels(name.why).inc()
         sampling_params.extra_args = with_progress(sampling_params.extra_args, name)
 
     def on_first_token(self) -> None:

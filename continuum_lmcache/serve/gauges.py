@@ -1,10 +1,10 @@
-"""A replica's figures, from the metrics that vLLM and this package keep in its process (docs/metrics.md)."""
+"""A replica's figures: those that vLLM and this package keep in its process, and two of a fleet's own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, Counter, Gauge
 
 from continuum_lmcache.reload.cost_model import PrefillCurve
 
@@ -14,6 +14,9 @@ CURVE = (
     "continuum_prefill_seconds_per_token",
     "continuum_prefill_seconds_per_token_pair",
 )
+TURNS = ("continuum_fleet_turns", "Prompts by the reason for their replica", ["why"])
+WAIT = ("continuum_fleet_wait_seconds", "What a later turn would wait before its prompt is computed", ())
+turns, wait = Counter(*TURNS), Gauge(*WAIT)
 
 
 def read_gauges() -> dict[str, float]:

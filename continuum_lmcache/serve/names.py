@@ -76,8 +76,9 @@ class TurnName:
     is_last: bool = False
     stays: bool = False  # it continues an answer that its program's replica alone stores
     rank: int | None = None  # not a turn: a request to the replica of this rank
-    turns: int = 0  # finished turns of the program; the router adds these two
+    turns: int = 0  # finished turns of the program; the router adds these three
     age_s: float = 0.0  # since its first turn arrived
+    why: str = "unasked"  # RouteReason; without the state's answer its router chose the replica
 
     def __str__(self) -> str:
         return json.dumps(asdict(self))

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from continuum_lmcache.fleet.report import ReplicaId, ReplicaReport
 from continuum_lmcache.reload.cost_model import UNMEASURED
-from continuum_lmcache.serve.gauges import prefill, read_gauges, requests
+from continuum_lmcache.serve import gauges
 from continuum_lmcache.serve.listening import listen_on_node_address_only
 from continuum_lmcache.serve.replica_programs import ReplicaPrograms
 from continuum_lmcache.serve.settings import ServeSettings
@@ -65,7 +65,7 @@ class Replica:
         self._reporting: asyncio.Task[None] | None = None
 
     async def __serve_build_asgi_app__(self) -> ReplicaHeader:
-        """Start the engine; return vLLM's app around it, with two more paths."""
+        """Start the engine; return vLLM's app around it, with one more path."""
         from continuum_lmcache.serve.engine import TurnPrompt
         from continuum_lmcache.vllm_plugin import watched_server  # imports vllm, which only a replica needs
 
@@ -76,22 +76,14 @@ class Replica:
         watch = partial(TurnPrompt.of_this_request, self._programs, key)
         self._engine, app = await watched_server.started(self._settings.vllm_args, watch)
         app.add_api_route("/fleet", self.fleet, methods=["GET"])
-        app.add_api_route("/fleet/metrics", self.fleet_metrics, methods=["GET"])
         self._reporting = asyncio.create_task(self._report())
         return ReplicaHeader(app, self._name)
 
     async def fleet(self) -> Response:
-        """GET /fleet: the state as JSON."""
-        return await self._answer("snapshot", JSONResponse)
-
-    async def fleet_metrics(self) -> Response:
-        """GET /fleet/metrics: its figures in Prometheus' text format."""
-        return await self._answer("metrics", PlainTextResponse)
-
-    async def _answer(self, method: str, kind: type[Response]) -> Response:
-        """The state's answer. While the state is missing, HTTP 503: Ray starts another within seconds."""
+        """GET /fleet: the state as JSON. While the state is missing, HTTP 503: Ray starts another within
+        seconds."""
         try:
-            return kind(await self._call(method))
+            return JSONResponse(await self._call("snapshot"))
         except NO_STATE as error:
             text = f"The fleet's state does not answer: {error}"
             return PlainTextResponse(text, 503, {"Retry-After": "2"})
@@ -150,8 +142,9 @@ class Replica:
 
     def _figures(self, now_s: float) -> ReplicaReport:
         """How busy it is; the state adds the time."""
-        gauges = read_gauges()
-        measured = prefill(gauges)
+        read = gauges.read_gauges()
+        measured = gauges.prefill(read)
         curve = measured or UNMEASURED.prefill
         wait_s = self._programs.wait_s(now_s, curve, later_first=measured is not None)
-        return ReplicaReport(ReplicaId(self._name), 0.0, requests(gauges), wait_s, curve)
+        gauges.wait.set(wait_s)
+        return ReplicaReport(ReplicaId(self._name), 0.0, gauges.requests(read), wait_s, curve)

@@ -128,7 +128,7 @@ class ProgramRouter(ConsistentHashRouter):
             return None
         if answer is None:
             return None
-        turn = replace(turn, turns=answer.program_turns, age_s=answer.program_age_s)
+        turn = replace(turn, turns=answer.program_turns, age_s=answer.program_age_s, why=answer.why.value)
         pending_request.metadata.session_id = str(turn)
         return self._by_name.get(answer.replica)
 

@@ -3,7 +3,7 @@
 It decides nothing: continuum_lmcache.fleet does. It has the clock and the callers. If the actor is lost, Ray
 starts another without any programs; each replica's next report has all that it knows.
 
-Callers: a router calls `place_turn`, a replica `take_report`; users call `snapshot` and `metrics`.
+Callers: a router calls `place_turn`, a replica `take_report`; users call `snapshot`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from continuum_lmcache.fleet.fleet import Fleet, FleetConfig, Route
 from continuum_lmcache.fleet.report import KnownProgram, ReplicaId, ReplicaReport
@@ -92,42 +88,5 @@ class FleetState:
             "state": self.name,
             "replicas": sorted(replicas, key=lambda row: row.get("rank", math.inf)),
             "turns": {why.value: n for why, n in fleet.routes.items()},
-            "thrash": fleet.thrash,
             "config": asdict(fleet.config),
         }
-
-    async def metrics(self) -> str:
-        """The same figures in Prometheus' text format (docs/metrics.md)."""
-        registry = CollectorRegistry()
-        registry.register(_FleetCollector(await self.snapshot()))
-        return generate_latest(registry).decode()
-
-
-class _FleetCollector(Collector):
-    """The figures of GET /fleet for Prometheus."""
-
-    def __init__(self, snapshot: Mapping[str, Any]) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterable[Metric]:
-        for field, (label, text) in COUNTS.items():
-            counts = self._snapshot[field] if label else {"": self._snapshot[field]}
-            count = CounterMetricFamily(f"continuum_fleet_{field}", text, labels=[label] if label else [])
-            for value, n in counts.items():
-                count.add_metric([value] if label else [], n)
-            yield count
-        for field, text in OF_A_REPLICA.items():
-            gauge = GaugeMetricFamily(f"continuum_fleet_replica_{field}", text, labels=["replica"])
-            for row in self._snapshot["replicas"]:
-                gauge.add_metric([str(row.get("rank", row["replica"]))], row[field])
-            yield gauge
-
-
-COUNTS = {  # by field of `snapshot`: label, help
-    "turns": ("why", "Turns by the reason for their replica"),
-    "thrash": ("", "Moves of a program within the cooldown; must stay 0"),
-}
-OF_A_REPLICA = {
-    "programs": "Programs whose home is the replica",
-    "wait_seconds": "What a later turn would wait at the replica before its prompt is computed",
-}
