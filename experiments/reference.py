@@ -63,9 +63,9 @@ server. [docs/grafana/alerts.yaml](grafana/alerts.yaml) has rules for alerts.
 
 def metric_rows() -> list[tuple[str, str, str, str]]:
     """Every metric's name as Prometheus shows it, type, own labels, help."""
-    rows = [(f"{name}_total", "counter", label, text) for name, text, label in COUNTERS.values()]
-    rows += [(name, "gauge", label, text) for name, text, label in GAUGES.values()]
-    rows += [(name, "histogram", label, text) for name, text, label, _ in HISTOGRAMS.values()]
+    rows = [(f"continuum_{key}_total", "counter", label, text) for key, (text, label) in COUNTERS.items()]
+    rows += [(f"continuum_{key}", "gauge", label, text) for key, (text, label) in GAUGES.items()]
+    rows += [(f"continuum_{key}", "histogram", label, text) for key, (text, label, _) in HISTOGRAMS.items()]
     rows += [(f"{TURNS[0]}_total", "counter", "why", TURNS[1]), (WAIT[0], "gauge", "", WAIT[1])]
     return sorted(rows)
 

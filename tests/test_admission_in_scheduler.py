@@ -215,7 +215,7 @@ def test_a_clients_priority_moves_nobody_unless_the_operator_honors_it(make: Mak
     assert {bench.engine.turns[turn_id].priority for turn_id in (urgent, plain)} == {0}
     bench.step()
     assert urgent in held(bench), "admission counts those under way for it as for anybody"
-    assert totals_of(bench.parts)["ignored"]["priority"] == 2
+    assert totals_of(bench.parts)["ignored_fields"]["priority"] == 2
 
 
 def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(make: Make) -> None:
@@ -231,7 +231,7 @@ def test_an_honored_priority_is_first_in_line_and_waits_for_room_all_the_same(ma
     bench.run_until_idle()
     entered = [request_id for request_id in bench.order if request_id in (*waiting, urgent)]
     assert entered[0] == urgent and set(sent) <= set(bench.done)
-    assert totals_of(bench.parts)["ignored"] == {}
+    assert totals_of(bench.parts)["ignored_fields"] == {}
 
 
 def test_a_program_that_started_elsewhere_is_not_held_and_is_ordered_by_its_age(make: Make) -> None:
@@ -256,7 +256,7 @@ def test_a_tenants_claim_to_be_under_way_counts_only_where_the_operator_honors_i
     bench.step()
     liar = bench.send("liar", prompt(100, 78), salt="s", program_turns=9, program_age_s=9999.0)
     assert (liar not in held(bench)) == honored
-    assert totals_of(bench.parts)["ignored"] == ({} if honored else {"program_turns": 1})
+    assert totals_of(bench.parts)["ignored_fields"] == ({} if honored else {"program_turns": 1})
     assert (bench.engine.turns[liar].program.arrival_s == bench.now_s) != honored
 
 

@@ -58,7 +58,7 @@ def test_what_two_front_ends_get_adds_up_to_what_happened(make: Make) -> None:
         for i, told in enumerate(heard):
             front_ends[i % 2].update(told.get(key, {}))
         assert dict(front_ends[0] + front_ends[1]) == {k: v for k, v in totals[key].items() if v}, key
-    gaps = [told["tool_gap"] for told in heard if "tool_gap" in told]
+    gaps = [told["tool_gap_seconds"] for told in heard if "tool_gap_seconds" in told]
     samples = [s for by_tool in gaps for found in by_tool.values() for s in found]
     assert samples == pytest.approx([1.1] * 4), "a second away, and the step in which it was sent"
     assert "ls" in gaps[-1]
@@ -70,7 +70,7 @@ def test_an_engine_to_which_nothing_happens_reports_nothing_but_the_first_time(m
         bench.step()
     heard = heard_by_front_ends(bench)
     assert heard[0].keys() <= COUNTERS.keys() | GAUGES.keys() | HISTOGRAMS.keys()
-    assert {"pins", "refused", "prompt_tokens", "pinned_blocks"} <= heard[0].keys()
+    assert {"pins", "pins_refused", "prompt_tokens", "pinned_blocks"} <= heard[0].keys()
     assert heard[0]["pins"]["expired"] == 0, "a count is shown as 0, not absent"
     assert heard[1:] == [{}] * 4
 
@@ -147,5 +147,5 @@ def test_what_nobody_takes_is_bounded() -> None:
     seen = MetricSamples()
     for i in range(2 * MOST_SAMPLES):
         seen.add(TurnArrived(float(i), ProgramId("p"), TurnId(f"t{i}"), 1, ("ls",), float(i)))
-    assert sum(map(len, seen.take_samples()["tool_gap"].values())) == MOST_SAMPLES
+    assert sum(map(len, seen.take_samples()["tool_gap_seconds"].values())) == MOST_SAMPLES
     assert seen.take_samples() == {}

@@ -119,7 +119,7 @@ def test_the_architecture_fits_two_screens_and_names_what_there_is() -> None:
 def test_the_page_lists_what_is_exported_with_its_type() -> None:
     exporter()
     listed = {(name, kind) for name, kind, _, _ in reference.metric_rows()}
-    ours = {spec[0] for table in (COUNTERS, GAUGES, HISTOGRAMS) for spec in table.values()}
+    ours = {f"continuum_{key}" for key in COUNTERS | GAUGES | HISTOGRAMS}
     registered = {m.name: m.type for m in REGISTRY.collect() if m.name in ours}
     assert registered.keys() == ours
     for name, kind in registered.items():

@@ -67,7 +67,7 @@ def test_a_step_that_may_wait_for_its_loads_teaches_nothing_of_the_prefill(bench
 def test_its_kind_is_in_the_metrics(bench: Bench) -> None:
     returns(bench, 1)
     bench.step()
-    modes = [detach(stats).get("store_mode") for stats in bench.stats]
+    modes = [detach(stats).get("tier_store_info") for stats in bench.stats]
     assert {"unknown": 1.0} in modes
 
 

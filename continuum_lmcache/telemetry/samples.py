@@ -65,11 +65,11 @@ class MetricSamples:
         """Take what the metrics show of the event."""
         match event:
             case TurnArrived() if event.gap_s is not None:
-                self._add("tool_gap", self.tools.of(event.tool), event.gap_s)
+                self._add("tool_gap_seconds", self.tools.of(event.tool), event.gap_s)
             case TurnStarted(resumed=False):
-                self._add("queue_delay", "lost" if event.evicted else "kept", event.queue_delay_s)
+                self._add("queue_delay_seconds", "lost" if event.evicted else "kept", event.queue_delay_s)
             case TurnFinished(retention=Retention() as keep):
-                self._add("ttl", self.tools.of(event.tool), keep.ttl_s)
+                self._add("ttl_seconds", self.tools.of(event.tool), keep.ttl_s)
                 self.decisions[keep.reason if keep.ttl_s > 0 else keep.reason + NO_PIN] += 1
             case PrefixLost(loss=loss):
                 label = f"{loss.cause.value}-{loss.third}-third"

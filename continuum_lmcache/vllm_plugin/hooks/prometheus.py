@@ -24,77 +24,50 @@ TTL_BUCKETS_S = (0.0, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 30
 GAP_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 DELAY_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-COUNTERS = {  # by key of the report: name, help, label
-    "pins": ("continuum_pins", "Pins by outcome; `taken` counts all", "outcome"),
-    "refused": ("continuum_pins_refused", "Pins refused by a limit", "reason"),
-    "prompt_tokens": ("continuum_prompt_tokens", "Prompt tokens by the source of their KV", "tier"),
-    "returned_tokens": (
-        "continuum_returned_context_tokens",
-        "Context tokens of returning programs by where their KV was found",
-        "tier",
-    ),
-    "ttl_decisions": ("continuum_ttl_decisions", "Finished turns by the reason of their TTL", "reason"),
-    "ignored": ("continuum_ignored_fields", "Requests with a field that was ignored, by field", "field"),
+# by the name without "continuum_", which is the report's key: help, label ("": none)
+COUNTERS = {
+    "pins": ("Pins by outcome; `taken` counts all", "outcome"),
+    "pins_refused": ("Pins refused by a limit", "reason"),
+    "prompt_tokens": ("Prompt tokens by the source of their KV", "tier"),
+    "returned_context_tokens": ("Context tokens of returning programs by where their KV was found", "tier"),
+    "ttl_decisions": ("Finished turns by the reason of their TTL", "reason"),
+    "ignored_fields": ("Requests with a field that was ignored, by field", "field"),
     "lost_returns": (
-        "continuum_lost_returns",
         "Returns that found less than the last turn left, by cause and the third where that begins",
         "cause",
     ),
-    "lost_tokens": ("continuum_lost_tokens", "Tokens that these returns compute again, at most", "cause"),
+    "lost_tokens": ("Tokens that these returns compute again, at most", "cause"),
     "load_decisions": (
-        "continuum_load_decisions",
         "Turns for which a tier had KV, by what was decided when they got their blocks",
         "decision",
     ),
 }
-GAUGES = {  # the label's name last; "" where there is none
-    "pinned_blocks": ("continuum_pinned_blocks", "GPU KV blocks held by pins", ""),
-    "programs": ("continuum_programs", "Programs known to the scheduler", ""),
-    "store_up": ("continuum_tier_store_up", "1 while the store of the tiers answers, else 0", ""),
-    "store_mode": ("continuum_tier_store_info", "Always 1; its label names the store of the tiers", "mode"),
-    "rate_samples": ("continuum_rate_samples", "Number of measurements of a rate; 0: it is assumed", "rate"),
-    "tier_rate": (
-        "continuum_tier_bytes_per_second",
-        "Rate at which a tier is read, as used in decisions",
-        "tier",
-    ),
-    "prefill_fixed": ("continuum_prefill_fixed_seconds", "Prefill curve: the fixed part of a prefill", ""),
-    "prefill_token": ("continuum_prefill_seconds_per_token", "Prefill curve: seconds per new token", ""),
-    "prefill_pair": (
-        "continuum_prefill_seconds_per_token_pair",
-        "Prefill curve: seconds per pair of a new token and a token that it attends to",
-        "",
-    ),
-    "tier_capacity": ("continuum_tier_capacity_tokens", "Tokens that a tier holds before it evicts", "tier"),
-    "delay": (
-        "continuum_eviction_delay_seconds",
-        "T of eq. 2: mean queueing delay of turns whose KV was evicted",
-        "",
-    ),
-    "policy": ("continuum_policy_info", "Always 1; its label is the policy in use", "policy"),
-    "working_set": (
-        "continuum_working_set_tokens",
-        "Sum of the contexts of all programs that are expected to continue",
-        "",
-    ),
-    "gpu_capacity": ("continuum_gpu_capacity_tokens", "Capacity of the GPU's KV cache in tokens", ""),
-    "held": ("continuum_programs_held", "Programs that wait in admission's line for a place", ""),
-    "longest_wait": (
-        "continuum_longest_wait_seconds",
+PAIR = "Prefill curve: seconds per pair of a new token and a token that it attends to"
+GAUGES = {
+    "pinned_blocks": ("GPU KV blocks held by pins", ""),
+    "programs": ("Programs known to the scheduler", ""),
+    "tier_store_up": ("1 while the store of the tiers answers, else 0", ""),
+    "tier_store_info": ("Always 1; its label names the store of the tiers", "mode"),
+    "rate_samples": ("Number of measurements of a rate; 0: it is assumed", "rate"),
+    "tier_bytes_per_second": ("Rate at which a tier is read, as used in decisions", "tier"),
+    "prefill_fixed_seconds": ("Prefill curve: the fixed part of a prefill", ""),
+    "prefill_seconds_per_token": ("Prefill curve: seconds per new token", ""),
+    "prefill_seconds_per_token_pair": (PAIR, ""),
+    "tier_capacity_tokens": ("Tokens that a tier holds before it evicts", "tier"),
+    "eviction_delay_seconds": ("T of eq. 2: mean queueing delay of turns whose KV was evicted", ""),
+    "policy_info": ("Always 1; its label is the policy in use", "policy"),
+    "working_set_tokens": ("Sum of the contexts of all programs that are expected to continue", ""),
+    "gpu_capacity_tokens": ("Capacity of the GPU's KV cache in tokens", ""),
+    "programs_held": ("Programs that wait in admission's line for a place", ""),
+    "longest_wait_seconds": (
         "How long a program that comes now waits for a place at most, beside the turns under way",
         "",
     ),
 }
-HISTOGRAMS = {  # last: upper bounds of the buckets, seconds
-    "ttl": ("continuum_ttl_seconds", "TTL of finished turns", "tool", TTL_BUCKETS_S),
-    "tool_gap": (
-        "continuum_tool_gap_seconds",
-        "Time from a turn's end to the program's next turn",
-        "tool",
-        GAP_BUCKETS_S,
-    ),
-    "queue_delay": (
-        "continuum_queue_delay_seconds",
+HISTOGRAMS = {  # and upper bounds of the buckets, seconds
+    "ttl_seconds": ("TTL of finished turns", "tool", TTL_BUCKETS_S),
+    "tool_gap_seconds": ("Time from a turn's end to the program's next turn", "tool", GAP_BUCKETS_S),
+    "queue_delay_seconds": (
         "Queueing delay of programs' turns, by whether the GPU had lost their context",
         "context",
         DELAY_BUCKETS_S,
@@ -122,13 +95,16 @@ class MetricsExporter:
     """Prometheus metrics of this process, updated from each engine's reports."""
 
     def __init__(self) -> None:
-        self._counters = {key: Counter(*metric_spec(*spec)) for key, spec in COUNTERS.items()}
-        self._gauges = {
-            key: Gauge(*metric_spec(*spec), multiprocess_mode="mostrecent") for key, spec in GAUGES.items()
-        }
-        self._histograms = {
-            key: Histogram(*metric_spec(*spec), buckets=buckets)
-            for key, (*spec, buckets) in HISTOGRAMS.items()
+        self._metrics: dict[str, Counter | Gauge | Histogram] = {
+            **{key: Counter(*metric_spec(key, *spec)) for key, spec in COUNTERS.items()},
+            **{
+                key: Gauge(*metric_spec(key, *spec), multiprocess_mode="mostrecent")
+                for key, spec in GAUGES.items()
+            },
+            **{
+                key: Histogram(*metric_spec(key, text, label), buckets=buckets)
+                for key, (text, label, buckets) in HISTOGRAMS.items()
+            },
         }
         self._updater = functools.cache(self._updater_of)  # prometheus_client looks labels up under a lock
 
@@ -142,17 +118,15 @@ class MetricsExporter:
 
     def _updater_of(self, key: str, label: str, engine: int) -> Callable[[float], None]:
         """The function that updates one metric of one engine by a value."""
-        labels = [*([label] if label else []), str(engine)]
-        if key in self._counters:
-            return self._counters[key].labels(*labels).inc
-        if key in self._gauges:
-            return self._gauges[key].labels(*labels).set
-        return self._histograms[key].labels(*labels).observe
+        metric = self._metrics[key].labels(*([label] if label else []), str(engine))
+        if isinstance(metric, Counter):
+            return metric.inc
+        return metric.set if isinstance(metric, Gauge) else metric.observe
 
 
-def metric_spec(name: str, text: str, label: str) -> tuple[str, str, list[str]]:
+def metric_spec(key: str, text: str, label: str) -> tuple[str, str, list[str]]:
     """Name, help and labels in the order of prometheus_client."""
-    return name, text, [*([label] if label else []), "engine"]
+    return f"continuum_{key}", text, [*([label] if label else []), "engine"]
 
 
 @functools.cache
