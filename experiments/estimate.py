@@ -17,7 +17,8 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for `python PATH` as well as -m
 
-from continuum_lmcache.console.doctor import DoctorQuery, diagnosis
+from continuum_lmcache.console.doctor import DoctorQuery, planned
+from continuum_lmcache.console.machine_specs import machine
 from continuum_lmcache.errors import ConfigError, ContinuumError, TraceError
 from experiments.selection import Selection
 from experiments.sim.engine import simulate
@@ -34,8 +35,8 @@ MOST_PROGRAMS = 40  # the first to arrive: enough to fill a card, and some minut
 
 def machine_of(model: str, gpu: str) -> tuple[Machine, int]:
     """The model on one card, by the doctor's arithmetic, and the model's window. Raises ConfigError."""
-    found = diagnosis(DoctorQuery(model, gpu=gpu))
-    plan, card = found.plan, found.machine.card
+    on = machine(None, gpu)
+    (plan, _), card = planned(DoctorQuery(model, gpu=gpu), on), on.card
     if card is None or plan.costs is None or not plan.budget.blocks:
         raise ConfigError(f"--gpu is {gpu!r}: give a card whose memory holds {model or 'the --model'}")
     read_bytes = min(plan.shape.weight_bytes, VALUE_BYTES * plan.shape.active_parameters)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from continuum_lmcache.capacity import kv_budget
-from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory
-from continuum_lmcache.errors import ConfigError
+from continuum_lmcache.capacity.kv_budget import GIB
 from continuum_lmcache.reload.model_shapes import KNOWN, ModelShape
 
 LLAMA = KNOWN["llama-3.1-8b"]
@@ -32,7 +31,7 @@ def test_every_rank_holds_the_whole_latent() -> None:
 
 def test_the_budget_of_an_h200_by_hand() -> None:
     """140.4 GiB x 0.92 = 129.17; less 14.96 of weights and 2 of a step: 112.21 GiB, 57,452 blocks of 16."""
-    found = kv_budget.of_memory(LLAMA, DeviceMemory(143_771 * 2**20, 0.92, 2 * GIB), 16)
+    found = kv_budget.of_memory(LLAMA, 143_771 * 2**20, 0.92, 2 * GIB, 16)
     assert found.blocks == 57_452
     assert found.tokens == 919_232
     values = {step.name: step.value for step in found.steps}
@@ -49,7 +48,7 @@ def test_the_budget_of_an_h200_by_hand() -> None:
 
 
 def test_weights_that_fill_the_device_leave_no_block() -> None:
-    assert kv_budget.of_memory(LATENT, DeviceMemory(80 * GIB, 0.9, GIB), 16).blocks == 0
+    assert kv_budget.of_memory(LATENT, 80 * GIB, 0.9, GIB, 16).blocks == 0
 
 
 @given(
@@ -59,10 +58,3 @@ def test_blocks_fill_the_cache_to_within_one(kv_bytes: int, block: int, ranks: i
     found = kv_budget.of_bytes(LLAMA, kv_bytes, block, ranks)
     used = found.tokens * found.bytes_per_token
     assert used <= kv_bytes < used + block * found.bytes_per_token
-
-
-def test_programs_of_the_mean_context_fit_whole() -> None:
-    assert kv_budget.programs_that_fit(1000, [100, 300]) == 5
-    assert kv_budget.programs_that_fit(999, [100, 300]) == 4
-    with pytest.raises(ConfigError, match="no context is known"):
-        kv_budget.programs_that_fit(1000, [])

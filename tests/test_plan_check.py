@@ -9,7 +9,7 @@ import pytest
 
 from continuum_lmcache.capacity import kv_budget
 from continuum_lmcache.capacity.kv_budget import KVBudget
-from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad, advice
+from continuum_lmcache.capacity.plan_check import DeploymentPlan, advice
 from continuum_lmcache.reload.cost_model import CostModel, PrefillCurve, TransferRate
 from continuum_lmcache.reload.model_shapes import KNOWN
 from continuum_lmcache.telemetry.findings import Severity
@@ -24,8 +24,8 @@ PLAN = DeploymentPlan(
     SHAPE,
     kv_budget.of_bytes(SHAPE, 160_000 * 131_072, 16),
     COSTS,
-    ExpectedLoad("by hand", (40_000,)),
     {Tier.DRAM: 400_000, Tier.SSD: 800_000},
+    40_000,
 )
 
 
@@ -35,6 +35,7 @@ def blocks(number: int) -> KVBudget:
 
 def test_a_sound_plan_is_not_objected_to() -> None:
     assert advice(PLAN) == []
+    assert (PLAN.programs_in(200_000), PLAN.programs_in(199_999)) == (5, 4)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,8 @@ def test_a_sound_plan_is_not_objected_to() -> None:
         ({"shape": replace(SHAPE, window_tokens=39_999)}, "context-exceeds-window", Severity.WARNING),
         ({"shape": replace(SHAPE, windowed_layers=16)}, "layers-of-several-kinds", Severity.NOTE),
         ({"tiers": {Tier.DRAM: 159_999}}, "tiers-smaller-than-gpu", Severity.NOTE),
-        ({"tiers": {}, "concurrent_programs": 5}, "memory-smaller-than-programs", Severity.WARNING),
-        ({"concurrent_programs": 21}, "memory-smaller-than-programs", Severity.WARNING),
+        ({"tiers": {}, "programs": 5}, "memory-smaller-than-programs", Severity.WARNING),
+        ({"programs": 21}, "memory-smaller-than-programs", Severity.WARNING),
         ({"costs": replace(COSTS, ssd=SLOW)}, "ssd-slower-than-recompute", Severity.WARNING),
         ({"costs": replace(COSTS, ssd=replace(SLOW, samples=0))}, "ssd-slower-than-recompute", Severity.NOTE),
         ({"costs": replace(COSTS, ssd=TransferRate(5e9, 0, 0))}, "not-measured", Severity.NOTE),
@@ -64,8 +65,8 @@ def test_each_objection_has_a_plan_that_earns_it(change: Any, name: str, severit
         {"budget": blocks(2_500)},
         {"shape": replace(SHAPE, window_tokens=40_000)},
         {"tiers": {Tier.DRAM: 160_000}},
-        {"tiers": {}, "concurrent_programs": 4},
-        {"concurrent_programs": 20},
+        {"tiers": {}, "programs": 4},
+        {"programs": 20},
     ],
 )
 def test_at_the_limit_nothing_is_wrong(change: Any) -> None:
@@ -73,5 +74,4 @@ def test_at_the_limit_nothing_is_wrong(change: Any) -> None:
 
 
 def test_nothing_follows_from_the_length_of_programs_that_nobody_asked_for() -> None:
-    assumed = ExpectedLoad("assumed", (40_000_000,), assumed=True)
-    assert advice(replace(PLAN, demand=assumed)) == []
+    assert advice(replace(PLAN, context_tokens=40_000_000, is_assumed=True)) == []

@@ -12,19 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from continuum_lmcache.errors import ConfigError
 from continuum_lmcache.reload.model_shapes import ModelShape
 
 GIB = 1024**3
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """A device's memory, as vLLM divides it."""
-
-    device_bytes: float
-    utilisation: float  # vLLM's --gpu-memory-utilization, in (0, 1]
-    step_bytes: float  # activations and graphs; vLLM measures them as it starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,43 +42,51 @@ class KVBudget:
         return self.blocks * self.block_tokens
 
 
-def line_of_bytes(name: str, how: str, size_bytes: float) -> BudgetLine:
-    return BudgetLine(name, how, size_bytes / GIB, "GiB")
+def of_memory(
+    shape: ModelShape,
+    device_bytes: float,
+    utilisation: float,
+    step_bytes: float,
+    block_tokens: int,
+    ranks: int = 1,
+) -> KVBudget:
+    """The budget that vLLM would compute. A KV cache below one block has 0 blocks.
 
-
-def of_memory(shape: ModelShape, memory: DeviceMemory, block_tokens: int, ranks: int = 1) -> KVBudget:
-    """The budget that vLLM would compute. A KV cache below one block has 0 blocks."""
-    weights = shape.weight_bytes / ranks
-    usable = memory.device_bytes * memory.utilisation
-    kv_bytes = usable - weights - memory.step_bytes
-    steps = (
-        line_of_bytes("usable memory", f"{gib(memory.device_bytes)} x {memory.utilisation:g}", usable),
-        line_of_bytes("weights", shape.source + (f", over {ranks} ranks" if ranks > 1 else ""), weights),
-        line_of_bytes("a step's needs", "assumed; vLLM measures it at the start", memory.step_bytes),
-        line_of_bytes("KV cache", "usable memory - weights - a step's needs", kv_bytes),
+    `utilisation`: vLLM's --gpu-memory-utilization, in (0, 1]. `step_bytes`: activations and graphs, which
+    vLLM measures as it starts.
+    """
+    usable, weights = device_bytes * utilisation, shape.weight_bytes / ranks
+    kv_bytes = usable - weights - step_bytes
+    weights_from = shape.source + (f", over {ranks} ranks" if ranks > 1 else "")
+    lines = (
+        ("usable memory", f"{device_bytes / GIB:.1f} GiB x {utilisation:g}", usable),
+        ("weights", weights_from, weights),
+        ("a step's needs", "assumed; vLLM measures it at the start", step_bytes),
+        ("KV cache", "usable memory - weights - a step's needs", kv_bytes),
     )
-    return of_bytes(shape, kv_bytes, block_tokens, ranks, steps)
+    return of_bytes(shape, kv_bytes, block_tokens, ranks, lines)
 
 
 def of_bytes(
-    shape: ModelShape, kv_bytes: float, block_tokens: int, ranks: int = 1, before: Sequence[BudgetLine] = ()
+    shape: ModelShape,
+    kv_bytes: float,
+    block_tokens: int,
+    ranks: int = 1,
+    lines: Sequence[tuple[str, str, float]] = (),
 ) -> KVBudget:
-    """The budget of a KV cache of this many bytes."""
-    given = () if before else (line_of_bytes("KV cache", "as given", kv_bytes),)
-    block_bytes = block_tokens * shape.bytes_per_token(ranks)
-    blocks = max(0, int(kv_bytes // block_bytes))
-    how = f"KV cache / ({block_tokens} tokens x {shape.bytes_per_token(ranks):,} B)"
-    cut = BudgetLine("blocks", how, blocks, "blocks")
-    return _finished(shape, ranks, block_tokens, blocks, (*before, *given, cut))
-
-
-def _finished(
-    shape: ModelShape, ranks: int, block_tokens: int, blocks: int, steps: Sequence[BudgetLine]
-) -> KVBudget:
-    per_token = BudgetLine("KV of a token", token_formula(shape, ranks), shape.bytes_per_token(ranks), "B")
-    tokens = BudgetLine("tokens", f"{blocks:,} blocks x {block_tokens}", blocks * block_tokens, "tokens")
-    own = shape.program_tokens(block_tokens, ranks)
-    return KVBudget((per_token, *steps, tokens), shape.bytes_per_token(ranks), block_tokens, blocks, own)
+    """The budget of a KV cache of this many bytes. `lines`: its arithmetic (name, how, bytes); (): given."""
+    token_bytes = shape.bytes_per_token(ranks)
+    blocks = max(0, int(kv_bytes // (block_tokens * token_bytes)))
+    steps = (
+        BudgetLine("KV of a token", token_formula(shape, ranks), token_bytes, "B"),
+        *(
+            BudgetLine(name, how, size / GIB, "GiB")
+            for name, how, size in lines or [("KV cache", "as given", kv_bytes)]
+        ),
+        BudgetLine("blocks", f"KV cache / ({block_tokens} tokens x {token_bytes:,} B)", blocks, "blocks"),
+        BudgetLine("tokens", f"{blocks:,} blocks x {block_tokens}", blocks * block_tokens, "tokens"),
+    )
+    return KVBudget(steps, token_bytes, block_tokens, blocks, shape.program_tokens(block_tokens, ranks))
 
 
 def token_formula(shape: ModelShape, ranks: int) -> str:
@@ -98,18 +96,3 @@ def token_formula(shape: ModelShape, ranks: int) -> str:
         return f"{layers} layers x {shape.head_size} latent values x {size}"
     heads = max(1, shape.kv_heads // ranks)
     return f"{layers} layers x {heads} KV heads x {shape.head_size} x 2 (K and V) x {size}"
-
-
-def programs_that_fit(tokens: float, contexts_tokens: Sequence[int], program_tokens: int = 0) -> int:
-    """How many programs of the mean context fit into `tokens` of KV; each takes `program_tokens` besides.
-
-    Raises ConfigError without a context.
-    """
-    if not contexts_tokens:
-        raise ConfigError("no context is known, so the programs that fit cannot be counted")
-    needed = sum(contexts_tokens) + len(contexts_tokens) * program_tokens
-    return int(tokens * len(contexts_tokens) // needed)
-
-
-def gib(size_bytes: float) -> str:
-    return f"{size_bytes / GIB:.1f} GiB"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from statistics import fmean
 
 from continuum_lmcache.capacity.break_even import break_even_tokens
-from continuum_lmcache.capacity.kv_budget import GIB, KVBudget, programs_that_fit
+from continuum_lmcache.capacity.kv_budget import GIB, KVBudget
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.reload.model_shapes import ModelShape
 from continuum_lmcache.telemetry.findings import Finding, error, note, warning
@@ -18,36 +17,20 @@ MEASURE = "measure with profiles/measure.py on the machine that will serve, and 
 
 
 @dataclass(frozen=True, slots=True)
-class ExpectedLoad:
-    """The programs to be served."""
-
-    source: str
-    contexts_tokens: tuple[int, ...]  # the longest context of each program; not empty
-    assumed: bool = False  # nobody asked for these: no finding follows from their lengths
-
-    @property
-    def mean_tokens(self) -> int:
-        return round(fmean(self.contexts_tokens))
-
-
-@dataclass(frozen=True, slots=True)
 class DeploymentPlan:
     """The model, the machine and the programs. Tokens and bytes are of one rank."""
 
     shape: ModelShape
     budget: KVBudget
     costs: CostModel | None  # of this model: its KV bytes are the budget's. None: not known
-    demand: ExpectedLoad
     tiers: Mapping[Tier, int]  # tokens that DRAM and SSD hold
-    concurrent_programs: int | None = None  # programs alive at the same time; None: not given
-
-    @property
-    def fits(self) -> int:
-        """Programs of the mean context in the GPU's KV cache."""
-        return self.programs_in(self.budget.tokens)
+    context_tokens: int  # of a program, at its end
+    is_assumed: bool = False  # nobody asked for this context: no finding follows from its length
+    programs: int | None = None  # alive at the same time; None: not given
 
     def programs_in(self, tokens: int) -> int:
-        return programs_that_fit(tokens, self.demand.contexts_tokens, self.budget.program_tokens)
+        """How many fit into `tokens` of KV; each takes something besides its context."""
+        return tokens // (self.context_tokens + self.budget.program_tokens)
 
 
 def advice(plan: DeploymentPlan) -> list[Finding]:
@@ -57,7 +40,7 @@ def advice(plan: DeploymentPlan) -> list[Finding]:
 
 
 def _memory(plan: DeploymentPlan) -> Iterator[Finding]:
-    largest = 0 if plan.demand.assumed else max(plan.demand.contexts_tokens)
+    largest = 0 if plan.is_assumed else plan.context_tokens
     if plan.budget.blocks == 0:
         yield error(
             "no-kv-cache",
@@ -67,13 +50,13 @@ def _memory(plan: DeploymentPlan) -> Iterator[Finding]:
     elif largest > plan.budget.tokens:
         yield error(
             "context-exceeds-kv-cache",
-            f"the longest context has {largest:,} tokens and the KV cache {plan.budget.tokens:,}",
+            f"a context has {largest:,} tokens and the KV cache {plan.budget.tokens:,}",
             "such a program can never run: shorten contexts, or give the KV cache more memory",
         )
     if largest > plan.shape.window_tokens:
         yield warning(
             "context-exceeds-window",
-            f"the longest context has {largest:,} tokens and the model's window {plan.shape.window_tokens:,}",
+            f"a context has {largest:,} tokens and the model's window {plan.shape.window_tokens:,}",
             "vLLM will refuse those turns: compact the history, or raise --max-model-len if the model allows",
         )
     if others := plan.shape.windowed_layers + plan.shape.state_layers:
@@ -87,13 +70,14 @@ def _memory(plan: DeploymentPlan) -> Iterator[Finding]:
 
 
 def _tiers(plan: DeploymentPlan) -> Iterator[Finding]:
-    tokens = (plan.concurrent_programs or 0) * plan.demand.mean_tokens
-    needed = f"{plan.concurrent_programs} programs need {tokens:,} tokens, {_gib(plan, tokens)}"
+    tokens = (plan.programs or 0) * plan.context_tokens
     if tokens > max(plan.budget.tokens, *plan.tiers.values(), 0):
-        held = ", ".join(f"{tier.value} {size:,}" for tier, size in plan.tiers.items())
+        held = "".join(f", {tier.value} {size:,}" for tier, size in plan.tiers.items())
+        gib = tokens * plan.budget.bytes_per_token / GIB
         yield warning(
             "memory-smaller-than-programs",
-            f"{needed}; the GPU holds {plan.budget.tokens:,}{f', {held}' if held else ''}",
+            f"{plan.programs} programs need {tokens:,} tokens, {gib:,.0f} GiB; the GPU holds "
+            f"{plan.budget.tokens:,}{held}",
             "what is evicted everywhere is computed again: give LMCache's server more DRAM (--l1-size-gb) "
             "or a disk (docs/lmcache.md)",
         )
@@ -112,7 +96,7 @@ def _costs(plan: DeploymentPlan) -> Iterator[Finding]:
     if plan.costs is None:
         yield note("no-profile", "how long computing and loading take is not known", MEASURE)
         return
-    longest = min(max(plan.demand.contexts_tokens), plan.shape.window_tokens)
+    longest = min(plan.context_tokens, plan.shape.window_tokens)
     for tier in plan.tiers:
         if break_even_tokens(plan.costs, tier) > longest:
             found = warning if plan.costs.measured else note  # a guess is no reason to change anything
@@ -123,7 +107,3 @@ def _costs(plan: DeploymentPlan) -> Iterator[Finding]:
             )
     if not plan.costs.measured:
         yield note("not-measured", "at least one of the costs is from a data sheet", MEASURE)
-
-
-def _gib(plan: DeploymentPlan, tokens: int) -> str:
-    return f"{tokens * plan.budget.bytes_per_token / GIB:,.0f} GiB"

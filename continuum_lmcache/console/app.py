@@ -88,8 +88,7 @@ def doctor(
     block_size: Annotated[int | None, typer.Option(min=1, help="tokens; vLLM's default if not given")] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="vLLM's: auto, fp8, ...")] = "auto",
     lmcache: Annotated[Path | None, typer.Option(help="the file of --kv-transfer-config")] = None,
-    run: Annotated[Path | None, typer.Option(help="a recording, whose programs are to be served")] = None,
-    context: Annotated[int | None, typer.Option(min=1, help="tokens of a program, without --run")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="tokens of a program at its end")] = None,
     programs: Annotated[int | None, typer.Option(min=1, help="alive at the same time")] = None,
     explain: Annotated[bool, typer.Option(help="all findings and the arithmetic")] = False,
     as_json: Json = False,
@@ -98,7 +97,7 @@ def doctor(
     options = {name: value for name, value in locals().items() if name not in ("as_json", "explain")}
     found = doctors.diagnosis(doctors.DoctorQuery(**options))
     if as_json:
-        print(json.dumps(doctor_output.as_json(found), indent=1, default=plain))
+        print(json.dumps(found, indent=1, default=plain))
     else:
         doctor_output.show(found, Console(), explain)
     raise typer.Exit(0 if found.advisable else 1)

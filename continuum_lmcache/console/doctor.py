@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from continuum_lmcache.capacity import kv_budget, plan_check
-from continuum_lmcache.capacity.kv_budget import GIB, DeviceMemory, KVBudget
-from continuum_lmcache.capacity.plan_check import DeploymentPlan, ExpectedLoad
-from continuum_lmcache.console.lmcache_check import ConnectorSettings, checked, read
+from continuum_lmcache.capacity.break_even import break_even_tokens
+from continuum_lmcache.capacity.kv_budget import GIB, BudgetLine, KVBudget
+from continuum_lmcache.capacity.plan_check import DeploymentPlan
+from continuum_lmcache.console.lmcache_check import checked, read
 from continuum_lmcache.console.machine_specs import MIB, MachineSpec, machine
 from continuum_lmcache.console.model_files import shape_of
 from continuum_lmcache.errors import ConfigError
-from continuum_lmcache.recordings.reader import load
 from continuum_lmcache.reload.cards import assumed_costs
 from continuum_lmcache.reload.cost_model import CostModel
 from continuum_lmcache.reload.model_shapes import KV_BYTES, ModelShape
 from continuum_lmcache.telemetry.findings import Finding, Severity, note
+from continuum_lmcache.types import Tier
 
 STEP_GIB = 2.0  # activations and CUDA graphs of an 8B model with vLLM's default batch, roughly
-TABLE1 = ExpectedLoad(
-    "the mean of Continuum's Table 1, SWE-Bench; --context or --run give yours", (70_126,), assumed=True
-)
+TABLE1_TOKENS = 70_126  # the mean context of Continuum's Table 1, SWE-Bench
 NO_CONNECTOR = note(
     "no-connector",
     "no lmcache.json was given: there is no tier below the GPU, and LMCache's settings were not checked",
@@ -45,64 +46,79 @@ class DoctorQuery:
     block_size: int | None = None  # tokens
     kv_cache_dtype: str = "auto"
     lmcache: Path | None = None
-    run: Path | None = None
     context: int | None = None  # tokens of a program
     programs: int | None = None  # alive at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The answer."""
+    """The answer, as `--json` prints it."""
 
-    plan: DeploymentPlan
-    machine: MachineSpec
-    findings: tuple[Finding, ...]
-
-    @property
-    def advisable(self) -> bool:
-        """Whether no finding is worse than a NOTE."""
-        return all(finding.severity is Severity.NOTE for finding in self.findings)
-
-    @property
-    def costs_from(self) -> str:
-        """Where the costs come from."""
-        is_measured = self.plan.costs is not None and self.plan.costs.measured
-        return f"{self.machine.source}, {'measured' if is_measured else 'not measured'}"
-
-    @property
-    def verdict(self) -> str:
-        """One sentence for all findings."""
-        if self.advisable:
-            return "This deployment is advisable."
-        found = Counter(finding.severity.value for finding in self.findings)
-        counts = [f"{found[n]} {n}{'s' * (found[n] > 1)}" for n in ("error", "warning") if found[n]]
-        works = "" if found["error"] else "works but "
-        return f"This deployment {works}is NOT advisable: {', '.join(counts)}."
+    advisable: bool  # no finding is worse than a NOTE
+    verdict: str  # one sentence for all findings
+    model: str
+    device: str
+    context_tokens: int  # of a program
+    tokens: Mapping[str, int]  # that the GPU and each tier hold
+    programs: Mapping[str, int]  # the same
+    costs_from: str  # "": costs are not known
+    break_even_tokens: Mapping[str, float | None]  # of each tier; None: never
+    arithmetic: tuple[BudgetLine, ...]  # of one rank's KV cache
+    findings: tuple[Finding, ...]  # the worst first
 
 
 def diagnosis(query: DoctorQuery) -> Diagnosis:
-    """Read, compute, judge. Raises ConfigError, ProfileError or TraceError."""
-    on, shape, ranks = machine(query.profile, query.gpu), model(query), query.tensor_parallel_size
+    """Read, compute, judge. Raises ConfigError or ProfileError."""
+    on = machine(query.profile, query.gpu)
+    plan, of_connector = planned(query, on)
+    found = [*plan_check.advice(plan), *of_connector]
+    counted, costs = Counter(finding.severity for finding in found), plan.costs
+    tokens = {"gpu": plan.budget.tokens, **{tier.value: held for tier, held in plan.tiers.items()}}
+    even = {tier.value: break_even_tokens(costs, tier) for tier in (Tier.DRAM, Tier.SSD) if costs is not None}
+    return Diagnosis(
+        advisable=not (counted[Severity.ERROR] or counted[Severity.WARNING]),
+        verdict=verdict(counted[Severity.ERROR], counted[Severity.WARNING]),
+        model=plan.shape.name,
+        device=on.device,
+        context_tokens=plan.context_tokens,
+        tokens=tokens,
+        programs={place: plan.programs_in(held) for place, held in tokens.items()},
+        costs_from=f"{on.source}, {'' if costs.measured else 'not '}measured" if costs is not None else "",
+        break_even_tokens={tier: found if math.isfinite(found) else None for tier, found in even.items()},
+        arithmetic=plan.budget.steps,
+        findings=tuple(sorted(found, key=lambda finding: list(Severity).index(finding.severity))),
+    )
+
+
+def verdict(errors: int, warnings: int) -> str:
+    """One sentence for all findings."""
+    if not errors and not warnings:
+        return "This deployment is advisable."
+    counts = [f"{n} {what}{'s' * (n > 1)}" for n, what in ((errors, "error"), (warnings, "warning")) if n]
+    return f"This deployment {'' if errors else 'works but '}is NOT advisable: {', '.join(counts)}."
+
+
+def planned(query: DoctorQuery, on: MachineSpec) -> tuple[DeploymentPlan, list[Finding]]:
+    """The plan, and what is wrong with the connector's file."""
+    shape, ranks = model(query), query.tensor_parallel_size
     block_tokens = query.block_size or on.block_tokens
     kv = kv_cache(query, on, shape, block_tokens)
-    connector: ConnectorSettings | None = None
+    all_ranks_bytes = kv.bytes_per_token * ranks
+    sizes_gib: Mapping[Tier, float] = {}
+    found = [NO_CONNECTOR]
     if query.lmcache is not None:
-        size_bytes = kv.bytes_per_token * ranks
-        connector = checked(read(query.lmcache), ranks, block_tokens, size_bytes, shape.window_tokens)
+        config = read(query.lmcache)
+        sizes_gib, found = checked(config, ranks, block_tokens, all_ranks_bytes, shape.window_tokens)
     plan = DeploymentPlan(
         shape,
         kv,
         costs_of(on, shape, kv.bytes_per_token, ranks),
-        demand(query),
-        connector.tiers(kv.bytes_per_token * ranks) if connector else {},
+        {tier: int(size * GIB / all_ranks_bytes) for tier, size in sizes_gib.items()},
+        query.context or TABLE1_TOKENS,
+        query.context is None,
         query.programs,
     )
-    found = (
-        *plan_check.advice(plan),
-        *(connector.findings if connector else [NO_CONNECTOR]),
-    )
-    in_order = sorted(found, key=lambda finding: list(Severity).index(finding.severity))
-    return Diagnosis(plan, on, tuple(in_order))
+    return plan, found
 
 
 def costs_of(on: MachineSpec, shape: ModelShape, bytes_per_token: int, ranks: int) -> CostModel | None:
@@ -134,16 +150,5 @@ def kv_cache(query: DoctorQuery, on: MachineSpec, shape: ModelShape, block_token
     if not size:
         where = "give --kv-gib (VLLM_CPU_KVCACHE_SPACE)" if on.on_cpu else "give --gpu or --memory-gib"
         raise ConfigError(f"the memory of {on.device!r} is not known; {where}")
-    memory = DeviceMemory(size, query.gpu_memory_utilization, STEP_GIB * GIB)
-    return kv_budget.of_memory(shape, memory, block_tokens, ranks)
-
-
-def demand(query: DoctorQuery) -> ExpectedLoad:
-    """The programs to serve: a recorded run's, a given context, or the paper's mean. Raises TraceError."""
-    if query.run is not None and query.context is not None:
-        raise ConfigError("--run and --context both give the length of programs; drop one")
-    if query.run is not None:
-        programs = load(query.run).programs
-        longest = (max(t.prompt_tokens + t.output_tokens for t in p.turns) for p in programs)
-        return ExpectedLoad(query.run.name, tuple(longest))
-    return ExpectedLoad("as given", (query.context,)) if query.context is not None else TABLE1
+    share = query.gpu_memory_utilization
+    return kv_budget.of_memory(shape, size, share, STEP_GIB * GIB, block_tokens, ranks)

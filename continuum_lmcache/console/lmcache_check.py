@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +23,8 @@ EXTRA = "kv_connector_extra_config"
 AUTOSTART = "lmcache.mp.autostart"
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorSettings:
-    """The settings of an lmcache.json."""
-
-    tiers_gib: Mapping[Tier, float]  # empty where LMCache's server has its own command line
-    findings: tuple[Finding, ...]
-
-    def tiers(self, bytes_per_token: int) -> dict[Tier, int]:
-        """Tokens that each tier holds. `bytes_per_token`: of all ranks."""
-        return {tier: int(size * GIB / bytes_per_token) for tier, size in self.tiers_gib.items()}
+Checked = tuple[Mapping[Tier, float], list[Finding]]
+"""The tiers' sizes in GiB (none where LMCache's server has its own command line), and all findings."""
 
 
 def read(path: Path) -> Mapping[str, Any]:
@@ -52,19 +42,17 @@ def read(path: Path) -> Mapping[str, Any]:
 
 def checked(
     config: Mapping[str, Any], ranks: int, block_tokens: int, kv_bytes: int, window_tokens: int
-) -> ConnectorSettings:
+) -> Checked:
     """The connector with all its problems; `kv_bytes`: of a token, all ranks. Wrong settings are findings."""
     kind, extra = config["kv_connector"], config.get(EXTRA, {})
-    findings = list(outer_findings(config))
-    findings += continuum_findings(extra)
+    sizes_gib: Mapping[Tier, float] = {}
+    more: list[Finding] = []
     if kind in NATIVE:
-        return ConnectorSettings({Tier.DRAM: extra.get("cpu_bytes_to_use", 0) / GIB}, tuple(findings))
-    if kind not in LMCACHE:
-        return ConnectorSettings({}, tuple(findings))
-    if kind == IN_PROCESS:
-        extra = {AUTOSTART: True, **extra}
-    tiers_gib, more = server_sizes(extra, ranks, block_tokens, kv_bytes, window_tokens)
-    return ConnectorSettings(tiers_gib, (*findings, *more))
+        sizes_gib = {Tier.DRAM: extra.get("cpu_bytes_to_use", 0) / GIB}
+    elif kind in LMCACHE:
+        asked = {AUTOSTART: True, **extra} if kind == IN_PROCESS else extra
+        sizes_gib, more = server_sizes(asked, ranks, block_tokens, kv_bytes, window_tokens)
+    return sizes_gib, [*outer_findings(config), *continuum_findings(extra), *more]
 
 
 def outer_findings(config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -98,7 +86,7 @@ def continuum_findings(extra: Mapping[str, Any]) -> Iterator[Finding]:
 
 def server_sizes(
     extra: Mapping[str, Any], ranks: int, block_tokens: int, kv_bytes: int, window_tokens: int
-) -> tuple[dict[Tier, float], list[Finding]]:
+) -> Checked:
     """The sizes, in GiB, of the server that a worker starts, and why our connector would refuse it."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # otherwise its import logs to stdout
     try:
@@ -118,32 +106,5 @@ def server_sizes(
         unseen = "the LMCache server's command line has the sizes of DRAM and disk, this file does not"
         return {}, [note("tiers-unknown", unseen, "look at its --l1-size-gb and --l2-adapter")]
     sizes = {Tier.DRAM: args.l1_size_gb, Tier.SSD: sum(a.get("max_capacity_gb", 0) for a in args.l2_adapter)}
-    folders = [adapter["base_path"] for adapter in args.l2_adapter if "base_path" in adapter]
-    more = [note("lmcache-server", said, "nothing, if that is meant"), *on_this_machine(sizes, folders)]
-    return {tier: size for tier, size in sizes.items() if size}, more
-
-
-def on_this_machine(sizes_gib: Mapping[Tier, float], folders: list[str]) -> Iterator[Finding]:
-    """Compares the tiers' sizes with the machine that runs the doctor."""
-    wanted = sizes_gib[Tier.DRAM] * GIB
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted > total:
-        yield note(
-            "dram-exceeds-this-machine",
-            f"LMCache's L1 is {wanted / GIB:g} GiB, this machine has {total / GIB:.1f}",
-            "fine if the server runs elsewhere; else lower it, it is allocated at the start",
-        )
-    for folder in [Path(name).absolute() for name in folders]:
-        try:
-            home = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-        except OSError as problem:
-            unseen = f"the disk's folder {str(folder)!r:.80} cannot be read here: {problem.strerror}"
-            yield warning("disk-unseen", unseen, "name a folder that the server can write to")
-            return
-        free, size = shutil.disk_usage(home).free, sizes_gib[Tier.SSD] * GIB
-        if size > free:
-            yield warning(
-                "disk-too-small",
-                f"the disk tier is {size / GIB:g} GiB, and {free / GIB:.1f} are free at {folder} here",
-                "writes will fail when the disk is full: lower it, or name another disk",
-            )
+    started = note("lmcache-server", said, "nothing, if that is meant")
+    return {tier: size for tier, size in sizes.items() if size}, [started]
